@@ -6,13 +6,10 @@ import asyncio
 import gc
 import operator
 import signal
-import socket
-import struct
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +24,8 @@ from actorrpc.errors import (
     LimitError,
     PeerDiedError,
     RemoteError,
-    RpcTimeoutError,
     SerializationError,
     ShutdownError,
-    UnknownWorkerError,
 )
 from actorrpc.futures import Future
 from actorrpc.transport.connection import Connection
@@ -132,57 +127,6 @@ def test_an_error_whose_text_is_over_the_limit_of_messages_ends_its_call() -> No
         _sync(made[0], "a1", _fail_at_length, 6 << 20, timeout=60)
 
 
-@pytest.mark.slow
-def test_a_time_out_while_connecting_is_one(pair: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(*_: Any) -> Any:
-        _gate.wait(0.02)
-        raise TimeoutError("timed out")
-
-    monkeypatch.setattr(pair[0].connector, "dial", late)
-    with pytest.raises(RpcTimeoutError, match="cannot be reached") as caught:
-        _sync(pair[0], "a1", operator.add, 1, 2, timeout=0.01)
-    assert caught.value.maybe_executed is False
-    with pytest.raises(PeerDiedError, match="cannot be reached"):
-        _sync(pair[0], "a1", operator.add, 1, 2, timeout=60)
-
-
-def test_a_socket_that_is_reset_before_it_is_a_connection_is_closed(pair: list[Agent]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as sock:
-        accepted, _ = door.accept()
-        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        accepted.close()  # with a reset
-        with pytest.raises(ConnectionResetError):
-            sock.recv(1)
-        session: Any = SimpleNamespace(key=b"", sealed=False)
-        with pytest.raises(OSError, match="not connected"):
-            pair[0].connector._connection(sock, session, b"attach", local=False, dialled=True)
-        assert sock.fileno() == -1
-
-
-def test_workers_are_named_by_name_rank_and_info(pair: list[Agent]) -> None:
-    a, b = pair
-    for to in ("a1", 1, b.record.info):
-        assert _sync(a, to, operator.add, 1, 2) == 3
-    assert a.peer("a1") is a.peer(1) is a.peer(b.record.info)
-    for unknown in ("nobody", 9, -1):
-        with pytest.raises(UnknownWorkerError, match="a0, a1"):
-            a.peer(unknown)
-    for wrong in (1.5, None, True, b"a1"):
-        with pytest.raises((TypeError, UnknownWorkerError)):
-            a.peer(wrong)
-
-
-def test_what_cannot_be_sent_leaves_nothing_behind(pair: list[Agent]) -> None:
-    a, _ = pair
-    for to in ("a0", "a1"):
-        with pytest.raises(SerializationError):
-            _sync(a, to, operator.add, threading.Lock(), 1)
-        assert not a.peer(to).pending
-        with pytest.raises(SerializationError):
-            _sync(a, to, threading.Lock)
-        assert _sync(a, to, operator.add, 1, 1) == 2
-
-
 def test_a_pending_table_is_empty_when_all_calls_are_over(pair: list[Agent]) -> None:
     a, b = pair
     futures = [_later(a, "a1", operator.add, i, 1) for i in range(300)]
@@ -194,35 +138,6 @@ def test_a_pending_table_is_empty_when_all_calls_are_over(pair: list[Agent]) -> 
     assert not a.peer("a1").pending
     assert a.peer("a1").window.charged == 0
     assert not b.peer("a0").cancelled
-
-
-def test_an_answer_is_credit_and_a_call_that_takes_longer_has_a_frame_of_it(
-    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = pair
-    to, came, control = a.peer("a1"), [], Inbox.control
-
-    def note(inbox: Inbox, conn: Connection, frame: Frame) -> Frame | None:
-        if frame.kind == frames.CREDIT:
-            came.append(frame.id)
-        return control(inbox, conn, frame)
-
-    monkeypatch.setattr(Inbox, "control", note)
-    large = torch.zeros(100_000)
-    with monkeypatch.context() as still:
-        still.setattr(b.scheduler._soon, "active", True)  # the clock does not look meanwhile
-        assert _sync(a, "a1", torch.numel, large) == 100_000
-        assert to.window.charged == 0
-        b.scheduler._send_laden()
-    future = _later(a, "a1", _hold, large)
-    a.flush()
-    _entered.acquire()
-    while to.window.charged:
-        assert _sync(a, "a1", operator.add, 1, 1) == 2
-    assert not future.done()
-    _gate.set()
-    assert future.wait().equal(large)
-    assert len(came) == 1
 
 
 def test_a_call_that_is_over_before_its_bytes_are_counted_leaves_none(
@@ -322,16 +237,6 @@ def test_cancelled_calls_end_at_once_and_free_their_number(pair: list[Agent]) ->
     _gate.set()
     keep.wait()
     assert _sync(a, "a1", operator.add, 1, 1) == 2
-
-
-def test_time_outs_say_what_they_know(pair: list[Agent]) -> None:
-    a, _ = pair
-    for to in ("a0", "a1"):
-        with pytest.raises(RpcTimeoutError, match="may have run") as caught:
-            _sync(a, to, _hold, timeout=0.02)
-        assert caught.value.maybe_executed
-        assert caught.value.worker == to
-        assert not a.peer(to).pending
 
 
 @pytest.mark.prints("threads of 'a0' are still in user code after shutdown")

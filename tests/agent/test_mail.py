@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import operator
 import threading
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +15,6 @@ from actorrpc.agent.executor import path_of
 from actorrpc.agent.mail import MailHeader
 from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.futures import Future
-from actorrpc.transport.writer import Writer
 from actorrpc.wire.frames import Frame
 from actorrpc.wire.headers import unpack_header
 from tests.agent.agents import agents
@@ -90,45 +85,12 @@ def test_letters_keep_their_places_whatever_their_size(lane: bool, to: str) -> N
         assert router.places == [call.id for call, _ in sent]
 
 
-def test_a_letter_that_is_cut_short_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    with agents(2, lane=False) as (a0, a1):
-        router = Router(a1)
-        _send(a0, "a1", "first")[1].wait(20)
-        send_chunks = Writer.send_chunks
-
-        def one_chunk(writer: Writer, stream: int, pieces: Iterable[Any], deadline: float | None) -> bool:
-            def cut_short() -> Iterator[Any]:
-                yield from itertools.islice(pieces, 1)
-                raise InterruptedError
-
-            with contextlib.suppress(InterruptedError):
-                send_chunks(writer, stream, cut_short(), deadline)
-            return False
-
-        monkeypatch.setattr(Writer, "send_chunks", one_chunk)
-        call, future = _send(a0, "a1", "large", torch.zeros(3_000_000))
-        with pytest.raises(RpcError):
-            future.wait(20)
-        with router.grew:
-            assert router.grew.wait_for(lambda: router.given_up, 20)
-        assert router.given_up == [call.id]
-        monkeypatch.undo()
-        assert _send(a0, "a1", "after")[1].wait(20) == ("after", 0)
-
-
 def test_a_worker_without_mailboxes_refuses_letters() -> None:
     with agents(2) as (a0, _):
         for to in ("a1", "a0"):
             with pytest.raises(RpcError, match="has no actors") as raised:
                 _send(a0, to, "hello", 1)[1].wait(20)
             assert raised.value.maybe_executed is False
-
-
-def test_plain_calls_do_not_go_to_the_office() -> None:
-    with agents(2) as (a0, a1):
-        router = Router(a1)
-        assert a0.ask(a0.peer("a1"), operator.add, (1, 2), {}, 10.0) == 3
-        assert router.places == []
 
 
 _EXECUTIONS = [1 << MAILBOX_BIT | 5, 1 << MAILBOX_BIT | 7]

@@ -19,7 +19,6 @@ from actorrpc.agent.agent import Agent
 from actorrpc.errors import ShutdownError
 from actorrpc.futures import Future
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.tls import TlsSocket
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
 from actorrpc.wire.headers import pack_header
@@ -145,54 +144,6 @@ def test_who_leaves_while_the_other_does_not_read_is_not_taken_for_dead(
         assert states == ["left"]
 
 
-class _Gated:
-    """A socket that stops in the middle of a send."""
-
-    def __init__(self, sock: Any) -> None:
-        self._sock = sock
-        self.entered, self.gate = threading.Event(), threading.Event()
-
-    def send(self, *arguments: Any) -> Any:
-        self.entered.set()
-        assert self.gate.wait(20)
-        return self._sock.send(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sock, name)
-
-
-def test_what_another_thread_has_taken_out_and_not_sent_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with agents(2) as (first, second):
-        _meet(first, second)
-        over, states = _watch(second)
-        conn: Any = _conn(first, "a1")
-        conn.stream = gated = _Gated(conn.stream)
-        taken = threading.Event()
-
-        class Outbox(type(conn.outbox)):  # type: ignore[misc]
-            """Hands the goodbye to another thread, before the one that has put it there gets to it."""
-
-            def append(self, item: Any) -> None:
-                super().append(item)
-                if not taken.is_set():
-                    taken.set()
-                    threading.Thread(target=conn.flush).start()
-                    assert gated.entered.wait(20)
-
-        conn.outbox = conn.writer.outbox = Outbox()
-        thread = threading.Thread(target=first.close, kwargs={"parting": 60.0})
-        time = _Time(monkeypatch, thread)
-        thread.start()
-        assert time.slept.wait(20)  # nothing is left in the outbox, and it waits all the same
-        gated.gate.set()
-        thread.join(20)
-        assert not thread.is_alive()
-        assert over.wait(20)
-        assert states == ["left"]
-
-
 def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (first, second):
         _meet(first, second)
@@ -239,36 +190,6 @@ def test_a_connection_whose_introduction_is_read_after_the_end_of_its_peer_ends_
             late.introduce()
             told = [frame.flags for frame in late.read_to_the_end() if frame.kind == frames.GOODBYE]
             assert told == ([1] if end == "dead" else [])  # a living one would wait for answers
-
-
-def test_the_goodbye_comes_after_the_answer_to_the_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered, proceed = threading.Event(), threading.Event()
-    for kind in (socket.socket, TlsSocket):
-
-        def answer(sock: Any, data: bytes, send: Any = kind.sendall) -> None:
-            if threading.current_thread().name.startswith(
-                "actorrpc-"
-            ):  # the pool's, which admits the stranger
-                entered.set()
-                assert proceed.wait(20)
-            send(sock, data)
-
-        monkeypatch.setattr(kind, "sendall", answer)
-    with agents(2) as (agent, _):
-        stranger = Stranger(agent)
-        with contextlib.closing(stranger.sock):
-            shaking = threading.Thread(target=stranger.shake_hands)
-            shaking.start()
-            assert entered.wait(20)  # it is found, and its answer is still to be sent
-            closing = threading.Thread(target=agent.close, kwargs={"parting": 60.0})
-            time = _Time(monkeypatch, closing)
-            closing.start()
-            assert time.slept.wait(20)  # the goodbye waits
-            proceed.set()
-            for thread in (shaking, closing):
-                thread.join(20)
-                assert not thread.is_alive()
-            assert frames.GOODBYE in {frame.kind for frame in stranger.read_to_the_end()}
 
 
 # -- a worker that dies ----------------------------------------------------------------------------------------

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import gc
-import operator
-import time
 import weakref
 
 import pytest
 
-from actorrpc.agent import agent as agent_module
 from actorrpc.agent.peers import KEPT, Peer, PeerTable
 from actorrpc.errors import PeerDiedError, UnknownWorkerError, WrongTypeError
 from actorrpc.wire.identity import WorkerRecord, new_incarnation
-from tests.agent.agents import agents
 
 
 def _record(rank: int, name: str = "") -> WorkerRecord:
@@ -101,17 +97,3 @@ def test_a_new_incarnation_ends_the_old_one() -> None:
     assert new.state == "alive"
     assert world.peer_table.peer("w1") is new
     assert not world.peer_table.end(old, "left", "")
-
-
-def test_what_only_the_living_need_goes_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "SETTLED_S", 0.0)
-    with agents(2) as (one, _):
-        peer = one.peer("a1")
-        assert one.ask(peer, operator.add, (1, 1), {}, 20.0) == 2
-        peer.known.note(b"hash", 4)
-        assert peer.definitions is not None
-        one.peer_ended(peer, "dead", "killed")
-        until = time.monotonic() + 20
-        while peer.definitions is not None or peer.known:
-            assert time.monotonic() < until
-            time.sleep(0.002)

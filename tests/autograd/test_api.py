@@ -17,6 +17,8 @@ import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.autograd.startup import contexts
 from actorrpc.errors import NotInitializedError, PeerDiedError, RemoteError, RpcTimeoutError
+from tests.actors.e2e.kit import until
+from tests.layers import rest_is_slow
 from tests.ranks import Died, rpc_group
 
 Tensor = torch.Tensor
@@ -26,18 +28,10 @@ Tensor = torch.Tensor
 _for_ever = threading.Event()
 _hooked: list[str] = []
 _parameters: dict[str, torch.nn.Parameter] = {}
-_dying: list[threading.Event] = []
 
 
 def _double(*sizes: int) -> Tensor:
     return torch.rand(*sizes, dtype=torch.float64)
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)
 
 
 def mix(a: Tensor, b: Tensor) -> Tensor:
@@ -166,33 +160,26 @@ WAYS: dict[str, Way] = {
 }
 
 
-def _ways(rank: int, _: int) -> list[str]:
+def _ways() -> None:
     wrong = []
-    if rank == 0:
-        for number, (name, (distributed, local)) in enumerate(WAYS.items()):
-            mode = ("smart", "fast")[number % 2]
-            a, b = _double(3, 3).requires_grad_(), _double(3, 3).requires_grad_()
-            with dist_autograd.context() as context:
-                result = distributed("worker1", "worker2", a, b)
-                dist_autograd.backward(context, [(result**2).sum()], mode=mode)  # type: ignore[arg-type]
-                found = dist_autograd.get_gradients(context)
-            expected = local(a, b)
-            want = torch.autograd.grad((expected**2).sum(), (a, b))
-            good = torch.allclose(result.detach(), expected) and all(
-                torch.allclose(found[t], g, rtol=1e-6) for t, g in zip((a, b), want, strict=True)
-            )
-            if not good or a.grad is not None:
-                wrong.append(name)
-    return wrong
+    for number, (name, (distributed, local)) in enumerate(WAYS.items()):
+        mode = ("smart", "fast")[number % 2]
+        a, b = _double(3, 3).requires_grad_(), _double(3, 3).requires_grad_()
+        with dist_autograd.context() as context:
+            result = distributed("worker1", "worker2", a, b)
+            dist_autograd.backward(context, [(result**2).sum()], mode=mode)  # type: ignore[arg-type]
+            found = dist_autograd.get_gradients(context)
+        expected = local(a, b)
+        want = torch.autograd.grad((expected**2).sum(), (a, b))
+        good = torch.allclose(result.detach(), expected) and all(
+            torch.allclose(found[t], g, rtol=1e-6) for t, g in zip((a, b), want, strict=True)
+        )
+        if not good or a.grad is not None:
+            wrong.append(name)
+    assert not wrong
 
 
-def test_gradients_are_those_of_local_autograd() -> None:
-    assert rpc_group(_ways, 3)[0] == []
-
-
-def _parameters_there(rank: int, _: int) -> None:
-    if rank:
-        return
+def _parameters_there() -> None:
     holders = [rpc.remote(f"worker{n}", Holder, (3,)) for n in (1, 2)]
     x = _double(3, 3).requires_grad_()
     for accumulated in (1, 2):
@@ -210,10 +197,6 @@ def _parameters_there(rank: int, _: int) -> None:
             torch.testing.assert_close(got, g * accumulated)
 
 
-def test_parameters_on_other_workers() -> None:
-    rpc_group(_parameters_there, 3)
-
-
 # -- contexts ------------------------------------------------------------------------------------
 
 
@@ -225,9 +208,7 @@ def _open_another() -> str:
         return str(error)
 
 
-def _blocks(rank: int, _: int) -> None:
-    if rank:
-        return
+def _blocks() -> None:
     assert dist_autograd.current_context() is None
     with dist_autograd.context() as context:
         assert context >> 48 == 0
@@ -251,15 +232,11 @@ def _blocks(rank: int, _: int) -> None:
         dist_autograd.get_gradients(context)
     with pytest.raises(RuntimeError, match="Could not find autograd context with id"):
         dist_autograd.backward(context, [torch.ones(1, requires_grad=True).sum()])
-    _until(lambda: not rpc.rpc_sync("worker1", _knows, (context,)))
+    until(lambda: not rpc.rpc_sync("worker1", _knows, (context,)))
     with pytest.raises(ValueError, match="mine"), dist_autograd.context() as context:
         raise ValueError("mine")
     assert contexts().live.get(context) is None
     assert rpc.rpc_sync("worker1", _open_another) == "opened"
-
-
-def test_blocks() -> None:
-    rpc_group(_blocks, 2)
 
 
 def test_without_rpc() -> None:
@@ -287,7 +264,7 @@ def _many(rank: int, _: int) -> None:
             _in_a_context("worker1", "worker2", a)  # no pass at all
     assert _count() == 0
     for worker in ("worker1", "worker2"):
-        _until(lambda worker=worker: rpc.rpc_sync(worker, _count) == 0)
+        until(lambda worker=worker: rpc.rpc_sync(worker, _count) == 0)
 
 
 @pytest.mark.slow
@@ -298,9 +275,7 @@ def test_nothing_is_left_of_contexts() -> None:
 # -- wrong use -----------------------------------------------------------------------------------
 
 
-def _wrong(rank: int, _: int) -> None:
-    if rank:
-        return
+def _wrong() -> None:
     leaf = torch.rand(3, 3, requires_grad=True)
     with dist_autograd.context() as context:
         y = rpc.rpc_sync("worker1", torch.add, (leaf, leaf))
@@ -312,6 +287,7 @@ def _wrong(rank: int, _: int) -> None:
             ([leaf], "is not a scalar, all roots need to be scalar"),
             ([torch.rand(1, requires_grad=True)], "does not have a valid gradient function"),
             ([loss, torch.rand(1)], "requires_grad not set on"),
+            ([torch.complex(loss, loss)], "real scalar outputs"),
         ):
             with pytest.raises(RuntimeError, match=text):
                 dist_autograd.backward(context, roots)
@@ -333,7 +309,12 @@ def _wrong(rank: int, _: int) -> None:
             dist_autograd.backward(context, [loss], timeout=-3)
         with pytest.raises((RuntimeError, ValueError), match=r"shape|size"):
             dist_autograd.backward(context, [y], gradient=torch.ones(2, 3))
-        with pytest.raises((TypeError, ValueError)):
+        with pytest.raises(RuntimeError, match="complex"):
+            dist_autograd.backward(context, [y], gradient=torch.ones(3, 3, dtype=torch.complex64))
+        for gradient in ("ones", [3.0]):
+            with pytest.raises(TypeError, match="gradient"):
+                dist_autograd.backward(context, [y], gradient=gradient)  # type: ignore[arg-type]
+        with pytest.raises((TypeError, ValueError), match="one entry for each of the 2 roots"):
             dist_autograd.backward(context, [y, loss], gradient=[torch.ones(3, 3)])
         assert dist_autograd.get_gradients(context) == {}
         with pytest.raises(RuntimeError, match=r"actorrpc\.autograd\.backward"):
@@ -342,13 +323,7 @@ def _wrong(rank: int, _: int) -> None:
         torch.testing.assert_close(dist_autograd.get_gradients(context)[leaf], torch.full((3, 3), 2.0))
 
 
-def test_wrong_use() -> None:
-    rpc_group(_wrong, 2)
-
-
-def _from_another_context(rank: int, _: int) -> None:
-    if rank:
-        return
+def _from_another_context() -> None:
     leaf = torch.rand(3, requires_grad=True)
     with dist_autograd.context():
         old = rpc.rpc_sync("worker1", torch.add, (leaf, leaf))
@@ -361,16 +336,10 @@ def _from_another_context(rank: int, _: int) -> None:
         torch.testing.assert_close(dist_autograd.get_gradients(context)[leaf], torch.ones(3))
 
 
-def test_a_tensor_of_another_context() -> None:
-    rpc_group(_from_another_context, 2)
-
-
 # -- beyond torch --------------------------------------------------------------------------------
 
 
-def _options(rank: int, _: int) -> None:
-    if rank:
-        return
+def _options() -> None:
     holder = rpc.remote("worker1", Holder, (3,))
     x = _double(3, 3).requires_grad_()
     w = torch.ones(3, 3, dtype=torch.float64, requires_grad=True)
@@ -413,17 +382,11 @@ def _options(rank: int, _: int) -> None:
             dist_autograd.backward(context, [y.sum()])
 
 
-def test_options() -> None:
-    rpc_group(_options, 2)
-
-
 def cube(a: Tensor, b: Tensor) -> Tensor:
     return a**3 * b
 
 
-def _second_order(rank: int, _: int) -> None:
-    if rank:
-        return
+def _second_order() -> None:
     a, b = _double(3).requires_grad_(), _double(3).requires_grad_()
     with dist_autograd.context() as context:
         y = rpc.rpc_sync("worker1", cube, (a, b))
@@ -437,13 +400,7 @@ def _second_order(rank: int, _: int) -> None:
         torch.testing.assert_close(second[b].detach() - b_before, (18 * a**4 * b).detach())
 
 
-def test_gradients_of_gradients() -> None:
-    rpc_group(_second_order, 2)
-
-
-def _rrefs(rank: int, _: int) -> None:
-    if rank:
-        return
+def _rrefs() -> None:
     a, b = _double(3, 3).requires_grad_(), _double(3, 3).requires_grad_()
     want = torch.autograd.grad(mix(a, b).sum(), (a, b))
     with dist_autograd.context() as context:
@@ -472,15 +429,7 @@ def _sum_of_mix(a: Tensor, b: Tensor) -> Tensor:
     return mix(a, b).sum()
 
 
-def test_backward_of_references() -> None:
-    rpc_group(_rrefs, 2)
-
-
 # -- hooks ---------------------------------------------------------------------------------------
-
-
-def _hook(kind: str, *_: Any) -> None:
-    _hooked.append(kind)
 
 
 def _with_hooks(name: str, x: Tensor) -> Tensor:
@@ -502,9 +451,7 @@ def _gradient_of(name: str, context: int) -> Tensor | None:
     return dist_autograd.get_gradients(context).get(_parameters[name])
 
 
-def _hooks(rank: int, _: int) -> None:
-    if rank:
-        return
+def _hooks() -> None:
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
     with dist_autograd.context() as context:
         # Three visits of one worker, one after the other: the leaf's gradient is 1 + 1 + 1.
@@ -517,10 +464,6 @@ def _hooks(rank: int, _: int) -> None:
         torch.testing.assert_close(
             dist_autograd.get_gradients(context)[x], torch.ones(3, dtype=torch.float64)
         )
-
-
-def test_hooks_of_leaves_run_once_on_the_whole_gradient() -> None:
-    rpc_group(_hooks, 2)
 
 
 # -- failures ------------------------------------------------------------------------------------
@@ -645,10 +588,10 @@ def _death(rank: int, _: int, further: bool) -> None:
             y = rpc.rpc_sync("worker1", mix, (a.expand(3, 3), a.expand(3, 3))).sum()
             dist_autograd.backward(context, [y])
             assert a in dist_autograd.get_gradients(context)
-        _until(lambda: rpc.rpc_sync("worker1", _count) == 0)
+        until(lambda: rpc.rpc_sync("worker1", _count) == 0)
 
 
-@pytest.mark.parametrize("further", [False, True])
+@pytest.mark.parametrize("further", rest_is_slow([False, True]))
 def test_a_worker_that_dies_in_a_pass(further: bool) -> None:
     assert rpc_group(_death, 3, further, may_die=(2,))[2] == Died(-signal.SIGKILL)
 
@@ -672,80 +615,10 @@ def test_a_worker_that_does_not_come_to_an_end() -> None:
     rpc_group(_blocked, 2)
 
 
-def _origin_dies(rank: int, _: int) -> None:
-    if rank == 0:
-        a = _double(3, 3).requires_grad_()
-        dist_autograd.context().__enter__()
-        rpc.rpc_sync("worker1", through, ("worker2", a, a))
-        assert rpc.rpc_sync("worker1", _count) == 1
-        assert rpc.rpc_sync("worker2", _count) == 1
-        os.kill(os.getpid(), signal.SIGKILL)
-    else:
-        _until(lambda: rpc.rpc_sync("worker1", _seen_context) and rpc.rpc_sync("worker2", _seen_context))
-        _until(lambda: rpc.rpc_sync("worker1", _count) == 0 and rpc.rpc_sync("worker2", _count) == 0)
-
-
-_seen: list[int] = []
-
-
-def _seen_context() -> bool:
-    if len(contexts().live):
-        _seen.append(1)
-    return bool(_seen) or not _alive(0)
-
-
-def _alive(rank: int) -> bool:
-    try:
-        rpc.rpc_sync(rank, os.getpid)
-    except PeerDiedError:
-        return False
-    return True
-
-
-@pytest.mark.slow
-def test_an_origin_that_dies_leaves_nothing() -> None:
-    rpc_group(_origin_dies, 3, may_die=(0,))
-
-
-def _released_in_a_pass(rank: int, _: int) -> None:
-    if rank == 0:
-        a = _double(3).requires_grad_()
-        errors: list[BaseException] = []
-        block = dist_autograd.context()
-        context = block.__enter__()
-        y = rpc.rpc_sync("worker1", ends, (a, "block")).sum()
-
-        def run() -> None:
-            try:
-                dist_autograd.backward(context, [y])
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        _until(lambda: rpc.rpc_sync("worker1", _in_pass))
-        block.__exit__(None, None, None)
-        thread.join()
-        assert isinstance(errors[0], RuntimeError)
-        assert "released" in str(errors[0])
-        rpc.rpc_sync("worker1", _let_go)
-        _until(lambda: rpc.rpc_sync("worker1", _count) == 0)
-
-
-def _in_pass() -> bool:
-    return any(context.passes for context in contexts().all())
-
-
-def test_a_context_that_is_left_in_a_pass() -> None:
-    rpc_group(_released_in_a_pass, 2)
-
-
 # -- many at once --------------------------------------------------------------------------------
 
 
-def _at_once(rank: int, _: int) -> None:
-    if rank:
-        return
+def _at_once() -> None:
     holder = rpc.remote("worker1", Holder, (3,))
     wrong: list[Any] = []
 
@@ -772,5 +645,15 @@ def _at_once(rank: int, _: int) -> None:
     assert not wrong, wrong
 
 
-def test_passes_at_the_same_time() -> None:
-    rpc_group(_at_once, 2)
+def _all(rank: int, _: int) -> None:
+    if rank == 0:
+        for check in (
+            *(_ways, _parameters_there, _blocks, _wrong, _from_another_context, _options),
+            *(_second_order, _rrefs, _hooks, _at_once),
+        ):
+            check()
+
+
+@pytest.mark.limit(120)
+def test_gradients_of_every_way_contexts_options_references_hooks_and_wrong_use() -> None:
+    rpc_group(_all, 3, timeout=100)

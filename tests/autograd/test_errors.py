@@ -26,6 +26,8 @@ from actorrpc.autograd.messages import Discover
 from actorrpc.autograd.startup import contexts, participant
 from actorrpc.errors import PeerDiedError, RpcError
 from actorrpc.wire.identity import WorkerKey
+from tests.actors.e2e.kit import until
+from tests.layers import rest_is_slow
 from tests.ranks import Died, rpc_group
 
 PHASES = ("discovery", "first gradient", "later gradient", "finishing")
@@ -35,13 +37,6 @@ DEEP = 300  # nodes: of graphs as large as that a message does not tell where th
 
 _armed: dict[str, Callable[[], None]] = {}
 _at_gate = threading.Event()
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)
 
 
 def _tell() -> None:
@@ -80,10 +75,10 @@ def _arm(phase: str, fault: str, context: int, origin: str, pid: int) -> None:
             threading.Event().wait()  # this thread may be the last to be stopped
         elif fault == "origin killed":
             os.kill(pid, signal.SIGKILL)
-            _until(over)  # what is left of this worker's part comes when it knows of that
+            until(over)  # what is left of this worker's part comes when it knows of that
         else:
             rpc.rpc_sync(origin, _tell)
-            _until(over)
+            until(over)
 
     _armed[phase] = happen
     if phase == "discovery":
@@ -156,7 +151,7 @@ def _works(me: str, other: str) -> None:
     for got, g in zip(found, want, strict=True):
         torch.testing.assert_close(got, g)
     for worker in (me, other):
-        _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
+        until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
 
 
 @contextmanager
@@ -202,7 +197,7 @@ def _goes_in(phase: str, fault: str, goes: str, bystander: str) -> None:
         assert torch.equal(dist_autograd.get_gradients(context)[x], mine)
         assert torch.equal(rpc.rpc_sync(bystander, _gradient, (context,)), theirs)
         for worker in ("worker0", bystander):
-            _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (1, 0, 0))
+            until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (1, 0, 0))
         with pytest.raises(PeerDiedError, match=goes):  # another pass that needs it
             dist_autograd.backward(context, [loss])
     assert x.grad is None
@@ -248,7 +243,7 @@ def _origin_goes(rank: int, workers: int) -> None:
             with pytest.raises(PeerDiedError, match=f"worker{origin}"):
                 rpc.rpc_sync(f"worker{origin}", _begin_and_die, (phase,))
             for worker in ("worker0", "worker1"):
-                _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
+                until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
                 assert rpc.rpc_sync(worker, _grad_of_weight) is None
             assert not _armed
             _works("worker0", "worker1")
@@ -264,7 +259,7 @@ def _origin_of_the_pass_goes(rank: int, workers: int) -> None:
             with pytest.raises(PeerDiedError, match=f"worker{origin}"):
                 rpc.rpc_sync(f"worker{origin}", _begin_and_die_in_it, (phase,))
             for worker in ("worker0", "worker1"):
-                _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (1, 0, 0))
+                until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (1, 0, 0))
                 assert rpc.rpc_sync(worker, _gradient, (context,)) is None
             assert not _armed
         _works("worker0", "worker1")
@@ -275,7 +270,7 @@ def _grad_of_weight() -> Tensor | None:
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("goes", [_origin_goes, _origin_of_the_pass_goes])
+@pytest.mark.parametrize("goes", rest_is_slow([_origin_goes, _origin_of_the_pass_goes]))
 def test_an_origin_that_is_killed_in_a_pass(goes: Callable[..., None]) -> None:
     _group(goes)
 
@@ -292,7 +287,7 @@ def _is_left(rank: int, _: int) -> None:
                 phase,
             )
             for worker in ("worker0", "worker1", "worker2"):
-                _until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
+                until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
                 assert rpc.rpc_sync(worker, _grad_of_weight) is None
             _works("worker0", "worker1")
             _works("worker0", "worker2")
@@ -319,7 +314,7 @@ def _leave_in(phase: str) -> None:
     assert len(errors) == 1
     assert isinstance(errors[0], RpcError)
     assert "released" in str(errors[0])
-    _until(lambda: x.grad is None)  # another thread may just be finishing the leaf, with its slot borrowed
+    until(lambda: x.grad is None)  # another thread may just be finishing the leaf, with its slot borrowed
 
 
 def test_a_context_that_is_left_in_a_pass() -> None:

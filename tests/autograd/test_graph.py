@@ -65,28 +65,6 @@ def _finish(gradients: dict[Tensor, Tensor], **options: Any) -> dict[Tensor, Ten
     return found
 
 
-def test_a_gradient_is_brought_to_the_device_of_its_tensor() -> None:
-    x = _leaf(3)
-    here, there = x * 2, (x.detach().to("meta").requires_grad_() * 2)
-    gradients = [torch.ones(3, dtype=torch.float64)] * 2
-    graph.place(_edges(here, there), gradients)
-    assert [each.device.type for each in gradients] == ["cpu", "meta"]
-
-
-def test_a_walk_ends_at_receipts_and_leaves() -> None:
-    a, b = _leaf(3), _leaf(3)
-    (x, y), receipts = _received(2)
-    other = a * b
-    out = torch.tanh(other * x) + y + other
-    reach = graph.reach(_edges(out), receipts)
-    assert reach.receipts == tuple(receipts)
-    assert {node.variable for node in reach.leaves} == {a, b}
-    assert len(reach.leaves) == 2
-    assert graph.reach(_edges(x * 2), receipts).leaves == ()
-    assert graph.reach(_edges(a), receipts) == graph.ReachableGraph((), (get_gradient_edge(a).node,))
-    assert graph.reach(_edges(x), receipts) == graph.ReachableGraph(tuple(receipts), ())
-
-
 def test_a_walk_finds_the_received_tensor_after_it_was_changed_in_place() -> None:
     (x, y), receipts = _received(2)
     x.mul_(2)
@@ -106,58 +84,7 @@ def test_a_walk_is_as_deep_as_the_graph() -> None:
     assert len(graph.reach(_edges(x), {}).leaves) == 1
 
 
-def test_nodes_are_those_between() -> None:
-    a = _leaf(3)
-    (x,), receipts = _received()
-    shared = a * x
-    one, other = shared + 1, shared * 2
-    assert graph.nodes(_edges(one), receipts) == {one.grad_fn, shared.grad_fn}
-    assert not graph.nodes(_edges(one), receipts).isdisjoint(graph.nodes(_edges(other), receipts))
-    assert graph.nodes(_edges(a * 2), receipts).isdisjoint(graph.nodes(_edges(a * 3), receipts))
-
-
-def test_a_tensor_of_another_context_is_an_error() -> None:
-    (x,), _ = _received()
-    (y,), receipts = _received()
-    with pytest.raises(RuntimeError, match=r"received in another context: detach\(\) it"):
-        graph.reach(_edges(x * y), receipts)
-
-
 # -- captures --------------------------------------------------------------------------------------------------------
-
-
-def test_a_capture_gives_what_autograd_gives_and_touches_nothing() -> None:
-    a, b = _leaf(3), _leaf(3)
-    (x, y, _), receipts = _received(3)
-    outs = [a * x, torch.sin(b) * y * a]
-    seeds = [torch.rand(3, dtype=torch.float64) for _ in outs]
-    found, leaves = _capture(outs, seeds, receipts)
-    # torch.autograd.grad does not go beyond the node, either
-    want = torch.autograd.grad(outs, [a, b, x, y], seeds)
-    for one, other in zip([leaves[a], leaves[b], *found[0][:2]], want, strict=True):
-        torch.testing.assert_close(one, other)
-    assert found[0][2] is None
-    assert a.grad is b.grad is None
-
-
-def test_an_edge_that_is_there_twice_gets_the_sum() -> None:
-    a = _leaf(3)
-    out = a * 2
-    seeds = [torch.full((3,), float(n), dtype=torch.float64) for n in (1, 2, 3)]
-    runs: list[Tensor] = []
-    out.register_hook(runs.append)
-    _, leaves = _capture([out, out, out], seeds)
-    assert torch.equal(leaves[a], torch.full((3,), 12.0, dtype=torch.float64))  # type: ignore[arg-type]
-    assert len(runs) == 1  # hooks of what was sent see the sum, too
-    assert torch.equal(seeds[0], torch.ones(3, dtype=torch.float64))
-
-
-def test_nothing_to_begin_with_or_nothing_to_end_at() -> None:
-    (x,), receipts = _received()
-    node = next(iter(receipts))
-    options = {"retain_graph": False, "create_graph": False}
-    assert graph.capture([], [], [(node, 2)], [], **options) == ([[None, None]], [])
-    assert graph.capture(_edges(x * 2), [torch.ones(3)], [], [], **options) == ([], [])
 
 
 def test_hooks_of_leaves_are_silent_in_captures_only() -> None:
@@ -209,26 +136,6 @@ def _kept_hook(gradient: Tensor) -> Tensor:
     return gradient * 5
 
 
-@pytest.mark.skipif(graph._remove is None, reason="this torch keeps what was once put there")
-def _is_silent() -> bool:
-    return torch._C._is_key_in_tls(graph._SILENCE) and torch._C._get_obj_in_tls(graph._SILENCE)
-
-
-def test_nothing_stays_among_torchs_thread_local_objects() -> None:
-    """A thread that ends would need the interpreter for it, after Python has done with the thread."""
-    leaf = _leaf(2)
-    found: list[bool] = []
-    leaf.register_hook(lambda _: found.append(_is_silent()))
-    inner = leaf * 2
-    inner.register_hook(lambda _: found.append(_is_silent()))
-    _capture([inner])
-    assert found == [True]
-    assert not torch._C._is_key_in_tls(graph._SILENCE)
-    graph.run(_edges(leaf * 2), [torch.ones_like(leaf)], [], [leaf], retain_graph=False)
-    assert found == [True, False]
-    assert not torch._C._is_key_in_tls(graph._SILENCE)
-
-
 def test_a_hook_that_was_silenced_is_copied_and_pickled_as_itself() -> None:
     a = _leaf(3)
     a.register_hook(_kept_hook)
@@ -240,42 +147,6 @@ def test_a_hook_that_was_silenced_is_copied_and_pickled_as_itself() -> None:
     assert pickle.loads(pickle.dumps(silenced)) is _kept_hook
     _capture([a * 2])
     assert list(a._backward_hooks.values()) == [silenced]  # wrapped once
-
-
-def test_what_a_node_raises_is_raised() -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-            raise ZeroDivisionError("simulated")
-
-    a = _leaf(3)
-    calls: list[int] = []
-    a.register_hook(lambda g: calls.append(1))
-    with pytest.raises(ZeroDivisionError, match="simulated"):
-        _capture([Fails.apply(a)])
-    (a * 2).sum().backward()
-    assert calls == [1]  # not silent any more
-
-
-def test_a_graph_is_given_up_unless_it_is_to_be_kept() -> None:
-    a = _leaf(3)
-    out = torch.tanh(a)
-    _capture([out])
-    _capture([out], retain_graph=False)
-    with pytest.raises(RuntimeError, match="second time"):
-        _capture([out])
-
-
-def test_captured_gradients_have_a_history_if_asked_for() -> None:
-    a = _leaf(3)
-    _, leaves = _capture([a**3], create_graph=True)
-    found = leaves[a]
-    assert found is not None
-    torch.testing.assert_close(torch.autograd.grad(found.sum(), a)[0], 6 * a.detach())
 
 
 # -- finishing -------------------------------------------------------------------------------------------------------
@@ -364,16 +235,6 @@ def test_an_error_of_a_hook_leaves_grad_alone() -> None:
     assert not graph_module._taken
 
 
-def test_gradients_that_nobody_else_knows_are_not_copied() -> None:
-    a, b = _leaf(3), _leaf(3, 4)
-    one, other = torch.ones(3, dtype=torch.float64), torch.ones(3, 4, dtype=torch.float64)
-    places = [one.data_ptr(), other.data_ptr()]
-    box = [one, other]
-    del one, other
-    found = dict(graph.finish([a, b], box))
-    assert [found[a].data_ptr(), found[b].data_ptr()] == places
-
-
 def test_gradients_that_others_know_are_copied() -> None:
     a = _leaf(3)
     mine = torch.ones(3, dtype=torch.float64)
@@ -384,53 +245,6 @@ def test_gradients_that_others_know_are_copied() -> None:
     assert found[a].is_contiguous()
     found = dict(graph.finish([a], [mine.view(3)]))
     assert found[a].data_ptr() != mine.data_ptr()
-
-
-@pytest.mark.parametrize(
-    "both",
-    [
-        lambda a, b: a + b,
-        Twice.apply,
-        lambda a, b: a.view(-1) + b.view(-1),
-        lambda a, b: (a.view(1, -1) + b).view(-1),
-    ],
-)
-def test_gradients_of_two_leaves_never_share_memory(both: Callable[..., Tensor]) -> None:
-    a, b = _leaf(4), _leaf(4)
-    captured = _capture([both(a, b)])[1]
-    places = {each.data_ptr() for each in captured.values() if each is not None}
-    found = _finish({leaf: each for leaf, each in captured.items() if each is not None})
-    del captured
-    ends = [each.data_ptr() for each in found.values()]
-    assert len(set(ends)) == 2
-    assert places
-    found[a].mul_(2)
-    assert torch.equal(found[b], torch.ones(4, dtype=torch.float64))
-
-
-def test_expanded_gradients_become_dense() -> None:
-    a = _leaf(2, 3)
-    captured = _capture([a.sum().reshape(1)])[1]
-    assert captured[a] is not None
-    assert captured[a].stride() == (0, 0)  # type: ignore[union-attr]
-    found = _finish(captured)  # type: ignore[arg-type]
-    found[a].add_(1)  # would raise
-    assert found[a].is_contiguous()
-
-
-def test_sparse_gradients_stay_sparse() -> None:
-    weight = torch.rand(5, 3, dtype=torch.float64, requires_grad=True)
-    out = torch.nn.functional.embedding(torch.tensor([1, 1, 4]), weight, sparse=True)
-    one, other = (_capture([out])[1][weight] for _ in range(2))
-    assert one is not None
-    assert other is not None
-    total = graph.add(one, other)
-    assert total.is_sparse
-    want = total.to_dense()
-    found = dict(graph.finish([weight], [total]))
-    assert found[weight].is_sparse
-    assert torch.equal(found[weight].to_dense(), want)
-    assert float(want[1, 0]) == 4
 
 
 def test_leaves_that_changed_meanwhile() -> None:
@@ -571,35 +385,6 @@ def _run(
     return found, dict(results)
 
 
-def test_a_run_does_what_captures_and_finishing_do() -> None:
-    (x, y, _), receipts = _received(3, 3)
-    a, b = _leaf(3), _leaf(3)
-    before = a.grad = torch.full_like(a, 7.0)
-    seen: list[tuple[str, Tensor]] = []
-    a.register_hook(lambda gradient: seen.append(("a", gradient.clone())))
-    b.register_hook(lambda gradient: gradient * 2)
-    b.register_post_accumulate_grad_hook(lambda leaf: seen.append(("b", leaf.grad.clone())))
-    loss = (a * x * 3 + b * y * a).sum()
-    (of_receipt,), results = _run([loss], receipts=receipts)
-    assert [None if each is None else each.tolist() for each in of_receipt] == [[3.0] * 3, [1.0] * 3, None]
-    assert results[a].tolist() == [4.0] * 3
-    assert results[b].tolist() == [2.0] * 3
-    assert {(name, tuple(each.tolist())) for name, each in seen} == {("a", (4.0,) * 3), ("b", (2.0,) * 3)}
-    assert a.grad is before
-    assert b.grad is None
-    assert not graph_module._taken
-    with pytest.raises(RuntimeError, match="second time"):
-        _run([loss], receipts=receipts)
-
-
-def test_after_a_run_a_local_pass_still_ends_at_what_was_received() -> None:
-    (x,), receipts = _received(1, 3)
-    (found,), _ = _run([(x * 2).sum()], receipts=receipts)
-    assert found[0] is not None
-    with pytest.raises(RuntimeError, match="leads to another worker"):
-        (x * 2).sum().backward()
-
-
 def test_a_run_that_fails_leaves_everything_as_it_was() -> None:
     (x,), receipts = _received(1, 3)
     a = _leaf(3)
@@ -615,12 +400,6 @@ def test_a_run_that_fails_leaves_everything_as_it_was() -> None:
     assert not graph_module._taken
     with pytest.raises(RuntimeError, match="leads to another worker"):
         (x * 2).sum().backward()
-
-
-def test_a_run_without_any_gradient_executes_nothing() -> None:
-    _, receipts = _received(1, 3)
-    node = next(iter(receipts))
-    assert graph.run([], [], [(node, 1)], [_leaf(2)], retain_graph=False) == ([[None]], [])
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ from actorrpc.autograd import graph
 from actorrpc.autograd.messages import Message
 from actorrpc.autograd.startup import contexts, participant
 from actorrpc.wire.identity import WorkerKey
+from tests.actors.e2e.kit import until
+from tests.agent.together import in_threads
 from tests.autograd.programs import (
     Compute,
     InPlace,
@@ -229,13 +231,6 @@ def _run(seed: int, kind: str, rank: int, workers: int) -> Counter[str]:
 KINDS = ("once", "twice", "grad")
 
 
-def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)
-
-
 def _is_finished() -> bool:
     return _finished.is_set()
 
@@ -268,17 +263,13 @@ def _programs(rank: int, workers: int, seeds: range) -> Counter[str]:
             wrong.append("".join(traceback.format_exception(error)))
 
     shares = [seeds[rank * THREADS + n :: workers * THREADS] for n in range(THREADS)]
-    threads = [threading.Thread(target=guarded, args=(each,)) for each in shares]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(guarded, [(each,) for each in shares])
     assert not wrong, "\n".join(wrong)
     # Nothing is left of them, once all are at the end.
     _finished.set()
     for other in range(workers):
-        _until(lambda other=other: rpc.rpc_sync(f"worker{other}", _is_finished))
-    _until(lambda: len(contexts().live) == 0)
+        until(lambda other=other: rpc.rpc_sync(f"worker{other}", _is_finished))
+    until(lambda: len(contexts().live) == 0)
     assert not graph._taken
     assert not _parts
     return done + Counter(handled)

@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections import deque
 from typing import Any
 
 import pytest
 import torch
 
 from actorrpc import autograd, rpc
-from actorrpc.autograd.messages import Gradient
-from actorrpc.autograd.startup import participant
 from actorrpc.futures import WAITING
+from tests.agent.together import in_threads
 from tests.ranks import rpc_group
 
 _HOPS = 5
@@ -35,9 +33,7 @@ def _there_and_back(leaf: torch.Tensor, hook: Any = None) -> torch.Tensor:
     return found
 
 
-def _here(rank: int, _: int) -> None:
-    if rank:
-        return
+def _here() -> None:
     leaf, threads = torch.ones(2, requires_grad=True), list[int]()
     for _ in range(20):
         with autograd.context() as context:
@@ -52,18 +48,8 @@ def _here(rank: int, _: int) -> None:
     assert rpc.rpc_sync("worker1", twice, (torch.ones(1),)).item() == 2.0
 
 
-def test_gradients_are_worked_off_where_the_pass_is_waited_for() -> None:
-    rpc_group(_here, 2)
-
-
-def _side_by_side(rank: int, _: int) -> None:
-    if rank:
-        return
-    threads = [threading.Thread(target=_passes) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+def _side_by_side() -> None:
+    in_threads(_passes, [() for _ in range(4)])
     assert not _wrong, _wrong
 
 
@@ -87,50 +73,7 @@ def _passes() -> None:
         raise
 
 
-def test_passes_of_several_threads() -> None:
-    rpc_group(_side_by_side, 2)
-
-
-def _others(rank: int, _: int) -> None:
-    if rank:
-        return
-    part, worker = participant(), threading.get_ident()
-    advanced: list[int] = []
-    done = threading.Event()
-    advance = part.advance
-
-    def noted(of: Any) -> None:
-        advanced.append(threading.get_ident())
-        advance(of)
-        done.set()
-
-    part.advance = noted  # type: ignore[method-assign]
-    with autograd.context() as context:
-        known = part.contexts.get(context)
-        with known.lock:
-            mine, others = part._join(known, 1, None), part._join(known, 2, None)
-        assert mine is not None
-        assert others is not None
-        outer = part.transport.attend(mine)
-        try:
-            part._take(known, part.me, Gradient(context, 1, 0, 0, []))
-            assert advanced == [worker]
-            done.clear()
-            part._take(known, part.me, Gradient(context, 2, 0, 0, []))
-            assert done.wait(30)
-            assert advanced[1] != worker
-        finally:
-            part.transport.leave(outer)
-            known.passes.clear()
-
-
-def test_those_of_other_passes_are_left_to_others() -> None:
-    rpc_group(_others, 2)
-
-
-def _interrupted(rank: int, _: int) -> None:
-    if rank:
-        return
+def _interrupted() -> None:
     leaf = torch.ones(2, requires_grad=True)
     asked = 0
 
@@ -151,29 +94,12 @@ def _interrupted(rank: int, _: int) -> None:
         assert autograd.get_gradients(context)[leaf].tolist() == [2.0**_HOPS] * 2
 
 
-def test_ctrl_c_in_a_hook_gives_the_pass_up() -> None:
-    rpc_group(_interrupted, 2)
+def _passes_of_all_kinds(rank: int, _: int) -> None:
+    if rank == 0:
+        _here()
+        _side_by_side()
+        _interrupted()
 
 
-def _left_over(rank: int, _: int) -> None:
-    if rank:
-        return
-    agent = rpc.api.references().agent  # type: ignore[attr-defined]
-    transport = participant().transport
-    executed = threading.Event()
-    post, genuine = ("a post", None, 0.0), agent.pool._execute
-    # The other rank asks for the end of the group meanwhile.
-    agent.pool._execute = lambda task: executed.set() if task is post else genuine(task)
-    try:
-        outer = transport.attend(None)
-        assert isinstance(WAITING.posts, deque)
-        WAITING.posts.append(post)
-        transport.leave(outer)
-        assert executed.wait(30)
-    finally:
-        agent.pool._execute = genuine
-    assert WAITING.posts is None
-
-
-def test_what_has_not_been_worked_off_is_left_to_others() -> None:
-    rpc_group(_left_over, 2)
+def test_gradients_are_worked_off_where_the_pass_is_waited_for_until_ctrl_c() -> None:
+    rpc_group(_passes_of_all_kinds, 2)

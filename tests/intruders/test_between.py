@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from actorrpc.agent.agent import Agent
-from actorrpc.errors import AuthenticationError, ProtocolError, VersionError
+from actorrpc.errors import AuthenticationError, ProtocolError
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire import handshake
 from actorrpc.wire.handshake import Acceptor, Dialler, Purpose
 from actorrpc.wire.identity import new_incarnation
 from tests.agent.agents import KEY
-from tests.intruders.doors import WRONG, dialler, knock, reset, tcp_agents, until
+from tests.intruders.doors import dialler, knock, reset, tcp_agents, until
 
 _HEAD = 6
 # What a message says, and where: (message, field) -> (first byte, how many).
@@ -213,26 +213,6 @@ def test_going_without_a_key_cannot_be_forced() -> None:
             assert side._key
         _talk(one, other, strip)
         _done(one, other, number)
-
-
-def test_versions_that_do_not_meet_say_so() -> None:
-    one = Dialler(name="dialler", incarnation=new_incarnation(), key=KEY.reveal(), versions=(1, 2))
-    other = Acceptor(name="acceptor", incarnation=new_incarnation(), key=KEY.reveal(), versions=(3, 4))
-    with pytest.raises(VersionError, match="install the same version"):
-        other.feed(one.start())
-    with pytest.raises(VersionError, match="install the same version"):
-        one.feed(other.farewell)
-
-
-def test_a_wrong_key_is_known_after_one_round_trip() -> None:
-    """The acceptor refuses on the first proof that it sees, and says so at once."""
-    one = Dialler(name="dialler", incarnation=new_incarnation(), key=WRONG.reveal())
-    other = Acceptor(name="acceptor", incarnation=new_incarnation(), key=KEY.reveal())
-    challenge = other.feed(one.start())
-    with pytest.raises(AuthenticationError):
-        other.feed(one.feed(challenge))
-    with pytest.raises(AuthenticationError, match="ACTORRPC_KEY"):
-        one.feed(other.farewell)
 
 
 def test_proofs_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,8 @@ from actorrpc.agent import acceptor
 from actorrpc.agent.acceptor import FAILURES_PER_S
 from actorrpc.agent.agent import Agent
 from actorrpc.errors import AuthenticationError
-from actorrpc.wire.handshake import MAX_MESSAGE, Dialler
-from tests.agent.agents import KEY
-from tests.intruders.doors import WRONG, dialler, door, knock, reset, tcp_agents, until
+from actorrpc.wire.handshake import Dialler
+from tests.intruders.doors import WRONG, dialler, knock, reset, tcp_agents, until
 
 
 def _works(caller: Agent, callee: Agent) -> bool:
@@ -49,14 +48,6 @@ def _comes_in(agent: Agent, source: str = "127.0.0.1") -> socket.socket:
     raise AssertionError("a member was kept out")
 
 
-def _holds(what: Callable[[], bool]) -> bool:
-    """Wait a little for something that may not come."""
-    end = time.monotonic() + 0.2
-    while not what() and time.monotonic() < end:
-        threading.Event().wait(0.002)
-    return what()
-
-
 def _places(agent: Agent, count: int) -> None:
     """Wait until so many guests have a place."""
     end = time.monotonic() + 20.0
@@ -82,33 +73,6 @@ def test_those_that_say_nothing_keep_nobody_out(strangers: list[socket.socket], 
         _places(other, 8)
         assert _works(one, other)
         _comes_in(other).close()
-
-
-def test_who_is_seen_off_at_once_leaves_its_number_to_the_next(
-    strangers: list[socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The place of a guest, and then its descriptor's number, go to others while the pool has still to hear of it."""
-    with tcp_agents(1, max_unauthenticated=1) as (agent,):
-        watch, admission, first = agent.pool.watch, agent.connector.admission, list[int]()
-        known = threading.Event()
-
-        def late(fd: int, ready: Callable[[], None]) -> None:
-            if not first:
-                first.append(fd)
-                strangers.append(knock(agent))  # takes its place
-                _holds(lambda: fd not in admission._pending)
-                third.connect(door(agent))  # is given its number
-                _holds(lambda: fd in agent.pool._sources)
-                watch(fd, ready)
-                known.set()
-            else:
-                watch(fd, ready)
-
-        monkeypatch.setattr(agent.pool, "watch", late)
-        third = socket.socket()  # made before: otherwise it would be given that number itself
-        strangers += [third, knock(agent)]
-        assert known.wait(20.0)
-        assert _shakes_hands(third, dialler(agent))
 
 
 def test_those_that_speak_slowly_keep_nobody_out(strangers: list[socket.socket]) -> None:
@@ -272,57 +236,4 @@ def test_what_is_remembered_of_failures_is_bounded(monkeypatch: pytest.MonkeyPat
         assert len(agent.connector.admission._failures) <= 8
 
 
-@pytest.mark.prints(r"\d+ bytes came in the handshake before their turn")
-def test_a_guest_holds_one_message_at_most() -> None:
-    with tcp_agents(1) as (agent,):
-        sock = knock(agent)
-        hello = dialler(agent).start()
-        sock.sendall(hello[:-1])
-        _places(agent, 1)
-        (pending,) = agent.connector.admission._pending.values()
-        end = time.monotonic() + 10.0
-        while not pending.acceptor._buffer and time.monotonic() < end:
-            threading.Event().wait(0.002)
-        assert 0 < len(pending.acceptor._buffer) <= MAX_MESSAGE
-        sock.sendall(hello[-1:] * 1_000)
-        until(sock)
-        sock.close()
-
-
-@pytest.mark.prints("'stranger' did not prove to worker 'a1' that it holds the group's key")
-def test_the_key_is_that_of_the_group() -> None:
-    with tcp_agents(2, key=WRONG) as (one, other):
-        assert _works(one, other)
-        sock, side = knock(other), dialler(other, KEY)
-        sock.sendall(side.start())
-        sock.sendall(side.feed(sock.recv(4096)))
-        with pytest.raises(AuthenticationError, match="key"):
-            side.feed(sock.recv(4096))
-        sock.close()
-
-
 _held, _free = threading.Event(), threading.Event()
-
-
-def _hold() -> None:
-    _held.set()
-    _free.wait(30)
-
-
-@pytest.mark.slow
-@pytest.mark.prints("threads of 'a1' are still in user code after shutdown")
-def test_who_comes_in_while_the_agent_ends_is_not_forgotten() -> None:
-    """One thread is between the door and the table of guests while another closes what is in there."""
-    _held.clear()
-    _free.clear()
-    with tcp_agents(2) as (one, other):
-        one.call(one.peer(other.name), _hold, (), {}, 20.0)
-        one.flush()
-        assert _held.wait(20)
-        accepted, outside = socket.socketpair()
-        with outside:
-            other.close(timeout=0.0)  # not all of it: a thread is in user code, and needs what they share
-            other.connector.admission._enter(accepted, "127.0.0.1", False)
-            assert accepted.fileno() == -1
-            assert outside.recv(1) == b""
-        _free.set()

@@ -19,7 +19,7 @@ import pytest
 from actorrpc import _time
 from actorrpc.agent.agent import Agent
 from actorrpc.config import Settings
-from actorrpc.errors import AuthenticationError, ProtocolError, RpcError, VersionError
+from actorrpc.errors import AuthenticationError, ProtocolError
 from actorrpc.testing.certificates import Certificates, temporary_certificates
 from actorrpc.transport.tls import Tls, TlsSocket
 from actorrpc.wire.identity import WorkerRecord
@@ -70,12 +70,6 @@ def _address(agent: Agent) -> str:
 
 
 # -- who may come in ----------------------------------------------------------------------------------------
-
-
-def test_members_meet() -> None:
-    with _workers(files().options, files().options) as (a0, a1):
-        assert _add(a0) == 3
-        assert _add(a1, "a0") == 3
 
 
 def test_each_may_have_a_certificate_of_its_own(tmp_path: Path) -> None:
@@ -156,18 +150,6 @@ def test_plain_does_not_meet_tls_and_neither_goes_on_without() -> None:
         assert _address(plain) in str(caught.value)
 
 
-@pytest.mark.prints("this worker speak no common version of TLS")
-def test_versions_without_one_in_common() -> None:
-    with _workers(files().options, files().options) as (a0, a1):
-        client = a0.connector.tls
-        assert client is not None
-        client._client.minimum_version = ssl.TLSVersion.TLSv1_2
-        client._client.maximum_version = ssl.TLSVersion.TLSv1_2
-        with pytest.raises(VersionError, match="tls_min_version") as caught:
-            _add(a0)
-        assert _address(a1) in str(caught.value)
-
-
 # -- strangers --------------------------------------------------------------------------------------------------
 
 
@@ -228,49 +210,6 @@ def test_the_slow_get_their_time_and_no_more_and_no_more_places(begun: bytes) ->
             sock.settimeout(30)
             until(sock)  # each is closed
             reset(sock)
-        assert _add(a0) == 3
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_who_loses_the_place_while_tls_begins_is_closed(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """By another thread, before or after TLS has put a socket of its own in the place of the first."""
-    made: list[TlsSocket] = []
-    accept = Tls.accept
-
-    def taken(tls_: Tls, sock: socket.socket) -> TlsSocket:
-        links = agents[1].connector
-        (pending,) = links.admission._pending.values()
-        other = threading.Thread(target=links.admission._dismiss, args=(pending,))
-        if when == "before":
-            other.start()
-            other.join()
-            assert sock.fileno() >= 0  # a number that is somebody else's would be wrapped next
-        made.append(accept(tls_, sock))
-        if when == "after":
-            other.start()
-            other.join()
-        return made[-1]
-
-    with _workers(files().options, files().options) as agents:
-        with monkeypatch.context() as patch:
-            patch.setattr(Tls, "accept", taken)
-            with knock(agents[1]) as sock:
-                sock.sendall(b"\x16\x03\x01\x00\x05\x01")
-                until(sock)
-        assert [each.fileno() for each in made] == [-1]
-        assert not agents[1].connector.admission
-        assert _add(agents[0]) == 3
-
-
-@pytest.mark.prints(r"127\.0\.0\.1 does not speak TLS as this worker does, or not at all")
-def test_who_was_refused_and_stays_is_closed_in_the_end() -> None:
-    settings = {**files().options, "handshake_timeout": 0.5}
-    with _workers(files().options, settings) as (a0, a1):
-        with knock(a1) as sock:
-            sock.sendall(b"\x16\x03\x01\x00\x05\xff\xff\xff\xff\xff" * 30)
-            while len(a1.connector.admission):
-                sock.sendall(b"more")
-                time.sleep(0.01)
         assert _add(a0) == 3
 
 
@@ -425,12 +364,3 @@ def test_who_ends_tls_in_between_is_found_out(
         assert b"operator" not in relay.seen
         assert a0.peer("a1").conn is None
         assert not a1.connector.connections()
-
-
-@pytest.mark.prints("refuses the certificate of this worker, or shows none: .*unknown ca")
-def test_errors_name_no_secrets() -> None:
-    key = Path(files().key).read_text()
-    with _workers(files().options, foreign().options) as (a0, _):
-        with pytest.raises(RpcError) as caught:
-            _add(a0)
-        assert key.splitlines()[1] not in str(caught.value)

@@ -1,8 +1,6 @@
-"""The calls of `actorrpc.rpc`, with torch's own RPC as the oracle.
+"""The calls of `actorrpc.rpc`: what comes back is what the function gives, or raises, when it is called here.
 
-One table of scenarios is carried out three times: by calling the function here, over `torch.distributed.rpc` and over
-`actorrpc.rpc`. What comes back, and what type of error is raised, has to be the same, apart from differences that are
-meant and that stand beside the table.
+What torch's own RPC does, `tests/conformance` compares.
 """
 
 from __future__ import annotations
@@ -12,9 +10,9 @@ import decimal
 import fractions
 import functools
 import inspect
+import itertools
 import logging
 import operator
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +25,6 @@ import torch.distributed.rpc as torch_rpc
 from actorrpc import errors, rpc
 from actorrpc.group.group import Group
 from actorrpc.rpc import rref
-from tests.announced import TORCH_RPC
 from tests.ranks import rpc_group, run_group, unused_path
 
 _TINY = 0.05  # a time-out that is meant to pass
@@ -54,10 +51,6 @@ def positional_only(x: int, y: int, /) -> int:
 def halves(numbers: list[int]) -> dict[str, Any]:
     middle = len(numbers) // 2
     return {"low": numbers[:middle], "high": tuple(numbers[middle:]), "set": set(numbers)}
-
-
-def generator_sum(iterable: Any) -> Any:
-    return sum(iterable)
 
 
 @torch.jit.script
@@ -178,13 +171,10 @@ def module_forward(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One call. `torch` says why torch's RPC cannot be the oracle, where it cannot."""
-
     name: str
     func: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    torch: str = ""
 
 
 def _table() -> list[Scenario]:
@@ -192,8 +182,6 @@ def _table() -> list[Scenario]:
     ones = torch.ones(2, 3)
     counting = torch.arange(6).view(2, 3)
     linear = torch.nn.Linear(3, 2)
-    by_value = "torch's pickler sends functions by reference only"
-    kept = "torch takes the function's exceptions for the caller's only if they can be made from a text"
     return [
         Scenario("no arguments", none),
         Scenario("defaults", defaults, (1,)),
@@ -232,11 +220,9 @@ def _table() -> list[Scenario]:
         Scenario("torch.add", torch.add, (ones, 1)),
         Scenario("torch.add of tensors with keyword", torch.add, (ones, ones), {"alpha": 3}),
         Scenario("torch.matmul", torch.matmul, (ones, ones.t())),
-        Scenario("torch.zeros", torch.zeros, (2, 2), torch="torch finds no schema for it"),
+        Scenario("torch.zeros", torch.zeros, (2, 2)),
         Scenario("torch.zeros of a shape", torch.zeros, ((2, 2),)),
-        Scenario(
-            "torch.split", torch.split, (torch.arange(10), 4), torch="torch's operators give lists for tuples"
-        ),
+        Scenario("torch.split", torch.split, (torch.arange(10), 4)),
         Scenario("torch.nn.functional", torch.nn.functional.relu, (counting - 3,)),
         Scenario("method of a tensor", ones.mul, (2,)),
         Scenario("unbound method of a tensor", torch.Tensor.view, (counting, 3, 2)),
@@ -265,21 +251,19 @@ def _table() -> list[Scenario]:
         Scenario("unexpected keyword", keyword_only, (), {"x": 1, "z": 2}),
         Scenario("torch's own error", torch.matmul, (ones, ones)),
         Scenario("error in TorchScript", script_raise, (ones,)),
-        Scenario("UnicodeDecodeError", b"\xff".decode, ("utf-8",), torch=kept),
-        Scenario("arguments of an exception", throw_detailed, (4, "look"), torch=kept),
-        Scenario("StopAsyncIteration", throw, (StopAsyncIteration, 3), torch=kept),
-        Scenario("group", throw, (ExceptionGroup, "g", [ValueError(1), KeyError(2)]), torch=kept),
-        Scenario(
-            "SystemExit", throw, (SystemExit, 3), torch="torch's agent does not answer a call that ends so"
-        ),
-        Scenario("KeyboardInterrupt", throw, (KeyboardInterrupt,), torch="torch's agent does not answer"),
+        Scenario("UnicodeDecodeError", b"\xff".decode, ("utf-8",)),
+        Scenario("arguments of an exception", throw_detailed, (4, "look")),
+        Scenario("StopAsyncIteration", throw, (StopAsyncIteration, 3)),
+        Scenario("group", throw, (ExceptionGroup, "g", [ValueError(1), KeyError(2)])),
+        Scenario("SystemExit", throw, (SystemExit, 3)),
+        Scenario("KeyboardInterrupt", throw, (KeyboardInterrupt,)),
         # -- by value
-        Scenario("lambda", lambda a: a * 2, (21,), torch=by_value),
-        Scenario("closure", _closure(3), (4,), torch=by_value),
-        Scenario("local class", _local_class(), (5,), torch=by_value),
-        Scenario("method of a local class", _local_class()(6).get, torch=by_value),
-        Scenario("lambda as argument", functools.reduce, (lambda a, b: a - b, [10, 3]), torch=by_value),
-        Scenario("recursive closure", _recursive(), (6,), torch=by_value),
+        Scenario("lambda", lambda a: a * 2, (21,)),
+        Scenario("closure", _closure(3), (4,)),
+        Scenario("local class", _local_class(), (5,)),
+        Scenario("method of a local class", _local_class()(6).get),
+        Scenario("lambda as argument", functools.reduce, (lambda a, b: a - b, [10, 3])),
+        Scenario("recursive closure", _recursive(), (6,)),
     ]
 
 
@@ -325,41 +309,30 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a call: comparable with the local one, without what cannot leave the rank."""
-
-    ok: bool
-    types: tuple[str, ...] = ()
-    detail: str = ""
-
-
-def _outcome(call: Callable[[], Any], local: Any, local_error: BaseException | None) -> Outcome:
+def _difference(call: Callable[[], Any], local: Any, local_error: BaseException | None) -> str:
+    """Say how a call differs from what the function gives or raises here."""
     try:
         value = call()
     except BaseException as error:
-        names = tuple(cls.__qualname__ for cls in type(error).__mro__)
         if local_error is None:
-            return Outcome(False, names, f"raised {error!r}, but gives {local!r} here")
+            return f"raised {error!r}, but gives {local!r} here"
         if not isinstance(error, errors.RemoteError):
-            return Outcome(True, names, "")
-        return Outcome(*_compare_errors(error, local_error, names))
+            return f"raised {error!r}, which is no RemoteError"
+        return _difference_of_errors(error, local_error)
     if local_error is not None:
-        return Outcome(False, (), f"gave {value!r}, but raises {local_error!r} here")
-    return Outcome(same(local, value), (), f"{value!r} against {local!r}")
+        return f"gave {value!r}, but raises {local_error!r} here"
+    return "" if same(local, value) else f"{value!r} against {local!r}"
 
 
-def _compare_errors(
-    error: errors.RemoteError, local: BaseException, names: tuple[str, ...]
-) -> tuple[bool, tuple[str, ...], str]:
-    """Compare a remote exception with the one that the call raises here: type, arguments, attributes, cause."""
+def _difference_of_errors(error: errors.RemoteError, local: BaseException) -> str:
+    """Compare type, arguments, attributes and cause."""
     problems = []
     if not isinstance(error, RuntimeError):
         problems.append("is no RuntimeError")
     if not isinstance(local, Exception):
         # It must not end the caller as it ended the call: what it was is kept beside.
         error = local if error.cause is not None and error.cause.args == local.args else error  # type: ignore[assignment]
-        return type(error) is type(local), names, f"cause {error!r}"
+        return "" if type(error) is type(local) else f"cause {error!r}"
     if not isinstance(error, type(local)):
         problems.append(f"is no {type(local)}")
     if not isinstance(local, BaseExceptionGroup):
@@ -378,81 +351,39 @@ def _compare_errors(
         problems.append(f".cause is {error.cause!r}")
     if error.maybe_executed is not True:
         problems.append(f"maybe_executed is {error.maybe_executed}")
-    return not problems, names, "; ".join(problems)
+    return "; ".join(problems)
 
 
 # TorchScript writes the place of the call into its message: that is another one.
 _OWN_TEXT = {"error in TorchScript"}
 
 
-def _styles(module: Any) -> dict[str, Callable[..., Any]]:
-    return {
-        "rpc_sync": lambda *args: module.rpc_sync(*args),
-        "rpc_async": lambda *args: module.rpc_async(*args).wait(),
-        "remote": lambda *args: module.remote(*args).to_here(),
-    }
+_STYLES: dict[str, Callable[..., Any]] = {
+    "rpc_sync": lambda *args: rpc.rpc_sync(*args),
+    "rpc_async": lambda *args: rpc.rpc_async(*args).wait(),
+    "remote": lambda *args: rpc.remote(*args).to_here(),
+}
 
 
-def _run_table(module: Any, targets: list[Any], with_all: bool) -> dict[tuple[str, str, int], Outcome]:
-    found = {}
+def _scenarios() -> list[str]:
+    """Return how calls differ from what the function does here."""
+    problems = []
     for scenario in _table():
-        if scenario.torch and not with_all:
-            continue
         local: Any = None
         local_error: BaseException | None = None
         try:
             local = scenario.func(*scenario.args, **scenario.kwargs)
         except BaseException as error:
             local_error = error
-        for style, call in _styles(module).items():
-            for number, to in enumerate(targets):
-                # Each call has fresh arguments: some change what they are called with.
-                again = next(each for each in _table() if each.name == scenario.name)
-                outcome = _outcome(
-                    lambda call=call, to=to, s=again: call(to, s.func, s.args, dict(s.kwargs)),
-                    local,
-                    local_error,
-                )
-                found[scenario.name, style, number] = outcome
-    return found
-
-
-def _ours(rank: int, world_size: int) -> dict[tuple[str, str, int], Outcome]:
-    if rank:
-        return {}
-    info = rpc.get_worker_info("worker1")
-    return _run_table(rpc, ["worker1", info, 1, "worker0"], True)
-
-
-def _theirs(rank: int, world_size: int, path: str) -> dict[tuple[str, str, int], Outcome]:
-    os.environ["TP_SOCKET_IFNAME"] = "lo"
-    options = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", num_worker_threads=4)
-    torch_rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    try:
-        return {} if rank else _run_table(torch_rpc, ["worker1", "worker0"], False)
-    finally:
-        torch_rpc.shutdown()
-
-
-@pytest.mark.slow
-@pytest.mark.limit(300)
-@pytest.mark.prints(*TORCH_RPC)
-def test_scenarios_agree_with_torch_and_with_a_local_call(tmp_path: Any) -> None:
-    ours = rpc_group(_ours, 2)[0]
-    theirs = run_group(_theirs, 2, unused_path("torch"), leak_wait=None, timeout=240)[0]  # it polls
-    problems = []
-    for key, outcome in ours.items():
-        if not outcome.ok and key[0] not in _OWN_TEXT:
-            problems.append(f"{key}: {outcome.detail}")
-    for (name, style, number), outcome in theirs.items():
-        mine = ours[name, style, 3 if number else 0]
-        if not outcome.ok:
-            problems.append(f"over torch, {(name, style, number)}: {outcome.detail}")
-        elif outcome.types and outcome.types[0] not in mine.types:
-            problems.append(f"{(name, style, number)}: {mine.types}, torch has {outcome.types}")
-        elif bool(outcome.types) != bool(mine.types):
-            problems.append(f"{(name, style, number)}: raises {mine.types}, torch {outcome.types}")
-    assert not problems, "\n".join(problems)
+        for (style, call), to in itertools.product(_STYLES.items(), ("worker1", "worker0")):
+            # Each call has fresh arguments: some change what they are called with.
+            again = next(each for each in _table() if each.name == scenario.name)
+            difference = _difference(
+                lambda call=call, to=to, s=again: call(to, s.func, s.args, dict(s.kwargs)), local, local_error
+            )
+            if difference and scenario.name not in _OWN_TEXT:
+                problems.append(f"{scenario.name}, {style}, {to}: {difference}")
+    return problems
 
 
 # -- signatures ----------------------------------------------------------------------------------
@@ -573,9 +504,7 @@ def _wrong_calls() -> list[tuple[str, Any, tuple[type[BaseException], ...], str]
     ]
 
 
-def _wrong(rank: int, world_size: int) -> list[str]:
-    if rank:
-        return []
+def _wrong() -> list[str]:
     problems = []
     for name, arguments, types, text in _wrong_calls():
         for style in ("rpc_sync", "rpc_async", "remote"):
@@ -612,10 +541,6 @@ def _wrong(rank: int, world_size: int) -> list[str]:
     return problems
 
 
-def test_wrong_arguments_raise_at_once_and_send_nothing() -> None:
-    assert not (found := rpc_group(_wrong, 2)[0]), "\n".join(found)
-
-
 # -- who is called -------------------------------------------------------------------------------
 
 
@@ -623,7 +548,7 @@ def name_here() -> str:
     return rpc.get_worker_info().name
 
 
-def _workers(rank: int, world_size: int) -> None:
+def _workers(rank: int) -> None:
     me = rpc.get_worker_info()
     assert (me.name, me.id) == (f"worker{rank}", rank)
     assert repr(me) == f"WorkerInfo(id={rank}, name=worker{rank})"
@@ -651,10 +576,6 @@ def _workers(rank: int, world_size: int) -> None:
     assert kept.args == ("no error",)
 
 
-def test_workers_are_named_by_name_rank_or_info() -> None:
-    rpc_group(_workers, 2)
-
-
 # -- arguments are taken when the call is made ---------------------------------------------------
 
 
@@ -668,9 +589,7 @@ def change(items: list[int], tensor: torch.Tensor) -> tuple[list[int], torch.Ten
     return items, tensor
 
 
-def _copies(rank: int, world_size: int) -> None:
-    if rank:
-        return
+def _copies() -> None:
     for to in ("worker1", "worker0"):
         for size in (3, 50_000, 600_000):
             items, tensor = [1], torch.arange(size)
@@ -687,10 +606,6 @@ def _copies(rank: int, world_size: int) -> None:
         pending = rpc.rpc_async(to, bytes, (array,))
         array[:] = b"y" * 100_000
         assert pending.wait() == b"x" * 100_000
-
-
-def test_arguments_are_as_they_were_when_the_call_was_made() -> None:
-    rpc_group(_copies, 2)
 
 
 # -- nesting, time-outs --------------------------------------------------------------------------
@@ -734,9 +649,7 @@ def call_gate_there(to: str) -> str:
     return rpc.rpc_sync(to, wait_for_gate)
 
 
-def _nested(rank: int, world_size: int) -> None:
-    if rank:
-        return
+def _nested() -> None:
     assert rpc.rpc_sync("worker1", ping_pong, (40,)) == ["worker1", "worker0"] * 20 + ["worker1"]
     assert rpc.rpc_sync("worker0", ping_pong, (21,)) == ["worker0", "worker1"] * 11
     futures = [rpc.rpc_async("worker1", ping_pong, (10,)) for _ in range(20)]
@@ -744,34 +657,12 @@ def _nested(rank: int, world_size: int) -> None:
     assert rpc.rpc_sync("worker1", fan_out, (200,)) == sum(range(200)) + 200
     with pytest.raises(LookupError, match="at the bottom") as caught:
         rpc.rpc_sync("worker1", chain_of_errors, (3,))
-    assert isinstance(caught.value, rpc_error())
+    assert isinstance(caught.value, errors.RemoteError)
     assert caught.value.args == ("at the bottom",)
-    # Many threads at once.
-    results: list[int] = []
-
-    def work(number: int) -> None:
-        results.extend(rpc.rpc_sync("worker1", operator.mul, (number, i)) for i in range(20))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(results) == sorted(number * i for number in range(8) for i in range(20))
 
 
-def rpc_error() -> type[BaseException]:
-    return errors.RemoteError
-
-
-def test_nested_calls() -> None:
-    rpc_group(_nested, 2)
-
-
-def _timeouts(rank: int, world_size: int) -> None:
+def _timeouts() -> None:
     assert rpc.get_rpc_timeout() == 7.5
-    if rank:
-        return
     for to in ("worker1", "worker0"):
         rpc.rpc_sync(to, close_gate)
         rpc.rpc_sync("worker1", close_gate)
@@ -802,30 +693,18 @@ def _timeouts(rank: int, world_size: int) -> None:
         assert rpc.rpc_sync(to, wait_for_gate, timeout=float("inf")) == "open"
 
 
-def test_timeouts() -> None:
-    rpc_group(_timeouts, 2, options={"rpc_timeout": 7.5})
-
-
-# -- cancelling ----------------------------------------------------------------------------------
-
-
-def _cancelling(rank: int, world_size: int) -> None:
+def _calls(rank: int, world_size: int) -> list[str]:
+    _workers(rank)
     if rank:
-        return
-    future = rpc.rpc_async("worker1", wait_for_gate)
-    assert future.cancel()
-    assert not future.cancel()
-    assert future.cancelled()
-    with pytest.raises(errors.CancelledError):
-        future.wait()
-    rpc.rpc_sync("worker1", open_gate)
-    done = rpc.rpc_async("worker1", none)
-    done.wait()
-    assert not done.cancel()
+        return []
+    _copies()
+    _nested()
+    _timeouts()
+    return _wrong() + _scenarios()
 
 
-def test_cancelled_calls() -> None:
-    rpc_group(_cancelling, 2)
+def test_calls_do_what_local_calls_do_and_wrong_ones_are_refused() -> None:
+    assert not (found := rpc_group(_calls, 2, options={"rpc_timeout": 7.5})[0]), "\n".join(found)
 
 
 # -- before and after ----------------------------------------------------------------------------
@@ -895,68 +774,6 @@ def _lives(rank: int, world_size: int, path: str) -> None:
 
 def test_lives_of_a_process(tmp_path: Any) -> None:
     run_group(_lives, 2, unused_path("lives"))
-
-
-_never_done: list[rpc.Future[None]] = []
-_asked = threading.Semaphore(0)
-
-
-@rpc.functions.async_execution
-def never() -> rpc.Future[None]:
-    """Give no answer, and keep no thread."""
-    _never_done.append(rpc.Future())
-    _asked.release()
-    return _never_done[-1]
-
-
-def _forced(rank: int, world_size: int) -> None:
-    other = f"worker{1 - rank}"
-    future = rpc.rpc_async(other, never)
-    if rank == 0:
-        rpc.rpc_sync(other, none)  # now ours is under way there, and
-        assert _asked.acquire(timeout=30)  # theirs here
-        rpc.shutdown(graceful=False)
-        with pytest.raises(errors.ShutdownError) as caught:
-            future.wait()
-        assert caught.value.maybe_executed is True
-    else:
-        with pytest.raises(errors.PeerDiedError):
-            future.wait()
-        with pytest.raises(errors.PeerDiedError) as refused:
-            rpc.rpc_sync(other, none)
-        assert refused.value.maybe_executed is False
-
-
-def test_forced_shutdown_ends_calls_under_way() -> None:
-    rpc_group(_forced, 2)
-
-
-def _late(rank: int, world_size: int) -> None:
-    if rank == 0:
-        with pytest.raises(TimeoutError, match="worker1") as caught:
-            rpc.shutdown(timeout=_TINY)
-        assert isinstance(caught.value, RuntimeError)
-        assert not rpc.is_initialized()
-    else:
-        with pytest.raises(errors.PeerDiedError):
-            rpc.rpc_sync("worker0", never)  # serves, until it gives up waiting for this worker
-
-
-def test_graceful_shutdown_is_over_in_its_time() -> None:
-    rpc_group(_late, 2)
-
-
-def _serve(rank: int, world_size: int) -> None:
-    """A worker that has called `shutdown` serves until the others have called it, too."""
-    if rank:
-        return
-    assert rpc.rpc_sync("worker1", ping_pong, (5,)) == ["worker1", "worker0"] * 3
-    rref = rpc.remote("worker1", Account, (3,))
-    assert rref.rpc_sync().deposit(4) == 7
-
-
-def test_a_worker_in_shutdown_serves() -> None:
-    rpc_group(_serve, 2)
 
 
 def _first_call(rank: int, world_size: int, path: str) -> None:

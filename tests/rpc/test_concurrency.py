@@ -7,7 +7,6 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from actorrpc import rpc
 from actorrpc._stacks import top_frame
 from actorrpc.agent import threads
 from actorrpc.errors import BackpressureError, CancelledError, DeadlockError, RpcError
+from tests.actors.e2e.kit import until
+from tests.agent.together import in_threads
 from tests.ranks import rpc_group
 
 # -- what runs on workers ------------------------------------------------------------------------
@@ -83,13 +84,6 @@ def _in(thread: threading.Thread, function: str) -> bool:
     return False
 
 
-def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)
-
-
 # -- threads, callbacks, nesting -----------------------------------------------------------------
 
 
@@ -107,20 +101,8 @@ def _many_threads() -> None:
         except BaseException as error:
             wrong.append(error)
 
-    workers = [threading.Thread(target=work, args=(n,)) for n in range(16)]
-    for each in workers:
-        each.start()
-    for each in workers:
-        each.join()
+    in_threads(work, [(n,) for n in range(16)])
     assert not wrong, wrong[:5]
-
-
-def _nested() -> None:
-    assert rpc.rpc_sync("worker1", _bounce, (200, "worker1", "worker0")) == 200
-    assert rpc.rpc_sync("worker0", _bounce, (50, "worker0", "worker0")) == 50
-    # Ten such chains at once.
-    futures = [rpc.rpc_async("worker1", _bounce, (20, "worker1", "worker0")) for _ in range(10)]
-    assert [f.wait() for f in futures] == [20] * 10
 
 
 def _callbacks() -> None:
@@ -160,19 +142,6 @@ def _callbacks() -> None:
     assert chained.wait() == 20
 
 
-def _one_future_many_waiters() -> None:
-    future = rpc.rpc_async("worker1", _hold, ("shared",))
-    got: list[Any] = []
-    waiters = [threading.Thread(target=lambda: got.append(future.wait())) for _ in range(6)]
-    for each in waiters:
-        each.start()
-    rpc.rpc_sync("worker1", _await_entered, ("shared", 1))
-    rpc.rpc_sync("worker1", _open, ("shared",))
-    for each in waiters:
-        each.join()
-    assert got == ["shared"] * 6
-
-
 def _from_asyncio() -> None:
     async def main() -> list[int]:
         one = await rpc.rpc_async("worker1", operator.add, (1, 1))
@@ -197,7 +166,7 @@ def _all_threads_blocked() -> None:
     conn = rpc.api.group().agent.peer("worker1").conn  # type: ignore[attr-defined]
     for _ in range(3):
         heard = conn.heard
-        _until(lambda heard=heard: conn.heard != heard)
+        until(lambda heard=heard: conn.heard != heard)
     # So is a cancellation.
     assert futures[0].cancel()
     with pytest.raises(CancelledError):
@@ -236,9 +205,7 @@ def _caught() -> list[str]:
 def _scenarios(rank: int, world_size: int) -> None:
     if rank == 0:
         _many_threads()
-        _nested()
         _callbacks()
-        _one_future_many_waiters()
         _from_asyncio()
         _all_threads_blocked()
         _cancel_running()
@@ -340,7 +307,7 @@ def _full_pool(rank: int, world_size: int, directory: str) -> None:
     cancelled = [rpc.rpc_async("worker1", _hold, ("cancelled",)) for _ in range(5)]
     for each in cancelled:
         assert each.cancel()
-    _until(lambda: len(peer.pending) == 1)
+    until(lambda: len(peer.pending) == 1)
     late = rpc.rpc_async("worker1", _hold, ("late",), timeout=0.05)
     with pytest.raises(TimeoutError, match="timed out") as caught:
         late.wait()
@@ -367,7 +334,7 @@ def _full_pool(rank: int, world_size: int, directory: str) -> None:
         target=lambda: held.append(rpc.rpc_async("worker1", operator.mul, (ballast, 1), timeout=0))
     )
     waiting.start()
-    _until(lambda: _in(waiting, "wait_for_room"))
+    until(lambda: _in(waiting, "wait_for_room"))
     assert len(held) == 4
     with open(fifo, "wb"):
         pass
@@ -375,7 +342,7 @@ def _full_pool(rank: int, world_size: int, directory: str) -> None:
     waiting.join()
     for future in held:
         assert torch.equal(future.wait(), ballast)
-    _until(lambda: not peer.window.charged)
+    until(lambda: not peer.window.charged)
     assert rpc.rpc_sync("worker1", _how_often, ("cancelled",)) == 0
     assert rpc.rpc_sync("worker1", _how_often, ("late",)) == 0
 

@@ -5,9 +5,7 @@ The same programs run on the CPU, where the maps are of the CPU: what they compu
 
 from __future__ import annotations
 
-import os
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +13,9 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import errors, rpc
-from tests.actors.e2e.kit import open_gate, pass_gate
 from tests.announced import ODD_TENSORS
 from tests.devices import DEVICES
-from tests.ranks import rpc_group, run_group, unused_path
+from tests.ranks import rpc_group
 
 pytestmark = pytest.mark.limit(120)
 
@@ -108,13 +105,6 @@ def _calls(device: str) -> None:
     assert {str(each.device) for each in model.parameters()} == {device}
 
 
-@pytest.mark.prints("UserWarning: Sparse CSR tensor support is in beta state")
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.prints(*ODD_TENSORS)
-def test_tensors_arrive_equal_in_both_directions(device: str) -> None:
-    run(_calls, device)
-
-
 def _many(device: str) -> None:
     tensors = [torch.full((20_000,), float(n), device=device) for n in range(40)]
     futures = [rpc.rpc_async("worker1", torch.add, (each, each)) for each in tensors]
@@ -122,20 +112,10 @@ def _many(device: str) -> None:
         assert torch.equal(future.wait(), torch.full((20_000,), 2.0 * n, device=device))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_many_at_a_time(device: str) -> None:
-    run(_many, device)
-
-
 def _made_there(device: str) -> None:
     # Made over there and sent back: only the caller has a map, which counts the other way for answers.
     made = rpc.rpc_sync("worker1", torch.ones, (3,), {"device": device})
     assert str(made.device) == device
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_callers_map_is_enough_for_the_answer(device: str) -> None:
-    run(_made_there, device)
 
 
 def _onto(there: str, tensor: torch.Tensor) -> None:
@@ -182,23 +162,6 @@ def test_without_a_map_they_do_not_travel() -> None:
     rpc_group(_without_map, 2, timeout=100.0)
 
 
-def _pinned() -> None:
-    tensor = torch.arange(30_000.0).pin_memory()
-    back = rpc.rpc_sync("worker1", _echo, (tensor,))
-    assert torch.equal(back, tensor)
-    moved = back.pin_memory().to("cuda:0", non_blocking=True)
-    assert torch.equal(rpc.rpc_sync("worker1", _echo, (moved,)).cpu(), tensor)
-
-
-@pytest.mark.gpu
-def test_pinned_memory_is_memory_of_the_cpu() -> None:
-    run(_pinned_on, "cuda:0")
-
-
-def _pinned_on(device: str) -> None:
-    _pinned()
-
-
 # -- errors --------------------------------------------------------------------------------------
 
 
@@ -213,11 +176,6 @@ def _out_of_memory(device: str) -> None:
         rpc.rpc_sync("worker1", _too_much, (device,))
     assert isinstance(caught.value, errors.RemoteError)
     assert rpc.rpc_sync("worker1", _facts, (torch.ones(2, device=device),)) == (device, 2.0)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_out_of_memory_is_raised_where_the_call_was_made(device: str) -> None:
-    run(_out_of_memory, device)
 
 
 # -- streams -------------------------------------------------------------------------------------
@@ -293,11 +251,6 @@ def _ordered(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_still_being_computed_arrives_whole(device: str) -> None:
-    run(_ordered, device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_who_waits_for_a_future_waits_for_the_stream_that_it_was_completed_on(device: str) -> None:
     size = 300_000
     wanted = torch.ones(size, device=device)
@@ -332,11 +285,6 @@ def _facts_of(rref: Any) -> tuple[str, float]:
 
 def _facts_of_fetched(rref: Any) -> tuple[str, float]:
     return _facts(rref.to_here())
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_references_to_tensors(device: str) -> None:
-    run(_references, device)
 
 
 # -- gradients -----------------------------------------------------------------------------------
@@ -374,9 +322,20 @@ def _gradients(device: str) -> None:
     del rref
 
 
+def _all(device: str) -> None:
+    _calls(device)
+    _many(device)
+    _made_there(device)
+    _out_of_memory(device)
+    _ordered(device)
+    _references(device)
+    _gradients(device)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_go_back_the_way_that_tensors_came(device: str) -> None:
-    run(_gradients, device)
+@pytest.mark.prints("UserWarning: Sparse CSR tensor support is in beta state", *ODD_TENSORS)
+def test_calls_errors_streams_references_and_gradients(device: str) -> None:
+    run(_all, device)
 
 
 def _squared(x: torch.Tensor) -> torch.Tensor:
@@ -396,35 +355,3 @@ def _mixed(kind: str) -> None:
 @pytest.mark.parametrize(("here", "there"), [("cuda:0", "cpu"), ("cpu", "cuda:0")])
 def test_gradients_between_a_cpu_and_a_gpu(here: str, there: str) -> None:
     run(_mixed, here, options={"device_maps": {"worker1": {here: there}}})
-
-
-# -- groups that workers join at any time ----------------------------------------------------------
-
-
-def _dynamic(rank: int, world_size: int, device: str, path: str) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
-    if rank == 0:
-        options.set_device_map("worker1", {device: device})
-    rpc.init_rpc(f"worker{rank}", rank=rank, rpc_backend_options=options)
-    if rank == 0:
-        pass_gate(f"{path}.gate")
-        _made_there(device)
-        rpc.rpc_sync("worker1", _set_over)
-    else:
-        open_gate(Path(f"{path}.gate"))
-        assert _over.wait(90)
-    rpc.shutdown()
-
-
-_over = threading.Event()
-
-
-def _set_over() -> None:
-    _over.set()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_group_without_a_fixed_size(device: str) -> None:
-    path = unused_path("dynamic")
-    os.mkfifo(f"{path}.gate")
-    run_group(_dynamic, 2, device, path, timeout=100.0)

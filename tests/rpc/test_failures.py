@@ -17,6 +17,7 @@ import torch
 
 from actorrpc import rpc
 from actorrpc.errors import NotInitializedError, PeerDiedError, RpcTimeoutError
+from tests.actors.e2e.kit import until
 from tests.layers import rest_is_slow
 from tests.ranks import Died, rpc_group
 
@@ -76,15 +77,8 @@ def _noted() -> list[str]:
     return _runs
 
 
-def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)
-
-
 def _pid(worker: str) -> int:
-    return rpc.api._require().agent.peer(worker).record.pid  # type: ignore[attr-defined, no-any-return]
+    return next(row.pid for row in rpc.workers() if row.name == worker)
 
 
 def _kill(worker: str, with_signal: int = signal.SIGKILL) -> None:
@@ -92,11 +86,11 @@ def _kill(worker: str, with_signal: int = signal.SIGKILL) -> None:
 
 
 def _await_stop(worker: str) -> None:
-    _until(lambda: Path(f"/proc/{_pid(worker)}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    until(lambda: Path(f"/proc/{_pid(worker)}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
 
 def _is_blocked_in_send(thread: threading.Thread, worker: str) -> bool:
-    conn = rpc.api._require().agent.peer(worker).conn  # type: ignore[attr-defined]
+    conn = rpc.api.group().agent.peer(worker).conn  # type: ignore[attr-defined]
     return conn is not None and conn.writer.blocked.since is not None
 
 
@@ -147,10 +141,10 @@ def _while_fetching() -> None:
         threading.Thread(target=fetch, args=(rref.to_here,)),
         threading.Thread(target=fetch, args=(lambda: rref.rpc_sync().anything(),)),
     ]
-    peer = rpc.api._require().agent.peer("worker3")  # type: ignore[attr-defined]
+    peer = rpc.api.group().agent.peer("worker3")  # type: ignore[attr-defined]
     for each in threads:
         each.start()
-    _until(lambda: len(peer.pending) == 3)
+    until(lambda: len(peer.pending) == 3)
     _kill("worker3")
     for each in threads:
         each.join()
@@ -173,7 +167,7 @@ def _during_a_large_tensor() -> None:
 
     thread = threading.Thread(target=send)
     thread.start()
-    _until(lambda: _is_blocked_in_send(thread, "worker4"))
+    until(lambda: _is_blocked_in_send(thread, "worker4"))
     assert rpc.rpc_sync("worker5", operator.add, (1, 1)) == 2  # others are not concerned
     _kill("worker4")
     thread.join()
@@ -221,7 +215,7 @@ def _fork(directory: str) -> int:
 def _in_the_last_barrier() -> None:
     """Its function is over: it sits in shutdown when it is killed. Ours ends all the same."""
     barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
-    _until(lambda: "worker6" in barrier._arrived.get(0, ()))
+    until(lambda: "worker6" in barrier._arrived.get(0, ()))
     _kill("worker6")
 
 
@@ -253,7 +247,7 @@ def _first_dies(rank: int, world_size: int) -> None:
     """Worker0, whom all ask at the end, dies while they wait for it."""
     if rank == 0:
         barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
-        _until(lambda: len(barrier._arrived.get(0, ())) == world_size - 1)
+        until(lambda: len(barrier._arrived.get(0, ())) == world_size - 1)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -314,36 +308,15 @@ def _times_out(function: Callable[[], Any]) -> RpcTimeoutError:
 
 
 def _timeouts() -> None:
-    hold = ("worker1", _hold, ("running",))
-    assert _times_out(lambda: rpc.rpc_sync(*hold, timeout=0.05)).maybe_executed
-    assert _times_out(lambda: rpc.rpc_async(*hold, timeout=0.05).wait()).maybe_executed
-    future = rpc.rpc_async(*hold, timeout=0.05)
+    future = rpc.rpc_async("worker1", _hold, ("running",), timeout=0.05)
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     done.wait()  # nobody waits for the future itself
     _times_out(future.wait)
-    _times_out(lambda: rpc.rpc_sync("worker0", _hold, ("running",), timeout=0.05))
-
-    # wait(timeout) ends the wait, not the call.
-    future = rpc.rpc_async(*hold)
-    with pytest.raises(RpcTimeoutError, match="goes on"):
-        future.wait(0.01)
-    assert not future.done()
-    rpc.rpc_sync("worker1", _open, ("running",))
-    assert future.wait() == "running"
-    _open("running")
-
-    # RRefs: the fetch, and the creation.
-    rref = rpc.remote("worker1", _hold, ("value",))
-    _times_out(lambda: rref.to_here(timeout=0.05))
-    _times_out(lambda: rref.rpc_sync(timeout=0.05).upper())
-    rpc.rpc_sync("worker1", _open, ("value",))
-    assert rref.to_here() == "value"
     late = rpc.remote("worker1", _hold, ("creation",), timeout=0.05)
-    _until(lambda: late._creation is None or late._creation.done())
-    _until(lambda: rpc.api._require().references.table.failure(late._handle))  # type: ignore[attr-defined]
     _times_out(late.to_here)
-    rpc.rpc_sync("worker1", _open, ("creation",))
+    for name in ("running", "creation"):
+        rpc.rpc_sync("worker1", _open, (name,))
 
     # A nested call ends with the call that it is nested in, whatever time it was given itself.
     for seconds in (0.0, 100.0):
@@ -380,23 +353,3 @@ def _timeout_group(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_time_outs(transport: str) -> None:
     rpc_group(_timeout_group, 3, options={"lane": False, "transport": transport, "heartbeat": 30.0})
-
-
-def _large_timeouts(rank: int, world_size: int) -> None:
-    """A message in chunks that is given up leaves the connection usable."""
-    if rank:
-        return
-    large = torch.arange(6 << 20, dtype=torch.float32)  # 24 MiB
-    assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (large,)), -large)
-    for _ in range(3):
-        _kill("worker1", signal.SIGSTOP)
-        _await_stop("worker1")
-        _times_out(lambda: rpc.rpc_sync("worker1", torch.neg, (large,), timeout=0.2))
-        _kill("worker1", signal.SIGCONT)
-        assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
-    assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (large,)), -large)
-
-
-@pytest.mark.slow
-def test_a_large_message_that_is_given_up() -> None:
-    rpc_group(_large_timeouts, 2, options={"transport": "tcp", "heartbeat": 30.0})

@@ -267,24 +267,6 @@ def test_locally_it_is_the_function_itself() -> None:
 # -- under other workers' eyes -------------------------------------------------------------------
 
 
-def _died(rank: int, world_size: int) -> None:
-    if rank == 0:
-        future = rpc.rpc_async("worker1", gated, (1,))
-        rref = rpc.remote("worker1", gated, (1,))
-        with pytest.raises(errors.PeerDiedError):
-            future.wait()
-        with pytest.raises(errors.PeerDiedError):
-            rref.to_here()
-    else:
-        for _ in range(2):
-            assert _waiting.acquire(timeout=30)
-        rpc.shutdown(graceful=False)
-
-
-def test_the_future_never_completes_as_its_worker_leaves() -> None:
-    rpc_group(_died, 2)
-
-
 def test_a_definition_over_the_limit_of_messages_is_refused_before_it_is_sent() -> None:
     table = b"t" * (3 << 20)
 

@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import profiler_legacy
-from torch.autograd.profiler import emit_itt
 
 from actorrpc import rpc
-from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import RpcTimeoutError, SerializationError, UnknownWorkerError
 from actorrpc.rpc import profiling
+from tests.agent.together import in_threads
 from tests.announced import PROFILER
 from tests.ranks import rpc_group
 
@@ -64,12 +63,6 @@ def wait_until_on() -> None:
     assert _on.wait(30)
 
 
-def header() -> Any:
-    execution = CURRENT.get()
-    assert execution is not None
-    return execution.header
-
-
 def fail(text: str) -> None:
     raise LookupError(text)
 
@@ -86,9 +79,7 @@ class Counter:
 # -- ranges -----------------------------------------------------------------------------------------------
 
 
-def _every_way(rank: int, _: int, kind: str) -> Any:
-    if rank:
-        return None
+def _every_way(kind: str) -> None:
     x = torch.ones(2)
     with profile(kind) as found:
         rpc.rpc_sync("worker1", torch.add, (x, 1))
@@ -99,13 +90,7 @@ def _every_way(rank: int, _: int, kind: str) -> Any:
         counter.rpc_async().add(2).wait()
         assert counter.remote().add(3).to_here() == 6
     assert not left_over()
-    return names_of(found), [event.is_remote for event in events_of(found) if event.is_remote]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_way_of_calling(kind: str) -> None:
-    names, remote = rpc_group(_every_way, 2, kind)[0]
-    assert sorted(names) == [
+    assert sorted(names_of(found)) == [
         f"rpc_{name}(worker0 -> worker1)"
         for name in (
             "async#add",
@@ -117,12 +102,10 @@ def test_every_way_of_calling(kind: str) -> None:
             "sync#aten::add",
         )
     ]
-    assert not remote  # nobody collects
+    assert not any(event.is_remote for event in events_of(found))  # nobody collects
 
 
-def _ends(rank: int, _: int, kind: str) -> Any:
-    if rank:
-        return None
+def _ends(kind: str) -> None:
     with profile(kind) as found:
         with torch.profiler.record_function("before"):
             future = rpc.rpc_async("worker1", wait_at_gate)
@@ -135,17 +118,11 @@ def _ends(rank: int, _: int, kind: str) -> Any:
     call = spans["rpc_async#wait_at_gate"]
     assert spans["before"].start <= call.start <= spans["before"].end
     assert spans["rpc_sync#open_gate"].start <= call.end <= spans["after"].start
-    return True
+    rpc.rpc_sync("worker1", _gate_clear)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_range_ends_when_the_outcome_is_there(kind: str) -> None:
-    assert rpc_group(_ends, 2, kind)[0]
-
-
-def _under_way(rank: int, _: int, kind: str) -> Any:
-    if rank:
-        return None
+def _under_way(kind: str) -> None:
+    """The ranges of calls that outlive the profile end with it: in a modern profile, ranges that end later are fatal."""
     for _ in range(3):
         with profile(kind) as found:
             calls = []
@@ -159,25 +136,17 @@ def _under_way(rank: int, _: int, kind: str) -> Any:
         assert [call.wait() for call in calls] == ["through"] * 3
         assert kept.to_here() == "through"
         rpc.rpc_sync("worker1", _gate_clear)
-    return sorted(names)
+        assert sorted(names) == [
+            *["rpc_async#wait_at_gate(worker0 -> worker1)"] * 3,
+            "rpc_remote#wait_at_gate(worker0 -> worker1)",
+        ]
 
 
 def _gate_clear() -> None:
     _gate.clear()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_calls_that_outlive_the_profile(kind: str) -> None:
-    """Their ranges end with it: to a modern profile, those that ended later would be fatal."""
-    assert rpc_group(_under_way, 2, kind)[0] == [
-        *["rpc_async#wait_at_gate(worker0 -> worker1)"] * 3,
-        "rpc_remote#wait_at_gate(worker0 -> worker1)",
-    ]
-
-
-def _errors(rank: int, _: int, kind: str) -> Any:
-    if rank:
-        return None
+def _errors(kind: str) -> None:
     with profile(kind) as found:
         with pytest.raises(LookupError, match="sync"):
             rpc.rpc_sync("worker1", fail, ("sync",))
@@ -195,15 +164,10 @@ def _errors(rank: int, _: int, kind: str) -> Any:
             rpc.rpc_sync("worker1", wait_at_gate, timeout=_TINY)
         with pytest.raises(RpcTimeoutError):
             rpc.rpc_async("worker1", wait_at_gate, timeout=_TINY).wait()
-    open_ = left_over()
+    assert not left_over()
     rpc.rpc_sync("worker1", open_gate)
-    return names_of(found), open_
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_calls_that_fail(kind: str) -> None:
-    names, left = rpc_group(_errors, 2, kind)[0]
-    assert sorted(name.partition("(")[0] for name in names) == [
+    rpc.rpc_sync("worker1", _gate_clear)
+    assert sorted(name.partition("(")[0] for name in names_of(found)) == [
         "rpc_async#fail",
         "rpc_async#print",
         "rpc_async#wait_at_gate",
@@ -211,23 +175,6 @@ def test_calls_that_fail(kind: str) -> None:
         "rpc_sync#fail",
         "rpc_sync#wait_at_gate",
     ]
-    assert not left
-
-
-def _headers(rank: int, _: int) -> Any:
-    if rank:
-        return None
-    before = rpc.rpc_sync("worker1", header)
-    with profile("old"):
-        inside = rpc.rpc_sync("worker1", header)
-    return before, inside, rpc.rpc_sync("worker1", header)
-
-
-def test_nothing_travels_where_no_profile_is() -> None:
-    before, inside, after = rpc_group(_headers, 2)[0]
-    assert before is None
-    assert inside == {"profile": [0, "rpc_sync#header(worker0 -> worker1)"]}
-    assert after is None
 
 
 def _all_threads(rank: int, _: int) -> Any:
@@ -251,26 +198,16 @@ def test_executions_show_where_all_threads_are_profiled() -> None:
     assert "rpc_sync#aten::neg(worker1 -> worker0)" in names
 
 
-def _trace(rank: int, _: int, path: str) -> Any:
-    if rank:
-        return None
+def _trace(path: str) -> None:
     with profile("modern") as found:
         rpc.rpc_async("worker1", torch.add, (torch.ones(2), 1)).wait()
     found.export_chrome_trace(path)
-    return None
+    events = json.loads(Path(path).read_text())["traceEvents"]
+    [call] = [each for each in events if each["name"] == "rpc_async#aten::add(worker0 -> worker1)"]
+    assert call["dur"] > 0
 
 
-def test_the_trace_of_a_modern_profile(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    rpc_group(_trace, 2, str(path))
-    events = json.loads(path.read_text())["traceEvents"]
-    [found] = [each for each in events if each["name"] == "rpc_async#aten::add(worker0 -> worker1)"]
-    assert found["dur"] > 0
-
-
-def _threads(rank: int, _: int) -> Any:
-    if rank:
-        return None
+def _threads() -> None:
     names: dict[int, list[str]] = {}
 
     def work(number: int) -> None:
@@ -280,24 +217,13 @@ def _threads(rank: int, _: int) -> Any:
                 rpc.rpc_async("worker1", function, (torch.ones(2), 1)).wait()
         names[number] = names_of(found)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, [(number,) for number in range(3)])
     assert not left_over()
-    return names
-
-
-def test_each_thread_has_its_own_profile() -> None:
-    names = rpc_group(_threads, 2)[0]
     for number, name in enumerate(("add", "mul", "sub")):
         assert names[number] == [f"rpc_async#aten::{name}(worker0 -> worker1)"] * 20
 
 
-def _forked(rank: int, _: int) -> Any:
-    if rank:
-        return None
+def _forked() -> None:
     with profile("old"):
         future = rpc.rpc_async("worker1", wait_at_gate)
         child = os.fork()
@@ -306,11 +232,27 @@ def _forked(rank: int, _: int) -> Any:
         _, status = os.waitpid(child, 0)
         rpc.rpc_sync("worker1", open_gate)
         future.wait()
-    return os.waitstatus_to_exitcode(status)
+    assert os.waitstatus_to_exitcode(status) == 0  # the fork has no open ranges
 
 
-def test_a_fork_has_no_open_ranges() -> None:
-    assert rpc_group(_forked, 2)[0] == 0
+def _every_check(rank: int, _: int, kind: str, path: str) -> None:
+    if rank:
+        return
+    _every_way(kind)
+    _ends(kind)
+    _under_way(kind)
+    _errors(kind)
+    if kind == "modern":
+        _trace(path)
+    else:
+        _threads()
+        _forked()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranges_of_calls(kind: str, tmp_path: Path) -> None:
+    """Each way to call, when ranges end, calls that outlive the profile or fail, traces, threads and forks."""
+    rpc_group(_every_check, 2, kind, str(tmp_path / "trace.json"))
 
 
 # -- names ------------------------------------------------------------------------------------------------
@@ -340,38 +282,6 @@ def test_names(function: Any, name: str) -> None:
 # -- profiles of executions ---------------------------------------------------------------------------------
 
 
-def test_observing_a_call() -> None:
-    read: list[list[str]] = []
-
-    def reader(events: list[Any]) -> None:
-        read.append([event.name for event in events if event.name == "aten::neg"])
-
-    def inner() -> int:
-        with profiling.Observation(profiling.ProfilerSettings(), reader):
-            torch.neg(torch.ones(1))
-        torch.neg(torch.ones(1))
-        return 7
-
-    with profiling.Observation(profiling.ProfilerSettings(memory=True), reader):
-        assert inner() == 7
-    assert read == [["aten::neg"] * 2] * 2  # both see all of it, and no events of memory
-    assert not profiling.profiled()
-
-
-def test_observing_a_call_that_raises() -> None:
-    read: list[Any] = []
-
-    def call() -> None:
-        with profiling.Observation(profiling.ProfilerSettings(), read.extend):
-            torch.neg(torch.ones(1))
-            raise LookupError("no")
-
-    with pytest.raises(LookupError, match="no"):
-        call()
-    assert "aten::neg" in [event.name for event in read]
-    assert not profiling.profiled()
-
-
 def test_a_profile_of_the_programs_own_is_left_alone() -> None:
     read: list[Any] = []
     with profile("old") as found:
@@ -380,26 +290,3 @@ def test_a_profile_of_the_programs_own_is_left_alone() -> None:
         torch.neg(torch.ones(1))
     assert not read
     assert "aten::neg" in [event.name for event in found.function_events]
-
-
-def test_no_range_where_ranges_are_on_a_stack() -> None:
-    """NVTX and ITT: a range that ends on another thread, or in another order, would confuse them."""
-    with emit_itt():
-        span = profiling.ProfiledSpan("none")
-        thread = threading.Thread(target=span.close)
-        thread.start()
-        thread.join()
-    assert span not in profiling._open
-
-
-def test_a_range_ends_once() -> None:
-    with profile("old") as found:
-        span = profiling.ProfiledSpan("once")
-        threads = [threading.Thread(target=span.close) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        span.close()
-    assert [event.name for event in found.function_events] == ["once"]
-    assert span not in profiling._open

@@ -1,13 +1,10 @@
-"""Leaving: together, by force, by the end of the process, and by Ctrl-C in every wait."""
+"""Leaving: together, by force, and by Ctrl-C in every wait."""
 
 from __future__ import annotations
 
 import operator
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import traceback
 from collections.abc import Callable
@@ -20,10 +17,8 @@ import torch
 from actorrpc import rpc
 from actorrpc._stacks import top_frame
 from actorrpc.errors import NotInitializedError, RpcTimeoutError, ShutdownError
-from actorrpc.wire import keys
-from tests.actors.e2e.kit import open_gate, pass_gate
+from tests.actors.e2e.kit import open_gate, pass_gate, until
 from tests.layers import rest_is_slow
-from tests.output import check
 from tests.ranks import rpc_group, run_group
 
 _gates: dict[str, threading.Event] = {}
@@ -44,13 +39,6 @@ def _open(name: str) -> None:
     _gate(name).set()
 
 
-def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)
-
-
 def _join(rank: int, world_size: int, store: str, **options: Any) -> None:
     rpc.init_rpc(
         f"worker{rank}",
@@ -68,7 +56,7 @@ def _serve_in_shutdown(rank: int, world_size: int) -> None:
     if rank:
         return
     barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
-    _until(lambda: len(barrier._arrived.get(0, ())) == world_size - 1)
+    until(lambda: len(barrier._arrived.get(0, ())) == world_size - 1)
     for i in range(100):
         assert rpc.rpc_sync(f"worker{1 + i % 2}", operator.add, (i, 1)) == i + 1
     assert rpc.rpc_sync("worker1", rpc.rpc_sync, ("worker2", operator.add, (1, 2))) == 3
@@ -148,7 +136,7 @@ def _states(rank: int, world_size: int, store: str) -> None:
         assert not rpc.api.is_initialized()
         Path(f"{store}gave up").touch()
     else:
-        _until(Path(f"{store}gave up").exists)
+        until(Path(f"{store}gave up").exists)
         rpc.shutdown()  # the only other one has left
 
     # By force: what is under way fails.
@@ -168,8 +156,8 @@ def _states(rank: int, world_size: int, store: str) -> None:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        pending = rpc.api._require().agent.peer("worker1").pending  # type: ignore[attr-defined]
-        _until(lambda: len(pending) == 2)
+        pending = rpc.api.group().agent.peer("worker1").pending  # type: ignore[attr-defined]
+        until(lambda: len(pending) == 2)
         _open("force")
         assert mine.wait() == "force"
         rpc.shutdown(graceful=False)
@@ -181,74 +169,13 @@ def _states(rank: int, world_size: int, store: str) -> None:
         assert callbacks == ["called"]
         Path(f"{store}forced").touch()
     else:
-        _until(Path(f"{store}forced").exists)
+        until(Path(f"{store}forced").exists)
         _open("force")
         rpc.shutdown(graceful=False)
 
 
 def test_shutdown_again_late_and_by_force(tmp_path: Path) -> None:
     run_group(_states, 2, str(tmp_path / "store"))
-
-
-# -- the end of the process -------------------------------------------------------------------------------
-
-_SCRIPT = """
-import operator, os, sys, threading, signal
-from actorrpc import rpc
-rank, store, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2,
-             rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{store}"))
-def hold():
-    threading.Event().wait()
-if rank == 0:
-    assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
-    rref = rpc.remote("worker1", operator.add, (1, 1))
-    mine = rpc.RRef([1])
-    future = rpc.rpc_async("worker1", hold, timeout=0)
-    def wait():
-        try:
-            rpc.rpc_sync("worker1", hold, timeout=0)
-        except rpc.api.groups.RpcError:
-            pass
-    threading.Thread(target=wait, daemon=True).start()
-    if how == "raise":
-        raise SystemExit(3)
-    print("rank 0 ends", flush=True)
-else:
-    if how == "thread":
-        threading.Thread(target=rpc.shutdown).start()
-    else:
-        rpc.shutdown()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", rest_is_slow(["raise", "thread"]))
-def test_a_process_that_ends_without_shutdown_ends(tmp_path: Path, how: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(_SCRIPT))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(tmp_path / "store"), how],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = []
-    try:
-        outputs = [run.communicate() for run in runs]
-    finally:
-        for run in runs:
-            run.kill()
-            run.communicate()
-    assert [run.returncode for run in runs] == [3 if how == "raise" else 0, 0], outputs
-    for _, errors in outputs:
-        check(errors, r"^threads of 'worker1' are still in user code after shutdown: ")
-    keys.sweep()
 
 
 # -- Ctrl-C -------------------------------------------------------------------------------------------------
@@ -292,7 +219,7 @@ def _interrupts(rank: int, world_size: int, store: str) -> None:
         assert not rpc.api.is_initialized()
     _join(rank, world_size, f"{store}1", lane=False, heartbeat=30.0)
     if rank == 0:
-        agent = rpc.api._require().agent  # type: ignore[attr-defined]
+        agent = rpc.api.group().agent  # type: ignore[attr-defined]
         pid = agent.peer("worker1").record.pid
         waits = ("_park", "park", "reading", "wait_for_room")
         _interrupt_in(lambda: rpc.rpc_sync("worker1", _hold, ("c",), timeout=0), waits)
@@ -337,7 +264,7 @@ def _interrupts(rank: int, world_size: int, store: str) -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         Path(f"{store}done").touch()
     else:
-        _until(Path(f"{store}done").exists)
+        until(Path(f"{store}done").exists)
         rpc.shutdown()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
 from actorrpc.agent.peers import NUMBERS_KEPT
-from tests.announced import ODD_TENSORS, OUTSIDE_OF_A_CONTEXT, TORCH_RPC
-from tests.ranks import rpc_group, run_group, unused_path
+from tests.announced import ODD_TENSORS, OUTSIDE_OF_A_CONTEXT
+from tests.layers import rest_is_slow
+from tests.ranks import rpc_group
 
 _REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 _COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
@@ -212,55 +211,11 @@ def _travel(rank: int, world_size: int) -> list[str]:
 _WAYS: list[dict[str, Any]] = [{}, {"lane": False}, {"transport": "tcp", "lane": False}]
 
 
-@pytest.mark.parametrize("options", _WAYS, ids=["shared memory", "socket", "tcp"])
+@pytest.mark.parametrize("options", rest_is_slow(_WAYS))
 @pytest.mark.prints(*ODD_TENSORS)
 def test_every_tensor_arrives_equal(options: dict[str, Any]) -> None:
     problems = rpc_group(_travel, 2, options=options)[0]
     assert not problems, f"{len(problems)} differences:\n" + "\n".join(problems[:40])
-
-
-# -- torch as the oracle -------------------------------------------------------------------------
-
-
-def _compared() -> dict[str, torch.Tensor]:
-    """What torch's RPC can send; the process ends when it is given, for example, a zero tensor."""
-    found = dict(by_geometry())
-    for name in ("zero tensor", "conjugate", "conjugate transposed", "negative bit"):
-        del found[name]
-    found.update((name, t) for name, t in by_kind() if t.layout is torch.strided)
-    return found
-
-
-def _over_torch(rank: int, world_size: int, path: str) -> dict[str, dict[str, Any]]:
-    os.environ["TP_SOCKET_IFNAME"] = "lo"
-    given = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", num_worker_threads=2)
-    torch_rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=given)
-    found: dict[str, dict[str, Any]] = {}
-    try:
-        if rank == 0:
-            found = {
-                name: describe(torch_rpc.rpc_sync("worker1", back, (t,))) for name, t in _compared().items()
-            }
-    finally:
-        torch_rpc.shutdown()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.limit(300)
-@pytest.mark.prints(*TORCH_RPC, *ODD_TENSORS)
-def test_torchs_rpc_does_not_keep_more() -> None:
-    """Where what arrives over torch's RPC equals what was sent, it does over ours; our exceptions are its, too."""
-    theirs = run_group(_over_torch, 2, unused_path("tensors"), leak_wait=None, timeout=240)[0]  # it polls
-    kept, lost = 0, 0
-    for name, sent in _compared().items():
-        wanted, over_torch = describe(sent), theirs[name]
-        assert {key for key in wanted if wanted[key] != over_torch.get(key)} <= {"stride"}, name
-        if over_torch["stride"] != wanted["stride"]:
-            lost += 1  # the same that may be lost over ours
-            assert sent.untyped_storage().nbytes() > 2 * sent.nbytes
-        kept += 1
-    assert lost < kept
 
 
 # -- sharing within a message --------------------------------------------------------------------
@@ -296,9 +251,7 @@ def two_layers() -> torch.nn.Module:
     return model
 
 
-def _share(rank: int, world_size: int) -> None:
-    if rank:
-        return
+def _share() -> None:
     for to in ("worker1", "worker0"):
         for n in (10, 5_000, 200_000):
             base = torch.arange(n)
@@ -335,10 +288,6 @@ def _share(rank: int, world_size: int) -> None:
         )
 
 
-def test_tensors_that_share_memory_share_it_there() -> None:
-    rpc_group(_share, 2)
-
-
 # -- gradients, modes, subclasses ----------------------------------------------------------------
 
 
@@ -356,9 +305,7 @@ def in_mode() -> tuple[bool, bool]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
-def _grad(rank: int, world_size: int) -> None:
-    if rank:
-        return
+def _grad() -> None:
     x = torch.ones(3, requires_grad=True)
     x.sum().backward()
     y = x * 2
@@ -394,14 +341,7 @@ def _grad(rank: int, world_size: int) -> None:
                 torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
-def test_gradients_and_modes() -> None:
-    rpc_group(_grad, 2)
-
-
-def _storages(rank: int, world_size: int) -> None:
-    if rank:
-        return
+def _storages() -> None:
     for n in (3, 9_000):
         t = torch.arange(n, dtype=torch.float32)
         for to in ("worker1", "worker0"):
@@ -427,8 +367,16 @@ def pair(a: Any, b: Any) -> tuple[Any, Any]:
     return a, b
 
 
-def test_storages_and_what_cannot_travel() -> None:
-    rpc_group(_storages, 2)
+def _values(rank: int, world_size: int) -> None:
+    if rank == 0:
+        _share()
+        _grad()
+        _storages()
+
+
+@pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
+def test_shared_memory_gradients_modes_storages_and_what_cannot_travel() -> None:
+    rpc_group(_values, 2)
 
 
 # -- much ----------------------------------------------------------------------------------------

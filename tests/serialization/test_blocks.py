@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actorrpc.errors import SerializationError
 from actorrpc.serialization.codec import Encoded, decode, dumps, encode, loads
 
 SECRET, USED = 0xAA, 0x11
@@ -71,7 +70,7 @@ def views_of_one_storage(draw: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return base, found
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(views_of_one_storage(), st.booleans())
 def test_only_used_bytes_arrive_and_overlapping_views_share_memory(
     storage: tuple[torch.Tensor, list[torch.Tensor]], by_themselves: bool
@@ -115,20 +114,6 @@ def test_of_rows_that_lie_apart_no_others_are_sent(rows: Any) -> None:
         assert torch.equal(base[row], t)
 
 
-def test_any_number_of_rows_is_one_buffer() -> None:
-    base = torch.zeros(24_000, 8 << 10, dtype=torch.uint8)
-    base[::2] = 1
-    arrived, encoded = trip([base[row] for row in range(0, 24_000, 2)])
-    assert len(encoded.spans) == 1
-    assert all(bool(t.all()) for t in arrived)
-
-
-def test_large_rows_are_not_copied_before_they_are_sent() -> None:
-    base = torch.zeros(5, 1 << 20, dtype=torch.uint8)
-    encoded = encode([base[0], base[2], base[4]])
-    assert [span.address - base.data_ptr() for span in encoded.spans] == [0, 2 << 20, 4 << 20]
-
-
 @pytest.mark.parametrize(
     "view",
     [
@@ -146,15 +131,6 @@ def test_what_has_no_gaps_is_not_copied(view: Any) -> None:
     encoded = encode(view(base))
     (span,) = encoded.spans
     assert base.data_ptr() <= span.address < base.data_ptr() + base.nbytes
-
-
-def test_columns_that_cover_their_rows_together_are_sent_without_a_copy() -> None:
-    x = torch.arange(100 * 64).view(100, 64)
-    for views in ([x[:, i : i + 16] for i in range(49)], [x[:, :63], x[:, 1:]], [x[::2], x[1::2], x[5]]):
-        arrived, encoded = trip(views)
-        assert all(torch.equal(*pair) for pair in zip(arrived, views, strict=True))
-        (span,) = encoded.spans
-        assert (span.address, span.nbytes) == (x.data_ptr(), x.nbytes)
 
 
 def test_ranges_that_lie_close_are_one_storage_with_zeros_between() -> None:
@@ -182,18 +158,6 @@ def test_columns_are_packed_and_overlapping_ones_share_memory() -> None:
     assert arrived["b"][:, 0].eq(base[:, 2]).all()
 
 
-def test_overlapping_patches_of_an_image_share_one_range() -> None:
-    image = torch.arange(512.0 * 512).view(512, 512)
-    places = range(0, 449, 16)
-    patches = [image[row : row + 64, column : column + 64] for row in places for column in places]
-    arrived, encoded = trip(patches)
-    assert all(torch.equal(*pair) for pair in zip(arrived, patches, strict=True))
-    (span,) = encoded.spans
-    assert (span.address, span.nbytes) == (image.data_ptr(), image.nbytes)  # no byte is copied
-    arrived[0][16:, 16:] = -1
-    assert arrived[1][16:, :48].eq(-1).all()
-
-
 def test_patches_send_at_most_twice_the_bytes_that_they_use() -> None:
     base = secret(1 << 22)
     image = base.view(2048, 2048)
@@ -205,14 +169,6 @@ def test_patches_send_at_most_twice_the_bytes_that_they_use() -> None:
     assert all(torch.equal(*pair) for pair in zip(arrived, patches, strict=True))
     assert SECRET not in memory(arrived)
     assert encoded.nbytes < 2 * used + 100 * len(patches)
-
-
-def test_views_of_different_steps_that_do_not_overlap_are_packed() -> None:
-    base = torch.arange(5_000_000)
-    views = [base[::5000], base[3::4000]]
-    arrived, encoded = trip(views)
-    assert all(torch.equal(*pair) for pair in zip(arrived, views, strict=True))
-    assert encoded.nbytes < 2 * sum(view.nbytes for view in (views[0].clone(), views[1].clone())) + 500
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -247,14 +203,6 @@ def test_a_lone_view_with_gaps() -> None:
         used = view.nbytes if 0 not in view.stride() else view[0].nbytes
         assert encoded.nbytes <= 2 * used + 500
     assert trip(base[:, :2000])[0].stride() == (3000, 1)  # little is wasted
-
-
-def test_a_storage_that_was_freed_is_refused_wherever_its_tensors_are() -> None:
-    base = torch.zeros(64, 4096)
-    views = [base[0], base[:, 3], base[40]]
-    base.untyped_storage().resize_(0)
-    with pytest.raises(SerializationError, match="freed"):
-        encode(views)
 
 
 @pytest.mark.filterwarnings("ignore")

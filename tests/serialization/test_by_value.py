@@ -12,13 +12,12 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 
 from actorrpc.actors.client.actor_class import is_importable
 from actorrpc.errors import SerializationError
-from actorrpc.serialization import by_value, codec, tensors
+from actorrpc.serialization import by_value, codec
 from actorrpc.serialization.codec import DefinitionStore, decode, encode, encode_body
 from tests.serialization.beside import Calls, Plain, made, registered
 
@@ -48,31 +47,6 @@ def opened_without(obj: Any, *names: str, by: Callable[[Any], Any] = encode) -> 
         return decode(encoded.body, buffers, definitions=store)
     finally:
         sys.modules.update(kept)
-
-
-_WITHOUT: list[Any] = [
-    (operator.add, (1, 2), {"aside": "aside.inner"}),
-    (torch.nn.functional.relu, (torch.ones(3), torch.ones(3000)), {}),
-    [Plain(1).show, functools.partial(operator.add, 1), Plain, len, b"aside" * 20_000, "aside" * 20_000],
-]
-
-
-@pytest.mark.parametrize("by", [encode, body_of])
-@pytest.mark.parametrize("obj", _WITHOUT)
-def test_a_message_that_has_nothing_of_them_is_as_ever(
-    aside: types.ModuleType, obj: Any, by: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("the slow way")
-
-    monkeypatch.setattr(codec, "ByValuePickler", slow)
-    watched = by(obj)
-    cloudpickle.unregister_pickle_by_value(aside)
-    plain = by(obj)
-    by(obj)  # with what the pickler has become
-    cloudpickle.register_pickle_by_value(aside)
-    assert getattr(watched, "body", watched) == getattr(plain, "body", plain)
-    assert not getattr(watched, "definitions", None)
 
 
 class Odd(Plain):
@@ -222,7 +196,6 @@ def test_what_counts_is_what_is_registered_now() -> None:
         with registered(aside):
             assert opened_without(message, "aside", by=body_of)[0](2) == [2, 1]
         assert body_of(message) == before
-        assert not hasattr(tensors.message.pickler, "reducer_override")  # nothing is asked any more
         assert opened_without([Plain, torch.ones(3)])[0] is Plain
 
 
@@ -230,8 +203,8 @@ class Local:
     """As if it were of the main module."""
 
 
-@pytest.mark.parametrize("count", [0, 3, 6_000, 40_000])
-@pytest.mark.parametrize("long", [b"", b"\x95" * 100_000, b"x" * 100_000, "y" * 100_000, bytearray(100_000)])
+@pytest.mark.parametrize("count", [0, 6_000])
+@pytest.mark.parametrize("long", [b"", b"\x95" * 100_000, bytearray(100_000)])
 def test_the_main_module_is_found_wherever_it_is(
     count: int, long: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,12 +223,6 @@ def test_the_main_module_is_found_wherever_it_is(
     amid = [*texts[: count // 2], Local, *texts[count // 2 :], long]
     assert encode(amid, remote_main=False).definitions
     assert not encode([texts, long, Plain, b"__main__" * 10_000], remote_main=False).definitions
-
-
-def test_any_number_of_names() -> None:
-    for n in range(5000):
-        assert not by_value.is_by_value(f"a{n}.b")
-    assert len(by_value._lineages) <= 4096
 
 
 def test_an_error_still_names_the_part(aside: types.ModuleType) -> None:

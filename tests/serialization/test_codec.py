@@ -5,24 +5,20 @@ from __future__ import annotations
 import collections
 import copyreg
 import functools
-import math
 import operator
 import os
 import pickle
 import random
 import threading
-import types
 import weakref
-from typing import Any, cast
+from typing import Any
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actorrpc.agent import outbound
 from actorrpc.errors import ProtocolError, RRefError, SerializationError
 from actorrpc.serialization import codec
 from actorrpc.serialization.codec import (
@@ -36,7 +32,6 @@ from actorrpc.serialization.codec import (
     register,
 )
 from actorrpc.serialization.tensors import message
-from actorrpc.wire.frames import REPLY, Frame
 
 
 def trip(obj: Any) -> Any:
@@ -87,21 +82,13 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(values, st.booleans())
 def test_any_nesting(obj: Any, remote_main: bool) -> None:
     encoded = encode(obj, remote_main=remote_main)
     assert decode(encoded.body, (), definitions=None) == obj
     assert decode(memoryview(bytearray(encoded.body)), (), definitions=None) == obj
     assert loads(dumps(obj)) == obj
-
-
-def test_a_plain_call_is_a_plain_pickle() -> None:
-    encoded = encode((os.path.join, (1,), {"a": 2}))
-    assert pickle.loads(encoded.body) == (os.path.join, (1,), {"a": 2})
-    assert not encoded.spans
-    assert not encoded.definitions
-    assert not encoded.tensors
 
 
 class Columns:
@@ -125,7 +112,7 @@ def test_long_buffers_in_bytes_that_stand_by_themselves(remote_main: bool) -> No
     assert long == bytearray(100_000)
 
 
-@pytest.mark.parametrize("size", [100, 4096, 4097, 65535, 65536, 300_000])
+@pytest.mark.parametrize("size", [4096, 4097, 65536, 300_000])
 def test_buffers_of_all_sizes(size: int) -> None:
     data = random.Random(size).randbytes(size)
     text = "é" * (size // 2)
@@ -443,7 +430,7 @@ def test_nonsense(body: bytes) -> None:
         decode(body, (), definitions=None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.binary(max_size=60), st.lists(st.binary(max_size=9), max_size=3))
 def test_random_tables(tail: bytes, buffers: list[bytes]) -> None:
     body = pickle.dumps(1, 5) + tail + b"\x01"
@@ -462,22 +449,6 @@ def test_the_callers_mode_does_not_matter(mode: Any) -> None:
     assert dense.requires_grad
     assert dense.device.type == sparse.device.type == "cpu"
     (dense * 2).sum().backward()
-
-
-def test_modules_registered_by_value() -> None:
-    import tests.agent.agents as module
-
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        function = next(
-            f
-            for f in vars(module).values()
-            if isinstance(f, types.FunctionType) and f.__module__ == module.__name__
-        )
-        assert encode(function).definitions
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
-    assert not encode(function).definitions
 
 
 def test_damaged_streams_with_holes() -> None:
@@ -501,42 +472,7 @@ def test_damaged_streams_with_holes() -> None:
 # -- threads, memory -----------------------------------------------------------------------------------
 
 
-def test_eight_threads() -> None:
-    errors: list[BaseException] = []
-    store = DefinitionStore()
-    start = threading.Barrier(8)
-
-    def run(seed: int) -> None:
-        rng = random.Random(seed)
-        try:
-            start.wait()
-            for n in range(60):
-                t = torch.full((rng.choice([3, 3000]),), float(seed * 1000 + n))
-                sent = (t, [t[1:], rng.randbytes(rng.choice([5, 70_000]))], lambda: seed)
-                encoded = encode(sent, context=seed)
-                for key, data in encoded.definitions.items():
-                    store.add(key, data)
-                buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
-                a, (b, data), f = decode(encoded.body, buffers, definitions=store)
-                assert torch.equal(a, t)
-                assert b.untyped_storage()._cdata == a.untyped_storage()._cdata
-                assert data == sent[1][1]
-                assert f() == seed
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-
-
 def test_nothing_is_kept_after_encoding() -> None:
-    class Weak:
-        pass
-
     t = torch.ones(3)
     record = Record(t)
     refs = [weakref.ref(t), weakref.ref(record)]
@@ -546,49 +482,3 @@ def test_nothing_is_kept_after_encoding() -> None:
     decode(encoded.body, (), definitions=None)
     del t, record, encoded
     assert [ref() for ref in refs] == [None, None]
-
-
-class _Touchy:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _touch, ()
-
-
-_touched: list[str] = []
-
-
-def _touch() -> None:
-    _touched.append("built")
-    raise KeyError("not here")
-
-
-def _open(body: bytes) -> Any:
-    """Open a message of another worker that is nothing but its body."""
-    agent, peer = (
-        types.SimpleNamespace(),
-        types.SimpleNamespace(name="worker7", definitions=None),
-    )
-    frame = Frame(REPLY, 0, 1, math.inf, 0, b"", body)
-    return outbound.opened(cast(Any, agent), None, frame, cast(Any, peer))
-
-
-@pytest.mark.parametrize(
-    ("body", "kind"),
-    [
-        (b"\x80\x05\x8c\x02\xff\xfe.", SerializationError),  # UnicodeDecodeError
-        (b"\x80\x05t.", ProtocolError),  # UnpicklingError
-        (b"\x80\x05\x95\xff\xff\xff\xff\xff\xff\xff\xff.", (ProtocolError, SerializationError)),
-        (b"\x80\x05j\xff\xff\xff\x7f.", (ProtocolError, SerializationError)),
-    ],
-)
-def test_damaged_bytes_are_an_error_of_ours_that_names_the_peer(body: bytes, kind: Any) -> None:
-    with pytest.raises(kind, match="a message of 'worker7'") as caught:
-        _open(body)
-    assert caught.value.__cause__ is not None
-
-
-def test_what_users_raise_while_they_are_rebuilt_is_the_cause_and_they_are_built_once() -> None:
-    _touched.clear()
-    with pytest.raises(SerializationError, match="KeyError") as caught:
-        _open(pickle.dumps(_Touchy(), 5))
-    assert type(caught.value.__cause__) is KeyError
-    assert _touched == ["built"]

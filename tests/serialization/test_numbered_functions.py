@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-import threading
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
@@ -14,8 +13,7 @@ import pytest
 
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
-from actorrpc.errors import ProtocolError, RefusedError, SerializationError
-from actorrpc.futures import Future
+from actorrpc.errors import ProtocolError, RefusedError
 from actorrpc.serialization import by_value, numbered_functions
 from actorrpc.serialization.numbered_functions import NumberedFunctions
 from tests.agent.agents import agents
@@ -23,10 +21,6 @@ from tests.agent.agents import agents
 
 def add(a: int, b: int) -> int:
     return a + b
-
-
-def fail() -> None:
-    raise KeyError("of the function")
 
 
 @pytest.fixture
@@ -58,24 +52,6 @@ def test_a_function_goes_by_name_until_a_call_of_it_is_answered(pair: tuple[Agen
     assert sent[1] == sent[2]
     assert to.functions.numbers == {add: 0}
     assert back.functions.names == {0: (__name__, "add")}
-
-
-def test_many_calls_at_once_introduce_a_function_under_one_number(pair: tuple[Agent, Peer, Peer]) -> None:
-    caller, to, back = pair
-    answers: list[Future[int]] = [Future() for _ in range(200)]
-    for number, answer in enumerate(answers):
-        caller.call(to, add, (number, 1), {}, 20.0, future=answer)
-    assert [answer.wait(20) for answer in answers] == list(range(1, 201))
-    assert to.functions.numbers == {add: 0}
-    assert list(back.functions.names) == [0]
-
-
-def test_a_call_that_fails_makes_no_number_known(pair: tuple[Agent, Peer, Peer]) -> None:
-    caller, to, _ = pair
-    for _ in range(2):
-        with pytest.raises(KeyError, match="of the function"):
-            caller.ask(to, fail, (), {}, 20.0)
-    assert to.functions.numbers == {}
 
 
 def test_only_what_goes_by_name_gets_a_number(pair: tuple[Agent, Peer, Peer], module: Any) -> None:
@@ -157,34 +133,6 @@ def test_a_module_that_is_imported_again_has_other_functions(
     assert [caller.ask(to, again.f, (), {}, 20.0) for _ in range(2)] == ["again", "again"]
 
 
-def test_a_name_that_the_callee_has_lost_fails_as_without_a_number(
-    pair: tuple[Agent, Peer, Peer], module: Any
-) -> None:
-    caller, to, back = pair
-    for _ in range(2):
-        assert caller.ask(to, module.f, (), {}, 20.0) == "first"
-    back.functions.names[0] = ("numbered", "gone")
-    with pytest.raises(Exception, match="gone") as with_number:
-        caller.ask(to, module.f, (), {}, 20.0)
-    assert isinstance(with_number.value, (AttributeError, SerializationError))
-    back.functions.names[0] = ("numbered_gone", "f")
-    with pytest.raises(Exception, match="numbered_gone"):
-        caller.ask(to, module.f, (), {}, 20.0)
-    back.functions.names[0] = ("numbered", "f")
-    assert caller.ask(to, module.f, (), {}, 20.0) == "first"
-
-
-def test_posts_use_a_number_that_is_known(pair: tuple[Agent, Peer, Peer], module: Any) -> None:
-    caller, to, _ = pair
-    module.posted = threading.Event()
-    exec("def note(is_post):\n    if is_post:\n        posted.set()\n", module.__dict__)
-    assert to.functions.sent(module.note) is module.note
-    caller.ask(to, module.note, (False,), {}, 20.0)
-    assert to.functions.sent(module.note) == 0
-    caller.cast(to, module.note, (True,), "note")
-    assert module.posted.wait(20)
-
-
 def test_numbers_that_make_no_sense_are_refused(pair: tuple[Agent, Peer, Peer]) -> None:
     caller, to, _ = pair
     caller.ask(to, add, (1, 2), {}, 20.0)
@@ -205,16 +153,6 @@ def test_numbers_that_make_no_sense_are_refused(pair: tuple[Agent, Peer, Peer]) 
         with pytest.raises(ProtocolError, match="which function"):
             table.learn(introduced)
     assert table.names == {}
-
-
-def test_no_more_functions_than_so_many_get_a_number(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numbered_functions, "MOST", 3)
-    for number in range(5):
-        exec(f"def f{number}():\n    return {number}\n", module.__dict__)
-    table = NumberedFunctions()
-    functions = [getattr(module, f"f{number}") for number in range(5)]
-    found = [table.introduce(each, False) for each in functions]
-    assert found == [*((number, "numbered", f"f{number}") for number in range(3)), *functions[3:]]
 
 
 def test_workers_that_take_data_only_have_no_numbers() -> None:

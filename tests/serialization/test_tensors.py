@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import struct
-import sys
 import weakref
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ from torch.autograd import forward_ad
 
 from actorrpc.errors import ProtocolError, SerializationError
 from actorrpc.serialization import tensors as tensors_module
-from actorrpc.serialization.codec import DefinitionStore, decode, encode, encode_body
+from actorrpc.serialization.codec import DefinitionStore, decode, encode
 from actorrpc.serialization.tensors import TensorSpan
 
 
@@ -120,25 +118,6 @@ def test_small_tensors_own_their_memory() -> None:
     assert t.tolist() == [2.0] * 4
 
 
-def test_small_tensors_are_in_the_pickle() -> None:
-    t = torch.arange(6.0).view(2, 3)
-    encode(None)  # from here on this thread has a pickler to spare
-    body = encode_body((len, (t,), {}), True, (), None, None, False)
-    assert isinstance(body, bytes)  # as of a call without tensors
-    _, (found,), _ = decode(body, (), definitions=None)
-    same(t, found)
-    assert found._base is None
-    assert not found._is_view()
-    listed = encode_body(t, True, (), None, None)
-    assert not isinstance(listed, bytes)
-    assert listed.tensors[0] is t
-    grown = encode_body(t.clone().requires_grad_(), True, (), None, None, False)
-    assert not isinstance(grown, bytes)
-    assert grown.grad
-    with torch.inference_mode():
-        assert not decode(body, (), definitions=None)[1][0].is_inference()
-
-
 @pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("first", [False, True])
 def test_small_tensors_that_share_memory_share_it_on_arrival(large: bool, first: bool) -> None:
@@ -202,26 +181,6 @@ def test_small_tensors_that_are_alike_arrive_as_they_were(
         assert not arrived._is_view()
         assert arrived.untyped_storage().nbytes() == arrived.nbytes
     assert len({each.untyped_storage().data_ptr() for each in found}) == len(found)
-
-
-def test_the_layout_of_many_small_tensors_is_written_once() -> None:
-    tensors = [torch.full((4, 8), float(n)) for n in range(200)]
-    body = encode(tensors).body
-    assert body.count(b"stacked") == 1
-    assert len(body) < 200 * (4 * 8 * 4 + 12)
-    steps: list[str] = []
-
-    def count(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call":
-            steps.append(frame.f_code.co_name)
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        decode(encode(tensors).body, definitions=None)
-    finally:
-        sys.setprofile(before)
-    assert len(steps) < 1.7 * len(tensors)
 
 
 def test_a_stack_is_as_large_as_it_gets() -> None:
@@ -351,35 +310,6 @@ def test_members_of_a_stack_are_apart(shape: tuple[int, ...], dtype: torch.dtype
     assert kept.all()
 
 
-def test_a_stack_arrives_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = [torch.full((2, 3), float(n)) for n in range(3000)]
-    monkeypatch.setattr(tensors_module, "_ARRAYS", {})
-    for sent, arrived in zip(tensors, trip(tensors), strict=True):
-        same(sent, arrived)
-        assert arrived.untyped_storage().nbytes() == arrived.nbytes
-
-
-def test_without_what_torch_has_for_its_compiler_nothing_is_stacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = [torch.full((2, 3), float(n)) for n in range(40)]
-    stacked = len(encode(tensors).body)
-    monkeypatch.setattr(tensors_module, "_TensorGuards", None)
-    assert len(encode(tensors).body) > stacked
-    for sent, arrived in zip(tensors, trip(tensors), strict=True):
-        same(sent, arrived)
-
-
-def test_tensors_with_attributes_begin_no_stacks() -> None:
-    """Each would have one of its own, and all later ones would be compared with all of them."""
-    tensors = [torch.zeros(3) for _ in range(100)]
-    for number, each in enumerate(tensors):
-        each.number = number  # type: ignore[attr-defined]
-    alike = [torch.ones(3) for _ in range(100)]
-    arrived = trip([*tensors, *alike])
-    assert [each.number for each in arrived[:100]] == list(range(100))
-    for each in arrived[100:]:
-        same(torch.ones(3), each)
-
-
 def test_what_arrives_within_a_mode_or_a_transform_is_as_outside() -> None:
     tensors = [torch.full((6,), float(n)) for n in range(40)]
     message = encode(tensors)
@@ -411,7 +341,12 @@ def test_alike_tensors_are_sent_under_autocast() -> None:
         same(sent, each)
 
 
-def test_a_freed_storage_in_a_stack_is_refused() -> None:
+def test_a_freed_storage_is_refused() -> None:
+    lonely = torch.zeros(64, 4096)
+    views = [lonely[0], lonely[:, 3], lonely[40]]
+    lonely.untyped_storage().resize_(0)
+    with pytest.raises(SerializationError, match="freed or resized"):
+        encode(views)
     for free in (0, 8):
         tensors = [torch.ones(4) for _ in range(40)]
         tensors[30].untyped_storage().resize_(free)
@@ -480,63 +415,6 @@ def test_attributes_may_refer_to_the_tensor_itself() -> None:
     assert arrived.me is arrived
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-@pytest.mark.parametrize("grad", [False, True])
-def test_sparse(grad: bool) -> None:
-    indices = torch.tensor([[0, 1, 1], [2, 0, 0]])
-    uncoalesced = torch.sparse_coo_tensor(indices, torch.tensor([1.0, 2, 3]), (2, 3))
-    hybrid = torch.sparse_coo_tensor(indices, torch.ones(3, 5), (2, 3, 5)).coalesce()
-    for t in (uncoalesced, hybrid):
-        t = t.detach().requires_grad_(grad)
-        arrived = trip(t)
-        assert arrived.is_coalesced() is t.is_coalesced()
-        assert arrived.requires_grad is grad
-        assert arrived._nnz() == t._nnz()
-        assert torch.equal(arrived.detach().to_dense(), t.detach().to_dense())
-
-
-@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
-@pytest.mark.parametrize("name", ["csr", "csc", "bsr", "bsc"])
-def test_compressed(name: str) -> None:
-    dense = torch.eye(6) + torch.diag(torch.ones(4), 2)
-    options = {"blocksize": (2, 3)} if name.startswith("bs") else {}
-    t = getattr(dense, f"to_sparse_{name}")(**options)
-    arrived = trip([t])[0]
-    assert arrived.layout is t.layout
-    assert torch.equal(arrived.to_dense(), dense)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_quantised() -> None:
-    x = torch.linspace(-1, 1, 12).view(3, 4)
-    scales, zeros = torch.tensor([0.1, 0.2, 0.3]), torch.zeros(3, dtype=torch.int64)
-    for t in (
-        torch.quantize_per_tensor(x, 0.1, 3, torch.quint8),
-        torch.quantize_per_channel(x, scales, zeros, 0, torch.qint8),
-    ):
-        arrived = trip(t)
-        assert arrived.qscheme() == t.qscheme()
-        assert torch.equal(arrived.int_repr(), t.int_repr())
-        assert torch.equal(arrived.dequantize(), t.dequantize())
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_nested_meta_zero_mkldnn() -> None:
-    t = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(4, 3)], requires_grad=True)
-    arrived = trip(t)
-    assert arrived.is_nested
-    assert arrived.requires_grad
-    assert [each.shape for each in arrived.unbind()] == [(2, 3), (4, 3)]
-    m = torch.empty(10, 3, device="meta").t()[1:]
-    arrived = trip(m)
-    assert (arrived.device.type, arrived.shape, arrived.stride()) == ("meta", m.shape, m.stride())
-    assert arrived.storage_offset() == m.storage_offset()
-    assert trip(torch._efficientzerotensor((3,))).tolist() == [0, 0, 0]
-    if torch.backends.mkldnn.is_available():
-        t = torch.ones(3, 3).to_mkldnn()
-        assert torch.equal(trip(t).to_dense(), t.to_dense())
-
-
 class Tagged(torch.Tensor):
     """A user's subclass."""
 
@@ -579,25 +457,6 @@ def test_the_list_of_tensors_is_the_same_on_both_sides() -> None:
     assert [id(t) for t in encoded.tensors] == [id(a), id(b), id(sent["p"]), id(c), id(sent["e"])]
     arrived_in_order = [*arrived["a"], arrived["p"], arrived["c"][0], arrived["e"]]
     assert [id(t) for t in found] == [id(t) for t in arrived_in_order]
-
-
-def test_whether_one_requires_grad_is_known() -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    assert not encode([torch.ones(2), leaf.detach(), 3]).grad
-    for each in (
-        leaf,
-        leaf * 2,
-        torch.nn.Parameter(torch.ones(1)),
-        torch.eye(2).to_sparse().requires_grad_(),
-    ):
-        assert encode([torch.ones(2), each]).grad
-
-
-def test_freed_storage_is_refused() -> None:
-    t = torch.ones(100)
-    t.untyped_storage().resize_(0)
-    with pytest.raises(SerializationError, match="freed or resized"):
-        encode(t)
 
 
 def test_functorch_is_refused() -> None:
@@ -664,7 +523,7 @@ def piece() -> Any:
 FLOAT = tensors_module._CODES[torch.float32]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.integers(-2, 2),
     st.integers(-1, 40) | st.integers(0, 1 << 12),
@@ -767,7 +626,7 @@ def test_hostile_sparse_indices(piece: Any) -> None:
 
 # Where damage leads pickle to a buffer of an object that it drops, CPython itself says so.
 @pytest.mark.prints("^SystemError: deallocated bytearray object has exported buffers$")
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_damaged_bodies_raise_one_of_our_errors(data: Any) -> None:
     alike = [torch.ones(2) for _ in range(data.draw(st.sampled_from([0, 20])))]

@@ -17,15 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorrpc.serialization.tensors import TensorSpan
-from actorrpc.transport import buffers
 from actorrpc.transport.buffers import (
     SMALL,
     BufferPool,
-    ForkGuard,
-    Loans,
     copy,
     size_class,
 )
+from tests.agent.together import in_threads
 
 BIG = 100_000
 
@@ -33,8 +31,11 @@ BIG = 100_000
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
+        self.hook: Callable[[], object] | None = None  # what is done where the clock is looked at
 
     def __call__(self) -> float:
+        if self.hook is not None:
+            self.hook()
         return self.now
 
 
@@ -67,18 +68,6 @@ def test_an_impossible_size_is_a_memory_error(pool: BufferPool) -> None:
     assert pool.stats().lent_bytes == 0
     with pytest.raises(ValueError):
         pool.take(-1)
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 63, SMALL - 1, SMALL, SMALL + 1, 1 << 20, (5 << 20) + 3])
-def test_memory_has_exactly_the_size_and_can_be_written(pool: BufferPool, nbytes: int) -> None:
-    view = pool.take(nbytes)
-    assert view.nbytes == len(view) == nbytes
-    assert view.format == "B"
-    assert not view.readonly
-    view[:] = b"\xa5" * nbytes
-    assert bytes(view) == b"\xa5" * nbytes
-    if nbytes >= SMALL:
-        assert address_of(view) % 4096 == 0
 
 
 USERS: dict[str, Callable[[memoryview], Any]] = {
@@ -117,43 +106,6 @@ def test_whatever_is_built_on_the_memory_keeps_it(pool: BufferPool, kind: str) -
     assert address_of(again) == address
 
 
-def test_recycled_memory_causes_no_page_faults(pool: BufferPool) -> None:
-    view = pool.take(8 << 20)
-    view[:] = bytes(8 << 20)
-    hosted = address_of(view)
-    del view
-    view = pool.take((8 << 20) - 100)
-    assert address_of(view) == hosted
-    page = ctypes.c_ubyte * (2048)
-    libc = ctypes.CDLL(None)
-    present = page()
-    libc.mincore(ctypes.c_void_p(hosted), ctypes.c_size_t(8 << 20), present)
-    assert all(byte & 1 for byte in present)
-
-
-def test_sizes_of_one_class_share_one_type(pool: BufferPool) -> None:
-    types = {type(pool.take(nbytes).obj) for nbytes in range(100_000, 114_688, 100)}
-    assert len(types) == 1
-
-
-def test_an_idle_block_of_up_to_double_the_size_is_used_before_a_new_one(pool: BufferPool) -> None:
-    address = address_of(pool.take(1 << 20))
-    assert address_of(pool.take(600 << 10)) == address
-    assert address_of(pool.take(400 << 10)) != address
-
-
-def test_no_more_is_kept_than_the_limit() -> None:
-    pool = BufferPool(1 << 20)
-    views = [pool.take(256 << 10) for _ in range(8)]
-    assert pool.stats().lent_bytes == 2 << 20
-    views.clear()
-    pool.trim()
-    assert pool.stats().free_bytes == 1 << 20
-    assert pool.stats().lent_bytes == 0
-    pool.close()
-    assert pool.stats().free_bytes == 0
-
-
 def test_memory_that_is_not_used_is_given_back_after_a_while() -> None:
     clock = Clock()
     pool = BufferPool(1 << 30, clock=clock)
@@ -169,14 +121,6 @@ def test_memory_that_is_not_used_is_given_back_after_a_while() -> None:
     clock.now += 1000
     pool.trim()
     assert pool.stats().free_bytes == 0
-
-
-def test_a_pool_that_was_idle_uses_a_warm_block_before_it_is_trimmed() -> None:
-    clock = Clock()
-    pool = BufferPool(1 << 30, clock=clock)
-    address = address_of(pool.take(1 << 20))
-    clock.now += 1000
-    assert address_of(pool.take(1 << 20)) == address
 
 
 def test_memory_survives_the_pool(pool: BufferPool) -> None:
@@ -234,31 +178,19 @@ def test_a_finaliser_in_a_dead_cycle_still_owns_its_memory(pool: BufferPool, rev
     assert pool.stats().lent_bytes == size_class(BIG)
 
 
-def test_reference_cycles_that_hold_tensors_give_the_memory_back(pool: BufferPool) -> None:
-    for _ in range(5):
-        tensor = torch.frombuffer(pool.take(BIG), dtype=torch.uint8)
-        cycle: list[Any] = [tensor]
-        cycle.append(cycle)
-    del tensor, cycle
-    gc.collect()
-    assert pool.stats().lent_bytes == 0
-
-
-def test_a_finaliser_that_the_collector_runs_inside_a_section_gets_plain_memory(pool: BufferPool) -> None:
+def test_a_finaliser_that_the_collector_runs_inside_a_section_gets_plain_memory() -> None:
+    clock = Clock()
+    pool = BufferPool(64 << 20, clock=clock)
     taken: list[memoryview] = []
 
-    class Clockwork:
-        """A clock that does what a finaliser might do at this point of the section."""
-
-        def __call__(self) -> float:
-            view = pool.take(BIG)
-            pool.trim()
-            pool.stats()
-            taken.append(view)
-            return 0.0
+    def finaliser() -> None:
+        view = pool.take(BIG)
+        pool.trim()
+        pool.stats()
+        taken.append(view)
 
     pool.take(BIG)  # comes back in the next section, which looks at the clock
-    pool._clock = Clockwork()
+    clock.hook = finaliser
     outer = pool.take(BIG)
     assert len(outer) == len(taken[0]) == BIG
     assert isinstance(taken[0].obj, bytearray)
@@ -280,11 +212,7 @@ def test_threads_never_share_memory(pool: BufferPool) -> None:
                 del old
             del view
 
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_threads(work, [(mark,) for mark in range(1, 5)])
     assert errors == []
     assert pool.stats().lent_bytes == 0
 
@@ -338,42 +266,16 @@ def test_a_forked_child_keeps_its_tensors_and_returns_nothing(pool: BufferPool) 
     def work() -> bool:
         nonlocal dropped
         pool.abandon()
-        returned = pool._loans.returned
         del dropped
         gc.collect()
         whole = bool((tensor == 7).all())
         tensor.fill_(9)
-        return whole and not returned and len(pool.take(BIG)) == BIG
+        return whole and len(pool.take(BIG)) == BIG
 
     assert in_child(work)
     assert bool((tensor == 7).all())
     assert pool.stats().lent_bytes == 2 * size_class(BIG)
     del dropped
-
-
-def test_a_loan_that_dies_in_a_child_is_not_noted_even_without_abandon() -> None:
-    loans: Loans[int] = Loans()
-    memory, address = buffers.reserve(SMALL)
-    view = loans.lend(memory, address, SMALL, 5)
-
-    def work() -> bool:
-        nonlocal view
-        del view
-        return not loans.returned
-
-    assert in_child(work)
-    assert not loans.returned
-    del view
-    assert list(loans.returned) == [5]
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 1000, 128 << 10, (128 << 10) + 1, 1 << 20])
-def test_copy(nbytes: int) -> None:
-    source = bytearray(os.urandom(nbytes + 1))
-    target = bytearray(nbytes + 1)
-    copy(address_of(memoryview(target)), TensorSpan.of(memoryview(source)[:nbytes]))
-    assert target[:nbytes] == source[:nbytes]
-    assert target[nbytes] == 0
 
 
 def test_a_large_copy_lets_other_threads_run() -> None:
@@ -403,51 +305,3 @@ def test_a_large_copy_lets_other_threads_run() -> None:
     finally:
         sys.setswitchinterval(interval)
     assert seen
-
-
-def test_a_fork_guard_tells_which_loans_a_living_child_may_see() -> None:
-    guard = ForkGuard()
-    go, end = os.pipe()
-    began = guard.epoch
-    assert not guard.forking
-    assert not began < guard.inherited()
-    guard.before()
-    assert guard.forking
-    pid = os.fork()
-    if pid == 0:
-        os.close(end)
-        os.read(go, 1)
-        os._exit(0)
-    guard.after(True)
-    assert not guard.forking
-    assert began < guard.inherited()
-    assert not guard.epoch < guard.inherited()  # a loan that begins now
-    os.close(end)
-    os.close(go)
-    os.waitpid(pid, 0)
-    assert not began < guard.inherited()
-
-
-def test_a_fork_without_loans_or_without_a_child_holds_nothing() -> None:
-    guard = ForkGuard()
-    for lends in (True, False):
-        began = guard.epoch
-        guard.before()
-        guard.after(lends)  # as after a fork that failed: no process has the other end
-        assert not began < guard.inherited()
-    guard.after(True)  # unpaired
-    assert guard.inherited() == 0
-
-
-def test_a_pool_asks_once_to_be_trimmed_when_memory_comes_back() -> None:
-    told: list[None] = []
-    pool = BufferPool(4 * BIG, on_return=lambda: told.append(None))
-    large = [pool.take(16 * BIG), pool.take(BIG)]
-    assert not told
-    large.clear()
-    assert len(told) == 1
-    pool.trim()
-    assert pool.stats().free_bytes <= 4 * BIG
-    pool.take(BIG)
-    assert len(told) == 2
-    pool.close()

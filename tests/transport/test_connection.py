@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import pickle
-import random
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -81,17 +78,6 @@ def test_a_name_that_was_not_proved_is_refused(pair: list[Agent]) -> None:
     stranger.read_to_the_end()
     stranger.close()
     other.close()
-    assert _works(pair)
-
-
-@pytest.mark.slow  # for as long as the main one may take
-def test_side_connections_need_a_main_one(pair: list[Agent]) -> None:
-    for purpose in (1, 2):
-        stranger = Stranger(pair[0], purpose=purpose, attach=random.Random(1).randbytes(16))
-        with contextlib.suppress(ProtocolError, ConnectionError):
-            stranger.shake_hands()
-            stranger.read_to_the_end()
-        stranger.close()
     assert _works(pair)
 
 
@@ -212,53 +198,6 @@ def test_a_request_that_cannot_be_opened_fails_alone(pair: list[Agent]) -> None:
     assert stranger.frames()[-1].kind == frames.REPLY
     stranger.close()
     assert _works(pair)
-
-
-@pytest.mark.prints("the connection to (a stranger|stranger) was closed: ")
-def test_random_frames_never_harm_others(pair: list[Agent]) -> None:
-    rng = random.Random(7)
-    for _ in range(40):
-        stranger = Stranger(pair[0])
-        stranger.shake_hands()
-        stranger.introduce()
-        data = b"".join(
-            PREFIX.pack(
-                len(body),
-                0,
-                rng.choice([2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 14, 15, 16]),
-                0,
-                1.0,
-                rng.getrandbits(8),
-                0,
-            )
-            + body
-            for body in (rng.randbytes(rng.choice([0, 8, 16, 33])) for _ in range(rng.randrange(1, 6)))
-        )
-        try:
-            stranger.sock.sendall(data)
-            stranger.sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
-        stranger.read_to_the_end()
-        stranger.close()
-    assert _works(pair)
-
-
-def test_many_guests_that_say_nothing(pair: list[Agent]) -> None:
-    """More strangers than may wait at the door; those who have the key still come in once there is room."""
-    silent = [Stranger(pair[0]) for _ in range(pair[0].settings.max_unauthenticated + 8)]
-    assert _works(pair)
-    for each in silent:
-        each.close()
-    while True:
-        stranger = Stranger(pair[0])
-        try:
-            stranger.shake_hands()
-            break
-        except ConnectionError:
-            threading.Event().wait(0.01)
-        finally:
-            stranger.close()
 
 
 def test_the_end_of_a_connection_ends_its_calls() -> None:

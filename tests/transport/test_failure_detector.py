@@ -24,16 +24,9 @@ from actorrpc.errors import ConfigError, PeerDiedError
 from actorrpc.futures import Future
 from actorrpc.transport.failure_detector import FailureDetector, is_direct, process_state, set_up_tcp
 from actorrpc.wire.frames import PING, PONG, pack_frame
+from tests.actors.e2e.kit import until
 from tests.agent.agents import Stranger, agents, record
 from tests.certificates import OVER_TLS
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)
-
 
 # -- in virtual time ---------------------------------------------------------------------------------
 
@@ -100,37 +93,10 @@ def test_one_who_sends_a_long_message_hears_something_meanwhile() -> None:
     assert 9 <= asked <= 14
 
 
-def test_two_idle_workers_ask_each_other_once_in_a_heartbeat() -> None:
-    sides = [FailureDetector(), FailureDetector()]
-    heard, due, asked, looks = [0.0, 0.0], [1.0, 1.3], 0, 0
-    while min(due) < 1000.0:
-        me = due.index(min(due))
-        now = due[me]
-        look = sides[me].look(now, heard[me], heartbeat=1.0, misses=5)
-        assert look.state == "alive"
-        looks += 1
-        if look.ask:
-            asked += 1
-            heard = [now + 1e-3] * 2
-        due[me] = now + look.wait
-    assert 700 < asked <= 1400
-    assert looks <= 4 * 2 * 1000
-
-
 @pytest.mark.parametrize("given", [{"heartbeat_misses": 1}, {"heartbeat_misses": 0}, {"heartbeat": 0.0}])
 def test_settings_that_make_no_sense(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="heartbeat"):
         Settings(**given)
-
-
-def test_the_environment_sets_the_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACTORRPC_HEARTBEAT", "0.2")
-    monkeypatch.setenv("ACTORRPC_HEARTBEAT_MISSES", "7")
-    settings = Settings.from_environment()
-    assert (settings.heartbeat, settings.heartbeat_misses) == (0.2, 7)
-    monkeypatch.setenv("ACTORRPC_HEARTBEAT_MISSES", "often")
-    with pytest.raises(ConfigError, match="HEARTBEAT_MISSES"):
-        Settings.from_environment()
 
 
 # -- what the host says -----------------------------------------------------------------------------
@@ -148,11 +114,11 @@ def test_the_state_of_a_process(child: subprocess.Popen[bytes]) -> None:
     assert process_state(os.getpid()) == "running"
     assert process_state(child.pid) == "running"
     child.send_signal(signal.SIGSTOP)
-    _until(lambda: process_state(child.pid) == "stopped")
+    until(lambda: process_state(child.pid) == "stopped")
     child.send_signal(signal.SIGCONT)
-    _until(lambda: process_state(child.pid) == "running")
+    until(lambda: process_state(child.pid) == "running")
     child.kill()
-    _until(lambda: process_state(child.pid) == "gone")  # a zombie: nobody has waited for it
+    until(lambda: process_state(child.pid) == "gone")  # a zombie: nobody has waited for it
     child.wait()
     assert process_state(child.pid) == "gone"
 
@@ -231,61 +197,6 @@ def test_changes_are_told_once_in_order_and_the_end_is_final() -> None:
     assert not tasks
 
 
-@pytest.mark.prints("a listener for changes of members raised.*ValueError: of a user")
-def test_listeners_may_raise_listen_remove_and_note() -> None:
-    tasks: list[Callable[[], None]] = []
-    changes = MembershipEvents(tasks.append)
-    told: list[str] = []
-    other = _peer("p2")
-
-    def first(*change: Any) -> None:
-        told.append(f"first {change[0].name}")
-        remove_second()
-        if change[0].name == "p1":
-            assert changes.note(other, "dead", "said by a listener")
-            changes.listen(lambda *_: told.append(f"third {_[0].name}"))
-        raise ValueError("of a user")
-
-    changes.listen(first)
-    remove_second = changes.listen(lambda *_: told.append("second"))
-    changes.note(_peer(), "dead", "")
-    while tasks:
-        tasks.pop(0)()
-    # The third one listens since after the second change had been noted.
-    assert told == ["first p1", "first p2"]
-    changes.note(_peer("p3"), "left", "")
-    tasks.pop()()
-    assert told[2:] == ["first p3", "third p3"]
-
-
-def test_changes_from_many_threads_are_told_once_each() -> None:
-    tasks: list[Callable[[], None]] = []
-    changes = MembershipEvents(tasks.append)
-    told: list[tuple[str, str, str]] = []
-    changes.listen(lambda worker, old, new, reason: told.append((worker.name, old, new)))
-    peers = [_peer(f"p{i}") for i in range(50)]
-    start = threading.Barrier(4)
-
-    def note(state: str) -> None:
-        start.wait()
-        for peer in peers:
-            changes.note(peer, state, "")
-
-    threads = [threading.Thread(target=note, args=(s,)) for s in ("suspect", "dead", "left", "dead")]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    while tasks:
-        tasks.pop(0)()
-    for peer in peers:
-        mine = [(old, new) for name, old, new in told if name == peer.name]
-        assert mine[0][0] == "alive"
-        assert [new for _, new in mine[:-1]] == [old for old, _ in mine[1:]]
-        assert mine[-1][1] in ("dead", "left")
-        assert 1 <= len(mine) <= 2
-
-
 # -- agents -------------------------------------------------------------------------------------------
 
 
@@ -296,7 +207,7 @@ def _stranger(agent: Agent, **changes: Any) -> Iterator[tuple[Stranger, Peer]]:
         stranger.record = dataclasses.replace(stranger.record, **changes)
         stranger.shake_hands()
         stranger.introduce()
-        _until(lambda: any(peer.name == "stranger" for peer in agent.peers()))
+        until(lambda: any(peer.name == "stranger" for peer in agent.peers()))
         yield stranger, next(peer for peer in agent.peers() if peer.name == "stranger")
 
 
@@ -313,14 +224,8 @@ def test_idle_workers_hear_of_each_other() -> None:
         assert conn is not None
         for _ in range(3):
             before = conn.heard
-            _until(lambda before=before: conn.heard > before)
+            until(lambda before=before: conn.heard > before)
         assert state_of(a0.peer("a1")) == state_of(a1.peer("a0")) == "alive"
-
-
-def test_nobody_is_woken_where_nobody_is_connected() -> None:
-    with agents(1, heartbeat=0.01) as (agent,):
-        assert agent.ask(agent.self_peer, abs, (-1,), {}, 0) == 1
-        _until(lambda: not agent.scheduler.pulse.active)
 
 
 class _Told:
@@ -364,7 +269,7 @@ def test_a_busy_peer_of_this_host_is_suspect_until_it_answers() -> None:
             call = _call(agent, peer)
             told.came.acquire()
             assert state_of(peer) == "suspect"
-            _until(lambda: peer.failure_detector.silent > 0.05 * 10)  # twice what makes it lost
+            until(lambda: peer.failure_detector.silent > 0.05 * 10)  # twice what makes it lost
             assert told.changes == [("alive", "suspect")]
             assert not call.done()
             answering = threading.Thread(target=_answer_pings, args=(stranger,))
@@ -385,36 +290,3 @@ def _answer_pings(stranger: Stranger) -> None:
                     stranger.sock.sendall(pack_frame(PONG, frame.id))
                 except OSError:
                     return
-
-
-def test_heartbeats_are_answered_while_every_thread_is_in_user_code() -> None:
-    gate = threading.Event()
-    try:
-        with agents(2, max_threads=3) as (a0, a1):
-            held = [_hold(a0, a1, gate) for _ in range(4)]
-            _until(lambda: len(a1.pool.idle) <= 1)
-            with _stranger(a1) as (stranger, _):
-                for number in range(1, 6):
-                    stranger.sock.sendall(pack_frame(PING, number))
-                    assert [frame.kind for frame in stranger.frames()] == [PONG]
-                assert not any(each.done() for each in held)
-            gate.set()
-            for each in held:
-                assert each.wait()
-    finally:
-        gate.set()
-
-
-_gates: list[threading.Event] = []
-
-
-def _wait_for_gate() -> bool:
-    return _gates[0].wait()
-
-
-def _hold(a0: Agent, a1: Agent, gate: threading.Event) -> Future[Any]:
-    _gates[:] = [gate]
-    future: Future[Any] = Future()
-    a0.call(a0.peer("a1"), _wait_for_gate, (), {}, 0, future=future)
-    a0.flush()
-    return future

@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from actorrpc import _time
 from actorrpc.errors import LimitError, ObjectStoreFullError, ProtocolError
 from actorrpc.transport import object_store
 from actorrpc.transport.object_store import OWN_SEGMENT, Allocation, ObjectStore, StoredRange
+from tests.agent.together import in_threads
 from tests.transport.object_stores import (
     MIB,
     SUFFIX,
@@ -46,7 +46,6 @@ from tests.transport.object_stores import (
 __all__ = ["make_host"]
 
 _SMALL = 256 << 10
-_SIZES = [_SMALL, 3 * MIB + 5, OWN_SEGMENT, OWN_SEGMENT + 1]
 
 
 def room(store: ObjectStore, nbytes: int, **how: Any) -> Allocation:
@@ -63,58 +62,12 @@ def fill(store: ObjectStore, nbytes: int, label: str = "a thing") -> StoredRange
 # -- values ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", _SIZES)
-def test_each_reader_has_a_value_of_its_own(host: Host, nbytes: int) -> None:
-    writer, reader = host.store(), host.store()
-    content = bytes(range(256)) * (nbytes // 256 + 1)
-    there = hand_over(put(writer, content[:nbytes]), reader)
-    first, second = there.map(), there.map()
-    assert first == second == content[:nbytes]
-    assert not first.readonly
-    first[0] = first[-1] = 7
-    second[1] = 9
-    assert there.map() == content[:nbytes]
-    assert bytes(first[:3]) == bytes([7, 1, 2])
-    assert bytes(second[:3]) == bytes([0, 9, 2])
-
-
-@pytest.mark.parametrize("nbytes", _SIZES)
-def test_a_value_that_was_changed_is_not_what_the_next_one_begins_with(host: Host, nbytes: int) -> None:
-    writer = host.store()
-    stored = put(writer, b"\1" * nbytes)
-    for _ in range(3):
-        view = stored.map()
-        assert view[:5] == view[-5:] == b"\1" * 5
-        view[:] = b"\2" * nbytes
-        del view
-
-
-def test_objects_of_all_lengths_are_whole_side_by_side(host: Host) -> None:
-    store, reader = host.store(), host.store()
-    lengths = [0, 1, 4095, 4096, 4097, _SMALL - 1, MIB + 1]
-    kept = [put(store, bytes([number + 1]) * length) for number, length in enumerate(lengths)]
-    there = [hand_over(each, reader) for each in kept]
-    views = [each.map() for each in there]
-    for view in views:
-        view[:] = bytes(len(view))
-    for number, (length, each) in enumerate(zip(lengths, there, strict=True)):
-        assert each.map() == bytes([number + 1]) * length
-
-
 def test_any_number_of_readers_share_one_copy(host: Host) -> None:
     stored = fill(host.store(), 9 * MIB)
     views = [hand_over(stored, host.store()).map() for _ in range(8)]
     assert sum(view[-1] for view in views) == 8 * len("a thing")
     assert memory_of(stored) <= 1.1 * 9 * MIB
     assert len(segments()) == 1
-
-
-def test_a_descriptor_that_comes_again_is_not_kept(host: Host) -> None:
-    stored, reader = fill(host.store(), MIB), host.store()
-    there = hand_over(stored, reader)
-    fds = descriptors()
-    assert [hand_over(stored, reader).segment for _ in range(5)] == [there.segment] * 5
-    assert descriptors() == fds
 
 
 def test_small_objects_share_descriptors_and_mappings(host: Host) -> None:
@@ -145,11 +98,7 @@ def test_threads_that_write_read_and_drop_are_not_in_each_others_way(host: Host)
             view[:1] = b"\0"
             reader.trim()  # as its process does, soon after something was let go of there
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, [(number,) for number in range(4)])
     assert not wrong
 
 
@@ -232,47 +181,6 @@ def test_memory_that_nobody_reads_is_filled_again(host: Host, nbytes: int) -> No
         hand_over(stored, reader).map()
         del stored
     assert len(used) == 1
-
-
-def test_memory_goes_back_to_the_system_within_two_seconds(host: Host) -> None:
-    store, reader = host.store(), host.store()
-    kept = [fill(store, nbytes) for nbytes in (_SMALL, MIB, OWN_SEGMENT, 20 * MIB)]
-    there = [hand_over(each, reader) for each in kept]
-    assert store.writes
-    assert len(segments()) == 3
-    del kept, there
-    host.pass_time(2)
-    assert not segments()
-    assert not store.writes
-    assert store.stats().host_bytes == store.stats().free_bytes == 0
-
-
-def test_what_is_used_again_and_again_stays_warm(host: Host) -> None:
-    store = host.store()
-    memory = inode(fill(store, 20 * MIB))
-    for _ in range(6):
-        host.pass_time(0.5)
-        assert inode(fill(store, 20 * MIB)) == memory
-
-
-def test_room_that_is_not_used_is_given_back(host: Host) -> None:
-    store = host.store(20 * MIB)
-    for nbytes in (_SMALL, OWN_SEGMENT):
-        found = room(store, nbytes)
-        del found
-        host.pass_time(2)
-        assert not segments()
-
-
-def test_values_outlive_their_store(host: Host) -> None:
-    store, reader = host.store(), host.store()
-    stored = put(store, b"\5" * OWN_SEGMENT)
-    there, view = hand_over(stored, reader), stored.map()
-    store.close()
-    assert store.allocate(_SMALL, label="a thing") is None
-    assert _content(there) == _content(view) == {5}
-    reader.close()
-    assert _content(there) == {5}
 
 
 # -- nobody can change, or take away, what others read ----------------------------------------------------------
@@ -388,29 +296,6 @@ def test_full_says_who_holds_what(host: Host) -> None:
     assert _content(more) == {len("weights")}
 
 
-def test_a_segment_counts_once_however_many_hold_it(host: Host) -> None:
-    stores = [host.store(64 * MIB) for _ in range(5)]
-    stored = fill(stores[0], 20 * MIB)
-    there = [hand_over(stored, each) for each in stores[1:]]
-    for each in stores:
-        stats = each.stats()
-        assert 20 * MIB <= stats.host_bytes <= 25 * MIB
-        assert [row.nbytes for row in stats.held] == [stats.host_bytes]
-    del stored, there
-    host.pass_time(2)
-    assert {each.stats().host_bytes for each in stores} == {0}
-
-
-@pytest.mark.parametrize("first", [20 * MIB, 33 * MIB])
-@pytest.mark.parametrize("second", [20 * MIB, 40 * MIB, 60 * MIB])
-def test_what_is_kept_to_be_used_again_makes_room(host: Host, first: int, second: int) -> None:
-    store = host.store(64 * MIB)
-    fill(store, first)
-    memory = fill(store, second)
-    assert sum(memory_by_inode(each) for each in segments()) <= 64 * MIB
-    assert _content(memory) == {len("a thing")}
-
-
 def test_memory_that_is_kept_is_not_given_back_while_it_is_filled(host: Host) -> None:
     """Of one size class, and the new object is larger than what was ever written there: there is no room for both."""
     store = host.store(59 * MIB)
@@ -419,15 +304,6 @@ def test_memory_that_is_kept_is_not_given_back_while_it_is_filled(host: Host) ->
     assert sum(memory_by_inode(each) for each in segments()) <= 59 * MIB
     write(found.address, b"\7" * found.stored.nbytes)
     assert _content(found.stored) == {7}
-
-
-def test_what_others_keep_counts_until_they_give_it_back(host: Host) -> None:
-    store, other = host.store(64 * MIB), host.store(64 * MIB)
-    fill(other, 40 * MIB)
-    with pytest.raises(ObjectStoreFullError):
-        store.allocate(40 * MIB, label="a thing")
-    host.pass_time(1.5)
-    fill(store, 40 * MIB)
 
 
 def test_who_finds_no_room_waits_for_it(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,15 +375,6 @@ def test_a_wait_for_room_can_be_interrupted(host: Host) -> None:
     fill(store, 12 * MIB)
 
 
-def test_small_objects_are_within_the_limit(host: Host) -> None:
-    store = host.store(4 * MIB)
-    kept = [fill(store, _SMALL) for _ in range(16)]
-    with pytest.raises(ObjectStoreFullError):
-        store.allocate(_SMALL, label="a thing")
-    kept.clear()
-    assert len({inode(fill(store, _SMALL)) for _ in range(16)}) == 1
-
-
 # -- on a disk ----------------------------------------------------------------------------------------------------
 
 
@@ -544,17 +411,6 @@ def test_what_finds_no_room_is_spilled(host: Host, spill_dir: Path, nbytes: int)
     del there
     gc.collect()
     assert descriptors() == fds
-
-
-def test_a_spilled_object_whose_writing_fails_leaves_nothing(host: Host, tmp_path: Path) -> None:
-    store = host.store(20 * MIB, tmp_path)
-    kept = fill(store, 20 * MIB)
-    fds, maps = descriptors(), mappings()
-    found = room(store, 12 * MIB)
-    del found
-    host.pass_time(2)
-    assert (descriptors(), mappings()) == (fds, maps)
-    assert _content(kept) == {len("a thing")}
 
 
 def test_a_full_disk_is_said(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -630,24 +486,6 @@ def test_without_leases_memory_is_given_back_when_it_is_written(
     assert not segments()
 
 
-def test_without_proc_an_object_stays_where_it_is(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def without(path: Any, *how: Any, **more: Any) -> int:
-        if str(path).startswith("/proc/"):
-            raise FileNotFoundError(2, "No such file or directory", path)
-        return real(path, *how, **more)
-
-    store = host.store()
-    fds, maps = descriptors(), mappings()
-    monkeypatch.setattr(os, "open", without)
-    assert store.allocate(OWN_SEGMENT, label="a thing") is None
-    assert store.allocate(_SMALL, label="a thing") is None
-    host.pass_time(2)
-    monkeypatch.undo()
-    assert (descriptors(), mappings()) == (fds, maps)
-
-
 def test_without_address_space_a_value_is_refused_with_a_limit(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -710,22 +548,7 @@ def test_a_fork_reads_what_it_has_and_owns_nothing(host: Host) -> None:
     assert store.stats().host_bytes == 0
 
 
-def test_a_fork_s_end_takes_nothing_from_its_parent(host: Host) -> None:
-    store = host.store()
-    stored = put(store, b"\5" * OWN_SEGMENT)
-
-    def child() -> None:
-        store.abandon()
-        store.close()
-
-    assert exit_code(fork(child)) == 0
-    assert [row.nbytes for row in store.stats().held] == [store.stats().host_bytes]
-    assert _content(stored) == {5}
-    assert len(list(host.directory.iterdir())) == 1
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, None], ids=["killed", "ended"])
-def test_values_outlive_the_process_that_wrote_them(host: Host, how: int | None) -> None:
+def test_values_outlive_the_process_that_wrote_them(host: Host) -> None:
     reader = host.store()
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -736,9 +559,7 @@ def test_values_outlive_the_process_that_wrote_them(host: Host, how: int | None)
         for each in kept:
             send(there, each)
         assert there.recv(1) == b"x"  # it is held here until then
-        if how is not None:
-            os.kill(os.getpid(), how)
-        host.close()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     with here:
         pid = fork(writer)
@@ -747,7 +568,7 @@ def test_values_outlive_the_process_that_wrote_them(host: Host, how: int | None)
         early = stored[0].map()
         assert len(_accounts(host)) == 2
         here.send(b"x")
-        assert exit_code(pid) == (0 if how is None else -how)
+        assert exit_code(pid) == -signal.SIGKILL
     for number, each in enumerate(stored):
         assert _content(each) == {number}
     assert set(bytes(early)) == {0}

@@ -108,18 +108,6 @@ def test_all_arrives_once_and_in_order(seed: int) -> None:
     assert line.arrived == sent
 
 
-def test_large_messages_wait_until_enough_has_been_acknowledged() -> None:
-    stream = ReliableStream(_Wire(), limit=1000)
-    while not stream.is_full:
-        stream.send(bytes(100))
-    assert stream.sent == 1000
-    stream.acknowledged(stream.sent - 10)
-    assert not stream.is_full
-    stream.acknowledged(5)  # it came late
-    assert sum(map(len, stream.rewind(stream.sent - 10))) == 10
-    assert stream.sent == 1000 - 10
-
-
 def test_a_writer_that_waits_is_woken() -> None:
     stream = ReliableStream(_Wire(), limit=100)
     stream.send(bytes(100))
@@ -139,23 +127,3 @@ def test_the_other_side_cannot_have_more_or_less(count: int) -> None:
     stream.send(bytes(10))  # what has arrived is not kept any longer
     with pytest.raises(ProtocolError, match="bytes"):
         stream.rewind(count)
-
-
-def test_copies_are_kept() -> None:
-    wire, memory = _Wire(), bytearray(b"abcdef")
-    wire.room = 5
-    stream = ReliableStream(wire)
-    stream.sendmsg([memoryview(memory)[:2], memoryview(memory)[2:]])
-    memory[:] = b"xxxxxx"
-    assert b"".join(stream.rewind(1)) == b"bcde"
-
-
-def test_the_socket_that_failed_is_closed() -> None:
-    first, second = _Wire(), _Wire()
-    stream = ReliableStream(first)
-    stream.send(b"lost")
-    stream.replace(second)
-    stream.send(b"sent")
-    assert first.closed
-    assert second.under_way == b"sent"
-    assert not second.closed

@@ -7,11 +7,8 @@ import ctypes
 import errno
 import fcntl
 import gc
-import json
-import mmap
 import os
 import resource
-import signal
 import socket
 import struct
 import threading
@@ -19,7 +16,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -33,6 +29,7 @@ from actorrpc.serialization.tensors import TensorSpan
 from actorrpc.transport import shared_memory
 from actorrpc.transport.buffers import MemoryRange, copy, sealed_memfd
 from actorrpc.transport.shared_memory import Borrower, Lender
+from tests.agent.together import in_threads
 
 KIB = 1 << 10
 SEGMENT = 256 * KIB  # the smallest
@@ -41,8 +38,11 @@ SEGMENT = 256 * KIB  # the smallest
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
+        self.hook: Callable[[], object] | None = None  # what is done where the clock is looked at
 
     def __call__(self) -> float:
+        if self.hook is not None:
+            self.hook()
         return self.now
 
 
@@ -176,20 +176,6 @@ def test_a_segment_is_used_again_when_all_views_are_dead(lane: Lane) -> None:
     assert mappings() == 2
 
 
-def test_a_placement_without_readers_is_handed_back(lane: Lane) -> None:
-    placement = lane.place(b"a" * 1000)
-    assert lane.receive(placement) == []
-    assert lane.borrower.drain_freed() == [placement]
-
-
-def test_reference_cycles_hand_back_too(lane: Lane) -> None:
-    cycle: list[Any] = [torch.frombuffer(lane.send(b"a" * 1000)[0], dtype=torch.uint8)]
-    cycle.append(cycle)
-    del cycle
-    gc.collect()
-    assert len(lane.borrower.drain_freed()) == 1
-
-
 def test_the_last_reader_may_be_an_autograd_graph_or_another_thread(lane: Lane) -> None:
     loss = torch.frombuffer(lane.send(bytes(4000))[0], dtype=torch.float32).requires_grad_().exp().sum()
     assert not lane.borrower.freed
@@ -217,44 +203,12 @@ def test_a_hand_back_that_comes_twice_frees_nothing_that_was_lent_again(lane: La
     assert lane.lender.stats().lent_bytes == 2 * SEGMENT
 
 
-def test_a_placement_that_was_not_sent_is_free_again(lane: Lane) -> None:
-    for _ in range(3):
-        placement = lane.place(b"a" * 1000)
-        lane.lender.reclaim([placement])
-        lane.lender.reclaim([placement])
-    assert lane.lender.stats().segments == 1
-    assert lane.lender.stats().lent_bytes == 0
-    assert bytes(lane.send(b"b" * 1000)[0]) == b"b" * 1000
-
-
-def test_memory_warm_and_up_to_twice_too_large_comes_before_new_memory(lane: Lane) -> None:
-    lane.send(b"a" * (1 << 20)).clear()
-    lane.settle()
-    views = lane.send(b"b" * 600_000)
-    assert lane.lender.stats().segments == 1
-    views += lane.send(b"c" * 1000)
-    assert lane.lender.stats().segments == 2
-
-
 def test_no_descriptor_is_kept_for_a_segment(lane: Lane) -> None:
     before = len(os.listdir("/proc/self/fd"))
     views = [lane.send(b"a" * SEGMENT) for _ in range(20)]
     assert len(os.listdir("/proc/self/fd")) == before
     assert mappings() == 40
     del views
-
-
-def test_an_interrupted_copy_leaves_the_segment_free(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(address: int, source: MemoryRange) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(shared_memory, "copy", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            lane.lender.place([span(b"a" * 1000)])
-    stats = lane.lender.stats()
-    assert (stats.segments, stats.lent_bytes) == (1, 0)
-    assert bytes(lane.send(b"b" * 1000)[0]) == b"b" * 1000
 
 
 # -- limits ---------------------------------------------------------------------------------------------
@@ -269,37 +223,6 @@ def test_no_more_is_lent_than_the_limit() -> None:
     lane.settle()
     views.append(lane.send(b"b" * 1000))
     assert lane.lender.stats().lent_bytes == 4 * SEGMENT
-    lane.close()
-
-
-def test_idle_segments_make_room_for_a_larger_one() -> None:
-    lane = Lane.open(limit=4 * SEGMENT)
-    views = [lane.send(b"a" * SEGMENT) for _ in range(4)]
-    views.clear()
-    lane.settle()
-    views.append(lane.send(b"b" * 3 * SEGMENT))
-    lane.settle()
-    stats = lane.lender.stats()
-    assert (stats.segments, stats.lent_bytes, stats.free_bytes) == (2, 3 * SEGMENT, SEGMENT)
-    assert mappings() == 4
-    views.clear()
-    lane.settle()
-    views.append(lane.send(b"c" * SEGMENT))
-    views.append(lane.send(b"c" * SEGMENT))  # only one is left that fits, much too large
-    assert lane.lender.stats().segments == 2
-    assert mappings() == 4
-    lane.close()
-
-
-def test_the_number_of_segments_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_MAX_SEGMENTS", 3)
-    lane = Lane.open()
-    views = [lane.send(b"a") for _ in range(3)]
-    assert lane.lender.place([span(b"a")]) is None
-    views.clear()
-    lane.settle()
-    views = [lane.send(b"a" * (1 << 20)) for _ in range(3)]
-    assert lane.lender.stats().segments == 3
     lane.close()
 
 
@@ -426,21 +349,17 @@ def test_a_kernel_that_does_not_know_the_noexec_seal(monkeypatch: pytest.MonkeyP
 def test_a_finaliser_inside_a_section_falls_back(lane: Lane) -> None:
     results: list[object] = []
 
-    class Clockwork:
-        """A clock that does what a finaliser might do at this point of the section."""
+    def finaliser() -> None:
+        results.append(lane.lender.place([span(b"a" * 1000)]))
+        lane.lender.reclaim([(1, 1)])
 
-        def __call__(self) -> float:
-            results.append(lane.lender.place([span(b"a" * 1000)]))
-            lane.lender.reclaim([(1, 1)])
-            return 0.0
-
-    lane.lender._clock = Clockwork()
+    lane.clock.hook = finaliser
     placement = lane.lender.place([span(b"b" * 1000)])
     assert results
     assert set(results) == {None}
     assert placement is not None
     assert bytes(lane.receive(placement, 1000)[0]) == b"b" * 1000
-    lane.lender._clock = lane.clock
+    lane.clock.hook = None
 
 
 # -- a peer that means harm ----------------------------------------------------------------------------------
@@ -599,23 +518,6 @@ def test_a_late_announcement_is_waited_for(lane: Lane) -> None:
     found.clear()
 
 
-def test_closing_wakes_who_waits_for_an_announcement(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_ANNOUNCEMENT_WAIT", 50.0)
-    errors: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            lane.borrower.views(1, 1, (4,))
-        except ProtocolError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    lane.close()
-    thread.join(30)
-    assert len(errors) == 1
-
-
 def test_a_hand_back_that_is_guessed_early_frees_nothing_that_is_being_filled(
     lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -684,87 +586,6 @@ def exit_code(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_two_processes_exchange_tensors() -> None:
-    lane = Lane.open(limit=8 << 20, kind=socket.SOCK_SEQPACKET)
-    near, far = socket.socketpair()  # stands for the main connection
-    rounds = 50
-
-    def receive() -> bool:
-        near.close()
-        lane.borrower = Borrower(lane.theirs)  # a borrower belongs to the process that made it
-        kept = []
-        for number in range(rounds):
-            views = lane.receive(json.loads(far.recv(4096)), 300_000)
-            tensor = torch.frombuffer(views[0], dtype=torch.uint8)
-            del views
-            if int(tensor[0]) != number or int(tensor[-1]) != number:
-                return False
-            kept.append((number, tensor))
-            del tensor
-            if len(kept) > 3:
-                kept.pop(number % 3)
-            if not all(bool((tensor == mark).all()) for mark, tensor in kept):
-                return False
-            far.send(json.dumps(lane.borrower.drain_freed()).encode())
-        return True
-
-    pid = in_child(receive)
-    far.close()
-    placed = 0
-    for number in range(rounds):
-        placement = lane.lender.place([span(bytes([number]) * 300_000)])
-        assert placement is not None
-        near.send(json.dumps(placement).encode())
-        lane.lender.reclaim([(segment, loan) for segment, loan in json.loads(near.recv(4096))])
-        placed += 1
-    assert exit_code(pid) == 0
-    assert placed == rounds
-    assert lane.lender.stats().segments <= 5
-    near.close()
-    lane.close()
-
-
-@pytest.mark.parametrize("victim", ["lender", "borrower"])
-def test_nothing_is_left_of_a_killed_process(victim: str) -> None:
-    lane = Lane.open()
-    near, far = socket.socketpair()
-    files = set(os.listdir("/dev/shm"))
-
-    def work() -> bool:
-        if victim == "lender":
-            placement = lane.place(b"a" * 1000)
-            far.send(json.dumps(placement).encode())
-        else:
-            views = lane.receive(json.loads(far.recv(4096)), 1000)
-            far.send(bytes(views[0][:1]))
-        signal.pause()
-        return True
-
-    if victim == "borrower":
-        placement = lane.place(b"a" * 1000)
-        near.send(json.dumps(placement).encode())
-    pid = in_child(work)
-    try:
-        answer = near.recv(4096)
-        assert "memfd:actorrpc" in Path(f"/proc/{pid}/maps").read_text()
-        views = lane.receive(json.loads(answer), 1000) if victim == "lender" else []
-    finally:
-        os.kill(pid, signal.SIGKILL)
-    assert exit_code(pid) == -signal.SIGKILL
-    assert all(bytes(view) == b"a" * 1000 for view in views)
-    views.clear()
-    lane.close()
-    near.close()
-    far.close()
-    assert set(os.listdir("/dev/shm")) == files
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            assert "memfd:actorrpc" not in os.readlink(f"/proc/self/fd/{fd}")
-        except FileNotFoundError:
-            pass  # the descriptor of the listing itself
-    assert mappings() == 0
-
-
 def fork_as_the_agent_does(lane: Lane, work: Callable[[], bool]) -> int:
     """Fork with the hooks that the agent registers."""
 
@@ -830,54 +651,6 @@ def test_what_a_child_inherited_is_not_overwritten_while_the_child_lives(lane: L
     lane.settle()
     lane.settle()
     assert lane.lender.stats().lent_bytes == 0
-
-
-def test_many_forks_under_one_long_loan_keep_no_descriptors(lane: Lane) -> None:
-    held = lane.send(b"a" * 1000)
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(5):
-        assert exit_code(fork_as_the_agent_does(lane, lambda: True)) == 0
-    assert len(os.listdir("/proc/self/fd")) <= before + 1
-    held.clear()
-    assert lane.borrower.drain_freed() == [(1, 1)]
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_two_children_that_inherited_one_loan(lane: Lane) -> None:
-    held = [torch.frombuffer(lane.send(b"a" * 1000)[0], dtype=torch.uint8)]
-    pairs = [socket.socketpair() for _ in range(2)]
-
-    def waiter(far: socket.socket) -> Callable[[], bool]:
-        def work() -> bool:
-            for near, _ in pairs:
-                near.close()
-            far.recv(1)
-            return bool((held[0] == 97).all())
-
-        return work
-
-    pids = [fork_as_the_agent_does(lane, waiter(far)) for _, far in pairs]
-    held.clear()
-    gc.collect()
-    for index, (near, far) in enumerate(pairs):
-        assert lane.borrower.drain_freed() == []
-        near.send(b"!")
-        assert exit_code(pids[index]) == 0
-        near.close()
-        far.close()
-    assert lane.borrower.drain_freed() == [(1, 1)]
-
-
-def test_nothing_is_handed_back_during_a_fork(lane: Lane) -> None:
-    views = lane.send(b"a" * 1000)
-    lane.borrower.before_fork()
-    views.clear()
-    assert lane.borrower.drain_freed() == []
-    lane.borrower.after_fork_in_parent()  # there was no child
-    lane.settle()
-    lane.settle()
-    assert lane.lender.stats().lent_bytes == 0
-    lane.borrower.after_fork_in_parent()  # unpaired: as with a fork before the first segment
 
 
 # -- any order -----------------------------------------------------------------------------------------------
@@ -960,22 +733,8 @@ def test_many_threads_place_and_read(lane: Lane) -> None:
             if any(bytes(views[0]) != expected for views, expected in kept):
                 errors.append(f"thread {mark}, step {step}")
 
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(50)
+    in_threads(work, [(mark,) for mark in range(1, 5)])
     assert errors == []
     lane.settle()
     assert lane.lender.stats().lent_bytes == 0
     assert lane.lender.stats().segments < 40
-
-
-def test_lane_memory_is_shared_and_not_copied(lane: Lane) -> None:
-    views = lane.send(b"a" * 4096)
-    # The borrower's mapping is not the lender's, yet of the same file.
-    assert mappings() == 2
-    views[0][:1] = b"z"
-    lender_side = next(iter(lane.lender._segments.values()))
-    assert ctypes.string_at(lender_side.address, 1) == b"z"
-    assert isinstance(lender_side.memory, mmap.mmap)

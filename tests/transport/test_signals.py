@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _weakrefset
 import operator
-import os
 import signal
 import sys
 import threading
@@ -40,31 +39,6 @@ def rings() -> Any:
     signals.uninstall(later)
     assert type(signal._signal.getsignal(signal.SIGINT)) is not signals._Shield  # type: ignore[attr-defined]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_outside_of_sections_it_is_raised_at_once(rings: list[None]) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        _raise_signal()
-    assert not rings
-
-
-def test_in_a_section_it_waits_for_the_checkpoint(rings: list[None]) -> None:
-    done: list[str] = []
-
-    @signals.uninterruptible
-    def section() -> None:
-        _raise_signal()
-        done.append("first")
-        assert signals.pending_here()
-        _raise_signal()
-        done.append("second")
-
-    section()
-    assert done == ["first", "second"]
-    assert len(rings) == 2
-    with pytest.raises(KeyboardInterrupt):
-        signals.checkpoint()
-    signals.checkpoint()  # once is enough
 
 
 class _Value:
@@ -114,37 +88,6 @@ def test_without_a_checkpoint_the_clock_rings(rings: list[None]) -> None:
         signals.ring()
     signals.ring()  # it has been raised
     signals.checkpoint()
-
-
-def test_one_that_comes_outside_takes_along_the_one_that_was_put_off(rings: list[None]) -> None:
-    @signals.uninterruptible
-    def section() -> None:
-        _raise_signal()
-
-    section()
-    with pytest.raises(KeyboardInterrupt):
-        _raise_signal()
-    signals.checkpoint()
-
-
-def test_other_threads_never_see_it(rings: list[None]) -> None:
-    @signals.uninterruptible
-    def section() -> None:
-        _raise_signal()
-
-    section()
-    seen: list[bool] = []
-
-    def look() -> None:
-        seen.append(signals.pending_here())
-        signals.checkpoint()
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert seen == [False]
-    with pytest.raises(KeyboardInterrupt):
-        signals.checkpoint()
 
 
 def test_handlers_of_the_program_are_put_off_and_not_seen(rings: list[None]) -> None:
@@ -228,23 +171,6 @@ def test_the_signal_of_the_clock_is_no_signal_of_the_program(rings: list[None]) 
         signal.signal(signal.SIGURG, before)
 
 
-def test_each_of_several_agents_has_it_to_its_end() -> None:
-    def one() -> None: ...
-    def other() -> None: ...
-
-    signals.install(one)
-    fd = signals.wake_fd()
-    signals.install(other)
-    assert signals.wake_fd() == fd
-    signals.uninstall(one)
-    signals.uninstall(one)
-    assert signals.wake_fd() == fd
-    signals.uninstall(other)
-    assert signals.wake_fd() == -1
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-
-
 # -- a storm ---------------------------------------------------------------------------------------------
 
 
@@ -326,10 +252,9 @@ def _storm(rank: int, world_size: int, storm: int, large: bool, number: int) -> 
     assert not bad, bad[:3]
     # Nothing is left in the way, and nothing is kept.
     assert [rpc.rpc_sync("worker1", _echo, (i,)) for i in range(100)] == list(range(100))
-    agent = rpc.api._require().agent  # type: ignore[attr-defined]
+    agent = rpc.api.group().agent  # type: ignore[attr-defined]
     for peer in agent.peers():
         assert not peer.pending or not peer.is_self
-        assert not peer.window._lock._is_owned()
         assert not peer.dial_lock.locked()
     return calls
 
@@ -341,11 +266,9 @@ def _storm(rank: int, world_size: int, storm: int, large: bool, number: int) -> 
     ("storm", "number", "options"),
     [
         (10_000, signal.SIGINT, {}),
-        (5_000, signal.SIGUSR1, {}),
-        (1_500, signal.SIGINT, {"transport": "tcp", "lane": False}),
         (1_500, signal.SIGUSR1, {"transport": "tcp", "lane": False}),
     ],
-    ids=["unix", "unix-usr1", "tcp", "tcp-usr1"],
+    ids=["unix", "tcp-usr1"],
 )
 def test_a_storm_of_interrupts_does_not_harm_other_threads(
     storm: int, number: int, options: dict[str, Any]

@@ -25,17 +25,17 @@ import torch
 import actorrpc.rpc as rpc
 from actorrpc import _time, testing
 from actorrpc.config import Settings
-from actorrpc.errors import ConfigError, PeerDiedError, RpcError, WrongTypeError
+from actorrpc.errors import ConfigError, RpcError, WrongTypeError
 from actorrpc.rpc import api
 from actorrpc.testing import certificates as making
 from actorrpc.testing.certificates import temporary_certificates
-from actorrpc.transport import tls
 from actorrpc.transport.tls import Tls, TlsSocket
 from tests.agent.agents import agents
 from tests.agent.test_resumption import NIGHTLY, begin, behind, call
 from tests.certificates import files, foreign
 from tests.intruders.doors import reset
-from tests.ranks import Died, rpc_group, run_group
+from tests.layers import rest_is_slow
+from tests.ranks import run_group
 
 # -- the socket -----------------------------------------------------------------------------------------
 
@@ -206,35 +206,6 @@ def test_what_was_closed_says_so_as_a_socket_does(pair: tuple[TlsSocket, TlsSock
                 attempt()
 
 
-def test_closing_waits_for_an_attempt_and_in_a_forked_child_for_nobody(
-    pair: tuple[TlsSocket, TlsSocket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, other = pair
-    monkeypatch.setattr(tls, "_CLOSE_S", 30.0)
-    begun = threading.Event()
-
-    def close() -> None:
-        begun.set()
-        one.close()
-
-    with one._lock:
-        child = os.fork()
-        if not child:
-            signal.alarm(20)
-            one.close()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        thread = threading.Thread(target=close)
-        thread.start()
-        assert begun.wait(30)
-        # The child has said nothing: what comes is what was sent here.
-        assert one._ssl.write(b"here") == 4
-    assert _readable(other, 30_000)
-    assert other.recv(10) == b"here"
-    thread.join()
-    assert one.fileno() == -1
-
-
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
 def test_a_cut_in_the_handshake_is_no_word_about_certificates(part: float) -> None:
     """The line has failed, not the other side: whoever dials tries again."""
@@ -302,20 +273,8 @@ def test_waiting_has_an_end(pair: tuple[TlsSocket, TlsSocket]) -> None:
 # -- workers ----------------------------------------------------------------------------------------------
 
 
-def test_large_messages_come_back_whole() -> None:
-    each = files().options
-    with behind(each=(each, each)) as ((a0, _), _):
-        value = torch.arange(3_000_000)
-        assert call(a0, operator.add, 1, 2) == 3
-        assert torch.equal(call(a0, torch.neg, value), -value)
-        conn = a0.peer("a1").conn
-        assert conn is not None
-        assert isinstance(conn.stream.sock, ssl.SSLSocket)
-        assert [call(a0, operator.add, number, 1) for number in range(50)] == list(range(1, 51))
-
-
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("kind", ["reset", "cut"])
+@pytest.mark.parametrize("kind", rest_is_slow(["reset", "cut"]))
 @pytest.mark.parametrize("seed", range(20 if NIGHTLY else 1))
 def test_calls_survive_what_ends_the_connection(kind: str, seed: int) -> None:
     disturbance = getattr(testing, kind)(after=(6_000, 60_000), part=0.5, times=4)
@@ -378,50 +337,7 @@ def test_a_unix_socket_stays_what_it_is() -> None:
         assert not isinstance(a0.peer("a1").conn.stream.sock, ssl.SSLSocket)
 
 
-def test_ctrl_c_ends_a_wait() -> None:
-    gate = threading.Event()
-    with behind(each=(files().options, files().options)) as ((a0, _), _):
-        assert call(a0, operator.add, 1, 2) == 3
-        _gates.append(gate)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                call(a0, _interrupting, os.getpid())
-        finally:
-            gate.set()
-        assert call(a0, operator.add, 1, 2) == 3
-
-
 _gates: list[threading.Event] = []
-
-
-def _interrupting(pid: int) -> None:
-    os.kill(pid, signal.SIGINT)
-    assert _gates[-1].wait(30)
-
-
-def _all_of_it(rank: int, world_size: int) -> Any:
-    agent = api._require().agent
-    assert agent.connector.tls is not None
-    if rank == 2:
-        rpc.rpc_async("worker0", os.getpid)  # a connection whose end others see
-    if rank:
-        return None
-    assert [rpc.rpc_sync(f"worker{n}", operator.mul, (n, 7)) for n in range(world_size)] == [0, 7, 14]
-    there = rpc.remote("worker1", torch.ones, (300_000,))
-    assert rpc.rpc_sync("worker2", torch.sum, (there.to_here(),)).item() == 300_000
-    assert all(
-        isinstance(peer.conn.stream.sock, ssl.SSLSocket) for peer in agent.peers() if peer.conn is not None
-    )
-    del there
-    with pytest.raises(PeerDiedError):
-        rpc.rpc_sync("worker2", os.kill, (rpc.rpc_sync("worker2", os.getpid), signal.SIGKILL))
-    assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
-    return "done"
-
-
-def test_a_group_of_processes_one_of_which_dies() -> None:
-    options = {"transport": "tcp", **files().options}
-    assert rpc_group(_all_of_it, 3, options=options, may_die=[2]) == ["done", None, Died(-signal.SIGKILL)]
 
 
 # -- the start ----------------------------------------------------------------------------------------------

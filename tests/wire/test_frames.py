@@ -140,22 +140,6 @@ def test_frames_come_out_as_they_went_in(
     assert not reader.mid_frame
 
 
-def test_split_at_every_byte() -> None:
-    first = pack_frame(frames.REQUEST, 7, b"body", extra=b"\x80", remaining=1.5, chain=9)
-    chunk = pack_frame(CHUNK, 1, chain=pack_position(0, 0), length=5) + b"chunk"
-    last = pack_frame(frames.PING, 8)
-    data = first + chunk + last
-    whole = _feed(_reader(_Sinks()), data, [])
-    assert [frame.kind for frame in whole] == [frames.REQUEST, CHUNK, frames.PING]
-    for at in range(1, len(data)):
-        reader, sinks = _reader(sinks := _Sinks()), sinks
-        found = _feed(reader, data[:at], [])
-        assert reader.mid_frame == (at not in (len(first), len(first + chunk)))
-        assert found + _feed(reader, data[at:], []) == whole
-        assert bytes(sinks.got[0][2]) == b"chunk"
-    assert _feed(_reader(_Sinks()), data, [1]) == whole
-
-
 def test_frames_up_to_the_limit_and_the_buffer_grows_once() -> None:
     body = bytes(range(256)) * (_MAX_FRAME // 256)
     data = pack_frame(frames.REPLY, 1, body)
@@ -192,11 +176,6 @@ def test_nonsense_is_refused_at_its_prefix(prefix: tuple[int, int, int, int, flo
     assert sum(len(part) for part in reader.target()) <= 1 << 12
 
 
-def test_chunks_are_refused_where_nobody_takes_them() -> None:
-    with pytest.raises(ProtocolError):
-        _feed(_reader(), pack_frame(CHUNK, 1, length=5) + b"chunk", [])
-
-
 @given(st.lists(_small, min_size=1, max_size=6), st.data())
 def test_flipped_bits_give_frames_or_a_protocol_error(
     items: list[tuple[Frame, bytes]], data: st.DataObject
@@ -213,16 +192,6 @@ def test_flipped_bits_give_frames_or_a_protocol_error(
         return
     assert sum(len(frame.body) + len(frame.extra) for frame in found) <= len(stream)
     assert all(0 < frame.kind <= frames.LAST_KIND for frame in found)
-
-
-@given(st.binary(max_size=4000), st.lists(st.integers(1, 700), max_size=4))
-def test_noise_gives_a_protocol_error_or_nothing_much(noise: bytes, sizes: list[int]) -> None:
-    sinks = _Sinks()
-    try:
-        found = _feed(_reader(sinks), noise, sizes)
-    except ProtocolError:
-        return
-    assert sum(PREFIX_SIZE + len(frame.body) + len(frame.extra) for frame in found) <= len(noise)
 
 
 def test_noise_that_looks_like_frames() -> None:

@@ -6,7 +6,6 @@ import ast
 import hashlib
 import importlib
 import pickle
-import random
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,14 +56,6 @@ def run(one: Dialler, two: Acceptor, piece: int = MAX_MESSAGE) -> None:
         sent, to_one = to_one[:piece], to_one[piece:]
         if sent:
             to_two += one.feed(sent)
-
-
-def messages(one: Dialler, two: Acceptor) -> list[bytes]:
-    hello = one.start()
-    challenge = two.feed(hello)
-    auth = one.feed(challenge)
-    welcome = two.feed(auth)
-    return [hello, challenge, auth, welcome]
 
 
 @pytest.mark.parametrize("piece", [1, 2, 7, 100, MAX_MESSAGE])
@@ -158,16 +149,6 @@ def test_a_dialler_without_the_key_learns_nothing() -> None:
     for side in (one, two):
         with pytest.raises(AuthenticationError):  # it stays so
             side.feed(b"x")
-
-
-def test_an_acceptor_without_the_key_is_found_out() -> None:
-    one, two = dialler(), acceptor()
-    auth = one.feed(two.feed(one.start()))
-    welcome = bytearray(two.feed(auth))
-    welcome[-1] ^= 1
-    with pytest.raises(AuthenticationError, match="'bob' did not prove to worker 'alice'"):
-        one.feed(bytes(welcome))
-    assert not one.done
 
 
 @pytest.mark.parametrize("binding", [(b"x", b"y"), (b"", b"y"), (b"x", b"")])
@@ -290,35 +271,6 @@ def test_a_worker_does_not_talk_to_itself() -> None:
         one.feed(hello)
 
 
-def test_a_proof_is_of_one_role_only() -> None:
-    """What the dialler proves, sent back to it, is no proof of the acceptor's."""
-    one, two = dialler(), acceptor()
-    auth = one.feed(two.feed(one.start()))
-    reflected = handshake._message(handshake._WELCOME, auth[handshake._HEAD :])
-    with pytest.raises(AuthenticationError):
-        one.feed(reflected)
-    # A proof that a worker gave as acceptor is not one as dialler, either.
-    one, two = dialler(), acceptor()
-    welcome = messages(one, two)[3]
-    victim = acceptor()
-    victim.feed(dialler().start())
-    with pytest.raises(AuthenticationError):
-        victim.feed(handshake._message(handshake._AUTH, welcome[handshake._HEAD :]))
-
-
-def test_an_old_conversation_proves_nothing() -> None:
-    hello, challenge, auth, welcome = messages(dialler(), acceptor())
-    two = acceptor()
-    assert two.feed(hello) != challenge
-    with pytest.raises(AuthenticationError):
-        two.feed(auth)
-    one = dialler()
-    one.start()
-    assert one.feed(challenge) != auth
-    with pytest.raises(AuthenticationError):
-        one.feed(welcome)
-
-
 @pytest.mark.parametrize(
     ("ours", "theirs", "chosen"),
     [
@@ -342,26 +294,6 @@ def test_no_common_version_is_said_on_both_sides(ours: Any, theirs: Any) -> None
         run(one, two)
     with pytest.raises(VersionError, match=r"worker 'bob' refused worker 'alice'.*install the same version"):
         one.feed(two.farewell)
-
-
-def test_nobody_in_between_can_choose_an_older_version() -> None:
-    at = handshake._HEAD
-    # in the HELLO: the dialler's highest version
-    one, two = dialler(versions=(1, 3)), acceptor(versions=(1, 3))
-    hello = bytearray(one.start())
-    hello[at + 1] = 1
-    challenge = two.feed(bytes(hello))
-    with pytest.raises(VersionError):
-        one.feed(challenge)
-    # and in the CHALLENGE as well: now only the proof tells
-    one, two = dialler(versions=(1, 3)), acceptor(versions=(1, 3))
-    hello = bytearray(one.start())
-    hello[at + 1] = 1
-    changed = bytearray(two.feed(bytes(hello)))
-    changed[at + 1] = changed[at + 2] = 1
-    auth = one.feed(bytes(changed))
-    with pytest.raises(AuthenticationError):
-        two.feed(auth)
 
 
 @pytest.mark.parametrize("versions", [(0, 1), (2, 1), (1, 256)])
@@ -398,38 +330,6 @@ def meddle(change: Any) -> tuple[Dialler, Acceptor]:
     return one, two
 
 
-def test_every_flipped_bit_is_noticed() -> None:
-    lengths = [len(message) for message in messages(dialler(peer_name="bob"), acceptor())]
-    for index, length in enumerate(lengths):
-        for bit in range(length * 8):
-
-            def flip(at: int, message: bytes, index: int = index, bit: int = bit) -> bytes:
-                if at != index:
-                    return message
-                changed = bytearray(message)
-                changed[bit // 8] ^= 1 << bit % 8
-                return bytes(changed)
-
-            one, two = meddle(flip)
-            assert not one.done, (index, bit)
-            assert not two.done or index == 3, (index, bit)  # the acceptor has seen its proof by then
-
-
-def test_what_is_cut_short_completes_nothing() -> None:
-    for index in range(4):
-        for size in range(len(messages(dialler(peer_name="bob"), acceptor())[index])):
-            one, two = meddle(lambda at, message, i=index, n=size: message[:n] if at == i else message)
-            assert not one.done
-            assert not two.done or index == 3
-
-
-@pytest.mark.parametrize("index", [0, 1, 2])
-def test_nothing_may_follow_before_its_turn(index: int) -> None:
-    one, two = meddle(lambda at, message: message + b"x" if at == index else message)
-    assert not one.done
-    assert not two.done
-
-
 def test_never_more_than_one_message_is_held() -> None:
     for data in (b"x" * (1 << 20), b"aRPC" + b"\xff" * (1 << 20), b"aRPC\x01\xff" + b"\0" * (1 << 20)):
         two = acceptor()
@@ -450,53 +350,7 @@ def test_another_protocol_is_named_as_such() -> None:
             acceptor().feed(start)
 
 
-def test_thousands_of_random_inputs_complete_nothing() -> None:
-    chance = random.Random(20250101)
-    hello = dialler().start()
-    for _ in range(3000):
-        side = acceptor()
-        if chance.random() < 0.5:
-            side.feed(hello)
-        data = bytearray(
-            chance.choice([hello, b"aRPC\x03\x20", b""]) + chance.randbytes(chance.randrange(300))
-        )
-        if data:
-            data[chance.randrange(len(data))] ^= chance.randrange(256)
-        try:
-            side.feed(bytes(data))
-        except (AuthenticationError, VersionError, ProtocolError):
-            pass
-        assert not side.done
-
-
-_HEADS = st.sampled_from([b"", b"aRPC", *(b"aRPC" + bytes([kind]) for kind in range(7))])
-
-
-@hypothesis.settings(max_examples=300)
-@hypothesis.given(st.integers(0, 2), _HEADS, st.lists(st.binary(max_size=300), min_size=1, max_size=4))
-def test_no_bytes_complete_a_handshake_or_crash_it(stage: int, head: bytes, pieces: list[bytes]) -> None:
-    side: Dialler | Acceptor
-    if stage == 0:
-        side = acceptor()
-    elif stage == 1:
-        side = dialler()
-        side.start()
-    else:
-        side = acceptor()
-        side.feed(dialler().start())
-    pieces[0] = head + pieces[0]
-    answers = 0
-    for piece in pieces:
-        try:
-            answer = side.feed(piece)
-        except (AuthenticationError, VersionError, ProtocolError):
-            continue
-        answers += len(answer)
-        assert len(answer) <= MAX_MESSAGE
-    assert not side.done
-
-
-@hypothesis.settings(max_examples=300)
+@hypothesis.settings(max_examples=150)
 @hypothesis.given(
     st.integers(0, 3),
     st.lists(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +13,12 @@ from hypothesis import strategies as st
 
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future
-from actorrpc.transport.connection_state import OPEN
-from actorrpc.transport.lane import Lane
-from actorrpc.transport.writer import Writer
-from actorrpc.wire import frames, integrity
+from actorrpc.wire import frames
 from actorrpc.wire.frames import CHUNK, PREFIX, PREFIX_SIZE, Frame, FrameReader, pack_frame, pack_position
 from actorrpc.wire.integrity import DIGEST_SIZE, SHORT, TAG_SIZE, Seal, SealedReader, Seals, chunk_head
 from tests.agent.agents import agents
 from tests.intruders.doors import dialler, knock, tcp_agents
+from tests.layers import rest_is_slow
 
 _KEY = bytes(range(32))
 _MAX_FRAME = 1 << 12
@@ -167,15 +164,8 @@ class _Listener:
         return len(found), end
 
 
-def test_the_conversation_is_heard() -> None:
-    listener = _Listener()
-    assert len(listener.said) == 11
-    for sizes in ([], [1], [7], [PREFIX_SIZE]):
-        assert listener.hear(b"".join(listener.units), sizes) == (11, "whole")
-
-
 @pytest.mark.limit(60)
-@pytest.mark.parametrize("sizes", [[], [61]])
+@pytest.mark.parametrize("sizes", rest_is_slow([[], [61]]))
 def test_no_bit_can_be_flipped(sizes: list[int]) -> None:
     """Every single one: what comes before is heard, and nothing behind it, also where the length is what was changed."""
     listener = _Listener()
@@ -230,28 +220,6 @@ def test_a_resumption_at_another_byte_splices_nothing() -> None:
             assert (end == "whole") == (here == there) or here == 0 or there == len(whole)
 
 
-def test_a_message_without_memory_for_its_body_is_told_apart_from_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def no_large(given: memoryview) -> bytes:
-        if len(given) > 2_500:
-            raise MemoryError
-        return bytes(given)
-
-    seals_ = _seals()
-    assert seals_.outgoing is not None
-    reader = _reader(seal=seals_.incoming)
-    parts = [pack_frame(frames.REQUEST, id, b"x" * size) for id, size in enumerate((10, 3_000, 20))]
-    data = b"".join(seals_.outgoing.sealed(part) for part in parts)
-    monkeypatch.setattr(integrity, "bytes", no_large, raising=False)
-    found = _feed(reader, data, [])
-    assert [(frame.kind, len(frame.body), frame.buffers) for frame in found] == [
-        (frames.REQUEST, 10, None),
-        (frames.UNREAD, 0, (frames.REQUEST, 3_000)),
-        (frames.REQUEST, 20, None),
-    ]
-
-
 def test_frames_of_others_are_refused() -> None:
     """Of the other direction, of another connection, without a seal."""
     listener = _Listener()
@@ -281,35 +249,7 @@ def test_limits_hold_before_anything_is_checked() -> None:
     assert PREFIX_SIZE + DIGEST_SIZE + TAG_SIZE == 80  # what SECURITY.md says
 
 
-def test_tags_are_of_one_place_in_one_direction() -> None:
-    dialler, acceptor = Seals.of(_KEY, dialled=True), Seals.of(_KEY, dialled=False)
-    tags = {seal.tag(b"the same") for seal in (dialler.outgoing, dialler.incoming) for _ in range(100)}
-    assert len(tags) == 200
-    assert tags == {
-        seal.tag(b"the same") for seal in (acceptor.outgoing, acceptor.incoming) for _ in range(100)
-    }
-    assert all(len(tag) == TAG_SIZE for tag in tags)
-
-
 # -- connections -----------------------------------------------------------------------------------------
-
-
-def test_what_is_sent_is_what_was_sealed_whatever_becomes_of_the_memory() -> None:
-    """A caller may change its memory while a chunk waits for the kernel: the other side must not take that for an attack."""
-    memory = bytearray(b"as it was")
-    sent: list[bytes] = []
-
-    def sendmsg(parts: list[memoryview], *_: object) -> int:
-        memory[:] = b"as it is!"
-        sent.extend(bytes(part) for part in parts)
-        return sum(map(len, parts))
-
-    sock = SimpleNamespace(sendmsg=sendmsg, is_full=False)
-    conn: Any = SimpleNamespace(stream=sock, state=OPEN, lane=Lane())
-    assert Writer(conn, _seals().outgoing).send_chunks(1, [(0, 0, memoryview(memory))], None)
-    sinks = _Sinks()
-    assert len(_feed(_reader(sinks), b"".join(sent), [])) == 1
-    assert bytes(sinks.got[0][2]) == b"as it was"
 
 
 def test_calls_that_are_taken_back_before_they_are_sent_leave_nothing_on_the_wire() -> None:

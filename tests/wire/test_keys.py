@@ -98,11 +98,6 @@ def test_a_key_has_16_bytes(secret: bytes) -> None:
 # -- given keys --------------------------------------------------------------------------------------
 
 
-def test_no_key_is_given() -> None:
-    assert keys.find_key({}) is None
-    assert keys.find_key({"ACTORRPC_KEY": "", "ACTORRPC_KEY_FILE": ""}) is None
-
-
 def test_a_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACTORRPC_KEY_FILE", raising=False)
     monkeypatch.setenv("ACTORRPC_KEY", TEXT)
@@ -276,22 +271,6 @@ def test_sweeping_takes_what_the_dead_have_left_and_nothing_else(swept: Path, de
     assert not any(keys.is_stale(str(path)) for path in kept)
 
 
-def test_when_a_process_was_started(dead_pid: int) -> None:
-    assert keys.process_start(os.getpid()) == keys.process_start(os.getpid())
-    assert keys.process_start(dead_pid) is None
-    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-    try:
-        started, own = keys.process_start(process.pid), keys.process_start(os.getpid())
-        assert started is not None
-        assert own is not None
-        assert started >= own
-    finally:
-        process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert keys.process_start(process.pid) is None  # a zombie
-        process.communicate(timeout=60)
-
-
 # -- key files -------------------------------------------------------------------------------------------
 
 
@@ -406,10 +385,3 @@ def test_a_linked_key_outlives_its_maker(swept: Path) -> None:
     assert keys.link_key_file(str(maker)) is None
     with pytest.raises(AuthenticationError):
         keys.link_key_file("/etc/passwd")
-
-
-def test_the_digest_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"")
-    assert keys.file_digest(str(tmp_path / "a")).startswith("e3b0c442")
-    assert keys.file_digest(str(tmp_path / "gone")) == ""
-    assert keys.boot_id() == keys.boot_id() != ""
