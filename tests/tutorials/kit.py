@@ -56,17 +56,8 @@ class Program:
 PROGRAMS: Final = {
     each.name: each
     for each in (
-        Program("reinforce", 3),
         Program("rnn", 2),
-        # Without a time-out, as in the tutorials, torch 2.13 does not start: its workers wait for each other for 0 ms.
-        Program("parameter_server", 2, on_torch=("--rpc-timeout", "60")),
-        Program("ddp_rpc", 4),
-        Program("batch_parameter_server", 3, on_torch=("--rpc-timeout", "60")),
-        Program("batch_reinforce", 3),
-        Program("pipeline", 3),
         Program("autograd", 2, before=TORCHRUN),
-        Program("rrefs", 3),
-        Program("async_functions", 3),
         Program("remote_modules", 2, prints=(OUTSIDE_OF_A_CONTEXT,)),
         # torch does not come through a second group in one process where the first had an RRef.
         Program("starting", 10, on_actorrpc=("--rrefs",)),

@@ -1,8 +1,8 @@
 """The tutorials of torch's RPC, as their users have them on disk, run unchanged on actorrpc and come out as on torch.
 
-What stock torch prints is kept in ``expected.json``. On each change half of the programs run on actorrpc, and one on torch; in
-the nightly run (``ACTORRPC_NIGHTLY=1``) all run on both. A witness in every process of a program (``witness/``) says which
-agent it has started.
+What stock torch prints is kept in ``expected.json``. On each change the programs run on actorrpc, and one on torch; in the
+nightly run (``ACTORRPC_NIGHTLY=1``) all run on both. A witness in every process of a program (``witness/``) says which agent
+it has started. The other tutorials are examples (``examples/torch_style``).
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ import torch
 from torch import nn
 
 from actorrpc.wire import keys
-from tests.announced import PROFILER
 from tests.tutorials.kit import EXPECTED, NIGHTLY, PROGRAMS, Program, Run, run
 
 EXPECTATIONS = json.loads(EXPECTED.read_text())
 QUICK_ON_TORCH = {"rnn"}
-# Their like is among the others, or runs as an example.
-NIGHTLY_ON_ACTORRPC = {"async_functions", "batch_reinforce", "ddp_rpc", "pipeline", "reinforce", "rrefs"}
 # By the variable alone, and after torch's module has been imported.
 OTHER_WAYS = {"rnn": "variable", "remote_modules": "late"}
-NEED_GYMNASIUM = {"batch_reinforce", "reinforce"}
 LIMIT = pytest.mark.limit(180)  # several interpreters that import torch, each
 
 
@@ -65,8 +61,6 @@ def alike(found: Any, expected: Any) -> bool:
 
 
 def check(folder: Path, program: Program, *arguments: str, way: str) -> None:
-    if program.name in NEED_GYMNASIUM:
-        pytest.importorskip("gymnasium", reason="needs gymnasium: pip install 'actorrpc[examples]'")
     done = run(folder, program, *arguments, way=way)
     assert done.status == 0, done.errors
     check_agents(done, program.workers, way)
@@ -77,8 +71,6 @@ def check(folder: Path, program: Program, *arguments: str, way: str) -> None:
 @LIMIT
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_prints_the_same_on_actorrpc(tmp_path: Path, name: str) -> None:
-    if name in NIGHTLY_ON_ACTORRPC and not NIGHTLY:
-        pytest.skip("nightly")
     check(tmp_path, PROGRAMS[name], *PROGRAMS[name].on_actorrpc, way=OTHER_WAYS.get(name, "command"))
 
 
@@ -88,64 +80,6 @@ def test_prints_what_is_expected_on_torch(tmp_path: Path, name: str) -> None:
     if name not in QUICK_ON_TORCH and not NIGHTLY:
         pytest.skip("torch's side: nightly")
     check(tmp_path, PROGRAMS[name], *PROGRAMS[name].on_torch, way="torch")
-
-
-# -- profiles ------------------------------------------------------------------------------------
-
-PROFILING = Program("profiling", 2, prints=(PROFILER,))
-OPERATORS = ("add", "empty", "mul", "rand", "uniform_")  # of its user-defined function
-
-
-def names_of(call: str, *operators: str) -> set[str]:
-    """Return what a call shows as in a profile, with what it ran on the other worker."""
-    name = f"{call}(worker0 -> worker1)"
-    return {name, *(f"{name}#remote_op: aten::{operator}" for operator in operators)}
-
-
-SECTIONS = {
-    "builtin functions": names_of("rpc_async#aten::add", "add") | names_of("rpc_async#aten::mul", "mul"),
-    "user-defined function": names_of("rpc_async#udf_with_ops", *OPERATORS),
-    "remote": names_of("rpc_remote#udf_with_ops", *OPERATORS) | {"to_here#(worker0)->(worker1)"},
-    "sync, in a range": names_of("rpc_sync#aten::add", "add") | {"my_work"},
-}
-
-
-@LIMIT
-def test_profiles_show_calls_and_what_ran_for_them(tmp_path: Path) -> None:
-    """With each of torch's profilers what torch's own RPC shows in the old one."""
-    kinds = ("autograd", "torch", "legacy")
-    done = run(tmp_path, PROFILING, "--profiler", *kinds, way="command")
-    assert done.status == 0, done.errors
-    check_agents(done, PROFILING.workers, "command")
-    wanted = [(kind, section) for kind in kinds for section in SECTIONS]
-    for line, (kind, section) in zip(done.lines, wanted, strict=True):
-        assert (line["profiler"], line["section"]) == (kind, section)
-        found = {name for name in line["names"] if not name.startswith("aten::")}
-        there = {name for name in found if "#remote_op" in name}
-        if section == "remote" and not there:
-            # What ran for remote() comes with the answer to it, which the value may overtake: then it is too late here.
-            assert found == {name for name in SECTIONS[section] if "#remote_op" not in name}
-            continue
-        assert found == SECTIONS[section]
-        assert set(line["remote"]) == there
-        assert line["nodes"] == [1]
-        assert line["traced"]
-        assert line["in table"]
-
-
-@LIMIT
-@pytest.mark.skipif(not NIGHTLY, reason="torch's side: nightly")
-def test_profiles_on_torch(tmp_path: Path) -> None:
-    """The names are torch's; its newer profilers, one of which the tutorial has, show its calls no more."""
-    done = run(tmp_path, PROFILING, "--profiler", "legacy", "autograd", "torch", way="torch")
-    assert done.status == 0, done.errors
-    for line, section in zip(done.lines, [*SECTIONS] * 3, strict=True):
-        names = set(line["names"])
-        if line["profiler"] == "legacy":
-            assert names <= SECTIONS[section]  # operators may come too late for the profile
-            assert {name for name in SECTIONS[section] if "#remote_op" not in name} <= names
-        else:
-            assert not [name for name in names if name.startswith("rpc_")]
 
 
 # -- what does not come out the same ---------------------------------------------------------------
