@@ -37,19 +37,6 @@ def _thread(ident: int, *functions: str, name: str = "main") -> dict[str, Any]:
 # -- samples -----------------------------------------------------------------------------------------------------
 
 
-def test_ticks_that_have_passed_are_left_out() -> None:
-    ticks = Ticks(100.0, 0.5, 10)
-    assert ticks.due == 100.0
-    ticks.answered(100.1)
-    assert (ticks.due, ticks.late, ticks.lost) == (100.5, 0, 0)
-    ticks.answered(101.2)  # after the one at 101.0, which nobody asks at any more
-    assert (ticks.due, ticks.late, ticks.lost) == (101.5, 1, 1)
-    ticks.unanswered(102.3)
-    assert (ticks.due, ticks.late, ticks.lost) == (102.5, 1, 3)
-    ticks.answered(1000.0)
-    assert (ticks.due, ticks.late, ticks.lost) == (None, 2, 7)
-
-
 def test_what_waits_in_the_library_is_left_out() -> None:
     sampler, everything = _sampler(), _sampler(with_idle=True)
     for each in (sampler, everything):
@@ -75,13 +62,6 @@ def test_of_an_actor_only_the_threads_count_that_run_its_calls() -> None:
     sampler.take({"threads": threads, "actors": actors})
     sampler.take({"threads": threads, "actors": [{"actor_id": "a1", "running": []}]})
     assert _functions(sampler) == {1: [(["f"], 1)], 3: [(["h"], 2)]}
-
-
-def test_an_answer_that_makes_no_sense_has_no_threads() -> None:
-    sampler = _sampler({"a1": "Store"})
-    sampler.take({})
-    sampler.take({"threads": 3, "actors": [{"actor_id": "a1"}, 5]})
-    assert sampler.threads == {}
 
 
 # -- files -------------------------------------------------------------------------------------------------------
@@ -183,11 +163,6 @@ def test_one_that_does_not_answer_for_a_while(run: Callable[..., Sampler]) -> No
     assert (sampler.samples, sampler.ticks.lost, sampler.ticks.late, sampler.why) == (2, 1, 0, "")
 
 
-def test_one_that_never_answers(run: Callable[..., Sampler]) -> None:
-    sampler = run(TimeoutError("late"), TimeoutError("late"))
-    assert (sampler.samples, sampler.ticks.lost, sampler.why) == (0, 2, "it has not answered in time")
-
-
 def test_one_that_ends(run: Callable[..., Sampler]) -> None:
     sampler = run({"threads": []}, ConnectionResetError("the worker has left"))
     assert sampler.why == "it was sampled 1 time, then: the worker has left"
@@ -217,26 +192,3 @@ def test_one_that_cannot_be_reached() -> None:
         "w is missing: why",
         "actorrpc stack w shows where it is",
     ]
-
-
-def test_ctrl_c_ends_it_and_what_there_is_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop, asked = threading.Event(), threading.Event()
-
-    class Forever(_Visit):
-        def ask(self, parts: list[str], until: float) -> dict[str, Any]:
-            asked.set()
-            return {"threads": [_thread(1, "f")]}
-
-    class Interrupted(threading.Thread):
-        def join(self, timeout: float | None = None) -> None:
-            if not stop.is_set():
-                assert asked.wait(20)
-                raise KeyboardInterrupt
-            super().join(timeout)
-
-    monkeypatch.setattr(profile, "Visit", Forever)
-    monkeypatch.setattr(profile, "threading", SimpleNamespace(Thread=Interrupted))
-    sampler = _sampler()
-    profile.sample([sampler], 1e5, 0.001, 20.0, stop)
-    assert sampler.samples == 1
-    assert _Visit.closed

@@ -26,31 +26,6 @@ def test_lines_are_kept_in_order() -> None:
     assert history.since(following, 10, 1 << 20) == ([], 4, False)
 
 
-def test_workers_are_known_by_their_processes_as_long_as_their_lines_are_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(logs, "HISTORY_BYTES", 1 << 10)
-    history = History()
-    history.add(7, False, [("A", "one")], "A-1")
-    history.add(8, False, [("fork server", "none is its worker")])
-    assert history.workers() == [(7, "A-1")]
-    history.add(7, False, [("A", "x" * 5000)], "A-1")
-    assert history.workers() == []
-
-
-def test_they_come_in_pages() -> None:
-    history = History()
-    history.add(7, False, [("A", "x" * 500) for _ in range(5)])
-    found, at, more = [], 1, True
-    while more:
-        lines, at, more = history.since(at, 2, 1 << 20)
-        assert len(lines) <= 2
-        found += lines
-    assert [line[0] for line in found] == [1, 2, 3, 4, 5]
-    # One that is larger than a page comes alone.
-    assert len(history.since(1, 10, 1)[0]) == 1
-
-
 def test_one_that_prints_a_lot_does_not_push_out_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "HISTORY_BYTES", 64 << 10)
     history = History()
@@ -63,12 +38,3 @@ def test_one_that_prints_a_lot_does_not_push_out_the_others(monkeypatch: pytest.
     assert 64 < len(found) < 200
     assert history._size <= 64 << 10
     assert history._size == sum(history._sizes.values())
-
-
-def test_a_line_that_is_larger_than_all_there_is_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "HISTORY_BYTES", 1 << 10)
-    history = History()
-    history.add(7, False, [("A", "x" * 5000)])
-    assert _texts(history) == []
-    history.add(7, False, [("A", "next")])
-    assert _texts(history) == [(7, "next")]

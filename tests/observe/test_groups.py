@@ -16,10 +16,9 @@ import torch
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.errors import AuthenticationError, ConfigError
+from actorrpc.errors import AuthenticationError
 from actorrpc.observe.outside import find_groups, look
 from actorrpc.wire import keys
-from actorrpc.wire.keys import Key
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 from tests.ranks import rpc_group
 
@@ -157,27 +156,6 @@ def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return Path(keys.runtime_directory())
 
 
-def test_a_group_file_gives_back_what_was_written(directory: Path) -> None:
-    path = keys.group_path(keys.socket_path())
-    key = Key.from_text("sixteen characters or more")
-    keys.create_group_file(path, key.reveal(), b"about")
-    assert [each[0] for each in keys.group_files()] == [os.getpid()]
-    assert keys.read_group_file(path) == (key, b"about")
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    keys.remove_file(path)
-    assert keys.read_group_file(path) is None
-
-
-def test_group_files_of_the_dead_are_not_listed_and_are_swept(directory: Path) -> None:
-    path = keys.group_path(None)
-    name = os.path.basename(path).split("-")
-    dead = directory / "-".join([*name[:2], "1", name[3]])
-    keys.create_group_file(str(dead), b"", b"about")
-    assert keys.group_files() == []
-    assert keys.sweep() == 1
-    assert not dead.exists()
-
-
 @pytest.mark.parametrize("damage", ["mode", "size", "link"])
 def test_a_group_file_that_is_not_ours_alone_is_not_read(
     directory: Path, tmp_path: Path, damage: str
@@ -194,10 +172,3 @@ def test_a_group_file_that_is_not_ours_alone_is_not_read(
     with pytest.raises(AuthenticationError):
         keys.read_group_file(path)
     assert find_groups() == []
-
-
-def test_what_a_key_reveals_makes_it_again() -> None:
-    key = Key.from_text("sixteen characters or more")
-    assert Key.revealed(key.reveal()) == key
-    with pytest.raises(ConfigError):
-        Key.revealed(b"short")

@@ -111,46 +111,6 @@ def test_sums_are_those_of_the_calls(times: list[float]) -> None:
         assert number == sum(below < (5.0 + each) - 5.0 <= bounds[index] for each in times)
 
 
-def test_ten_thousand_actors_are_one_series() -> None:
-    flight_recorder, sums = _sums()
-    for number in range(10_000):
-        _write(flight_recorder, "add", 0.1, actor=f"Counter#{number:04x}")
-    assert [row[:4] for row in sums.read()["calls"]] == [["server", "Counter/add", False, 10_000]]
-
-
-def test_methods_without_an_end_are_one() -> None:
-    flight_recorder, sums = _sums()
-    for number in range(1000):
-        _write(flight_recorder, f"made_{number}", 0.1)
-    rows = {row[1]: row[3] for row in sums.read()["calls"]}
-    assert len(rows) == 201
-    assert rows[OTHER] == 800
-
-
-def test_the_first_look_is_over_all_that_is_kept() -> None:
-    clock = VirtualClock()
-    flight_recorder = FlightRecorder(128)
-    for _ in range(158):
-        _write(flight_recorder, "add", 0.1)
-    found = CallSums(flight_recorder, clock, lambda run: run()).read()
-    assert (found["calls"][0][3], found["dropped"]) == (128, 30)
-
-
-def test_they_are_summed_up_in_time_for_as_long_as_somebody_asks() -> None:
-    clock = VirtualClock()
-    flight_recorder, sums = _sums(clock, 128)
-    sums.read()
-    for _ in range(10):
-        for _ in range(80):
-            _write(flight_recorder, "add", 0.1)
-        clock.advance(0.25)
-    found = sums.read()
-    assert (found["calls"][0][3], found["dropped"], found["sent"]) == (800, 0, 80_000)
-    for _ in range(178):
-        _write(flight_recorder, "add", 0.1)
-    assert sums.read()["dropped"] == 50
-
-
 def _row(method: str, count: int) -> list[Any]:
     return ["client", method, False, count, 1.0, [count] + [0] * len(BUCKETS)]
 

@@ -24,7 +24,7 @@ from actorrpc.observe import (
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.findings import findings
 from actorrpc.observe.model import made_of, plain
-from actorrpc.observe.protocol import merge, pack, unpack
+from actorrpc.observe.protocol import pack, unpack
 from actorrpc.wire.identity import WorkerRecord, new_incarnation
 
 
@@ -51,28 +51,12 @@ def test_nonsense_becomes_defaults(row: Any) -> None:
         assert type(getattr(made, each.name)) is type(getattr(ObservedWorker(), each.name))
 
 
-def test_an_actor_sums_its_mailboxes() -> None:
-    actor = ObservedActor(
-        mailbox=(MailboxState(waiting=2, oldest=1.0), MailboxState(group="io", waiting=1, oldest=3.0))
-    )
-    assert (actor.waiting, actor.oldest) == (3, 3.0)
-    assert (ObservedActor().waiting, ObservedActor().oldest) == (0, 0.0)
-
-
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", pack({"id": 1})[:-1], pack({"what": []}), pack({"id": "1"}), b"\x91\x01"]
 )
 def test_what_is_no_question_is_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="cannot be read"):
         unpack(body)
-
-
-def test_pages_become_one_answer() -> None:
-    pages: list[dict[str, Any]] = [
-        {"id": 1, "actors": [1], "process": {"cpu": 1.0}, "next": {"actors": 1}},
-        {"id": 2, "actors": [2]},
-    ]
-    assert merge(pages) == {"id": 1, "actors": [1, 2], "process": {"cpu": 1.0}, "next": None}
 
 
 # -- one picture -------------------------------------------------------------------------------------------------
@@ -181,24 +165,6 @@ def test_what_is_wrong_is_said() -> None:
         ("mailbox", True)
     ]
     assert _kinds(actors=(ObservedActor(running=(ObservedCall(left=-5.0),)),)) == [("deadline", True)]
-
-
-def test_times_and_numbers_are_written_as_in_tables() -> None:
-    (one,) = findings(
-        GroupState(
-            actors=(
-                ObservedActor(
-                    title="C#0a",
-                    worker="w",
-                    mailbox=(MailboxState(waiting=1, oldest=624.0),),
-                    running=(ObservedCall(method="load", since=700.0),),
-                ),
-            )
-        )
-    )
-    assert one.what == "1 call waits for C#0a on 'w', the first for 10 min; it runs load() for 11 min"
-    (many,) = findings(GroupState(actors=(ObservedActor(mailbox=(MailboxState(waiting=2, oldest=20.0),)),)))
-    assert many.what.startswith("2 calls wait for ")
 
 
 def test_deaths_that_were_meant_are_not_faults() -> None:

@@ -6,7 +6,6 @@ What is held up is held up for a day, and released by the end of the fault.
 from __future__ import annotations
 
 import operator
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,16 +14,13 @@ import pytest
 import torch
 
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.peers import Peer
 from actorrpc.errors import (
     CancelledError,
-    PeerDiedError,
     RpcTimeoutError,
-    SerializationError,
     ShutdownError,
 )
 from actorrpc.futures import Future
-from actorrpc.testing import Fault, delay, drop, kill_at
+from actorrpc.testing import Fault, delay, drop
 from actorrpc.testing.messages.fault_filter import FaultFilter
 from tests.agent.agents import agents
 
@@ -113,33 +109,6 @@ def test_a_lost_call_ends_at_once(
     assert not arrived
 
 
-def test_a_lost_call_can_be_cancelled(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
-    filters[0].add(drop("call"))
-    future = later(pair[0], to, note, 1, timeout=DAY)
-    assert not future.done()
-    assert future.cancel()
-    with pytest.raises(CancelledError):
-        future.wait()
-
-
-def test_a_lost_call_ends_with_its_worker(pair: list[Agent], filters: list[FaultFilter]) -> None:
-    filters[0].add(drop("call"))
-    future = later(pair[0], "a1", note, 1, timeout=DAY)
-    pair[0].peer_ended(pair[0].peer("a1"), "dead", "says the test")
-    with pytest.raises(PeerDiedError, match="may have run"):
-        future.wait()
-    with pytest.raises(PeerDiedError):
-        later(pair[0], "a1", note, 1, timeout=DAY)
-
-
-def test_a_lost_call_ends_with_the_agent(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
-    filters[0].add(drop("call"))
-    future = later(pair[0], to, note, 1, timeout=DAY)
-    pair[0].close()
-    with pytest.raises(ShutdownError):
-        future.wait()
-
-
 @pytest.mark.parametrize("elements", [1, 3000, 100_000, 3_000_000])
 @pytest.mark.parametrize("lane", [True, False])
 def test_a_call_that_is_held_up_arrives_as_it_was_made(elements: int, lane: bool) -> None:
@@ -178,26 +147,6 @@ def test_others_overtake_and_those_held_up_keep_their_order(
     assert [future.wait() for future in held] == list(range(20))
 
 
-@pytest.mark.slow
-def test_the_time_of_a_call_runs_while_it_is_held_up(
-    pair: list[Agent], filters: list[FaultFilter], to: str
-) -> None:
-    """It is sent all the same, as one that was late on its way."""
-    fault = delay("call", seconds=DAY)
-    filters[0].add(fault)
-    for call in (sync, lambda *args, **more: later(*args, **more).wait()):
-        with pytest.raises(RpcTimeoutError) as caught:
-            call(pair[0], to, note, "late", timeout=1.0)
-        assert caught.value.maybe_executed is True
-    assert fault.held == 2
-    assert not arrived
-    filters[0].remove(fault)
-    for _ in range(2):
-        came.acquire()
-    assert arrived == ["late", "late"]
-    assert sync(pair[0], to, operator.add, 1, 2) == 3  # its answers disturb nobody
-
-
 def test_a_call_that_is_held_up_can_be_cancelled(
     pair: list[Agent], filters: list[FaultFilter], to: str
 ) -> None:
@@ -210,21 +159,6 @@ def test_a_call_that_is_held_up_can_be_cancelled(
     assert caught.value.maybe_executed is True
     filters[0].remove(fault)
     came.acquire()
-
-
-def test_a_call_that_is_held_up_ends_with_its_worker(pair: list[Agent], filters: list[FaultFilter]) -> None:
-    fault = delay("call", seconds=DAY)
-    filters[0].add(fault)
-    futures = [later(pair[0], "a1", note, torch.ones(100_000)) for _ in range(3)]
-    pair[0].peer_ended(pair[0].peer("a1"), "dead", "says the test")
-    for future in futures:
-        with pytest.raises(PeerDiedError):
-            future.wait()
-    filters[0].remove(fault)
-    for room in list(filters[0]._rooms.values()):
-        room.release()
-    assert fault.held == 0
-    assert not arrived
 
 
 def test_calls_that_are_held_up_end_with_the_agent(
@@ -240,26 +174,6 @@ def test_calls_that_are_held_up_end_with_the_agent(
     with pytest.raises(ShutdownError):
         future.wait()
     assert not arrived
-
-
-def test_an_end_in_good_order_sends_what_is_held_up(
-    pair: list[Agent], filters: list[FaultFilter], to: str
-) -> None:
-    filters[0].add(delay("*", seconds=DAY))
-    future = later(pair[0], to, note, 1)
-    filters[0].close(True)
-    assert future.wait() == 1
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.001])
-def test_what_is_held_up_leaves_by_itself(
-    pair: list[Agent], filters: list[FaultFilter], to: str, seconds: float
-) -> None:
-    filters[0].add(delay("call", "answer", seconds=seconds))
-    filters[1].add(delay("answer", seconds=seconds))
-    futures = [later(pair[0], to, note, number) for number in range(10)]
-    assert [future.wait() for future in futures] == list(range(10))
-    assert sync(pair[0], to, note, 1, timeout=60) == 1
 
 
 def test_a_lost_answer(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
@@ -280,25 +194,6 @@ def test_a_lost_answer(pair: list[Agent], filters: list[FaultFilter], to: str) -
     assert not any(agent.hooks.active for agent in pair)
 
 
-def fail() -> None:
-    raise ZeroDivisionError("on purpose")
-
-
-def test_errors_are_answers(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
-    there = filters[1] if to == "a1" else filters[0]
-    lost, late = drop("answer", total=1, at_once=True), delay("answer", seconds=DAY)
-    there.add(lost)
-    with pytest.raises(RpcTimeoutError, match="answer of a call was lost"):
-        sync(pair[0], to, fail, timeout=60)
-    there.add(late)
-    future = later(pair[0], to, fail)
-    until(lambda: late.held)
-    assert not future.done()
-    there.remove(late)
-    with pytest.raises(ZeroDivisionError):
-        future.wait()
-
-
 @pytest.mark.parametrize("value", [1, "text", torch.ones(3), torch.ones(100_000)])
 def test_an_answer_that_is_held_up(
     pair: list[Agent], filters: list[FaultFilter], to: str, value: Any
@@ -314,95 +209,6 @@ def test_an_answer_that_is_held_up(
         arrived[0].zero_()
     there.remove(fault)
     assert torch.equal(torch.as_tensor(future.wait() != 0), torch.as_tensor(value != 0))
-
-
-def test_notices(pair: list[Agent], filters: list[FaultFilter], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is lost is known to be: its protocol sends it again, and the end of the fault does, too."""
-    monkeypatch.setattr(
-        "actorrpc.testing.messages.fault_filter.type_of_notice", lambda name, body: "rref_delete"
-    )
-    a, b = pair
-
-    def heard(peer: Peer, body: bytes) -> None:
-        note((peer.name, body))
-
-    b.on_notice["x"] = heard
-    assert a.notify(a.peer("a1"), "x", b"0")
-    came.acquire()
-    fault = drop("rref_delete", times=2)
-    filters[0].add(fault)
-    assert [a.notify(a.peer("a1"), "x", b"1") for _ in range(3)] == [False, False, True]
-    came.acquire()
-    assert not a.notify(a.peer("a1"), "x", b"2")
-    assert arrived == [("a0", b"0"), ("a0", b"1")]
-    late = delay("rref_delete", seconds=DAY)
-    filters[0].add(late)
-    assert a.notify(a.peer("a1"), "x", b"3") is False
-    filters[0].remove(fault)
-    for _ in range(2):
-        came.acquire()
-    assert a.notify(a.peer("a1"), "x", b"4")
-    assert late.held == 1
-    assert sorted(arrived) == [("a0", b"%d" % n) for n in range(4)]
-    filters[0].remove(late)
-    came.acquire()
-    assert arrived[-1] == ("a0", b"4")
-
-
-def test_notices_that_have_no_type_pass(pair: list[Agent], filters: list[FaultFilter]) -> None:
-    filters[0].add(drop("*"))
-    pair[1].on_notice["x"] = lambda peer, body: note(body)
-    assert pair[0].notify(pair[0].peer("a1"), "x", b"1")
-    came.acquire()
-
-
-def test_posts(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
-    a = pair[0]
-    lost, late = drop("call", total=1), delay("call", seconds=DAY)
-    filters[0].add(lost)
-    with pytest.raises(RpcTimeoutError, match="lost on the way"):
-        a.cast(a.peer(to), note, (1,), "note")
-    filters[0].add(late)
-    sent = torch.ones(100_000)
-    a.cast(a.peer(to), note, (sent,), "note")
-    sent.zero_()
-    assert late.held == 1
-    assert not arrived
-    filters[0].remove(late)
-    came.acquire()
-    assert torch.equal(arrived[0], torch.ones(100_000))
-
-
-def test_the_one_that_was_started_first_has_it(pair: list[Agent], filters: list[FaultFilter]) -> None:
-    first, second = drop("call", total=1, at_once=True), drop("call", total=1, at_once=True)
-    filters[0].add(first)
-    filters[0].add(second)
-    for counts in ((1, 0), (1, 1)):
-        with pytest.raises(RpcTimeoutError):
-            sync(pair[0], "a1", note, 1)
-        assert (first.count, second.count) == counts
-    assert sync(pair[0], "a1", note, 1) == 1
-
-
-def test_only_on_workers_that_are_meant(pair: list[Agent], filters: list[FaultFilter]) -> None:
-    for fault_filter in filters:
-        fault_filter.add(drop("call", on="a1", at_once=True))
-    assert not pair[0].hooks.active
-    assert sync(pair[0], "a1", operator.add, 1, 2) == 3
-    with pytest.raises(RpcTimeoutError):
-        sync(pair[1], "a0", operator.add, 1, 2)
-
-
-def test_times_are_those_of_a_message(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
-    filters[0].add(drop("call", times=1, at_once=True))
-    for number in range(3):
-        with pytest.raises(
-            SerializationError
-        ):  # what follows is packed in another way than what comes after that
-            sync(pair[0], to, note, threading.Lock())
-        with pytest.raises(RpcTimeoutError):
-            sync(pair[0], to, note, number)
-        assert sync(pair[0], to, note, number) == number
 
 
 def test_many_threads(pair: list[Agent], filters: list[FaultFilter], to: str) -> None:
@@ -438,44 +244,3 @@ def test_many_threads(pair: list[Agent], filters: list[FaultFilter], to: str) ->
     assert len(ends) == 240
     assert "wrong" not in ends
     assert sum(fault.count for fault in faults) == ends.count("lost")
-
-
-# -- what is sent has left ------------------------------------------------------------------------------
-
-
-class _Taken:
-    """A lock that looks as if another thread had it, until somebody waits for it."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
-        self._taken = True
-
-    def acquire(self, blocking: bool = True) -> bool:
-        if blocking:
-            self._taken = False
-        return not self._taken and self._lock.acquire(blocking)
-
-    def release(self) -> None:
-        self._lock.release()
-
-    __enter__ = acquire
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-@pytest.mark.parametrize(("point", "side"), [("call.sent", 0), ("answer.sent", 1)])
-def test_what_is_sent_is_with_the_kernel_even_if_another_thread_writes(
-    pair: list[Agent], filters: list[FaultFilter], monkeypatch: pytest.MonkeyPatch, point: str, side: int
-) -> None:
-    assert sync(pair[0], "a1", note, 0) == 0
-    conn: Any = pair[side].peer(f"a{1 - side}").conn
-    left: list[int] = []
-    kill = kill_at(point, function=note, action="kill")
-    monkeypatch.setattr(os, "kill", lambda *_: left.append(len(conn.outbox)))
-    filters[side].add(kill)
-    with monkeypatch.context() as patch:
-        patch.setattr(conn.writer, "lock", _Taken(conn.writer.lock))
-        assert later(pair[0], "a1", note, 1).wait() == 1
-        until(lambda: left)  # the answer is here before its sender goes on
-    assert left == [0]

@@ -23,7 +23,6 @@ from actorrpc.agent import hooks
 from actorrpc.errors import ConfigError, PeerDiedError, RpcTimeoutError
 from actorrpc.rpc import api
 from actorrpc.testing import POINTS, KillPointError, faults_of, kill_at
-from actorrpc.wire import keys
 from tests import processes
 from tests.ranks import Died, rpc_group, run_group
 
@@ -101,13 +100,6 @@ def test_only_the_nth_time_and_only_while_it_stands_there() -> None:
     assert kill.count == 4
     assert not kill.active
     kill.start().stop()  # again
-
-
-def test_only_on_some_workers() -> None:
-    with kill_at("join.*", on="a*", nth=_NEVER) as kill:
-        hooks.reach("join.met", "a1")
-        hooks.reach("join.met", "b1")
-    assert kill.count == 1
 
 
 # -- each is reached -------------------------------------------------------------------------------
@@ -342,19 +334,3 @@ def raised(rank: int, world_size: int) -> None:
 
 def test_errors_and_sleep_there() -> None:
     rpc_group(raised, 2)
-
-
-def leaving(rank: int, world_size: int, store: str, point: str) -> None:
-    kill_at(point, on="worker1", code=9).start()
-    options = rpc.TensorPipeRpcBackendOptions(init_method=store)
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    rpc.shutdown()
-
-
-@pytest.mark.parametrize("point", ["join.met", *(name for name in POINTS if name.startswith("shutdown."))])
-def test_the_others_leave_where_one_dies_at_its_end(point: str) -> None:
-    store = f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store"
-    try:
-        assert run_group(leaving, 3, store, point, may_die={1}) == [None, Died(9), None]
-    finally:
-        keys.sweep()  # the socket of the one that died
