@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import actorrpc
 from actorrpc.cli import profile
-from actorrpc.cli.profile import Sampler, Ticks
+from actorrpc.cli.profile import Sampler
 from actorrpc.observe.visitor import Target
 
 _OURS = f"{Path(actorrpc.__file__).parent}/agent/threads.py"
@@ -117,55 +115,6 @@ def test_what_flamegraph_reads(sampled: Sampler, tmp_path: Path) -> None:
 
 
 # -- workers that do not answer ----------------------------------------------------------------------------------
-
-
-class _Visit:
-    """A visit whose answers are written down; an exception among them is raised."""
-
-    answers: list[Any]
-    closed = 0
-
-    def __init__(self, target: Target, until: float) -> None:
-        pass
-
-    def ask(self, parts: list[str], until: float) -> dict[str, Any]:
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        _Visit.closed += 1
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sampler]:
-    """Sample one worker that gives some answers, at moments that have all come."""
-    monkeypatch.setattr(profile, "Visit", _Visit)
-    monkeypatch.setattr(_Visit, "closed", 0)
-
-    def run(*answers: Any) -> Sampler:
-        monkeypatch.setattr(_Visit, "answers", list(answers), raising=False)
-        sampler = _sampler()
-        # Moments that are far apart, and have passed but for the one that comes: none is late, none is skipped.
-        ticks = Ticks(0.0, 1.0, len(answers))
-        monkeypatch.setattr(profile, "time", SimpleNamespace(monotonic=lambda: float(ticks._next)))
-        sampler.run(ticks, 0.0, threading.Event())
-        assert _Visit.closed == 1
-        return sampler
-
-    return run
-
-
-def test_one_that_does_not_answer_for_a_while(run: Callable[..., Sampler]) -> None:
-    good = {"threads": [_thread(1, "f")]}
-    sampler = run(good, TimeoutError("late"), good)
-    assert (sampler.samples, sampler.ticks.lost, sampler.ticks.late, sampler.why) == (2, 1, 0, "")
-
-
-def test_one_that_ends(run: Callable[..., Sampler]) -> None:
-    sampler = run({"threads": []}, ConnectionResetError("the worker has left"))
-    assert sampler.why == "it was sampled 1 time, then: the worker has left"
 
 
 def test_one_that_cannot_be_reached() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import gzip
-import hashlib
 import http.client
 import json
 import re
@@ -342,27 +340,6 @@ def test_the_page_is_small_and_asks_nobody_else() -> None:
         r"""(?:src|href)="/|(?:ask|fetch|EventSource|from)\(?\s*["'`]/""",
         "".join(map(bytes.decode, files.values())),
     )
-
-
-def test_a_view_that_is_saved_runs_its_own_script_only(page: _Page) -> None:
-    text = page.get("offline.txt").text
-    assert page.get("offline.txt").headers["content-type"].startswith("text/plain")
-    policy = text.partition('http-equiv="Content-Security-Policy" content="')[2].partition('"')[0]
-    assert policy.startswith("default-src 'none'; script-src 'sha256-")
-    assert "unsafe" not in policy
-    scripts = re.findall(r"<script([^>]*)>(.*?)</script>", text, re.DOTALL)
-    assert [attributes for attributes, _ in scripts] == [' id="saved" type="application/json"', ""]
-    styles = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
-    hashes = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in styles]
-    hashes.append(base64.b64encode(hashlib.sha256(scripts[1][1].encode()).digest()).decode())
-    assert sorted(re.findall(r"'sha256-([^']*)'", policy)) == sorted(hashes)
-    assert not re.search(r"^(?:import|export) ", scripts[1][1], re.MULTILINE)
-    # The modules are one scope there.
-    names = re.findall(
-        r"^(?:const|let|var|function|async function|class) +(\w+)", scripts[1][1], re.MULTILINE
-    )
-    assert len(names) == len(set(names)) > 30
-    assert not re.search(r"<(?:link|img|iframe)| (?:src|href)=\"[^#]", text.replace(scripts[1][1], ""))
 
 
 def test_what_the_views_ask_for(page: _Page) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import pytest
@@ -23,16 +22,9 @@ from actorrpc.observe import (
 )
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.findings import findings
-from actorrpc.observe.model import made_of, plain
+from actorrpc.observe.model import made_of
 from actorrpc.observe.protocol import pack, unpack
 from actorrpc.wire.identity import WorkerRecord, new_incarnation
-
-
-def test_an_object_is_what_was_sent() -> None:
-    made = ObservedWorker(
-        name="a", rank=3, pool={"threads": 2}, connections=(ObservedConnection(worker="b", silent=0.5),)
-    )
-    assert made_of(ObservedWorker, json.loads(json.dumps(plain(made)))) == made
 
 
 @pytest.mark.parametrize(
@@ -113,12 +105,6 @@ def test_the_callers_of_a_silent_worker_say_what_they_wait_for() -> None:
     assert (driver.calls_to, worker.calls_to, worker.oldest_call, worker.oldest) == (0, 3, "C.b", 3.0)
     (found,) = state.findings
     assert "is busy: it runs; 3 calls are out to it, the oldest, of C.b, for 3.0 s" in found.what
-
-
-def test_an_actor_whose_supervisor_is_silent_is_known_all_the_same() -> None:
-    life = {"actor_id": "0a", "instance": "0b", "title": "C#000a", "class_name": "C", "state": "alive"}
-    state = assemble([(_DRIVER, Silent("busy", "C")), (_WORKER, {"actors": [life]})])
-    assert [(each.title, each.state) for each in state.actors] == [("C#000a", "ALIVE")]
 
 
 def _kinds(*, workers: tuple[ObservedWorker, ...] = (), actors: tuple[ObservedActor, ...] = ()) -> list[Any]:

@@ -365,26 +365,6 @@ def test_wrong_use() -> None:
     cluster.close()
 
 
-def test_a_thread_that_runs_is_named() -> None:
-    over = threading.Event()
-
-    def spin() -> None:
-        while not over.is_set():
-            pass
-
-    with testing.VirtualTime(patience=0.3) as clock:
-        thread = threading.Thread(target=spin, name="spinner")
-        thread.start()
-        try:
-            with pytest.raises(RuntimeError, match="spinner in "):
-                clock.advance(1.0)
-        finally:
-            over.set()
-            thread.join()
-        clock.advance(1.0)
-        assert clock.elapsed == pytest.approx(1.0)
-
-
 # -- all together ----------------------------------------------------------------------------------------------
 
 

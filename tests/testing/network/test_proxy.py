@@ -169,28 +169,6 @@ def test_what_strikes_after_so_many_bytes(echo: Echo, action: str, pieces: int) 
         assert proxy.struck == {action: 1}
 
 
-def _flipped(seed: int, size: int) -> bytes:
-    echo = Echo()
-    try:
-        flips = testing.bit_flips(500, direction="to", after=100)
-        with FaultProxy(echo.address, disturbances=[flips], seed=seed) as proxy, _dial(proxy) as sock:
-            for start in range(0, 20_000, size):
-                sock.sendall(bytes(min(size, 20_000 - start)))
-            found = _read(sock, 20_000)
-            ones = sum(each.bit_count() for each in found)
-            assert not any(found[:100])
-            assert 10 < ones < 200
-            assert proxy.struck == {"bit_flips": ones}
-            return found
-    finally:
-        echo.close()
-
-
-def test_the_same_seed_disturbs_the_same_bytes() -> None:
-    assert _flipped(1, 20_000) == _flipped(1, 313)
-    assert _flipped(1, 20_000) != _flipped(2, 20_000)
-
-
 def test_the_hand_at_the_switch(echo: Echo) -> None:
     with FaultProxy(echo.address) as proxy:
         with _dial(proxy) as sock:
@@ -280,21 +258,6 @@ def test_unix_sockets_with_descriptors() -> None:
 def test_what_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError):
         make()
-
-
-def test_one_life(echo: Echo) -> None:
-    proxy = FaultProxy(echo.address)
-    with pytest.raises(RuntimeError, match="does not run"):
-        proxy.reset()
-    with pytest.raises(ConfigError, match="without target"):
-        _ = proxy.options
-    with proxy, pytest.raises(RuntimeError, match="once"):
-        proxy.start()
-    proxy.close()
-    with pytest.raises(RuntimeError, match="does not run"):
-        _ = proxy.live
-    with pytest.raises(FileNotFoundError):
-        FaultProxy("/nowhere/at/all").start()
 
 
 # -- before workers --------------------------------------------------------------------------------
