@@ -11,11 +11,12 @@ import torch
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.optim import DistributedGradScaler, DistributedOptimizer
-from tests.devices import DEVICES
 from tests.optim.things import call_on, weight
 from tests.ranks import rpc_group
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = [pytest.mark.gpu, pytest.mark.limit(120)]  # on the CPU: test_training.py, test_grad_scaler.py
+
+_DEVICE = "cuda:0"
 
 _SEEDS = (1, 2, 3)
 
@@ -78,9 +79,8 @@ def _trained(rank: int, world_size: int, device: str) -> None:
     del rrefs, distributed
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_training_is_that_of_one_worker(device: str) -> None:
-    rpc_group(_trained, 3, device, timeout=100.0)
+def test_training_is_that_of_one_worker() -> None:
+    rpc_group(_trained, 3, _DEVICE, timeout=100.0)
 
 
 def _scaled(rank: int, world_size: int, device: str) -> None:
@@ -115,6 +115,5 @@ def _scaled(rank: int, world_size: int, device: str) -> None:
     del rrefs, distributed
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_scaling_is_that_of_one_worker(device: str) -> None:
-    rpc_group(_scaled, 3, device, timeout=100.0)
+def test_scaling_is_that_of_one_worker() -> None:
+    rpc_group(_scaled, 3, _DEVICE, timeout=100.0)

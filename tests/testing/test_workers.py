@@ -166,13 +166,6 @@ def receipts(rank: int, world_size: int) -> None:
     assert rpc.rpc_sync("worker1", _lose_no_more) == 1
 
 
-@pytest.mark.parametrize(
-    ("what", "workers"), [(calls, 2), (rrefs, 2), (deletes, 2), (forks, 3), (receipts, 2)]
-)
-def test_calls_and_references(what: Callable[..., None], workers: int) -> None:
-    rpc_group(what, workers)
-
-
 # -- autograd and actors ---------------------------------------------------------------------------
 
 
@@ -223,9 +216,13 @@ def actors(rank: int, world_size: int) -> None:
         actorrpc.kill(counter)
 
 
-@pytest.mark.parametrize(("what", "workers"), [(gradients, 3), (actors, 2)])
-def test_autograd_and_actors(what: Callable[..., None], workers: int) -> None:
-    rpc_group(what, workers)
+def everything(rank: int, world_size: int) -> None:
+    for part in (calls, rrefs, deletes, forks, receipts, gradients, actors):
+        part(rank, world_size)
+
+
+def test_calls_references_gradients_and_actors() -> None:
+    rpc_group(everything, 3)
 
 
 # -- of whole workers ------------------------------------------------------------------------------
