@@ -48,10 +48,6 @@ class Counter:
             breakpoint()
         return "done"
 
-    def stop_and_wait(self, path: str) -> str:
-        breakpoint()
-        return pass_gate(path)
-
     def spin(self, path: str) -> int:
         turns = 0
         while not os.path.exists(path):

@@ -27,6 +27,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 HERE: Final = Path(__file__).resolve().parent
 SITE: Final = ROOT / "actorrpc" / "compat" / "site"
 EXPECTED: Final = HERE / "expected.json"
+TORCHRUN: Final = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 # Ways to put actorrpc into the place of torch's RPC: what stands before the program.
 _RUN: Final = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -45,8 +46,8 @@ class Program:
 
     name: str
     workers: int  # agents that it starts, one after the other or at once
-    on_torch: tuple[str, ...] = ()  # further arguments for torch's own RPC
     on_actorrpc: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()  # what starts it
     prints: tuple[str, ...] = ()  # what it may write to standard error on actorrpc (tests/output.py)
 
 
@@ -55,6 +56,9 @@ PROGRAMS: Final = {
     each.name: each
     for each in (
         Program("rnn", 2),
+        Program("autograd", 2, before=TORCHRUN),
+        Program("rrefs", 3),
+        Program("async_functions", 3),
         Program("remote_modules", 2, prints=(OUTSIDE_OF_A_CONTEXT,)),
         # torch does not come through a second group in one process where the first had an RRef.
         Program("starting", 10, on_actorrpc=("--rrefs",)),
@@ -92,7 +96,7 @@ def run(folder: Path, program: Program, *arguments: str, way: str) -> Run:
         "DDP_STORE": str(witness / "ddp_store"),
         "OMP_NUM_THREADS": "1",
     }
-    command = (*_WAYS[way], str(HERE / "programs" / f"{program.name}.py"), *arguments)
+    command = (*_WAYS[way], *program.before, str(HERE / "programs" / f"{program.name}.py"), *arguments)
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
@@ -119,7 +123,7 @@ def main(names: Sequence[str]) -> None:
     known = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
     for name in names or PROGRAMS:
         with tempfile.TemporaryDirectory() as folder:
-            done = run(Path(folder), PROGRAMS[name], *PROGRAMS[name].on_torch, way="torch")
+            done = run(Path(folder), PROGRAMS[name], way="torch")
         if done.status:
             sys.exit(done.errors)
         known[name] = done.lines
