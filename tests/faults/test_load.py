@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.agent.peers import MAX_PENDING
 from actorrpc.futures import Future
+from tests.actors.e2e.kit import until
 from tests.faults.figures import NIGHTLY, Taken, note
 from tests.faults.hosts import Signals
 from tests.ranks import rpc_group
@@ -43,15 +44,8 @@ def _agent() -> Any:
 
 def _taken() -> Taken:
     """Look at this process when the threads of a rush have ended."""
-    _until(lambda: threading.active_count() <= _KEPT)
+    until(lambda: threading.active_count() <= _KEPT)
     return Taken.now()
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)
 
 
 # -- calls in flight -------------------------------------------------------------------------------------------------
@@ -90,7 +84,7 @@ def _in_flight(rank: int, world_size: int, calls: int) -> dict[str, Any] | None:
         begun = time.monotonic()
         futures = [rpc.rpc_async("worker1", _held, (n,), timeout=0) for n in range(calls)]
         sent = time.monotonic()
-        _until(lambda: rpc.rpc_sync("worker1", _running) >= calls)
+        until(lambda: rpc.rpc_sync("worker1", _running) >= calls)
         there = time.monotonic()
         peer = _agent().peer("worker1")
         assert len(peer.pending) >= calls
@@ -163,7 +157,7 @@ def _slow_consumer(
         )
     )
     sender.start()
-    _until(lambda: peer.window.waiting)  # it is slowed
+    until(lambda: peer.window.waiting)  # it is slowed
     slowed = Taken.now()
     charged = peer.window.charged
     assert charged <= window + 2 * size
@@ -178,7 +172,7 @@ def _slow_consumer(
     signals.say("consume")
     sender.join()
     assert [each.wait() for each in futures] == [size] * count
-    _until(lambda: peer.window.charged == 0)
+    until(lambda: peer.window.charged == 0)
     futures.clear()
     return {
         "sent_mb": count,
@@ -246,7 +240,7 @@ def _make_and_drop(rank: int, world_size: int, total: int) -> dict[str, Any] | N
         assert [each.wait() for each in shared] == list(range(done, done + batch, 100))
         del rrefs, shared
         if done + batch in (total // 2, total):
-            _until(lambda: all(rpc.rpc_sync(f"worker{n}", _is_idle) for n in range(3)))
+            until(lambda: all(rpc.rpc_sync(f"worker{n}", _is_idle) for n in range(3)))
             rows.append((done + batch, _taken(), rpc.rpc_sync("worker1", _taken)))
     return {"took_s": round(time.monotonic() - begun, 2), "rows": rows}
 

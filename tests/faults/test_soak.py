@@ -24,6 +24,7 @@ import actorrpc
 from actorrpc.agent.peers import KEPT
 from actorrpc.errors import ActorError, DeadlockError, PeerDiedError, RemoteError
 from tests import processes
+from tests.actors.e2e.kit import until
 from tests.faults.figures import NIGHTLY, Taken, note
 
 _SECONDS = 60 * float(os.environ.get("ACTORRPC_SOAK_MINUTES", "30")) if NIGHTLY else 6.0
@@ -165,12 +166,6 @@ def _kill_one(seed: random.Random, actors: list[Any]) -> str:
     return "process"
 
 
-def _until(condition: Any) -> None:
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.01)
-
-
 @pytest.mark.limit(_SECONDS + 150)
 def test_soak_with_random_kills() -> None:
     seed = random.Random(6)
@@ -209,7 +204,7 @@ def test_soak_with_random_kills() -> None:
             note("soak, so far", rows[-1])
         for actor in actors:
             actorrpc.kill(actor)
-        _until(lambda: all(row.state == "DEAD" for row in actorrpc.list_actors()))
+        until(lambda: all(row.state == "DEAD" for row in actorrpc.list_actors()))
         del actors, actor
         gc.collect()
     note(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import os
 import tempfile
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from actorrpc import autograd, rpc, testing
 from actorrpc.errors import ConfigError, RpcTimeoutError
 from actorrpc.rpc import api
 from tests import processes
+from tests.actors.e2e.kit import until
 from tests.ranks import rpc_group, run_group
 
 DAY = 86_400.0
@@ -30,13 +30,6 @@ class Counter:
         """Remember a number; return all."""
         self.seen.append(number)
         return self.seen
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.002)
 
 
 def _forks() -> int:
@@ -102,22 +95,22 @@ def deletes(rank: int, world_size: int) -> None:
         rref = rpc.remote("worker1", Counter)
         rref.to_here()
         del rref
-        _until(lambda: once.count == 1)
-        _until(lambda: not rpc.rpc_sync("worker1", _forks))
+        until(lambda: once.count == 1)
+        until(lambda: not rpc.rpc_sync("worker1", _forks))
     with testing.drop("rref_delete") as always:
         rref = rpc.remote("worker1", Counter)
         rref.to_here()
         del rref
-        _until(lambda: always.count)
+        until(lambda: always.count)
         assert rpc.rpc_sync("worker1", _forks) == 1
-    _until(lambda: not rpc.rpc_sync("worker1", _forks))
+    until(lambda: not rpc.rpc_sync("worker1", _forks))
     with testing.delay("rref_*", seconds=DAY) as late:
         rref = rpc.remote("worker1", Counter)
         rref.to_here()
         del rref
-        _until(lambda: late.held)
+        until(lambda: late.held)
         assert rpc.rpc_sync("worker1", _forks) == 1
-    _until(lambda: not rpc.rpc_sync("worker1", _forks))
+    until(lambda: not rpc.rpc_sync("worker1", _forks))
 
 
 def keep(rref: rpc.RRef[Any]) -> Any:
@@ -138,7 +131,7 @@ def forks(rank: int, world_size: int) -> None:
     with testing.delay("call", "answer", "rref_*", seconds=0.001):
         assert rpc.rpc_sync("worker1", keep, (theirs,)) == 3
         assert rpc.rpc_sync("worker1", keep, (mine,)) == 7
-    _until(lambda: not _forks())
+    until(lambda: not _forks())
 
 
 _elsewhere = testing.drop("answer", function=keep)
@@ -162,7 +155,7 @@ def receipts(rank: int, world_size: int) -> None:
     rpc.rpc_sync("worker1", _lose_answers)
     with pytest.raises(RpcTimeoutError):
         rpc.rpc_sync("worker1", keep, (theirs,), timeout=0.5)
-    _until(lambda: not int(api.references().table.debug_info()["num_pending_children"]))
+    until(lambda: not int(api.references().table.debug_info()["num_pending_children"]))
     assert rpc.rpc_sync("worker1", _lose_no_more) == 1
 
 

@@ -8,7 +8,6 @@ import pickle
 import re
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,16 +23,10 @@ from actorrpc.errors import ConfigError, PeerDiedError, RpcTimeoutError
 from actorrpc.rpc import api
 from actorrpc.testing import POINTS, KillPointError, faults_of, kill_at
 from tests import processes
+from tests.actors.e2e.kit import until
 from tests.ranks import Died, rpc_group, run_group
 
 _NEVER = 1 << 60
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.002)
 
 
 @pytest.mark.parametrize("name", ["call", "call.before", "sent", "", "shutdown"])
@@ -167,7 +160,7 @@ def _everything(rank: int) -> None:
     handle: Any = actorrpc.remote(Keeper).options(worker="worker1").remote()
     assert actorrpc.get(handle.add.remote(2)) == 2
     actorrpc.kill(handle)
-    _until(lambda: not int(api.references().table.debug_info()["num_forks"]))
+    until(lambda: not int(api.references().table.debug_info()["num_forks"]))
 
 
 def _member(rank: int, world_size: int, store: str) -> dict[str, int]:
@@ -262,7 +255,7 @@ def stopped(rank: int, world_size: int) -> None:
         return
     pid = rpc.rpc_sync("worker1", _pid_before_stopping)
     future = rpc.rpc_async("worker1", operator.add, (1, 2))
-    _until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     assert not future.done()  # what is found out about a stopped process is, at the earliest, seconds later
     os.kill(pid, signal.SIGCONT)
     assert future.wait() == 3
@@ -284,7 +277,7 @@ def _disarm() -> int:
 
 def sending(rank: int, world_size: int) -> bool:
     if rank:
-        _until(lambda: _held)
+        until(lambda: _held)
         return True
     kill_at("call.sent", function=_hold).start()
     rpc.rpc_sync("worker1", _hold, (1,))

@@ -21,6 +21,7 @@ from actorrpc.errors import ConfigError, PeerDiedError
 from actorrpc.rpc import api
 from actorrpc.testing import FaultProxy
 from tests import processes
+from tests.actors.e2e.kit import until
 from tests.agent.agents import agents
 from tests.ranks import run_group
 
@@ -104,13 +105,6 @@ def _rest(sock: socket.socket) -> bytes:
     return found
 
 
-def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.002)
-
-
 # -- between sockets -------------------------------------------------------------------------------
 
 
@@ -125,7 +119,7 @@ def test_it_relays_and_counts(echo: Echo) -> None:
             assert (proxy.connections, proxy.live) == (1, 1)
             sock.shutdown(socket.SHUT_WR)
             assert sock.recv(1) == b""  # the end of one stream passes, and then that of the other
-        _until(lambda: not proxy.live)
+        until(lambda: not proxy.live)
         assert proxy.relayed == 2 * len(data)
         assert not proxy.struck
         assert echo.await_end() == "end"
@@ -346,6 +340,6 @@ def test_before_a_worker_that_runs() -> None:
             assert first.ask(peer, torch.sum, (tensor,), {}, 20.0) == tensor.sum()
             assert proxy.connections == 2
             assert proxy.reset() == 2
-            _until(lambda: peer.state != "alive")
+            until(lambda: peer.state != "alive")
         assert second.record.unix_path is not None
         assert os.path.exists(second.record.unix_path)
