@@ -25,8 +25,6 @@ from actorrpc.cli.commands import main
 from actorrpc.observe import (
     findings,
 )
-from actorrpc.observe.assemble import Silent
-from actorrpc.observe.outside import GroupLook
 from actorrpc.wire import keys
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
@@ -455,39 +453,6 @@ def test_a_file_that_cannot_be_written_is_named_before_anybody_is_asked(
         assert (
             capsys.readouterr().err == f"actorrpc {command}: [Errno 2] No such file or directory: '{path}'\n"
         )
-
-
-@pytest.mark.usefixtures("job")
-def test_of_a_worker_that_does_not_answer_there_is_no_profile(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = tmp_path / "file"
-    looked = commands.look
-
-    def silent(*arguments: Any, **named: Any) -> GroupLook:
-        made = looked(*arguments, **named)
-        for run, (record, _) in list(made.answers.items()):
-            if record.name == "Store-1":
-                made.answers[run] = record, Silent("busy", "code in C holds the GIL")
-        return made
-
-    monkeypatch.setattr(commands, "look", silent)
-    for whom in ("Store-1", "store"):
-        status, text = _run(capsys, "profile", whom, "-o", str(path))
-        assert (status, text.splitlines()) == (
-            1,
-            [
-                "there is nothing to sample, and no file was written: no worker that is meant answers",
-                "Store-1 is missing: code in C holds the GIL",
-                "actorrpc stack Store-1 shows where it is",
-            ],
-        )
-    status, text = _run(capsys, "profile", "store", "-o", str(path), "--json")
-    assert (status, json.loads(text)["path"], path.exists()) == (1, "", False)
-    status, text = _run(capsys, "trace", "-o", str(path), "--json")
-    assert [each["kind"] for each in json.loads(text)["findings"]] == ["worker"]
-    missing = [each["name"] for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "i"]
-    assert (status, missing) == (1, ["missing: code in C holds the GIL"])
 
 
 @pytest.mark.usefixtures("job")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,32 +110,3 @@ def test_what_flamegraph_reads(sampled: Sampler, tmp_path: Path) -> None:
     path = tmp_path / "profile.txt"
     assert profile.write(str(path), [sampled], {}, 1.0, 4.0, True).threads == 2
     assert path.read_text() == "w;main;f (a.py) 1\nw;main;f (a.py);g (a.py) 3\nw;thread 2;a,b (a.py) 4\n"
-
-
-# -- workers that do not answer ----------------------------------------------------------------------------------
-
-
-def test_one_that_cannot_be_reached() -> None:
-    sampler = _sampler()
-    profile.sample([sampler], 1.0, 1.0, 1.0, threading.Event())
-    assert sampler.why == "it listens on no address that this process can reach"
-    summary = profile.ProfileSummary(
-        path="/p",
-        seconds=1.0,
-        rate=1.0,
-        workers=0,
-        threads=0,
-        samples=0,
-        late=0,
-        lost=0,
-        missing={"w": "why"},
-    )
-    assert profile.lines(summary, False) == [
-        "/p: 0 threads of 0 workers, 0 samples in 1.0 s; 0 late, 0 lost; https://www.speedscope.app opens it",
-        "w is missing: why",
-    ]
-    assert profile.lines(replace(summary, path=""), False) == [
-        "there is nothing to sample, and no file was written: no worker that is meant answers",
-        "w is missing: why",
-        "actorrpc stack w shows where it is",
-    ]

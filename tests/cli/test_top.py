@@ -133,20 +133,6 @@ def test_what_it_shows() -> None:
     _try(_Group(), steps)
 
 
-def test_sorting_keeps_the_cursor_on_its_actor() -> None:
-    async def steps(top: Top, pilot: Pilot[None]) -> None:
-        await _look(top, pilot)
-        shown = top.query_one("#actors", DataTable)
-        assert shown.cursor_row == 0
-        await pilot.press(">", ">")  # by calls a second
-        assert [row[5] for row in _table(top, "actors")] == ["900", "800", "700"]
-        assert shown.cursor_row == 2  # Store#2 is the last one now
-        await pilot.press("<", "<", "<", "<", "<")  # by name
-        assert [row[0] for row in _table(top, "actors")] == ["Store#0", "Store#2", _CLEANED]
-
-    _try(_Group(), steps)
-
-
 def test_an_actor_and_its_stack() -> None:
     group = _Group()
 

@@ -155,13 +155,6 @@ def test_using_actors_starts_the_cluster() -> None:
         rpc.shutdown()
 
 
-def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", "/not/there")
-    with pytest.raises(OSError, match="not/there"):
-        init()
-    assert not rpc.is_initialized()
-
-
 # -- ending ----------------------------------------------------------------------------------------------
 
 

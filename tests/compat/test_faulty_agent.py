@@ -81,24 +81,3 @@ def test_scripts_are_told_from_others() -> None:
         ):
             assert first(options, type, called) is not None
             assert first(python if options is script else script, type, called) is None
-
-
-def test_the_results_of_scripts_are_known() -> None:
-    for called, name in ((torch.add, "SCRIPT_RREF_FETCH_CALL"), (operator.add, "PYTHON_RREF_FETCH_CALL")):
-        options = FaultyTensorPipeRpcBackendOptions(messages_to_delay={name: 1.0})
-        faults = options._faults()
-        peer: Any = SimpleNamespace(name="worker1", record=SimpleNamespace(rank=1))
-        assert not any(fault.takes(Message("remote", peer, called, (), "id")) for fault in faults)
-        other = operator.add if called is torch.add else torch.add
-        assert not any(fault.takes(Message("remote", peer, other, (), "other")) for fault in faults)
-        assert any(fault.takes(Message("to_here", peer, None, (), "id")) for fault in faults)
-        assert not any(fault.takes(Message("to_here", peer, None, (), "other")) for fault in faults)
-
-
-def test_failures_are_counted_for_each_message_and_heard_of_at_once() -> None:
-    options = FaultyTensorPipeRpcBackendOptions(messages_to_fail=["RREF_USER_DELETE"], num_fail_sends=2)
-    (_, fault) = options._faults()
-    assert (fault.action, fault.at_once) == ("drop", True)
-    peer: Any = SimpleNamespace(name="worker1", record=SimpleNamespace(rank=1))
-    taken = [fault.takes(Message("rref_delete", peer, None, (body,))) for body in (b"1", b"1", b"2", b"1")]
-    assert taken == [True, True, True, False]

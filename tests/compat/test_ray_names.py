@@ -106,24 +106,6 @@ def test_what_a_dead_process_kept_is_lost() -> None:
 # -- options ----------------------------------------------------------------------------------------------------
 
 
-def test_options_that_are_mapped_or_ignored() -> None:
-    ignored = dict.fromkeys(options.IGNORED, 1)
-    ours, extras = options.for_actors(
-        {**ignored, "num_cpus": 2, "scheduling_strategy": "SPREAD"}, options.Extras()
-    )
-    assert {name: ours[name] for name in ("num_cpus", "spread")} == {"num_cpus": 2, "spread": True}
-    assert not set(ours) & set(ignored)
-    assert extras == options.Extras()
-    ours, extras = options.for_tasks(
-        {**ignored, "resources": {"a": 1, "node:10.0.0.1": 0.1}}, options.Extras()
-    )
-    assert ours == {}
-    assert extras.resources == (("a", 1),)
-    assert options.for_calls({"num_returns": None, "enable_task_events": True, "name": "x"}) == {"name": "x"}
-    ours, _ = options.for_actors({"label_selector": {"zone": "a"}}, options.Extras())
-    assert ours["labels"] == {"zone": "a"}
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from actorrpc.cli.dashboard import payloads
 from actorrpc.cli.dashboard.feed import FeedLook
 from actorrpc.cli.views import Picture
-from actorrpc.observe import ObservedHolder, ObservedSegment, ObservedWorker
 from actorrpc.observe.call_sums import BUCKETS
 from tests.dashboard.fakes import FakeGroup, actor_row
 
@@ -37,33 +35,6 @@ def test_the_first_view_names_what_is_wrong_and_whom() -> None:
     assert "stopped" in finding["what"]
     assert seen["wrong_count"] == 1
     assert [(each["name"], each["waiting"]) for each in seen["classes"]] == [("Store", 3)]
-
-
-def test_contexts_of_all_workers_are_put_together() -> None:
-    group = FakeGroup()
-    seen = group.see([])
-    rows = [
-        {
-            "context": "ab",
-            "origin": 0,
-            "sent": 2,
-            "received": {"1": 1},
-            "leaves": 3,
-            "passes": 1,
-            "idle": 4.0,
-        },
-        {"context": "ac", "origin": 5, "sent": 1, "received": {"5": 7, "x": "wrong"}},
-    ]
-    (well, answer), _ = seen.answers.values()
-    assert isinstance(answer, dict)
-    answer["process"] |= {"autograd": {"contexts": 2, "passes": 1}, "contexts": rows}
-    found = payloads.now(1, Picture.of(seen), None)["training"]
-    assert found["workers"] == [[well.name, 2, 1]]
-    assert found["hops"] == [["5", "driver", 7], ["Store-1", "driver", 1]]
-    assert [(each["context"], each["origin"], each["messages"]) for each in found["contexts"]] == [
-        ("ab", "driver", 2),
-        ("ac", "5", 1),
-    ]
 
 
 def test_however_large_a_group_is_the_first_view_is_small() -> None:
@@ -202,33 +173,3 @@ def test_a_look_that_fails_for_any_reason_keeps_nobody_waiting(monkeypatch: pyte
             await feed.close()
 
     assert "ZeroDivisionError" in asyncio.run(look()).problem
-
-
-# -- what a look costs -------------------------------------------------------------------------------------------
-
-
-def test_who_holds_what() -> None:
-    def segment(name: str, nbytes: int, label: str = "") -> ObservedSegment:
-        return ObservedSegment(segment=name, label=label, site="here.py:1", bytes=nbytes)
-
-    workers = (
-        ObservedWorker(name="a", objects=(segment("1", 10), segment("2", 70, "weights"))),
-        ObservedWorker(
-            name="b",
-            objects=(segment("1", 30, "an image"),),
-            holders=(
-                ObservedHolder(holder="a", what="actor", references=1),
-                ObservedHolder(holder="c", what="Tensor", references=2, bytes=9),
-            ),
-        ),
-    )
-    picture: Any = SimpleNamespace(state=SimpleNamespace(workers=workers))
-    found = payloads.memory(picture)
-    assert [(each["label"], each["bytes"], each["holders"]) for each in found["objects"]] == [
-        ("weights", 70, ["a"]),
-        ("an image", 30, ["a", "b"]),
-    ]
-    assert [(each["owner"], each["holder"], each["bytes"]) for each in found["holders"]] == [
-        ("b", "c", 9),
-        ("b", "a", 0),
-    ]

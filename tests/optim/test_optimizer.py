@@ -527,20 +527,6 @@ def test_a_step_here_that_is_the_users_code_times_out(workers: list[str]) -> Non
         Blocking.open()
 
 
-def test_what_torch_raises_in_a_step_here_is_what_it_raises_elsewhere(workers: list[str]) -> None:
-    tensor = weight(9, (2,))
-    optimizer = DistributedOptimizer(torch.optim.Adam, tensor)
-    with dist_autograd.context() as context_id:
-        sparse = torch.ones(2).to_sparse()
-        startup.contexts().get(context_id).gradients[id(tensor)] = tensor, sparse
-        with pytest.raises(RuntimeError, match="sparse gradients") as caught:
-            optimizer.step(context_id)
-    assert isinstance(caught.value, errors.RemoteError)
-    assert caught.value.worker == workers[0]
-    assert f"Error running optimizer on worker {workers[0]!r}." in caught.value.__notes__
-    assert tensor.grad is None
-
-
 def test_ctrl_c_ends_the_wait_of_a_step_here(twins: Twins) -> None:
     optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=1.0)
     parameter = twins.rrefs[2].local_value()

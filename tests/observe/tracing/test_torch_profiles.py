@@ -96,22 +96,6 @@ def test_events_stand_on_the_clock_of_all_and_mean_no_others() -> None:
     assert names == ["a (pid 41)", "torch: thread 41"]
 
 
-def test_what_was_over_before_is_left_out() -> None:
-    kept = _profile(
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {}},
-        {"ph": "X", "name": "early", "ts": 1e6, "dur": 10.0, "pid": 1, "tid": 1},
-        {"ph": "X", "name": "long", "ts": 1e6, "dur": 9e6, "pid": 1, "tid": 1},
-        {"ph": "i", "name": "late", "ts": 7e6, "pid": 1, "tid": 1},
-    )
-    early = _profile({"ph": "X", "name": "early", "ts": 1e6, "dur": 10.0, "pid": 1, "tid": 1})
-    recording = Recording(worker="a", pid=1, profiles=[early, kept], offset=50.0)
-    recording.since(1000.0 - 100.0 + 50.0 + 5.0)
-    assert [each["name"] for each in recording.profiles[1].events] == ["thread_name", "long", "late"]
-    counts: dict[str, Any] = {}
-    list(events_of([recording], counts))
-    assert counts["profiles"] == 1  # merged: of the other nothing is left
-
-
 # -- of a cluster ------------------------------------------------------------------------------------------------
 
 
