@@ -21,7 +21,7 @@ from actorrpc.errors import CancelledError, RpcError
 from actorrpc.observe import HeldCall, ObservedActor
 from actorrpc.observe.outside import find_groups, look
 from actorrpc.observe.visitor import Target
-from tests.actors.e2e.kit import open_gate, pass_gate, until
+from tests.actors.e2e.kit import open_gate, until
 
 pytestmark = [pytest.mark.limit(60), pytest.mark.prints]
 _S = 30.0
