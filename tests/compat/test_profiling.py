@@ -375,9 +375,9 @@ def _all(rank: int, size: int, path: str, folder: str) -> None:
             return
         for kind in KINDS:
             _remote(rpc, kind)
-            _nested(rpc, kind)
             _clocks(rpc, kind, folder)
         for kind in ("old", "modern"):
+            _nested(rpc, kind)
             _collective(rpc, kind)
             _under_way(rpc, kind)
         _memory(rpc)
@@ -390,8 +390,9 @@ def _all(rank: int, size: int, path: str, folder: str) -> None:
         assert not left_over()
 
 
+@pytest.mark.limit(120)
 def test_what_other_workers_have_done_is_in_profiles(tmp_path: Path) -> None:
-    run_group(_all, 3, str(tmp_path / "store"), str(tmp_path))
+    run_group(_all, 3, str(tmp_path / "store"), str(tmp_path), timeout=100)
     _check_traces(tmp_path)
 
 
