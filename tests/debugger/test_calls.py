@@ -299,7 +299,7 @@ def enter(actor: Any) -> Attached:
 
 
 def _observed(actor: Any) -> ObservedActor:
-    id = f"{actor._actorrpc_card.actor_id:016x}"
+    id = f"{actor.actor_id:016x}"
     (found,) = [each for each in actorrpc.state(_S).actors if each.actor_id == id]
     return found
 
