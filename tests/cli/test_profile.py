@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import actorrpc
 from actorrpc.cli import profile
-from actorrpc.cli.profile import Sampler, Ticks
+from actorrpc.cli.profile import Sampler
 from actorrpc.observe.visitor import Target
 
 _OURS = f"{Path(actorrpc.__file__).parent}/agent/threads.py"
@@ -35,19 +31,6 @@ def _thread(ident: int, *functions: str, name: str = "main") -> dict[str, Any]:
 
 
 # -- samples -----------------------------------------------------------------------------------------------------
-
-
-def test_ticks_that_have_passed_are_left_out() -> None:
-    ticks = Ticks(100.0, 0.5, 10)
-    assert ticks.due == 100.0
-    ticks.answered(100.1)
-    assert (ticks.due, ticks.late, ticks.lost) == (100.5, 0, 0)
-    ticks.answered(101.2)  # after the one at 101.0, which nobody asks at any more
-    assert (ticks.due, ticks.late, ticks.lost) == (101.5, 1, 1)
-    ticks.unanswered(102.3)
-    assert (ticks.due, ticks.late, ticks.lost) == (102.5, 1, 3)
-    ticks.answered(1000.0)
-    assert (ticks.due, ticks.late, ticks.lost) == (None, 2, 7)
 
 
 def test_what_waits_in_the_library_is_left_out() -> None:
@@ -75,13 +58,6 @@ def test_of_an_actor_only_the_threads_count_that_run_its_calls() -> None:
     sampler.take({"threads": threads, "actors": actors})
     sampler.take({"threads": threads, "actors": [{"actor_id": "a1", "running": []}]})
     assert _functions(sampler) == {1: [(["f"], 1)], 3: [(["h"], 2)]}
-
-
-def test_an_answer_that_makes_no_sense_has_no_threads() -> None:
-    sampler = _sampler({"a1": "Store"})
-    sampler.take({})
-    sampler.take({"threads": 3, "actors": [{"actor_id": "a1"}, 5]})
-    assert sampler.threads == {}
 
 
 # -- files -------------------------------------------------------------------------------------------------------
@@ -134,109 +110,3 @@ def test_what_flamegraph_reads(sampled: Sampler, tmp_path: Path) -> None:
     path = tmp_path / "profile.txt"
     assert profile.write(str(path), [sampled], {}, 1.0, 4.0, True).threads == 2
     assert path.read_text() == "w;main;f (a.py) 1\nw;main;f (a.py);g (a.py) 3\nw;thread 2;a,b (a.py) 4\n"
-
-
-# -- workers that do not answer ----------------------------------------------------------------------------------
-
-
-class _Visit:
-    """A visit whose answers are written down; an exception among them is raised."""
-
-    answers: list[Any]
-    closed = 0
-
-    def __init__(self, target: Target, until: float) -> None:
-        pass
-
-    def ask(self, parts: list[str], until: float) -> dict[str, Any]:
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        _Visit.closed += 1
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sampler]:
-    """Sample one worker that gives some answers, at moments that have all come."""
-    monkeypatch.setattr(profile, "Visit", _Visit)
-    monkeypatch.setattr(_Visit, "closed", 0)
-
-    def run(*answers: Any) -> Sampler:
-        monkeypatch.setattr(_Visit, "answers", list(answers), raising=False)
-        sampler = _sampler()
-        # Moments that are far apart, and have passed but for the one that comes: none is late, none is skipped.
-        ticks = Ticks(0.0, 1.0, len(answers))
-        monkeypatch.setattr(profile, "time", SimpleNamespace(monotonic=lambda: float(ticks._next)))
-        sampler.run(ticks, 0.0, threading.Event())
-        assert _Visit.closed == 1
-        return sampler
-
-    return run
-
-
-def test_one_that_does_not_answer_for_a_while(run: Callable[..., Sampler]) -> None:
-    good = {"threads": [_thread(1, "f")]}
-    sampler = run(good, TimeoutError("late"), good)
-    assert (sampler.samples, sampler.ticks.lost, sampler.ticks.late, sampler.why) == (2, 1, 0, "")
-
-
-def test_one_that_never_answers(run: Callable[..., Sampler]) -> None:
-    sampler = run(TimeoutError("late"), TimeoutError("late"))
-    assert (sampler.samples, sampler.ticks.lost, sampler.why) == (0, 2, "it has not answered in time")
-
-
-def test_one_that_ends(run: Callable[..., Sampler]) -> None:
-    sampler = run({"threads": []}, ConnectionResetError("the worker has left"))
-    assert sampler.why == "it was sampled 1 time, then: the worker has left"
-
-
-def test_one_that_cannot_be_reached() -> None:
-    sampler = _sampler()
-    profile.sample([sampler], 1.0, 1.0, 1.0, threading.Event())
-    assert sampler.why == "it listens on no address that this process can reach"
-    summary = profile.ProfileSummary(
-        path="/p",
-        seconds=1.0,
-        rate=1.0,
-        workers=0,
-        threads=0,
-        samples=0,
-        late=0,
-        lost=0,
-        missing={"w": "why"},
-    )
-    assert profile.lines(summary, False) == [
-        "/p: 0 threads of 0 workers, 0 samples in 1.0 s; 0 late, 0 lost; https://www.speedscope.app opens it",
-        "w is missing: why",
-    ]
-    assert profile.lines(replace(summary, path=""), False) == [
-        "there is nothing to sample, and no file was written: none of the selected workers answers",
-        "w is missing: why",
-        "actorrpc stack w shows where it is",
-    ]
-
-
-def test_ctrl_c_ends_it_and_what_there_is_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop, asked = threading.Event(), threading.Event()
-
-    class Forever(_Visit):
-        def ask(self, parts: list[str], until: float) -> dict[str, Any]:
-            asked.set()
-            return {"threads": [_thread(1, "f")]}
-
-    class Interrupted(threading.Thread):
-        def join(self, timeout: float | None = None) -> None:
-            if not stop.is_set():
-                assert asked.wait(20)
-                raise KeyboardInterrupt
-            super().join(timeout)
-
-    monkeypatch.setattr(profile, "Visit", Forever)
-    monkeypatch.setattr(profile, "threading", SimpleNamespace(Thread=Interrupted))
-    sampler = _sampler()
-    profile.sample([sampler], 1e5, 0.001, 20.0, stop)
-    assert sampler.samples == 1
-    assert _Visit.closed

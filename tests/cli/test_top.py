@@ -7,7 +7,6 @@ import os
 import pty
 import subprocess
 import sys
-import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -16,12 +15,10 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
 import actorrpc
-from actorrpc.cli import activity
 from actorrpc.cli.top import Top
 from actorrpc.cli.views import Picture
 from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent
-from actorrpc.observe.model import GroupState, ObservedActor, ObservedWorker
 from actorrpc.observe.outside import FoundGroup, GroupLook
 from actorrpc.wire.identity import WorkerRecord
 
@@ -136,20 +133,6 @@ def test_what_it_shows() -> None:
     _try(_Group(), steps)
 
 
-def test_sorting_keeps_the_cursor_on_its_actor() -> None:
-    async def steps(top: Top, pilot: Pilot[None]) -> None:
-        await _look(top, pilot)
-        shown = top.query_one("#actors", DataTable)
-        assert shown.cursor_row == 0
-        await pilot.press(">", ">")  # by calls a second
-        assert [row[5] for row in _table(top, "actors")] == ["900", "800", "700"]
-        assert shown.cursor_row == 2  # Store#2 is the last one now
-        await pilot.press("<", "<", "<", "<", "<")  # by name
-        assert [row[0] for row in _table(top, "actors")] == ["Store#0", "Store#2", _CLEANED]
-
-    _try(_Group(), steps)
-
-
 def test_an_actor_and_its_stack() -> None:
     group = _Group()
 
@@ -185,53 +168,6 @@ def test_a_group_that_is_gone_is_said_and_what_was_seen_stays() -> None:
         assert len(_table(top, "actors")) == 3
 
     _try(group, steps)
-
-
-def test_of_thousands_the_first_are_shown() -> None:
-    async def steps(top: Top, pilot: Pilot[None]) -> None:
-        assert [row[3] for row in _table(top, "actors")] == ["1999", "1998"]
-
-    _try(_Group(actors=2000), steps, most=2)
-
-
-def test_one_look_at_a_time() -> None:
-    group, gate = _Group(), threading.Event()
-    see = group.see
-
-    def slow(parts: list[str]) -> list[Picture]:
-        gate.wait(30)
-        return see(parts)
-
-    group.see = slow  # type: ignore[method-assign]
-
-    async def run() -> None:
-        top = Top(group.see, 3600.0, 20)
-        async with top.run_test() as pilot:
-            top.look_again()
-            top.look_again()
-            gate.set()
-            await top.workers.wait_for_complete()
-            await pilot.pause()
-
-    asyncio.run(run())
-    assert group.looks == 1
-
-
-def test_workers_of_two_hosts_with_one_process_id() -> None:
-    before = GroupState(workers=tuple(ObservedWorker(name=each, pid=7, age=1.0, cpu=1.0) for each in "ab"))
-    after = GroupState(
-        workers=(
-            ObservedWorker(name="a", pid=7, age=2.0, cpu=1.5),
-            ObservedWorker(name="b", pid=7, age=3.0, cpu=1.0),
-        )
-    )
-    assert activity.shares([before], [after]) == {("a", 7): 50.0, ("b", 7): 0.0}
-
-
-def test_an_actor_that_was_made_again_has_no_rate() -> None:
-    before = GroupState(actors=(ObservedActor(actor_id="a", age=9.0, calls_done=100),))
-    after = GroupState(actors=(ObservedActor(actor_id="a", age=1.0, calls_done=2),))
-    assert activity.rates([before], [after]) == {}
 
 
 @actorrpc.remote

@@ -10,7 +10,6 @@ import pytest
 
 from actorrpc.cli import commands
 from actorrpc.cli.commands import main
-from actorrpc.cli.views import Picture
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.outside import FoundGroup, GroupLook
 from actorrpc.wire.identity import WorkerRecord
@@ -117,11 +116,6 @@ def test_a_dead_actor_is_found_by_its_class(capsys: pytest.CaptureFixture[str]) 
     assert "it was killed with kill()" in text
 
 
-def test_of_a_class_those_that_were_meant_to_end_are_left_out(seen: GroupLook) -> None:
-    found = Picture.of(seen).actors_named("Mixed")
-    assert [each.title for each in found] == ["Mixed#00a4", "Mixed#00a5"]
-
-
 def test_describe_says_how_a_worker_is_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "describe", "Stuck")
     assert status == 1
@@ -132,12 +126,6 @@ def test_describe_says_how_a_worker_is_that_does_not_answer(capsys: pytest.Captu
     assert (status, finding["kind"], finding["wrong"]) == (1, "worker", True)
     assert finding["what"].startswith("worker 'Stuck-1' (pid 101) is stopped: ")
     assert finding["remedy"] == "kill -CONT 101 resumes it"
-
-
-def test_describe_of_one_that_is_well(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = _run(capsys, "describe", "Waiter")
-    assert status == 0
-    assert "remedy" not in text
 
 
 def test_the_stack_of_a_dead_actor_says_of_what_it_died(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,21 +149,6 @@ def test_the_stack_of_a_call_that_has_failed_and_is_held(capsys: pytest.CaptureF
     assert "step" not in text  # that is another actor's
     assert held in _run(capsys, "stack")[1]
     assert held in _run(capsys, "describe", "00c1")[1]
-
-
-def test_the_stack_of_a_worker_has_no_coroutines_of_others(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "coroutine" not in _run(capsys, "stack", "Held-2")[1]
-    assert "1 coroutine on no thread:\n  Waiter#00d1.wait()" in _run(capsys, "stack", "Other-3")[1]
-    (group,) = json.loads(_run(capsys, "stack", "Held-2", "--json")[1])["groups"]
-    assert [each["method"] for each in group["running"]] == ["step"]
-
-
-def test_stack_as_json_has_what_its_text_has(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text = _run(capsys, "stack", "--json")
-    (group,) = json.loads(text)["groups"]
-    assert status == 1
-    told = " ".join(each["what"] for each in group["findings"])
-    assert all(each in told for each in ("is stopped", "is dead", "is held in the debugger"))
 
 
 def test_top_says_what_is_held(capsys: pytest.CaptureFixture[str]) -> None:

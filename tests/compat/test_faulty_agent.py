@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import operator
 import subprocess
 import sys
@@ -12,14 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from actorrpc import compat
 from actorrpc.compat.rpc._testing.faulty_agent import _TYPES, FaultyTensorPipeRpcBackendOptions
 from actorrpc.errors import ConfigError
 from actorrpc.testing import Fault
 from actorrpc.testing.messages.types import MESSAGES, Message
 from tests.output import check
-
-NAMES = ["torch.distributed.rpc._testing", "torch.distributed.rpc._testing.faulty_agent_backend_registry"]
 
 
 @torch.jit.script
@@ -66,19 +62,6 @@ assert "torch.distributed.rpc._testing" not in sys.modules
     check(done.stderr)
 
 
-def test_torchs_own_is_put_back() -> None:
-    theirs = importlib.import_module(NAMES[0])
-    finders = list(sys.meta_path)
-    compat.install()
-    try:
-        assert NAMES[0] not in sys.modules
-    finally:
-        compat.uninstall()
-    assert sys.modules[NAMES[0]] is theirs
-    assert theirs.__name__ == NAMES[0]
-    assert sys.meta_path == finders
-
-
 def test_every_type_of_torch_is_one_of_ours() -> None:
     assert {kind for kind, _ in _TYPES.values()} <= set(MESSAGES)
     for given in ({"messages_to_fail": ["NO_SUCH"]}, {"messages_to_delay": {"NO_SUCH": 1.0}}):
@@ -98,30 +81,3 @@ def test_scripts_are_told_from_others() -> None:
         ):
             assert first(options, type, called) is not None
             assert first(python if options is script else script, type, called) is None
-
-
-def test_the_results_of_scripts_are_known() -> None:
-    for called, name in ((torch.add, "SCRIPT_RREF_FETCH_CALL"), (operator.add, "PYTHON_RREF_FETCH_CALL")):
-        options = FaultyTensorPipeRpcBackendOptions(messages_to_delay={name: 1.0})
-        faults = options._faults()
-        peer: Any = SimpleNamespace(name="worker1", record=SimpleNamespace(rank=1))
-        assert not any(fault.takes(Message("remote", peer, called, (), "id")) for fault in faults)
-        other = operator.add if called is torch.add else torch.add
-        assert not any(fault.takes(Message("remote", peer, other, (), "other")) for fault in faults)
-        assert any(fault.takes(Message("to_here", peer, None, (), "id")) for fault in faults)
-        assert not any(fault.takes(Message("to_here", peer, None, (), "other")) for fault in faults)
-
-
-def test_failures_are_counted_for_each_message_and_heard_of_at_once() -> None:
-    options = FaultyTensorPipeRpcBackendOptions(messages_to_fail=["RREF_USER_DELETE"], num_fail_sends=2)
-    (_, fault) = options._faults()
-    assert (fault.action, fault.at_once) == ("drop", True)
-    peer: Any = SimpleNamespace(name="worker1", record=SimpleNamespace(rank=1))
-    taken = [fault.takes(Message("rref_delete", peer, None, (body,))) for body in (b"1", b"1", b"2", b"1")]
-    assert taken == [True, True, True, False]
-
-
-def test_none_by_default() -> None:
-    options = FaultyTensorPipeRpcBackendOptions()
-    assert (options.messages_to_fail, options.messages_to_delay, options.num_fail_sends) == ([], {}, 0)
-    assert first(options, "call", operator.add) is None

@@ -36,8 +36,3 @@ def test_a_missing_function_is_an_error_that_says_so() -> None:
     found = internal.deserialize(data, [])
     assert isinstance(found, AttributeError)
     assert "RPC pickler does not serialize" in str(found)
-
-
-def test_keys_of_profiles() -> None:
-    key = internal._build_rpc_profiling_key(internal.RPCExecMode.ASYNC, "f", "a", "b")
-    assert key == "rpc_async#f(a -> b)"

@@ -127,6 +127,10 @@ def open_gate() -> None:
     _gate.set()
 
 
+def close_gate() -> None:
+    _gate.clear()
+
+
 def with_its_own(x: torch.Tensor) -> list[str]:
     torch.abs(x)
     with profiler_legacy.profile() as found:
@@ -172,295 +176,224 @@ class Doubler:
 # -- remote events -----------------------------------------------------------------------------------------
 
 
-def _remote(rank: int, size: int, path: str, kind: str) -> None:
-    with joined(rank, size, path) as rpc:
-        if rank:
-            return
-        x = torch.ones(2, 3)
-        with profile(kind, record_shapes=True) as found:
-            rpc.rpc_sync("worker1", step, (x,))
-            rpc.rpc_async("worker1", torch.neg, (x,)).wait()
-            rpc.rpc_async("worker1", scripted, (x,)).wait()
-            doubler = rpc.remote("worker1", Doubler)
-            doubler.rpc_sync().double(x)
-            kept = rpc.remote("worker0", torch.sub, (x, 1))
-            kept._get_profiling_future().wait()
-        key = "rpc_sync#step(worker0 -> worker1)"
-        call, inner = one(found, key), one(found, f"{key}{_REMOTE}aten::add")
-        assert (inner.is_remote, inner.node_id, inner.input_shapes) == (True, 1, [[2, 3], [], []])
-        assert call.time_range.start <= inner.time_range.start <= inner.time_range.end <= call.time_range.end
-        assert not call.is_remote
-        assert kind != "old" or call.node_id == 0
-        block = one(found, f"{key}{_REMOTE}##step##")
-        assert {f"{key}{_REMOTE}aten::{name}" for name in ("add", "mul")} <= {
-            child.name for child in block.cpu_children
-        }
-        for name in (
-            f"rpc_async#aten::neg(worker0 -> worker1){_REMOTE}aten::neg",
-            f"rpc_async#__torch__.{__name__}.scripted(worker0 -> worker1){_REMOTE}aten::add",
-            f"rpc_sync#double(worker0 -> worker1){_REMOTE}aten::mul",
-        ):
-            assert one(found, name).node_id == 1
-        assert one(found, f"rpc_remote#aten::sub(worker0 -> worker0){_REMOTE}aten::sub").node_id == 0
-        assert "remote_op: aten::add" in found.key_averages().table(max_name_column_width=200)
-        assert not left_over()
+def _remote(rpc: Any, kind: str) -> None:
+    x = torch.ones(2, 3)
+    with profile(kind, record_shapes=True) as found:
+        rpc.rpc_sync("worker1", step, (x,))
+        rpc.rpc_async("worker1", torch.neg, (x,)).wait()
+        rpc.rpc_async("worker1", scripted, (x,)).wait()
+        doubler = rpc.remote("worker1", Doubler)
+        doubler.rpc_sync().double(x)
+        kept = rpc.remote("worker0", torch.sub, (x, 1))
+        kept._get_profiling_future().wait()
+    key = "rpc_sync#step(worker0 -> worker1)"
+    call, inner = one(found, key), one(found, f"{key}{_REMOTE}aten::add")
+    assert (inner.is_remote, inner.node_id, inner.input_shapes) == (True, 1, [[2, 3], [], []])
+    assert call.time_range.start <= inner.time_range.start <= inner.time_range.end <= call.time_range.end
+    assert not call.is_remote
+    assert kind != "old" or call.node_id == 0
+    block = one(found, f"{key}{_REMOTE}##step##")
+    assert {f"{key}{_REMOTE}aten::{name}" for name in ("add", "mul")} <= {
+        child.name for child in block.cpu_children
+    }
+    for name in (
+        f"rpc_async#aten::neg(worker0 -> worker1){_REMOTE}aten::neg",
+        f"rpc_async#__torch__.{__name__}.scripted(worker0 -> worker1){_REMOTE}aten::add",
+        f"rpc_sync#double(worker0 -> worker1){_REMOTE}aten::mul",
+    ):
+        assert one(found, name).node_id == 1
+    assert one(found, f"rpc_remote#aten::sub(worker0 -> worker0){_REMOTE}aten::sub").node_id == 0
+    assert "remote_op: aten::add" in found.key_averages().table(max_name_column_width=200)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_remote_events(kind: str, tmp_path: Path) -> None:
-    run_group(_remote, 2, str(tmp_path / "store"), kind)
+def _memory(rpc: Any) -> None:
+    for wanted in (True, False):
+        with profile("old", profile_memory=wanted) as found:
+            rpc.rpc_sync("worker1", step, (torch.ones(100),))
+        add = one(found, f"rpc_sync#step(worker0 -> worker1){_REMOTE}aten::add")
+        assert bool(add.cpu_memory_usage) is wanted
 
 
-def _memory(rank: int, size: int, path: str) -> None:
-    with joined(rank, size, path) as rpc:
-        if rank:
-            return
-        for wanted in (True, False):
-            with profile("old", profile_memory=wanted) as found:
-                rpc.rpc_sync("worker1", step, (torch.ones(100),))
-            add = one(found, f"rpc_sync#step(worker0 -> worker1){_REMOTE}aten::add")
-            assert bool(add.cpu_memory_usage) is wanted
-
-
-def test_memory_is_recorded_where_that_is_wanted(tmp_path: Path) -> None:
-    run_group(_memory, 2, str(tmp_path / "store"))
-
-
-def _nested(rank: int, size: int, path: str, kind: str) -> None:
-    with joined(rank, size, path) as rpc:
-        if rank:
-            return
-        for function in (two_deep, elsewhere):
-            with profile(kind) as found:
-                result = rpc.rpc_async("worker1", function, ("worker2", torch.ones(2))).wait()
-            assert result.tolist() == [0.0, 0.0]
-            outer = f"rpc_async#{function.__qualname__}(worker0 -> worker1)"
-            mode = "sync" if function is two_deep else "async"
-            inner = f"{outer}{_REMOTE}rpc_{mode}#step(worker1 -> worker2)"
-            assert one(found, f"{outer}{_REMOTE}aten::neg").node_id == 1
-            call, add = one(found, inner), one(found, f"{inner}{_REMOTE}aten::add")
-            assert (call.is_remote, call.node_id) == (True, 1)
-            assert (add.is_remote, add.node_id) == (True, 2)
-            assert call.time_range.start <= add.time_range.start <= add.time_range.end <= call.time_range.end
-        assert not left_over()
-
-
-@pytest.mark.parametrize("kind", ["old", "modern"])
-def test_nested_calls(kind: str, tmp_path: Path) -> None:
-    run_group(_nested, 3, str(tmp_path / "store"), kind)
-
-
-def _errors(rank: int, size: int, path: str) -> None:
-    with joined(rank, size, path) as rpc:
-        if rank:
-            return
-        x = torch.ones(2)
-        with profile("old") as found:
-            with pytest.raises(RuntimeError, match="no"):
-                rpc.rpc_sync("worker1", fail, (x,))
-            with pytest.raises(RuntimeError, match="later"):
-                rpc.rpc_async("worker1", failing_later).wait()
-            with pytest.raises(LookupError, match="no"):
-                rpc.remote("worker1", fail, (x,)).to_here()
-            with pytest.raises(TypeError, match="must return a"):
-                rpc.rpc_sync("worker1", no_future, (x,))
-            with pytest.raises(RuntimeError, match="RPC ran for more than"):
-                rpc.rpc_sync("worker1", wait_at_gate, (x,), timeout=0.05)
-            with pytest.raises(ValueError, match="Cannot get WorkerInfo"):
-                rpc.rpc_async(1.5, fail, (x,))
-            rpc.rpc_sync("worker1", open_gate)
-            rpc.rpc_sync("worker1", step, (x,))
-        names = [event.name for event in events_of(found) if event.name.startswith("rpc_")]
-        calls = sorted(name.partition("(")[0] for name in names if _REMOTE not in name)
-        assert calls == [
-            "rpc_async#failing_later",
-            "rpc_remote#fail",
-            *("rpc_sync#fail", "rpc_sync#no_future", "rpc_sync#open_gate", "rpc_sync#step"),
-            "rpc_sync#wait_at_gate",
-        ]
-        assert {name.partition("(")[0] for name in names if _REMOTE in name} == {
-            "rpc_remote#fail",
-            "rpc_sync#step",
-        }
-        assert not left_over()
-
-
-def test_calls_that_fail(tmp_path: Path) -> None:
-    run_group(_errors, 2, str(tmp_path / "store"))
-
-
-def _collective(rank: int, size: int, path: str, kind: str) -> None:
-    with joined(rank, size, path) as rpc:
-        if rank:
-            return
+def _nested(rpc: Any, kind: str) -> None:
+    for function in (two_deep, elsewhere):
         with profile(kind) as found:
-            assert rpc.rpc_async("worker1", summed_up).wait().tolist() == [1.0, 1.0]
-        key = f"rpc_async#summed_up(worker0 -> worker1){_REMOTE}"
-        seen = {event.name.removeprefix(key) for event in events_of(found)}
-        assert {"c10d::allreduce_", "gloo:all_reduce", "DistributedDataParallel.forward"} <= seen
+            result = rpc.rpc_async("worker1", function, ("worker2", torch.ones(2))).wait()
+        assert result.tolist() == [0.0, 0.0]
+        outer = f"rpc_async#{function.__qualname__}(worker0 -> worker1)"
+        mode = "sync" if function is two_deep else "async"
+        inner = f"{outer}{_REMOTE}rpc_{mode}#step(worker1 -> worker2)"
+        assert one(found, f"{outer}{_REMOTE}aten::neg").node_id == 1
+        call, add = one(found, inner), one(found, f"{inner}{_REMOTE}aten::add")
+        assert (call.is_remote, call.node_id) == (True, 1)
+        assert (add.is_remote, add.node_id) == (True, 2)
+        assert call.time_range.start <= add.time_range.start <= add.time_range.end <= call.time_range.end
 
 
-@pytest.mark.parametrize("kind", ["old", "modern"])
-def test_operations_that_end_on_another_thread(kind: str, tmp_path: Path) -> None:
-    run_group(_collective, 2, str(tmp_path / "store"), kind)
+def _errors(rpc: Any) -> None:
+    x = torch.ones(2)
+    with profile("old") as found:
+        with pytest.raises(RuntimeError, match="no"):
+            rpc.rpc_sync("worker1", fail, (x,))
+        with pytest.raises(RuntimeError, match="later"):
+            rpc.rpc_async("worker1", failing_later).wait()
+        with pytest.raises(LookupError, match="no"):
+            rpc.remote("worker1", fail, (x,)).to_here()
+        with pytest.raises(TypeError, match="must return a"):
+            rpc.rpc_sync("worker1", no_future, (x,))
+        with pytest.raises(RuntimeError, match="RPC ran for more than"):
+            rpc.rpc_sync("worker1", wait_at_gate, (x,), timeout=0.05)
+        with pytest.raises(ValueError, match="Cannot get WorkerInfo"):
+            rpc.rpc_async(1.5, fail, (x,))
+        rpc.rpc_sync("worker1", open_gate)
+        rpc.rpc_sync("worker1", step, (x,))
+    names = [event.name for event in events_of(found) if event.name.startswith("rpc_")]
+    calls = sorted(name.partition("(")[0] for name in names if _REMOTE not in name)
+    assert calls == [
+        "rpc_async#failing_later",
+        "rpc_remote#fail",
+        *("rpc_sync#fail", "rpc_sync#no_future", "rpc_sync#open_gate", "rpc_sync#step"),
+        "rpc_sync#wait_at_gate",
+    ]
+    assert {name.partition("(")[0] for name in names if _REMOTE in name} == {
+        "rpc_remote#fail",
+        "rpc_sync#step",
+    }
 
 
-def _unreadable(rank: int, size: int, path: str) -> None:
-    with joined(rank, size, path) as rpc:
-        if rank:
-            return
-        rpc.rpc_sync("worker1", break_the_reader)
-        with profile("modern") as found:
-            assert rpc.rpc_sync("worker1", step, (torch.ones(2),)).tolist() == [4.0, 4.0]
-        assert not [event for event in events_of(found) if event.is_remote]
-        assert not left_over()
+def _collective(rpc: Any, kind: str) -> None:
+    with profile(kind) as found:
+        assert rpc.rpc_async("worker1", summed_up).wait().tolist() == [1.0, 1.0]
+    key = f"rpc_async#summed_up(worker0 -> worker1){_REMOTE}"
+    seen = {event.name.removeprefix(key) for event in events_of(found)}
+    assert {"c10d::allreduce_", "gloo:all_reduce", "DistributedDataParallel.forward"} <= seen
 
 
-def test_a_profiler_that_fails_breaks_no_call(tmp_path: Path) -> None:
-    run_group(_unreadable, 2, str(tmp_path / "store"))
+def _unreadable(rpc: Any) -> None:
+    rpc.rpc_sync("worker1", break_the_reader)
+    with profile("modern") as found:
+        assert rpc.rpc_sync("worker1", step, (torch.ones(2),)).tolist() == [4.0, 4.0]
+    assert not [event for event in events_of(found) if event.is_remote]
 
 
-def _under_way(rank: int, size: int, path: str, kind: str) -> None:
-    with joined(rank, size, path) as rpc:
-        if rank:
-            return
-        x = torch.ones(2)
-        with profile(kind) as found:
-            future = rpc.rpc_async("worker1", wait_at_gate, (x,))
-        with profile(kind) as other:
-            rpc.rpc_sync("worker1", open_gate)
-            future.wait()
-        assert not one(found, "rpc_async#wait_at_gate(worker0 -> worker1)").is_remote
-        assert not [event for event in events_of(found) if event.is_remote]
-        assert not [event for event in events_of(other) if "wait_at_gate" in event.name]
-        assert not left_over()
+def _under_way(rpc: Any, kind: str) -> None:
+    x = torch.ones(2)
+    with profile(kind) as found:
+        future = rpc.rpc_async("worker1", wait_at_gate, (x,))
+    with profile(kind) as other:
+        rpc.rpc_sync("worker1", open_gate)
+        future.wait()
+        rpc.rpc_sync("worker1", close_gate)
+    assert not one(found, "rpc_async#wait_at_gate(worker0 -> worker1)").is_remote
+    assert not [event for event in events_of(found) if event.is_remote]
+    assert not [event for event in events_of(other) if "wait_at_gate" in event.name]
 
 
-@pytest.mark.parametrize("kind", ["old", "modern"])
-def test_calls_that_outlive_the_profile(kind: str, tmp_path: Path) -> None:
-    """They show up to its end, and never in the next one."""
-    run_group(_under_way, 2, str(tmp_path / "store"), kind)
+def _many(rpc: Any) -> None:
+    with profile("old") as found:
+        assert rpc.rpc_sync("worker1", many, (torch.ones(1),)) == 4001
+    assert len([event for event in events_of(found) if event.name.endswith("aten::add_")]) == 4000
 
 
-def _many(rank: int, size: int, path: str) -> None:
-    with joined(rank, size, path) as rpc:
-        if rank:
-            return
-        with profile("old") as found:
-            assert rpc.rpc_sync("worker1", many, (torch.ones(1),)) == 4001
-        assert len([event for event in events_of(found) if event.name.endswith("aten::add_")]) == 4000
+def _own(rpc: Any) -> None:
+    with profile("old") as found:
+        names = rpc.rpc_sync("worker1", with_its_own, (torch.ones(2),))
+    assert "aten::neg" in names
+    key = f"rpc_sync#with_its_own(worker0 -> worker1){_REMOTE}"
+    remote = [event.name for event in events_of(found) if event.is_remote]
+    assert f"{key}aten::abs" in remote
+    assert f"{key}aten::neg" not in remote
 
 
-@pytest.mark.slow
-def test_more_rows_than_a_header_takes(tmp_path: Path) -> None:
-    run_group(_many, 2, str(tmp_path / "store"))
-
-
-def _own(rank: int, size: int, path: str) -> None:
-    with joined(rank, size, path) as rpc:
-        if rank:
-            return
-        with profile("old") as found:
-            names = rpc.rpc_sync("worker1", with_its_own, (torch.ones(2),))
-        assert "aten::neg" in names
-        key = f"rpc_sync#with_its_own(worker0 -> worker1){_REMOTE}"
-        remote = [event.name for event in events_of(found) if event.is_remote]
-        assert f"{key}aten::abs" in remote
-        assert f"{key}aten::neg" not in remote
-        assert not left_over()
-
-
-def test_a_callee_that_profiles_itself(tmp_path: Path) -> None:
-    """What it does from there on is in its own profile only."""
-    run_group(_own, 2, str(tmp_path / "store"))
-
-
-def _not_waiting(rank: int, size: int, path: str) -> None:
-    with joined(rank, size, path) as rpc:
-        if rank:
-            return
-        x = torch.ones(2)
-        with profile("old") as found:
-            rpc.rpc_async("worker1", not_waiting, ("worker0", x)).wait()
-            with pytest.raises(RuntimeError, match="no"):
-                rpc.rpc_sync("worker1", leaving_one_behind, ("worker0", x))
-        key = f"rpc_async#not_waiting(worker0 -> worker1){_REMOTE}rpc_async#"
-        assert one(found, f"{key}wait_at_gate(worker1 -> worker0)").node_id == 1
-        assert one(found, f"{key}step(worker1 -> worker0)").node_id == 1
-        assert one(found, f"{key}step(worker1 -> worker0){_REMOTE}aten::add").node_id == 0
-        assert rpc.rpc_sync("worker1", ranges) == 0
-        open_gate()
-
-
-def test_calls_whose_ends_nobody_waits_for(tmp_path: Path) -> None:
-    """They show up to the end of the call that has made them."""
-    run_group(_not_waiting, 2, str(tmp_path / "store"))
+def _not_waiting(rpc: Any) -> None:
+    x = torch.ones(2)
+    with profile("old") as found:
+        rpc.rpc_async("worker1", not_waiting, ("worker0", x)).wait()
+        with pytest.raises(RuntimeError, match="no"):
+            rpc.rpc_sync("worker1", leaving_one_behind, ("worker0", x))
+    key = f"rpc_async#not_waiting(worker0 -> worker1){_REMOTE}rpc_async#"
+    assert one(found, f"{key}wait_at_gate(worker1 -> worker0)").node_id == 1
+    assert one(found, f"{key}step(worker1 -> worker0)").node_id == 1
+    assert one(found, f"{key}step(worker1 -> worker0){_REMOTE}aten::add").node_id == 0
+    assert rpc.rpc_sync("worker1", ranges) == 0
+    open_gate()
 
 
 # -- traces -------------------------------------------------------------------------------------------------
 
 
-def _traces(rank: int, size: int, path: str, folder: str) -> None:
-    with joined(rank, size, path) as rpc:
-        if rank:
-            return
-        for kind in KINDS:
-            with profile(kind) as found:
-                rpc.rpc_async("worker1", step, (torch.ones(2),)).wait()
-            found.export_chrome_trace(f"{folder}/{kind}.json")
-        with profile("modern") as found:
-            torch.ones(2)
-        found.export_chrome_trace(f"{folder}/none.json")
+def _traces(rpc: Any, folder: str) -> None:
+    for kind in KINDS:
+        with profile(kind) as found:
+            rpc.rpc_async("worker1", step, (torch.ones(2),)).wait()
+        found.export_chrome_trace(f"{folder}/{kind}.json")
+    with profile("modern") as found:
+        torch.ones(2)
+    found.export_chrome_trace(f"{folder}/none.json")
 
 
-def test_chrome_traces(tmp_path: Path) -> None:
-    run_group(_traces, 2, str(tmp_path / "store"), str(tmp_path))
+def _check_traces(folder: Path) -> None:
     key = "rpc_async#step(worker0 -> worker1)"
     for kind in KINDS:
-        trace = json.loads((tmp_path / f"{kind}.json").read_text())
+        trace = json.loads((folder / f"{kind}.json").read_text())
         events = {event["name"]: event for event in (trace if kind == "old" else trace["traceEvents"])}
         call, add = events[key], events[f"{key}{_REMOTE}aten::add"]
         if kind != "old":
             assert call["ts"] <= add["ts"] <= add["ts"] + add["dur"] <= call["ts"] + call["dur"]
             assert add["pid"] == "rank 1"
             assert add["args"]["node_id"] == 1
-    trace = json.loads((tmp_path / "none.json").read_text())
+    trace = json.loads((folder / "none.json").read_text())
     assert not [event for event in trace["traceEvents"] if str(event.get("pid", "")).startswith("rank")]
 
 
-def _clocks(rank: int, size: int, path: str, kind: str, folder: str) -> None:
+def _clocks(rpc: Any, kind: str, folder: str) -> None:
+    for error in (-(10**9), 10**9):
+        with profile(kind) as found:
+            # As where the thread is not run for a second between the readings of two clocks.
+            profiling.collector().began += error
+            for _ in range(3):
+                rpc.rpc_async("worker1", step, (torch.ones(2),)).wait()
+        key = "rpc_async#step(worker0 -> worker1)"
+        calls = [event for event in events_of(found) if event.name == key]
+        steps = [event for event in events_of(found) if event.name == f"{key}{_REMOTE}##step##"]
+        for call, inner in zip(calls, steps, strict=True):
+            assert (
+                call.time_range.start <= inner.time_range.start <= inner.time_range.end <= call.time_range.end
+            )
+        assert events_of(found).index(calls[0]) < events_of(found).index(steps[0])
+        if kind != "old":
+            found.export_chrome_trace(f"{folder}/trace.json")
+            events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+            calls = [event for event in events if event["name"] == key]
+            steps = [event for event in events if event["name"] == f"{key}{_REMOTE}##step##"]
+            for call, inner in zip(calls, steps, strict=True):
+                assert call["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= call["ts"] + call["dur"]
+
+
+def _all(rank: int, size: int, path: str, folder: str) -> None:
     with joined(rank, size, path) as rpc:
         if rank:
             return
-        for error in (-(10**9), 10**9):
-            with profile(kind) as found:
-                # As where the thread is not run for a second between the readings of two clocks.
-                profiling.collector().began += error
-                for _ in range(3):
-                    rpc.rpc_async("worker1", step, (torch.ones(2),)).wait()
-            key = "rpc_async#step(worker0 -> worker1)"
-            calls = [event for event in events_of(found) if event.name == key]
-            steps = [event for event in events_of(found) if event.name == f"{key}{_REMOTE}##step##"]
-            for call, inner in zip(calls, steps, strict=True):
-                assert (
-                    call.time_range.start
-                    <= inner.time_range.start
-                    <= inner.time_range.end
-                    <= call.time_range.end
-                )
-            assert events_of(found).index(calls[0]) < events_of(found).index(steps[0])
-            if kind != "old":
-                found.export_chrome_trace(f"{folder}/trace.json")
-                events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-                calls = [event for event in events if event["name"] == key]
-                steps = [event for event in events if event["name"] == f"{key}{_REMOTE}##step##"]
-                for call, inner in zip(calls, steps, strict=True):
-                    assert call["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= call["ts"] + call["dur"]
+        for kind in KINDS:
+            _remote(rpc, kind)
+            _clocks(rpc, kind, folder)
+        for kind in ("old", "modern"):
+            _nested(rpc, kind)
+            _collective(rpc, kind)
+            _under_way(rpc, kind)
+        _memory(rpc)
+        _many(rpc)
+        _own(rpc)
+        _not_waiting(rpc)
+        _traces(rpc, folder)
+        _errors(rpc)
+        _unreadable(rpc)
+        assert not left_over()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_call_has_done_is_within_it_whatever_the_clocks_say(kind: str, tmp_path: Path) -> None:
-    run_group(_clocks, 2, str(tmp_path / "store"), kind, str(tmp_path))
+@pytest.mark.limit(120)
+def test_what_other_workers_have_done_is_in_profiles(tmp_path: Path) -> None:
+    run_group(_all, 3, str(tmp_path / "store"), str(tmp_path), timeout=100)
+    _check_traces(tmp_path)
 
 
 # -- torch's modules -----------------------------------------------------------------------------------------

@@ -104,11 +104,3 @@ def test_nothing_to_run_is_refused() -> None:
     done = run("-m", "actorrpc.compat")
     assert done.returncode == 1
     assert "usage" in done.stderr
-
-
-def test_the_environment_and_back() -> None:
-    before = {"PYTHONPATH": os.pathsep.join(["a", "b"])}
-    inside = take_over.drop_in(before)
-    assert inside == {"ACTORRPC_DROP_IN": "1", "PYTHONPATH": os.pathsep.join([str(SITE), "a", "b"])}
-    assert take_over.drop_in(inside) == inside
-    assert take_over.without_drop_in(inside) == {"ACTORRPC_DROP_IN": "0", **before}

@@ -10,14 +10,12 @@ import pickle
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import actorrpc
 import actorrpc.compat.ray as ray
-from actorrpc.compat.ray import cluster
 from actorrpc.compat.ray.util.placement_group import PlacementGroup
 from actorrpc.compat.ray.util.queue import Empty, Full, Queue
 from actorrpc.compat.ray.util.scheduling_strategies import (
@@ -27,6 +25,7 @@ from actorrpc.compat.ray.util.scheduling_strategies import (
 from actorrpc.testing.pytest_plugin import WATCHDOG
 from tests import processes
 from tests.actors.e2e.kit import until
+from tests.migration.rows import row
 
 rex = ray.exceptions
 
@@ -135,6 +134,7 @@ def counter() -> Any:
 # -- references -------------------------------------------------------------------------------------------------
 
 
+@row("ObjectRef ObjectRefGenerator")
 def test_calls_and_references(counter: Any) -> None:
     ref = double.remote(double.remote(ray.put(3)))
     assert isinstance(ref, ray.ObjectRef)
@@ -173,6 +173,7 @@ def test_wait(counter: Any) -> None:
     assert ray.wait([stream]) == ([stream], [])
 
 
+@row("GetTimeoutError")
 def test_a_result_that_is_late_goes_on() -> None:
     gate = Gate.remote()
     held = gate.wait.remote()
@@ -250,6 +251,7 @@ def test_a_generator_with_a_number_of_results(counter: Any) -> None:
         ray.get(last)
 
 
+@row("calls of generators")
 def test_dynamic_generators(counter: Any) -> None:
     @ray.remote(num_returns="dynamic")
     def gives(count: int, fails: bool = False) -> Iterator[int]:
@@ -279,6 +281,8 @@ def test_dynamic_generators(counter: Any) -> None:
 # -- errors -----------------------------------------------------------------------------------------------------
 
 
+@row("RayTaskError, RayTaskError(ValueError)")
+@row("str(error) of a RayTaskError")
 def test_what_is_raised_has_both_types(counter: Any) -> None:
     for ref in (
         fails.remote(),
@@ -293,6 +297,7 @@ def test_what_is_raised_has_both_types(counter: Any) -> None:
         assert isinstance(error, actorrpc.RemoteError)
         assert error.code == 3
         assert type(error.cause) is Wrong
+        assert str(error) == "no"
         assert "raise Wrong" in error.traceback_str
         assert error.as_instanceof_cause() is error
         assert repr(error).startswith("RayTaskError(Wrong)(")
@@ -303,6 +308,8 @@ def test_what_is_raised_has_both_types(counter: Any) -> None:
 
 
 @pytest.mark.prints("KeyError: 'in it'", "ActorDiedError", "it is dead")
+@row("actor.exit_actor")
+@row("ActorDiedError, ActorUnavailableError")
 def test_ends_of_actors() -> None:
     class Broken:
         def __init__(self) -> None:
@@ -328,38 +335,20 @@ def test_ends_of_actors() -> None:
         ray.actor.exit_actor()
 
 
-@pytest.mark.prints("has died", "was not finished")
-def test_an_error_of_rays_that_a_task_runs_into_is_none_of_its_caller() -> None:
-    @ray.remote
-    def calls(actor: Any) -> None:
-        ray.get(actor.add.remote())
-
-    actor = Counter.remote()
-    ray.kill(actor)
-    with pytest.raises(rex.RayTaskError) as caught:
-        ray.get(calls.remote(actor))
-    assert not isinstance(caught.value, rex.RayActorError)
-    assert isinstance(caught.value.cause, rex.RayActorError)
-
-    @ray.remote
-    def calls_it() -> None:
-        ray.get(calls.remote(actor))
-
-    with pytest.raises(rex.RayTaskError) as further:
-        ray.get(calls_it.remote())
-    assert isinstance(further.value.cause, rex.RayActorError)
-
-
 @pytest.mark.prints("died", "not finished")
+@row("WorkerCrashedError; OwnerDiedError")
 def test_a_process_that_ends_in_a_task() -> None:
     @ray.remote(max_retries=0)
     def dies() -> None:
         os._exit(1)
 
-    with pytest.raises(rex.WorkerCrashedError):
+    with pytest.raises(rex.WorkerCrashedError) as caught:
         ray.get(dies.remote())
+    assert isinstance(caught.value, actorrpc.PeerDiedError)
 
 
+@row("TaskCancelledError")
+@row("cancel(ref, recursive=False)")
 def test_cancel() -> None:
     gate = Gate.remote()
     held = gate.wait.remote()
@@ -381,6 +370,7 @@ def test_cancel() -> None:
     ray.get(gate.send.remote())
 
 
+@row("PendingCallsLimitExceeded")
 def test_a_call_too_many() -> None:
     limited = Gate.options(max_pending_calls=1).remote()
     held = limited.wait.remote()
@@ -421,16 +411,7 @@ def test_handles(counter: Any) -> None:
         counter.add()
 
 
-def test_a_class_that_is_called() -> None:
-    @ray.remote
-    class Callable:
-        def __call__(self, value: int) -> int:
-            return value + 1
-
-    actor = Callable.remote()
-    assert ray.get(actor.__call__.remote(1)) == 2
-
-
+@row("ActorAlreadyExistsError")
 def test_names() -> None:
     actor = Counter.options(name="one", lifetime="detached").remote(5)
     assert ray.get(ray.get_actor("one").add.remote()) == 6
@@ -446,6 +427,7 @@ def test_names() -> None:
     ray.kill(actor)
 
 
+@row("checkpoint() and restore(state)")
 def test_methods_of_rays_classes_mean_nothing_here(tmp_path: Path) -> None:
     """Only the hook that Ray has is called; checkpoint() and restore() are the program's own."""
 
@@ -544,6 +526,7 @@ def test_timeline(tmp_path: Path) -> None:
     assert "double" in path.read_text()
 
 
+@row("ActorUnschedulableError, TaskUnschedulableError")
 def test_resources() -> None:
     assert ray.get(double.options(resources={"special": 1}, num_cpus=1).remote(1)) == 2
     missing = double.options(resources={"missing": 1}).remote(1)
@@ -570,6 +553,7 @@ def test_resources() -> None:
 # -- what helps -------------------------------------------------------------------------------------------------
 
 
+@row("util.ActorPool")
 def test_an_actor_pool() -> None:
     pool = ray.util.ActorPool([Counter.remote() for _ in range(2)])
     assert list(pool.map(lambda actor, value: actor.echo.remote(value), range(4))) == [0, 1, 2, 3]
@@ -626,6 +610,8 @@ def test_a_queue() -> None:
     queue.shutdown()
 
 
+@row("util.placement_group")
+@row("ActorPlacementGroupRemoved")
 def test_placement_groups() -> None:
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], strategy="STRICT_PACK", name="both")
     assert ray.get(group.ready()) == group
@@ -671,6 +657,7 @@ def test_placement_groups() -> None:
     assert ray.util.get_current_placement_group() is None
 
 
+@row("tasks: num_cpus")
 def test_a_runtime_env(tmp_path: Path) -> None:
     (tmp_path / "only_there.py").write_text("VALUE = 7\n")
     (tmp_path / "work").mkdir()
@@ -730,16 +717,7 @@ def test_the_runtime_context(counter: Any) -> None:
         _ = own.current_actor
 
 
-def test_a_cluster_is_not_taken_for_one_that_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = SimpleNamespace(agent=SimpleNamespace(record=SimpleNamespace(incarnation="first")))
-    monkeypatch.setattr(cluster, "current_worker", lambda: worker)
-    before = cluster.identity()
-    worker.agent.record.incarnation = "second"  # of a worker that lies where the other one lay
-    assert cluster.identity() != before
-    monkeypatch.setattr(cluster, "current_worker", lambda: None)
-    assert cluster.identity() == ""
-
-
+@row("init shutdown is_initialized")
 def test_it_runs_once() -> None:
     assert ray.is_initialized()
     with pytest.raises(RuntimeError, match="already"):

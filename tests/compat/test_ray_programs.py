@@ -16,15 +16,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs") / "ray"
 SAYS = {
-    "actor_pool": "[0, 1, 4, 9, 16, 25, 36, 49]\nTrue 81 False",
-    "async_actors": "late\n190",
-    "cancelling": "0\ncancelled\ncancelled\ncancelled pong",
-    "concurrency_groups": "['read', 4, 'other']\nother\n[True, True, True]",
-    "errors": """RayTaskError(Refused) 7 True Refused
-RayTaskError(Refused) 7 True Refused
-True
-True True
-a reference""",
     "generators": """[[0, 0], [1, 1], [2, 2]]
 ['line 0', 'line 1']
 11 ['one', 'two', 'three']
@@ -38,22 +29,11 @@ True
 None ran
 False""",
     "map_reduce": "[{'bird': 2}, {'a': 2, 'and': 2, 'cat': 1, 'dog': 2, 'sings': 1, 'the': 3}]",
-    "named_actors": "{'task 0': 0, 'task 1': 1, 'task 2': 2}\n3\ntaken\ngone",
-    "nested_tasks": "8\n[1, 1, 2, 3, 4, 5, 6, 9]\n[0, 1, 2]",
     "parameter_server": "[0.0, 1.0, 2.0, 3.0]\n[0.0, 1.0, 2.0, 3.0]",
     "pipeline": "True",
     "placement_groups": "[0, 1, 2]\nCREATED [{'CPU': 1.0}, {'CPU': 1.0}, {'CPU': 1.0}]\nremoved\nFalse",
-    "queue_of_work": "True [None, None]\nempty\nfull 5",
-    "resources": """{'CPU': 1.0, 'special': 1.0}
-4.0 2.0 3.0 1.0
-ran [True]
-True True
-False""",
     "retries": "['after crashes', 'after errors']\nTrue\ncrashed",
-    "ring": "[7, 6, 5, 4, 3, 2, 1, 0]\n[1.0, 1.0, 1.0, 1.0]",
     "runtime_envs": "['yes', None]\n['yes', 'only']\nonly\nTrue",
-    "tree_of_actors": "[10, 11, 12]",
-    "wait_loop": "2470\n[]",
 }
 
 

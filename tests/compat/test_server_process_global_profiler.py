@@ -12,13 +12,12 @@ import torch.distributed
 
 from actorrpc.compat.rpc import server_process_global_profiler
 from actorrpc.rpc import api
-from tests.compat.test_profiling import events_of, fail, joined, one, profile, step
+from tests.compat.test_profiling import fail, joined
 from tests.ranks import run_group
 
 _gate = threading.Event()
 _there = threading.Event()
 _barrier = threading.Barrier(3)
-_REMOTE = "#remote_op: "
 
 
 def together(x: torch.Tensor) -> str:
@@ -102,25 +101,6 @@ def _under_way(rank: int, size: int, path: str) -> None:
 def test_calls_that_outlive_the_profile(tmp_path: Path) -> None:
     """They are not in it: it does not change once it is over."""
     run_group(_under_way, 2, str(tmp_path / "store"))
-
-
-def _both(rank: int, size: int, path: str) -> None:
-    with joined(rank, size, path) as rpc:
-        if rank:
-            return
-        of_all = rpc.remote("worker1", rpc._server_process_global_profile)
-        of_all.rpc_sync().__enter__()
-        with profile("old") as found:
-            rpc.rpc_sync("worker1", step, (torch.ones(2),))
-        of_all.rpc_sync().__exit__(None, None, None)
-        assert one(found, f"rpc_sync#step(worker0 -> worker1){_REMOTE}aten::add").node_id == 1
-        [there] = [each for each in rpc.rpc_sync("worker1", names, (of_all,)) if each]
-        assert {"aten::add", "aten::mul"} <= set(there)
-        assert events_of(found)
-
-
-def test_together_with_a_profile_of_the_caller(tmp_path: Path) -> None:
-    run_group(_both, 2, str(tmp_path / "store"))
 
 
 def _before_the_group(rank: int, size: int, path: str) -> Any:

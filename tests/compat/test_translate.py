@@ -19,11 +19,6 @@ def test_what_a_callback_raises_is_a_runtime_error_too() -> None:
     assert isinstance(caught.value, KeyError)
 
 
-def test_then_wants_a_function() -> None:
-    with pytest.raises(TypeError, match="incompatible function arguments"):
-        translate.Future().then(None)  # type: ignore[arg-type]
-
-
 def test_waits_for_several_end_with_the_first_failure() -> None:
     pending: translate.Future[int] = translate.Future()
     failed: translate.Future[int] = translate.Future()
@@ -54,13 +49,6 @@ def test_timeouts_say_so_in_torchs_words() -> None:
     with pytest.raises(errors.RpcTimeoutError, match=r"too late \(RPC ran for more than") as caught:
         future.wait()
     assert caught.value.worker == "a"
-
-
-def test_errors_without_a_text_are_left_alone() -> None:
-    error = errors.RpcTimeoutError("late")
-    error.args = (1, 2)
-    translate.reword(error)
-    assert error.args == (1, 2)
 
 
 @pytest.mark.parametrize(

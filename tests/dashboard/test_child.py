@@ -71,16 +71,6 @@ def test_without_the_extra_it_says_so_before_anything_is_started(monkeypatch: py
     assert not rpc.is_initialized()
 
 
-def test_where_it_cannot_be_started_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("there is no process to be had")
-
-    monkeypatch.setattr(page, "start", fail)
-    with pytest.raises(OSError, match="no process"):
-        actorrpc.init(num_cpus=1, dashboard=True)
-    assert not rpc.is_initialized()
-
-
 def _answers(address: str) -> bool:
     parts = urlsplit(address)
     with socket.socket() as made:

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorrpc.cli.dashboard.timeline import share, timeline
+from actorrpc.cli.dashboard.timeline import timeline
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.tracing.trace import Recording
@@ -49,21 +49,6 @@ def test_a_call_and_its_execution_on_clocks_that_differ() -> None:
     assert [each["more"] for each in found["processes"]] == [False, False]
 
 
-def test_tracks_of_the_packages_own_calls_come_last() -> None:
-    own = called(0, 1.0, 1.1, 1, "w1")
-    own[7] = "actorrpc.arrive"
-    run = executed(1, 1.0, 1.0, 1.1, 2, actor="")
-    run[8] = "actorrpc.arrive"
-    rows = [own, run, called(2, 2.0, 2.1, 3, "w1"), executed(3, 2.0, 2.0, 2.1, 4)]
-    lanes = timeline([_recording("w1", rows)], 30.0)["lanes"]
-    assert [each[1] for each in lanes] == [
-        "calls made",
-        "Store#1",
-        "internal calls made",
-        "internal functions",
-    ]
-
-
 def test_what_overlaps_is_in_lanes_of_its_own() -> None:
     rows = [executed(n, n, n, n + 2.5, n) for n in range(6)]
     found = timeline([_recording("w1", rows)], 30.0)
@@ -96,15 +81,6 @@ def test_what_is_under_way_is_shown_however_old_it_is() -> None:
     assert alone["slices"][0][_BEGUN] == 1_000_000
 
 
-def test_many_actors_share_a_track() -> None:
-    rows = [executed(n, n, n, n + 0.5, n, f"Store#{min(n, 20):03}") for n in range(40)]
-    found = timeline([_recording("w1", rows)], 1e6)
-    titles = [title for _, title, _ in found["lanes"]]
-    assert len(titles) == 13
-    assert titles[-1] == "9 other actors"
-    assert "Store#020" in titles  # the one that has done the most
-
-
 def test_functions_notes_and_those_who_have_said_nothing() -> None:
     rows = [executed(0, 1.0, 1.0, 2.0, 1, ""), [1, NOTED, 3.0, 4.0, "restart", SCRIPT, 5]]
     silent = Recording.of("w2", 7, Silent("stopped", "a signal has stopped it"))
@@ -113,12 +89,6 @@ def test_functions_notes_and_those_who_have_said_nothing() -> None:
     assert found["texts"] == ["get", f"restart {SCRIPT}"]
     assert found["missing"] == ["w2: a signal has stopped it"]
     assert timeline([], 30.0)["slices"] == []
-
-
-def test_the_more_workers_the_fewer_records_of_each() -> None:
-    assert share(1) == 12_000
-    assert share(64) * 64 <= 12_000
-    assert share(100_000) == 100
 
 
 _moment = st.floats(0, 50)

@@ -9,20 +9,19 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import actorrpc
-from actorrpc.cli import commands, debug
-from actorrpc.cli.debug import Attached, cast, talk
-from actorrpc.debugger.protocol import OVER, RUNS
-from actorrpc.errors import ActorError, CancelledError, RpcError
+from actorrpc.cli import commands
+from actorrpc.cli.debug import Attached, talk
+from actorrpc.debugger.protocol import OVER
+from actorrpc.errors import CancelledError, RpcError
 from actorrpc.observe import HeldCall, ObservedActor
 from actorrpc.observe.outside import find_groups, look
 from actorrpc.observe.visitor import Target
-from tests.actors.e2e.kit import open_gate, pass_gate, until
+from tests.actors.e2e.kit import open_gate, until
 
 pytestmark = [pytest.mark.limit(60), pytest.mark.prints]
 _S = 30.0
@@ -48,10 +47,6 @@ class Counter:
         for _ in range(2):
             breakpoint()
         return "done"
-
-    def stop_and_wait(self, path: str) -> str:
-        breakpoint()
-        return pass_gate(path)
 
     def spin(self, path: str) -> int:
         turns = 0
@@ -235,15 +230,6 @@ def test_a_breakpoint_of_a_front_end_ends_with_the_call(counter: Any) -> None:
         assert actorrpc.get(again) == 2
 
 
-def test_one_session_for_all_stops_of_a_call(counter: Any) -> None:
-    ref = counter.twice.remote()
-    (held,) = _soon_held()
-    with _attached(held) as front_end:
-        assert "for _ in range(2)" in _say(front_end, "c")
-        front_end.say("c")
-        assert actorrpc.get(ref) == "done"
-
-
 def test_a_coroutine_is_stepped_over_its_awaits(job: None) -> None:
     actor = Coroutines.remote()
     ref = actor.step.remote()
@@ -253,18 +239,6 @@ def test_a_coroutine_is_stepped_over_its_awaits(job: None) -> None:
         assert "return found" in _say(front_end, "n")
         assert _say(front_end, "found") == "3"
         front_end.say("q")
-        assert actorrpc.get(ref) == 3
-    actorrpc.kill(actor)
-
-
-def test_stepping_out_of_a_coroutine_leads_to_no_line_of_its_event_loop(job: None) -> None:
-    actor = Coroutines.remote()
-    ref = actor.once.remote()
-    (held,) = _soon_held()
-    with _attached(held) as front_end:
-        assert "--Return--" in front_end.shown()  # it awaits next
-        assert "selectors" not in _say(front_end, "n")
-        front_end.say("c")
         assert actorrpc.get(ref) == 3
     actorrpc.kill(actor)
 
@@ -319,42 +293,6 @@ def test_detaching_leaves_it_held(counter: Any) -> None:
     assert actorrpc.get(ref) == 1
 
 
-def test_the_end_of_the_input_detaches_from_a_call_that_goes_on(
-    counter: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    monkeypatch.setattr(debug, "_STEP_S", 0.0)
-    ref = counter.stop_and_wait.remote(str(gate))
-    (held,) = _soon_held()
-    with _attached(held) as front_end:
-        assert not talk(front_end, io.StringIO("continue\n"), lambda text: None, False)
-        assert front_end.state == RUNS
-    open_gate(gate)
-    assert actorrpc.get(ref) == "go"
-
-
-def test_commands_for_many(job: None, capsys: pytest.CaptureFixture[str]) -> None:
-    many = [Counter.remote() for _ in range(3)]
-    refs = [each.add.remote(number // 2) for number, each in enumerate(many)]
-    held = _soon_held(3)
-    targets = _targets()
-    front_ends = [
-        Attached.to(each.session, targets[each.session.rpartition(":")[0]], time.monotonic() + _S)
-        for each in held
-    ]
-    answers = cast(front_ends, ["p k"], _S)
-    assert sorted((len(names), text) for names, text, _ in answers) == [(1, "1\n"), (2, "0\n")]
-    for each in front_ends:
-        each.detach()
-    status, text = _run(capsys, "all", "--cast", "n", "--cast", "c")
-    assert status == 0
-    assert "return self.n" in text
-    assert actorrpc.get(refs) == [0, 0, 1]
-    for each in many:
-        actorrpc.kill(each)
-
-
 def enter(actor: Any) -> Attached:
     found = _observed(actor)
     return Attached.entering(found.title, found.actor_id, _targets()[found.worker], time.monotonic() + _S)
@@ -378,17 +316,6 @@ def test_what_runs_is_entered(counter: Any, tmp_path: Any) -> None:
     assert "spin" in _say(front_end, "where")
     front_end.say("c")
     assert actorrpc.get(ref) > 0
-    front_end.detach()
-
-
-def test_what_is_idle_is_entered(counter: Any) -> None:
-    assert actorrpc.get(counter.count.remote()) == 0
-    front_end = enter(counter)
-    assert _say(front_end, "p self.n") == "0"
-    assert _say(front_end, "!self.n = 7") == ""
-    ref = counter.count.remote()
-    front_end.say("c")
-    assert actorrpc.get(ref) == 7
     front_end.detach()
 
 
@@ -456,15 +383,6 @@ def test_a_call_that_is_cancelled_is_held_no_more(counter: Any) -> None:
         actorrpc.get(ref)
     until(lambda: not _held())
     assert actorrpc.get(counter.count.remote()) in (0, 1)
-
-
-def test_an_actor_that_is_killed_is_held_no_more(counter: Any) -> None:
-    ref = counter.add.remote(1)
-    _soon_held()
-    actorrpc.kill(counter)
-    with pytest.raises(ActorError):
-        actorrpc.get(ref)
-    until(lambda: not _held())
 
 
 def test_what_is_not_there(job: None, capsys: pytest.CaptureFixture[str]) -> None:

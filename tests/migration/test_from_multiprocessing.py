@@ -210,22 +210,6 @@ def _exits(_: Any) -> None:
 class TestProcesses:
     """The rows that need processes of their own."""
 
-    @row("Process(target=f")
-    @pytest.mark.prints("died", "not finished")
-    def test_a_task_whose_process_dies_is_an_error(self) -> None:
-        def dies() -> None:
-            print("the last words", file=sys.stderr, flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        with pytest.raises(actorrpc.PeerDiedError, match=r"(?s)SIGKILL.*the last words"):
-            get(actorrpc.remote(max_retries=0)(dies).remote())
-
-    @row("Pool(4).map")
-    def test_processes_are_kept_and_torch_has_the_threads_that_are_asked_for(self) -> None:
-        where = actorrpc.remote(os.getpid)
-        assert len({get(where.remote()) for _ in range(20)}) < 20
-        assert get(actorrpc.remote(torch.get_num_threads).options(num_cpus=2).remote()) == 2
-
     @row("SharedMemory, torch.multiprocessing")
     def test_tensors_come_through_shared_memory(self) -> None:
         counter = Counter.remote()
@@ -250,17 +234,6 @@ class TestProcesses:
         ended = actorrpc.monitor(counter := Counter.remote())
         actorrpc.call(counter, _exits)
         assert ended.wait(30).report.exit_code == 3
-
-    @row("process.terminate()")
-    def test_cancel_leaves_the_process(self) -> None:
-        counter = Counter.remote()
-        get(counter.add.remote())
-        spins = counter.spin.remote()
-        until(lambda: any(each.running_calls for each in actorrpc.list_actors()))
-        assert actorrpc.cancel(spins)
-        with pytest.raises(actorrpc.CancelledError):
-            get(spins)
-        assert get(counter.add.remote()) == 2
 
     @row('set_start_method("fork")')
     def test_processes_are_forked_from_one_with_torch_and_without_threads(self) -> None:

@@ -25,7 +25,6 @@ from actorrpc import get
 from actorrpc.testing import InProcessCluster
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 from tests.announced import LAST_WORDS, PROFILER
-from tests.cluster.drive import script
 from tests.migration.rows import check, row
 
 
@@ -218,29 +217,6 @@ def test_a_running_method_is_interrupted() -> None:
     with pytest.raises(actorrpc.CancelledError):
         get(call)
     assert get(actor.count.remote()) == 1
-
-
-@actorrpc.remote
-class OnALoop:
-    async def nothing(self) -> None: ...
-
-    def spin(self) -> None:
-        _tries.append("runs")
-        while "end" not in _tries:
-            time.sleep(0.001)
-        _tries.append("through")
-
-
-@pytest.mark.usefixtures("near")
-@row("a running sync method cannot be cancelled")
-def test_a_method_on_an_event_loop_goes_on() -> None:
-    call = OnALoop.remote().spin.remote()
-    until(lambda: _tries)
-    assert actorrpc.cancel(call)
-    with pytest.raises(actorrpc.CancelledError):
-        get(call)
-    _tries.append("end")
-    until(lambda: "through" in _tries)
 
 
 @pytest.mark.usefixtures("passing")
@@ -667,12 +643,6 @@ class TestProcesses:
         assert len(parents) == 1
         assert {psutil.Process(each).ppid() for each in parents} == {os.getpid()}
 
-    @row("actors live in worker processes")
-    def test_each_actor_has_a_process(self) -> None:
-        one, two = Worker.remote(), Worker.remote()
-        assert len({get(one.pid.remote()), get(two.pid.remote()), os.getpid()}) == 3
-        assert get(Worker.options(worker=one).remote().pid.remote()) == get(one.pid.remote())
-
     @row('"The actor is dead because')
     def test_the_end_of_a_process(self) -> None:
         actor = Worker.remote()
@@ -684,18 +654,6 @@ class TestProcesses:
         with pytest.raises(actorrpc.ActorDiedError) as after:
             get(actor.count.remote())
         assert after.value.maybe_executed is False
-
-    @row("__ray_shutdown__() of the class")
-    def test_kill_ends_a_process_without_on_stop(self, tmp_path: Path) -> None:
-        killed, left = (Stopping.remote(str(tmp_path / name)) for name in ("killed", "left"))
-        get([killed.work.remote(), left.work.remote()])
-        ended = actorrpc.monitor(killed)
-        actorrpc.kill(killed)
-        assert isinstance(ended.wait(30), actorrpc.ActorDiedError)
-        with pytest.raises(actorrpc.ActorDiedError):
-            get(left.leave.remote())
-        until(lambda: (tmp_path / "left").exists())
-        assert not (tmp_path / "killed").exists()
 
     @row("a task's stream whose process dies")
     @pytest.mark.prints("died", "not finished", "made again", "restarted")
@@ -712,14 +670,6 @@ class TestProcesses:
             else:
                 assert list(stream) == [0, 1]
             assert not gate.exists()
-
-    @row("cancel(ref) of a running task")
-    @pytest.mark.prints("died", "not finished", "killed")
-    def test_cancelling_by_force(self) -> None:
-        call = actorrpc.remote(_spin).remote(None)
-        actorrpc.cancel(call, force=True)
-        with pytest.raises(actorrpc.CancelledError):
-            get(call)
 
 
 @pytest.mark.slow
@@ -738,19 +688,3 @@ def test_processors_are_no_places_to_wait_for() -> None:
         with pytest.raises(actorrpc.PlacementError):
             get(actorrpc.remote(os.getpid).remote())
         assert get(Worker.options(num_cpus=0).remote().count.remote()) == 1
-
-
-@pytest.mark.slow
-@row("drivers without namespace=")
-def test_a_detached_actor_ends_with_the_driver(tmp_path: Path) -> None:
-    source = """
-        import actorrpc
-        actorrpc.init()
-        actor = actorrpc.remote(type("Own", (), {"pid": lambda self: os.getpid()}))
-        actor = actor.options(name="one", lifetime="detached").remote()
-        print(actorrpc.get(actor.pid.remote()))
-        """
-    with script(tmp_path, source) as process:
-        out, _ = process.communicate(timeout=50)
-    assert process.returncode == 0
-    until(lambda: not psutil.pid_exists(int(out)))

@@ -30,12 +30,10 @@ from actorrpc.testing import InProcessCluster
 from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
 from tests.announced import PROFILER
-from tests.cluster.joiners import run_ranks
 from tests.intruders.doors import knock, tcp_agents
 from tests.intruders.doors import until as until_closed
 from tests.migration.rows import check, row
 from tests.ports import free_port
-from tests.ranks import rpc_group
 
 
 def test_each_row_has_its_test() -> None:
@@ -165,16 +163,9 @@ def test_init_rpc_takes_the_same_and_may_leave_the_rest_to_a_launcher(
     rpc.shutdown()
 
 
-@row("rpc.init_rpc(name")
-def test_a_group_without_a_size(tmp_path: Path) -> None:
-    options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/store")
-    rpc.init_rpc("one", rank=0, world_size=None, rpc_backend_options=options)
-    assert rpc.rpc_sync("one", max, (1, 2)) == 2
-    rpc.shutdown()
-
-
 @pytest.mark.usefixtures("near")
 @row("rpc.rpc_sync, rpc.rpc_async")
+@row("a remote exception is")
 def test_calls_lambdas_and_errors() -> None:
     assert rpc.rpc_sync("worker1", lambda x: x + 1, args=(1,)) == 2
     assert rpc.rpc_async("worker1", max, args=(1, 2)).wait() == 2
@@ -330,15 +321,6 @@ def test_calls_go_back_and_forth() -> None:
     assert rpc.rpc_sync("worker1", ping, ("worker0", 40)) == 40
 
 
-@pytest.mark.slow  # a worker is sure of it after some seconds
-@row("nested and cyclic calls")
-def test_a_cycle_deeper_than_the_pools_ends_with_an_error() -> None:
-    with InProcessCluster(2, max_threads=4, autojump=True):
-        with pytest.raises(actorrpc.DeadlockError, match="ACTORRPC_MAX_THREADS"):
-            rpc.rpc_sync("worker1", ping, ("worker0", 40))
-        assert rpc.rpc_sync("worker1", ping, ("worker0", 4)) == 4
-
-
 @row("each call has a deadline of its own")
 def test_nested_calls_inherit_what_is_left(near: InProcessCluster) -> None:
     call = rpc.rpc_async("worker1", _asks_for_long, timeout=5.0)
@@ -379,17 +361,6 @@ def test_a_call_whose_time_ends_while_it_waits_is_not_started() -> None:
         assert held.wait() == "through"
         rpc.rpc_sync("worker1", note, ("afterwards",))
     assert _called == ["afterwards"]
-
-
-@pytest.mark.usefixtures("near")
-@row("a remote exception is")
-def test_an_exception_is_ones_own() -> None:
-    with pytest.raises(Wrong, match="no") as caught:
-        rpc.rpc_sync("worker1", fail)
-    error: Any = caught.value
-    assert isinstance(error, actorrpc.RemoteError)
-    assert error.code == 3
-    assert "raise Wrong" in str(error.__cause__)
 
 
 @pytest.mark.usefixtures("near")
@@ -643,71 +614,3 @@ def test_an_optimizer_does_what_optimizers_do() -> None:
     scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.01)] * 2
     optimizer.load_state_dict(optimizer.state_dict())
-
-
-# -- what needs processes ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@row("large tensors on one host")
-def test_large_tensors_come_through_shared_memory() -> None:
-    rpc_group(_through_shared_memory, 2)
-
-
-def _through_shared_memory(rank: int, _: int) -> None:
-    if rank == 0:
-        assert {rpc.rpc_sync("worker1", _memory_of, (torch.zeros(1 << 18),)) for _ in range(3)} == {True}
-
-
-def _memory_of(x: Tensor) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, end = (int(each, 16) for each in line.split()[0].split("-"))
-        if start <= x.data_ptr() < end:
-            return "memfd:" in line
-    return False
-
-
-_LATE = """
-import os
-from actorrpc import rpc
-
-rank = int(os.environ["RANK"])
-rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
-if rank == 0:
-
-    def late(x):
-        return x + 1
-
-    print(rpc.rpc_sync("worker1", late, (1,)))
-rpc.shutdown()
-"""
-
-
-@pytest.mark.slow
-@row("functions must be importable")
-def test_what_one_rank_defines_late_travels(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(_LATE)
-    codes, said = run_ranks(script, 2)
-    assert (codes, [out for out, _ in said]) == ([0, 0], ["2\n", ""]), said
-
-
-@pytest.mark.slow
-@row("hooks of leaves")
-@row("RemoteModule.forward and .remote_parameters")
-def test_ddp_around_a_model_with_a_remote_part(tmp_path: Path) -> None:
-    rpc_group(_ddp, 2, str(tmp_path))
-
-
-def _ddp(rank: int, size: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", f"file://{folder}/ddp", rank=rank, world_size=size)
-    torch.manual_seed(0)
-    remote = RemoteModule("worker0/cpu", nn.Linear, (2, 1))
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), remote))
-    with dist_autograd.context() as context:
-        dist_autograd.backward(context, [model(torch.full((1, 2), 1.0 + rank)).sum()])
-        found = dist_autograd.get_gradients(context)
-        gathered = [torch.empty(2) for _ in range(size)]
-        torch.distributed.all_gather(gathered, found[model.module[0].bias])
-        assert torch.equal(*gathered)
-    torch.distributed.destroy_process_group()

@@ -91,22 +91,6 @@ def test_what_is_no_module() -> None:
         RemoteModule("w0", nn.Linear, (), [1])  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("here")
-def test_what_its_constructor_raises_comes_at_the_first_use() -> None:
-    for use in (
-        lambda remote: remote(1),
-        lambda remote: remote.forward_async(1).wait(),
-        lambda remote: remote.remote_parameters(),
-        lambda remote: remote.state_dict(),
-        lambda remote: remote.train(),
-    ):
-        remote = RemoteModule("w0", things.Picky)
-        with pytest.raises(LookupError, match="not today"):
-            use(remote)
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
-        RemoteModule("w0", nn.Linear, (1, 2), {"sise": 3})(torch.ones(1, 1))
-
-
 def test_without_rpc() -> None:
     with pytest.raises(NotInitializedError, match="init_rpc"):
         RemoteModule("w0", nn.Linear, (2, 2))
@@ -153,12 +137,6 @@ def test_forward() -> None:
     assert [
         each.wait()[1] for each in collect_all([remote.forward_async(tensor, n) for n in range(5)]).wait()
     ] == [*range(5)]
-
-
-@pytest.mark.usefixtures("here")
-def test_calls_overlap() -> None:
-    remote = RemoteModule("w0", things.Busy, (2,))
-    assert sorted(each.wait() for each in [remote.forward_async(), remote.forward_async()]) == [0, 1]
 
 
 def test_the_time_out_is_that_of_the_group() -> None:
@@ -307,17 +285,6 @@ def _keys(load: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.usefixtures("here")
-def test_state_without_copies() -> None:
-    remote = RemoteModule("w0", things.normed, (2,))
-    before = _value(remote)[0].weight
-    remote.load_state_dict(things.normed(2).double().state_dict(), assign=True)
-    assert _value(remote)[0].weight is not before
-    assert _value(remote)[0].weight.dtype is torch.float64
-    remote.load_state_dict(things.normed(2).state_dict())
-    assert _value(remote)[0].weight.dtype is torch.float64
-
-
-@pytest.mark.usefixtures("here")
 def test_hooks_of_its_state_run() -> None:
     remote, said = RemoteModule("w0", nn.Linear, (1, 1)), []
     remote.register_state_dict_pre_hook(lambda *args: said.append("before saving"))
@@ -331,27 +298,6 @@ def test_hooks_of_its_state_run() -> None:
     del state["remote.bias"]
     hybrid.load_state_dict(state, strict=False)
     assert said == ["before saving", [], ["remote.bias"]]
-
-
-class _Own(nn.Linear):
-    """Says itself what its state is."""
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return {"w": self.weight.detach(), "note": "mine"}
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True) -> None:  # type: ignore[override]
-        assert state_dict["note"] == "mine"
-        with torch.no_grad():
-            self.weight.copy_(state_dict["w"])
-
-
-@pytest.mark.usefixtures("here")
-def test_a_class_with_its_own_idea_of_its_state() -> None:
-    one, other = (RemoteModule("w0", _Own, (2, 2)) for _ in range(2))
-    state = Hybrid(one).state_dict()
-    assert {"remote.w", "remote.note"} < set(state)
-    Hybrid(other).load_state_dict(state)
-    assert torch.equal(_value(one).weight, _value(other).weight)
 
 
 # -- as a part of a local module -------------------------------------------------------------------------------------
@@ -379,26 +325,6 @@ def test_a_model_with_a_remote_part_is_saved_and_loaded_as_one() -> None:
     assert torch.equal(again(x), hybrid(x))
     again.load_state_dict(Hybrid(things.normed(3)).state_dict())  # a local model's state will do
     assert not torch.equal(again(x), hybrid(x))
-
-
-@pytest.mark.usefixtures("here")
-def test_the_versions_of_parts_come_along() -> None:
-    hybrid = Hybrid(RemoteModule("w0", things.normed, (3,)))
-    ours = hybrid.state_dict()._metadata
-    theirs = Hybrid(things.normed(3)).state_dict()._metadata
-    assert {name: each["version"] for name, each in ours.items()} == {
-        name: each["version"] for name, each in theirs.items()
-    }
-    state = hybrid.state_dict()
-    del state["remote.1.num_batches_tracked"]  # in torch's second version of it, this must be there
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "remote.1.num_batches_tracked"'):
-        hybrid.load_state_dict(state)
-    alone = hybrid.remote.state_dict()
-    del alone["1.num_batches_tracked"]
-    for metadata in ({}, {"remote_parts": alone._metadata[""].pop("remote_parts")}):
-        alone._metadata[""].update(metadata)
-        with pytest.raises(RuntimeError, match=r'"1.num_batches_tracked"'):
-            hybrid.remote.load_state_dict(alone)
 
 
 @pytest.mark.usefixtures("here")
@@ -452,16 +378,6 @@ def test_conversions_of_the_model_around_reach_it(change: Callable[[nn.Module], 
     assert {name: each.dtype for name, each in hybrid.state_dict().items()} == {
         name: each.dtype for name, each in local.state_dict().items()
     }
-
-
-@pytest.mark.usefixtures("here")
-def test_devices_of_the_model_around_do_not_reach_it() -> None:
-    hybrid = Hybrid(RemoteModule("w0", things.normed, (3,)))
-    hybrid.to("meta")
-    assert hybrid.local.weight.is_meta
-    assert _value(hybrid.remote)[0].weight.device.type == "cpu"
-    hybrid.to_empty(device="cpu")
-    assert not hybrid.local.weight.is_meta
 
 
 @pytest.mark.usefixtures("here")
@@ -521,19 +437,6 @@ def test_conversions(change: Callable[[nn.Module], Any], dtype: torch.dtype) -> 
 
 
 @pytest.mark.usefixtures("here")
-def test_wrong_conversions() -> None:
-    remote = RemoteModule("w0", nn.Linear, (2, 2))
-    with pytest.raises(RuntimeError, match="Expected one of cpu, cuda"):
-        remote.to("nowhere")
-    with pytest.raises(TypeError, match="floating point"):
-        remote.to(torch.int64)
-    if not torch.cuda.is_available():
-        with pytest.raises((AssertionError, RuntimeError), match=r"(?i)cuda|nvidia"):
-            remote.cuda()
-    assert remote.device == "cpu"
-
-
-@pytest.mark.usefixtures("here")
 def test_without_contents() -> None:
     remote = RemoteModule("w0", nn.Linear, (2, 2))
     remote.to("meta")
@@ -557,18 +460,6 @@ def test_gradients_of_its_own_worker() -> None:
     assert torch.equal(module.weight.grad, torch.zeros(2, 2))
     assert remote.zero_grad() is None  # type: ignore[func-returns-value]
     assert module.weight.grad is None
-
-
-@pytest.mark.usefixtures("here")
-def test_functions_inside() -> None:
-    remote = RemoteModule("w0", things.normed, (2,))
-    assert remote.apply(things.fill) is remote
-    assert torch.all(_value(remote)[0].weight == 0.5)
-    value = 0.25
-    remote.apply(
-        lambda module: nn.init.constant_(module.bias, value) if isinstance(module, nn.Linear) else None
-    )
-    assert torch.all(_value(remote)[0].bias == 0.25)
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
 from collections.abc import Callable
@@ -30,10 +29,6 @@ def run_forward(remote: Any, args: tuple[Any, ...]) -> Any:
 
 def run_forward_async(remote: Any, args: tuple[Any, ...]) -> Any:
     return remote.forward_async(*args).wait()
-
-
-def attributes(remote: Any) -> list[str]:
-    return sorted(remote.__dict__)
 
 
 def is_training(rref: Any) -> bool:
@@ -237,25 +232,6 @@ def test_it_travels() -> None:
     rpc_group(_sends, 3)
 
 
-def _adds(rank: int, world_size: int) -> None:
-    if rank:
-        return
-    remote = RemoteModule("worker1", Echo, (1,))
-    remote.added = 1  # type: ignore[assignment]
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        found = rpc.rpc_sync("worker1", attributes, (remote,))
-    assert "added" not in found
-    assert {"on", "device", "module_rref", "training"} < set(found)
-    assert [
-        "``added`` of RemoteModule is ignored during RPC pickling" in str(each.message) for each in said
-    ] == [True]
-
-
-def test_what_was_added_stays_behind() -> None:
-    rpc_group(_adds, 2)
-
-
 def _state_goes(rank: int, world_size: int) -> None:
     if rank:
         return
@@ -278,36 +254,6 @@ def _state_goes(rank: int, world_size: int) -> None:
 @pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
 def test_a_model_over_several_workers_is_saved_and_loaded_as_one() -> None:
     rpc_group(_state_goes, 3)
-
-
-def _leaves(rank: int, world_size: int) -> Any:
-    if rank == 0:
-        remote = RemoteModule("worker1", nn.Linear, (2, 2))
-        kept = remote.remote_parameters()
-        rpc.rpc_sync("worker1", use_parameters, (remote, kept))
-        dict(remote.named_parameters())
-        copies = [RemoteModule.from_rref(remote.module_rref) for _ in range(3)]
-        Hybrid(copies[0], 2).state_dict()
-        del remote, copies, kept
-        gc.collect()
-    return None
-
-
-def use_parameters(remote: RemoteModule, rrefs: list[Any]) -> int:
-    here = [rref.local_value() for rref in remote.remote_parameters()]
-    assert all(a is b.local_value() for a, b in zip(here, rrefs, strict=True))
-    return len(here)
-
-
-def _counts_leaks(rank: int, world_size: int, path: str) -> int:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    _leaves(rank, world_size)
-    return len(rpc.api.leave())
-
-
-def test_no_reference_is_left_at_the_end() -> None:
-    assert run_group(_counts_leaks, 2, unused_path("nn-leaks")) == [0, 0]
 
 
 def _owner_dies(rank: int, world_size: int) -> None:

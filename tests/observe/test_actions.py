@@ -14,7 +14,6 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.errors import ActorDiedError
 from actorrpc.observe.outside import find_groups
-from actorrpc.observe.protocol import is_acting
 from actorrpc.observe.visitor import Target, Visit
 from tests.actors.e2e.kit import until
 from tests.ports import free_port
@@ -80,12 +79,6 @@ def test_what_cannot_be_done_is_said(alone: Target) -> None:
 @pytest.mark.prints(r"\(pid \d+\)")
 def test_a_worker_that_takes_data_only_does_nothing(data_only: Target) -> None:
     assert "data only" in _act(data_only, "kill", "0" * 16)
-
-
-def test_how_those_are_called_who_act() -> None:
-    assert is_acting("acting-visitor-0a")
-    assert not is_acting("visitor-0a")
-    assert not is_acting("worker-acting-visitor-")
 
 
 def _is_dead(actor: Any) -> bool:

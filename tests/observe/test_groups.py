@@ -16,10 +16,9 @@ import torch
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.errors import AuthenticationError, ConfigError
+from actorrpc.errors import AuthenticationError
 from actorrpc.observe.outside import find_groups, look
 from actorrpc.wire import keys
-from actorrpc.wire.keys import Key
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 from tests.ranks import rpc_group
 
@@ -29,39 +28,27 @@ def test_outside_of_a_group_there_is_nothing_to_see() -> None:
         actorrpc.state()
 
 
-def _look(rank: int, world_size: int) -> tuple[list[tuple[str, str]], int]:
-    files = [path for _, path in keys.group_files() if f"-{os.getpid()}-" in path]
-    state = actorrpc.state(30)
-    return [(each.name, each.state) for each in state.workers], len(files)
-
-
-def test_a_group_of_init_rpc_answers() -> None:
-    seen = rpc_group(_look, 2)
-    everybody = [("worker0", "alive"), ("worker1", "alive")]
-    assert seen == [(everybody, 1), (everybody, 1)]
-
-
-def _write(rank: int, world_size: int) -> tuple[int, bool]:
+def _look(rank: int, world_size: int) -> tuple[list[tuple[str, str]], list[str], int, bool]:
     (path,) = [path for _, path in keys.group_files() if f"-{os.getpid()}-" in path]
     read = keys.read_group_file(path)
     assert read is not None
-    return stat.S_IMODE(os.stat(path).st_mode), read[0] is None
+    (group,) = find_groups(os.getpid())
+    return (
+        [(each.name, each.state) for each in actorrpc.state(30).workers],
+        [each.name for each in look(group, ["process"], 30.0).state.workers],
+        stat.S_IMODE(os.stat(path).st_mode),
+        read[0] is None,
+    )
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_a_key_that_was_given_is_written_nowhere(given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_seen_from_inside_and_outside_and_a_given_key_is_written_nowhere(
+    given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if given:
         monkeypatch.setenv("ACTORRPC_KEY", "given to all of the workers")
-    assert rpc_group(_write, 2) == [(0o600, given)] * 2
-
-
-def _from_outside(rank: int, world_size: int) -> list[str]:
-    (group,) = find_groups(os.getpid())
-    return [each.name for each in look(group, ["process"], 30.0).state.workers]
-
-
-def test_a_group_of_init_rpc_is_seen_from_outside() -> None:
-    assert rpc_group(_from_outside, 2) == [["worker0", "worker1"]] * 2
+    everybody = [("worker0", "alive"), ("worker1", "alive")]
+    assert rpc_group(_look, 2) == [(everybody, ["worker0", "worker1"], 0o600, given)] * 2
 
 
 class _Lines(logging.Handler):
@@ -157,27 +144,6 @@ def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return Path(keys.runtime_directory())
 
 
-def test_a_group_file_gives_back_what_was_written(directory: Path) -> None:
-    path = keys.group_path(keys.socket_path())
-    key = Key.from_text("sixteen characters or more")
-    keys.create_group_file(path, key.reveal(), b"about")
-    assert [each[0] for each in keys.group_files()] == [os.getpid()]
-    assert keys.read_group_file(path) == (key, b"about")
-    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
-    keys.remove_file(path)
-    assert keys.read_group_file(path) is None
-
-
-def test_group_files_of_the_dead_are_not_listed_and_are_swept(directory: Path) -> None:
-    path = keys.group_path(None)
-    name = os.path.basename(path).split("-")
-    dead = directory / "-".join([*name[:2], "1", name[3]])
-    keys.create_group_file(str(dead), b"", b"about")
-    assert keys.group_files() == []
-    assert keys.sweep() == 1
-    assert not dead.exists()
-
-
 @pytest.mark.parametrize("damage", ["mode", "size", "link"])
 def test_a_group_file_that_is_not_ours_alone_is_not_read(
     directory: Path, tmp_path: Path, damage: str
@@ -194,10 +160,3 @@ def test_a_group_file_that_is_not_ours_alone_is_not_read(
     with pytest.raises(AuthenticationError):
         keys.read_group_file(path)
     assert find_groups() == []
-
-
-def test_what_a_key_reveals_makes_it_again() -> None:
-    key = Key.from_text("sixteen characters or more")
-    assert Key.revealed(key.reveal()) == key
-    with pytest.raises(ConfigError):
-        Key.revealed(b"short")

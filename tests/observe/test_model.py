@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import pytest
@@ -23,16 +22,9 @@ from actorrpc.observe import (
 )
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.findings import findings
-from actorrpc.observe.model import made_of, plain
-from actorrpc.observe.protocol import merge, pack, unpack
+from actorrpc.observe.model import made_of
+from actorrpc.observe.protocol import pack, unpack
 from actorrpc.wire.identity import WorkerRecord, new_incarnation
-
-
-def test_an_object_is_what_was_sent() -> None:
-    made = ObservedWorker(
-        name="a", rank=3, pool={"threads": 2}, connections=(ObservedConnection(worker="b", silent=0.5),)
-    )
-    assert made_of(ObservedWorker, json.loads(json.dumps(plain(made)))) == made
 
 
 @pytest.mark.parametrize(
@@ -51,28 +43,12 @@ def test_nonsense_becomes_defaults(row: Any) -> None:
         assert type(getattr(made, each.name)) is type(getattr(ObservedWorker(), each.name))
 
 
-def test_an_actor_sums_its_mailboxes() -> None:
-    actor = ObservedActor(
-        mailbox=(MailboxState(waiting=2, oldest=1.0), MailboxState(group="io", waiting=1, oldest=3.0))
-    )
-    assert (actor.waiting, actor.oldest) == (3, 3.0)
-    assert (ObservedActor().waiting, ObservedActor().oldest) == (0, 0.0)
-
-
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", pack({"id": 1})[:-1], pack({"what": []}), pack({"id": "1"}), b"\x91\x01"]
 )
 def test_what_is_no_question_is_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="cannot be read"):
         unpack(body)
-
-
-def test_pages_become_one_answer() -> None:
-    pages: list[dict[str, Any]] = [
-        {"id": 1, "actors": [1], "process": {"cpu": 1.0}, "next": {"actors": 1}},
-        {"id": 2, "actors": [2]},
-    ]
-    assert merge(pages) == {"id": 1, "actors": [1, 2], "process": {"cpu": 1.0}, "next": None}
 
 
 # -- one picture -------------------------------------------------------------------------------------------------
@@ -131,12 +107,6 @@ def test_the_callers_of_a_silent_worker_say_what_they_wait_for() -> None:
     assert "is busy: it runs; 3 calls are out to it, the oldest, of C.b, for 3.0 s" in found.what
 
 
-def test_an_actor_whose_supervisor_is_silent_is_known_all_the_same() -> None:
-    life = {"actor_id": "0a", "instance": "0b", "title": "C#000a", "class_name": "C", "state": "alive"}
-    state = assemble([(_DRIVER, Silent("busy", "C")), (_WORKER, {"actors": [life]})])
-    assert [(each.title, each.state) for each in state.actors] == [("C#000a", "ALIVE")]
-
-
 def _kinds(*, workers: tuple[ObservedWorker, ...] = (), actors: tuple[ObservedActor, ...] = ()) -> list[Any]:
     return [(each.kind, each.wrong) for each in findings(GroupState(workers=workers, actors=actors))]
 
@@ -181,24 +151,6 @@ def test_what_is_wrong_is_said() -> None:
         ("mailbox", True)
     ]
     assert _kinds(actors=(ObservedActor(running=(ObservedCall(left=-5.0),)),)) == [("deadline", True)]
-
-
-def test_times_and_numbers_are_written_as_in_tables() -> None:
-    (one,) = findings(
-        GroupState(
-            actors=(
-                ObservedActor(
-                    title="C#0a",
-                    worker="w",
-                    mailbox=(MailboxState(waiting=1, oldest=624.0),),
-                    running=(ObservedCall(method="load", since=700.0),),
-                ),
-            )
-        )
-    )
-    assert one.what == "1 call waits for C#0a on 'w', the first for 10 min; it runs load() for 11 min"
-    (many,) = findings(GroupState(actors=(ObservedActor(mailbox=(MailboxState(waiting=2, oldest=20.0),)),)))
-    assert many.what.startswith("2 calls wait for ")
 
 
 def test_deaths_that_were_meant_are_not_faults() -> None:

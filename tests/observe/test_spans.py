@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +15,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.agent.calls import Call
 from actorrpc.agent.context import current_worker
-from actorrpc.errors import ConfigError, SerializationError
-from actorrpc.rpc import spans
 from tests.actors.e2e.kit import until
 from tests.ranks import rpc_group
 
@@ -267,31 +263,6 @@ def test_without_an_sdk_a_span_is_handed_on() -> None:
     ]
 
 
-@pytest.mark.usefixtures("embedded")
-@pytest.mark.parametrize("packed", [b"", b"x" * 24, bytes(25), "text", None, 7])
-def test_what_makes_no_sense_is_run_without_a_span(packed: Any) -> None:
-    worker = current_worker()
-    assert worker is not None
-    future: rpc.Future[int] = rpc.Future()
-    agent = worker.agent
-    call = Call(agent, agent.self_peer, _at_once, 0.0, future)
-    agent.send(call, _at_once, (1,), {}, {"trace": packed})
-    assert future.wait() == 1
-
-
-@pytest.mark.usefixtures("embedded")
-def test_a_call_that_cannot_be_sent_has_a_span_with_the_error() -> None:
-    node = Node.remote()
-    actorrpc.get(actorrpc.ready(node))
-    with _tracer().start_as_current_span("root") as root, pytest.raises(SerializationError):
-        node.add.remote(each for each in ())
-    until(lambda: len(_tree(root)) == 2)
-    tree = _tree(root)
-    (client,) = [each for each in tree.values() if each["kind"] == "CLIENT"]
-    assert client["error"]
-    assert client["attributes"]["error.type"].endswith("SerializationError")
-
-
 def _is_switched_on(_rank: int, _world_size: int) -> list[bool]:
     hooks = current_worker().agent.hooks  # type: ignore[union-attr]
     found = [hooks.active, "trace" in hooks.riders]
@@ -303,14 +274,3 @@ def _is_switched_on(_rank: int, _world_size: int) -> list[bool]:
 def test_it_is_there_where_it_is_asked_for(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_OTEL", str(int(on)))
     assert rpc_group(_is_switched_on, 1) == [[on, on, False, False]]
-
-
-def test_it_wants_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
-    with pytest.raises(ConfigError, match=r"pip install 'actorrpc\[otel\]'"):
-        spans._OtelApi()
-
-
-def test_another_api_is_asked_for_the_current_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opentelemetry.context._RUNTIME_CONTEXT", object())
-    assert spans._OtelApi().current is trace.get_current_span

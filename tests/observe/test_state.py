@@ -22,7 +22,7 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.agent.context import current_worker
 from actorrpc.observe import ObservedActor, collect, dumps, processes
-from actorrpc.observe.protocol import ANSWER, ASK, pack, unpack
+from actorrpc.observe.protocol import pack, unpack
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.limit(60)]
@@ -287,24 +287,6 @@ def _holders(worker: str, what: str) -> list[actorrpc.observe.ObservedHolder]:
     return [each for each in seen.holders if each.what == what]
 
 
-@pytest.mark.usefixtures("embedded")
-def test_of_values_of_users_only_the_class_is_looked_at() -> None:
-    worker = current_worker()
-    assert worker is not None
-    sparse = torch.zeros(2).to_sparse()
-    kept = [rpc.RRef(each) for each in (Trap(), Odd(), torch.zeros(1000), b"12345", sparse)]
-    found, more = collect._holders(worker, 0, 1 << 20)
-    assert not more
-    rows = {each["what"]: (each["references"], each["bytes"]) for each in found}
-    assert rows["Trap"] == rows["Odd"] == (1, 0)
-    assert rows["Tensor"] == (2, 4000)
-    assert rows["bytes"] == (1, 5)
-    first, more = collect._holders(worker, 0, 1)
-    assert more
-    assert len(first) == 1
-    del kept
-
-
 class Trap:
     def __len__(self) -> int:
         raise RuntimeError("nobody may ask for this")
@@ -351,17 +333,6 @@ def _way_to(actor: Any) -> actorrpc.observe.ObservedConnection:
     state = actorrpc.state(30)
     wanted = next(each.worker for each in state.actors if each.actor_id == f"{actor.actor_id:016x}")
     return next(each for each in state.workers[0].connections if each.worker == wanted)
-
-
-@pytest.mark.usefixtures("embedded")
-def test_an_actor_can_look_around() -> None:
-    seen = actorrpc.get(_looks_around.remote())
-    assert "driver" in seen
-
-
-@actorrpc.remote
-def _looks_around() -> list[str]:
-    return [each.name for each in actorrpc.state(30).workers]
 
 
 @pytest.mark.usefixtures("embedded")
@@ -431,67 +402,6 @@ def test_no_process_is_sent_a_signal_that_would_end_it(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("embedded")
-def test_deaths_are_remembered() -> None:
-    actor = Busy.remote()
-    os.kill(actorrpc.get(actor.pid.remote()), signal.SIGKILL)
-    until(lambda: _seen(actor).state == "DEAD")
-    assert "SIGKILL" in _seen(actor).death_cause
-
-
-@pytest.mark.usefixtures("embedded")
-def test_a_text_that_is_cut_says_so() -> None:
-    assert collect._text("x" * 3000) == f"{'x' * 2000} ..."
-    assert collect._text("x" * 2000) == "x" * 2000
-
-
-@pytest.mark.usefixtures("embedded")
-def test_an_answer_comes_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collect, "_PAGED", tuple((part, page, 1) for part, page, _ in collect._PAGED))
-    barrier = threading.Event()
-    threads = [threading.Thread(target=barrier.wait, name=f"waits {n}") for n in range(3)]
-    for each in threads:
-        each.start()
-    try:
-        state = actorrpc.state(30, stacks=True)
-    finally:
-        barrier.set()
-        for each in threads:
-            each.join()
-    names = {each.name for each in state.workers[0].threads}
-    assert {"MainThread", "waits 0", "waits 1", "waits 2"} <= names
-
-
-@pytest.mark.usefixtures("embedded")
-def test_a_thread_that_ends_between_two_pages_hides_no_other() -> None:
-    worker = current_worker()
-    assert worker is not None
-    ends = [threading.Event() for _ in range(4)]
-    threads = [threading.Thread(target=each.wait) for each in ends]
-    for each in threads:
-        each.start()
-    try:
-        known = sorted(each.ident for each in threads if each.ident is not None)
-        first, place = collect._stacks(worker, 0, 1)
-        seen = list(first)
-        for thread, end in zip(threads, ends, strict=True):
-            if thread.ident == known[0]:
-                while place is not None and place <= known[0]:
-                    page, place = collect._stacks(worker, place, 1)
-                    seen += page
-                end.set()
-                thread.join()
-        while place is not None:
-            page, place = collect._stacks(worker, place, 1)
-            seen += page
-        assert set(known) <= {each["ident"] for each in seen}
-    finally:
-        for end in ends:
-            end.set()
-        for thread in threads:
-            thread.join()
-
-
-@pytest.mark.usefixtures("embedded")
 def test_a_question_that_makes_no_sense_gets_something_that_does() -> None:
     worker = current_worker()
     assert worker is not None
@@ -499,25 +409,6 @@ def test_a_question_that_makes_no_sense_gets_something_that_does() -> None:
         question = unpack(pack({"id": 7, "what": what, "from": {"actors": -1, "threads": "x"}}))
         found = unpack(pack(collect.answer(worker, question)))
         assert (found["id"], found["name"]) == (7, "driver")
-
-
-@pytest.mark.usefixtures("embedded")
-def test_nobody_waits_for_one_that_answers_late() -> None:
-    worker = current_worker()
-    assert worker is not None
-    observer = worker.observer
-    future = observer.ask(worker.agent.self_peer, {"what": ["process"]})
-    assert future.wait(30)["name"] == "driver"
-    assert not observer._asked
-    agent = worker.agent
-    agent.on_notice[ANSWER](agent.self_peer, pack({"id": 1 << 40}))  # nobody has asked, and nothing happens
-    handler = agent.on_notice.pop(ASK)
-    try:
-        silent = observer.ask(agent.self_peer, {"what": ["process"]})
-        observer.forget(silent)
-        assert not observer._asked
-    finally:
-        agent.on_notice[ASK] = handler
 
 
 @pytest.mark.usefixtures("embedded")

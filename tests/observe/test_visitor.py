@@ -12,23 +12,19 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actorrpc import rpc
-from actorrpc.agent import connector
 from actorrpc.agent.context import current_worker
 from actorrpc.cli.commands import main
 from actorrpc.errors import AuthenticationError
-from actorrpc.observe import visitor
 from actorrpc.observe.assemble import Silent
-from actorrpc.observe.outside import FoundGroup, at_address, find_groups, look
+from actorrpc.observe.outside import FoundGroup, find_groups, look
 from actorrpc.observe.processes import why_silent
-from actorrpc.observe.visitor import KeptVisits, Target, Visit
-from actorrpc.transport.session import ReliableStream
+from actorrpc.observe.visitor import Target, Visit
 from actorrpc.wire.handshake import Acceptor, Refusal
 from actorrpc.wire.identity import new_incarnation
 from actorrpc.wire.keys import Key
@@ -79,20 +75,6 @@ def _agent() -> Any:
 def test_a_worker_is_looked_into_over_tcp(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--connect", address, "--timeout", "30"]) == 0
     assert "1 worker, 0 actors" in capsys.readouterr().out
-
-
-def test_a_long_visit_over_tcp(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker keeps what it has sent until it hears that it has come, and sends no more than a limit before."""
-    monkeypatch.setattr(connector, "ReliableStream", partial(ReliableStream, limit=256 << 10))
-    monkeypatch.setattr(visitor, "_SAY_EVERY", 64 << 10)
-    (target,) = at_address(address).targets
-    limit = time.monotonic() + 50
-    visit = Visit(target, limit)
-    try:
-        while visit._received < 1 << 20:
-            assert visit.ask(["process", "threads", "members"], limit)["name"] == "alone"
-    finally:
-        visit.close()
 
 
 def test_a_visit_leaves_nothing_behind(worker: FoundGroup, caplog: pytest.LogCaptureFixture) -> None:
@@ -270,30 +252,3 @@ def test_workers_of_a_driver_that_does_not_answer_are_found() -> None:
         assert [(each.class_name, each.worker, each.state) for each in state.actors] == [
             ("Idle", "Idle-1", "ALIVE")
         ]
-
-
-def test_a_visit_that_is_kept_serves_the_next_look(worker: FoundGroup) -> None:
-    kept = KeptVisits()
-    before = look(worker, ["process"], 30.0, kept=kept)
-    (visit,) = kept._visits.values()
-    until(lambda: any(each.record.is_visitor for each in _agent().peers()))
-    for _ in range(3):
-        found = look(worker, ["process"], 30.0, kept=kept)
-        assert found.state.workers[0].state == "alive"
-        assert list(kept._visits.values()) == [visit]
-    # A worker that has hung up meanwhile is visited anew.
-    _agent().connector.connections()[0].close()
-    again = look(worker, ["process"], 30.0, kept=kept)
-    assert again.state.workers[0].state == "alive"
-    assert list(kept._visits.values()) != [visit]
-    assert again.answers.keys() == before.answers.keys()
-    kept.close()
-    until(lambda: not any(each.record.is_visitor for each in _agent().peers()))
-    assert kept._visits == {}
-
-
-def test_a_visit_to_one_who_is_gone_is_not_kept(worker: FoundGroup) -> None:
-    kept = KeptVisits()
-    look(worker, ["process"], 30.0, kept=kept)
-    kept.keep_only(["another"])
-    assert kept._visits == {}

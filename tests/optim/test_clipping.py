@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import actorrpc.autograd as dist_autograd
 from actorrpc.optim import DistributedOptimizer
 from tests.optim.things import Twins, gradient_of, local_gradients, put
 
@@ -49,28 +48,6 @@ def test_norms(twins: Twins, norm_type: float, max_norm: float) -> None:
         _check(context_id, twins)
 
 
-def test_groups_do_not_change_the_order(workers: list[str], twins: Twins) -> None:
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD, [{"params": twins.rrefs[:2]}, {"params": twins.rrefs[2:4]}], lr=0.1
-    )
-    optimizer.add_param_group({"params": twins.rrefs[4:]})
-    with twins.context(twins.random_gradients()) as context_id:
-        expected = torch.nn.utils.clip_grad_norm_(twins.locals, 0.5)
-        assert torch.equal(optimizer.clip_grad_norm_(context_id, 0.5), expected)
-        _check(context_id, twins)
-
-
-def test_the_next_step_uses_what_was_clipped(twins: Twins) -> None:
-    optimizer, local = _optimizer(twins, momentum=0.9), torch.optim.SGD(twins.locals, lr=0.1, momentum=0.9)
-    for _ in range(2):
-        with twins.context(twins.random_gradients()) as context_id:
-            optimizer.clip_grad_norm_(context_id, 0.5)
-            torch.nn.utils.clip_grad_norm_(twins.locals, 0.5)
-            optimizer.step(context_id)
-            local.step()
-        twins.check()
-
-
 def test_mixed_dtypes(workers: list[str]) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
     twins = Twins([workers[1], workers[2], workers[0], workers[1]], dtypes=dtypes)
@@ -82,13 +59,6 @@ def test_mixed_dtypes(workers: list[str]) -> None:
         torch.testing.assert_close(found, expected)
         for rref, gradient in zip(twins.rrefs, local_gradients(twins), strict=True):
             torch.testing.assert_close(gradient_of(context_id, rref), gradient)
-
-
-def test_no_gradients(twins: Twins) -> None:
-    optimizer = _optimizer(twins)
-    with dist_autograd.context() as context_id:
-        assert optimizer.clip_grad_norm_(context_id, 1.0).item() == 0.0
-        optimizer.clip_grad_value_(context_id, 1.0)
 
 
 @pytest.mark.parametrize("value", [_INF, _NAN])

@@ -11,11 +11,12 @@ import torch
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.optim import DistributedGradScaler, DistributedOptimizer
-from tests.devices import DEVICES
 from tests.optim.things import call_on, weight
 from tests.ranks import rpc_group
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = [pytest.mark.gpu, pytest.mark.limit(120)]  # on the CPU: test_training.py, test_grad_scaler.py
+
+_DEVICE = "cuda:0"
 
 _SEEDS = (1, 2, 3)
 
@@ -54,10 +55,10 @@ def _same(rrefs: list[Any], local: list[torch.Tensor], device: str) -> None:
         torch.testing.assert_close(there, here.detach(), rtol=1e-4, atol=1e-5)
 
 
-def _trained(rank: int, world_size: int, device: str, kind: str) -> None:
+def _trained(rank: int, world_size: int, device: str) -> None:
     if rank != 0:
         return
-    cls: Any = getattr(torch.optim, kind)
+    cls = torch.optim.Adam
     torch.manual_seed(0)
     rrefs, local = _made_remotely(device), [_made(seed, "cpu") for seed in _SEEDS]
     distributed, single = DistributedOptimizer(cls, rrefs, lr=0.05), cls(local, lr=0.05)
@@ -78,10 +79,8 @@ def _trained(rank: int, world_size: int, device: str, kind: str) -> None:
     del rrefs, distributed
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Adam"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_training_is_that_of_one_worker(device: str, kind: str) -> None:
-    rpc_group(_trained, 3, device, kind, timeout=100.0)
+def test_training_is_that_of_one_worker() -> None:
+    rpc_group(_trained, 3, _DEVICE, timeout=100.0)
 
 
 def _scaled(rank: int, world_size: int, device: str) -> None:
@@ -116,6 +115,5 @@ def _scaled(rank: int, world_size: int, device: str) -> None:
     del rrefs, distributed
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_scaling_is_that_of_one_worker(device: str) -> None:
-    rpc_group(_scaled, 3, device, timeout=100.0)
+def test_scaling_is_that_of_one_worker() -> None:
+    rpc_group(_scaled, 3, _DEVICE, timeout=100.0)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from actorrpc import errors
 from actorrpc.optim import DistributedGradScaler, DistributedOptimizer
-from tests.optim.things import FailingStep, Twins, gradient_of, put
+from tests.optim.things import Twins, gradient_of, put
 
 _OPTIONS: dict[str, Any] = {
     "init_scale": 1000.0,
@@ -67,18 +66,6 @@ def test_equal_to_torchs(twins: Twins, explicit: bool, fused: bool) -> None:
             torch.testing.assert_close(one, other.detach())
 
 
-def test_two_optimizers_with_one_scaler(workers: list[str]) -> None:
-    ones, others = Twins([workers[1]]), Twins([workers[2]], seed=5)
-    first, second = (DistributedOptimizer(torch.optim.SGD, each.rrefs, lr=0.1) for each in (ones, others))
-    scaler = DistributedGradScaler(**_OPTIONS)
-    with ones.context([torch.full((4, 3), math.inf)]) as context_id:
-        put(context_id, others.rrefs[0], torch.ones(4, 3))
-        assert scaler.step(first, context_id) is False
-        assert scaler.step(second, context_id) is True
-    scaler.update()
-    assert scaler.get_scale() == 300.0
-
-
 def test_sparse_gradients(twins: Twins) -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
     values = torch.full((3, 3), 8.0)
@@ -129,29 +116,6 @@ def test_what_cannot_be_unscaled(workers: list[str]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, twins.values(), strict=True))
 
 
-def test_errors_of_a_step_come_through(workers: list[str], twins: Twins) -> None:
-    optimizer = DistributedOptimizer(FailingStep, twins.rrefs, on=[workers[1]])
-    scaler = DistributedGradScaler(**_OPTIONS)
-    with (
-        twins.context(twins.random_gradients()) as context_id,
-        pytest.raises(LookupError, match="no step") as caught,
-    ):
-        scaler.step(optimizer, context_id)
-    assert isinstance(caught.value, errors.RemoteError)
-
-
-def test_outputs_of_every_form() -> None:
-    scaler = DistributedGradScaler(init_scale=8.0)
-    half = torch.ones(2, dtype=torch.float16)
-    assert scaler.scale(half).dtype == torch.float16
-    one, [two] = scaler.scale((torch.ones(1), [half]))
-    assert [one.item(), two[0].item()] == [8.0, 8.0]
-    assert [each.item() for each in scaler.scale(iter([torch.ones(()), torch.ones(())]))] == [8.0, 8.0]
-    for wrong in (3.0, "loss", [None]):
-        with pytest.raises(TypeError, match="iterable of Tensors"):
-            scaler.scale(wrong)
-
-
 def test_states_can_be_exchanged_with_torch() -> None:
     mine, theirs = DistributedGradScaler(**_OPTIONS), torch.amp.GradScaler("cpu")
     theirs.load_state_dict(mine.state_dict())
@@ -181,10 +145,3 @@ def test_disabled(twins: Twins) -> None:
         local.step()
         scaler.update()
     twins.check()
-
-
-def test_factors_are_checked() -> None:
-    with pytest.raises(ValueError, match="growth factor"):
-        DistributedGradScaler(growth_factor=1.0)
-    with pytest.raises(ValueError, match="backoff factor"):
-        DistributedGradScaler(backoff_factor=1.0)

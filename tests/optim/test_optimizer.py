@@ -17,11 +17,8 @@ import torch.distributed.optim as torch_optim
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import errors, rpc
-from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.autograd import graph, startup
 from actorrpc.optim import DistributedOptimizer, OptimizerError
-from actorrpc.optim.local_optimizer import LocalOptimizer
-from actorrpc.rpc.rref import runtime
 from tests.optim.things import (
     Blocking,
     FailingConstructor,
@@ -48,10 +45,6 @@ def twins(workers: list[str]) -> Twins:
 
 
 # -- how parameters are given ------------------------------------------------------------------------------------
-
-
-def _identity(value: Any) -> Any:
-    return value
 
 
 def _attribute(value: Any, name: str) -> Any:
@@ -92,17 +85,6 @@ class _RemotePart(torch.nn.Module):
         return self.rrefs
 
 
-def test_whole_modules_on_other_workers(workers: list[str]) -> None:
-    module = rpc.remote(workers[1], Pair, (3,))
-    optimizer = DistributedOptimizer(SGD, module, lr=0.5)
-    with dist_autograd.context() as context_id:
-        call_on(module, _fill_grad, context_id)
-        optimizer.step(context_id)
-    there = call_on(module, torch.nn.Module.state_dict)
-    for name, value in Pair(3).state_dict().items():
-        assert torch.equal(there[name], value - 0.5)
-
-
 def test_local_modules_and_tensors(workers: list[str]) -> None:
     module, tensor = Pair(3), weight(9, (2,))
     before = [each.detach().clone() for each in [*module.parameters(), tensor]]
@@ -116,15 +98,6 @@ def test_local_modules_and_tensors(workers: list[str]) -> None:
         assert torch.equal(after.detach(), value - 0.5)
 
 
-def test_what_names_its_own_parameters(twins: Twins) -> None:
-    optimizer = DistributedOptimizer(SGD, [Holder(twins.rrefs[:2]), twins.rrefs[2]], lr=0.5)
-    local = SGD(twins.locals, lr=0.5)
-    with twins.context(twins.random_gradients()) as context_id:
-        optimizer.step(context_id)
-    local.step()
-    twins.check()
-
-
 def test_a_local_module_with_remote_parts(twins: Twins) -> None:
     hybrid = Hybrid(twins.rrefs)
     before = hybrid.here.bias.detach().clone()
@@ -136,16 +109,6 @@ def test_a_local_module_with_remote_parts(twins: Twins) -> None:
     local.step()
     twins.check()
     assert torch.equal(hybrid.here.bias.detach(), before - 0.5)
-
-
-def test_generators_positional_arguments_and_one_rref(twins: Twins) -> None:
-    for params, mine in [((each for each in twins.rrefs), twins.locals), (twins.rrefs[0], twins.locals[:1])]:
-        optimizer = DistributedOptimizer(SGD, params, 0.5, 0.9)
-        local = SGD(mine, 0.5, 0.9)
-        with twins.context(twins.random_gradients()) as context_id:
-            optimizer.step(context_id)
-        local.step()
-    twins.check()
 
 
 def test_frozen_parameters_are_left_alone_until_they_thaw(workers: list[str]) -> None:
@@ -303,15 +266,6 @@ def test_contexts_are_checked_first(twins: Twins) -> None:
         optimizer.step()  # type: ignore[call-arg]
 
 
-def test_closures_are_refused(twins: Twins) -> None:
-    optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=0.1)
-    with dist_autograd.context() as context_id:
-        with pytest.raises(TypeError, match="takes no closure"):
-            optimizer.step(context_id, lambda: 1.0)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="takes no closure"):
-            optimizer.step(context_id, closure=lambda: 1.0)  # type: ignore[arg-type]
-
-
 def _set_grad(parameter: torch.Tensor, value: float | None) -> None:
     parameter.grad = None if value is None else torch.full_like(parameter, value)
 
@@ -384,25 +338,6 @@ def test_its_calls_are_not_recorded(workers: list[str], twins: Twins) -> None:
         assert [rpc.rpc_sync(worker, _recorded, (context_id,)) for worker in workers] == [(0, 0)] * 3
 
 
-def test_steps_from_a_thread_and_on_a_worker_that_has_not_heard_of_the_context(twins: Twins) -> None:
-    optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=0.5)
-    before = twins.values()
-    failed: list[BaseException] = []
-    with dist_autograd.context() as context_id:
-
-        def run() -> None:
-            try:
-                optimizer.step(context_id)
-            except BaseException as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    assert not failed
-    assert all(torch.equal(one, other) for one, other in zip(before, twins.values(), strict=True))
-
-
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -453,28 +388,6 @@ def _fail_there(workers: list[str]) -> None:
     optimizer = DistributedOptimizer(FailingStep, twins.rrefs, on=workers[1:])
     with dist_autograd.context() as context_id:
         optimizer.step(context_id)
-
-
-def test_a_step_that_takes_too_long(workers: list[str]) -> None:
-    place = rpc.remote(workers[1], weight, (0, (2,)))
-    slow = DistributedOptimizer(Blocking, place)
-    other = DistributedOptimizer(SGD, place, lr=1.0)
-    call_on(place, _blocking, "close")
-    try:
-        with dist_autograd.context() as context_id:
-            with pytest.raises(errors.RpcTimeoutError):
-                slow.step(context_id, timeout=_TINY)
-            call_on(place, _blocking, "await_entered")
-            with pytest.raises(errors.RpcTimeoutError):  # the parameter is in use
-                other.step(context_id, timeout=_TINY)
-            call_on(place, _blocking, "open")
-            other.step(context_id)
-    finally:
-        call_on(place, _blocking, "open")
-
-
-def _blocking(_parameter: torch.Tensor, name: str) -> None:
-    getattr(Blocking, name)()
 
 
 # -- side by side -------------------------------------------------------------------------------------------------
@@ -597,31 +510,6 @@ def test_the_interface_is_torchs() -> None:
     assert list(inspect.signature(torch_optim.DistributedOptimizer.step).parameters) == list(step)[:2]
 
 
-def test_the_step_of_this_worker_runs_on_the_thread_that_asks_for_it(
-    workers: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[int] = []
-    step = LocalOptimizer.step
-
-    def noted(self: LocalOptimizer, *args: Any) -> None:
-        threads.append(threading.get_ident())
-        step(self, *args)
-
-    monkeypatch.setattr(LocalOptimizer, "step", noted)
-    tensor = weight(9, (2,))
-    before = tensor.detach().clone()
-    plain = DistributedOptimizer(SGD, tensor, lr=0.5)
-    Blocking.open()
-    users = DistributedOptimizer(Blocking, tensor)  # its code is the user's: it may take longer than it may
-    with dist_autograd.context() as context_id:
-        startup.contexts().get(context_id).gradients[id(tensor)] = tensor, torch.ones(2)
-        plain.step(context_id)
-        users.step(context_id)
-    assert threads[0] == threading.get_ident()
-    assert threads[1] != threading.get_ident()
-    assert torch.equal(tensor.detach(), before - 1.5)
-
-
 def test_a_step_here_that_is_the_users_code_times_out(workers: list[str]) -> None:
     tensor = weight(9, (2,))
     slow, other = DistributedOptimizer(Blocking, tensor), DistributedOptimizer(SGD, tensor, lr=1.0)
@@ -637,20 +525,6 @@ def test_a_step_here_that_is_the_users_code_times_out(workers: list[str]) -> Non
                 other.step(context_id, timeout=_TINY)
     finally:
         Blocking.open()
-
-
-def test_what_torch_raises_in_a_step_here_is_what_it_raises_elsewhere(workers: list[str]) -> None:
-    tensor = weight(9, (2,))
-    optimizer = DistributedOptimizer(torch.optim.Adam, tensor)
-    with dist_autograd.context() as context_id:
-        sparse = torch.ones(2).to_sparse()
-        startup.contexts().get(context_id).gradients[id(tensor)] = tensor, sparse
-        with pytest.raises(RuntimeError, match="sparse gradients") as caught:
-            optimizer.step(context_id)
-    assert isinstance(caught.value, errors.RemoteError)
-    assert caught.value.worker == workers[0]
-    assert f"Error running optimizer on worker {workers[0]!r}." in caught.value.__notes__
-    assert tensor.grad is None
 
 
 def test_ctrl_c_ends_the_wait_of_a_step_here(twins: Twins) -> None:
@@ -676,34 +550,3 @@ def _interrupt_once_it_waits(thread: int) -> None:
     while not graph._waiting:
         pause.wait(0.001)
     signal.pthread_kill(thread, signal.SIGINT)
-
-
-def _refused(_rank: int, _: int) -> None:
-    tensor = weight(9, (2,))
-    tensor.grad = torch.ones(2)
-    before = tensor.detach().clone()
-    optimizer = DistributedOptimizer(SGD, tensor, lr=1.0)
-    execution = Execution(None, runtime().agent.self_peer, 1, float("inf"), 0)
-    execution.cancelled = True
-    token = CURRENT.set(execution)
-    try:
-        with pytest.raises(errors.CancelledError):
-            optimizer.step(None)
-    finally:
-        CURRENT.reset(token)
-    child = os.fork()
-    if not child:
-        try:
-            optimizer.step(None)
-        except errors.NotInitializedError:
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    assert torch.equal(tensor.detach(), before)
-    optimizer.step(None)
-    assert torch.equal(tensor.detach(), before - 1)
-
-
-def test_a_step_here_is_refused_where_a_call_is() -> None:
-    rpc_group(_refused, 1)

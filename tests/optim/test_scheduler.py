@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -158,8 +157,6 @@ def test_chains(pair: tuple[DistributedOptimizer, torch.optim.Optimizer]) -> Non
     ("cls", "options"),
     [
         (lr_scheduler.OneCycleLR, {"max_lr": 0.3, "total_steps": 12}),
-        (lr_scheduler.MultiStepLR, {"milestones": [2, 5]}),
-        (lr_scheduler.ReduceLROnPlateau, {"patience": 0}),
         (_warm_up_and_cool_down, {}),
     ],
 )
@@ -212,19 +209,3 @@ def test_errors_of_functions_change_nothing(
     with pytest.raises(LookupError, match="no factor"):
         scheduler.step()
     assert _there(distributed) == before
-
-
-def test_torchs_warning_of_the_wrong_order(
-    pair: tuple[DistributedOptimizer, torch.optim.Optimizer],
-) -> None:
-    distributed, _ = pair
-    scheduler = distributed.lr_scheduler(lr_scheduler.StepLR, 2)
-    with pytest.warns(UserWarning, match=r"before `optimizer\.step\(\)`"):
-        scheduler.step()
-    other = distributed.lr_scheduler(lr_scheduler.StepLR, 2)
-    with dist_autograd.context() as context_id:
-        distributed.step(context_id)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        other.step()
-    assert isinstance(other.scheduler, lr_scheduler.StepLR)

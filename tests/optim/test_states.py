@@ -84,20 +84,6 @@ def _train_one(twins: Twins, distributed: DistributedOptimizer, local: torch.opt
         local.step()
 
 
-def test_a_state_is_a_copy(twins: Twins) -> None:
-    distributed, local = DistributedOptimizer(Adam, twins.rrefs, lr=0.1), Adam(twins.locals, lr=0.1)
-    _train(twins, distributed, local)
-    state = distributed.state_dict()
-    kept = copy.deepcopy(state)
-    _train(twins, distributed, local)
-    distributed.load_state_dict(state)
-    _train_one(twins, distributed, local)
-    for name, each in kept["workers"].items():  # neither steps nor loading have touched it
-        for number, entry in each["state"].items():
-            for key, value in entry.items():
-                assert torch.equal(state["workers"][name]["state"][number][key], value)
-
-
 def test_workers_may_have_other_names(workers: list[str]) -> None:
     before, after = Twins(workers[1:]), Twins([workers[2], workers[1]])
     one, local = DistributedOptimizer(Adam, before.rrefs, lr=0.1), Adam(before.locals, lr=0.1)
@@ -167,14 +153,6 @@ def test_all_workers_load_or_none(workers: list[str], twins: Twins) -> None:
 # -- groups ---------------------------------------------------------------------------------------------------------
 
 
-def test_all_workers_have_all_groups(workers: list[str], twins: Twins) -> None:
-    optimizer = DistributedOptimizer(
-        SGD, [{"params": twins.rrefs[:1], "lr": 0.5}, {"params": twins.rrefs[1:], "momentum": 0.9}], lr=0.1
-    )
-    assert [(group["lr"], group["momentum"]) for group in optimizer.param_groups] == [(0.5, 0), (0.1, 0.9)]
-    assert _everywhere(optimizer, "lr") == [0.5, 0.1]
-
-
 def test_groups_are_added(workers: list[str]) -> None:
     twins = Twins([workers[1], workers[1], workers[2], workers[0]])
     optimizer = DistributedOptimizer(Adam, twins.rrefs[0], lr=0.1)
@@ -222,16 +200,6 @@ def _itself(rref: Any) -> Any:
 # -- hyper-parameters -------------------------------------------------------------------------------------------------
 
 
-def test_hyperparameters_are_set_everywhere(twins: Twins) -> None:
-    optimizer, local = DistributedOptimizer(Adam, twins.rrefs, lr=0.1), Adam(twins.locals, lr=0.1)
-    for group in (*optimizer.param_groups, *local.param_groups):
-        group["lr"] = 0.02
-        group.update(betas=(0.5, 0.6), weight_decay=0.1)
-    assert optimizer.param_groups[0]["betas"] == (0.5, 0.6)
-    assert _everywhere(optimizer, "weight_decay") == [0.1]
-    _train(twins, optimizer, local)
-
-
 def test_groups_are_mappings(twins: Twins) -> None:
     [group] = DistributedOptimizer(SGD, twins.rrefs, lr=0.1).param_groups
     expected = {
@@ -250,14 +218,6 @@ def test_groups_are_mappings(twins: Twins) -> None:
         group["params"] = []
     with pytest.raises(TypeError, match="not removed"):
         del group["lr"]
-
-
-def test_a_tensor_that_was_read_is_a_copy(twins: Twins) -> None:
-    optimizer = DistributedOptimizer(Adam, twins.rrefs, lr=torch.tensor(0.5))
-    optimizer.param_groups[0]["lr"].fill_(9.0)
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
-    assert _everywhere(optimizer, "lr") == [torch.tensor(0.25)]
 
 
 def _next_step(optimizer: DistributedOptimizer) -> None:

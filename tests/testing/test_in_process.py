@@ -13,14 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
 import actorrpc
 from actorrpc import _time, autograd, rpc, testing
 from actorrpc.errors import (
-    CancelledError,
     ConfigError,
     NotInitializedError,
     PeerDiedError,
@@ -67,10 +65,6 @@ def add(a: Any, b: Any) -> Any:
     return a + b
 
 
-def fail(text: str) -> None:
-    raise KeyError(text)
-
-
 def hold(name: str) -> str:
     """Block until the test opens the gate, in a way that actorrpc does not see."""
     _gates[name].wait(30.0)
@@ -80,10 +74,6 @@ def hold(name: str) -> str:
 def run_once(seed: int, number: int) -> int:
     _runs[seed, number] += 1
     return number
-
-
-def ask_for_ever(other: str, name: str) -> str:
-    return rpc.rpc_sync(other, hold, (name,), timeout=0)
 
 
 class Counter:
@@ -156,29 +146,6 @@ def test_the_test_acts_for_the_first_worker_unless_it_says_otherwise() -> None:
         assert who() == "worker0"
         assert [info.name for info in rpc.get_worker_infos()] == ["worker0", "worker1"]
     assert not rpc.is_initialized()
-
-
-def test_errors_come_back() -> None:
-    with InProcessCluster() as cluster, pytest.raises(KeyError, match="lost"):
-        cluster["worker0"].rpc_sync("worker1", fail, ("lost",))
-
-
-def test_references_live_on_their_owners_and_are_let_go_of() -> None:
-    with InProcessCluster(3) as cluster:
-        counter = cluster["worker0"].remote("worker1", Counter)
-        assert counter.rpc_sync().add() == (1, "worker1")
-        with cluster["worker0"]:
-            assert rpc.rpc_sync("worker2", _add_there, (counter,)) == (2, "worker1")
-        table = cluster["worker1"].run(api.references).table
-        assert table.leaks()
-        del counter
-        gc.collect()
-        cluster.clock.advance(5.0)
-        assert not table.leaks()
-
-
-def _add_there(counter: Any) -> tuple[int, str]:
-    return counter.rpc_sync().add()  # type: ignore[no-any-return]
 
 
 def test_actors() -> None:
@@ -263,43 +230,6 @@ def test_nothing_is_late_before_its_time(fault_filter: str) -> None:
         assert cluster.clock.elapsed == pytest.approx(60.0, abs=1.0)
 
 
-def test_waits_with_a_time_out_go_by_it(fault_filter: str) -> None:
-    with InProcessCluster(autojump=True, heartbeat=60.0) as cluster, minutes():
-        call = cluster["worker0"].rpc_async("worker1", hold, (fault_filter,), timeout=0)
-        for wait in (call.wait, actorrpc.Future().wait):
-            before = cluster.clock.elapsed
-            with pytest.raises(RpcTimeoutError):
-                wait(300.0)
-            assert 300.0 - _ROUNDED <= cluster.clock.elapsed - before < 302.0
-        with pytest.raises(RpcTimeoutError):
-            cluster["worker0"].rpc_sync("worker1", ask_for_ever, ("worker0", fault_filter), timeout=100.0)
-        begun = _time.now()
-        cluster.clock.sleep(1000.0)
-        assert _time.now() - begun >= 1000.0 - _ROUNDED
-        _gates[fault_filter].set()
-
-
-def test_threads_that_block_are_joined_by_others_without_a_word(fault_filter: str) -> None:
-    """The pool brings in threads after some milliseconds, which pass by themselves."""
-    with InProcessCluster() as cluster:
-        held = [cluster["worker0"].rpc_async("worker1", hold, (fault_filter,), timeout=0) for _ in range(30)]
-        assert cluster["worker0"].rpc_sync("worker1", who) == "worker1"
-        _gates[fault_filter].set()
-        assert [each.wait() for each in held] == [fault_filter] * 30
-        assert cluster.clock.elapsed < 2.0
-
-
-def test_an_idle_hour() -> None:
-    with InProcessCluster(heartbeat=60.0) as cluster, minutes():
-        seen: list[Any] = []
-        cluster["worker0"].on_member_change(lambda *change: seen.append(change))
-        cluster["worker1"].rpc_sync("worker0", who)
-        cluster.clock.advance(3600.0)
-        assert cluster["worker0"].rpc_sync("worker1", who) == "worker1"
-        assert not seen
-        assert {worker.state for worker in cluster["worker0"].workers()} == {"alive"}
-
-
 def test_a_silent_worker_is_dead_after_ten_seconds() -> None:
     with InProcessCluster(3) as cluster, minutes():
         seen: list[tuple[str, str, str]] = []
@@ -317,19 +247,6 @@ def test_a_silent_worker_is_dead_after_ten_seconds() -> None:
         with pytest.raises(PeerDiedError, match="silent"):
             call.wait()
         assert one.rpc_sync("worker2", who) == "worker2"
-
-
-def test_a_silence_that_ends_in_time_does_no_harm() -> None:
-    with InProcessCluster() as cluster, minutes():
-        one = cluster["worker0"]
-        one.rpc_sync("worker1", who)
-        cluster.cut("worker0", "worker1")
-        call = one.rpc_async("worker1", who, timeout=60.0)
-        cluster.clock.advance(6.0)
-        assert not call.done()
-        assert [worker.state for worker in one.workers()] == ["alive", "suspect"]
-        cluster.heal("worker0", "worker1")
-        assert call.wait() == "worker1"
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
@@ -366,35 +283,6 @@ def test_a_killed_worker_is_dead_at_once() -> None:
         with pytest.raises(ShutdownError):
             cluster["worker1"].rpc_sync("worker0", who)
         assert one.rpc_sync("worker2", who) == "worker2"
-
-
-def test_cancellation(fault_filter: str) -> None:
-    with InProcessCluster(3) as cluster:
-        call = cluster["worker0"].rpc_async("worker1", ask_for_ever, ("worker2", fault_filter), timeout=0)
-        cluster.clock.settle()
-        pending = cluster["worker1"].run(api.group).agent.peer("worker2").pending
-        assert len(pending) == 1
-        assert call.cancel()
-        with pytest.raises(CancelledError):
-            call.wait()
-        cluster.clock.settle()
-        assert not pending  # the call that it was waiting for
-        _gates[fault_filter].set()
-
-
-@pytest.mark.slow
-@pytest.mark.prints("the main thread waits, and virtual time stands still: call advance")
-def test_who_waits_where_time_stands_still_is_told(
-    caplog: pytest.LogCaptureFixture, fault_filter: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(testing.virtual_time, "_STUCK_S", 0.05)
-    with InProcessCluster() as cluster:
-        call = cluster["worker0"].rpc_async("worker1", hold, (fault_filter,), timeout=5.0)
-        opener = threading.Timer(1.0, _gates[fault_filter].set)
-        opener.start()
-        assert call.wait() == fault_filter
-        opener.join()
-    assert "autojump=True" in caplog.text
 
 
 # -- its end -----------------------------------------------------------------------------------------------
@@ -439,43 +327,7 @@ def test_the_real_time_is_given_back_after_an_exception(fault_filter: str) -> No
     assert not rpc.is_initialized()
 
 
-def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = _threads()
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError("no more sockets")
-
-    with InProcessCluster(1):
-        pass
-    cluster = InProcessCluster(2)
-    monkeypatch.setattr(testing.in_process.actors, "start", refuse)
-    with pytest.raises(OSError, match="no more"):
-        cluster.__enter__()
-    assert _time.now is time.monotonic
-    assert _threads() == threads
-    assert not api.is_initialized()
-
-
 # -- wrong use -----------------------------------------------------------------------------------------------
-
-
-def test_wrong_arguments() -> None:
-    for wrong in (0, -1, 65, [], ["a", "a"], ["a b"]):
-        with pytest.raises(ConfigError):
-            InProcessCluster(wrong)  # type: ignore[arg-type]
-    for wrong in (True, "abc", 2.0, None):
-        with pytest.raises(WrongTypeError):
-            InProcessCluster(wrong)  # type: ignore[arg-type]
-    for given in (
-        {"clock": "fast"},
-        {"clock": "real", "autojump": True},
-        {"transport": "unix"},
-        {"heart": 1},
-    ):
-        with pytest.raises(ConfigError):
-            InProcessCluster(2, **given)  # type: ignore[arg-type]
-    with pytest.raises(WrongTypeError):
-        InProcessCluster(seed="x")  # type: ignore[arg-type]
 
 
 def test_wrong_use() -> None:
@@ -511,34 +363,6 @@ def test_wrong_use() -> None:
     with pytest.raises(RuntimeError, match="not in force"):
         cluster.clock.advance(1.0)
     cluster.close()
-
-
-def test_the_real_time() -> None:
-    with InProcessCluster(clock="real") as cluster:
-        assert _time.now is time.monotonic
-        assert cluster["worker0"].rpc_sync("worker1", who) == "worker1"
-        with pytest.raises(RuntimeError, match="real time"):
-            cluster.clock.advance(1.0)
-
-
-def test_a_thread_that_runs_is_named() -> None:
-    over = threading.Event()
-
-    def spin() -> None:
-        while not over.is_set():
-            pass
-
-    with testing.VirtualTime(patience=0.3) as clock:
-        thread = threading.Thread(target=spin, name="spinner")
-        thread.start()
-        try:
-            with pytest.raises(RuntimeError, match="spinner in "):
-                clock.advance(1.0)
-        finally:
-            over.set()
-            thread.join()
-        clock.advance(1.0)
-        assert clock.elapsed == pytest.approx(1.0)
 
 
 # -- all together ----------------------------------------------------------------------------------------------
@@ -590,77 +414,6 @@ def test_every_call_ends_exactly_once(seed: int) -> None:
             assert _runs[seed, number] == 1 if value else _runs[seed, number] <= 1
         for worker in cluster:
             assert not any(peer.pending for peer in worker.run(api.group).agent.peers())
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_goes_by_the_real_time_and_is_no_worker() -> None:
-    with InProcessCluster(2) as cluster, cluster["worker1"]:
-        assert rpc.rpc_sync("worker0", who) == "worker0"
-        pid = os.fork()
-        if not pid:
-            wrong = "nothing"
-            try:
-                assert _time.now is time.monotonic, "time"
-                assert not rpc.is_initialized(), "worker"
-                with pytest.raises(NotInitializedError):
-                    rpc.get_worker_info()
-                with pytest.raises(RuntimeError, match="closed"):
-                    cluster["worker0"].run(who)
-                cluster.close()
-                with InProcessCluster(2, clock="real") as other:
-                    assert other["worker1"].rpc_sync("worker0", who) == "worker0"
-                with InProcessCluster(2) as other:
-                    assert other["worker1"].rpc_sync("worker0", who) == "worker0"
-            except BaseException as error:
-                wrong = repr(error)
-            os.write(2, f"in the fork: {wrong}\n".encode()) if wrong != "nothing" else None
-            os._exit(wrong != "nothing")
-        assert os.waitpid(pid, 0)[1] == 0
-        assert rpc.rpc_sync("worker0", who) == "worker0"
-
-
-def test_blocks_of_workers_may_end_out_of_order() -> None:
-    with InProcessCluster(3) as cluster:
-        first, second = cluster["worker1"], cluster["worker2"]
-        first.__enter__()
-        second.__enter__()
-        first.__exit__(None, None, None)
-        assert who() == "worker2"
-        with pytest.raises(RuntimeError, match="'worker1' ends on another thread"):
-            first.__exit__(None, None, None)
-        second.__exit__(None, None, None)
-        assert who() == "worker0"
-
-
-class _Unprintable:
-    def __repr__(self) -> str:
-        raise KeyError("repr")
-
-
-@pytest.mark.parametrize("value", [_Unprintable(), -(10**5000)], ids=["unprintable", "huge"])
-def test_what_cannot_be_printed_is_refused_as_usual(value: Any) -> None:
-    with pytest.raises(ConfigError):
-        InProcessCluster(value)
-    with InProcessCluster(2) as cluster, cluster["worker0"]:
-        done = rpc.rpc_async("worker1", who)
-        assert actorrpc.get(done, timeout=numpy.float32(30)) == "worker1"
-        with pytest.raises(RpcTimeoutError):
-            rpc.rpc_async("worker1", time.sleep, (0.01,)).wait(-(10**5000))
-        for endless in (float("inf"), 10**5000):
-            assert rpc.rpc_async("worker1", who).wait(endless) == "worker1"
-            assert actorrpc.get(rpc.rpc_async("worker1", who), timeout=endless) == "worker1"
-        for refused in (
-            lambda: rpc.rpc_sync(value, who),
-            lambda: actorrpc.get(value),
-            lambda: actorrpc.get(done, timeout=value),
-            lambda: actorrpc.wait([done], num_returns=value),
-            lambda: actorrpc.wait([done], timeout=value),
-            lambda: rpc.get_worker_info(value),
-        ):
-            with pytest.raises(
-                (ConfigError, UnknownWorkerError, TypeError, ValueError), match=r"not|there is no"
-            ):
-                refused()
 
 
 def test_faults_of_messages_are_refused() -> None:

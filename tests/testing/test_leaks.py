@@ -6,14 +6,11 @@ import contextlib
 import operator
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import actorrpc
 from actorrpc import rpc
 from actorrpc.testing import leaks
 from tests.ranks import rpc_group
@@ -53,22 +50,6 @@ def test_references_are_counted_and_waited_for() -> None:
     rpc_group(references, 2)
 
 
-def lives(rank: int, world_size: int) -> None:
-    """What another life of the worker holds is no leak of this one."""
-    before = leaks.Holdings.take()
-    assert before.agent is not None
-    again = leaks.Holdings(None, before.counts)
-    kept = rpc.remote("worker0", operator.add, (1, 2))
-    assert kept.to_here() == 3
-    assert leaks.Holdings.take().left(again) == []
-
-
-def test_lives_are_not_compared() -> None:
-    rpc_group(lives, 1)
-    assert leaks.Holdings.take() == leaks.Holdings(None, leaks.Counter())
-    assert not actorrpc.is_initialized()
-
-
 class _Owner:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -92,30 +73,3 @@ def test_a_socket_that_is_left_is_described(tmp_path: Path) -> None:
     assert f"(AF_UNIX, SOCK_STREAM, at '', peer {path!r}, 6 bytes unread, {me}; socket in " in found
     assert "_Owner" in found
     assert f"at {path!r}, peer '', 0 bytes unread, {me}; no socket object has it)" in found
-
-
-_HOLDS = "import _multiprocessing, sys; held = _multiprocessing.SemLock(1, 1, 1, sys.argv[1], False); print(flush=True); input()"
-
-
-def test_a_semaphore_that_another_session_has_made_is_not_left_by_this_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What made it has it mapped under the name that it was given before its own."""
-    name = f"left-{os.getpid()}"
-    path = f"/dev/shm/sem.{name}"
-    monkeypatch.setattr(leaks.processes, "of_session", set)
-    with subprocess.Popen(
-        [sys.executable, "-c", _HOLDS, f"/{name}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdin is not None
-        holder.stdout.readline()
-        try:
-            assert leaks._held_elsewhere(path)
-            holder.stdin.write(b"\n")
-            holder.stdin.close()
-            holder.wait()
-            assert not leaks._held_elsewhere(path)
-        finally:
-            os.unlink(path)
-    assert leaks._held_elsewhere(path)

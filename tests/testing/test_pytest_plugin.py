@@ -110,30 +110,6 @@ def test_leaks_and_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_not_there_unless_asked_for(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "--fixtures",
-            "-p",
-            "no:cacheprovider",
-            "-c",
-            os.devnull,
-            str(tmp_path),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(_ROOT)},
-        capture_output=True,
-        timeout=50,
-        check=False,
-        text=True,
-    )
-    assert "no_leaks" not in done.stdout
-
-
-@pytest.mark.slow
 def test_each_test_so_many_times(tmp_path: Path) -> None:
     status, output = _session(
         tmp_path,

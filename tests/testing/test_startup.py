@@ -48,10 +48,3 @@ def test_what_cannot_be_read_is_named(text: str, named: str, monkeypatch: pytest
     monkeypatch.setenv("ACTORRPC_FAULT", text)
     with pytest.raises(ConfigError, match="ACTORRPC_FAULT="):
         from_environment()
-
-
-def test_there_are_none_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ACTORRPC_FAULT", raising=False)
-    assert from_environment() == []
-    monkeypatch.setenv("ACTORRPC_FAULT", "")
-    assert from_environment() == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import os
 import tempfile
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from actorrpc import autograd, rpc, testing
 from actorrpc.errors import ConfigError, RpcTimeoutError
 from actorrpc.rpc import api
 from tests import processes
+from tests.actors.e2e.kit import until
 from tests.ranks import rpc_group, run_group
 
 DAY = 86_400.0
@@ -30,13 +30,6 @@ class Counter:
         """Remember a number; return all."""
         self.seen.append(number)
         return self.seen
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.002)
 
 
 def _forks() -> int:
@@ -102,22 +95,22 @@ def deletes(rank: int, world_size: int) -> None:
         rref = rpc.remote("worker1", Counter)
         rref.to_here()
         del rref
-        _until(lambda: once.count == 1)
-        _until(lambda: not rpc.rpc_sync("worker1", _forks))
+        until(lambda: once.count == 1)
+        until(lambda: not rpc.rpc_sync("worker1", _forks))
     with testing.drop("rref_delete") as always:
         rref = rpc.remote("worker1", Counter)
         rref.to_here()
         del rref
-        _until(lambda: always.count)
+        until(lambda: always.count)
         assert rpc.rpc_sync("worker1", _forks) == 1
-    _until(lambda: not rpc.rpc_sync("worker1", _forks))
+    until(lambda: not rpc.rpc_sync("worker1", _forks))
     with testing.delay("rref_*", seconds=DAY) as late:
         rref = rpc.remote("worker1", Counter)
         rref.to_here()
         del rref
-        _until(lambda: late.held)
+        until(lambda: late.held)
         assert rpc.rpc_sync("worker1", _forks) == 1
-    _until(lambda: not rpc.rpc_sync("worker1", _forks))
+    until(lambda: not rpc.rpc_sync("worker1", _forks))
 
 
 def keep(rref: rpc.RRef[Any]) -> Any:
@@ -138,7 +131,7 @@ def forks(rank: int, world_size: int) -> None:
     with testing.delay("call", "answer", "rref_*", seconds=0.001):
         assert rpc.rpc_sync("worker1", keep, (theirs,)) == 3
         assert rpc.rpc_sync("worker1", keep, (mine,)) == 7
-    _until(lambda: not _forks())
+    until(lambda: not _forks())
 
 
 _elsewhere = testing.drop("answer", function=keep)
@@ -162,15 +155,8 @@ def receipts(rank: int, world_size: int) -> None:
     rpc.rpc_sync("worker1", _lose_answers)
     with pytest.raises(RpcTimeoutError):
         rpc.rpc_sync("worker1", keep, (theirs,), timeout=0.5)
-    _until(lambda: not int(api.references().table.debug_info()["num_pending_children"]))
+    until(lambda: not int(api.references().table.debug_info()["num_pending_children"]))
     assert rpc.rpc_sync("worker1", _lose_no_more) == 1
-
-
-@pytest.mark.parametrize(
-    ("what", "workers"), [(calls, 2), (rrefs, 2), (deletes, 2), (forks, 3), (receipts, 2)]
-)
-def test_calls_and_references(what: Callable[..., None], workers: int) -> None:
-    rpc_group(what, workers)
 
 
 # -- autograd and actors ---------------------------------------------------------------------------
@@ -223,9 +209,13 @@ def actors(rank: int, world_size: int) -> None:
         actorrpc.kill(counter)
 
 
-@pytest.mark.parametrize(("what", "workers"), [(gradients, 3), (actors, 2)])
-def test_autograd_and_actors(what: Callable[..., None], workers: int) -> None:
-    rpc_group(what, workers)
+def everything(rank: int, world_size: int) -> None:
+    for part in (calls, rrefs, deletes, forks, receipts, gradients, actors):
+        part(rank, world_size)
+
+
+def test_calls_references_gradients_and_actors() -> None:
+    rpc_group(everything, 3)
 
 
 # -- of whole workers ------------------------------------------------------------------------------

@@ -3,64 +3,23 @@
 from __future__ import annotations
 
 import json
-import random
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import actorrpc
 from actorrpc.errors import NotInitializedError
-from actorrpc.flight_recorder import CALLED
 from actorrpc.observe import keep_profile
-from actorrpc.observe.tracing import torch_profiles
-from actorrpc.observe.tracing.torch_profiles import KeptProfiles, TorchProfile, joined
+from actorrpc.observe.tracing.torch_profiles import TorchProfile
 from actorrpc.observe.tracing.trace import Recording, events_of
 
 pytestmark = [pytest.mark.limit(60)]
 
 
 # -- keeping -----------------------------------------------------------------------------------------------------
-
-
-def _collected(kept: KeptProfiles) -> list[bytes]:
-    rows: list[Any] = []
-    at: int | None = 0
-    while at is not None:
-        found, at = kept.piece(at)
-        assert all(len(data) <= torch_profiles._PIECE for _, data in found)
-        rows += found
-    return [zlib.decompress(each) for each in joined(rows)]
-
-
-@given(st.lists(st.integers(0, 40), max_size=6))
-def test_profiles_come_in_pieces_and_are_whole_again(sizes: list[int]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_profiles, "_PIECE", 10)
-        kept = KeptProfiles()
-        dice = random.Random(1)
-        texts = [dice.randbytes(size) for size in sizes]
-        for text in texts:
-            kept.add(text)
-        assert _collected(kept) == texts
-
-
-def test_the_latest_are_kept_as_far_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_profiles, "_KEPT_BYTES", 100)
-    kept = KeptProfiles()
-    dice = random.Random(1)
-    texts = [dice.randbytes(30) for _ in range(9)]
-    for text in texts:
-        kept.add(text)
-    found = _collected(kept)
-    assert found == texts[-len(found) :]
-    assert 1 < len(found) < 4
-    kept.add(dice.randbytes(1000))  # one at least
-    assert [len(each) for each in _collected(kept)] == [1000]
 
 
 def test_outside_of_a_group() -> None:
@@ -104,11 +63,6 @@ def test_what_is_no_profile_is_left_out(packed: bytes) -> None:
     assert Recording.of("w", 1, answer).profiles == []
 
 
-def test_what_expands_without_a_bound_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_profiles, "_MOST", 100)
-    assert TorchProfile.read(_packed({"traceEvents": [], "more": "x" * 1000})) is None
-
-
 def test_events_stand_on_the_clock_of_all_and_mean_no_others() -> None:
     own, gpu = {"pid": 41, "tid": 41}, {"pid": 0, "tid": 7}
     events = (
@@ -140,45 +94,6 @@ def test_events_stand_on_the_clock_of_all_and_mean_no_others() -> None:
     assert {pid for pid, kind, _ in ends if kind == "f"} == set(gpus.values())
     names = [each["args"]["name"] for each in found if each["ph"] == "M" and each["pid"] == ops[0]["pid"]]
     assert names == ["a (pid 41)", "torch: thread 41"]
-
-
-def test_what_was_over_before_is_left_out() -> None:
-    kept = _profile(
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {}},
-        {"ph": "X", "name": "early", "ts": 1e6, "dur": 10.0, "pid": 1, "tid": 1},
-        {"ph": "X", "name": "long", "ts": 1e6, "dur": 9e6, "pid": 1, "tid": 1},
-        {"ph": "i", "name": "late", "ts": 7e6, "pid": 1, "tid": 1},
-    )
-    early = _profile({"ph": "X", "name": "early", "ts": 1e6, "dur": 10.0, "pid": 1, "tid": 1})
-    recording = Recording(worker="a", pid=1, profiles=[early, kept], offset=50.0)
-    recording.since(1000.0 - 100.0 + 50.0 + 5.0)
-    assert [each["name"] for each in recording.profiles[1].events] == ["thread_name", "long", "late"]
-    counts: dict[str, Any] = {}
-    list(events_of([recording], counts))
-    assert counts["profiles"] == 1  # merged: of the other nothing is left
-
-
-def test_threads_are_numbers_that_no_other_thread_has() -> None:
-    row = [0, CALLED, 899.0, 899.5, 5, "b", 0, "f", 77, False, True, 10, 10]
-    events = [
-        {"ph": "M", "name": "thread_name", "pid": 41, "tid": 1, "args": {"name": "thread 1"}},
-        {"ph": "X", "name": "aten::mm", "ts": 1.0, "dur": 5.0, "pid": 41, "tid": 1},
-        {"ph": "X", "name": "step", "ts": 1.0, "dur": 5.0, "pid": 41, "tid": "PyTorch Profiler (0)"},
-        {"ph": "X", "name": "kernel", "ts": 1.0, "dur": 5.0, "pid": 0, "tid": 1},
-    ]
-    recording = Recording(
-        worker="a", pid=41, records=[row], threads={77: "main"}, profiles=[_profile(*events)]
-    )
-    places = {
-        each["name"]: (each["pid"], each["tid"]) for each in events_of([recording]) if each["ph"] == "X"
-    }
-    assert all(type(number) is int for place in places.values() for number in place)
-    assert len(set(places.values())) == len(places) == 4
-    named = [each for each in events_of([recording]) if each["name"] == "thread_name"]
-    assert {(each["pid"], each["tid"]): each["args"]["name"] for each in named} == {
-        places["call f"]: "main",
-        places["aten::mm"]: "torch: thread 1",
-    }
 
 
 # -- of a cluster ------------------------------------------------------------------------------------------------

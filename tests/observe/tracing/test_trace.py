@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections import Counter as Counts
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import actorrpc
-from actorrpc import _time, autograd
+from actorrpc import autograd
 from actorrpc.agent.context import current_worker
 from actorrpc.cli.views import trace_lines
-from actorrpc.errors import ConfigError, NotInitializedError, RpcTimeoutError
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
-from actorrpc.observe import api, collect, protocol
+from actorrpc.observe import collect
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.tracing.trace import Recording, compare_clocks, events_of, write
 from tests.actors.e2e.kit import open_gate, pass_gate, until
@@ -118,15 +115,6 @@ def test_a_call_between_two_workers_whose_clocks_differ() -> None:
         "clock_error": _MS,
         "uncompared": (),
     }
-
-
-def test_threads_of_the_packages_own_calls_come_last() -> None:
-    own = _called(0, 1.0, 1.1, 1, "w1")
-    own[7], own[8] = "actorrpc.arrive", 5
-    events = list(events_of([_recording("driver", [own, _called(1, 2.0, 2.1, 2, "w1")])]))
-    order = {each["tid"]: each["args"]["sort_index"] for each in _of(events, "M", "thread_sort_index")}
-    (ours,), (theirs,) = _of(events, "X", "call actorrpc.arrive"), _of(events, "X", "call Counter.add")
-    assert order[ours["tid"]] > order[theirs["tid"]]
 
 
 _delays = st.integers(1, 10_000).map(lambda each: each * 1e-6)
@@ -352,42 +340,6 @@ def test_calls_that_hang_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     until(lambda: not any("pass_gate" in each or "numbers" in each for each in taken()))
 
 
-@pytest.mark.usefixtures("embedded")
-def test_one_that_sends_nothing_is_given_a_fifth_of_the_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits: list[float] = []
-
-    def patience(timeout: float) -> float:
-        limits.append(protocol.patience(timeout))
-        return limits[-1]
-
-    monkeypatch.setattr(api, "patience", patience)
-    actorrpc.trace(tmp_path / "trace.json", timeout=1000)
-    assert pytest.approx(200) in limits
-
-
-def test_one_that_sends_something_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [begun := time.monotonic()]
-    sends = [begun + 1.5, begun + 3.0]
-
-    class Asked:
-        heard = begun
-
-        def __init__(self) -> None:
-            self.done = SimpleNamespace(done=lambda: False, wait=self.wait)
-
-        def wait(self, seconds: float) -> None:
-            now[0] += seconds
-            if sends:
-                self.heard = sends.pop(0)
-            raise RpcTimeoutError("not yet")
-
-    monkeypatch.setattr(_time, "now", lambda: now[0])
-    api._wait([Asked()], begun + 100.0, 2.0)  # type: ignore[list-item]
-    assert now[0] - begun == pytest.approx(5.0)
-
-
 @actorrpc.remote
 class Layer:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -429,32 +381,3 @@ def _methods_of(events: list[dict[str, Any]]) -> Counts[str]:
     return Counts(
         each["args"]["method"] for each in events if each["ph"] in "Xb" and each.get("cat") == "execution"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("embedded")
-def test_of_the_next_moments(tmp_path: Path) -> None:
-    counter = Counter.remote()
-    actorrpc.get(counter.add.remote())
-    summary = actorrpc.trace(tmp_path / "trace.json", 0.001)
-    assert summary.calls < 20
-    with pytest.raises(ConfigError):
-        actorrpc.trace(tmp_path / "trace.json", -1)
-
-
-def test_a_path_that_cannot_be_written_is_named_before_anybody_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(api, "recordings", lambda *_: pytest.fail("somebody was asked"))
-    for path in (tmp_path / "nowhere" / "trace.json", tmp_path):
-        with pytest.raises(OSError, match=f": '{path}'$"):
-            actorrpc.trace(path)
-    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere
-    with pytest.raises(PermissionError, match=r"'trace\.json'$"):
-        actorrpc.trace("trace.json")
-
-
-def test_without_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "current_worker", lambda: None)
-    with pytest.raises(NotInitializedError, match="in none"):
-        actorrpc.trace(tmp_path / "trace.json")

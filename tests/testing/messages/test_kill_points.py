@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import operator
 import os
-import pickle
 import re
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,18 +21,11 @@ from actorrpc.agent import hooks
 from actorrpc.errors import ConfigError, PeerDiedError, RpcTimeoutError
 from actorrpc.rpc import api
 from actorrpc.testing import POINTS, KillPointError, faults_of, kill_at
-from actorrpc.wire import keys
 from tests import processes
+from tests.actors.e2e.kit import until
 from tests.ranks import Died, rpc_group, run_group
 
 _NEVER = 1 << 60
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.002)
 
 
 @pytest.mark.parametrize("name", ["call", "call.before", "sent", "", "shutdown"])
@@ -67,25 +58,6 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
         make()
 
 
-def test_names_patterns_and_texts() -> None:
-    assert kill_at("call.sent").points == {"call.sent"}
-    assert kill_at("*.sent").points >= {
-        "call.sent",
-        "answer.sent",
-        "rref_delete.sent",
-        "autograd_verdict.sent",
-    }
-    assert "answer.starting" not in POINTS
-    assert "rref_fork.starting" not in POINTS
-    assert kill_at("*").points == set(POINTS)
-    (made,) = faults_of("kill call.s* action=sleep nth=2 seconds=0.5 to=1,a* function=add on=b")
-    assert repr(made) == (
-        "kill_at('call.s*', action='sleep', nth=2, seconds=0.5, to=['1', 'a*'], function=['add'], on='b')"
-    )
-    again = pickle.loads(pickle.dumps(made))
-    assert repr(again) == repr(made)
-
-
 def test_only_the_nth_time_and_only_while_it_stands_there() -> None:
     with kill_at("shutdown.*", nth=3, action="raise") as kill:
         hooks.reach("shutdown.called")
@@ -101,13 +73,6 @@ def test_only_the_nth_time_and_only_while_it_stands_there() -> None:
     assert kill.count == 4
     assert not kill.active
     kill.start().stop()  # again
-
-
-def test_only_on_some_workers() -> None:
-    with kill_at("join.*", on="a*", nth=_NEVER) as kill:
-        hooks.reach("join.met", "a1")
-        hooks.reach("join.met", "b1")
-    assert kill.count == 1
 
 
 # -- each is reached -------------------------------------------------------------------------------
@@ -175,7 +140,7 @@ def _everything(rank: int) -> None:
     handle: Any = actorrpc.remote(Keeper).options(worker="worker1").remote()
     assert actorrpc.get(handle.add.remote(2)) == 2
     actorrpc.kill(handle)
-    _until(lambda: not int(api.references().table.debug_info()["num_forks"]))
+    until(lambda: not int(api.references().table.debug_info()["num_forks"]))
 
 
 def _member(rank: int, world_size: int, store: str) -> dict[str, int]:
@@ -270,7 +235,7 @@ def stopped(rank: int, world_size: int) -> None:
         return
     pid = rpc.rpc_sync("worker1", _pid_before_stopping)
     future = rpc.rpc_async("worker1", operator.add, (1, 2))
-    _until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     assert not future.done()  # what is found out about a stopped process is, at the earliest, seconds later
     os.kill(pid, signal.SIGCONT)
     assert future.wait() == 3
@@ -292,7 +257,7 @@ def _disarm() -> int:
 
 def sending(rank: int, world_size: int) -> bool:
     if rank:
-        _until(lambda: _held)
+        until(lambda: _held)
         return True
     kill_at("call.sent", function=_hold).start()
     rpc.rpc_sync("worker1", _hold, (1,))
@@ -342,19 +307,3 @@ def raised(rank: int, world_size: int) -> None:
 
 def test_errors_and_sleep_there() -> None:
     rpc_group(raised, 2)
-
-
-def leaving(rank: int, world_size: int, store: str, point: str) -> None:
-    kill_at(point, on="worker1", code=9).start()
-    options = rpc.TensorPipeRpcBackendOptions(init_method=store)
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    rpc.shutdown()
-
-
-@pytest.mark.parametrize("point", ["join.met", *(name for name in POINTS if name.startswith("shutdown."))])
-def test_the_others_leave_where_one_dies_at_its_end(point: str) -> None:
-    store = f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store"
-    try:
-        assert run_group(leaving, 3, store, point, may_die={1}) == [None, Died(9), None]
-    finally:
-        keys.sweep()  # the socket of the one that died
