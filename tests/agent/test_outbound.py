@@ -60,7 +60,7 @@ def test_what_is_posted_arrives(elements: int, transport: str) -> None:
         assert not any(peer.pending for peer in a.peers())
 
 
-@pytest.mark.prints("what 'a0' has posted here failed.*ZeroDivisionError: as posted")
+@pytest.mark.prints("a cast of 'a0' failed here.*ZeroDivisionError: as posted")
 def test_a_failure_is_logged_where_it_happens(pair: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
     a, b = pair
     with caplog.at_level(logging.ERROR, "actorrpc"):
@@ -68,7 +68,7 @@ def test_a_failure_is_logged_where_it_happens(pair: list[Agent], caplog: pytest.
         wait(1)
         while not caplog.records:  # it is logged just after that
             assert a.ask(a.peer(b.name), max, (1, 2), {}, 30) == 2
-    assert "what 'a0' has posted here failed" in caplog.text
+    assert "a cast of 'a0' failed here" in caplog.text
     assert "ZeroDivisionError: as posted" in caplog.text
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
+import select
 import socket
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +26,12 @@ from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError, ProtocolError, RpcError
 from actorrpc.futures import Future
 from actorrpc.testing import FaultProxy
+from actorrpc.transport.connection import Connection
+from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.session import ReliableStream
+from actorrpc.transport.stream import SocketStream
 from actorrpc.wire import handshake
+from actorrpc.wire.frames import REPLY, Frame, pack_frame
 from actorrpc.wire.identity import WorkerRecord
 from tests.agent.agents import KEY, record
 from tests.layers import rest_is_slow
@@ -31,6 +40,7 @@ NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 _LIMIT_S = 60.0
 _calls: Counter[int] = Counter()
 _gate = threading.Event()
+_begun = threading.Event()
 
 
 def note(number: int, value: Any) -> Any:
@@ -124,10 +134,87 @@ def test_calls_survive_whatever_ends_their_connection_at_whatever_byte(kind: str
         assert [peer.state for agent in (a0, a1) for peer in agent.peers()] == ["alive"] * 2
 
 
-@pytest.mark.parametrize("after", [*range(100, 1_000, 150)])
+@pytest.mark.parametrize("after", [*range(100, 1_000, 75)])
 def test_a_connection_may_end_while_it_is_made(after: int) -> None:
     with behind(testing.reset(after=after, connections={0})) as ((a0, _), _):
         assert [call(a0, note, 0, each) for each in range(3)] == [0, 1, 2]
+
+
+class _Local:
+    """Something of a caller's."""
+
+
+def _begin_and_wait() -> None:
+    _begun.set()
+    gated(None)
+
+
+def _interrupted(agent: Agent, proxy: FaultProxy) -> weakref.ref[_Local]:
+    """Call, and have the connection break while this thread waits for the answer, and reads."""
+    local = _Local()
+
+    def strike() -> None:
+        _begun.wait(_LIMIT_S)
+        proxy.reset()
+        _gate.set()
+
+    _begun.clear()
+    _gate.clear()
+    thread = threading.Thread(target=strike)
+    thread.start()
+    call(agent, _begin_and_wait)
+    thread.join()
+    return weakref.ref(local)
+
+
+def test_what_a_caller_has_is_not_kept_where_it_has_read_the_end_of_a_connection() -> None:
+    with behind() as ((a0, _), proxies):
+        gc.collect()
+        gc.disable()
+        try:
+            # The error is kept as long as the connection may come back; the frames of who has read it are not.
+            assert _interrupted(a0, proxies[1])() is None
+        finally:
+            gc.enable()
+
+
+class _LateEpoll:
+    """An epoll into which a socket is put only when another one has taken its place."""
+
+    def __init__(self, conn: Connection, strike: Callable[[], None]) -> None:
+        self._conn, self._epoll, self._strike = conn, conn._epoll, strike
+
+    def register(self, fd: int, mask: int) -> None:
+        if self._conn._epoll is self:
+            self._conn._epoll = self._epoll
+            self._strike()
+            pause = threading.Event()
+            while self._conn.fd == fd:
+                pause.wait(0.002)
+        self._epoll.register(fd, mask)
+
+
+def test_a_connection_may_come_back_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    struck: list[Connection] = []
+    register = Connection.register
+    with behind() as ((a0, a1), proxies):
+
+        def strike() -> None:
+            pause = threading.Event()
+            while a0.peer("a1").conn is None:  # the other side has heard that it may go on
+                pause.wait(0.002)
+            proxies[1].reset()
+
+        def registering(conn: Connection) -> None:
+            if conn in a1.connector.connections() and not struck:
+                struck.append(conn)
+                conn._epoll = _LateEpoll(conn, strike)  # type: ignore[assignment]
+            register(conn)
+
+        monkeypatch.setattr(Connection, "register", registering)
+        assert [call(a0, note, 0, each) for each in range(3)] == [0, 1, 2]
+        assert struck
+        assert a0.peer("a1").state == "alive"
 
 
 @pytest.mark.limit(120)
@@ -146,6 +233,32 @@ def test_two_sides_that_both_keep_as_much_as_they_may_do_not_wait_for_each_other
         futures = [begin(agent, note, number, value) for number in range(3) for agent in (a0, a1)]
         for future in futures:
             assert torch.equal(future.wait(), value)
+
+
+def test_what_is_sent_again_is_what_it_was() -> None:
+    with behind() as ((a0, _), proxies):
+        assert call(a0, note, 0, 1) == 1
+        for proxy in proxies:
+            proxy.stall()
+        value = torch.zeros(1_000_000)
+        future = begin(a0, note, 1, value[:200_000])
+        value.fill_(7)
+        for proxy in proxies:
+            proxy.reset()
+            proxy.resume()
+        assert torch.equal(future.wait(), torch.zeros(200_000))
+
+
+def test_the_socket_after_the_first_has_the_same_options() -> None:
+    with behind() as ((a0, a1), proxies):
+        for number in range(2):
+            assert call(a0, note, number, 1) == 1
+            for agent, other in ((a0, "a1"), (a1, "a0")):
+                conn = agent.peer(other).conn
+                assert conn is not None
+                assert conn.lapses == number
+                assert conn.stream.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            proxies[1].reset()
 
 
 def test_a_call_under_way_is_not_made_again() -> None:
@@ -270,3 +383,140 @@ def test_an_agent_can_end_while_its_connection_is_away() -> None:
         for proxy in proxies:
             proxy.stall()
             proxy.reset()
+
+
+# -- one connection by itself ----------------------------------------------------------------------------
+
+
+class _Quiet:
+    """What a connection tells, noted."""
+
+    def __init__(self) -> None:
+        self.delivered: list[Frame] = []
+        self.lapses = 0
+
+    def control(self, connection: Connection, frame: Frame) -> Frame | None:
+        return frame
+
+    def deliver(self, connection: Connection, frames: list[Frame], waiting: bool) -> bool:
+        self.delivered += frames
+        return True
+
+    def closed(self, connection: Connection, error: BaseException | None) -> None:
+        raise AssertionError(f"closed: {error}")
+
+    def suspended(self, connection: Connection, error: BaseException) -> None:
+        self.lapses += 1
+
+    def submit(self, task: Any) -> None:
+        task()
+
+
+class _Late:
+    """A lock that another thread gets first, whenever it is asked for without waiting."""
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        self._lock = threading.Lock()
+        self._before = before
+        self.release = self._lock.release
+
+    def acquire(self, blocking: bool = True) -> bool:
+        if not blocking:
+            self._before()
+        return self._lock.acquire(blocking)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[tuple[Connection, socket.socket, _Quiet]]:
+    """Make one end of a connection; the other one is a bare socket."""
+    here, there = socket.socketpair()
+    events = _Quiet()
+    with select.epoll() as epoll, there:
+        conn = Connection(
+            ReliableStream(SocketStream(here)),
+            epoll=epoll,
+            events=events,
+            settings=Settings(),
+            attach=b"",
+            local=False,
+        )
+        try:
+            conn.register()
+            yield conn, there, events
+        finally:
+            conn.enter(CLOSED)
+            conn.reap()
+
+
+def _session(conn: Connection) -> ReliableStream:
+    assert conn.session is not None
+    return conn.session
+
+
+_READERS: dict[str, Callable[[Connection], object]] = {
+    "pool": lambda conn: conn.turn(),
+    "caller": lambda conn: conn.reading(cast(Any, SimpleNamespace(polling=None, awake=False)), conn.spinning),
+    "answering": lambda conn: conn.reply(),
+}
+
+
+@pytest.mark.parametrize("reader", _READERS)
+def test_nobody_reads_a_failed_socket_any_more_once_it_was_said_how_far_reading_has_come(reader: str) -> None:
+    with alone() as (conn, there, events):
+        there.sendall(pack_frame(REPLY, 7, b"once"))
+        told: list[int | None] = []
+
+        def other_thread() -> None:  # between the reader's first look and its lock
+            conn.suspend(ConnectionResetError())
+            told.append(conn.standstill(next(_session(conn).attempts)))
+
+        conn.read_lock = cast(Any, _Late(other_thread))
+        frames = _READERS[reader](conn)
+        assert told == [0]
+        assert _session(conn).received == 0
+        assert not frames
+        assert not events.delivered
+        # What was not read comes again, over another socket.
+        conn.read_lock = threading.Lock()
+        here, again = socket.socketpair()
+        with again:
+            assert conn.resume(SocketStream(here), 1, 0, lambda: None)
+            again.sendall(pack_frame(REPLY, 7, b"once"))
+            conn.turn()
+        assert [frame.body for frame in events.delivered] == [b"once"]
+
+
+@pytest.mark.parametrize("came_back", [False, True])
+def test_an_attempt_does_not_come_back_once_a_later_one_has_said_how_far_reading_has_come(
+    came_back: bool,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        first, first_there = socket.socketpair()
+        second, second_there = socket.socketpair()
+        for sock in (first, first_there, second, second_there):
+            stack.enter_context(sock)
+        conn, _, events = stack.enter_context(alone())
+        early, late = next(_session(conn).attempts), next(_session(conn).attempts)
+        conn.suspend(ConnectionResetError())
+        assert conn.standstill(early) == 0
+        first_there.sendall(pack_frame(REPLY, 1, b"sent at once"))
+        if came_back:
+            assert conn.resume(SocketStream(first), early, 0, lambda: None)
+        # From here on the other side is told that nothing has come, and sends it again over the second socket.
+        assert conn.standstill(late) == 0
+        assert _session(conn).is_overtaken(early)
+        assert conn.standstill(early) is None
+        assert not conn.resume(SocketStream(first), early, 0, lambda: None)
+        conn.turn()
+        assert not events.delivered
+        assert conn.resume(SocketStream(second), late, 0, lambda: None)
+        second_there.sendall(pack_frame(REPLY, 1, b"sent again"))
+        conn.turn()
+        assert [frame.body for frame in events.delivered] == [b"sent again"]
+        assert events.lapses == 1 + came_back

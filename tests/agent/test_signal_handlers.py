@@ -7,15 +7,21 @@ import functools
 import operator
 import select
 import signal
+import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import FrameType
+from typing import Any, cast
 
 import pytest
 
 from actorrpc import _time
 from actorrpc.agent.agent import Agent
+from actorrpc.testing import leaks
 from actorrpc.transport import signals
+from actorrpc.transport.connection import Connection
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.reader import ARMED
 from tests.agent.agents import agents
 from tests.interruptions import Interrupted, Steps, raising
@@ -83,6 +89,77 @@ def test_a_handler_may_wait_for_a_call_while_the_main_thread_does() -> None:
         assert all(heard)
 
 
+def test_handlers_may_interrupt_each_other_in_their_waits() -> None:
+    _gates["nested"] = gate = threading.Event()
+    passed: list[str] = []
+    begun: list[None] = []
+    enough = threading.Event()
+
+    def handler() -> None:
+        begun.append(None)
+        if len(begun) >= 12:
+            enough.set()
+            gate.set()
+        passed.append(one.ask(one.peer(other.name), _pass, ("nested",), {}, 25.0))
+
+    with agents(2) as (one, other), _handling(handler):
+        to = one.peer(other.name)
+        assert _add(one, other) == 3
+        with _signals(to.conn, enough):
+            assert one.ask(to, _pass, ("nested",), {}, 25.0) == "nested"
+        assert passed == ["nested"] * len(begun)
+        assert _add(one, other) == 3
+
+
+class _Interrupted:
+    """A stream whose next ``send`` is interrupted once."""
+
+    def __init__(self, conn: Connection, found: list[int]) -> None:
+        self._conn, self._stream, self._found = conn, conn.stream, found
+
+    def send(self, *arguments: Any) -> int:
+        self._conn.stream = self._stream
+        signal.raise_signal(signal.SIGUSR1)
+        assert not self._found
+        return self._stream.send(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def test_a_handler_that_comes_in_the_midst_of_sending_may_call_when_that_is_over() -> None:
+    found: list[int] = []
+    with agents(2) as (one, other), _handling(lambda: found.append(_add(one, other))):
+        assert _add(one, other) == 3
+        conn = one.peer(other.name).conn
+        assert conn is not None
+        conn.stream = cast(Any, _Interrupted(conn, found))
+        assert _add(one, other, 4) == 6
+        assert found == [3]
+
+
+def test_what_a_handler_raises_ends_the_wait_and_not_the_connection() -> None:
+    _gates["late"] = gate = threading.Event()
+    enough = threading.Event()
+
+    def handler() -> None:
+        if not enough.is_set():
+            enough.set()
+            raise KeyError("of a handler")
+
+    with agents(2) as (one, other), _handling(handler):
+        to = one.peer(other.name)
+        assert _add(one, other) == 3
+        conn = to.conn
+        with _signals(conn, enough), pytest.raises(KeyError, match="of a handler"):
+            one.ask(to, _pass, ("late",), {}, 25.0)
+        gate.set()
+        assert _add(one, other) == 3
+        assert to.conn is conn
+        assert conn is not None
+        assert conn.state is not CLOSED
+
+
 def test_a_message_in_chunks_is_not_torn_by_handlers() -> None:
     """It waits for the peer, which reads on after the signal: a handler that returns changes nothing, one that raises ends it."""
     data = bytes(range(256)) * (1 << 16)
@@ -135,6 +212,59 @@ def test_a_message_in_chunks_is_not_torn_by_handlers() -> None:
         assert one.ask(to, len, (data,), {}, 25.0) == len(data)
         assert to.conn is conn
         assert not other.peer(one.name).conn.assemblies
+
+
+def test_threads_that_wait_while_the_main_one_reads_are_no_handlers() -> None:
+    _gates["threads"] = gate = threading.Event()
+    found: list[Any] = []
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        assert _add(one, other) == 3
+
+        def wait() -> None:
+            until = threading.Event()
+            while not to.conn.read_lock.locked():
+                until.wait(0.001)
+            try:
+                found.append([_add(one, other, each) for each in range(20)])
+            except BaseException as error:
+                found.append(error)
+            finally:
+                gate.set()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert one.ask(to, _pass, ("threads",), {}, 25.0) == "threads"
+        thread.join()
+    assert found == [[each + 2 for each in range(20)]]
+
+
+def test_a_call_that_is_interrupted_while_its_socket_is_made_leaves_no_descriptor() -> None:
+    """The handler raises when the system has made the socket, and before the constructor of the object is over."""
+    places: list[int] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        return at_line if frame.f_code is socket.socket.__init__.__code__ else None
+
+    def at_line(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line" and socket.SocketType.fileno(frame.f_locals["self"]) >= 0:
+            sys.settrace(None)
+            places.append(frame.f_lineno)
+            signal.raise_signal(signal.SIGUSR1)
+        return at_line
+
+    with agents(2) as (one, other), raising():
+        before = leaks.LeakSnapshot.take(whole_session=False)
+        traced = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            with pytest.raises(Interrupted):
+                _add(one, other)
+        finally:
+            sys.settrace(traced)
+        assert len(places) == 1
+        assert leaks.find_leaks(before).descriptors == []
+        assert _add(one, other) == 3
 
 
 @pytest.mark.slow

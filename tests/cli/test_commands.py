@@ -416,7 +416,7 @@ def test_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
         assert main([command, "--pid", str(os.getpid()), "nobody"]) == 2
         assert "'nobody'; actorrpc status lists them" in capsys.readouterr().err
     assert main(["logs", "--pid", str(os.getpid()), "--grep", "("]) == 2
-    assert "no regular expression" in capsys.readouterr().err
+    assert "not a regular expression" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("job")

@@ -149,7 +149,7 @@ def test_what_there_is_to_see() -> None:
 
 
 @pytest.mark.usefixtures("near")
-@pytest.mark.prints("it is dead", "was not finished", "nobody looked")
+@pytest.mark.prints("it is dead", "was not finished", "was never retrieved")
 @row("RayTaskError, RayTaskError(ValueError)")
 @row("ActorDiedError, ActorUnavailableError")
 def test_a_dead_actor_and_those_who_run_into_it() -> None:

@@ -1,4 +1,7 @@
-"""RRefs as users see them: their methods, how they travel, and when their values go."""
+"""RRefs as users see them: their methods, how they travel, and when their values go.
+
+torch's own RRefs are the oracle for what both have: one script is run over either.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
-from tests.ranks import rpc_group
+from tests.announced import TORCH_RPC
+from tests.ranks import rpc_group, run_group, unused_path
 
 _TINY = 0.05  # a time-out that is meant to pass
 
@@ -52,8 +57,17 @@ class Value:
     def fail(self, text: str) -> None:
         raise LookupError(text)
 
+    def thread_name(self) -> str:
+        return threading.current_thread().name
+
     def same(self, rref: Any) -> bool:
         return rref.local_value() is self
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> int:
+        return self.number + index
 
     def __call__(self, factor: int) -> int:
         return self.number * factor
@@ -61,6 +75,10 @@ class Value:
     @staticmethod
     def static(x: int) -> int:
         return x + 1
+
+    @classmethod
+    def cls_name(cls) -> str:
+        return cls.__name__
 
 
 def alive() -> set[int]:
@@ -147,6 +165,148 @@ def make_there(number: int) -> Any:
     return rpc.remote("worker2", Value, (number,))
 
 
+# -- the same script over torch and over ours ----------------------------------------------------
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, Any]:
+    try:
+        return "value", call()
+    except Exception as error:
+        return "error", [cls.__name__ for cls in type(error).__mro__]
+
+
+def _both(module: Any, me: int) -> dict[str, tuple[str, Any]]:
+    """What is looked at on rank 0; the first RRefs of the group, so that ids can be compared."""
+    found: dict[str, tuple[str, Any]] = {}
+
+    def note(name: str, call: Callable[[], Any]) -> None:
+        found[name] = outcome(call)
+
+    user = module.remote("worker1", torch.add, (torch.ones(2), 1))
+    note("user: repr", lambda: repr(user))
+    owner = module.RRef([1, 2])
+    note("owner: repr", lambda: repr(owner))  # now: the loop below makes RRefs, whose numbers follow
+    note("user: to_here", lambda: user.to_here().tolist())
+    # Soon: the owner's word may come after the value.
+    note(
+        "user: confirmed",
+        lambda: any(user.confirmed_by_owner() or user.rpc_sync().sum() < 0 for _ in range(9999)),
+    )
+    note("user: is_owner", user.is_owner)
+    note("user: owner_name", user.owner_name)
+    note("user: owner", lambda: (user.owner().name, user.owner().id))
+    note("user: local_value", user.local_value)
+    note("owner: to_here", owner.to_here)
+    note("owner: local_value", owner.local_value)
+    note("owner: identity", lambda: owner.local_value() is owner.to_here())
+    note("owner: confirmed", owner.confirmed_by_owner)
+    note("owner: is_owner", owner.is_owner)
+    note("owner: owner", lambda: (owner.owner().name, owner.owner_name()))
+    own_remote = module.remote("worker0", operator.add, (1, 2))
+    note("remote to self: to_here", own_remote.to_here)
+    note("remote to self: is_owner", own_remote.is_owner)
+    note("remote to self: local_value", own_remote.local_value)
+    bad = module.remote("worker1", fail, ("made badly",))
+    note("failed: to_here", bad.to_here)
+    own_bad = module.remote("worker0", fail, ("made badly",))
+    note("failed here: to_here", own_bad.to_here)
+    for name, rref in (("user", module.remote("worker1", Value, (3,))), ("owner", module.RRef(Value(3)))):
+        for style, finish in (
+            ("rpc_sync", own),
+            ("rpc_async", lambda f: f.wait()),
+            ("remote", lambda r: r.to_here()),
+        ):
+            proxy = getattr(rref, style)
+
+            def note_call(what: str, call: Callable[[], Any], style: str = style, name: str = name) -> None:
+                note(f"{name}: {style}: {what}", call)
+
+            note_call("get", lambda proxy=proxy, finish=finish: finish(proxy().get()))
+            note_call("keyword", lambda proxy=proxy, finish=finish: finish(proxy().add(2, times=3)))
+            note_call("static", lambda proxy=proxy, finish=finish: finish(proxy().static(4)))
+            note_call("class", lambda proxy=proxy, finish=finish: finish(proxy().cls_name()))
+            note_call("missing", lambda proxy=proxy, finish=finish: finish(proxy().nothing()))
+            note_call("raises", lambda proxy=proxy, finish=finish: finish(proxy().fail("it")))
+            note_call("len", lambda proxy=proxy, finish=finish: finish(proxy().__len__()))
+            note_call("item", lambda proxy=proxy, finish=finish: finish(proxy().__getitem__(2)))
+            note_call("call", lambda proxy=proxy, finish=finish: finish(proxy().__call__(2)))
+            note_call("timeout", lambda proxy=proxy, finish=finish: finish(proxy(timeout=30).get()))
+            note_call("no timeout", lambda proxy=proxy, finish=finish: finish(proxy(0).get()))
+        note(f"{name}: as an argument", lambda rref=rref: module.rpc_sync("worker1", use, (rref,)))
+        note(f"{name}: to its owner", lambda rref=rref: module.rpc_sync(rref.owner(), owners_view, (rref,)))
+        note(f"{name}: and back", lambda rref=rref: module.rpc_sync("worker1", own, (rref,)).rpc_sync().get())
+        note(f"{name}: pickled", lambda rref=rref: pickle.dumps(rref))
+        note(f"{name}: deep copy", lambda rref=rref: copy.deepcopy(rref))
+        note(
+            f"{name}: in a container", lambda rref=rref: module.rpc_sync("worker1", in_dict, ({"k": [rref]},))
+        )
+        note(f"{name}: twice", lambda rref=rref: module.rpc_sync("worker1", in_dict, ({"k": [rref, rref]},)))
+        note(f"{name}: on to worker2", lambda rref=rref: module.rpc_sync("worker1", relay, (rref, "worker2")))
+    tensor = module.remote("worker1", torch.ones, ((2, 3),))
+    note("tensor: size", lambda: list(tensor.rpc_sync().size()))
+    note("tensor: view", lambda: tensor.remote().view(6).to_here().tolist())
+    note("tensor: sum", lambda: tensor.rpc_async().sum().wait().item())
+    note("none", lambda: module.remote("worker1", own, (None,)).to_here())
+    note("of an RRef", lambda: module.remote("worker1", own, (owner,)).to_here().to_here())
+    return found
+
+
+def owners_view(rref: Any) -> tuple[bool, int]:
+    return rref.is_owner(), rref.local_value().get()
+
+
+def in_dict(things: dict[str, list[Any]]) -> list[Any]:
+    return [rref.rpc_sync().get() for rref in things["k"]]
+
+
+def relay(rref: Any, to: str) -> Any:
+    module = rpc if isinstance(rref, rpc.RRef) else torch_rpc
+    return module.rpc_sync(to, use, (rref,))  # type: ignore[attr-defined]
+
+
+def _over_ours(rank: int, world_size: int) -> dict[str, tuple[str, Any]]:
+    return {} if rank else _both(rpc, rank)
+
+
+def _over_torch(rank: int, world_size: int, path: str) -> dict[str, tuple[str, Any]]:
+    os.environ["TP_SOCKET_IFNAME"] = "lo"
+    given = torch_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", num_worker_threads=4)
+    torch_rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=given)
+    try:
+        return {} if rank else _both(torch_rpc, rank)
+    finally:
+        torch_rpc.shutdown()
+
+
+# What is meant to differ, and why.
+_BETTER = {
+    # Torch makes a new list each time: `local_value()` is the value itself.
+    "owner: identity": ("value", True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+@pytest.mark.prints(*TORCH_RPC)
+def test_torchs_rrefs_are_the_oracle() -> None:
+    ours = rpc_group(_over_ours, 3)[0]
+    theirs = run_group(_over_torch, 3, unused_path("rref"), leak_wait=None, timeout=240)[0]  # it polls
+    assert list(ours) == list(theirs)
+    problems = []
+    for name, (kind, value) in theirs.items():
+        our_kind, our_value = ours[name]
+        if name in _BETTER:
+            assert ours[name] == _BETTER[name] != (kind, value)
+            continue
+        if kind == our_kind == "error":
+            # Ours has the type that torch raises, and is a RuntimeError in any case.
+            if value[0] not in our_value or "RuntimeError" not in our_value:
+                problems.append(f"{name}: {our_value}, torch {value}")
+        elif (our_kind, our_value) != (kind, value):
+            problems.append(f"{name}: {our_kind} {our_value!r}, torch {kind} {value!r}")
+    assert not problems, "\n".join(problems)
+
+
 # -- the rest of the interface -------------------------------------------------------------------
 
 
@@ -220,18 +380,6 @@ def _interface(rank: int, world_size: int) -> None:
     first, second = proxy.get(), proxy.get()
     assert first == second
     assert rpc.rpc_async("worker1", own, (there.rpc_async(),)).wait().get().wait() == first
-    # Only RPC pickles RRefs.
-    for rref in (rpc.RRef(1), there):
-        for call in (
-            lambda rref=rref: pickle.dumps({"deep": [rref]}),
-            lambda rref=rref: torch.save(rref, os.devnull),
-            lambda rref=rref: copy.deepcopy(rref),
-        ):
-            with pytest.raises(RuntimeError):
-                call()
-        with pytest.raises(RuntimeError, match="only be pickled when using RPC"):
-            pickle.dumps(rref)
-        assert copy.copy(rref) == rref
 
 
 def test_interface() -> None:
@@ -363,13 +511,24 @@ def _unopened(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(errors.RpcError, match="cannot be opened"):
             call()
-    # The error that is kept for its users does not keep an RRef.
-    alone = rpc.remote("worker1", own, (Unreadable(),))
-    with contextlib.suppress(errors.RpcError):
-        alone.to_here()
-    trace = weakref.ref(alone)
-    del alone
-    assert trace() is None
+
+
+def _failed_goes(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    rpc.rpc_sync("worker1", open_gate)
+    rref = rpc.remote("worker1", own, (Unreadable(),))
+    for _ in range(3):
+        with contextlib.suppress(errors.RpcError):
+            rref.to_here()
+    trace = weakref.ref(rref)
+    del rref
+    assert trace() is None  # the error that is kept for its users does not keep it
+
+
+@pytest.mark.limit(60)
+def test_a_failed_rref_goes_although_it_has_raised() -> None:
+    rpc_group(_failed_goes, 2)
 
 
 @pytest.mark.limit(60)
@@ -418,6 +577,30 @@ def _long_errors(rank: int, world_size: int) -> None:
 @pytest.mark.limit(60)
 def test_errors_longer_than_a_chunk_arrive_whole() -> None:
     rpc_group(_long_errors, 2)
+
+
+# -- pickling ------------------------------------------------------------------------------------
+
+
+def _pickling(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    for rref in (rpc.RRef(1), rpc.remote("worker1", own, (1,))):
+        for call in (
+            lambda rref=rref: pickle.dumps(rref),
+            lambda rref=rref: pickle.dumps({"deep": [rref]}),
+            lambda rref=rref: torch.save(rref, os.devnull),
+            lambda rref=rref: copy.deepcopy(rref),
+        ):
+            with pytest.raises(RuntimeError):
+                call()
+        assert copy.copy(rref) == rref
+    with pytest.raises(RuntimeError, match="only be pickled when using RPC"):
+        pickle.dumps(rpc.RRef(1))
+
+
+def test_rrefs_are_pickled_by_rpc_only() -> None:
+    rpc_group(_pickling, 2)
 
 
 # -- reference counting --------------------------------------------------------------------------
@@ -569,3 +752,49 @@ def _held_at_the_end(rank: int, world_size: int) -> None:
 
 def test_held_at_shutdown_is_let_go_and_nothing_leaks() -> None:
     rpc_group(_held_at_the_end, 3)
+
+
+def last_error(call: Callable[[], Any]) -> Exception:
+    """Call until it fails."""
+    while True:
+        try:
+            call()
+        except Exception as error:
+            return error
+
+
+def _owner_dies(rank: int, world_size: int) -> None:
+    if rank == 1:
+        assert _gate.wait(30)
+        rpc.shutdown(graceful=False)
+        return
+    if rank == 0:
+        rref = rpc.remote("worker1", Value, (1,))
+        assert rref.rpc_sync().get() == 1
+        rpc.rpc_sync("worker2", keep, ("one", rref))
+        mine = rpc.RRef(Value(2))
+        rpc.rpc_sync("worker1", keep, ("two", mine))
+        del mine
+        rpc.rpc_async("worker1", open_gate).exception()  # it may be gone before it has answered
+        error = last_error(rref.rpc_sync().get)
+        assert isinstance(error, errors.PeerDiedError | errors.ShutdownError), repr(error)
+        for call in (
+            rref.to_here,
+            lambda: rref.rpc_async().get().wait(),
+            lambda: rref.remote().get().to_here(),
+            lambda: rpc.rpc_sync("worker2", fetch, (rref,)),
+        ):
+            with pytest.raises(errors.RpcError):
+                call()
+        # The reference of the one that is gone does not keep our value.
+        assert gone(2)
+        rpc.rpc_sync("worker2", open_gate)
+    else:
+        assert _gate.wait(30)
+        with pytest.raises(errors.RpcError):
+            kept("one").to_here()
+        drop("one")
+
+
+def test_an_owner_that_leaves() -> None:
+    rpc_group(_owner_dies, 3)

@@ -773,7 +773,7 @@ def test_a_method_may_say_so_itself_of_the_actors_own_timeout() -> None:
 def test_otherwise_it_goes_on(gate: Path) -> None:
     actor = Patient.remote()
     assert actorrpc.get(actor.alive.remote())
-    with pytest.raises(actorrpc.RpcTimeoutError, match="it goes on to its end, and others wait for that"):
+    with pytest.raises(actorrpc.RpcTimeoutError, match="it runs to its end, and other calls wait for that"):
         actorrpc.get(actor.block.options(timeout=0.1).remote(str(gate)))
     after = actor.alive.remote()
     assert not after.done()

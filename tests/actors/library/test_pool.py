@@ -227,7 +227,7 @@ def test_the_function_must_give_refs(pool: ActorPool[_Actor]) -> None:
     assert pool.has_free()
 
 
-@pytest.mark.prints(LAST, "nobody looked at the error: ValueError.'unseen'.")
+@pytest.mark.prints(LAST, "its error was never retrieved: ValueError.'unseen'.")
 def test_failures_that_nobody_fetches_are_reported(actors: list[_Actor]) -> None:
     with Reports() as reports:
         pool = ActorPool(actors)
@@ -256,7 +256,7 @@ def test_a_timeout_may_give_the_task_up(actors: list[_Actor], name: str) -> None
     pool = ActorPool(actors[:1])
     pool.submit(_work, 1)
     pool.submit(_work, 2)
-    with pytest.raises(TimeoutError, match="given up"):
+    with pytest.raises(TimeoutError, match="abandoned"):
         getattr(pool, name)(timeout=0, ignore_if_timedout=True)
     assert _values(actors[:1]) == {"a": [1]}  # it is still at it
     assert not pool.has_free()
