@@ -155,6 +155,53 @@ def test_using_actors_starts_the_cluster() -> None:
         rpc.shutdown()
 
 
+def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/not/there")
+    with pytest.raises(OSError, match="not/there"):
+        init()
+    assert not rpc.is_initialized()
+
+
+def test_a_floor_above_is_told_of_start_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+
+    def start(worker: Any) -> Any:
+        said.append(worker.agent.name)
+        return lambda graceful: said.append(graceful)
+
+    monkeypatch.setattr(rpc.api, "on_start", [start])  # type: ignore[attr-defined]
+    with init():
+        pass
+    assert said == ["driver", True]
+    init()
+    rpc.shutdown(graceful=False)
+    assert said == ["driver", True, "driver", False]
+
+    def interrupted(worker: Any) -> Any:
+        def end(graceful: bool) -> None:
+            said.append(("interrupted", graceful))
+            if graceful:
+                raise KeyboardInterrupt
+
+        return end
+
+    monkeypatch.setattr(rpc.api, "on_start", [start, interrupted])  # type: ignore[attr-defined]
+    init()
+    with pytest.raises(KeyboardInterrupt):
+        rpc.shutdown()
+    assert not rpc.is_initialized()
+    assert said[-4:] == ["driver", ("interrupted", True), ("interrupted", False), False]
+
+    def fail(worker: Any) -> Any:
+        raise KeyError("of this start")
+
+    monkeypatch.setattr(rpc.api, "on_start", [start, fail])  # type: ignore[attr-defined]
+    with pytest.raises(KeyError):
+        init()
+    assert said[-2:] == ["driver", False]
+    assert not rpc.is_initialized()
+
+
 # -- ending ----------------------------------------------------------------------------------------------
 
 

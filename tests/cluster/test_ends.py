@@ -6,16 +6,21 @@ import contextlib
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import actorrpc
 from actorrpc import _time
 from actorrpc.actors.spec.death_report import ProcessSpec
-from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init, join
+from actorrpc.agent.agent import Agent
+from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, api, init, join
 from actorrpc.cluster.driver import Cluster, Directory, Reception
 from actorrpc.cluster.join import Launch, LaunchMeeting
+from actorrpc.cluster.provisioners.ray import RayEngine
 from actorrpc.errors import PeerDiedError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerRecord, new_incarnation
@@ -64,6 +69,26 @@ class _Agent:
         """Nothing waits."""
 
 
+class _Engine:
+    """An engine whose processes take all the time that they get."""
+
+    name = "test"
+
+    def __init__(self, spend: Callable[[float], None]) -> None:
+        self._spend = spend
+        self.given: list[tuple[bool, float]] = []
+
+    def attach(self, agent: Any) -> None:
+        """It asks nothing of others."""
+
+    def owns(self, worker: str) -> bool:
+        return False
+
+    def end(self, graceful: bool, timeout: float) -> None:
+        self.given.append((graceful, timeout))
+        self._spend(timeout or 5.0)
+
+
 _FACTS = {"hosts": ["far"], "num_cpus": 1, "num_gpus": 0, "resources": {}, "labels": {}}
 
 
@@ -75,6 +100,91 @@ def _cluster(engine: Any) -> tuple[Any, Any]:
         record = WorkerRecord(name=name, rank=rank, incarnation=new_incarnation(), host=name)
         made.register(record.to_bytes(), _FACTS)
     return made, agent
+
+
+@pytest.mark.parametrize(("timeout", "bound"), [(2.0, 2.0), (0.4, 0.4), (0.0, 5.0), (60.0, 60.0)])
+def test_those_who_joined_and_those_of_the_engine_share_one_time_out(
+    timeout: float, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent: list[float] = []
+    monkeypatch.setattr(_time, "now", lambda: 1000.0 + sum(spent))
+    engine = _Engine(spent.append)
+    ending, agent = _cluster(engine)
+    monkeypatch.setattr(ending._gone, "wait", lambda seconds: spent.append(seconds))
+    ending.end(True, timeout)
+    assert agent.asked == ["one", "other"]
+    assert len(spent) == 2  # both have waited in vain
+    assert sum(spent) <= bound + 1e-6
+    (given,) = engine.given
+    assert given[0]
+    assert 0 < given[1] >= min(0.5, bound / 4) - 1e-6  # those who were not asked yet have a part of it
+
+
+def test_nobody_waits_for_one_that_died_while_it_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end was told before it was on any list, and will not be told again."""
+    engine = _Engine(lambda _: None)
+    agent: Any = _Agent()
+    made = Cluster(
+        agent,
+        Directory(),
+        engine,  # type: ignore[arg-type]
+        Reception(settings={}, namespace="", timeout=1.0),
+    )
+    monkeypatch.setattr(_Peer, "state", "dead")
+    record = WorkerRecord(name="one", rank=1, incarnation=new_incarnation(), host="far")
+    with pytest.raises(PeerDiedError, match="'one' has died while it was joining"):
+        made.register(record.to_bytes(), _FACTS)
+    assert made.joined() == []
+    assert made.directory.members() == []
+    assert not made.book.workers
+    made.end(True, 60.0)
+    assert agent.asked == []
+
+
+def test_after_ctrl_c_nobody_waits_for_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    engine = _Engine(lambda _: None)
+    ending, _ = _cluster(engine)
+    monkeypatch.setattr(ending._gone, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ending.end(True, 60.0)
+    assert [graceful for graceful, _ in engine.given] == [False]
+
+
+@pytest.mark.parametrize(("timeout", "bound"), [(3.0, 3.0), (1.0, 1.0), (0.0, 7.0)])
+def test_rays_actors_and_their_processes_share_one_time_out(
+    timeout: float, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent: list[float] = []
+    monkeypatch.setattr(_time, "now", lambda: 1000.0 + sum(spent))
+    engine: Any = RayEngine.__new__(RayEngine)  # without Ray
+    LaunchedEngine.__init__(engine)
+    monkeypatch.setattr(engine, "_guard", threading.Lock(), raising=False)
+    monkeypatch.setattr(engine, "_hosts", {"one": SimpleNamespace(waiting=object())}, raising=False)
+    monkeypatch.setattr(engine, "_await", lambda _, seconds: spent.append(seconds))
+    monkeypatch.setattr(engine, "close", lambda: None)
+    monkeypatch.setattr(engine._gone, "wait", lambda seconds: spent.append(seconds))
+    engine.end(True, timeout)
+    assert len(spent) == 2
+    assert 0 < sum(spent) <= bound + 1e-6
+
+
+@pytest.mark.limit(90)
+@pytest.mark.parametrize(("graceful", "parting"), [(True, (5.0,)), (False, ())])
+def test_only_a_graceful_end_takes_its_time_for_the_last_word(
+    graceful: bool, parting: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, given = Agent.close, []
+
+    def noted(agent: Agent, timeout: float, *more: float) -> None:
+        given.append(more)
+        close(agent, timeout, *more)
+
+    monkeypatch.setattr(Agent, "close", noted)
+    init().shutdown(graceful=graceful)
+    assert given == [parting]
 
 
 # -- engines on top of others --------------------------------------------------------------------------------
@@ -227,6 +337,22 @@ def test_a_process_without_descriptors_for_its_output(monkeypatch: pytest.Monkey
         assert made[0] not in _open()
         with workers():
             pass  # the next one has them
+
+
+@pytest.mark.slow
+@pytest.mark.limit(90)
+def test_a_drain_that_gets_no_answer_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = Agent.ask
+
+    def mute(agent: Agent, to: Any, function: Any, *given: Any) -> Any:
+        if function is api.running:
+            raise RpcTimeoutError("the call of running has not ended in time")
+        return ask(agent, to, function, *given)
+
+    with init(), workers() as (name,), monkeypatch.context() as patch:
+        patch.setattr(Agent, "ask", mute)
+        with pytest.raises(RpcTimeoutError, match=rf"drain of '{name}'.*Call drain\(\) again"):
+            actorrpc.drain(name, timeout=30)
 
 
 class _Store:

@@ -45,6 +45,22 @@ def test_shares_go_where_they_fit_best() -> None:
     assert devices.take("h", 0.5) == ["4"]
 
 
+@pytest.mark.parametrize("count", [4, 1.5, -1])
+def test_more_than_there_are_is_refused(count: float) -> None:
+    with pytest.raises(ConfigError):
+        Devices().take("a", count)
+
+
+def test_visible_devices_and_the_limit_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Devices(2).total == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,-1,2")
+    assert Devices().total == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert Devices().total == 0
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert Devices(3).take("a", 3) == ["0", "1", "2"]
+
+
 def _visible_there(name: str) -> str | None:
     return rpc.rpc_sync(name, os.getenv, ("CUDA_VISIBLE_DEVICES",))
 

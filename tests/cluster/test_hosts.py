@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests import certificates
+from tests.cluster.drive import until
 from tests.cluster.machines import Machines, program
 from tests.faults.figures import NIGHTLY, note
 from tests.faults.hosts import Network, needs_hosts
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RNN = _ROOT / "examples" / "torch_style" / "rnn.py"
+_CARTPOLE = _ROOT / "examples" / "cartpole.py"
 
 pytestmark = [needs_hosts, pytest.mark.limit(150), pytest.mark.prints("^worker '.*' has joined tcp://")]
 _nightly = pytest.mark.skipif(not NIGHTLY, reason="ACTORRPC_NIGHTLY is not 1")
@@ -87,6 +89,29 @@ def test_three_hosts_and_then_two(family: str, variant: str, loss: str) -> None:
             joiners["b"].ends()  # it has seen that it is alone
         machines.are_empty("a", "c")
         machines.are_empty(*(["b"] if loss != "power" else []))
+
+
+@_nightly
+@pytest.mark.limit(300)
+def test_cartpole_goes_on_without_a_host() -> None:
+    with Network("a", "b", "c") as network, Machines(network) as machines:
+        place = program(machines, "a", "games.py", _CARTPOLE)
+        address = _address(network, "a")
+        driver = machines.start("a", sys.executable, str(place / "games.py"), address, directory=place)
+        for name in ("c", "b"):  # where two have as many actors, the next one goes to who came first
+            joiner = machines.join(name, address, "--labels", "plays=yes")
+            until(lambda joiner=joiner: "has joined" in joiner.errors)  # type: ignore[misc]
+        driver.expect("lose")
+        machines.power_off("b")
+        driver.tell("lost")
+        figures = json.loads(driver.expect("played"))
+        note("CartPole, and a host is lost", figures)
+        assert set(figures["before"]) == {"a", "b", "c"}
+        assert set(figures["after"]) == {"a", "c"}
+        assert figures["last rounds"] > figures["first rounds"]
+        driver.expect("done")
+        driver.ends()
+        machines.are_empty("a", "c")
 
 
 # -- launchers ---------------------------------------------------------------------------------------------

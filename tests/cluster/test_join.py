@@ -26,8 +26,10 @@ from actorrpc.errors import (
     PeerDiedError,
     PlacementError,
     RendezvousError,
+    RpcTimeoutError,
     VersionError,
 )
+from actorrpc.wire import keys
 from tests.cluster.drive import until
 from tests.cluster.joiners import CLEAN, is_there, joiner, output
 from tests.ports import free_port
@@ -269,6 +271,39 @@ def test_the_driver_refuses(
         monkeypatch.setitem(join.Dialler.__init__.__kwdefaults__, "versions", (77, 78))
     name = case if case in ("driver", "twice", "joining-x") else "one"
     _fails(kind, says, elsewhere, name=name)
+
+
+def test_the_time_out_is_for_all_of_it(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+
+    def slow(group: Any, *_: object, limit: float, **__: object) -> None:
+        limits.append(limit)
+        group.close()
+        raise RpcTimeoutError("it has not answered")
+
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    with monkeypatch.context() as patch:
+        patch.setattr(join, "enter", slow)
+        _fails(RendezvousError, "has not registered 'one': it has not answered", elsewhere, timeout=9.0)
+    assert 0 < limits[0] <= 9.0
+
+
+@pytest.mark.slow
+def test_who_finds_another_group_in_force_leaves_nothing(
+    elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("RPC is already initialized")
+
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    before = len(os.listdir("/proc/self/fd"))
+    files = sorted(os.listdir(keys.runtime_directory()))
+    with monkeypatch.context() as patch:
+        patch.setattr(rpc.api, "install", refuse)
+        _fails(RuntimeError, "already initialized", elsewhere, name="again")
+    # Threads of the one that asked may close the last.
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    assert sorted(os.listdir(keys.runtime_directory())) == files
 
 
 def test_a_worker_that_is_no_driver_says_so(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:

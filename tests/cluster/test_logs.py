@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from actorrpc.cluster.logs import Logs, Output
+from actorrpc.cluster.logs import Labels, Logs, Output
 from tests.cluster.drive import script
 
 
@@ -79,6 +79,22 @@ def test_a_process_changes_its_label(capfd: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_what_is_redirected_gets_no_labels(tmp_path: Path) -> None:
+    with open(tmp_path / "out", "w+b") as file:
+        before = os.dup(1), os.dup(2)
+        try:
+            os.dup2(file.fileno(), 2)
+            labels = Labels()
+            os.dup2(file.fileno(), 1)
+            labels.change("A(n=1)")
+        finally:
+            for fd, saved in enumerate(before, 1):
+                os.dup2(saved, fd)
+                os.close(saved)
+        file.seek(0)
+        assert file.read() == b"\x1eactorrpc label:A(n=1)\n"
+
+
 def test_equal_lines_of_several_processes_are_folded(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +106,12 @@ def test_equal_lines_of_several_processes_are_folded(
     assert "(A pid=8) the same [repeated 7x across processes]\n" in out
     assert "(B pid=9) the same\n" in out
     assert out.count("own") == 8
+
+
+def test_a_process_that_repeats_itself_is_not_folded(capfd: pytest.CaptureFixture[str]) -> None:
+    out, _ = _run(capfd, A1=[b"tick\n"] * 5, A2=[b"tick\n"])
+    assert out.count("(A pid=1) tick\n") == 5
+    assert out.count("(A pid=2) tick\n") == 1
 
 
 def test_long_lines_are_cut_and_progress_bars_show_their_end(capfd: pytest.CaptureFixture[str]) -> None:
@@ -139,6 +161,10 @@ def test_a_pipe_that_others_hold_open_does_not_hold_up_the_end(capfd: pytest.Cap
         "(A pid=1) without an end",
         "(A pid=1) of a grandchild",
     ]
+
+
+def test_logs_that_never_started_leave_no_descriptors() -> None:
+    Logs().close()  # the fixtures look for what is left
 
 
 def test_a_driver_without_output_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,3 +233,21 @@ def test_a_driver_whose_reader_is_gone_goes_on(tmp_path: Path) -> None:
     with script(tmp_path, source) as process:
         _, err = process.communicate()
         assert process.returncode in (0, 120), err  # 120: Python could not flush what is left
+
+
+def test_a_fold_is_shown_when_its_time_is_over(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actorrpc.cluster.logs._WINDOW_S", 0.05)
+    logs = Logs()
+    logs.start()
+    printers = [_Printer(logs, "A", pid) for pid in (1, 2)]
+    for printer in printers:
+        os.write(printer.stdout, b"the same\n")
+    shown = ""
+    while "pid=2" not in shown:  # without any further event
+        shown += capfd.readouterr().out
+    for printer in printers:
+        printer.end()
+    logs.close()
+    assert shown == "(A pid=1) the same\n(A pid=2) the same\n"

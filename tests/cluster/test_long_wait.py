@@ -13,7 +13,9 @@ import pytest
 from actorrpc import _time
 from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init, long_wait, scale
 from actorrpc.cluster.join import Launch, LaunchMeeting, join
-from actorrpc.errors import RendezvousError
+from actorrpc.cluster.long_wait import LongWait, some
+from actorrpc.errors import RendezvousError, RpcTimeoutError
+from actorrpc.futures import Future
 from actorrpc.wire.keys import Key
 from tests.ports import free_port
 
@@ -126,3 +128,29 @@ def test_joining_says_where_nobody_answers(said: _Lines) -> None:
         join(where, key=Key.from_text("0" * 32), timeout=0.01)
     assert len(said.texts) == 1
     assert re.match(f"joining waits for a driver to answer at {where}: .*refused", said.texts[0])
+
+
+def test_a_wait_is_said_once_and_only_where_it_is_long(said: _Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = LongWait("it", lambda: "her")
+    late: Future[int] = Future()
+    for _ in range(2):
+        with pytest.raises(RpcTimeoutError):
+            wait.future(late, 0.0)
+    assert said.texts == ["it waits for her"]
+    monkeypatch.setattr(long_wait, "SOON_S", 60.0)
+    wait = LongWait("it", lambda: "her")
+    assert not wait.over(lambda: False)()
+    late.set_result(1)
+    assert wait.future(late, 0.0) == 1
+    monkeypatch.setattr(long_wait, "SOON_S", 0.0)
+    wait = LongWait("it", lambda: "her")
+    late = Future()
+    late.set_exception(RpcTimeoutError("its own"))
+    with pytest.raises(RpcTimeoutError, match="its own"):
+        wait.future(late, _time.now() + 60)
+    assert len(said.texts) == 1
+
+
+def test_many_names() -> None:
+    assert some(range(3)) == "0, 1, 2"
+    assert some(range(12)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"

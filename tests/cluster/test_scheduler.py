@@ -14,7 +14,7 @@ from actorrpc import rpc
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import ClusterContext, driver_rpc, init, scale
-from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable
+from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable, lacking
 from actorrpc.errors import ActorDiedError, ConfigError, PlacementError, UnplacedActorError
 from tests.cluster.drive import until
 from tests.cluster.joiners import is_there, joiner, output
@@ -66,6 +66,32 @@ def _choose(book: ResourceTable, booking: int = 0, **wish: Any) -> str | None:
     if found is not None and booking:
         found.bookings[booking] = {"CPU": spec.num_cpus or 0.0, "GPU": spec.num_gpus or 0.0, **spec.resources}
     return None if found is None else found.name
+
+
+def test_wishes() -> None:
+    book = _book(_holder("a", 1, zone="x"), _holder("b", 2, gpus=2, zone="y"))
+    assert _choose(book) == "a"
+    assert _choose(book, labels={"zone": "y"}) == "b"
+    assert _choose(book, labels={"zone": "z"}) is None
+    assert _choose(book, host="host-b") == "b"
+    assert _choose(book, num_gpus=1, host="host-a") is None
+    assert _choose(book, resources={"disk": 1}) == "a"
+    assert _choose(book, resources={"tape": 1}) is None
+    book.workers["a"].draining = True
+    assert _choose(book) == "b"
+
+
+def test_bookings() -> None:
+    book = _book(_holder("a", 1, gpus=1))
+    assert _choose(book, 1, num_gpus=0.5) == "a"
+    assert _choose(book, 2, num_gpus=0.5) == "a"
+    assert _choose(book, 3, num_gpus=0.5) is None
+    assert book.give_back(1)
+    assert not book.give_back(1)
+    assert _choose(book, 3, num_gpus=0.5) == "a"
+    text = lacking(ProcessSpec(label="Actor", num_gpus=4, labels={"zone": "x"}), book)
+    assert "'Actor' needs GPU 4, label zone=x" in text
+    assert "'a' on host-a (CPU 2/2, GPU 0/1" in text
 
 
 def test_spread() -> None:

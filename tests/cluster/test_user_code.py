@@ -71,3 +71,20 @@ def test_what_the_program_registered_stays(place: Path) -> None:
             cloudpickle.unregister_pickle_by_value(each)
     with pytest.raises(ValueError, match="not registered"):
         cloudpickle.unregister_pickle_by_value(second)
+
+
+def test_a_program_may_unregister_what_we_registered(place: Path) -> None:
+    first = importlib.import_module("first_beside")
+    user_code.watch()
+    cloudpickle.unregister_pickle_by_value(first)
+    assert registered() == []
+    user_code.unwatch()
+
+
+def test_an_import_that_fails(place: Path) -> None:
+    (place / "broken_beside.py").write_text("raise RuntimeError('broken')\n")
+    user_code.watch()
+    with pytest.raises(RuntimeError, match="broken"):
+        importlib.import_module("broken_beside")
+    user_code.unwatch()
+    assert registered() == []

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,18 @@ from actorrpc import rpc, testing
 from actorrpc.errors import PeerDiedError
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.wire import keys
-from tests.actors.e2e.kit import until
 from tests.ranks import Died, rpc_group, run_group
 
 _nightly = pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
 _for_ever = threading.Event()
 _running = threading.Semaphore(0)
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.001)
 
 
 def _runs() -> None:
@@ -54,7 +61,7 @@ class _Changes:
     def __init__(self) -> None:
         self._told: list[tuple[str, str, float]] = []
         rpc.on_member_change(self)
-        until(lambda: all(row.last_seen is not None for row in rpc.workers()))
+        _until(lambda: all(row.last_seen is not None for row in rpc.workers()))
 
     def __call__(self, worker: rpc.WorkerInfo, old: str, new: str, reason: str) -> None:
         self._told.append((worker.name, new, time.monotonic()))
@@ -86,7 +93,7 @@ def _kills(rank: int, world_size: int) -> list[float]:
         took.append(time.monotonic() - begun)
         assert {type(error) for error in errors} == {PeerDiedError}
         assert all(getattr(error, "maybe_executed", None) for error in errors)
-        until(lambda name=name: changes.of(name)[-1:] == ["dead"])
+        _until(lambda name=name: changes.of(name)[-1:] == ["dead"])
     return took
 
 
@@ -147,9 +154,9 @@ def _silence(rank: int, _: int, path: str, given: dict[str, Any], behind: dict[s
         errors = [call.exception() for call in calls[name]]
         assert {type(error) for error in errors} == {PeerDiedError}
         assert all("silent" in str(error) and getattr(error, "maybe_executed", None) for error in errors)
-        until(lambda name=name: changes.of(name)[-2:] == ["suspect", "dead"])
+        _until(lambda name=name: changes.of(name)[-2:] == ["suspect", "dead"])
         took[name] = changes.when(name, "dead") - begun
-    until(lambda: changes.of("worker2")[-2:] == ["suspect", "alive"])
+    _until(lambda: changes.of("worker2")[-2:] == ["suspect", "alive"])
     assert rpc.rpc_sync("worker2", abs, (-1,)) == 1
     for name in ("worker1", "worker3"):
         os.kill(_pid(name), signal.SIGKILL)
@@ -218,13 +225,13 @@ def _pauses(rank: int, world_size: int) -> None:
     pid = _pid("worker1")
     for _ in range(3):
         os.kill(pid, signal.SIGSTOP)
-        until(lambda: process_state(pid) == "stopped")
+        _until(lambda: process_state(pid) == "stopped")
         calls = [rpc.rpc_async("worker1", abs, (-i,)) for i in range(20)]
-        until(lambda: changes.of("worker1")[-1:] == ["suspect"])
+        _until(lambda: changes.of("worker1")[-1:] == ["suspect"])
         assert not any(call.done() for call in calls)
         os.kill(pid, signal.SIGCONT)
         assert [call.wait() for call in calls] == list(range(20))
-        until(lambda: changes.of("worker1")[-1] == "alive")
+        _until(lambda: changes.of("worker1")[-1] == "alive")
     told = changes.of("worker1")
     assert told == ["suspect", "alive"] * (len(told) // 2)
 

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,7 +29,6 @@ from actorrpc.errors import (
     ShutdownError,
 )
 from actorrpc.futures import Future
-from tests.actors.e2e.kit import until
 from tests.agent.agents import agents
 from tests.faults.figures import NIGHTLY, note
 
@@ -39,6 +39,13 @@ _AGENTS = 4
 _ran: Counter[int] = Counter()
 _names: dict[str, Agent] = {}
 _gate = threading.Event()
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.002)
 
 
 def _return(number: int, value: Any = None) -> Any:
@@ -193,8 +200,8 @@ def _play(seed: int, calls: int, first: int) -> Counter[str]:
             agent.flush()
         played.collect(0)
         # Callbacks run on threads of the agents, and calls nested in one that was given up end a little later.
-        until(lambda: all(each.ends for each in played.over))
-        until(lambda: not any(peer.pending for agent in made for peer in agent.peers()))
+        _until(lambda: all(each.ends for each in played.over))
+        _until(lambda: not any(peer.pending for agent in made for peer in agent.peers()))
     _gate.set()
     _names.clear()
     # Looked at when all is over: no future has ended twice, and what "has not run" has not run later either.

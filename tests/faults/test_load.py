@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import torch
 from actorrpc import rpc
 from actorrpc.agent.peers import MAX_PENDING
 from actorrpc.futures import Future
-from tests.actors.e2e.kit import until
 from tests.faults.figures import NIGHTLY, Taken, note
 from tests.faults.hosts import Signals
 from tests.ranks import rpc_group
@@ -44,8 +43,58 @@ def _agent() -> Any:
 
 def _taken() -> Taken:
     """Look at this process when the threads of a rush have ended."""
-    until(lambda: threading.active_count() <= _KEPT)
+    _until(lambda: threading.active_count() <= _KEPT)
     return Taken.now()
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.005)
+
+
+# -- all to all ------------------------------------------------------------------------------------------------------
+
+
+def _all_to_all(rank: int, world_size: int, rounds: int) -> dict[str, Any]:
+    before = Taken.now()
+    names = [f"worker{(rank + n) % world_size}" for n in range(1, world_size)]
+    tensor = torch.full((20_000,), rank)  # 160 kB: through shared memory
+    begun = time.monotonic()
+    for n in range(rounds):
+        sums = [rpc.rpc_async(each, operator.add, (rank, n)) for each in names]
+        tensors = [rpc.rpc_async(each, torch.neg, (tensor,)) for each in names] if n == 0 else []
+        assert [each.wait() for each in sums] == [rank + n] * len(names)
+        assert all(torch.equal(each.wait(), -tensor) for each in tensors)
+    took = time.monotonic() - begun
+    assert all(not peer.pending for peer in _agent().peers())
+    return {"took_s": took, "before": before, "after": Taken.now()}
+
+
+@nightly
+def test_everybody_calls_everybody() -> None:
+    workers, rounds = (64, 20) if NIGHTLY else (12, 5)
+    begun = time.monotonic()
+    found = rpc_group(_all_to_all, workers, rounds, timeout=_LIMIT - 20)
+    calls = workers * (workers - 1) * (rounds + 1)
+    slowest = max(each["took_s"] for each in found)
+    after = [each["after"] for each in found]
+    note(
+        "all to all",
+        {
+            "workers": workers,
+            "calls": calls,
+            "calls_per_s": round(calls / slowest),
+            "slowest_s": round(slowest, 2),
+            "start_to_end_s": round(time.monotonic() - begun, 2),
+            "rss_mb_most": max(each.rss_mb for each in after),
+            "threads_most": max(each.threads for each in after),
+            "descriptors_most": max(each.descriptors for each in after),
+        },
+    )
+    # For each peer: at most two connections (both sides may dial at once) with their eventfds, and their lanes.
+    assert max(each.descriptors for each in after) < 60 + 12 * workers
 
 
 # -- calls in flight -------------------------------------------------------------------------------------------------
@@ -84,7 +133,7 @@ def _in_flight(rank: int, world_size: int, calls: int) -> dict[str, Any] | None:
         begun = time.monotonic()
         futures = [rpc.rpc_async("worker1", _held, (n,), timeout=0) for n in range(calls)]
         sent = time.monotonic()
-        until(lambda: rpc.rpc_sync("worker1", _running) >= calls)
+        _until(lambda: rpc.rpc_sync("worker1", _running) >= calls)
         there = time.monotonic()
         peer = _agent().peer("worker1")
         assert len(peer.pending) >= calls
@@ -132,6 +181,42 @@ def test_many_calls_in_flight_to_one_worker() -> None:
         assert last[side].rss_mb - second[side].rss_mb < 8 + calls / 2_000
 
 
+def _overfull(rank: int, world_size: int) -> None:
+    """More calls than may be in flight: callers wait for room, and every call ends."""
+    if rank:
+        return
+    extra = 100
+    futures: list[Any] = []
+    blocked = threading.Event()
+
+    def send() -> None:
+        for n in range(MAX_PENDING + extra):
+            if n == MAX_PENDING:
+                blocked.set()
+            futures.append(rpc.rpc_async("worker1", _held, (n,), timeout=0))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    blocked.wait()
+    peer = _agent().peer("worker1")
+    _until(lambda: peer.window.waiting)
+    assert len(peer.pending) >= MAX_PENDING
+    assert rpc.rpc_sync("worker2", operator.add, (1, 1)) == 2
+    rpc.rpc_sync("worker2", _open_at, ("worker1",), timeout=0)
+    thread.join()
+    assert [future.wait() for future in futures] == [n + 1 for n in range(MAX_PENDING + extra)]
+
+
+def _open_at(worker: str) -> None:
+    rpc.rpc_sync(worker, _open_gate, timeout=0)
+
+
+@pytest.mark.skipif(not NIGHTLY, reason="131 172 calls in flight: nightly")
+@nightly
+def test_more_calls_than_may_be_in_flight() -> None:
+    rpc_group(_overfull, 3, timeout=300)
+
+
 # -- a slow consumer -------------------------------------------------------------------------------------------------
 
 
@@ -160,7 +245,7 @@ def _slow_consumer(
         )
     )
     sender.start()
-    until(lambda: peer.window.waiting)  # it is slowed
+    _until(lambda: peer.window.waiting)  # it is slowed
     slowed = Taken.now()
     charged = peer.window.charged
     assert charged <= window + 2 * size
@@ -175,7 +260,7 @@ def _slow_consumer(
     signals.say("consume")
     sender.join()
     assert [each.wait() for each in futures] == [size] * count
-    until(lambda: peer.window.charged == 0)
+    _until(lambda: peer.window.charged == 0)
     futures.clear()
     return {
         "sent_mb": count,
@@ -188,7 +273,7 @@ def _slow_consumer(
 
 @pytest.mark.prints("the call of _consume has been blocked for")  # where the machine is slow
 @nightly
-@pytest.mark.parametrize("kind", ["bytes", "tensors over TCP"])
+@pytest.mark.parametrize("kind", ["bytes", "tensors", "tensors over TCP"])
 def test_a_slow_consumer_slows_its_sender_and_nobody_else(kind: str, tmp_path: Path) -> None:
     window = (64 if NIGHTLY else 16) << 20
     options = {"window": window, "max_threads": 8, "transport": "tcp" if "TCP" in kind else "auto"}
@@ -243,7 +328,7 @@ def _make_and_drop(rank: int, world_size: int, total: int) -> dict[str, Any] | N
         assert [each.wait() for each in shared] == list(range(done, done + batch, 100))
         del rrefs, shared
         if done + batch in (total // 2, total):
-            until(lambda: all(rpc.rpc_sync(f"worker{n}", _is_idle) for n in range(3)))
+            _until(lambda: all(rpc.rpc_sync(f"worker{n}", _is_idle) for n in range(3)))
             rows.append((done + batch, _taken(), rpc.rpc_sync("worker1", _taken)))
     return {"took_s": round(time.monotonic() - begun, 2), "rows": rows}
 

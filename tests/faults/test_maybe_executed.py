@@ -28,7 +28,6 @@ from actorrpc.errors import (
 from actorrpc.futures import Future
 from actorrpc.transport.shared_memory import Lender
 from tests import certificates
-from tests.actors.e2e.kit import until
 from tests.agent.agents import agents
 
 _ran: list[int] = []
@@ -55,6 +54,13 @@ def _anew() -> Iterator[None]:
     _release.clear()
     yield
     _release.set()
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.002)
 
 
 def _crash(agent: Agent) -> None:
@@ -111,9 +117,9 @@ def test_a_call_that_ends_on_its_callers_side(way: str, moment: str, monkeypatch
             monkeypatch.setattr(conn, "flush", lambda *_: False)
         a.call(a.peer("a1"), _work, (1,), {}, 0.5 if way == "time-out" else 0.0, future=future)
         if moment == "sent":
-            until(lambda: arrived.is_set() or future.done())
+            _until(lambda: arrived.is_set() or future.done())
         elif moment == "started":
-            until(lambda: _entered.is_set() or future.done())
+            _until(lambda: _entered.is_set() or future.done())
         end(a, b, future)
         with pytest.raises(error) as caught:
             future.wait()
@@ -142,7 +148,7 @@ def test_a_call_that_ends_while_its_frame_is_made(way: str, monkeypatch: pytest.
                 a.close(0.05)
             else:
                 _crash(b)
-                until(lambda: peer.state != "alive")
+                _until(lambda: peer.state != "alive")
 
         def end_in_between(lender: Lender, spans: Any) -> Any:
             placed = place(lender, spans)
@@ -177,7 +183,7 @@ def test_a_call_that_is_refused_before_it_is_sent() -> None:
             a.call(a.peer("a1"), _note, (threading.Lock(),), {}, 0.0)
         assert unsent.value.maybe_executed is False
         b.close()
-        until(lambda: a.peer("a1").state != "alive" or a.peer("a1").conn is None)
+        _until(lambda: a.peer("a1").state != "alive" or a.peer("a1").conn is None)
         with pytest.raises(PeerDiedError) as dead:
             a.ask(a.peer("a1"), _note, (1,), {}, 0.0)
         assert dead.value.maybe_executed is False
@@ -222,9 +228,9 @@ def test_a_call_that_its_worker_refuses() -> None:
         begun.wait()
         assert given_up.cancel()
         a.flush()
-        until(lambda: call.id in b.peer("a0").cancelled)
+        _until(lambda: call.id in b.peer("a0").cancelled)
         go.set()
-        until(lambda: len(refused) >= 2)
+        _until(lambda: len(refused) >= 2)
         assert {type(error) for _, error in refused} <= {RpcTimeoutError, CancelledError}
         assert {error.maybe_executed for _, error in refused} == {False}
         assert _ran == []
@@ -239,7 +245,7 @@ def test_a_call_that_no_thread_can_take_has_not_run(monkeypatch: pytest.MonkeyPa
             a.call(a.peer("a1"), _work, (number,), {}, 0.0, future=future)
             a.flush()
             futures.append(future)
-        until(lambda: any(each.done() for each in futures))
+        _until(lambda: any(each.done() for each in futures))
         with pytest.raises(DeadlockError) as caught:
             next(each for each in futures if each.done()).wait()
         assert caught.value.maybe_executed is False
@@ -272,7 +278,7 @@ def test_nested_calls_say_it_of_themselves() -> None:
         _entered.wait()
         future.cancel()
         a.flush()
-        until(lambda: all(each.cancelled for each in b.peer("a0").running.values()))
+        _until(lambda: all(each.cancelled for each in b.peer("a0").running.values()))
         _release.set()
         done.wait()
         _outer.clear()

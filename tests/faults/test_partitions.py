@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +23,6 @@ from actorrpc import rpc
 from actorrpc.errors import ActorError, PeerDiedError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.group import group as group_module
-from tests.actors.e2e.kit import until
 from tests.faults.figures import NIGHTLY, note
 from tests.faults.hosts import Network, host_group, needs_hosts
 
@@ -61,6 +61,13 @@ def _add(a: int, b: int) -> int:
 
 def _state(name: str) -> str:
     return str(rpc.api._require().agent.peer(name).state)  # type: ignore[attr-defined]
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.005)
 
 
 def _dies(future: Future[Any], worker: str) -> PeerDiedError:
@@ -271,7 +278,7 @@ def _driver(rank: int, world_size: int, network: Network, idle: bool) -> None:
     if not idle:
         with pytest.raises(_ENDS):
             rpc.rpc_sync("worker0", operator.add, (1, 1))
-    until(lambda: Thing.living == 0)  # what the driver held is nobody's any more
+    _until(lambda: Thing.living == 0)  # what the driver held is nobody's any more
     assert _state("worker0") == "dead"
     signals.say(f"freed-{rank}")
     _works(other)

@@ -13,6 +13,7 @@ import operator
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from actorrpc.testing import POINTS, KillPointError, drop, kill_at
 from actorrpc.testing.messages.types import ANSWER, CONTROL, MESSAGES
 from actorrpc.wire import keys
 from tests.faults.figures import NIGHTLY, note
-from tests.faults.hosts import Signals
 from tests.ranks import run_group
 
 # What each use of worker1 is made of: at points of other messages nothing would happen.
@@ -107,6 +107,22 @@ def _hand_on(rref: Any, to: str) -> None:
 
 def _forget() -> None:
     _held.clear()
+
+
+class _Signals:
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+
+    def tell(self, what: str) -> None:
+        (self._directory / what).touch()
+
+    def told(self, what: str) -> bool:
+        return (self._directory / what).exists()
+
+    def wait(self, what: str) -> None:
+        pause = threading.Event()
+        while not self.told(what):
+            pause.wait(0.005)
 
 
 def _ends(wait: Callable[[], Any], outcomes: list[str]) -> Any:
@@ -193,7 +209,7 @@ def _member(rank: int, world_size: int, directory: str, cases: Sequence[Case]) -
     cell, role = divmod(rank, 3)
     use, action, where = cases[cell]
     place = f"{directory}/{cell}"
-    signals = Signals(Path(place))
+    signals = _Signals(place)
     options = rpc.RpcBackendOptions(
         init_method=f"file://{place}/store", heartbeat=_HEARTBEAT, rpc_timeout=_TIMEOUT
     )
@@ -215,7 +231,7 @@ def _member(rank: int, world_size: int, directory: str, cases: Sequence[Case]) -
         signals.wait("over")
         outcomes: list[str] = []
         _ends(lambda: rpc.shutdown(timeout=20.0), outcomes)
-        signals.say(f"{role} has left")
+        signals.tell(f"{role} has left")
         if fault is not None:
             fault.stop()
         return outcomes
@@ -225,7 +241,7 @@ def _member(rank: int, world_size: int, directory: str, cases: Sequence[Case]) -
     for _ in range(10):
         assert rpc.rpc_sync("worker2", operator.add, (1, 2), timeout=20.0) == 3
         assert rpc.rpc_sync("worker2", rpc.rpc_sync, ("worker0", operator.add, (1, 2)), timeout=20.0) == 3
-    signals.say("over")
+    signals.tell("over")
     _ends(lambda: rpc.shutdown(timeout=20.0), outcomes)
     signals.wait("2 has left")
     pid = int((Path(place) / "pid").read_text())

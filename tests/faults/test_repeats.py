@@ -31,7 +31,6 @@ from actorrpc.testing.messages.types import ANSWER, CONTROL, MESSAGES, NOTICES
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame
 from tests import processes
-from tests.actors.e2e.kit import until
 from tests.agent.agents import Stranger, agents
 from tests.agent.test_mail import Router
 from tests.agent.test_resumption import behind
@@ -46,6 +45,13 @@ KINDS = {
     if name in frames.__all__ and isinstance(value, int) and name not in _NO_KINDS
 }
 """Every kind of frame, by number."""
+
+
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.002)
 
 
 class Repeater:
@@ -171,7 +177,7 @@ def _talk(a: Agent, b: Agent) -> list[Any]:
     held.append(_begin(a, b, _hold, ("held", 3), torch.zeros(400_000)))
     for _ in held:
         _entered.acquire()
-    until(
+    _until(
         lambda: a.peer(b.name).window.charged == 0
     )  # what runs has been taken up: credit comes before its answer
     came += [each.cancel() for each in held[:3]]
@@ -179,8 +185,8 @@ def _talk(a: Agent, b: Agent) -> list[Any]:
     came.append(held[3].wait())
     a.notify(a.peer(b.name), "told", b"news")
     came += [_sync(a, b, _note, ("last", number), number) for number in range(12)]
-    until(lambda: told)
-    until(lambda: not b.peer(a.name).running)
+    _until(lambda: told)
+    _until(lambda: not b.peer(a.name).running)
     assert not a.peer(b.name).pending
     assert a.peer(b.name).window.charged == 0
     return [*came, set(told)]

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,7 @@ from actorrpc.errors import ActorError, PeerDiedError, RpcError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.testing import FaultProxy
 from actorrpc.wire import keys
-from tests.actors.e2e.kit import until
 from tests.faults.figures import NIGHTLY, note
-from tests.faults.hosts import Signals
 from tests.ranks import run_group
 
 STATES = ("idle", "calls", "killed", "stopped", "cut off", "left", "passive")
@@ -43,10 +41,30 @@ _for_ever = threading.Event()
 _entered = threading.Semaphore(0)
 
 
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.005)
+
+
 def _hold(seconds: float) -> str:
     _entered.release()
     _for_ever.wait(seconds)
     return "held"
+
+
+class _Signals:
+    """How the members of a cell tell each other how far they are, whatever has become of their group."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = Path(directory)
+
+    def tell(self, what: str) -> None:
+        (self._directory / what).touch()
+
+    def wait(self, what: str) -> None:
+        _until((self._directory / what).exists)
 
 
 def _pid_of(name: str) -> int:
@@ -57,7 +75,7 @@ def _member(rank: int, world_size: int, directory: str, cells: Sequence[Cell]) -
     cell, role = divmod(rank, 3)
     state, mode = cells[cell]
     place = f"{directory}/{cell}"
-    signals = Signals(Path(place))
+    signals = _Signals(place)
     options: dict[str, Any] = {} if _HEARTBEAT is None else {"heartbeat": _HEARTBEAT}
     with contextlib.ExitStack() as stack:
         proxy = None
@@ -74,13 +92,13 @@ def _member(rank: int, world_size: int, directory: str, cells: Sequence[Cell]) -
         return _leave(role, state, mode, signals)
 
 
-def _the_third(state: str, mode: str, signals: Signals, proxy: FaultProxy | None) -> None:
+def _the_third(state: str, mode: str, signals: _Signals, proxy: FaultProxy | None) -> None:
     """Be what is wrong."""
     signals.wait("1 is ready")
     signals.wait("0 is ready")
     if state == "left":
         rpc.shutdown(graceful=False)
-        signals.say("2 is ready")
+        signals.tell("2 is ready")
         return
     if state == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -89,15 +107,15 @@ def _the_third(state: str, mode: str, signals: Signals, proxy: FaultProxy | None
         _for_ever.wait()
     if proxy is not None:
         proxy.stall()
-        signals.say("2 is ready")
+        signals.tell("2 is ready")
         _for_ever.wait()  # it is ended by worker0
-    signals.say("2 is ready")
+    signals.tell("2 is ready")
     if state == "passive" or mode in ("forced", "ctrl-c"):
         signals.wait("0 has left")
     rpc.shutdown()
 
 
-def _leave(role: int, state: str, mode: str, signals: Signals) -> dict[str, Any] | None:
+def _leave(role: int, state: str, mode: str, signals: _Signals) -> dict[str, Any] | None:
     """Be one that leaves, and say how it was."""
     pid = _pid_of("worker2")
     calls: list[Future[Any]] = []
@@ -107,9 +125,9 @@ def _leave(role: int, state: str, mode: str, signals: Signals) -> dict[str, Any]
             calls.append(rpc.rpc_async(name, _hold, (0.3 if mode == "graceful" else 30.0,), timeout=0))
     elif state != "idle":
         calls.append(rpc.rpc_async("worker2", _hold, (30.0,), timeout=0))
-    signals.say(f"{role} is ready")
+    signals.tell(f"{role} is ready")
     if state == "stopped":
-        until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        _until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     elif state != "killed":
         signals.wait("2 is ready")
     if role == 1:
@@ -120,7 +138,7 @@ def _leave(role: int, state: str, mode: str, signals: Signals) -> dict[str, Any]
         return None
     begun, error = _shut_down(mode)
     took = time.monotonic() - begun
-    signals.say("0 has left")
+    signals.tell("0 has left")
     assert not rpc.is_initialized()
     ends = _ends(calls)
     if state in ("stopped", "cut off"):
@@ -226,20 +244,20 @@ def test_leaving_a_group(cells: list[Cell], tmp_path: Path) -> None:
 
 def _passive(rank: int, world_size: int, directory: str) -> bool:
     """worker0 waits for as long as worker1 only serves, and not longer."""
-    signals = Signals(Path(directory))
+    signals = _Signals(directory)
     options = rpc.RpcBackendOptions(init_method=f"file://{directory}/store")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank:
         # It waits for this worker: it serves calls, and has not left.
-        until(lambda: rpc.rpc_sync("worker0", _is_leaving))
+        _until(lambda: rpc.rpc_sync("worker0", _is_leaving))
         for number in range(200):
             assert rpc.rpc_sync("worker0", abs, (-number,)) == number
         assert rpc.rpc_sync("worker0", _is_leaving)
-        signals.say("over")
+        signals.tell("over")
         rpc.shutdown()
         return True
     rpc.shutdown()
-    return signals.said("over")
+    return (Path(directory) / "over").exists()
 
 
 def _is_leaving() -> bool:
@@ -298,7 +316,7 @@ def _cluster(rank: int, world_size: int, cells: Sequence[Cell]) -> list[dict[str
         for ref in refs:
             with pytest.raises((ActorError, ShutdownError, PeerDiedError)):  # not that it takes too long
                 actorrpc.get(ref, timeout=20)
-        until(lambda pids=pids: not any(_runs(pid) for pid in pids))
+        _until(lambda pids=pids: not any(_runs(pid) for pid in pids))
         reports.append({"took": took, "error": type(error).__name__})
         del refs, handles
     return reports

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 import actorrpc
+from actorrpc.agent import peers
 from actorrpc.agent.peers import KEPT
 from actorrpc.errors import ActorError, DeadlockError, PeerDiedError, RemoteError
 from tests import processes
-from tests.actors.e2e.kit import until
 from tests.faults.figures import NIGHTLY, Taken, note
 
 _SECONDS = 60 * float(os.environ.get("ACTORRPC_SOAK_MINUTES", "30")) if NIGHTLY else 6.0
@@ -166,6 +166,12 @@ def _kill_one(seed: random.Random, actors: list[Any]) -> str:
     return "process"
 
 
+def _until(condition: Any) -> None:
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.01)
+
+
 @pytest.mark.limit(_SECONDS + 150)
 def test_soak_with_random_kills() -> None:
     seed = random.Random(6)
@@ -204,7 +210,7 @@ def test_soak_with_random_kills() -> None:
             note("soak, so far", rows[-1])
         for actor in actors:
             actorrpc.kill(actor)
-        until(lambda: all(row.state == "DEAD" for row in actorrpc.list_actors()))
+        _until(lambda: all(row.state == "DEAD" for row in actorrpc.list_actors()))
         del actors, actor
         gc.collect()
     note(
@@ -234,6 +240,66 @@ def test_soak_with_random_kills() -> None:
 
 
 # -- what stays of each process that is killed ------------------------------------------------------------------------
+
+# Kept of each that has ended, and bounded: words for those who ask later, and what is still due at the clock.
+_WORDS = {"_EndOfPeer", "DeathReport", "PeerDiedError", "WorkerKey", "Timer"}
+
+
+@actorrpc.remote(max_restarts=-1, restart_backoff_s=0.01)
+class _Victim:
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def _end_all(actors: list[Any]) -> None:
+    """Kill the processes of all actors, and wait until each lives in another one."""
+    pids = [actorrpc.get(actor.pid.remote(), timeout=_BOUND) for actor in actors]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+    def is_back(actor: Any, old: int) -> bool:
+        try:
+            return bool(actorrpc.get(actor.pid.remote(), timeout=_BOUND) != old)
+        except _DEATHS:
+            return False
+
+    for actor, pid in zip(actors, pids, strict=True):
+        _until(lambda actor=actor, pid=pid: is_back(actor, pid))
+
+
+def _ours() -> Counter[str]:
+    gc.collect()
+    kinds = Counter(type(each) for each in gc.get_objects())
+    # A class may have made a descriptor of its own of its module's name.
+    return Counter(
+        {
+            kind.__qualname__: count
+            for kind, count in kinds.items()
+            if str(kind.__module__).startswith("actorrpc.")
+        }
+    )
+
+
+@pytest.mark.limit(60)
+def test_a_process_that_was_killed_leaves_a_few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "KEPT", 2)  # so that few kills show what many leave
+    with actorrpc.init(log_to_driver=False):
+        actors = [_Victim.remote() for _ in range(4)]
+        _end_all(actors)
+        before = _ours()
+        for _ in range(3):
+            _end_all(actors)
+        grown: dict[str, int] = {}
+
+        def settled() -> bool:
+            nonlocal grown
+            grown = {name: more for name, more in (_ours() - before).items() if name not in _WORDS}
+            return all(more < 10 for more in grown.values())  # of 12 kills; some is under way
+
+        try:
+            _until(settled)
+        finally:
+            note("left by 12 kills", {"objects": grown})
 
 
 def _answers(actor: Any, number: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
 from actorrpc.cluster import init
-from actorrpc.errors import ConfigError, PeerDiedError
+from actorrpc.errors import ConfigError, PeerDiedError, UnknownWorkerError
 from tests.cluster import remotes
 from tests.cluster.drive import cluster, engine, until, workers
 
@@ -59,6 +59,16 @@ def test_workers_call_each_other_and_the_driver() -> None:
         assert found == [pids[0], pids[1], pids[2], os.getpid(), pids[0]]
 
 
+def test_names_are_unique_and_ranks_grow() -> None:
+    with workers(8) as first:
+        assert len(set(first)) == 8
+        assert all(name.startswith("Counter-") for name in first)
+        assert len({rpc.rpc_sync(name, os.getpid) for name in first}) == 8
+        last = rpc.get_worker_info(first[-1]).id
+    with workers(1, label="train.<locals>.Agent") as (name,):
+        assert name == f"train_locals_Agent-{last + 1}"
+
+
 def test_a_worker_starts_a_worker_which_ends_with_it() -> None:
     with workers(1) as (name,):
         other = rpc.rpc_sync(name, remotes.spawn_another, ("Other",))
@@ -73,6 +83,14 @@ def test_a_worker_starts_a_worker_which_ends_with_it() -> None:
 def test_init_in_a_worker_says_what_it_is() -> None:
     with workers(1) as (name,):
         assert f"a process of an actor ('{name}')" in rpc.rpc_sync(name, remotes.try_init)
+
+
+def test_lambdas_and_closures_travel() -> None:
+    three = 3
+    with workers(2) as names:
+        assert rpc.rpc_sync(names[0], lambda x: x + three, (1,)) == 4
+        double = lambda x: 2 * x  # noqa: E731
+        assert rpc.rpc_sync(names[0], rpc.rpc_sync, (names[1], double, (4,))) == 8
 
 
 # -- how they are dressed ------------------------------------------------------------------------------
@@ -135,6 +153,35 @@ def test_what_cannot_be_started_says_why(spec: dict[str, object], says: str) -> 
         future.wait(20)
 
 
+def test_a_process_that_fails_on_its_way_says_why(tmp_path: Path) -> None:
+    # A directory that cannot be entered is found out in the child only.
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    cluster().start(ProcessSpec(label="Warm")).wait(20)
+    until(lambda: engine().server is not None and engine().server.is_ready)  # type: ignore[union-attr]
+    message = []
+    original = engine()._prepare
+
+    def spoil(process: object) -> None:
+        original(process)  # type: ignore[arg-type]
+        process.message["directory"] = str(tmp_path / "gone")  # type: ignore[attr-defined]
+        message.append(process)
+
+    engine()._prepare = spoil  # type: ignore[method-assign]
+    try:
+        future = cluster().start(ProcessSpec(label="Bad"))
+    finally:
+        engine()._prepare = original  # type: ignore[method-assign]
+    with pytest.raises(
+        PeerDiedError, match=r"(?s)'Bad' could not be started.*exited with code 1.*FileNotFound"
+    ):
+        future.wait(20)
+    for name in [info.name for info in rpc.get_worker_infos() if info.id]:
+        report = cluster().report(name)
+        cluster().kill(name)
+        report.wait(20)
+
+
 # -- how they end --------------------------------------------------------------------------------------
 
 
@@ -191,6 +238,17 @@ def test_what_a_worker_has_started_ends_with_it() -> None:
         until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
+@pytest.mark.slow
+def test_nobody_knows_of_strangers() -> None:
+    with pytest.raises(UnknownWorkerError, match="nobody"):
+        cluster().report("nobody").wait(20)
+    assert not cluster().owns("nobody")
+    with workers(1) as (name,):
+        assert cluster().owns(name)
+    assert cluster().owns(name)
+    assert not cluster().owns("driver")
+
+
 def test_a_kill_before_the_start_is_over() -> None:
     future = cluster().start(ProcessSpec(label="Early"))
     name = next(name for name in engine()._workers if name.startswith("Early"))
@@ -214,6 +272,27 @@ def test_a_released_worker_ends_when_nothing_in_it_is_referenced() -> None:
         assert not report.done()
         del rref
         assert report.wait(20).exit_code == 0
+
+
+def test_a_released_worker_finishes_what_it_does() -> None:
+    with workers(1) as (name,):
+        waiting = rpc.rpc_async(name, remotes.wait_for_ever, timeout=0)
+        rpc.rpc_sync(name, os.getpid)
+        report = cluster().report(name)
+        cluster().release(name)
+        assert rpc.rpc_sync(name, operator.add, (1, 2)) == 3
+        waiting.cancel()
+        assert not report.done()
+
+
+def test_files_of_dead_workers_are_removed() -> None:
+    with workers(2) as names:
+        paths = [rpc.api._require().agent.peer(name).record.unix_path for name in names]  # type: ignore[attr-defined]
+        assert all(os.path.exists(path) for path in paths)
+        for name in names:
+            cluster().kill(name)
+            _death(name)
+        assert not any(os.path.exists(path) for path in paths)
 
 
 def test_many_threads_spawn_at_once() -> None:

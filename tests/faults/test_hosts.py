@@ -1,0 +1,175 @@
+"""A group over several hosts: what works on one machine works between three, over IPv4 and over IPv6 alone."""
+
+from __future__ import annotations
+
+import operator
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import actorrpc
+import actorrpc.autograd as dist_autograd
+from actorrpc import rpc
+from actorrpc.optim import DistributedOptimizer
+from tests.faults.hosts import Network, host_group, needs_hosts
+
+pytestmark = [
+    needs_hosts,
+    # The store of torch says so: these hosts have addresses without names.
+    pytest.mark.prints("The hostname of the client socket cannot be retrieved"),
+]
+
+# Some bytes; where a lane would begin on one host; in chunks; many of them.
+_SIZES = (100, 64 << 10, 3 << 20, 24 << 20)
+
+
+class Table:
+    """What RRefs lead to."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Any] = {}
+
+    def put(self, key: str, value: Any) -> int:
+        self.rows[key] = value
+        return len(self.rows)
+
+    def get(self, key: str) -> Any:
+        return self.rows[key]
+
+
+@actorrpc.remote
+class Counter:
+    """An actor that says where it is."""
+
+    def __init__(self, start: int) -> None:
+        self.count = start
+
+    def add(self, number: int) -> int:
+        self.count += number
+        return self.count
+
+    def where(self) -> str:
+        return socket.gethostname()
+
+    def add_to(self, other: Any, number: int) -> int:
+        return int(actorrpc.get(other.add.remote(number))) + 1
+
+
+def _where() -> tuple[str, int]:
+    return socket.gethostname(), os.getpid()
+
+
+def _twice(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def _forward(to: str, function: Any, args: tuple[Any, ...]) -> Any:
+    return rpc.rpc_sync(to, function, args)
+
+
+def _parameter(size: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(size))
+
+
+def _times(parameter: rpc.RRef, x: torch.Tensor) -> torch.Tensor:
+    return parameter.local_value() * x
+
+
+def _row(rref: rpc.RRef, key: str) -> Any:
+    return rref.rpc_sync().get(key)
+
+
+def _connections() -> dict[str, bool]:
+    agent = rpc.api._require().agent  # type: ignore[attr-defined]
+    return {peer.name: conn.local for peer in agent.peers() for conn in peer.conns}
+
+
+def _calls(world_size: int) -> None:
+    places = [rpc.rpc_sync(f"worker{n}", _where) for n in range(world_size)]
+    assert [name for name, _ in places] == ["a", "b", "c", "b"]
+    assert len({pid for _, pid in places}) == world_size
+    # From any to any, by way of any.
+    for through in range(1, world_size):
+        for to in range(world_size):
+            name = f"worker{to}"
+            assert (
+                rpc.rpc_sync(f"worker{through}", _forward, (name, operator.add, (through, to)))
+                == through + to
+            )
+    # Unix sockets on one host, TCP between hosts.
+    assert rpc.rpc_sync("worker1", _connections) == {"worker0": False, "worker2": False, "worker3": True}
+    with pytest.raises(ZeroDivisionError):
+        rpc.rpc_sync("worker2", operator.truediv, (1, 0))
+
+
+def _tensors() -> None:
+    for size in _SIZES:
+        tensor = torch.arange(size // 4, dtype=torch.int32)
+        for each in [rpc.rpc_async(f"worker{n}", _twice, (tensor,)) for n in (1, 2, 2)]:
+            assert torch.equal(each.wait(), tensor * 2)
+        # Handed on: host a to b to c and back.
+        assert torch.equal(rpc.rpc_sync("worker1", _forward, ("worker2", _twice, (tensor,))), tensor * 2)
+
+
+def _references() -> None:
+    table = rpc.remote("worker1", Table)
+    assert table.rpc_sync().put("tensor", torch.ones(1000)) == 1
+    assert torch.equal(rpc.rpc_sync("worker2", _row, (table, "tensor")), torch.ones(1000))
+    assert torch.equal(rpc.rpc_sync("worker3", _row, (table, "tensor")), torch.ones(1000))
+    assert table.to_here().rows.keys() == {"tensor"}
+
+
+def _gradients() -> None:
+    weights = [rpc.remote(f"worker{n}", _parameter, (4,)) for n in (1, 2)]
+    optimizer = DistributedOptimizer(torch.optim.SGD, weights, lr=0.5)
+    x = torch.full((4,), 3.0)
+    with dist_autograd.context() as context:
+        first = rpc.rpc_sync("worker1", _times, (weights[0], x))
+        second = rpc.rpc_sync("worker2", _times, (weights[1], first))
+        dist_autograd.backward(context, [second.sum()])
+        optimizer.step(context)
+    for weight in weights:
+        assert torch.equal(weight.to_here().detach(), torch.full((4,), 1 - 0.5 * 3.0))
+
+
+def _actors() -> None:
+    counters = [Counter.options(worker=f"worker{n}").remote(n) for n in (1, 2, 3)]
+    assert actorrpc.get([each.where.remote() for each in counters]) == ["b", "c", "b"]
+    assert actorrpc.get([each.add.remote(10) for each in counters]) == [11, 12, 13]
+    # From actor to actor, host to host.
+    assert actorrpc.get(counters[0].add_to.remote(counters[1], 5)) == 18
+    assert actorrpc.get(counters[1].add_to.remote(counters[0], 5)) == 17
+
+
+def _everything(rank: int, world_size: int) -> None:
+    if rank == 0:
+        _calls(world_size)
+        _tensors()
+        _references()
+        _gradients()
+        _actors()
+
+
+@pytest.mark.parametrize("family", ["ipv4", "ipv6"])
+def test_what_works_on_one_machine_works_between_three(family: str) -> None:
+    with Network("a", "b", "c", ipv4=family == "ipv4", ipv6=family == "ipv6") as network:
+        host_group(_everything, network, ["a", "b", "c", "b"])
+
+
+def _fail(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise ValueError("worker1 has failed")
+
+
+def test_nothing_is_left_of_a_network() -> None:
+    with Network("a", "b") as network:
+        namespaces = [host.namespace for host in network.hosts.values()]
+        assert all(Path("/run/netns", each).exists() for each in namespaces)
+        with pytest.raises(AssertionError, match="worker1 has failed"):
+            host_group(_fail, network, ["a", "b"])
+    assert not any(Path("/run/netns", each).exists() for each in namespaces)
+    assert not network.directory.exists()

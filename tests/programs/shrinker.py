@@ -1,0 +1,231 @@
+"""Shrink a program that fails: remove all parts without which it still fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final
+
+from tests.programs.program import (
+    TASKS,
+    Argument,
+    Cancel,
+    Container,
+    Driver,
+    End,
+    Gradients,
+    Handle,
+    Invocation,
+    Literal,
+    Program,
+    Put,
+    Reference,
+    See,
+    SeeAll,
+    SeeStream,
+    Start,
+    Statement,
+    Stop,
+    references,
+)
+
+__all__ = ["is_valid", "shrunk"]
+
+_NONE: Final = Literal("None")
+
+
+def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
+    """Return a program that also fails, and of which no simpler candidate fails; the program itself if there is none."""
+    progress = True
+    while progress:
+        progress = False
+        for candidate in _smaller(program):
+            if candidate != program and is_valid(candidate) and fails(candidate):
+                program, progress = candidate, True
+                break  # start again with the candidates of the smaller program
+    return program
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    """Yield simpler programs, those with the most removed first."""
+    if len(program.drivers) > 1:
+        for number in range(len(program.drivers)):
+            yield _tidied(replace(program, drivers=_without(program.drivers, number)))
+    for number, driver in enumerate(program.drivers):
+        size = len(driver.statements) // 2
+        while size:
+            for first in range(0, len(driver.statements), size):
+                kept = driver.statements[:first] + driver.statements[first + size :]
+                yield _with_driver(program, number, replace(driver, statements=kept))
+            size //= 2
+    for number, driver in enumerate(program.drivers):
+        if driver.is_async:
+            yield _with_driver(program, number, replace(driver, is_async=False))
+        for place, statement in enumerate(driver.statements):
+            for simpler in _simpler(statement):
+                changed = (*driver.statements[:place], simpler, *driver.statements[place + 1 :])
+                yield _with_driver(program, number, replace(driver, statements=changed))
+    for number, make in enumerate(program.actors):
+        if make.kind != "Serial":
+            changed_make = replace(make, kind="Serial")
+            yield replace(
+                program, actors=(*program.actors[:number], changed_make, *program.actors[number + 1 :])
+            )
+
+
+def _without(items: tuple[Driver, ...], number: int) -> tuple[Driver, ...]:
+    return items[:number] + items[number + 1 :]
+
+
+def _with_driver(program: Program, number: int, driver: Driver) -> Program:
+    drivers = (*program.drivers[:number], driver, *program.drivers[number + 1 :])
+    return _tidied(replace(program, drivers=drivers))
+
+
+def _simpler(statement: Statement) -> Iterator[Statement]:
+    if isinstance(statement, SeeAll):
+        if len(statement.names) > 1:
+            for name in statement.names:
+                yield SeeAll(tuple(each for each in statement.names if each != name))
+        else:
+            yield See(statement.names[0])
+    elif isinstance(statement, Cancel | End) and statement.seconds is not None:
+        yield replace(statement, seconds=None)
+    elif isinstance(statement, Gradients) and len(statement.path) > 1:
+        yield replace(statement, path=statement.path[1:])
+    elif isinstance(statement, Start):
+        for call in _simpler_calls(statement.call):
+            yield Start(call)
+
+
+def _simpler_calls(call: Invocation) -> Iterator[Invocation]:
+    if call.nested is not None:
+        yield replace(call.nested, name=call.name, options=call.options)
+        for nested in _simpler_calls(call.nested):
+            yield replace(call, nested=nested)
+    for number in range(len(call.options)):
+        if call.options[number][0] not in ("interrupt", "num_returns"):
+            yield replace(call, options=call.options[:number] + call.options[number + 1 :])
+    if call.method in ("crash", "parts"):
+        return
+    least = 1 if call.method in ("fail", "stream") else 0  # the first argument selects the behaviour
+    for number in range(least, len(call.args)):
+        yield replace(call, args=call.args[:number] + call.args[number + 1 :])
+        for simpler in _simpler_arguments(call.args[number]):
+            yield replace(call, args=(*call.args[:number], simpler, *call.args[number + 1 :]))
+
+
+def _simpler_arguments(argument: Argument) -> Iterator[Argument]:
+    if argument != _NONE:
+        yield _NONE
+    if isinstance(argument, Container):
+        yield from argument.items
+        for number in range(len(argument.items)):
+            yield replace(argument, items=argument.items[:number] + argument.items[number + 1 :])
+
+
+# -- validity ------------------------------------------------------------------------------------------------------
+
+
+def _tidied(program: Program) -> Program:
+    """Remove statements that refer to removed calls, and actors that no statement uses."""
+    drivers = tuple(_tidied_driver(driver) for driver in program.drivers)
+    used = {name for driver in drivers for statement in driver.statements for name in _actors(statement)}
+    actors = tuple(make for make in program.actors if make.actor in used) or program.actors[:1]
+    return replace(program, actors=actors, drivers=drivers)
+
+
+def _tidied_driver(driver: Driver) -> Driver:
+    made: set[str] = set()
+    kept: list[Statement] = []
+    for statement in driver.statements:
+        if isinstance(statement, Start):
+            kept.append(Start(_with_known(statement.call, made)))
+            made.add(statement.call.name)
+        elif isinstance(statement, Put):
+            kept.append(statement)
+            made.add(statement.name)
+        elif isinstance(statement, SeeAll):
+            names = tuple(name for name in statement.names if name in made)
+            if names:
+                kept.append(SeeAll(names))
+        elif isinstance(statement, Gradients) or getattr(statement, "name", None) in {None, *made}:
+            kept.append(statement)
+    return replace(driver, statements=tuple(kept))
+
+
+def _with_known(call: Invocation, made: set[str]) -> Invocation:
+    nested = _with_known(call.nested, made) if call.nested is not None else None
+    return replace(call, args=tuple(_known(arg, made) for arg in call.args), nested=nested)
+
+
+def _known(argument: Argument, made: set[str]) -> Argument:
+    if isinstance(argument, Reference) and argument.name not in made:
+        return _NONE
+    if isinstance(argument, Container):
+        return replace(argument, items=tuple(_known(item, made) for item in argument.items))
+    return argument
+
+
+def _actors(statement: Statement) -> Iterator[str]:
+    if isinstance(statement, Start):
+        for call in statement.call.tree():
+            yield call.target
+            for argument in call.args:
+                yield from _handles(argument)
+    elif isinstance(statement, End | Stop):
+        yield statement.actor
+    elif isinstance(statement, Gradients):
+        yield from statement.path
+
+
+def _handles(argument: Argument) -> Iterator[str]:
+    if isinstance(argument, Handle):
+        yield argument.actor
+    elif isinstance(argument, Container):
+        for item in argument.items:
+            yield from _handles(item)
+
+
+def is_valid(program: Program) -> bool:
+    """Return whether a program keeps the generator's rules, so that it does not block forever by itself."""
+    return all(_is_valid_driver(driver, program) for driver in program.drivers)
+
+
+def _is_valid_driver(driver: Driver, program: Program) -> bool:
+    kinds = {make.actor: make.kind for make in program.actors}
+    observed: set[str] = set()
+    # Calls that run until they are cancelled or read, by name, and the actors that each call occupies.
+    endless: dict[str, set[str]] = {}
+    for statement in driver.statements:
+        if isinstance(statement, SeeStream):
+            endless.pop(statement.name, None)
+        if isinstance(statement, See | SeeStream | SeeAll | Gradients):
+            if endless:
+                return False
+            observed.update(statement.names if isinstance(statement, SeeAll) else (statement.name,))
+        elif isinstance(statement, Put):
+            observed.add(statement.name)
+        elif isinstance(statement, Cancel):
+            endless.pop(statement.name, None)
+        elif isinstance(statement, End):
+            endless = {name: held for name, held in endless.items() if statement.actor not in held}
+        elif isinstance(statement, Start):
+            calls = list(statement.call.tree())
+            is_work = calls[-1].method == "work" and not _ends_in_time(statement.call, kinds)
+            if is_work or calls[0].option("backpressure") is not None:
+                endless[statement.call.name] = {call.target for call in calls}
+            for call in calls:
+                for argument in call.args if call.method == "read" else ():
+                    waits = {reference.name for reference in references(argument)}
+                    if not waits <= observed:
+                        return False
+                if call.method == "crash" and call.target != TASKS and kinds[call.target] == "Coroutines":
+                    return False
+    return not endless
+
+
+def _ends_in_time(call: Invocation, kinds: dict[str, str]) -> bool:
+    if call.nested is not None or call.option("timeout") is None:
+        return False
+    return call.option("interrupt") is not None or kinds.get(call.target) == "Coroutines"
