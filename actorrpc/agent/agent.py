@@ -56,6 +56,7 @@ from actorrpc.errors import (
 from actorrpc.flight_recorder import FlightRecorder
 from actorrpc.futures import QUEUED, Future, interruption_point, run_queued_callbacks
 from actorrpc.serialization import by_value, codec
+from actorrpc.serialization.codec import encode_body
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import BufferPool
 from actorrpc.transport.connection import Connection
@@ -213,7 +214,7 @@ class Agent:
         peer = message.peer
         device_map = peer.answer_map if answer else peer.device_map
         records = bool(self.recorder.live) and not answer
-        return codec.encode_body(obj, peer.same_main, peer.known, device_map, message, records)
+        return encode_body(obj, peer.same_main, peer.known, device_map, message, records)
 
     def call(
         self,
@@ -242,34 +243,25 @@ class Agent:
     ) -> None:
         """Send a new call, or the arguments of a call that has reserved its place. On an error, undo all steps.
 
-        The call is on its way, or in the outbox, when this returns.
-
         Args:
             function: not used by a request to a mailbox, which has ``(args, kwargs)`` only.
             header: further header fields.
 
         Raises:
-            SerializationError, LimitError: the call cannot be packed; nothing was sent.
+            SerializationError, LimitError, PeerDiedError, BackpressureError, ShutdownError: the call was not executed.
             CancelledError: the call that this one is nested in was cancelled, or the call has ended that had reserved the place.
             RpcTimeoutError: the deadline of the call that this one is nested in has passed.
-            PeerDiedError, BackpressureError, ShutdownError: the call was not executed.
             LostArgumentError: an argument refers to a value of a worker that has died.
         """
         peer, mail, is_new = call.peer, call.mail, not call.id
-        if self.closed_down:
-            raise self.shut_down_error()
         current = CURRENT.get()
         given_up = () if current is None else current.given_up
-        if current is not None and current.cancelled:
-            interruption_point()
-            raise current.given_up_error()
-        if peer.state != "alive":
-            peer.check_alive(f"cannot call {call.label}")
+        if self.closed_down or peer.state != "alive" or (current is not None and current.cancelled):
+            self._refuse(call, current)
         try:
             message = peer.contexts.pop()
         except IndexError:
-            message = MessageContext(peer)
-            message.held = ()
+            message = MessageContext(peer, held=())
         if current is not None and len(current.path) > 1:
             header = {} if header is None else header
             header["path"] = current.path[:-1]
@@ -277,9 +269,8 @@ class Agent:
         hooks, reserves = self.hooks, is_new and bool(call.awaits)
         try:
             if not reserves:
-                if hooks.on_call or (
-                    mail is None and (profiler._is_profiler_enabled or thread_is_profiled())
-                ):
+                profiled = mail is None and (profiler._is_profiler_enabled or thread_is_profiled())
+                if hooks.on_call or profiled:
                     header = hooks.begin_call(call, function, args, header)
                 sent = function
                 if mail is None and type(function) is FunctionType and not by_value.modules:
@@ -292,9 +283,7 @@ class Agent:
                 body = (sent, args, kwargs) if mail is None else (args, kwargs)
                 live = bool(self.recorder.live)
                 try:
-                    encoded = codec.encode_body(
-                        body, peer.same_main, peer.known, peer.device_map, message, live
-                    )
+                    encoded = encode_body(body, peer.same_main, peer.known, peer.device_map, message, live)
                 except PeerDiedError as error:
                     raise _lost_argument(call, error) from error
                 if live or (not isinstance(encoded, bytes) and encoded.grad):
@@ -324,6 +313,15 @@ class Agent:
             raise
         if current is not None and current.given_up is not given_up:
             call.cancel(current.given_up[-1], current.late)  # cancelled while it was made
+
+    def _refuse(self, call: Call, current: Execution | None) -> None:
+        """Raise the error of a call that must not be sent."""
+        if self.closed_down:
+            raise self.shut_down_error()
+        if current is not None and current.cancelled:
+            interruption_point()
+            raise current.given_up_error()
+        call.peer.check_alive(f"cannot call {call.label}")
 
     def _wait_for_room(self, call: Call, current: Execution | None) -> None:
         """Wait until the window has room. Nested calls do not wait, because the calls that fill it may depend on them."""

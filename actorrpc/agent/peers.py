@@ -183,10 +183,10 @@ class MessageContext:
 
     __slots__ = ("_places", "held", "objects", "peer", "received", "sent")
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer, held: tuple[Any, ...] | None = None) -> None:
         self.peer = peer
         self._places: dict[Segment, int] | None = None
-        self.held: tuple[Any, ...] | None = None
+        self.held = held
         self.sent: list[Any] | None = None
         self.received: list[Any] | None = None
         self.objects: list[Any] | None = None
