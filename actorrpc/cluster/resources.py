@@ -96,7 +96,9 @@ def nodes() -> list[dict[str, Any]]:
     ``"NodeID"``, ``"Alive"``, ``"NodeManagerAddress"``, ``"NodeManagerHostname"``, ``"Resources"`` (amounts by name: ``"CPU"``,
     ``"GPU"`` and custom names) and ``"Labels"``. In an :func:`actorrpc.init_rpc` group, the only entry is the machine of rank 0.
     Other processes ask the driver, and wait at most 30 s. Starts the embedded cluster if this process is in no group.
-    Thread-safe. Raises:
+    Thread-safe.
+
+    Raises:
         PeerDiedError, RpcTimeoutError: the driver cannot be asked.
     """
     here = socket.gethostname()
