@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import _pickle
 import contextlib
+import io
 import os
 import pickle
 import random
@@ -26,7 +27,7 @@ from actorrpc.agent.outbound import INLINE, LANE, STREAM
 from actorrpc.errors import LimitError, ProtocolError, RpcError
 from actorrpc.serialization import by_value, codec, data_only
 from actorrpc.wire import frames, handshake, headers
-from actorrpc.wire.frames import FrameReader, pack_frame
+from actorrpc.wire.frames import Frame, FrameReader, pack_frame
 from actorrpc.wire.handshake import Acceptor, Dialler, Refusal
 from actorrpc.wire.identity import WorkerRecord
 from tests.actors.e2e.kit import until
@@ -36,10 +37,10 @@ from tests.intruders.doors import dialler, knock, reset, tcp_agents
 from tests.intruders.mutations import Guide, cut, mutate
 
 _NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
-_INPUTS = 1_000_000 if _NIGHTLY else 5_000
-_OVER_SOCKETS = 20_000 if _NIGHTLY else 500
-_AFTERWARDS = 20_000 if _NIGHTLY else 800
-_GUIDED = 100_000 if _NIGHTLY else 2_500
+_INPUTS = 1_000_000 if _NIGHTLY else 10_000
+_OVER_SOCKETS = 20_000 if _NIGHTLY else 1_000
+_AFTERWARDS = 20_000 if _NIGHTLY else 1_500
+_GUIDED = 100_000 if _NIGHTLY else 5_000
 _MOST = 64 << 10  # bytes that an input may make us allocate before authentication
 _ACCEPTOR, _DIALLER = "a" * 32, "d" * 32
 
@@ -351,3 +352,41 @@ def test_frames_of_a_peer_that_has_the_key(monkeypatch: pytest.MonkeyPatch) -> N
         assert not {(kind, text) for kind, text in ends if not issubclass(kind, typed)}
         assert any(issubclass(kind, ProtocolError) for kind, _ in ends)
         assert pair[1].ask(pair[1].peer("a0"), service.add, (1, 2), {}, 20.0) == 3
+
+
+@nightly
+def test_a_frame_reader_gives_frames_or_protocol_errors() -> None:
+    """The state machine alone, and guided: changed streams of frames, in pieces."""
+    rng = random.Random(6)
+    guide = Guide(frames.__file__)
+    corpus = _frames_of(rng)
+    for _ in range(_GUIDED):
+        stream = mutate(rng, b"".join(rng.sample(corpus, rng.randrange(1, 4))), corpus[-50:])
+
+        def run(stream: bytes = stream) -> None:
+            memory = bytearray(1 << 16)
+            reader = FrameReader(
+                max_frame=1 << 16,
+                max_chunk=1 << 16,
+                sink_for=lambda stream, position, length: memoryview(memory)[:length],
+                capacity=1 << 10,
+            )
+            source = io.BytesIO(stream)
+            with contextlib.suppress(ProtocolError):
+                while True:
+                    target = reader.target()[0]
+                    assert len(target) > 0
+                    count = source.readinto(target[: rng.choice((1, 31, 32, 33, 4096))])
+                    if not count:
+                        return
+                    found = reader.fed(count)
+                    while reader.more:
+                        found += reader.fed(0)
+                    for frame in found:
+                        assert isinstance(frame, Frame)
+                        if frame.kind != frames.CHUNK:
+                            assert len(frame.body) + len(frame.extra) <= 1 << 16
+            assert len(reader._buffer) <= (1 << 17) + 64
+
+        if guide.finds(run) and len(corpus) < 2_000:
+            corpus.append(stream)

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import actorrpc
-from actorrpc import _time, rpc
+from actorrpc import _time, flight_recorder, rpc
 from actorrpc.agent.context import current_worker
 from actorrpc.flight_recorder import KEPT, FlightRecorder
 from actorrpc.observe import GroupState, ObservedActor, ObservedWorker, api, collect
@@ -34,12 +34,12 @@ def _at_once(task: Callable[[], None]) -> None:
 
 
 def _sums(clock: VirtualClock | None = None, kept: int = KEPT) -> tuple[FlightRecorder, CallSums]:
-    flight_recorder = FlightRecorder(kept)
-    return flight_recorder, CallSums(flight_recorder, clock or VirtualClock(), _at_once)
+    recorder = FlightRecorder(kept)
+    return recorder, CallSums(recorder, clock or VirtualClock(), _at_once)
 
 
 def _write(
-    flight_recorder: FlightRecorder,
+    recorder: FlightRecorder,
     method: str,
     seconds: float,
     *,
@@ -64,7 +64,7 @@ def _write(
                 future=None,
                 outcome=reply,
             )
-            flight_recorder.on_answer(call, error)
+            recorder.on_answer(call, error)
         else:
             execution = SimpleNamespace(
                 peer=peer,
@@ -76,7 +76,7 @@ def _write(
                 chain=1,
                 thread=1,
             )
-            flight_recorder.on_end(execution, error)
+            recorder.on_end(execution, error)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_methods_have_no_names_of_actors(actor: str, method: str, name: str) -> 
 
 @given(st.lists(st.floats(0.0, 200.0), max_size=50))
 def test_sums_are_those_of_the_calls(times: list[float]) -> None:
-    flight_recorder, sums = _sums()
+    recorder, sums = _sums()
     for seconds in times:
-        _write(flight_recorder, "add", seconds, actor="Counter#12ab")
+        _write(recorder, "add", seconds, actor="Counter#12ab")
     rows = sums.read()["calls"]
     if not times:
         assert rows == []
@@ -109,6 +109,46 @@ def test_sums_are_those_of_the_calls(times: list[float]) -> None:
     for index, number in enumerate(buckets):
         below = bounds[index - 1] if index else -1.0
         assert number == sum(below < (5.0 + each) - 5.0 <= bounds[index] for each in times)
+
+
+def test_ten_thousand_actors_are_one_series() -> None:
+    recorder, sums = _sums()
+    for number in range(10_000):
+        _write(recorder, "add", 0.1, actor=f"Counter#{number:04x}")
+    assert [row[:4] for row in sums.read()["calls"]] == [["server", "Counter/add", False, 10_000]]
+
+
+def test_methods_without_an_end_are_one() -> None:
+    recorder, sums = _sums()
+    for number in range(1000):
+        _write(recorder, f"made_{number}", 0.1)
+    rows = {row[1]: row[3] for row in sums.read()["calls"]}
+    assert len(rows) == 201
+    assert rows[OTHER] == 800
+
+
+def test_the_first_look_is_over_all_that_is_kept() -> None:
+    clock = VirtualClock()
+    recorder = FlightRecorder(128)
+    for _ in range(158):
+        _write(recorder, "add", 0.1)
+    found = CallSums(recorder, clock, lambda run: run()).read()
+    assert (found["calls"][0][3], found["dropped"]) == (128, 30)
+
+
+def test_they_are_summed_up_in_time_for_as_long_as_somebody_asks() -> None:
+    clock = VirtualClock()
+    recorder, sums = _sums(clock, 128)
+    sums.read()
+    for _ in range(10):
+        for _ in range(80):
+            _write(recorder, "add", 0.1)
+        clock.advance(0.25)
+    found = sums.read()
+    assert (found["calls"][0][3], found["dropped"], found["sent"]) == (800, 0, 80_000)
+    for _ in range(178):
+        _write(recorder, "add", 0.1)
+    assert sums.read()["dropped"] == 50
 
 
 def _row(method: str, count: int) -> list[Any]:

@@ -390,7 +390,7 @@ def test_no_process_is_sent_a_signal_that_would_end_it(monkeypatch: pytest.Monke
             == "it has nothing into which its stacks could be dumped"
         )
         other.kill()
-    assert "gone" in dumps.take(other.pid, time.monotonic() + 1)
+    assert "ended" in dumps.take(other.pid, time.monotonic() + 1)
     # Of one whose handler the program has taken away.
     actor = Busy.remote()
     number = signal.SIGRTMIN + 7

@@ -74,10 +74,10 @@ class TestMeetings:
         ended.key = WorkerKey(1, "life1")
         tell(ended)
         for each in (*waiting, asked):
-            with pytest.raises(CollectiveError, match=r"it is broken: rank 1 is gone: its worker 'w1'"):
+            with pytest.raises(CollectiveError, match=r"it is broken: rank 1 was lost: its worker 'w1'"):
                 each.value()
         assert len(agent.submitted) == 1  # rank 0 is told; rank 2 has never been there
-        with pytest.raises(CollectiveError, match="rank 1 is gone"):
+        with pytest.raises(CollectiveError, match="rank 1 was lost"):
             meetings.gather(meeting.key, 2, SLOTS[2], None)
         tell(ended)
         assert len(agent.submitted) == 1
@@ -91,7 +91,7 @@ class TestMeetings:
         assert meeting.why == "connection closed"
         assert not answer.done()
         meetings.gone(meeting.key, 1, "it was killed", True)
-        assert answer.value() == meeting.why == "rank 1 is gone: it was killed"
+        assert answer.value() == meeting.why == "rank 1 was lost: it was killed"
         # Where nothing is heard of, the first reason it is.
         other = meetings.open("it", 2)
         answer = meetings.gone(other.key, 0, "timed out", False)

@@ -739,7 +739,7 @@ def test_the_time_of_a_wait_is_not_the_calls(gate: Path) -> None:
     async def wait_for() -> None:
         await asyncio.wait_for(ref, 0.01)
 
-    with pytest.raises(actorrpc.RpcTimeoutError, match="it goes on"):
+    with pytest.raises(actorrpc.RpcTimeoutError, match="it is still running"):
         actorrpc.get(ref, timeout=0.01)
     with pytest.raises(TimeoutError):
         asyncio.run(wait_for())

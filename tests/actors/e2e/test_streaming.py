@@ -306,7 +306,7 @@ def test_a_number_of_results() -> None:
     given, missing, last = count.options(num_returns=3).remote(1)
     assert actorrpc.get(given) == 0
     for each in (missing, last):
-        with pytest.raises(ValueError, match=r"was to give 3 values \(num_returns\), and gave 1"):
+        with pytest.raises(ValueError, match=r"must yield 3 values \(num_returns\), but yielded 1"):
             actorrpc.get(each)
 
 

@@ -21,9 +21,10 @@ from actorrpc.errors import ConfigError, PeerDiedError
 from actorrpc.rpc import api
 from actorrpc.testing import FaultProxy
 from tests import processes
-from tests.actors.e2e.kit import until
 from tests.agent.agents import agents
 from tests.ranks import run_group
+
+_NOBODY = ("127.0.0.1", 1)
 
 
 class Echo:
@@ -105,6 +106,13 @@ def _rest(sock: socket.socket) -> bytes:
     return found
 
 
+def _until(condition: Callable[[], Any]) -> None:
+    """Wait for something that nothing announces; bounded by the test's limit."""
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.002)
+
+
 # -- between sockets -------------------------------------------------------------------------------
 
 
@@ -119,10 +127,17 @@ def test_it_relays_and_counts(echo: Echo) -> None:
             assert (proxy.connections, proxy.live) == (1, 1)
             sock.shutdown(socket.SHUT_WR)
             assert sock.recv(1) == b""  # the end of one stream passes, and then that of the other
-        until(lambda: not proxy.live)
+        _until(lambda: not proxy.live)
         assert proxy.relayed == 2 * len(data)
         assert not proxy.struck
         assert echo.await_end() == "end"
+
+
+def test_over_ipv6(echo: Echo) -> None:
+    with FaultProxy(echo.address, host="::1") as proxy, _dial(proxy) as sock:
+        assert proxy.address.startswith("[::1]:")
+        sock.sendall(b"hello")
+        assert _read(sock, 5) == b"hello"
 
 
 def test_what_is_late_stays_in_order(echo: Echo) -> None:
@@ -133,6 +148,15 @@ def test_what_is_late_stays_in_order(echo: Echo) -> None:
             sock.sendall(bytes([number]) * 10)
         assert _read(sock, 200) == b"".join(bytes([number]) * 10 for number in range(20))
         assert time.monotonic() - begun >= 0.05  # at least: how much later it is, nobody promises
+
+
+def test_a_throttle_slows_the_sender(echo: Echo) -> None:
+    slow = testing.throttle(100_000, direction="from")
+    with FaultProxy(echo.address, disturbances=[slow]) as proxy, _dial(proxy) as sock:
+        begun = time.monotonic()
+        sock.sendall(bytes(20_000))
+        assert len(_read(sock, 20_000)) == 20_000
+        assert time.monotonic() - begun >= 0.2
 
 
 @pytest.mark.parametrize("action", ["reset", "cut", "half_close"])
@@ -161,6 +185,75 @@ def test_what_strikes_after_so_many_bytes(echo: Echo, action: str, pieces: int) 
             assert echo.await_end() == "end"
         assert echo.got == [bytes(700)]
         assert proxy.struck == {action: 1}
+
+
+def test_a_cut_in_the_middle_of_what_is_sent_at_once(echo: Echo) -> None:
+    strike = testing.cut(after=4, part=0.5, direction="to")
+    with FaultProxy(echo.address, disturbances=[strike]) as proxy, _dial(proxy) as sock:
+        sock.sendall(b"1234")
+        assert _read(sock, 4) == b"1234"
+        sock.sendall(b"abcdef")
+        assert _rest(sock) in (b"", b"abc")
+        assert proxy.struck == {"cut": 1}
+        assert echo.await_end()
+    assert echo.got == [b"1234abc"]
+
+
+def test_a_stall_ends(echo: Echo) -> None:
+    with FaultProxy(echo.address, disturbances=[testing.stall(0.1, after=3)]) as proxy, _dial(proxy) as sock:
+        begun = time.monotonic()
+        sock.sendall(b"123456")
+        assert _read(sock, 6) == b"123456"
+        assert time.monotonic() - begun >= 0.1
+        assert proxy.struck == {"stall": 2}
+
+
+def test_only_so_many_streams_and_only_these_connections(echo: Echo) -> None:
+    faults = [testing.cut(connections=[1, 2], direction="to", times=1)]
+    with FaultProxy(echo.address, disturbances=faults) as proxy:
+        for number in range(4):
+            with _dial(proxy) as sock:
+                sock.sendall(b"x")
+                assert _read(sock, 1) == (b"" if number == 1 else b"x")
+        assert (proxy.struck, proxy.connections) == ({"cut": 1}, 4)
+
+
+def _flipped(seed: int, size: int) -> bytes:
+    echo = Echo()
+    try:
+        flips = testing.bit_flips(500, direction="to", after=100)
+        with FaultProxy(echo.address, disturbances=[flips], seed=seed) as proxy, _dial(proxy) as sock:
+            for start in range(0, 20_000, size):
+                sock.sendall(bytes(min(size, 20_000 - start)))
+            found = _read(sock, 20_000)
+            ones = sum(each.bit_count() for each in found)
+            assert not any(found[:100])
+            assert 10 < ones < 200
+            assert proxy.struck == {"bit_flips": ones}
+            return found
+    finally:
+        echo.close()
+
+
+def test_the_same_seed_disturbs_the_same_bytes() -> None:
+    assert _flipped(1, 20_000) == _flipped(1, 313)
+    assert _flipped(1, 20_000) != _flipped(2, 20_000)
+
+
+def test_where_it_strikes_is_drawn_from_the_seed(echo: Echo) -> None:
+    def lengths(seed: int) -> list[int]:
+        before = len(echo.got)
+        strike = testing.half_close(after=(1, 1000), direction="to")
+        with FaultProxy(echo.address, disturbances=[strike], seed=seed) as proxy:
+            for _ in range(4):
+                with _dial(proxy) as sock:
+                    sock.sendall(bytes(1000))
+                    _rest(sock)
+        return [len(each) for each in echo.got[before:]]
+
+    first = lengths(3)
+    assert len(set(first)) > 1
+    assert lengths(3) == first != lengths(4)
 
 
 def test_the_hand_at_the_switch(echo: Echo) -> None:
@@ -200,6 +293,20 @@ def test_the_hand_at_the_switch(echo: Echo) -> None:
             assert proxy.cut() == 1
             assert sock.recv(1) == b""
         assert proxy.struck == {"half_close": 1, "reset": 2, "cut": 1}
+
+
+def test_it_refuses_where_nobody_listens_behind_it() -> None:
+    with FaultProxy(_NOBODY) as proxy:
+
+        def dialled() -> str:
+            try:
+                with _dial(proxy) as sock:
+                    return repr(sock.recv(1))
+            except OSError as error:
+                return type(error).__name__
+
+        _until(lambda: dialled() == "ConnectionRefusedError")
+        _until(lambda: dialled() == "ConnectionResetError")  # it has tried again
 
 
 def test_unix_sockets_with_descriptors() -> None:
@@ -254,7 +361,36 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
         make()
 
 
+def test_one_life(echo: Echo) -> None:
+    proxy = FaultProxy(echo.address)
+    with pytest.raises(RuntimeError, match="does not run"):
+        proxy.reset()
+    with pytest.raises(ConfigError, match="without target"):
+        _ = proxy.options
+    with proxy, pytest.raises(RuntimeError, match="once"):
+        proxy.start()
+    proxy.close()
+    with pytest.raises(RuntimeError, match="does not run"):
+        _ = proxy.live
+    with pytest.raises(FileNotFoundError):
+        FaultProxy("/nowhere/at/all").start()
+
+
 # -- before workers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("host", ("host", None)),
+        ("host:1", ("host", 1)),
+        ("::1", ("::1", None)),
+        ("[::1]", ("::1", None)),
+        ("[fe80::1%eth0]:65535", ("fe80::1%eth0", 65535)),
+    ],
+)
+def test_addresses(text: str, parts: tuple[str, int | None]) -> None:
+    assert host_and_port(text) == parts
 
 
 def _member(
@@ -340,6 +476,17 @@ def test_before_a_worker_that_runs() -> None:
             assert first.ask(peer, torch.sum, (tensor,), {}, 20.0) == tensor.sum()
             assert proxy.connections == 2
             assert proxy.reset() == 2
-            until(lambda: peer.state != "alive")
+            _until(lambda: peer.state != "alive")
         assert second.record.unix_path is not None
         assert os.path.exists(second.record.unix_path)
+
+
+def test_before_a_worker_elsewhere() -> None:
+    with agents(2, unix=False, transport="tcp") as (first, _), pytest.MonkeyPatch.context() as patch:
+
+        class Group:
+            agent = first
+
+        patch.setattr(api, "group", Group)
+        with pytest.raises(ConfigError, match="Unix socket"):
+            FaultProxy.before("a1")
