@@ -183,7 +183,10 @@ def test_what_strikes_after_so_many_bytes(echo: Echo, action: str, pieces: int) 
         else:
             assert _rest(sock) == bytes(700)  # the other stream still runs until echo ends it
             assert echo.await_end() == "end"
-        assert echo.got == [bytes(700)]
+        if action == "reset":
+            assert len(echo.got[0]) <= 700  # a reset discards bytes that were not read yet
+        else:
+            assert echo.got == [bytes(700)]
         assert proxy.struck == {action: 1}
 
 
