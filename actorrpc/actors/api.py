@@ -274,7 +274,7 @@ def _spec() -> Any:
 
 
 def get_runtime_context() -> RuntimeContext:
-    """Return the worker and actor that execute this code, and the worker that has called it.
+    """Return the worker and actor that execute this code, and the worker of the caller.
 
     Raises:
         NotInitializedError: this process is not in a group.

@@ -1,6 +1,6 @@
 """Meshes: the members of a group in named dimensions, and slices of them.
 
-Pure geometry: this module knows nothing of actors or calls. All objects are immutable, and therefore thread-safe.
+Pure geometry: this module does not use actors or calls. All objects are immutable, and therefore thread-safe.
 
     mesh = Mesh({"hosts": 2, "gpus": 4})
     mesh.rank_of(hosts=1, gpus=2)                   # 6: ranks count in row-major order, the last dimension fastest

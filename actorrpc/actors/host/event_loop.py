@@ -304,9 +304,8 @@ class EventLoop:
             return
         for each in self._awaited():
             if each.begun:
-                never_ends = self.runs(
-                    each.chain
-                )  # else the method has returned, and only its answer waits for a checkpoint or a future
+                # Else the method has returned, and only its answer waits for a checkpoint or a future.
+                never_ends = self.runs(each.chain)
             else:  # a plain method whose arguments are not here yet may still run
                 never_ends = not (self._hosted.mailbox.reentrant and self._hosted.is_plain(each))
             if never_ends:
