@@ -254,7 +254,7 @@ def elsewhere() -> Iterator[str]:
         (
             "wrong key",
             AuthenticationError,
-            r"cannot join the cluster at tcp://127.*another one.*ACTORRPC_KEY",
+            r"cannot join the cluster at tcp://127.*another key.*ACTORRPC_KEY",
         ),
         ("version", VersionError, r"cannot join the cluster at tcp://127.*install the same version"),
         ("driver", RendezvousError, r"the name 'driver' is taken by worker 0"),

@@ -105,14 +105,14 @@ def test_the_end_of_a_member_ends_what_others_do() -> None:
     collective = actorrpc.collective(actors, name="mortal")
     waiting = actors[0].wait_for.remote(1)  # which lives, and never sends
     dying = actors[2].die.remote()
-    with pytest.raises(CollectiveError, match=r"'mortal' \(generation 1\).*rank 2 is gone") as caught:
+    with pytest.raises(CollectiveError, match=r"'mortal' \(generation 1\).*rank 2 was lost") as caught:
         get(waiting)
     assert isinstance(caught.value.cause, RuntimeError)
     with pytest.raises(actorrpc.ActorUnavailableError):
         get(dying)
-    with pytest.raises(CollectiveError, match=r"is broken: |rank 2 is gone"):
+    with pytest.raises(CollectiveError, match=r"is broken: |rank 2 was lost"):
         get(actors[1].total.remote([1.0]))
-    assert "rank 2 is gone" in (collective.broken or "")
+    assert "rank 2 was lost" in (collective.broken or "")
     # The next call waits until it has been restarted, and all meet again.
     assert totals(collective.call("total", [1.0])) == [6.0] * 3
     assert (collective.generation, collective.broken) == (2, None)

@@ -103,7 +103,7 @@ def test_what_fits_lacks_nothing(strategy: str | None) -> None:
         ({"TPU": 1.0}, 1, None, "no node has TPU 1 (the most on one node: 0)"),
         ({"disk": 1.0, "GPU": 1.0}, 1, None, "no single node has all"),
         ({"CPU": 1.0}, 7, "SPREAD", "all nodes together hold 6"),
-        ({"CPU": 1.0}, 3, "STRICT_SPREAD", "wants 3 nodes"),
+        ({"CPU": 1.0}, 3, "STRICT_SPREAD", "needs 3 nodes"),
         ({"GPU": 1.0}, 2, "STRICT_SPREAD", "there are 1"),
         ({"CPU": 1.0}, 5, "STRICT_PACK", "no node holds more than 4"),
     ],
