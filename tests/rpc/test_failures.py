@@ -314,7 +314,8 @@ def _timeouts() -> None:
     done.wait()  # nobody waits for the future itself
     _times_out(future.wait)
     late = rpc.remote("worker1", _hold, ("creation",), timeout=0.05)
-    _times_out(late.to_here)
+    # Until the creation has failed, the time-out is that of to_here(); then it is that of the creation.
+    until(lambda: "_hold" in str(_times_out(lambda: late.to_here(timeout=0.05))))
     for name in ("running", "creation"):
         rpc.rpc_sync("worker1", _open, (name,))
 
@@ -353,3 +354,22 @@ def _timeout_group(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_time_outs(transport: str) -> None:
     rpc_group(_timeout_group, 3, options={"lane": False, "transport": transport, "heartbeat": 30.0})
+
+
+def _large_timeouts(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    large = torch.arange(6 << 20, dtype=torch.float32)  # 24 MiB
+    assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (large,)), -large)
+    for _ in range(3):
+        _kill("worker1", signal.SIGSTOP)
+        _await_stop("worker1")
+        _times_out(lambda: rpc.rpc_sync("worker1", torch.neg, (large,), timeout=0.2))
+        _kill("worker1", signal.SIGCONT)
+        assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
+    assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (large,)), -large)
+
+
+@pytest.mark.slow
+def test_a_message_that_is_given_up_half_sent_leaves_the_connection_usable() -> None:
+    rpc_group(_large_timeouts, 2, options={"transport": "tcp", "heartbeat": 30.0})
