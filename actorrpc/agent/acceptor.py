@@ -365,7 +365,7 @@ class Admission:
         """Shut down a pending connection whose TLS handshake has failed. OpenSSL has sent an alert with the reason."""
         if not self._failed_often(pending.address):
             self._tell(
-                f"a connection was refused: {explain(error, f'who came from {pending.address}')}",
+                f"a connection was refused: {explain(error, f'the process that connected from {pending.address}')}",
                 pending.address,
             )
         pending.over = True
@@ -471,7 +471,6 @@ class Admission:
     # -- the end ---------------------------------------------------------------------------------------
 
     def stop_listening(self) -> None:
-        """Stop accepting connections."""
         for sock in self._listeners:
             self._agent.pool.forget(sock.fileno())
 

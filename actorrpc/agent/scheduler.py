@@ -38,7 +38,8 @@ __all__ = ["Scheduler"]
 
 INFINITE: Final = float("inf")
 _EXPECTED_S: Final = 2e-3  # long, because a tick between every few calls would cost more than it saves
-# The cost of so many replies that a pool thread reads equals that of one reply that is not read before the next tick.
+# If a disarmed connection had to be re-armed because no caller read the reply, callers must read this many replies before the
+# connection is disarmed again. Re-arming costs as much as waking a pool thread for this many replies.
 _UNATTENDED: Final = 64
 _SOON_S: Final = 0.005
 _HAND_BACK_S: Final = 0.05

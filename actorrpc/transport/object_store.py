@@ -150,7 +150,7 @@ class StoredRange:
 
     Attributes:
         segment: the segment.
-        offset: the begin of the range, a multiple of the page size.
+        offset: the start of the range, a multiple of the page size.
         nbytes: the length of the range.
     """
 
@@ -318,7 +318,9 @@ class ObjectStore(Recycler[_Written]):
                 if written is not None:
                     used_at = written.used_at
                     self._put(written)
-                    written.used_at = used_at  # otherwise a waiting thread would keep it from being released
+                    written.used_at = (
+                        used_at  # a waiting thread repeats this, and must not delay the segment's release
+                    )
                 if self._spill_dir is None:
                     raise self._full(nbytes, label)
                 return self._spill(self._spill_dir, nbytes, label, site)

@@ -500,7 +500,7 @@ def explain(error: ssl.SSLError, whom: str) -> RpcError:
     """Return an error of this package that explains a TLS error.
 
     Args:
-        whom: the name and address of the other side, for the message.
+        whom: describes the other side, for the message.
 
     Returns:
         AuthenticationError for certificates, VersionError if there is no common version, otherwise ProtocolError.
@@ -524,7 +524,7 @@ def explain(error: ssl.SSLError, whom: str) -> RpcError:
             "(ACTORRPC_TLS_MIN_VERSION)"
         )
     return ProtocolError(
-        f"{whom} does not speak TLS as this worker does, or not at all: {reason}; {_ALL_OR_NONE}"
+        f"the TLS handshake with {whom} failed, or it does not use TLS: {reason}; {_ALL_OR_NONE}"
     )
 
 
