@@ -224,5 +224,5 @@ def steer(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def convert(module: nn.Module, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
-    """Change the dtypes of parameters and buffers, if ``dtypes`` has them."""
+    """Convert parameters and buffers whose dtype is a key of ``dtypes`` to the dtype that is its value."""
     _module(module)._apply(lambda t: t.to(dtypes[t.dtype]) if t.dtype in dtypes else t)

@@ -1,8 +1,8 @@
 """RRefs: references to values that live on a worker, counted across all workers.
 
-Users hold objects of :class:`RRef`. The protocol (who knows of which fork, when a value may be released) is the state machine in
-``refcount/protocol.py``, and ``refcount/runtime.py`` connects that to the agent. This module also has the functions that run on
-the owner of a value: they make it, fetch it, and call its methods.
+Users hold objects of :class:`RRef`. The protocol (which worker holds which fork, when a value may be released) is the state
+machine in ``refcount/protocol.py``, which ``refcount/runtime.py`` connects to the agent. This module also has the functions that
+run on the owner of a value: they make it, fetch it, and call its methods.
 
 ``RRef.__del__`` only puts the end of a handle into a queue: deletes are sent in batches, from the pool.
 """
@@ -63,7 +63,7 @@ _NO_CONTEXT: Final = -1
 
 
 def runtime() -> References:
-    """Return the references of the agent in force.
+    """Return the references of the current worker.
 
     Raises:
         NotInitializedError: there is none, or this process is a fork.
@@ -489,7 +489,7 @@ class RRef(Generic[T]):
         """Return how to pickle an RRef in the message that is being packed, and add a fork to the message.
 
         A call to the owner needs no fork: the caller holds the RRef until it has the answer, and so until the owner has opened
-        the call. If the caller's call times out before, the owner may have released the value.
+        the call. If the call times out before that, the owner may have released the value.
 
         Raises:
             RRefError: no message is being packed, or the reference has failed.

@@ -1,4 +1,4 @@
-"""The handshake: mutual authentication at the begin of every connection.
+"""The handshake: mutual authentication at the start of every connection.
 
     dialler                                   acceptor
     HELLO      versions, purpose, names ->
@@ -410,7 +410,7 @@ class Dialler(_Side):
         self._peer = (name, incarnation)
 
     def _read_welcome(self, message: bytes) -> None:
-        assert self._peer is not None  # set by the challenge, without which no WELCOME is expected
+        assert self._peer is not None  # set when the CHALLENGE was read; before that, a WELCOME is refused
         name, incarnation = self._peer
         if not hmac.compare_digest(message[_HEAD:], self._proof(b"acceptor", self._auth)):
             self._fail(

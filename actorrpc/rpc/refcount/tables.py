@@ -108,11 +108,11 @@ class Pending:
             return True
 
     def expect(self) -> None:
-        """Wait for one more fork. Under the lock."""
+        """Count one more fork. Under the lock."""
         self._remaining += 1
 
     def settle(self, step: Effects) -> None:
-        """Wait for one fork less. Under the lock."""
+        """Count one fork less. Under the lock."""
         self._remaining -= 1
         if self._remaining == 0:
             callbacks, self._callbacks = self._callbacks, []
