@@ -38,7 +38,9 @@ __all__ = [
     "tensor_reducers",
 ]
 
-INLINE_BYTES: Final = 4096  # tensors up to this size are part of the body: a copy is cheaper than a section
+INLINE_BYTES: Final = (
+    4096  # tensors up to this size are part of the body: a copy is cheaper than a separate buffer
+)
 # The first _FEW small tensors of a message, and the first _ALIKE of each layout, are pickled one by one. Further small tensors
 # are stacked, which is faster from three members on.
 _FEW: Final = 8
@@ -184,9 +186,9 @@ _PLACED: Final = 4  # sent to a device, whose name is in the list of names
 _GATHERED: Final = 8
 # The rows are closer together in the message than at the sender; a _PITCH entry has both distances.
 _PITCHED: Final = 16
-# The second and further tensors of a block have entries that hold the number of an earlier entry in place of the size.
-_SAME: Final = 32  # the number of a tensor that overlaps this one
-_BESIDE: Final = 64  # the number of the block's first tensor, which does not overlap this one
+# In place of a size, the entry of each tensor of a block except the first has the number of an earlier entry:
+_SAME: Final = 32  # of a tensor that overlaps this tensor
+_BESIDE: Final = 64  # of the block's first tensor, which does not overlap this tensor
 # The last entries of the table, one for each pitched block in order: the distance of the rows at the sender, and as sent.
 _PITCH: Final = 128
 
@@ -448,8 +450,8 @@ def _joined(members: list[torch.Tensor]) -> bytes:
 def settle() -> None:
     """Wait for the current streams if they are not the default streams.
 
-    Call this before other threads use tensors made here: they use the default streams, which do not wait for others. Messages
-    do not need it: the thread that sends a message copies the bytes on its own streams.
+    Call this before other threads use tensors made here: these threads use the default streams, which do not wait for the
+    streams of this thread. Messages do not need it: the thread that sends a message copies the bytes on its own streams.
     """
     if torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):

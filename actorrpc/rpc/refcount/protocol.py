@@ -721,7 +721,7 @@ class RRefTable:
         self._settle_handle(held, step)
 
     def _child_settled(self, fork_id: ForkId, step: Effects) -> None:
-        """Keep a parent no longer for this child. Has no effect if the child is unknown."""
+        """Count one child less of a fork that was kept for it. Has no effect if the child is unknown."""
         child = self._children.pop(fork_id, None)
         if child is not None:
             child[0].children -= 1
