@@ -173,8 +173,8 @@ class Execution:
 
     def give_up_nested(self, stop: bool) -> None:
         """Give up the nested calls. The execution itself continues, and may make other calls."""
-        # Set before ``nested`` is read: a call that another thread is making is either found here, or that thread sees the
-        # change.
+        # Set before ``nested`` is read. If another thread is making a nested call, either this thread finds the call in
+        # ``nested``, or that thread finds that ``given_up`` has changed.
         self.given_up = (*self.given_up, stop)
         nested = self.nested
         while nested:

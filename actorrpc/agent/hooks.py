@@ -477,7 +477,7 @@ class MessageReferences:
         """Release the references of a message that will not be opened."""
 
     def confirm(self, received: list[Any], execution: Execution) -> None:
-        """Block until the owners have registered the references that an execution has received, or its deadline has passed."""
+        """Block until the owners have registered the references that an execution has received. Raises RpcTimeoutError."""
 
 
 def recorded(

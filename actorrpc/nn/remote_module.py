@@ -399,7 +399,7 @@ class RemoteModule(nn.Module):
             self._on_owner("to", modules.convert, changed)
         return self
 
-    # -- what a module has and this has not ------------------------------------------------------------------------------
+    # -- methods of nn.Module that are refused ------------------------------------------------------------------------------
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -120,7 +120,7 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Join a group of workers and start this one; returns when all workers of a fixed group have joined.
+    """Join a group of workers and start this worker; return when all workers of a fixed group have joined.
 
     Args:
         name: letters, digits, ``_``, ``-`` and ``:``; default, under a launcher (torchrun, srun, mpirun), "worker" and rank.
@@ -235,7 +235,7 @@ def _enter(
         if ready is not None:
             ready(worker)
         group.start()
-        checkpoint()  # a signal handler that was put off may raise here; then this process is not a worker
+        checkpoint()  # a deferred signal handler may raise here; then this process is not a worker
     except BaseException:
         if worker is not None:
             close(worker)
@@ -575,7 +575,7 @@ def remote(
 
 
 def get_worker_info(worker_name: str | WorkerInfo | None = None) -> WorkerInfo:
-    """Return the WorkerInfo of a worker, by name; of this one by default.
+    """Return the WorkerInfo of a worker, by name; by default of this worker.
 
     Raises:
         UnknownWorkerError: there is no such worker.
@@ -612,7 +612,7 @@ def get_rpc_timeout() -> float:
 
 
 def set_rpc_timeout(timeout: float) -> None:
-    """Set the default time-out of calls of this worker, in seconds; 0 means none. Calls under way keep theirs.
+    """Set the default time-out of later calls of this worker, in seconds; 0 means none.
 
     Raises:
         ConfigError: it is not a number of seconds >= 0.

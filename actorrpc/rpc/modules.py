@@ -77,8 +77,8 @@ def create(
 def forward(module: nn.Module, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a module, with all of its hooks.
 
-    If the module is not on the CPU, the tensors of the arguments are moved to its device, and those of the result to the CPU,
-    unless a device map says how the caller receives them. A ``forward`` marked with ``async_execution`` is answered when its
+    If the module is not on the CPU, tensors in the arguments are moved to its device, and tensors in the result to the CPU,
+    unless a device map maps them to a device of the caller. A ``forward`` marked with ``async_execution`` is answered when its
     future completes.
 
     Args:

@@ -1,4 +1,4 @@
-"""Options of ``init_rpc``: torch's, and those that only groups of actorrpc have.
+"""Options of ``init_rpc``: torch's options, and further options of actorrpc.
 
 Every value is checked when it is set; the error names values that can be used.
 """

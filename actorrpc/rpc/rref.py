@@ -560,7 +560,7 @@ def new_references(agent: Agent, default_timeout: Callable[[], float]) -> Refere
     return References(agent, default_timeout, wrap=_made._wrap, make=_create)
 
 
-# Python and its libraries look for these names on any object to find out how to treat it: a proxy does not have them.
+# Python and its libraries look up these names on any object to decide how to treat it: a proxy does not have them.
 # Other special methods (`__len__`, `__getitem__`) are methods of the value.
 _PROBED: Final = (
     # beginnings of names, in groups: arrays, functions, pickling and copying, descriptors and classes

@@ -726,7 +726,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
     def _has_name(self, obj: Any) -> bool:
-        """Return whether the receiver finds an object under its module and name. The object's own reducer writes these then."""
+        """Return whether the receiver finds an object under its module and name. Then pickle writes these names."""
         module = getattr(obj, "__module__", None)
         name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None)
         if not isinstance(module, str) or not isinstance(name, str):

@@ -630,7 +630,7 @@ _read_head: Final = struct.Struct("<" + _HEAD).unpack_from
 
 
 class _Tails(dict[int, struct.Struct]):
-    """The struct of a table with a given number of storages. Those of small tables are kept."""
+    """The struct of a table with a given number of storages. The structs of small tables are kept."""
 
     def __missing__(self, count: int) -> struct.Struct:
         return struct.Struct("<" + ENTRY * count + _HEAD)

@@ -23,9 +23,9 @@ _PACKAGE: Final = __name__.partition(".")[0] + "."
 _MAX_PROBES: Final = 500
 _MAX_DEPTH: Final = 20
 _REMEDY: Final = (
-    ". Local functions and classes, and those of the main script, are sent with all objects that they refer to, but "
-    "functions and classes of an imported module are sent by name. Move the code that needs this object into a module that "
-    "both processes import, or make the object where it is used"
+    ". Functions and classes that are local or of the main script are sent with all objects to which they refer; functions "
+    "and classes of an imported module are sent by name. Move the code that needs this object into a module that both "
+    "processes import, or make the object where it is used"
 )
 _LEAVES: Final = frozenset(
     {type(None), bool, int, str, bytes, complex, type(Ellipsis), range, float, bytearray}

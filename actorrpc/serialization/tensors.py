@@ -182,7 +182,7 @@ _IN_BODY: Final = 1
 # The bytes are the elements of the block's only tensor, in order; its strides are ignored.
 _COMPACT: Final = 2
 _PLACED: Final = 4  # sent to a device, whose name is in the list of names
-# The bytes follow those of the last gathered block, in the one buffer of all gathered blocks.
+# The bytes follow the bytes of the last gathered block, in the one buffer of all gathered blocks.
 _GATHERED: Final = 8
 # The rows are closer together in the message than at the sender; a _PITCH entry has both distances.
 _PITCHED: Final = 16

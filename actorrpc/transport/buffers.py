@@ -164,7 +164,7 @@ def is_sealed(fd: int, size: int) -> bool:
     Raises:
         OSError: ``fd`` is not a memfd.
     """
-    # Read the seals first: after it was sealed, the size cannot change any more.
+    # Read the seals first: the size cannot change after that.
     sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _CANNOT_SHRINK == _CANNOT_SHRINK
     status = os.fstat(fd)
     return sealed and stat.S_ISREG(status.st_mode) and status.st_size == size

@@ -136,7 +136,9 @@ class Segment:
             ProtocolError: the offset is not at a page boundary, or the range exceeds the segment.
         """
         if offset < 0 or nbytes < 0 or offset % _PAGE or offset + nbytes > self.size:
-            raise ProtocolError(f"{nbytes} bytes at {offset} are no object in a segment of {self.size}")
+            raise ProtocolError(
+                f"a segment of {self.size} bytes cannot have an object of {nbytes} bytes at {offset}"
+            )
         return StoredRange(self, offset, nbytes)
 
     def close(self) -> None:

@@ -369,7 +369,9 @@ class Borrower:
         with self._socket_lock:
             for number in numbers:
                 if type(number) is not int:
-                    raise ProtocolError(f"{type(number).__name__} is no number of an object")
+                    raise ProtocolError(
+                        f"the number of an object must be an int, not a {type(number).__name__}"
+                    )
                 while number not in self._objects and not self._closed and self._receive():
                     pass
                 missing = ProtocolError(

@@ -87,8 +87,8 @@ def _unsignalled(
 class TlsSocket(Stream):
     """A connected TCP socket with TLS. Thread-safe: one thread may read while another writes.
 
-    Methods with a ``flags`` parameter never block, whatever the flags are. The others wait for at most the time-out. Exceptions
-    are those of sockets: BlockingIOError, and OSError (``ssl.SSLError`` is a subclass) when the connection has failed.
+    Methods with a ``flags`` parameter never block, whatever the flags are. The others wait for at most the time-out. They raise
+    the exceptions of sockets: BlockingIOError, and OSError (``ssl.SSLError`` is a subclass) when the connection has failed.
 
     Attributes:
         secured: whether the TLS handshake has finished.

@@ -99,9 +99,9 @@ class Session:
     """The result of a handshake.
 
     Attributes:
-        peer_name: the name that the peer gave; the peer has proved that it has the key, if the group has one.
-        attach: 16 bytes that identify a connection: the one that a LANE connection belongs to, or that a RESUME connection
-            replaces.
+        peer_name: the peer's name, as sent by the peer, which has proved that it has the key, if the group has one.
+        attach: 16 bytes that identify a connection. For LANE, the connection to which the lane belongs; for RESUME, the
+            connection that is resumed.
         key: 32 secret bytes, equal on both sides, different for every connection.
         sealed: whether the following frames are sealed (:mod:`actorrpc.wire.integrity`), as at least one side has requested.
     """

@@ -223,7 +223,7 @@ def unpack_forks(data: bytes) -> list[ForkData]:
     """Read what :func:`pack_forks` wrote.
 
     Raises:
-        ProtocolError: the bytes are no such list.
+        ProtocolError: the bytes are not such a list.
     """
     if not data:
         return []

@@ -181,7 +181,7 @@ class References(MessageReferences):
         self.carry_out(self.table.refuse(unpack_forks(packed), peer.key))
 
     def confirm(self, received: list[Any], execution: Execution) -> None:
-        """Wait until the owners know all RRefs in the arguments of a call: user code may run only then."""
+        """Wait until the owners have registered all RRefs in the arguments of a call, which may be executed only after that."""
         pending: Pending = received[0]
         if pending.done:
             return

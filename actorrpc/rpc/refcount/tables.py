@@ -143,7 +143,7 @@ class Owned:
     """A value that lives here.
 
     Attributes:
-        created: its creation has arrived, or cannot arrive any more. Until then only other workers have named the value.
+        created: its creation has arrived, or will never arrive. Until then only messages of other workers have named the value.
         outcome: None until the value has been set, or its creation has failed.
         forks: the handles of workers on the value, by the worker that holds them.
         handles: how many objects of this worker refer to it.
