@@ -524,7 +524,7 @@ def explain(error: ssl.SSLError, whom: str) -> RpcError:
             "(ACTORRPC_TLS_MIN_VERSION)"
         )
     return ProtocolError(
-        f"the TLS handshake with {whom} failed, or it does not use TLS: {reason}; {_ALL_OR_NONE}"
+        f"{whom} does not speak TLS, or the TLS handshake with it failed: {reason}; {_ALL_OR_NONE}"
     )
 
 
