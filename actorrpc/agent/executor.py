@@ -215,7 +215,7 @@ class Executor:
         peer.running.pop(frame.id, None)
         error: RpcError
         if execution.begun > execution.deadline:
-            text = f"the call reached {name!r} too late to be started"
+            text = f"the deadline of the call passed before {name!r} started it"
             error = RpcTimeoutError(text, maybe_executed=False, worker=name)
         else:
             text = "the call was cancelled before it started"

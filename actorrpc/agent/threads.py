@@ -47,12 +47,14 @@ _BLOCKED_S: Final = 0.01  # they are blocked if no work ends for so long
 _KEPT: Final = 8  # idle threads beyond this many end
 _SLOW_S: Final = 200e-6  # calls that take longer than this on average are spread over threads at once
 _HELPED_S: Final = 0.1  # after a helper has run one task for so long, another helper is started
-_FLOWING: Final = 4  # with more ends of calls between two ticks, the queue needs no more threads
+_FLOWING: Final = 4  # if at least this many tasks end between two ticks, the queue needs no more threads
 _COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the interpreter
 _PATIENCE_S: Final = (
     0.1  # if threads compete for the interpreter, at most one thread is woken or started in this time
 )
-_LAST_S: Final = 0.05  # how often the last thread that may be started checks the queue
+_LAST_S: Final = (
+    0.05  # how often the last permitted thread, which only reads, checks whether it may run tasks
+)
 _STUCK_S: Final = 5.0  # queued calls are refused when every thread has been blocked for so long
 
 

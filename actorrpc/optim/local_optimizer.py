@@ -123,7 +123,7 @@ def create(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[RRef[LocalOptimizer], Account]:
-    """Make an optimizer of parameters of this worker. Runs there.
+    """Make an optimizer of parameters of this worker. Called by RPC.
 
     Raises:
         TypeError, ValueError: the value of an RRef is not a parameter, or is given twice.
@@ -227,7 +227,7 @@ class LocalOptimizer:
         parameters, deadline = self._parameters, deadline or within()
         found = None if context_id is None else _gradients(context_id, deadline)
         graded = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # its context manager is several functions in Python
+        torch._C._set_grad_enabled(False)  # cheaper than torch.no_grad(), which is written in Python
         try:
             with graph.Borrowed(parameters, deadline) as in_slots:
                 for parameter, gradient in zip(parameters, in_slots, strict=True):

@@ -194,7 +194,7 @@ def _value_of(references: References, named: tuple[int, int, str]) -> Any:
 
 
 def _invoke(named: tuple[int, int, str], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a method of an owned value; waits until that has been created.
+    """Call a method of an owned value; waits until the value has been created.
 
     Args:
         named: an RRefId as a plain tuple, which is equal to it and takes fewer steps to send.
@@ -210,12 +210,12 @@ def _invoke(named: tuple[int, int, str], name: str, args: tuple[Any, ...], kwarg
 
 
 def _with_value(named: tuple[int, int, str], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call a function with an owned value; waits until that has been created."""
+    """Call a function with an owned value; waits until the value has been created."""
     return function(_value_of(runtime(), named), *args)
 
 
 def _backward(named: tuple[int, int, str], context_id: int, retain_graph: bool) -> None:
-    """Run the backward pass of an owned value; waits until that has been created."""
+    """Run the backward pass of an owned value; waits until the value has been created."""
     value, worker = _value_of(runtime(), named), current_worker()
     if not isinstance(value, torch.Tensor):
         raise RuntimeError(f"RRef should contain a tensor for .backward(), not {type(value).__name__}")

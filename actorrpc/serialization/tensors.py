@@ -82,8 +82,8 @@ class _Dtypes(dict[int, torch.dtype]):
 
 _OF_STORAGES: Final = _Dtypes({code: d for d, code in _CODES.items()})
 _STRIDED: Final = _Dtypes({code: d for code, d in _OF_STORAGES.items() if code < _QUANTISED})
-_COMMON: Final = _NAMES.index("bfloat16")  # all versions of torch can stack the dtypes up to here,
-_COMPLEX_HALF: Final = _NAMES.index("complex32")  # but for this one they warn
+_COMMON: Final = _NAMES.index("bfloat16")  # all versions of torch can stack the dtypes up to this code
+_COMPLEX_HALF: Final = _NAMES.index("complex32")  # torch warns when it stacks this dtype
 
 
 def _find_arrays() -> tuple[Any, dict[torch.dtype, Any]]:
@@ -908,7 +908,7 @@ def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
         or len(data) != math.prod(shape) * dtype.itemsize
         or (shape and min(shape) <= 0)
     ):
-        raise ProtocolError(f"a tensor of sizes {shape} in {len(data)} bytes")
+        raise ProtocolError(f"a tensor of sizes {shape} does not have {len(data)} bytes")
     t = torch.frombuffer(data, dtype=dtype)
     if len(shape) != 1:
         # In place, so that the result is not a view. If the sizes were a tuple, torch would take half a microsecond more.
@@ -947,7 +947,7 @@ _require_grad: Final = methodcaller("requires_grad_")
 
 
 def _is_altered() -> bool:
-    """Say whether a mode (fake tensors, ...) or a transform (``torch.func.grad``) changes what this thread makes."""
+    """Say whether a mode (fake tensors, ...) or a transform (``torch.func.grad``) changes the tensors that this thread makes."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()

@@ -384,7 +384,7 @@ class RRefTable:
         return step
 
     def receive(self, forks: Sequence[ForkData], from_: WorkerKey) -> ReceivedFork:
-        """Take the RRefs of a message. The caller must drop each handle once.
+        """Register the RRefs of a received message, and return their handles. The caller must drop each handle once.
 
         If they are arguments of a function, it may start only when ``pending`` is done.
 
