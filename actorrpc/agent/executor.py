@@ -215,7 +215,7 @@ class Executor:
         peer.running.pop(frame.id, None)
         error: RpcError
         if execution.begun > execution.deadline:
-            text = f"the deadline of the call passed before {name!r} started it"
+            text = f"{name!r} could not start the call in time: its deadline had passed"
             error = RpcTimeoutError(text, maybe_executed=False, worker=name)
         else:
             text = "the call was cancelled before it started"
