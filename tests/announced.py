@@ -16,7 +16,7 @@ TORCH_RPC: Final = (
 # torch's profiler, each time.
 PROFILER: Final = r"^USDT:.* profiler_(start|stop)$"
 OUTSIDE_OF_A_CONTEXT: Final = (
-    r"a tensor that requires grad was sent outside of a distributed autograd context.*\(Said once\.\)$"
+    r"a tensor that requires grad was sent outside of a distributed autograd context.*\(Logged once\.\)$"
 )
 # What actors that die say in tests of deaths.
 LAST_WORDS: Final = r"^the last words( \[repeated \d+x across processes\])?$"

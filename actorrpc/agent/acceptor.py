@@ -2,10 +2,10 @@
 
 Pool threads serve the listening sockets. A pending connection has a short time limit and may send the handshake's fixed messages
 only; its bytes are not passed to the frame reader. The number of pending connections is limited. If all places are taken, a new
-connection replaces the one that is least likely to be a member's: one from the address with the most pending connections,
-preferably one that has not sent HELLO, and of these the oldest. A member needs its place for two round trips only, and dials
-again if it lost the place. Therefore silent connections and floods of connections do not keep members out, even if they come from
-a member's address.
+connection replaces a connection that is probably not a member's: from the address with the most pending connections, preferably
+a connection that has not sent HELLO, and of these the oldest. A member needs its place for two round trips only, and dials again
+if it lost the place. Therefore silent connections and floods of connections do not keep members out, even if they come from a
+member's address.
 
 An address whose pending connections fail to prove the key gets ``FAILURES_PER_S`` answers per second. Further failures are not
 answered, and keep their places until their time limit, or until the places are needed. This limits how fast an attacker can
@@ -365,7 +365,7 @@ class Admission:
         """Shut down a pending connection whose TLS handshake has failed. OpenSSL has sent an alert with the reason."""
         if not self._failed_often(pending.address):
             self._tell(
-                f"a connection was refused: {explain(error, f'who came from {pending.address}')}",
+                f"a connection was refused: {explain(error, f'the process that connected from {pending.address}')}",
                 pending.address,
             )
         pending.over = True
@@ -471,7 +471,6 @@ class Admission:
     # -- the end ---------------------------------------------------------------------------------------
 
     def stop_listening(self) -> None:
-        """Stop accepting connections."""
         for sock in self._listeners:
             self._agent.pool.forget(sock.fileno())
 

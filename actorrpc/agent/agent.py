@@ -158,7 +158,7 @@ class Agent:
         self.peer_table = PeerTable(
             record, window=settings.window, resolve=resolve, members=members, replaced=self._replaced
         )
-        #: returns numbers for chains of calls outside of executions; the bits from ``CALLER_BIT`` on are the caller's
+        #: returns numbers for chains of calls that begin outside of executions; bits ``CALLER_BIT`` and above name the caller
         self.next_chain: Callable[[], int] = itertools.count((record.rank & 0xFFFF) << 48 | 1).__next__
         codec.restrict(settings.data_only)
 
@@ -249,7 +249,7 @@ class Agent:
 
         Raises:
             SerializationError, LimitError, PeerDiedError, BackpressureError, ShutdownError: the call was not executed.
-            CancelledError: the call that this one is nested in was cancelled, or the call has ended that had reserved the place.
+            CancelledError: the call that this one is nested in was cancelled, or this call has a reserved place and has ended.
             RpcTimeoutError: the deadline of the call that this one is nested in has passed.
             LostArgumentError: an argument refers to a value of a worker that has died.
         """
@@ -359,7 +359,7 @@ class Agent:
     def _undo(self, call: Call, message: MessageContext, is_new: bool, error: BaseException) -> None:
         """Undo what :meth:`send` has begun; a call that is in the outbox or was sent is cancelled."""
         if call.handed_over:
-            call.cancel()  # a signal handler has raised, between chunks or later
+            call.cancel()  # a signal handler raised between two chunks or after the last
             return
         if is_new:
             call.peer.pending.pop(call.id, None)
@@ -498,7 +498,7 @@ class Agent:
 
     @staticmethod
     def _end_asked(call: Call, error: BaseException) -> None:
-        """Run ``on_answer`` for a call of :meth:`ask` whose reply has come, but gives no value."""
+        """Run ``on_answer`` for a call of :meth:`ask` whose reply was received, but not opened."""
         for ended in call.ending:
             ended(call, error)
         call.outcome = None
@@ -514,7 +514,7 @@ class Agent:
                 header, extra = call.mail.header, call.mail.packed
             else:
                 header.update(call.mail.header)
-        # The arguments use the connection of their reservation, so that they arrive later.
+        # The arguments use the connection of their reservation, so that they arrive after it.
         conn = call.conn or peer.conn
         if conn is None or conn.state is CLOSED:
             if peer.is_self:
@@ -559,7 +559,7 @@ class Agent:
                 call.expire()
             return
         scheduler, settings, future = self.scheduler, self.settings, call.future
-        if future is not None:  # without one, the thread that waits for it sends it
+        if future is not None:  # without a future, the waiting thread flushes the outbox in drive()
             much = len(frame) * settings.cork_frames > settings.cork_bytes
             if idle or much or len(conn.outbox) >= settings.cork_frames:
                 if idle and not future.callbacks and conn.expect():
@@ -589,8 +589,8 @@ class Agent:
     def _use_place(call: Call) -> None:
         """Record that the message of a call follows the reservation of its place.
 
-        A thread that ends the call takes it out of ``pending``, and then gives the place back if ``awaits`` is not empty.
-        Therefore ``awaits`` stays as it is where the message is not sent.
+        A thread that ends the call removes it from ``pending``, and then gives the place back if ``awaits`` is not empty.
+        Therefore ``awaits`` is emptied only if the call is still pending and its message will be sent.
 
         Raises:
             CancelledError: another thread has ended the call.
@@ -653,7 +653,7 @@ class Agent:
     def notify_surely(
         self, peer: Peer, name: str, body: bytes, *, lazily: bool = False, attempt: int = 0
     ) -> None:
-        """As :meth:`notify`, but without a connection, retry with growing pauses, up to 20 times, while the peer lives."""
+        """As :meth:`notify`; if there is no connection, retry with growing pauses, up to 20 times, while the peer is alive."""
         if self.closed_down or peer.state != "alive" or self.notify(peer, name, body, lazily=lazily):
             return
         if attempt < _ATTEMPTS:
@@ -728,12 +728,12 @@ class Agent:
         )
 
     def _look_after_objects(self) -> None:
-        """Release shared memory soon, because an object was released. Called in finalisers."""
+        """Start the tick that releases unused shared memory. Called by finalisers of objects."""
         if not self.closed_down:
             self.scheduler.keep_objects()
 
     def _trim_later(self) -> None:
-        """Unmap memory soon that exceeds the limit of kept memory. Called in finalisers."""
+        """Start the tick that unmaps memory kept for reuse. Called by finalisers of buffers."""
         if not self.closed_down:
             self.clock.call_soon(self.scheduler.keep_trim)
 

@@ -173,8 +173,8 @@ class Execution:
 
     def give_up_nested(self, stop: bool) -> None:
         """Give up the nested calls. The execution itself continues, and may make other calls."""
-        # Set before ``nested`` is read: a call that another thread is making is either found here, or that thread sees the
-        # change.
+        # Set before ``nested`` is read. If another thread is making a nested call, either this thread finds the call in
+        # ``nested``, or that thread finds that ``given_up`` has changed.
         self.given_up = (*self.given_up, stop)
         nested = self.nested
         while nested:
@@ -221,7 +221,7 @@ CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call
 def run_within(execution: Execution, function: Callable[..., T], *args: Any) -> T:
     """Call ``function(*args)`` in a context of its own, in which ``CURRENT`` is ``execution``.
 
-    In the context of the caller ``CURRENT`` stays as it is, also if a signal handler raises between any two steps.
+    The caller's context keeps its own ``CURRENT``, even if a signal handler raises between any two steps.
     """
 
     def run() -> T:
@@ -239,18 +239,19 @@ class Call(Progress):
         timeout: in seconds; 0: no limit except the deadline of the call that this one is nested in.
         future: completed with the outcome; None if the caller is :meth:`Agent.ask`.
         keep: an object that is kept alive until the call ends.
-        mail: the header of a request to a mailbox of the peer, which has the arguments only.
+        mail: the header of a request to a mailbox of the peer; the body of such a request is the arguments without the function.
         awaits: the pending futures of arguments; while there are any, the call only reserves its place in the mailbox.
 
     Attributes:
         id: its number among the calls to the peer; 0 until its message is made.
-        made: when it was made. ``thread``: the identifier of the thread that made it.
+        made: the time at which the call was made. ``thread``: the identifier of the thread that made it.
         frame: the request, while it is in the outbox. ``sent``: whether it was sent.
         outcome: without a future, the reply or the error that the call has ended with.
         polling: the connection that the waiting thread polls. ``lock``: the lock on which the thread sleeps otherwise. ``awake``:
             whether the thread was woken.
         stopping: whether the caller has cancelled the call, and waits until the worker has ended it.
-        introduces: a function and its number, which the peer has stored once the call is answered; see ``numbered_functions``.
+        introduces: a number and a function, if the request tells the peer this number of the function; once the call is
+            answered, later calls send the number alone. See ``numbered_functions``.
         size: bytes of body and buffers if they are not in the frame alone.
         fields, notes: see :class:`~actorrpc.agent.hooks.CallHooks`; there are no fields before ``on_call``.
         ending: the ``on_answer`` of the hooks that take part.
@@ -381,9 +382,8 @@ class Call(Progress):
             runner.begin_wait(self.wake, self)
         try:
             while True:
-                self.awake = (
-                    False  # before the tests below: another thread sets what they test, and then this
-                )
+                # Before the tests below: another thread sets the tested values, and then ``awake``.
+                self.awake = False
                 if self.done:
                     return
                 if QUEUED:
@@ -393,7 +393,7 @@ class Call(Progress):
                         interruption_point()
                     if runner.work:
                         if conn is not None and conn.outbox:
-                            conn.flush()  # it may hold this call
+                            conn.flush()  # the outbox may hold this call's request
                         runner.serve()
                         continue
                 if agent.pool.queue and agent.pool.is_member():
@@ -582,7 +582,7 @@ class Call(Progress):
         return True
 
     def _tell_cancelled(self, stop: bool, late: bool = False) -> None:
-        """Tell the worker, which may run the call, that the caller has given it up."""
+        """Send CANCEL to the worker, which may have begun the call."""
         conn, flags = self.conn, STOP * stop | LATE * late
         if conn is not None:
             if conn.state is not CLOSED:

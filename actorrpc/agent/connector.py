@@ -4,8 +4,8 @@ A connection that another process opens is a pending connection until that proce
 :mod:`actorrpc.agent.acceptor`. A connection to a peer is opened by the thread that makes the first call to the peer, before that
 call's deadline, under the peer's ``dial_lock``.
 
-Between two processes of one host there is also a Unix socket for each direction that shares memory, for its descriptors. A random
-token ties it to its connection.
+Between two processes of one host, each direction that shares memory has a second Unix socket, over which the descriptors of the
+memory are sent. A random token ties this socket to its connection.
 
 :class:`Connector`: ``_lock`` guards its tables; no other code runs under it.
 
@@ -145,7 +145,7 @@ class Resumption:
                     return
                 conn.close(error)  # the other side has closed the connection
                 return
-            except LimitError:  # the other side has no descriptor at present
+            except LimitError:  # the other side answered that it has no descriptor left: try again later
                 gone = False
             except RpcError as refused:
                 gone = False
@@ -201,7 +201,7 @@ class Resumption:
         self._agent.clock.after(_PROBE_S, partial(self._agent.pool.submit, again))
 
     def admit(self, sock: AnySocket, proved: Session, answer: bytes, conn: Connection | None) -> None:
-        """Resume a connection over a socket that the peer has opened. This side may not have noticed yet that the old one is
+        """Resume a connection over a socket that the peer has opened. This side may not have noticed yet that the old socket is
         broken.
 
         Args:
@@ -379,7 +379,7 @@ class Connector:
                 seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
             )
         except OSError as error:
-            # The peer has reset the connection; or there is no descriptor, of which a connection needs another one.
+            # Either the peer has reset the connection, or this process has no descriptor left: a Connection opens another one.
             if not dialled and error.errno in fd_limits.SHORT:
                 with contextlib.suppress(OSError):
                     sock.send(no_room(error))
@@ -437,10 +437,12 @@ class Connector:
             raise ProtocolError(f"{session.peer_name!r} introduced itself as {record.name!r}")
         peer = self._agent.peer_table.adopt(record)
         if peer.state != "alive":
-            # Either the peer opened two connections, and its end was read from the other one first. Or it was silent for too
-            # long, is considered dead and still lives. Then a GOODBYE with flags tells it so; otherwise it would wait for
-            # answers.
-            _log.info("a connection of %r came too late: it is %s", record.name, peer.state)
+            # There are two causes. 1. The peer opened two connections, and its end was read from the other connection first.
+            # 2. The peer was silent for too long and is considered dead, but is alive. A GOODBYE with flags tells the peer that
+            # it is considered dead; otherwise it would wait for answers.
+            _log.info(
+                "%r, which is considered %s, has opened a connection; it is closed", record.name, peer.state
+            )
             if peer.state == "dead":
                 conn.outbox.append(pack_frame(GOODBYE, flags=1))
                 conn.flush()
@@ -510,7 +512,7 @@ class Connector:
                 raise
             except LimitError as error:
                 raise LimitError(
-                    f"cannot call {what}: {error}; nothing was sent. Call again when it has some left, or raise its limit"
+                    f"cannot call {what}: {error}; nothing was sent. Call again when it has descriptors left, or raise its limit"
                 ) from error
             except (TimeoutError, OSError) as error:
                 if isinstance(error, RpcError):
@@ -527,7 +529,7 @@ class Connector:
                     and process_state(peer.record.pid) == "running"
                 )
                 if (busy or error.errno in _BUSY) and _time.now() < limit and not self._agent.closed_down:
-                    # Its backlog is full, or it has just ended; in the latter case the next attempt is refused.
+                    # The peer's backlog is full, or the peer has just ended; in the latter case the next attempt is refused.
                     _time.sleep(0.02)
                     queue.appendleft((family, address))
                     continue

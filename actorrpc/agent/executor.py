@@ -1,8 +1,9 @@
 """The execution of requests, from the arrival of a request to its answer.
 
-Runs on pool threads, or on the thread that completes the future of an ``async_execution`` function. A request whose deadline
-has passed, or whose caller has cancelled it, is not started. Arguments are opened, functions run and answers packed outside
-of every lock. The arguments are dropped before the answer is sent, so that the release of their shared memory is sent with it.
+Pool threads execute requests and send answers; the thread that completes the future of an ``async_execution`` function sends its
+answer. A request whose deadline has passed, or whose caller has cancelled it, is not started. No lock is held while arguments are
+opened, functions run and answers are packed. The arguments are dropped before the answer is sent, so that the release of their
+shared memory is sent with it.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def future_of(value: Any, function: Any) -> Any:
 def pack_error(agent: Agent, error: BaseException, same_main: bool | None, where: str = "") -> bytes:
     """Pack an error for the caller of the function that raised it; shortened if it does not fit into a message."""
     settings, dumps = agent.settings, codec.dumper(same_main)
-    # An error is pickled up to twice, with the members of a group and with texts: most often this fits ``max_message``.
+    # The message may hold two pickles of the error, the members of an exception group and texts: a quarter of ``max_message``
+    # for one pickle leaves room for these in most cases.
     limit = min(exceptions.MAX_PICKLE, settings.max_message // 4)
     data = exceptions.dump(error, worker=agent.name, dumps=dumps, limit=limit, where=where)
     if len(data) > max(settings.max_message, settings.chunk):
@@ -125,7 +127,7 @@ class Executor:
     def run(self, task: tuple[Any, Frame, float], waiting: bool = False) -> None:
         """Execute a request that was read at ``task[2]``, answer it, and read the next requests.
 
-        ``waiting``: the request is a post that this thread has read while it waits; what a signal handler raises is raised.
+        ``waiting``: the request is a cast that this thread has read while it waits; an exception of a signal handler is raised.
         """
         conn, frame, arrived = task
         agent = self._agent
@@ -191,7 +193,7 @@ class Executor:
             agent.scheduler.cork(conn)  # more requests are queued; their answers are sent together
 
     def run_posts(self, posts: deque[tuple[Any, Frame, float]]) -> None:
-        """Execute posts on the thread that has read them as it waited.
+        """Execute casts on the thread that has read them while it waited for a reply.
 
         Raises:
             Exception: an exception of a signal handler.
@@ -199,7 +201,7 @@ class Executor:
         while posts:
             task = posts.popleft()
             try:
-                # In a context of its own: CURRENT stays as it is here, also if a handler raises between two steps of run().
+                # In a new context, so that this thread's CURRENT does not change, even if a signal handler raises within run().
                 copy_context().run(self.run, task, True)
             except BaseException:
                 task[0].peer.running.pop(task[1].id, None)
@@ -213,7 +215,7 @@ class Executor:
         peer.running.pop(frame.id, None)
         error: RpcError
         if execution.begun > execution.deadline:
-            text = f"the call reached {name!r} too late to be started"
+            text = f"{name!r} could not start the call in time: its deadline had passed"
             error = RpcTimeoutError(text, maybe_executed=False, worker=name)
         else:
             text = "the call was cancelled before it started"
@@ -235,7 +237,7 @@ class Executor:
             self.fail(execution, error)
 
     def _end_post(self, execution: Execution, error: BaseException | None) -> None:
-        """Run the hooks at the end of a post. The flight recorder has no records of posts."""
+        """Run the hooks at the end of a cast, except the flight recorder's, which has no records of casts."""
         try:
             for end in execution.ending or ():
                 if end not in self._agent.hooks.recorded:
@@ -361,7 +363,7 @@ class Executor:
         try:
             for end in self._agent.hooks.on_end if execution.ending is None else execution.ending:
                 end(execution, error)
-        except Exception as raised:  # by a user's hooks
+        except Exception as raised:  # hooks of the user have raised
             error = raised
         self._send_error(execution, error)
 
@@ -374,9 +376,8 @@ class Executor:
             )
             let_frames_go(error)
             self._send(conn, FAILURE, id, data, None, execution)
-        except (
-            BaseException
-        ) as failure:  # memory or descriptors have run out: a small message may still be sent
+        except BaseException as failure:
+            # Memory or descriptors have run out: a small message may still be sent.
             self._fail_shortly(conn, id, execution.peer.name, failure)
 
     def _fail_shortly(self, conn: Any, id: int, name: str, failure: BaseException) -> None:

@@ -252,7 +252,7 @@ def _overridden(hooks: CallHooks, moment: str) -> tuple[Callable[..., Any], ...]
 
 
 def _logged(method: Callable[..., None]) -> Callable[..., None]:
-    """Return ``on_answer`` of hooks so that an error in it does not disturb the thread that ends the call."""
+    """Wrap ``on_answer`` of hooks: its errors are logged and not raised in the thread that ends the call."""
 
     @wraps(method)
     def on_answer(call: Call, error: BaseException | None) -> None:
@@ -477,7 +477,7 @@ class MessageReferences:
         """Release the references of a message that will not be opened."""
 
     def confirm(self, received: list[Any], execution: Execution) -> None:
-        """Delay a call that is executed until the owners know of the references that it has received."""
+        """Block until the owners have registered the references that an execution has received. Raises RpcTimeoutError."""
 
 
 def recorded(

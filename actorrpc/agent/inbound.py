@@ -80,7 +80,7 @@ class Inbox:
             if call is not None:
                 peer.window.release(call)
         elif kind == frames.PING:
-            # Answered on this thread, because all other threads may be in user code. Neither line waits.
+            # Answered on this thread, because all other threads may be in user code. Neither line blocks.
             conn.outbox.append(pack_frame(frames.PONG, frame.id))
             conn.flush()
         elif kind == frames.ACK:
@@ -252,10 +252,10 @@ class Inbox:
                 ended(call, error)
             call.outcome = None
             if future.claim():
-                # Callbacks never run here, since they may wait for a reply of this batch. A pool thread runs them itself after
-                # the batch.
+                # Callbacks are queued, since they may wait for a reply of this batch. If this is a pool thread, it runs them
+                # after the batch.
                 future.conclude(value, error, agent.pool.submit if waiting else agent.pool.queue.append)
-            # The future names the call: no cycle, or values would live until the next collection.
+            # The future refers to the call: break the cycle, so that values are freed without the garbage collector.
             call.future = None
         call.done = call.awake = True
         if call.polling is not None or call.lock is not None:

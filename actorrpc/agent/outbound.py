@@ -148,7 +148,7 @@ class Packed(NamedTuple):
     """A message as it is sent: one frame, and the buffers that follow it in chunks.
 
     Attributes:
-        size: bytes of body and buffers, where the message is bounded by its bytes; otherwise 0.
+        size: bytes of body and buffers; 0 for a message without buffers whose body fits into one chunk.
         stream: the number of the chunks' stream.
         buffers: index and memory of each buffer that is sent in chunks.
     """

@@ -355,7 +355,7 @@ class Peer:
         self.dial_lock = _time.Lock()
         self.scan_at = float("inf")
         self.failure_detector = FailureDetector()
-        #: the state that listeners of :class:`MembershipEvents` know; calls test ``state``, which changes earlier
+        #: the state last passed to the listeners of :class:`MembershipEvents`; calls test ``state``, which changes earlier
         self.told = "alive"
         # Map devices of this worker to devices of the peer, for calls and for answers to this peer.
         self.device_map, self.answer_map = _device_maps(own, record)

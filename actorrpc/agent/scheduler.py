@@ -38,7 +38,8 @@ __all__ = ["Scheduler"]
 
 INFINITE: Final = float("inf")
 _EXPECTED_S: Final = 2e-3  # long, because a tick between every few calls would cost more than it saves
-# The cost of so many replies that a pool thread reads equals that of one reply that is not read before the next tick.
+# If no caller read the reply of a disarmed connection before the tick, callers must read this many replies before the connection
+# is disarmed again. One reply that waits for the tick costs as much as this many replies that are read by pool threads.
 _UNATTENDED: Final = 64
 _SOON_S: Final = 0.005
 _HAND_BACK_S: Final = 0.05

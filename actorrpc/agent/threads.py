@@ -8,9 +8,9 @@ code or blocks it makes sure that another thread is in epoll, and starts a threa
 So heartbeats, cancellations and further calls are served whatever user code does, and nested or cyclic calls of any depth find a
 thread as long as there are fewer than ``max_threads``. At ``max_threads``, the last thread only reads and queues.
 
-The *width* bounds how many threads run work at once. In a rush of short calls all of them are ready to run and wait for the
-interpreter, and one more would only make the others slower: a thread above the width only listens. If no work ends for some
-milliseconds, the threads are blocked, and the width grows by a quarter.
+The *width* bounds how many threads run work at once. If many short calls arrive at once, all these threads are ready to run and
+compete for the interpreter, and another thread would only slow them down: a thread above the width only reads. If no work ends
+for some milliseconds, the threads are considered blocked, and the width grows by a quarter.
 
 A tick watches the work that lies in the queue, because the pool does not see that a thread waits in C++ or for an ``Event``.
 ``_lock`` guards starting and ending threads and is taken last; no other code runs under it.
@@ -47,10 +47,14 @@ _BLOCKED_S: Final = 0.01  # they are blocked if no work ends for so long
 _KEPT: Final = 8  # idle threads beyond this many end
 _SLOW_S: Final = 200e-6  # calls that take longer than this on average are spread over threads at once
 _HELPED_S: Final = 0.1  # after a helper has run one task for so long, another helper is started
-_FLOWING: Final = 4  # with more ends of calls between two ticks, the queue needs no more threads
+_FLOWING: Final = 4  # if at least this many tasks end between two ticks, the queue needs no more threads
 _COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the interpreter
-_PATIENCE_S: Final = 0.1  # how often a thread is woken or started if threads compete for the interpreter
-_LAST_S: Final = 0.05  # how often the last thread that may be started checks the queue
+_PATIENCE_S: Final = (
+    0.1  # if threads compete for the interpreter, at most one thread is woken or started in this time
+)
+_LAST_S: Final = (
+    0.05  # how often the last permitted thread, which only reads, checks whether it may run tasks
+)
 _STUCK_S: Final = 5.0  # queued calls are refused when every thread has been blocked for so long
 
 
@@ -180,7 +184,7 @@ class Pool:
 
     @uninterruptible
     def _start(self) -> bool:
-        # If the thread ends although the pool does not, because memory has run out, another one takes its place.
+        # If the thread ends before the pool does, because memory has run out, a new thread replaces it.
         thread = Daemon(self._loop, f"actorrpc-{len(self.threads)}", lambda _: self._start())
         with self._lock:
             if self.stopping or len(self.threads) >= self._max:
@@ -217,7 +221,7 @@ class Pool:
         starvation = self._starvation
         idle.add(me)  # first, because ensure_reader() of the starting thread relies on it
         follow_torch()
-        listening_s = 0.0  # seconds for which it leaves the queue to others
+        listening_s = 0.0  # seconds for which this thread only reads, and takes no work from the queue
         try:
             while not self.stopping:
                 try:
@@ -319,8 +323,8 @@ class Pool:
             return False
         now = _time.now()
         stalled_s = self._stalled_for(now)
-        # The clock's own delay tells whether the threads that run compete for the interpreter (then one more
-        # makes everything slower) or are blocked (then one more is needed).
+        # If this tick is late, the running threads compete for the interpreter, and another thread would slow them down.
+        # Otherwise they are blocked, and another thread is needed.
         self._crowded = self._starvation.late > _COMPETED_S
         done, self._seen = self.finished - self._seen, self.finished
         if oldest is not self._oldest:

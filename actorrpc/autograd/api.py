@@ -23,12 +23,12 @@ class context:
     """A distributed forward and backward pass: ``with context() as context_id``.
 
     Calls that are made in the block, and calls nested in these on other workers, are recorded: tensors that require grad
-    stay connected with their history on the worker that sent them, so that :func:`backward` finds its way back. Calls of
-    actors, ObjectRefs, streams and RRefs count as well. At the end of the block all workers forget the context, with its
-    graphs and gradients.
+    stay connected with their history on the worker that sent them, so that :func:`backward` can send gradients back to that
+    worker. Calls of actors, ObjectRefs, streams and RRefs are recorded as well. At the end of the block all workers discard the
+    context, with its graphs and gradients.
 
-    A context belongs to the thread, or asyncio task, that entered it; others may have contexts of their own at the same
-    time. Within a call from another worker the context of the caller is in force.
+    A context belongs to the thread, or asyncio task, that entered it; other threads and tasks may have contexts of their own at
+    the same time. A call from another worker runs in the context of its caller.
 
     Raises:
         NotInitializedError: RPC is not initialised in this process.
@@ -83,12 +83,12 @@ def backward(
     whole gradient. A pass has effect on all workers or on none: after an error the gradients in the context are unchanged, and
     the pass may be repeated (if the first try had ``retain_graph=True``).
 
-    Results of calls that the roots do not depend on are left alone. Thread-safe; passes of different contexts run at the
-    same time.
+    Calls on whose results the roots do not depend do not take part. Thread-safe; passes of different contexts run at the same
+    time.
 
     Args:
-        context_id: what ``with context() as context_id`` gave.
-        roots: what to differentiate: tensors on this worker, with one element each unless ``gradient`` is given.
+        context_id: the id from ``with context() as context_id``.
+        roots: the tensors to differentiate, on this worker, with one element each unless ``gradient`` is given.
         retain_graph: keep the graphs on all workers for another backward pass in this context.
         gradient: the gradients of the roots, one for each, of their shapes; by default ones.
         accumulate: where the gradients go: into the context, or, as a local ``backward()`` does, into ``.grad``.
@@ -99,11 +99,11 @@ def backward(
 
     Raises:
         RuntimeError: there is no such context; a root does not require grad, has no history, or more than one element;
-            the graph was given up in an earlier pass.
-        TypeError, ValueError: an argument makes no sense.
+            the graph was freed by an earlier pass.
+        TypeError, ValueError: an argument is not valid.
         RpcTimeoutError: it took longer than ``timeout``.
         PeerDiedError: a worker that took part has died.
-        RemoteError: what a node or hook on another worker raised, which is an instance of its own class, too.
+        RemoteError: a node or hook on another worker raised an exception. The error is an instance of its class, too.
     """
     participant().backward(
         context_id,
@@ -120,7 +120,7 @@ def backward(
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """Return the gradients that backward passes have left in a context for the leaves of this worker.
 
-    Tensors as keys are compared by identity. Where a pass is just ending this waits for its outcome.
+    Tensors as keys are compared by identity. If this worker's part of a pass is done, this function waits for the pass to end.
 
     Raises:
         RuntimeError: this worker does not know the context.

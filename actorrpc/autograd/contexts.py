@@ -4,9 +4,9 @@ A context is made on its origin by ``with context()``, and on other workers by t
 It ends on all workers when the origin leaves the block. Its id stays in the list of released contexts, so that late
 messages do not make it again.
 
-Locks: ``Contexts._lock`` guards the tables of contexts; ``Context.lock`` guards what a context knows. Both are held for
-microseconds, never nested, and re-entrant, because the collector may run a finaliser that sends a message at any
-allocation. ``Context.engine`` is held over calls of the autograd engine, which run user code: it is taken before
+Locks: ``Contexts._lock`` guards the tables of contexts; ``Context.lock`` guards the fields of a context. Both are held for
+microseconds, never nested, and re-entrant, because the garbage collector may run a finaliser that sends a message at any
+allocation. ``Context.engine`` is held during calls of the autograd engine, which run user code: it is taken before
 ``Context.lock``, never under it.
 """
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 __all__ = ["Context", "Contexts", "Node", "Receipt"]
 
 _RANK_BITS: Final = 48
-_CONTEXTS: Final = 10_000  # so many released contexts are remembered
-_PASSES: Final = 1000  # so many ended passes of one context are remembered
+_CONTEXTS: Final = 10_000  # how many ids of released contexts are kept
+_PASSES: Final = 1000  # how many ids of ended passes of one context are kept
 
-#: A node of torch's autograd graph. There is no class that all of them share.
+#: A node of torch's autograd graph. The nodes have no common class.
 Node = Any
 
 
 class Receipt(NamedTuple):
-    """A message whose tensors have arrived here: where its gradient goes.
+    """The record of a received message whose tensors require grad: the receiver of its gradient.
 
     Attributes:
-        sink: who sent it, its number there, and the number of the receipt on this worker: the same message may be opened
-            several times (a kept result).
+        sink: the sender, the sender's number of the message, and this worker's number of the receipt. A message that is opened
+            several times (a kept result) has several receipts.
         outputs: how many of its tensors require grad: the receiving node has as many outputs.
     """
 
@@ -60,7 +60,7 @@ class Context:
     Attributes:
         id: its number, with the rank of its origin in the top 16 bits.
         lock: guards all that follows.
-        engine: held over one call of the autograd engine.
+        engine: held during one call of the autograd engine.
         sends: the sent messages with tensors that require grad: the edge of each such tensor, in order. Empty
             after a backward pass that has freed the graph.
         receipts: the received messages with such tensors, by the node that stands for the message.
@@ -70,9 +70,10 @@ class Context:
         passes: the backward passes that are under way here, or wait for the verdict of their origin.
         ended: the numbers of ended passes, whose late messages are ignored.
         reaches: the ends of the graphs of ``sends``, computed when they are needed.
-        sinks: the receipts that messages lead to, from the news of other workers and from discoveries of passes.
-        told: for each worker, the numbers of the messages whose sinks it has been told.
-        maker: the worker that made it, if known; a later life of a worker may have the same rank.
+        sinks: for each message, the receipts to which its gradients lead; from the news in messages of other workers, and from
+            discoveries of passes.
+        told: for each worker, the numbers of the messages whose sinks were sent to it.
+        maker: the worker that made it, if known; a later incarnation of a worker may have the same rank.
         touched: when it was last used, on the monotonic clock.
         released: it has ended, and records no more messages.
     """
@@ -100,19 +101,19 @@ class Context:
         return self.id >> _RANK_BITS
 
     def record_send(self, message: int, edges: Sequence[GradientEdge]) -> None:
-        """Note that a message leaves with tensors that require grad."""
+        """Record that a message with tensors that require grad is sent."""
         with self.lock:
             if not self.released:
                 self.sends[message] = tuple(edges)
 
     def record_receipt(self, node: Node, receipt: Receipt) -> None:
-        """Note that a message has arrived with tensors that require grad; ``node`` has them as its outputs."""
+        """Record a received message with tensors that require grad; ``node`` has these tensors as its outputs."""
         with self.lock:
             if not self.released:
                 self.receipts[node] = receipt
 
     def joined_by(self, peer: WorkerKey) -> None:
-        """Note that a worker was sent a message of this context."""
+        """Record that a message of this context was sent to a worker."""
         with self.lock:
             self.peers.add(peer)
 
@@ -133,15 +134,15 @@ class Contexts:
     def __init__(self, me: WorkerKey) -> None:
         self.me = me
         self._lock = RLock()
-        #: contexts by their id; changed under the lock, looked at without
+        #: contexts by their id; changed under the lock, read without it
         self.live: dict[int, Context] = {}
         self._released: Recent[int, None] = Recent(_CONTEXTS)
-        # A restarted worker must not give out ids that its former life has used; the low bits are the count.
+        # A restarted worker must not use ids that its earlier incarnation has used; the low bits are the count.
         first = int.from_bytes(os.urandom(3), "big") << 20
         self._ids = itertools.count((me.rank & 0xFFFF) << _RANK_BITS | first)
-        #: gives a number for a message
+        #: returns a number for a new message
         self.new_message: Callable[[], int] = itertools.count((me.rank & 0xFFFF) << _RANK_BITS | 1).__next__
-        #: gives a number for a receipt
+        #: returns a number for a new receipt
         self.new_receipt: Callable[[], int] = itertools.count(1).__next__
 
     def create(self) -> Context:
@@ -156,7 +157,7 @@ class Contexts:
 
         Raises:
             TypeError: ``id`` is not an int.
-            RpcError: there is none: it was released, or no message of it has come here.
+            RpcError: there is none: it was released, or this worker has received no message of it.
         """
         if isinstance(id, bool) or not isinstance(id, int):
             raise TypeError(
@@ -169,11 +170,11 @@ class Contexts:
         return context
 
     def is_over(self, id: int) -> bool:
-        """Say whether a context was released here, and not only is unknown."""
+        """Return whether a context was released here; False if it is unknown."""
         return id in self._released
 
     def reach(self, id: int) -> Context | None:
-        """Return the context that a message names, made if it is new here; None if it was released."""
+        """Return the context that a message names; create it if it is new on this worker; None if it was released."""
         context = self.live.get(id)
         if context is None:
             with self._lock:

@@ -1,7 +1,7 @@
-"""A backward pass as seen from where it begins: discovery, plan, the parts of others, the verdict.
+"""A backward pass on the worker where it begins: discovery, plan, requests to the other workers, and the verdict.
 
 The pass is a generator of steps, with waits between them: the thread that called ``backward`` reads the answers itself, which
-is fastest; a simulator resumes the generator when the answers have arrived.
+is fastest; the simulator of the tests resumes the generator when the answers have arrived.
 """
 
 from __future__ import annotations
@@ -54,13 +54,15 @@ class Coordinator:
         self._gradients = gradients
         self._me = participant.me
         self._asked: dict[WorkerKey, Future[Any]] = {}
-        self._known: dict[Send, Sequence[Sink]] = {}  # where the messages that take part lead to
+        self._known: dict[
+            Send, Sequence[Sink]
+        ] = {}  # the receipts to which each message that takes part leads
 
     def wait(self) -> None:
-        """Go through the steps, and wait between them on this thread.
+        """Run the steps, and wait between them on this thread.
 
         Raises:
-            Exception: the pass has failed, or the wait was interrupted. The pass has no effect then on any worker.
+            Exception: the pass has failed, or the wait was interrupted. Then the pass has no effect on any worker.
         """
         transport = self._participant.transport
         outer = transport.attend(self._part)
@@ -108,7 +110,7 @@ class Coordinator:
             yield from self._answers()
             for worker, future in self._asked.items():
                 self._value(worker, future)
-        # Other threads may be working off the part of this worker.
+        # Other threads may be running strata of this worker's part.
         with context.lock:
             own = None if part.finished or part.error is not None else participant.answer_of(part)
         if own is not None:
@@ -117,7 +119,7 @@ class Coordinator:
             raise part.error
         if not part.finished:
             raise ProtocolError(
-                f"a backward pass of {self._context} came to no end on the worker where it began, though all others are done; no "
+                f"a backward pass of {self._context} did not end on the worker where it began, although all others are done; no "
                 f"gradients were changed. This is a fault of actorrpc"
             )
         if not participant.decide(part, True):
@@ -125,7 +127,9 @@ class Coordinator:
         if self._terms.accumulate == "grad":  # the caller reads .grad when this returns
             yield from self._settle()
         if not (self._terms.retain_graph or self._terms.create_graph):
-            for send in self._known:  # the next pass asks again, and gets the error of a freed graph
+            for (
+                send
+            ) in self._known:  # the next pass queries the workers again, and gets the error of a freed graph
                 context.sinks.pop(send, None)
 
     def _settle(self) -> Generator[list[Future[Any]], None, None]:
@@ -140,7 +144,7 @@ class Coordinator:
             future.acknowledge()
 
     def give_up(self, error: BaseException) -> None:
-        """End the pass, without effect anywhere."""
+        """End the pass with an error; it has no effect on any worker."""
         part = self._part
         with self._context.lock:
             if part.error is None:
@@ -164,7 +168,10 @@ class Coordinator:
         )
 
     def _discover(self, reach: ReachableGraph) -> Generator[list[Future[Any]], None, None]:
-        """Find out where messages lead to, beginning at the roots. Ask other workers about unknown messages."""
+        """Find the messages that take part, beginning at the roots, and the receipts to which they lead.
+
+        Yields while other workers are queried about messages that this worker does not know.
+        """
         context, participant, known = self._context, self._participant, self._known
         sinks: Sequence[Sink] = participant.sinks_of(context, reach)
         known[self._me, ROOTS] = sinks
@@ -219,7 +226,7 @@ class Coordinator:
         """Return the answer of a worker.
 
         Raises:
-            Exception: the worker answered with it, or it says why there is no answer.
+            Exception: the worker's answer is this error, or there is no answer and the error names the cause.
         """
         if not future.done():
             # Another call has failed: raise its error.
@@ -244,7 +251,7 @@ class Coordinator:
 
 
 def settled(futures: Sequence[Future[Any]]) -> Future[None]:
-    """Return a future that completes when all of these are complete, or one has failed."""
+    """Return a future that completes when all ``futures`` are complete, or one of them has failed."""
     result: Future[None] = Future()
     result.label = "a backward pass"
     left = [None] * len(futures)

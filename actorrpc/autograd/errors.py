@@ -16,12 +16,14 @@ _NOTE = "had in a backward pass"
 def blame(error: BaseException, worker: WorkerKey, name: str) -> BaseException:
     """Add the name of a worker to an error that came from it; return the error.
 
-    Torch's words are put before the message if it can be changed; a note names the worker in any case. An error that was
-    passed on keeps the name of the worker that raised it.
+    If the message can be changed, torch's "Error on Node" is put before it; in any case a note names the worker. An error that
+    came through several workers keeps the name of the worker that raised it.
     """
     if not isinstance(error, RemoteError):
         if isinstance(error, PeerDiedError) and name not in str(error):
-            error.add_note(f"it is worker {name} (rank {worker.rank}) that took part in the backward pass")
+            error.add_note(
+                f"the worker that died is {name} (rank {worker.rank}), which took part in the backward pass"
+            )
         return error
     if any(note.endswith(_NOTE) for note in getattr(error, "__notes__", ())):
         return error
@@ -32,7 +34,7 @@ def blame(error: BaseException, worker: WorkerKey, name: str) -> BaseException:
             error.args = (prefix + args[0], *args[1:])
             prefix = ""
     except Exception:
-        pass  # a class with ideas of its own about its message
+        pass  # the user's class does not allow changes of its args, or its __str__ raises
     error.add_note(f"{prefix}raised in the part that worker {name} {_NOTE}")
     return error
 
@@ -51,14 +53,14 @@ def released(context: object) -> RpcError:
 
 
 def timed_out(error: BaseException | None) -> bool:
-    """Say whether a call timed out here, as opposed to an answer with a time-out of another worker."""
+    """Return whether a call timed out on this worker; False if another worker has answered with its own time-out."""
     return isinstance(error, RpcTimeoutError) and not isinstance(error, RemoteError)
 
 
 def late(context: str, timeout: float, names: Sequence[str]) -> RpcTimeoutError:
     """Return the error for a pass that timed out, with the names of the workers that have not answered."""
     return RpcTimeoutError(
-        f"the backward pass of {context} was not over within {timeout:g} s: no answer from {', '.join(names)}. No gradients "
+        f"the backward pass of {context} did not end within {timeout:g} s: no answer from {', '.join(names)}. No gradients "
         f"were changed",
         maybe_executed=True,
         worker=names[0] if len(names) == 1 else None,

@@ -54,9 +54,9 @@ __all__ = [
     "run",
 ]
 
-_SLICE_S: Final = 0.1  # of a wait: signal handlers that were put off come after it
+_SLICE_S: Final = 0.1  # the longest wait before deferred signal handlers run
 
-# Guards what follows; held for microseconds. Re-entrant: the collector may run under it.
+# Guards ``_taken`` and ``_waiting``; held for microseconds. Re-entrant: the garbage collector may run finalisers under it.
 _lock = threading.RLock()
 _changed = threading.Condition(_lock)
 _taken: set[int] = set()  # ids of borrowed leaves; each Borrowed keeps its leaves alive
@@ -65,17 +65,17 @@ _waiting: list[Borrowed] = []
 
 @uninterruptible
 class Borrowed:
-    """Has the ``.grad`` of leaves for itself in a ``with`` block, empty; afterwards it is what it was.
+    """A ``with`` block that has exclusive use of the ``.grad`` of leaves, which is None at its start and is restored at its end.
 
-    All leaves are taken at once, so that two users of overlapping sets cannot wait for each other. The block gets a list of
-    the contents of the slots, in order; at its end, the entries of the list are put into the slots.
+    All leaves are taken at once, so that two users of overlapping sets cannot deadlock. The block gets a list of the earlier
+    contents of ``.grad``, in order; at its end, the entries of the list become the ``.grad`` of the leaves.
 
     Args:
         leaves: the tensors; each once.
-        deadline: on the monotonic clock; None waits for as long as other threads use them.
+        deadline: on the monotonic clock; None: wait as long as other threads use the leaves.
 
     Raises:
-        RpcTimeoutError: other threads did not give them back in time. No leaf was taken.
+        RpcTimeoutError: other threads did not release the leaves in time. No leaf was taken.
     """
 
     __slots__ = ("_before", "_deadline", "_ids", "_leaves")
@@ -100,7 +100,7 @@ class Borrowed:
         return self._before
 
     def _take(self) -> bool:
-        """Take the leaves; False: a signal handler is to run first."""
+        """Wait until the leaves are free and take them; False: the caller has to run a deferred signal handler first."""
         with _lock:
             while not self._ids.isdisjoint(_taken):
                 left = _SLICE_S if self._deadline is None else self._deadline - _time.now()
@@ -131,10 +131,10 @@ class Borrowed:
 
 
 class RecvFunction(torch.autograd.Function):
-    """Makes tensors that have arrived the outputs of one node. They are hidden from it in a list, so that they stay the
-    same objects, are views of nothing, and may be changed in place.
+    """Makes received tensors the outputs of one node. They are passed in a list, in which torch does not see them as inputs.
+    Therefore the outputs are the same objects, are not views, and may be changed in place.
 
-    A backward pass puts a list into the node's attribute ``box`` before it runs the engine, and finds the gradients there.
+    A backward pass puts an empty list into the node's attribute ``box`` before it runs the engine; the node adds the gradients.
     """
 
     @staticmethod
@@ -148,7 +148,7 @@ class RecvFunction(torch.autograd.Function):
         box = ctx.box
         if box is None:
             raise RuntimeError(
-                "this tensor's history leads to another worker, where a local backward() does not go: call "
+                "this tensor's history leads to another worker, which a local backward() does not reach: call "
                 "actorrpc.autograd.backward(context_id, [loss]) inside of `with context() as context_id`, or detach() it"
             )
         box += gradients
@@ -157,14 +157,14 @@ class RecvFunction(torch.autograd.Function):
 
 _IN_PYTHON: Final[Any] = torch._C._FunctionBase
 
-#: The leaf that all these nodes hang from: a walk that gets to it has passed through one.
+#: The leaf that is the input of every RecvFunction node: a walk that reaches this leaf has passed through such a node.
 ANCHOR: Final = torch.empty(0, requires_grad=True)
-# What Function.apply calls at last, without its questions about torch.func, which never sees these tensors.
+# The C function that Function.apply calls, without the checks for torch.func, which is never applied to these tensors.
 _apply: Final[Callable[..., tuple[torch.Tensor, ...]]] = super(torch.autograd.Function, RecvFunction).apply
 
 
 def receive(tensors: Sequence[torch.Tensor]) -> Any:
-    """Give tensors that have arrived a history: one node, whose outputs they are; return the node."""
+    """Make received tensors the outputs of a new RecvFunction node; return the node."""
     for each in tensors:
         each.requires_grad_(False)
     if torch.is_grad_enabled():  # not so in inference mode
@@ -176,10 +176,10 @@ def receive(tensors: Sequence[torch.Tensor]) -> Any:
 
 
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """Return where the gradient of a tensor goes, as torch's ``get_gradient_edge`` does; grad mode is on.
+    """Return the edge to which the gradient of a tensor is sent, as torch's ``get_gradient_edge`` does. Grad mode must be on.
 
-    That takes a view of what nodes written in Python give (:class:`RecvFunction` is one), to keep these alive: sparse tensors
-    have none.
+    For outputs of nodes written in Python (such as :class:`RecvFunction`), torch's function makes a view of the tensor, whose
+    node keeps the Python node alive. Sparse tensors have no views, so this function makes a clone instead.
     """
     node: Any = tensor.grad_fn
     if node is not None and not isinstance(node, _IN_PYTHON):
@@ -197,7 +197,7 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
 #: Gradients of some tensors, in order; None for no gradient.
 Tensors = list["torch.Tensor | None"]
 
-# What torch.autograd.backward and grad call at last, without the half of the time that they spend before it.
+# The C++ function that torch.autograd.backward and grad call. They spend half of their time before this call.
 _run: Final[Callable[..., tuple[torch.Tensor | None, ...]]] = Variable._execution_engine.run_backward
 #: The class of the nodes that stand for leaves.
 ACCUMULATE: Final[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
@@ -207,7 +207,7 @@ ACCUMULATE: Final[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=Tru
 
 
 class ReachableGraph(NamedTuple):
-    """What a backward pass comes to from some edges: each node once, in the order of the walk.
+    """The nodes at which a backward pass from some edges ends on this worker: each node once, in the order of the walk.
 
     Attributes:
         receipts: the nodes that stand for received messages.
@@ -221,11 +221,11 @@ class ReachableGraph(NamedTuple):
 def reach(
     edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], seen: set[Node] | None = None
 ) -> ReachableGraph:
-    """Walk from edges to where their gradients end on this worker.
+    """Walk from edges to the nodes at which their gradients end on this worker.
 
     Args:
-        receipts: the nodes at which this context was entered.
-        seen: takes the nodes that the walk comes to.
+        receipts: the nodes of messages that were received in this context.
+        seen: a set to which the visited nodes are added.
 
     Raises:
         RuntimeError: the walk came to a tensor that was received in another context.
@@ -243,7 +243,7 @@ def reach_if_small(
     edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], most: int, seen: set[Node] | None = None
 ) -> ReachableGraph | None:
     """Walk as :func:`reach` does; None if the walk has more than ``most`` nodes, or leads into another context."""
-    # Nodes themselves are kept, never their id(): a node that nothing refers to in Python is a new object next time.
+    # Store nodes and not their id(): if no Python reference to a node is left, torch makes a new object for the same node.
     seen = set() if seen is None else seen
     found: list[Node] = []
     leaves: list[Node] = []
@@ -273,7 +273,7 @@ def reach_if_small(
 
 
 def nodes(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> set[Node]:
-    """Return the nodes that a backward pass from some edges executes: those before where the gradients end."""
+    """Return the nodes that a backward pass from some edges executes, without the nodes at which the gradients end."""
     seen: set[Node] = set()
     found = reach(edges, receipts, seen)
     return seen.difference(found.receipts, found.leaves)
@@ -282,9 +282,9 @@ def nodes(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> se
 # -- captures ---------------------------------------------------------------------------------------------------------
 
 
-# Whether hooks of leaves are silent, for one thread and the engine's threads that work for it. This is one of torch's
-# thread-local objects, which the engine copies to its device threads: hooks of leaves that are not on the CPU run there. The
-# object is removed when it is not used, if torch has a function for that, because torch frees it too late at a thread's end.
+# The name of a flag: hooks of leaves are silent, in one thread and in the engine's threads that work for this thread. The flag is
+# one of torch's thread-local objects, which the engine copies to its device threads, because hooks of leaves that are not on the
+# CPU run there. If torch has a function for that, an unused flag is removed, as torch frees it too late at a thread's end.
 _SILENCE: Final = "actorrpc.silence"
 _has: Final[Callable[[str], bool]] = torch._C._is_key_in_tls
 _get: Final[Callable[[str], bool]] = torch._C._get_obj_in_tls
@@ -293,7 +293,7 @@ _remove: Final[Callable[[str], None] | None] = getattr(torch._C, "_remove_obj_fr
 
 
 def _silence(on: bool) -> bool:
-    """Switch the silence of this thread on or off; return whether it was on."""
+    """Set whether hooks of leaves are silent in this thread; return whether they were silent before."""
     before = _has(_SILENCE) and _get(_SILENCE)
     if before != on:
         if on or _remove is None:
@@ -304,8 +304,8 @@ def _silence(on: bool) -> bool:
 
 
 class _Hook:
-    """A user's hook of a leaf that is silent during captures. It replaces the hook in torch's table, so that the hook's handle
-    removes it. Its copies and pickles are the hook itself."""
+    """Wraps a user's hook of a leaf, and does not call it during captures. The wrapper replaces the hook in torch's table, so
+    that the hook's handle removes the wrapper. A copy or pickle of the wrapper is a copy or pickle of the hook."""
 
     __slots__ = ("hook",)
 
@@ -372,7 +372,9 @@ def capture(
         inputs.append(make(GradientEdge, (node, 0, None)))
     if leaves:
         _hush(leaves)
-        before = _silence(True)  # a hook of an interior tensor may have led here from another capture
+        before = _silence(
+            True
+        )  # already silent if a hook of an interior tensor calls this function during another capture
     try:
         captured = _run(
             tuple(outputs), tuple(gradients), retain_graph, create_graph, tuple(inputs), True, False
@@ -389,7 +391,7 @@ def capture(
 
 
 def place(edges: Sequence[GradientEdge], gradients: list[torch.Tensor]) -> None:
-    """Move gradients to the devices of their tensors: a message may have led from a GPU to a CPU, or back."""
+    """Move gradients to the devices of their tensors: a message may have moved tensors from a GPU to a CPU, or back."""
     for index, edge in enumerate(edges):
         gradients[index] = gradients[index].to(edge.node._input_metadata[edge.output_nr].device)
 
@@ -402,21 +404,20 @@ def add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if one.layout is not torch.strided and other.layout is torch.strided:
         one, other = other, one  # torch adds sparse to dense, but not dense to sparse
     if one.requires_grad or other.requires_grad:
-        with torch.enable_grad():  # whatever the caller of backward() has set
+        with torch.enable_grad():  # even if the caller of backward() has disabled it
             return one + other
     return one + other
 
 
 def add_to(total: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Add to a sum in place if it can hold the result; return the sum. No other code may refer to ``total``."""
+    """Add to a sum, in place if it is dense and neither tensor has a history; return the sum. No other code may use ``total``."""
     if total.layout is not torch.strided or total.requires_grad or other.requires_grad:
         return add(total, other)
     return total.add_(other)
 
 
 def accumulate(gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add gradients to the ``.grad`` of leaves, each of which is there once, as a local backward pass does: in place where
-    it would."""
+    """Add gradients to the ``.grad`` of leaves, in place if a local backward pass would do so. Each leaf occurs once."""
     with Borrowed([leaf for leaf, _ in gradients]) as grads:
         for index, (_, gradient) in enumerate(gradients):
             before = grads[index]
@@ -442,10 +443,10 @@ def run(
     Args:
         outputs, gradients, receipts: as for :func:`capture`.
         leaves: all leaves that can be reached; each once.
-        deadline: until when to wait for other users of the ``.grad`` of these leaves; monotonic, None for no bound.
+        deadline: how long to wait for other users of the ``.grad`` of these leaves, on the monotonic clock; None for no bound.
 
     Raises:
-        RpcTimeoutError: other threads did not give the leaves back in time.
+        RpcTimeoutError: other threads did not release the leaves in time.
         Exception: a node or a hook raised it.
     """
     if not outputs:
@@ -480,7 +481,7 @@ def run(
 
 
 class _Feed(torch.autograd.Function):
-    """A node whose inputs are leaves, and whose backward gives them the gradients in a box.
+    """A node whose inputs are leaves, and whose backward returns the gradients in a box for these leaves.
 
     The box is emptied, so that only the engine refers to the gradients. Then they become ``.grad`` without a copy, as in a
     local backward pass.
@@ -510,10 +511,10 @@ _ALONE: Final = _use_count(_some.untyped_storage()._cdata)
 
 
 def _unshare(gradients: Tensors | list[torch.Tensor]) -> None:
-    """Copy, in the list, the gradients whose memory other tensors have as well.
+    """Replace gradients in the list that share memory with other tensors by copies.
 
-    The engine copies a gradient only if other code refers to the tensor itself: views of one gradient (of the operands of a
-    sum, say) would become the ``.grad`` of several leaves.
+    The engine copies a gradient only if other code refers to the same tensor object. Without these copies, views of one gradient
+    (such as the gradients of the operands of a sum) would become the ``.grad`` of several leaves.
     """
     for index, gradient in enumerate(gradients):
         if gradient is not None and gradient.layout is torch.strided:
@@ -537,10 +538,10 @@ def finish(
         leaves: each once.
         box: the gradient of each; empty afterwards. A gradient without other references is not copied.
         create_graph: the gradients have a history. Then only tensor hooks run.
-        deadline: as of :func:`run`.
+        deadline: as for :func:`run`.
 
     Raises:
-        RpcTimeoutError: other threads did not give the leaves back in time.
+        RpcTimeoutError: other threads did not release the leaves in time.
         Exception: a hook raised it.
     """
     for leaf in leaves:
@@ -574,7 +575,7 @@ def _root(leaves: Sequence[torch.Tensor], box: list[torch.Tensor]) -> torch.Tens
 def _finish_with_history(
     leaves: Sequence[torch.Tensor], box: list[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    # Not into .grad: with a history, gradient and leaf would refer to each other.
+    # Do not store these gradients in .grad: they have a history, so leaf and gradient would form a reference cycle.
     edges = tuple(get_gradient_edge(leaf) for leaf in leaves)
     results = _run(edges, tuple(box), True, True, edges, True, False)
     box.clear()

@@ -1,10 +1,10 @@
 """A worker's part of one backward pass: received gradients, the next stratum, and gradients to send. No I/O.
 
-Gradients arrive on any thread, in any order, repeatedly, and before the plan. Strata run one at a time, in order, each on
-the thread that finds it ready. The lock of the context guards a part, except the fields that only the thread that runs a
+A gradient may arrive on any thread, in any order, several times, and before the plan. Strata run one at a time, in order, each
+on the thread that finds it ready. The lock of the context guards a part, except the fields that only the thread that runs a
 stratum uses. No user code runs under that lock.
 
-Until the verdict on the pass, sums and results are in the part only.
+Until the verdict on the pass, sums and results are stored in the part only.
 
 :class:`Sum` gives the same sum to the last bit, in whatever order gradients arrive. Not thread-safe.
 """
@@ -159,14 +159,14 @@ class Terms:
         """Return the remaining seconds, 0 for no bound.
 
         Raises:
-            RpcTimeoutError: the time is over.
+            RpcTimeoutError: the deadline has passed.
         """
         if self.deadline is None:
             return 0.0
         left = self.deadline - _time.now()
         if left <= 0:
             raise RpcTimeoutError(
-                f"the backward pass was not over within {self.timeout} s; no gradients were changed. Give backward() "
+                f"the backward pass did not end within {self.timeout} s; no gradients were changed. Give backward() "
                 f"a longer timeout="
             )
         return left
@@ -177,11 +177,11 @@ class _Step:
 
     Attributes:
         messages: message -> the contributions that it waits for, in the order in which they are added up.
-        reached: where the gradients of its messages lead to.
-        lacking: how many gradients have not come yet.
-        retain: later strata pass through nodes of this stratum, so its call of the engine keeps the graph.
-        is_direct: None where its leaves are finished at the end of the part. Otherwise its call of the engine finishes them,
-            and this is true where that call sends all gradients straight to leaves.
+        reached: the receipts and leaves at which the gradients of its messages end.
+        lacking: how many gradients have not arrived yet.
+        retain: later strata use nodes of this stratum, so its call of the engine keeps the graph.
+        is_direct: None: its leaves are finished at the end of the part. False: its own call of the engine finishes them
+            (``graph.run``). True: the same, and every edge of its messages leads directly to a leaf (``graph.finish``).
     """
 
     __slots__ = ("is_direct", "lacking", "messages", "reached", "retain")
@@ -202,12 +202,12 @@ class LocalPass:
         id: its number, with the rank of the worker where it began in the top 16 bits.
         origin: the worker where it began, if known.
         terms: its options; None until the part has begun.
-        begun: a thread has begun the part, or is about to.
+        begun: a thread has begun the part, or is about to begin it.
         answer: completed when this part ends; None if no worker waits for it.
         awaited: the calls to other workers, if the pass begins here: cancelled if this part fails.
         told: the workers that get the verdict, if the pass begins here.
         error: why this part has failed.
-        over: the verdict has arrived, or the pass was given up: later gradients are ignored.
+        over: the verdict has arrived, or this worker has ended the pass without it: later gradients are ignored.
         finished: all strata and leaves are done.
         decided: completed after the verdict; None if no thread waits for it.
     """
@@ -308,10 +308,10 @@ class LocalPass:
                     self.arrive(contribution.worker, contribution.receipt, message, gradients)
 
     def _find_alone(self, reaching: Sequence[_Step]) -> None:
-        """Mark the strata that finish their leaves themselves, because no other reaches these.
+        """Mark the strata that finish their leaves themselves, because no other stratum reaches these leaves.
 
-        Where only some of a stratum's gradients are sent straight to leaves, the engine would copy those: a capture hands
-        them on as they are.
+        If only some of a stratum's edges lead directly to leaves, ``graph.run`` would copy the gradients of these edges; such a
+        stratum uses ``graph.capture``, which returns them without a copy.
         """
         first: dict[int, _Step] = {}  # stratum, of each leaf
         for step in reaching:
@@ -382,7 +382,7 @@ class LocalPass:
         return any(contribution.worker == worker for _, contribution in self._where)
 
     def drop(self) -> None:
-        """Forget all gradients and results. If a thread is busy, it does so at the end of its stratum."""
+        """Discard all gradients and results; if a thread runs a stratum, that thread discards them at the stratum's end."""
         self.over = True
         if not self._busy:
             self._forget()
@@ -458,7 +458,7 @@ class LocalPass:
                 given = self._arrived.pop((message, contribution))
                 if len(given) != len(edges):
                     raise ProtocolError(
-                        f"message {message} has {len(edges)} gradients, but {len(given)} came"
+                        f"message {message} has {len(edges)} gradients, but {len(given)} were received"
                     )
                 for edge, gradient in zip(edges, given, strict=True):
                     if gradient is not None:
@@ -481,7 +481,7 @@ class LocalPass:
         for node in self._leaves:
             gradient = self._sums.pop(node).total[0]
             if gradient is not None:
-                # A leaf has two nodes if its first node was freed and made again.
+                # A leaf has two nodes if torch freed its first AccumulateGrad node and made a new one.
                 leaf = node.variable
                 sums[leaf] = graph.add(sums[leaf], gradient) if leaf in sums else gradient
                 del gradient

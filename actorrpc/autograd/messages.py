@@ -1,6 +1,8 @@
-"""What workers tell each other in a backward pass. No I/O, no state.
+"""The messages that workers send each other in a backward pass. No I/O, no state.
 
-Messages are named tuples because these are pickled in C: one of them crosses for each message of the forward pass.
+In this package, a *message* of the forward pass is a request or answer with tensors that require grad, and a *receipt* is the
+record of such a message on its receiver. The classes below are named tuples, because these are pickled in C: one of them is sent
+for each message of the forward pass.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey
 
-#: Makes a named tuple of a tuple: its class goes through a function in Python.
+#: ``make(cls, fields)`` makes a named tuple; a call of ``cls`` would run a function in Python.
 make: Final = tuple.__new__
 
 __all__ = [
@@ -39,15 +41,15 @@ Gradients = list["torch.Tensor | None"]
 
 
 class Contribution(NamedTuple):
-    """The source of a gradient for a message: a worker, and the number of its receipt of the message. A message has one
-    contribution for each receipt that takes part in the pass."""
+    """The source of one gradient of a message: the worker that received the message, and the number of its receipt. A message
+    has one contribution for each receipt that takes part in the pass."""
 
     worker: WorkerKey
     receipt: int
 
 
 class Sink(NamedTuple):
-    """A receipt that can be reached from somewhere: the message that it is of, and its own number."""
+    """A receipt at which gradients end: the sender of the received message, the message's number, and the receipt's number."""
 
     worker: WorkerKey
     message: int
@@ -55,14 +57,14 @@ class Sink(NamedTuple):
 
 
 class Discover(NamedTuple):
-    """Asks which receipts can be reached from messages of the asked worker. Answer: ``{message: [Sink, ...]}``."""
+    """Asks a worker to which receipts the gradients of messages lead that it has sent. Answer: ``{message: [Sink, ...]}``."""
 
     context: int
     messages: Sequence[int]
 
 
 class Stratum(NamedTuple):
-    """Messages of one worker whose gradients are worked off in one call of the engine: all of one level.
+    """Messages of one worker and one level (see ``planner.py``), whose gradients are processed in one call of the engine.
 
     Attributes:
         messages: message -> the contributions that it waits for, in the order in which they are added up.
@@ -85,7 +87,7 @@ class Run(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Carries the gradient of one message, from one of its receipts. No answer: errors are in the answer to :class:`Run`."""
+    """The gradient of one message, from one of its receipts. Has no answer: errors are in the answer to :class:`Run`."""
 
     context: int
     pass_id: int
@@ -96,7 +98,7 @@ class Gradient(NamedTuple):
 
 
 class Settle(NamedTuple):
-    """Is answered when the receiver has acted on the verdict, which was sent before."""
+    """Asks a worker to answer when it has acted on the verdict, which was sent before."""
 
     context: int
     pass_id: int
@@ -121,7 +123,7 @@ Notice = Verdict | Release
 
 
 class Transport(Protocol):
-    """How messages go to other workers, and to this one."""
+    """Sends messages to other workers, and to this worker."""
 
     me: WorkerKey
 
@@ -129,7 +131,7 @@ class Transport(Protocol):
         """Send a message and return a future of the answer. Never raises, never waits.
 
         Args:
-            timeout: seconds; 0 means no bound but the life of the worker.
+            timeout: seconds; 0: wait until the worker answers or dies.
         """
 
     def post(self, to: WorkerKey, message: Gradient) -> None:
@@ -140,7 +142,7 @@ class Transport(Protocol):
         """
 
     def tell(self, to: WorkerKey, notice: Notice) -> None:
-        """Send a notice that needs no answer, until it is received. Never raises, never waits.
+        """Send a notice that needs no answer; repeat it until it is sent. Never raises, never waits.
 
         A notice that is not urgent (a pass has succeeded, a context has been released) may be delayed, to be sent with
         another message.
@@ -170,7 +172,7 @@ class Transport(Protocol):
         """
 
     def leave(self, outer: Any) -> None:
-        """End the effect of :meth:`attend`."""
+        """Undo :meth:`attend`; gradients that were read and not processed are passed to other threads."""
 
     def attends_another(self, part: Any) -> bool:
         """Say whether this thread waits for another part of a pass than this one."""

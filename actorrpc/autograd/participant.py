@@ -1,9 +1,9 @@
-"""A worker's side of backward passes: it answers discovery, runs its part, and receives the verdict.
+"""A worker's side of backward passes: it answers queries of discovery, runs its part, and receives the verdict.
 
 Thread-safe. The engine runs on the calling thread, under ``Context.engine``; no code that could wait, and no user code, runs
 under ``Context.lock``. Messages are sent without waiting: their answers arrive in callbacks.
 
-The roots of a pass are checked before any message is sent, with torch's words.
+The roots of a pass are checked before any message is sent; the errors have torch's texts.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check_roots(
     """Return the edges of the roots and the gradient of each.
 
     Args:
-        gradients: one for each root, or None for all or some of them: then it is ones, and the root has to be a real scalar.
+        gradients: one for each root. None for all or some roots: the gradient is ones, and the root must be a real scalar.
 
     Raises:
         TypeError: the roots, or the gradients, are not sequences of tensors.
@@ -130,7 +130,7 @@ class Participant:
 
     Args:
         contexts: the contexts of this worker.
-        transport: the way to the other workers.
+        transport: sends messages to the other workers.
 
     Attributes:
         watch: runs the strata in the place of ``LocalPass.work``, for profiles; None without a profile.
@@ -141,7 +141,7 @@ class Participant:
         self.transport = transport
         self.watch: Callable[[LocalPass, int], Iterable[tuple[WorkerKey, Gradient]]] | None = None
         self.me = contexts.me
-        # A restarted worker must not begin passes under numbers of its former life.
+        # A restarted worker must not use numbers of passes that its earlier incarnation has used.
         first = int.from_bytes(os.urandom(3), "big") << 20
         self._ids = itertools.count((self.me.rank & 0xFFFF) << 48 | first)
 
@@ -176,8 +176,8 @@ class Participant:
 
         Raises:
             TypeError: an argument is of a wrong type.
-            ValueError: there is no such mode, or place to put gradients.
-            RuntimeError: the roots are no roots, or there is no such context.
+            ValueError: ``mode`` or ``accumulate`` has another value than the documented ones.
+            RuntimeError: the roots cannot be differentiated, or there is no such context.
         """
         context = self.contexts.get(context_id)
         if mode not in ("smart", "fast"):
@@ -221,7 +221,7 @@ class Participant:
             except RpcTimeoutError:
                 raise RpcTimeoutError(
                     f"a backward pass of {context} is done on worker {self.transport.name(self.me)}, but worker "
-                    f"{pending.id >> 48}, where it began, has not said within {timeout} s what became of it"
+                    f"{pending.id >> 48}, where it began, has not sent its outcome within {timeout} s"
                 ) from None
 
     # -- messages ------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Participant:
         return part.decided
 
     def sinks(self, context: Context, message: int) -> list[Sink]:
-        """Return the receipts that can be reached from a sent message.
+        """Return the receipts to which the gradients of a sent message lead.
 
         Raises:
             RpcError: it was not sent from here, or the context was released.
@@ -371,7 +371,7 @@ class Participant:
             self.decide(part, notice.commit)
         except Exception:
             _log.exception(
-                "gradients of a backward pass of %s could not be stored: those of this worker are lost",
+                "gradients of a backward pass of %s could not be stored: the gradients of this worker are lost",
                 context,
             )
 
@@ -516,7 +516,7 @@ class Participant:
                 parts = list(context.passes.values())
             for part in parts:
                 self._bereave(part, key, error)
-            # A later life of the same rank makes contexts of its own.
+            # A later incarnation of the worker has the same rank, and makes contexts of its own.
             if context.origin == key.rank and context.maker in (None, key) and key.rank != self.me.rank:
                 self._release(context.id, key, error)
 
@@ -544,4 +544,4 @@ class Participant:
 def _complete(future: Future[None], error: BaseException | None = None) -> None:
     if future.claim():
         future.conclude(None, error)
-        future.acknowledge()  # the error also reaches the origin of the pass in another way
+        future.acknowledge()  # the origin of the pass gets the error in an answer, so it is not logged here

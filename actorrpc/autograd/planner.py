@@ -1,9 +1,9 @@
-"""The plan of a backward pass: which messages take part, and in what order each worker works them off. Pure.
+"""The plan of a backward pass: which messages take part, and in what order each worker processes their gradients. Pure.
 
-Messages and the receipts that lead from one to the next form a graph without cycles. A message's *level* is the longest
-way to it from the roots; messages of one worker and one level form a *stratum*, which is worked off in one call of the
-engine. As every receipt leads to a higher level than it is reached from, waiting for a whole stratum never waits for
-itself, however often gradients come back to a worker.
+Gradients of a message lead, on its sender, to receipts of earlier messages, so messages form a graph without cycles. A message's
+*level* is the length of the longest path to it from the roots. The messages of one worker and one level form a *stratum*, which
+is processed in one call of the engine. Gradients always lead to messages of a higher level, so a stratum never waits for itself,
+however often gradients come back to a worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["ROOTS", "Send", "levels", "make_plan"]
 
-#: A message: who sent it, and its number there.
+#: A message: its sender, and the sender's number of the message.
 Send = tuple[WorkerKey, int]
 
 #: The number that stands for the roots in place of a message. Messages are counted from 1.
@@ -25,10 +25,10 @@ ROOTS: Final = 0
 
 
 def levels(answers: Mapping[Send, Sequence[Sink]]) -> dict[Send, int]:
-    """Return the level of each message: 0 where no other leads to it.
+    """Return the level of each message: 0 if no other message leads to it.
 
     Args:
-        answers: for each message the receipts that its gradients lead to.
+        answers: for each message the receipts to which its gradients lead.
 
     Raises:
         RpcError: a receipt is of a message that is not in ``answers``, or messages lead to each other in a circle.
@@ -42,7 +42,7 @@ def levels(answers: Mapping[Send, Sequence[Sink]]) -> dict[Send, int]:
             if each in sends:
                 continue
             if each not in before:
-                raise RpcError(f"{_name(send)} leads to {_name(each)}, which nobody was asked about")
+                raise RpcError(f"{_name(send)} leads to {_name(each)}, about which no worker was asked")
             sends[each] = None
             before[each] += 1
     found: dict[Send, int] = {}
@@ -69,14 +69,14 @@ def levels(answers: Mapping[Send, Sequence[Sink]]) -> dict[Send, int]:
 
 
 def make_plan(origin: WorkerKey, answers: Mapping[Send, Sequence[Sink]]) -> dict[WorkerKey, list[Stratum]]:
-    """Return the strata of each worker that takes part, in the order in which it works them off.
+    """Return the strata of each worker that takes part, in the order in which the worker runs them.
 
     The plan does not depend on the order of the answers: contributions are added up in the order of the senders' ranks
     and of their receipts.
 
     Args:
-        origin: where the roots are; its first stratum is these.
-        answers: for each message that takes part the receipts that its gradients lead to; ``(origin, ROOTS)`` for the roots.
+        origin: the worker of the roots; its first stratum is the roots.
+        answers: for each message that takes part the receipts to which its gradients lead; ``(origin, ROOTS)`` for the roots.
 
     Raises:
         RpcError: the answers contradict each other.
@@ -88,7 +88,7 @@ def make_plan(origin: WorkerKey, answers: Mapping[Send, Sequence[Sink]]) -> dict
             send, contribution = (to, message), make(Contribution, (worker, receipt))
             if seen.setdefault(contribution, send) != send:
                 raise RpcError(
-                    f"receipt {receipt} of worker {worker.rank} is said to be of {_name(send)} and of "
+                    f"two answers name different messages for receipt {receipt} of worker {worker.rank}: {_name(send)} and "
                     f"{_name(seen[contribution])}"
                 )
             contributions.setdefault(send, set()).add(contribution)
@@ -99,7 +99,7 @@ def make_plan(origin: WorkerKey, answers: Mapping[Send, Sequence[Sink]]) -> dict
     last: tuple[WorkerKey, int] | None = None
     for worker, level, message in sorted(order):
         if (worker, message) not in contributions:
-            raise RpcError(f"nothing leads to {_name((worker, message))}, but it is to take part")
+            raise RpcError(f"nothing leads to {_name((worker, message))}, although an answer names it")
         if last != (worker, level):
             last = worker, level
             plan.setdefault(worker, []).append(make(Stratum, ({},)))

@@ -1,22 +1,22 @@
 """Recording: which autograd context a message belongs to, and which of its tensors stay connected to the graph.
 
-A tag travels in the header of each call that is made in a context: ``(context,)``, or ``(context, message, indices, news)``
-where some of the message's tensors require grad; indices count its plain tensors, and news is told below. The sender keeps the
-edges of these tensors; at the receiver they become the outputs of one node, which stands for the message. The same goes for
-answers. A snapshot, which is opened later, has the tag ``(context, message, indices, rank, incarnation)`` with the worker that
-keeps it.
+The header of each call that is made in a context has a tag: ``(context,)``, or ``(context, message, indices, news)`` if some of
+the message's tensors require grad; the indices count the message's plain tensors, and news is described below. The sender keeps
+the edges of these tensors; at the receiver, the tensors become the outputs of one node, which stands for the message. Answers
+have such tags, too. A snapshot, which is opened later, has the tag ``(context, message, indices, rank, incarnation)`` with the
+worker that keeps it.
 
-The current context is that of the block ``with context()`` that the code is in, or that of the call it was called by.
-Both follow coroutines; neither follows into threads that users start.
+The current context is the context of the ``with context()`` block in which the code runs, or else the context of the call that
+is executed. Coroutines inherit it; threads that users start do not.
 
-**News: where messages lead to.** A backward pass has to know which messages the gradients of a message lead to on the worker
-that sent it. Asking when it begins would cost one round trip for each hop. Therefore each message says where it leads to, and
-adds what its receiver may not know yet of the messages that it leads to. A pass asks for the rest: for large graphs, and for
-results that are kept to be opened later.
+**News: the paths of gradients.** To plan a backward pass, its origin must know for each message to which earlier messages its
+gradients lead, on the worker that sent it. To query this at the start of a pass would cost one round trip for each hop.
+Therefore each message carries this information about itself, and about those earlier messages, unless the sender has sent it to
+the receiver before. A pass queries the rest: for large graphs, and for results that are kept to be opened later.
 
-In a tag this is a flat list: a message, what it leads to (message and receipt, in turns), the next message, and so on.
-The worker of a message is in its upper bits; the lives of workers other than these two come at the end. All of it runs
-under ``Context.lock``, for microseconds.
+In a tag, news is a flat list: a message, a list of the messages to which it leads with their receipts, the next message, and so
+on. The rank of a message's sender is in the upper bits of its number; the incarnations of workers other than sender and receiver
+are at the end. This code runs under ``Context.lock``, for microseconds.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["GraphRecorder", "current_context", "enter", "hear", "leave", "tell"]
 
-_NODES: Final = 250  # graphs of more nodes are not walked before a pass needs it
-_NEWS: Final = 100  # so many messages are told of at most
+_NODES: Final = 250  # graphs of more nodes are not walked until a pass needs them
+_NEWS: Final = 100  # the most messages that the news of one message describe
 _RANK_BITS: Final = 48
 
 
 def tell(
     context: Context, me: WorkerKey, message: int, edges: tuple[GradientEdge, ...], peer: WorkerKey
 ) -> list[Any]:
-    """Record a message to ``peer``; return the news that are sent with it."""
+    """Record a message to ``peer``; return the news to be sent with it."""
     news: list[Any] = []
     lives: dict[int, str] = {}
     with context.lock:
@@ -100,7 +100,7 @@ def hear(context: Context, me: WorkerKey, sender: WorkerKey, news: Sequence[Any]
     try:
         found = _read_news(me, sender, news)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ProtocolError("what a message says of where it leads to cannot be read") from error
+        raise ProtocolError("the news in the autograd tag of a message cannot be read") from error
     with context.lock:
         for send, sinks in found:
             context.sinks.setdefault(send, sinks)
@@ -125,8 +125,8 @@ def _read_news(
 
 _log = logging.getLogger("actorrpc.autograd")
 
-# The block that the code is in, with the call in which it was entered: other calls that the same thread executes meanwhile
-# are not in the block.
+# The context of the current ``with context()`` block, and the execution in which the block was entered: other calls that the same
+# thread executes meanwhile are not in the block.
 _entered: ContextVar[tuple[int, Execution | None] | None] = ContextVar(
     "actorrpc_autograd_context", default=None
 )
@@ -151,7 +151,7 @@ def enter(context: int) -> Token[tuple[int, Execution | None] | None]:
 
 
 def leave(token: Token[tuple[int, Execution | None] | None]) -> None:
-    """Make the context current that was so before :func:`enter`."""
+    """Restore the context that was current before :func:`enter`."""
     _entered.reset(token)
 
 
@@ -199,9 +199,9 @@ class GraphRecorder(Recorder):
         if any(each.requires_grad and each.grad_fn is not None for each in tensors):
             self._warned = True
             _log.warning(
-                "a tensor that requires grad was sent outside of a distributed autograd context: it arrives as a leaf, no "
-                "gradient will come back. Make the call inside of `with actorrpc.autograd.context()`, or detach() the "
-                "tensor. (Said once.)"
+                "a tensor that requires grad was sent outside of a distributed autograd context: it arrives as a leaf, and no "
+                "gradient will be sent back. Make the call inside of `with actorrpc.autograd.context()`, or detach() the "
+                "tensor. (Logged once.)"
             )
 
     def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
@@ -212,7 +212,7 @@ class GraphRecorder(Recorder):
         for index in indices:
             wanted.append(tensors[index])
         if context is None:
-            # The context was released, so its gradients cannot be asked for. The call may still have other effects.
+            # The context was released, so no backward pass will need these tensors. The call may still have other effects.
             for each in wanted:
                 each.requires_grad_(False)
             return
@@ -234,10 +234,10 @@ class GraphRecorder(Recorder):
 
 
 def _read(tag: Any, count: int) -> tuple[int, int, Sequence[int], WorkerKey | None, Sequence[Any]]:
-    """Take the tag of a message with ``count`` tensors apart: context, message, indices, who keeps it, news.
+    """Return the parts of the tag of a message with ``count`` tensors: context, message, indices, the worker that keeps it, news.
 
     Raises:
-        ProtocolError: it makes no sense.
+        ProtocolError: the tag is not valid.
     """
     indices: Sequence[int]
     try:

@@ -1,4 +1,4 @@
-"""Wiring: puts distributed autograd on top of an agent when the process joins a group, and takes it off again."""
+"""Starts distributed autograd for an agent when the process joins a group, and ends it."""
 
 from __future__ import annotations
 

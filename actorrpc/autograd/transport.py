@@ -1,4 +1,4 @@
-"""How the messages of backward passes travel: as calls and notices of the agent."""
+"""Sends and receives the messages of backward passes, as calls and notices of the agent."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _GRADIENT, _RUN, _DISCOVER, _SETTLE = range(4)  # kinds of messages on the wire
 
 
 def serve(kind: int, *fields: Any) -> Any:
-    """Take a message of a backward pass as :func:`fields_of` gave it (called by RPC)."""
+    """Handle a message of a backward pass. Other workers call this function with the result of :func:`fields_of`."""
     execution = CURRENT.get()
     worker = current_worker()
     participant: Participant | None = None if worker is None else worker.autograd
@@ -64,7 +64,7 @@ def serve(kind: int, *fields: Any) -> Any:
 
 
 def fields_of(message: Message) -> tuple[Any, ...]:
-    """Return a message as plain values, which travel in half of the time that named tuples in each other need."""
+    """Return a message as plain values, which are sent in half of the time of nested named tuples."""
     if isinstance(message, Gradient):
         return (_GRADIENT, *message)
     if isinstance(message, Discover):
@@ -109,7 +109,7 @@ def message_of(kind: int, fields: tuple[Any, ...]) -> Message:
     return Run(context, pass_id, strata, retain_graph, create_graph, accumulate, timeout, gradients)
 
 
-#: Gives a notice as bytes.
+#: Returns a notice as bytes.
 pack_notice: Final[Callable[[Notice], bytes]] = msgpack.packb
 
 
@@ -117,7 +117,7 @@ def unpack_notice(body: bytes) -> Notice:
     """Return the notice that :func:`pack_notice` was given.
 
     Raises:
-        ProtocolError: the bytes make no sense.
+        ProtocolError: the bytes are not a notice.
     """
     try:
         fields = msgpack.unpackb(body)
@@ -128,11 +128,11 @@ def unpack_notice(body: bytes) -> Notice:
             return make(Release, fields)
         if len(fields) == 3:
             return make(Verdict, (fields[0], fields[1], bool(fields[2])))
-    raise ProtocolError("a notice of distributed autograd makes no sense")
+    raise ProtocolError("a notice of distributed autograd has the wrong fields")
 
 
 class _Posts(deque[Any]):
-    """The posts that a thread has read while it waited for its part of a pass."""
+    """The casts that a thread has read while it waited for its part of a pass."""
 
     part: LocalPass
 
@@ -149,7 +149,8 @@ class AgentTransport:
         future: Future[Any] = Future()
         label = f"{OWN}backward ({type(message).__name__})"
         future.label = label
-        future.cover()  # the pass raises its errors itself, and an interruption may come before it has the future
+        # The pass raises the error. If an interruption discards the future before the pass has it, no error is logged.
+        future.cover()
         try:
             self._agent.call(
                 self._references.peer_of(to),

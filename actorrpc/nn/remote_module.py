@@ -1,8 +1,8 @@
-"""RemoteModule: an nn.Module that lives on another worker, used as if it were here.
+"""RemoteModule: an nn.Module that lives on another worker, used like a local module.
 
-It is an ``nn.Module`` itself, so that it can be a part of a local one, but it has no parameters, buffers and modules of
-its own: calls that torch makes on the parts of a model (``state_dict``, ``train``, ``to``, ``apply``) are passed on
-to the owner, where :mod:`actorrpc.rpc.modules` executes them. The RPC layer records the calls for autograd.
+A RemoteModule is an ``nn.Module`` itself, so it can be a part of a local module, but it has no parameters, buffers and modules
+of its own: calls that torch makes on the parts of a model (``state_dict``, ``train``, ``to``, ``apply``) are sent to the owner,
+where :mod:`actorrpc.rpc.modules` executes them. The RPC layer records the calls for autograd.
 
 A place is a worker and one of its devices, in torch's notation.
 """
@@ -31,7 +31,7 @@ __all__ = ["RemoteModule", "device_of", "place_of"]
 
 
 def place_of(remote_device: Any) -> tuple[str | int | None, str]:
-    """Return the worker (a name, a rank, or None for this one) and the device that are meant.
+    """Return the worker (a name, a rank, or None for this worker) and the device that ``remote_device`` names.
 
     Args:
         remote_device: ``"worker/device"``, ``"worker"``, ``"rank:1/device"``, ``"rank:1"``, ``"device"`` (of this worker);
@@ -113,10 +113,10 @@ def _refuse(name: str, instead: str = "") -> NoReturn:
 class RemoteModule(nn.Module):
     """A module on another worker. ``remote(x)`` calls it there and returns its output.
 
-    Usable as a part of a local module. Of such an outer module ``state_dict`` and ``load_state_dict`` include the remote
-    parameters and buffers (as copies on the CPU); ``train``, ``eval``, ``apply`` and conversions of the dtype reach the remote
-    module. A move to a device does not: each worker has its own devices. ``parameters`` and ``buffers`` of the outer module,
-    and its ``zero_grad`` and ``requires_grad_``, find the local tensors only: ``remote_parameters()`` returns the remote
+    Usable as a part of a local (outer) module. The outer module's ``state_dict`` and ``load_state_dict`` include the remote
+    parameters and buffers (as copies on the CPU); its ``train``, ``eval``, ``apply`` and conversions of the dtype apply to the
+    remote module, too. A move to a device does not, because each worker has its own devices. The outer module's ``parameters``,
+    ``buffers``, ``zero_grad`` and ``requires_grad_`` use the local tensors only: ``remote_parameters()`` returns the remote
     parameters, for a ``DistributedOptimizer``.
 
     Calls inside of a distributed autograd context are recorded. Hooks that are registered on the RemoteModule run on this
@@ -128,8 +128,8 @@ class RemoteModule(nn.Module):
     last RRef to it have ended. Calls are thread-safe as far as the module is: several may run at the same time.
 
     Args:
-        remote_device: ``"worker"``, ``"worker/device"``, ``"rank:1/device"``, or a device of this worker; a WorkerInfo or a rank
-            will do, too. The device is the CPU unless one is named.
+        remote_device: ``"worker"``, ``"worker/device"``, ``"rank:1/device"``, a device of this worker, a WorkerInfo or a rank.
+            The device is the CPU unless one is named.
         module_cls: the module's class, an actor class, or a function that returns a module. It is called on the worker, and
             the constructor does not wait for it: its exception is raised at the first use.
         args, kwargs: its arguments.
@@ -176,15 +176,15 @@ class RemoteModule(nn.Module):
 
     @classmethod
     def from_rref(cls, module_rref: RRef[Any], device: Any = "cpu") -> Self:
-        """Return a RemoteModule for a module that there is a reference to. Several may share one.
+        """Return a RemoteModule for the module of an RRef. Several RemoteModules may share a module.
 
         Args:
-            module_rref: refers to the module: what ``get_module_rref()`` gave, or the ``rref`` of an actor whose class is a
-                module (calls go past its mailbox, then).
-            device: the device that it is on; inputs are moved there.
+            module_rref: refers to the module: the result of ``get_module_rref()``, or the ``rref`` of an actor whose class is a
+                module (then calls bypass the actor's mailbox).
+            device: the device of the module; inputs are moved there.
 
         Raises:
-            TypeError: it is no RRef. What it refers to shows at the first use.
+            TypeError: ``module_rref`` is not an RRef. Whether it refers to a module is checked at the first use.
             ConfigError: torch knows no such device.
         """
         if not isinstance(module_rref, RRef):
@@ -195,10 +195,10 @@ class RemoteModule(nn.Module):
     def init_from_module_rref(
         remote_device: Any, module_rref: RRef[Any], _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """Return a RemoteModule for a module that there is a reference to, torch's way: see :meth:`from_rref`.
+        """Return a RemoteModule for the module of an RRef, with torch's signature: see :meth:`from_rref`.
 
         Args:
-            remote_device: as of a RemoteModule; the worker in it does not count, as the reference says who it is.
+            remote_device: as for the constructor; its worker is ignored, because the RRef determines the worker.
 
         Raises:
             ValueError: a TorchScript interface was given.
@@ -218,12 +218,12 @@ class RemoteModule(nn.Module):
     # -- calling --------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module with these arguments and return its output. Where it is not on the CPU, tensors are moved.
+        """Call the module with these arguments and return its output. If it is not on the CPU, tensors are moved there and back.
 
         Raises:
             RpcTimeoutError, PeerDiedError: the call did not end; ``maybe_executed`` says whether it may have run.
             SerializationError: it was not sent.
-            Exception: what the module raised, or its constructor.
+            Exception: the module or its constructor raised it.
         """
         return self._on_owner("forward", modules.forward, self.device, args, kwargs)
 
@@ -257,11 +257,11 @@ class RemoteModule(nn.Module):
     def named_parameters(  # type: ignore[override]
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
-        """Return an iterator over the names of the module's parameters and RRefs to them. They are fetched at once.
+        """Return an iterator over the names of the module's parameters and RRefs to them, which are fetched in one call.
 
         Args:
-            recurse: if false, the iterator is empty, because DistributedDataParallel asks each part of a model in this way.
-                ``remote_parameters(recurse=False)`` returns the parameters without those of inner modules.
+            recurse: if false, the iterator is empty, because DistributedDataParallel calls this for each part of a model, and
+                needs local parameters. ``remote_parameters(recurse=False)`` leaves out the parameters of inner modules.
         """
         if not recurse:
             return iter(())
@@ -269,7 +269,7 @@ class RemoteModule(nn.Module):
         return iter(self._on_owner("named_parameters", *asked))
 
     def parameters(self, recurse: bool = True) -> NoReturn:
-        """Refuse: the parameters are elsewhere. Raises ValueError."""
+        """Raise ValueError: the parameters are on another worker."""
         _refuse("parameters", ". Please use ``remote_parameters`` instead.")
 
     # -- state -------------------------------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ class RemoteModule(nn.Module):
     # ``state_dict`` and ``load_state_dict`` are torch's: they call these two, also for a RemoteModule within a module.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        # Copies, whatever ``keep_vars`` says: the variables themselves cannot be had.
+        # Copies, even if ``keep_vars`` is true: the parameters themselves are on another worker.
         state = self._on_owner("state_dict", modules.state_of)
         for name, value in state.items():
             destination[prefix + name] = value
@@ -334,7 +334,10 @@ class RemoteModule(nn.Module):
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Call ``fn`` with every module within it and with itself, over there: what it changes here stays there."""
+        """Call ``fn`` on the module's worker, with every inner module and with the module itself.
+
+        Other objects that ``fn`` changes are copies on that worker.
+        """
         return self._steer("apply", fn)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -342,7 +345,7 @@ class RemoteModule(nn.Module):
         return self._steer("requires_grad_", requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the ``.grad`` of its parameters. Passes of distributed autograd do not touch them by default."""
+        """Reset the ``.grad`` of the parameters. By default, passes of distributed autograd do not use ``.grad``."""
         self._steer("zero_grad", set_to_none)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -396,12 +399,12 @@ class RemoteModule(nn.Module):
             self._on_owner("to", modules.convert, changed)
         return self
 
-    # -- what a module has and this has not ------------------------------------------------------------------------------
+    # -- methods of nn.Module that are refused ------------------------------------------------------------------------------
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Refuse: the modules within it are elsewhere. Raises ValueError."""
+        """Raise ValueError, except in the traversal of an outer module: the inner modules are on another worker."""
         if memo is None:
             _refuse("named_modules")
         return self._as_part(memo, prefix, remove_duplicate)
@@ -409,14 +412,14 @@ class RemoteModule(nn.Module):
     def _as_part(
         self, memo: set[nn.Module], prefix: str, remove_duplicate: bool
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Go on with the walk through the module around."""
+        """Yield this module, unless ``memo`` has it, for the traversal of the outer module."""
         if self not in memo:
             if remove_duplicate:
                 memo.add(self)
             yield prefix, self
 
     def register_backward_hook(self, hook: Any) -> RemovableHandle:
-        """Refuse: torch's old hooks see the gradients of one node only. Raises ValueError."""
+        """Raise ValueError: torch's old hooks get the gradients of one autograd node only."""
         _refuse("register_backward_hook", ": use ``register_full_backward_hook``")
 
     def extra_repr(self) -> str:
@@ -425,7 +428,7 @@ class RemoteModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Module):
-            _refuse("add_module", f": {name!r} would not be where the module is")
+            _refuse("add_module", f": {name!r} would not be on the worker of the module")
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -461,9 +464,9 @@ class RemoteModule(nn.Module):
 
 
 def _arguments(module_cls: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Check what a module is made of, as far as that can be done here."""
+    """Check the class and the arguments of a module, as far as this worker can; return the arguments."""
     if isinstance(module_cls, type) and not issubclass(module_cls, nn.Module):
-        # A class whose ``__new__``, or whose metaclass, makes something else may well make modules.
+        # If the class overrides ``__new__`` or the metaclass's ``__call__``, it may return modules.
         if module_cls.__new__ is object.__new__ and type(module_cls).__call__ is type.__call__:
             raise ValueError(
                 "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returns an "
@@ -488,7 +491,7 @@ def _refused(name: str) -> Callable[..., NoReturn]:
         _refuse(name)
 
     method.__name__, method.__qualname__ = name, f"RemoteModule.{name}"
-    method.__doc__ = "Refuse: a remote module has no such thing here. Raises ValueError."
+    method.__doc__ = "Raise ValueError: a RemoteModule does not support this method of nn.Module."
     return method
 
 

@@ -1,7 +1,7 @@
-"""Optimizers of parameters that live on several workers: torch's ``DistributedOptimizer``, and what it lacks.
+"""Optimizers of parameters that live on several workers: torch's ``DistributedOptimizer``, with further methods.
 
-``from actorrpc.optim import DistributedOptimizer`` in place of ``from torch.distributed.optim import
-DistributedOptimizer``. Learning rate schedulers, clipping, checkpoints and gradient scaling work across workers, too.
+``from actorrpc.optim import DistributedOptimizer`` replaces ``from torch.distributed.optim import DistributedOptimizer``.
+Learning rate schedulers, clipping, checkpoints and gradient scaling work across workers, too.
 """
 
 from actorrpc.optim.grad_scaler import DistributedGradScaler

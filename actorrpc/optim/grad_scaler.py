@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class _Stage(enum.Enum):
-    """How far one optimizer has come with one context since the last update."""
+    """The last step of the scaler for one optimizer and one context since the last update."""
 
     UNSCALING = enum.auto()  # or it has failed, with some gradients unscaled and others not
     UNSCALED = enum.auto()
@@ -27,7 +27,7 @@ class _Stage(enum.Enum):
 
 
 class DistributedGradScaler:
-    """What ``torch.amp.GradScaler`` does, for gradients in the contexts of distributed autograd::
+    """Does what ``torch.amp.GradScaler`` does, for gradients in the contexts of distributed autograd::
 
         scaler = DistributedGradScaler()
         with dist_autograd.context() as context_id:
@@ -39,13 +39,13 @@ class DistributedGradScaler:
             scaler.step(optimizer, context_id)
             scaler.update()
 
-    An infinity or a NaN in a gradient on any worker keeps all workers from making the step. Numbers and defaults are
-    torch's; a state can be exchanged with torch's scaler. Thread-safe.
+    If a gradient on any worker has an infinity or a NaN, no worker makes the step. Numbers and defaults are torch's; the state
+    can be loaded by torch's scaler, and torch's state by this scaler. Thread-safe.
 
     Args:
-        init_scale: what losses are multiplied by at first.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` updates without infinities or NaNs.
-        backoff_factor: what it is multiplied by where there were some.
+        init_scale: the first scale, by which losses are multiplied.
+        growth_factor: the factor of the scale after ``growth_interval`` updates without infinities or NaNs.
+        backoff_factor: the factor of the scale after an iteration with infinities or NaNs.
         enabled: if false, ``step`` makes a plain step and the other methods do nothing.
 
     Raises:
@@ -66,7 +66,7 @@ class DistributedGradScaler:
         if backoff_factor >= 1.0:
             raise ValueError(f"The backoff factor must be < 1.0, not {backoff_factor}.")
         self._enabled = enabled
-        self._lock = threading.Lock()  # guards what follows; held for moments
+        self._lock = threading.Lock()  # guards the fields below; not held during calls
         self._scale = _rounded(init_scale)
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
@@ -76,18 +76,18 @@ class DistributedGradScaler:
         self._found: dict[tuple[DistributedOptimizer, int | None], bool] = {}
 
     def is_enabled(self) -> bool:
-        """Say whether it scales at all."""
+        """Return whether the scaler is enabled."""
         return self._enabled
 
     def get_scale(self) -> float:
-        """Return what losses are multiplied by."""
+        """Return the scale, by which losses are multiplied."""
         return self._scale if self._enabled else 1.0
 
     def scale(self, outputs: _T) -> _T:
         """Multiply a loss, or several (in lists, tuples and other iterables), by the scale.
 
         Raises:
-            TypeError: there is something else than tensors.
+            TypeError: an element is not a tensor.
         """
         return self._scaled(outputs, self._scale) if self._enabled else outputs
 
@@ -109,10 +109,10 @@ class DistributedGradScaler:
     ) -> None:
         """Divide the gradients of an optimizer's parameters in a context by the scale, on all workers, in place.
 
-        Only needed to look at or clip them before :meth:`step`, which does it otherwise.
+        Only needed to read or clip the gradients before :meth:`step`, which otherwise divides them itself.
 
         Raises:
-            RuntimeError: it was done since the last :meth:`update`, or a step was made.
+            RuntimeError: this was done since the last :meth:`update`, or a step was made.
             ValueError: gradients are of float16.
             Exception: as :meth:`DistributedOptimizer.step`. The gradients in the context cannot be used after that.
         """
@@ -129,7 +129,7 @@ class DistributedGradScaler:
                     "unscale_() has already been called on this optimizer since the last update()."
                 )
             self._stages[key] = _Stage.UNSCALING
-            # In double precision, as torch does it.
+            # Divide in double precision and round then, as torch does.
             inverse = torch.tensor(1.0 / self._scale, dtype=torch.float32)
         found = optimizer._unscale(context_id, inverse, timeout)
         with self._lock:
@@ -149,7 +149,7 @@ class DistributedGradScaler:
             Whether the step was made.
 
         Raises:
-            RuntimeError: one was made with this context since the last :meth:`update`, or unscaling has failed.
+            RuntimeError: a step was made with this context since the last :meth:`update`, or unscaling has failed.
             Exception: as :meth:`DistributedOptimizer.step`.
         """
         if not self._enabled:
@@ -179,7 +179,7 @@ class DistributedGradScaler:
         """Adapt the scale to the infinities and NaNs found since the last update. Once per iteration, after all steps.
 
         Args:
-            new_scale: set the scale to this instead.
+            new_scale: set the scale to this value instead.
 
         Raises:
             RuntimeError: no gradients were unscaled since the last update.
@@ -217,7 +217,7 @@ class DistributedGradScaler:
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, of this class or of torch's.
+        """Load a state, which a scaler of this class or of torch's class has saved.
 
         Raises:
             RuntimeError: it is empty: it was saved by a scaler that was not enabled.

@@ -1,8 +1,8 @@
 """The local optimizer of one DistributedOptimizer, on a worker that has parameters.
 
 The DistributedOptimizer holds it by an RRef. Its methods are called by RPC, on threads of the pool; the step of torch's own
-optimizers runs on the calling thread if the caller is on this worker. Each method has the parameters for itself while it runs.
-Exceptions of the user's code go to the caller.
+optimizers runs on the calling thread if the caller is on this worker. Each method has exclusive use of the parameters while it
+runs. Exceptions of the user's code are raised at the caller.
 
 Gradients are lent (:func:`lent`) from an autograd context, or from ``.grad``. While gradients are lent, the ``.grad`` of the
 parameters belongs to the borrower: optimizers wait for each other if they have common parameters. Waits are bounded by the
@@ -65,7 +65,7 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
 
     Raises:
         RpcError: this worker does not know the context.
-        RpcTimeoutError: other threads have the gradients for longer than the call may take.
+        RpcTimeoutError: other threads have used the gradients until the deadline of the call.
     """
     deadline = within()
     if context_id is None:
@@ -123,10 +123,10 @@ def create(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[RRef[LocalOptimizer], Account]:
-    """Make an optimizer of parameters of this worker. Runs there.
+    """Make an optimizer of parameters of this worker. Called by RPC.
 
     Raises:
-        TypeError, ValueError: what an RRef refers to is no parameter, or is given twice.
+        TypeError, ValueError: the value of an RRef is not a parameter, or is given twice.
         Exception: the optimizer's class, or the creation of an RRef's value, raised it.
     """
     found = [(options, *_parameters_of(rrefs)) for options, rrefs in groups]
@@ -192,11 +192,11 @@ class LocalOptimizer:
         return [each for group in self._optimizer.param_groups for each in group["params"]]
 
     def _borrowed(self) -> graph.Borrowed:
-        """Keep other optimizers, and backward passes, from the parameters in a ``with`` block."""
+        """Return a ``with`` block with exclusive use of the parameters: other optimizers and backward passes wait."""
         return graph.Borrowed(self._parameters, within())
 
     def account(self, counts: list[list[int]] | None = None) -> Account:
-        """Say what there is."""
+        """Return the description of this optimizer."""
         return Account(
             [_without_params(group) for group in self._optimizer.param_groups],
             dict(self._optimizer.defaults),
@@ -222,12 +222,12 @@ class LocalOptimizer:
         """Make a step with the gradients of a context, or those in ``.grad``; ``.grad`` is left as it is found.
 
         Args:
-            deadline: until when to wait for other users of the gradients; by default, the deadline of the call.
+            deadline: how long to wait for other users of the gradients; by default, until the deadline of the call.
         """
         parameters, deadline = self._parameters, deadline or within()
         found = None if context_id is None else _gradients(context_id, deadline)
         graded = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # its context manager is several functions in Python
+        torch._C._set_grad_enabled(False)  # cheaper than torch.no_grad(), which is written in Python
         try:
             with graph.Borrowed(parameters, deadline) as in_slots:
                 for parameter, gradient in zip(parameters, in_slots, strict=True):
@@ -238,7 +238,7 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def clear(self, context_id: int | None, set_to_none: bool) -> None:
-        """Forget gradients, or fill them with zeros."""
+        """Remove the gradients, or fill them with zeros."""
         parameters = self._parameters
         with lent(parameters, context_id) as gradients:
             if not set_to_none:
@@ -255,7 +255,7 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def norms(self, context_id: int | None, norm_type: float) -> tuple[list[int], torch.Tensor | None]:
-        """Return which parameters have gradients, by their position here, and the norms of these, on the CPU."""
+        """Return the positions of the parameters that have gradients, and the norms of these gradients, on the CPU."""
         with lent(self._parameters, context_id) as loans:
             positions = [position for position, each in enumerate(loans) if each is not None]
             # Not torch's foreach functions: they do the same for tensors on a CPU, and refuse sparse tensors.
@@ -272,7 +272,7 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def clip_values(self, context_id: int | None, limit: float) -> None:
-        """Bring each element of the gradients between two limits, in place."""
+        """Clamp each element of the gradients between ``-limit`` and ``limit``, in place."""
         with lent(self._parameters, context_id) as loans:
             for position, each in enumerate(loans):
                 if each is None:
@@ -301,17 +301,17 @@ class LocalOptimizer:
     # -- hyper-parameters and state ---------------------------------------------------------------------
 
     def set_hyperparameters(self, changes: Sequence[dict[str, Any]]) -> None:
-        """Put values into the groups, one dict for each."""
+        """Set hyper-parameters: one dict for each group."""
         with self._borrowed():
             for group, values in zip(self._optimizer.param_groups, changes, strict=True):
                 group.update(values)
 
     def stage_group(self, options: dict[str, Any], rrefs: Sequence[RRef[Any]]) -> Account:
-        """Try whether a group can be added; :meth:`commit_group` then adds it.
+        """Check whether a group can be added; :meth:`commit_group` then adds it.
 
         Raises:
-            TypeError, ValueError: what an RRef refers to is no parameter, or is one already.
-            Exception: what the optimizer's class raises.
+            TypeError, ValueError: the value of an RRef is not a parameter, or is a parameter of this optimizer already.
+            Exception: the optimizer's class raised it.
         """
         parameters, counts = _parameters_of(rrefs)
         with self._borrowed():
@@ -335,7 +335,7 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def state(self) -> dict[str, Any]:
-        """Return a copy of the optimizer's state, and the shapes of the parameters that it is for."""
+        """Return a copy of the optimizer's state, with the shapes of its parameters."""
         with self._borrowed():
             state: dict[str, Any] = _copied(self._optimizer.state_dict())
             state["shapes"] = self._shapes()
@@ -346,11 +346,11 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def stage_state(self, state: dict[str, Any]) -> None:
-        """Try whether a state can be loaded; :meth:`commit_state` then puts it in place.
+        """Check whether a state can be loaded; :meth:`commit_state` then loads it.
 
         Raises:
-            ValueError: it is for other groups or parameters; the message says how they differ.
-            Exception: what the optimizer's class raises.
+            ValueError: the state is for other groups or parameters; the message says how they differ.
+            Exception: the optimizer's class raised it.
         """
         shapes = self._shapes()
         _compare(state["shapes"], shapes)
@@ -366,7 +366,7 @@ class LocalOptimizer:
                 optimizer.__dict__.update(before)
 
     def commit_state(self) -> Account:
-        """Put the state in place that was staged."""
+        """Load the state that was staged."""
         with self._borrowed():
             if self._staged_state is not None:
                 self._optimizer.__dict__.update(self._staged_state)
@@ -379,7 +379,7 @@ def _without_params(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a gradient, each once; for a sparse and coalesced gradient, a view of them."""
+    """Return the elements of a gradient, each once. For a sparse gradient that is coalesced, they are a view of the gradient."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
@@ -398,7 +398,7 @@ def _compare(saved: list[list[list[int]]], present: list[list[list[int]]]) -> No
     """Refuse a state that was saved for other parameters.
 
     Raises:
-        ValueError: it was; says what differs.
+        ValueError: the groups or shapes differ; the message lists the differences.
     """
     if len(saved) != len(present):
         raise ValueError(f"the state has {len(saved)} parameter groups, the optimizer has {len(present)}")

@@ -1,12 +1,12 @@
 """DistributedOptimizer: one optimizer for parameters on several workers.
 
-Each worker with parameters has a local optimizer (``local_optimizer.py``); this module is the side of the training process.
-Every operation is one concurrent call to each worker, or two if the second needs all answers of the first. Calls that
-concern a context carry its id, so that every worker knows it; no tensor in them requires grad.
+Each worker with parameters has a local optimizer (``local_optimizer.py``); this module runs in the training process. Every
+operation is one concurrent call to each worker, or two if the second needs all answers of the first. Calls that use the gradients
+of a context are recorded in it, so every called worker has this context; no tensor in these calls requires grad.
 
-``_lock`` guards the table of workers and the stand-in of the hyper-parameters. It is held while changes of
-hyper-parameters are sent, so that all workers get them in one order, and while schedulers compute them. It is
-re-entrant, because functions given to a scheduler may read the optimizer. Steps do not take it.
+``_lock`` guards the table of workers and the :class:`~actorrpc.optim.parameters.StandIn`, which has the hyper-parameters. It is
+held while changes of hyper-parameters are sent, so that all workers get them in one order, and while schedulers compute them. It
+is re-entrant, because functions given to a scheduler may read the optimizer. Steps do not take it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def gather(what: str, calls: Mapping[str, Future[Any] | Exception | None]) -> di
     """Wait for all calls; return their results by the names of the workers.
 
     Args:
-        what: begins the message of an error.
-        calls: the call to each worker, or why it could not be made; None if there is nothing to wait for.
+        what: the beginning of the message of an error.
+        calls: the call to each worker, or the error with which it could not be made; None if there is no call to wait for.
 
     Raises:
         Exception: the error of the only worker that failed, with a note that names it.
@@ -100,7 +100,7 @@ def gather(what: str, calls: Mapping[str, Future[Any] | Exception | None]) -> di
 
 
 def _cover(calls: Mapping[str, Future[Any] | Exception | None]) -> None:
-    """Do not report errors of these calls: no thread waits for them."""
+    """Mark the errors of these calls as seen, because no thread waits for them: otherwise they would be logged."""
     for each in calls.values():
         if isinstance(each, Future):
             each.cover()
@@ -121,8 +121,8 @@ class _Time:
 class DistributedOptimizer:
     """Optimizes parameters that live on several workers, with a local optimizer on each of them.
 
-    As ``torch.distributed.optim.DistributedOptimizer``, and more: it has a state to save and load, hyper-parameters to
-    read and set, learning rate schedulers and gradient clipping, and takes whole modules::
+    Has the methods of ``torch.distributed.optim.DistributedOptimizer``. In addition, its state can be saved and loaded, its
+    hyper-parameters can be read and set, it has learning rate schedulers and gradient clipping, and it accepts whole modules::
 
         with dist_autograd.context() as context_id:
             loss = ...
@@ -133,7 +133,7 @@ class DistributedOptimizer:
     Parameters in several dicts make parameter groups, as with torch; all workers then have all groups. The local
     optimizers live as long as this object.
 
-    Thread-safe. Operations of any number of optimizers on the same parameters follow one after the other on each worker,
+    Thread-safe. Operations of any number of optimizers on the same parameters run one after the other on each worker,
     in no particular order; operations on different parameters run at the same time. All methods raise RpcTimeoutError if
     they take longer than ``timeout`` seconds (default: that of the group; 0: no bound), PeerDiedError if a worker
     dies, and exceptions of the optimizer's code. Errors of several workers are raised in one OptimizerError; the
@@ -148,12 +148,12 @@ class DistributedOptimizer:
         args, kwargs: for the class, besides the parameters.
 
     Raises:
-        TypeError: ``optimizer_class`` is no class of optimizers or needs closures; something in ``params`` is no
+        TypeError: ``optimizer_class`` is not a class of optimizers or needs closures; an item of ``params`` is not a
             parameter.
         ValueError: there are no parameters, a parameter is given twice or cannot have gradients, or no parameter requires
             grad.
         OptimizerError: several workers could not create their optimizers. The optimizers of other workers are deleted.
-        Exception: the class, or the creation of an RRef's value, raised it. An instance of its own class.
+        Exception: the class, or the creation of an RRef's value, raised it on a worker; raised here as the same class.
     """
 
     def __init__(
@@ -163,10 +163,14 @@ class DistributedOptimizer:
         self._class = optimizer_class
         self._arguments = (args, kwargs)
         self._lock = threading.RLock()
-        self._scheduled = False  # hyper-parameters were changed: a scheduler may look whether steps were made
-        self._behind = False  # some workers have not got all changes
+        self._scheduled = (
+            False  # hyper-parameters were changed: a scheduler may check whether steps were made
+        )
+        self._behind = False  # some workers have not received all changes
         self._optimizers: dict[str, RRef[LocalOptimizer]] = {}
-        self._positions: dict[str, list[int]] = {}  # of each worker's parameters among all
+        self._positions: dict[
+            str, list[int]
+        ] = {}  # of each worker's parameters in the order of all parameters
         self._count = 0
         groups = parse(params)
         made = self._created(groups, _Time(UNSET_RPC_TIMEOUT))
@@ -174,8 +178,8 @@ class DistributedOptimizer:
         count = sum(sum(counts) for account in accounts.values() for counts in account.counts)
         if not any(account.trainable for account in accounts.values()):
             raise ValueError(
-                f"none of the {count} parameters requires grad: there is nothing to optimize. Call requires_grad_() on those "
-                f"that are to be trained"
+                f"none of the {count} parameters requires grad: there is nothing to optimize. Call requires_grad_() on the "
+                f"parameters to train"
             )
         self._optimizers = {name: rref for name, (rref, _) in made.items()}
         self._note(groups, {name: account.counts for name, account in accounts.items()})
@@ -229,11 +233,11 @@ class DistributedOptimizer:
         """Call a method of the optimizers on all workers; return the results by worker.
 
         Args:
-            what: begins the message of an error.
-            context: whose gradients it is about.
-            each: gives the arguments for a worker, in place of ``args``.
-            here: this worker's optimizer may run on this thread, while other workers run theirs, if it runs only code of
-                torch, which a time-out cannot end. It is given its deadline.
+            what: the beginning of the message of an error.
+            context: the context whose gradients the method uses.
+            each: returns the arguments for a worker, in place of ``args``.
+            here: run the method of this worker's optimizer on this thread, while the other workers run it, if that runs only
+                torch's code, which does not wait. The method gets the deadline, because no call has a time-out for it.
         """
         calls: dict[str, Future[Any] | Exception | None] = {}
         own: list[tuple[str, RRef[LocalOptimizer], LocalOptimizer]] = []
@@ -275,13 +279,13 @@ class DistributedOptimizer:
     ) -> None:
         """Make a step on all workers, with the gradients that a context has for the parameters.
 
-        Parameters without a gradient are left out, as torch does with those whose ``.grad`` is None. No other parameters
-        are touched, and the ``.grad`` of all is left as it is found. The step of this worker's own parameters is made on the
-        calling thread where the optimizer is one of torch's own, without hooks of a user's.
+        Parameters without a gradient are left out, as torch leaves out parameters whose ``.grad`` is None. No other parameters
+        are changed, and the ``.grad`` of all parameters is unchanged. If the optimizer is one of torch's own classes and has no
+        hooks of the user, the step of this worker's own parameters runs on the calling thread.
 
         Args:
-            context_id: what ``with context() as context_id`` gave; None for the gradients in ``.grad``, where backward
-                passes with ``accumulate="grad"`` leave them.
+            context_id: the id from ``with context() as context_id``; None for the gradients in ``.grad``, where backward
+                passes with ``accumulate="grad"`` store them.
             closure: refused.
 
         Raises:
@@ -312,14 +316,14 @@ class DistributedOptimizer:
         *,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> None:
-        """Forget the gradients of this optimizer's parameters: those in a context, or those in ``.grad``.
+        """Remove the gradients of this optimizer's parameters from a context, or from ``.grad``.
 
         Each context begins without gradients. Call this between several backward passes in one context, and for passes
         with ``accumulate="grad"``.
 
         Args:
             context_id: the context; None for ``.grad``.
-            set_to_none: if false, fill them with zeros instead.
+            set_to_none: if false, fill the gradients with zeros instead.
 
         Raises:
             TypeError, RuntimeError: as in :meth:`step`.
@@ -337,12 +341,12 @@ class DistributedOptimizer:
     ) -> torch.Tensor:
         """Scale the gradients on all workers so that their norm, as if they were one vector, is at most ``max_norm``.
 
-        They are changed in place, in the context, so that a ``step`` uses them as they are then. Sparse gradients count
-        as well. The result is what ``torch.nn.utils.clip_grad_norm_`` gives for the same gradients on one worker.
+        The gradients are changed in place, in the context, so a later ``step`` uses the scaled gradients. Sparse gradients are
+        included. The result equals the result of ``torch.nn.utils.clip_grad_norm_`` for the same gradients on one worker.
 
         Args:
             context_id: the context; None for the gradients in ``.grad``.
-            max_norm: the norm that they have at most afterwards.
+            max_norm: the largest permitted norm.
             norm_type: the p of the p-norm; ``inf`` for the largest element.
             error_if_nonfinite: raise if the norm is infinite or NaN, before anything is changed.
 
@@ -356,7 +360,7 @@ class DistributedOptimizer:
         norm_type, max_norm = float(norm_type), float(max_norm)
         left = _Time(timeout)
         answers = self._on_gradients("clipping", "norms", context_id, norm_type, left=left)
-        # In the order of the parameters, so that the sum is that of one worker to the last bit.
+        # In the order of the parameters, so that the sum equals the sum on one worker to the last bit.
         found: list[tuple[int, torch.Tensor]] = []
         for name, (positions, norms) in answers.items():
             if norms is not None:
@@ -371,7 +375,7 @@ class DistributedOptimizer:
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(
                 f"The total norm of order {norm_type} for the gradients is non-finite ({total.item()}), so they cannot be "
-                f"clipped. Give error_if_nonfinite=False to scale them by it all the same"
+                f"clipped. Give error_if_nonfinite=False to scale them by this norm nevertheless"
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if factor.item() != 1.0:
@@ -381,7 +385,7 @@ class DistributedOptimizer:
     def clip_grad_value_(
         self, context_id: int | None, clip_value: float, *, timeout: float = UNSET_RPC_TIMEOUT
     ) -> None:
-        """Bring each element of the gradients between ``-clip_value`` and ``clip_value``, in place, on all workers.
+        """Clamp each element of the gradients between ``-clip_value`` and ``clip_value``, in place, on all workers.
 
         Args:
             context_id: the context; None for the gradients in ``.grad``.
@@ -438,7 +442,7 @@ class DistributedOptimizer:
 
         Raises:
             TypeError, ValueError: as in the constructor; also for parameters that the optimizer has already.
-            OptimizerError: several workers failed. No worker has the group then.
+            OptimizerError: several workers failed. No worker has added the group.
         """
         if not isinstance(param_group, Mapping):
             raise TypeError(f"a parameter group is a dict with 'params', not a {type(param_group).__name__}")
@@ -457,7 +461,7 @@ class DistributedOptimizer:
                 each=lambda name: (group.options, shares[name][1][0] if name in shares else []),
             )
             counts = {name: account.counts for name, account in accounts.items()}
-            # Before any worker has the group: a thread that clips meanwhile must know where its parameters belong.
+            # Before any worker has the group: a thread that clips meanwhile needs the positions of the group's parameters.
             self._note([group], counts | {name: account.counts[-1:] for name, (_, account) in made.items()})
             self._all(what, "commit_group", seconds=left.left())
             # A new table, because another thread may iterate over the old table.
@@ -483,10 +487,10 @@ class DistributedOptimizer:
         *,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> None:
-        """Put a state in place that :meth:`state_dict` gave. Each worker tries its part first: either all load, or none.
+        """Load a state from :meth:`state_dict`. Each worker checks its part first: either all workers load it, or none.
 
         Args:
-            state_dict: the state; what it holds is copied.
+            state_dict: the state; its contents are copied.
             workers: maps names of workers in the state to the workers that have their parameters now. In a new
                 process with the same parameters in the same order: ``dict(zip(state["workers"], optimizer.workers))``.
 
@@ -504,7 +508,7 @@ class DistributedOptimizer:
             self._stand_in.replace(next(iter(accounts.values())).groups)
 
     def _states_in(self, state_dict: Mapping[str, Any], workers: Mapping[str, str]) -> dict[str, Any]:
-        """Return the state of each worker, by its name of today."""
+        """Return the state of each worker, by the worker's present name."""
         if not isinstance(state_dict, Mapping) or not {"optimizer", "workers"} <= set(state_dict):
             raise ValueError(
                 "this is no state of a DistributedOptimizer, which has 'optimizer' and 'workers'"
@@ -536,8 +540,8 @@ class DistributedOptimizer:
     ) -> DistributedLRScheduler:
         """Return a learning rate scheduler: ``optimizer.lr_scheduler(StepLR, step_size=30)``.
 
-        All classes of ``torch.optim.lr_scheduler`` can be used. A scheduler of schedulers takes schedulers made here, or is
-        made in a function that is called with a stand-in for the optimizer::
+        All classes of ``torch.optim.lr_scheduler`` can be used. A scheduler of schedulers gets schedulers that this method has
+        returned, or is made in a function that is called with a stand-in for the optimizer::
 
             warm = optimizer.lr_scheduler(LinearLR, total_iters=5)
             rest = optimizer.lr_scheduler(CosineAnnealingLR, T_max=95)
@@ -559,7 +563,7 @@ class DistributedOptimizer:
 
 
 def _by_worker(groups: Sequence[Given]) -> dict[str, tuple[WorkerInfo, list[list[RRef[Any]]]]]:
-    """Return the workers of some groups, by name, and for each the RRefs of each group that are there."""
+    """Return the workers of some groups, by name, and for each worker the RRefs of each group whose values are there."""
     found: dict[str, tuple[WorkerInfo, list[list[RRef[Any]]]]] = {}
     for number, group in enumerate(groups):
         for rref in group.rrefs:

@@ -1,8 +1,8 @@
 """Parameters as users give them, sorted into groups, and the hyper-parameters of the groups.
 
-Every worker has the hyper-parameters of all groups, with the same values, even without parameters of a group. The process
-of the DistributedOptimizer keeps a copy in a stand-in for torch's optimizer: learning rate schedulers change the copy, and
-the changes are sent to all workers.
+Every worker has the hyper-parameters of all groups, with the same values, even of groups of which it has no parameters. The
+process of the DistributedOptimizer keeps a copy in a stand-in for torch's optimizer (:class:`StandIn`): learning rate schedulers
+change the copy, and the changes are sent to all workers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StandIn(torch.optim.Optimizer):
         self._sent = self.groups()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing; schedulers look whether it was called."""
+        """Do nothing; schedulers check whether it was called."""
 
     def groups(self) -> list[dict[str, Any]]:
         """Return a copy of the hyper-parameters of each group."""
@@ -49,14 +49,14 @@ class StandIn(torch.optim.Optimizer):
         self._sent.append(_copied(group))
 
     def replace(self, groups: list[dict[str, Any]]) -> None:
-        """Take over the values that all workers have. The groups stay the same objects."""
+        """Set the values that all workers have. The groups stay the same objects."""
         for mine, group in zip(self.param_groups, groups, strict=True):
             mine.clear()
             mine.update(_copied(group), params=[])
         self._sent = self.groups()
 
     def changes(self) -> list[dict[str, Any]] | None:
-        """Return the values that the workers do not have, one dict for each group; None if they have all."""
+        """Return the values that were not sent to the workers, one dict for each group; None if all were sent."""
         found = [
             {key: value for key, value in group.items() if key not in sent or not _same(value, sent[key])}
             for group, sent in zip(self.groups(), self._sent, strict=True)
@@ -64,7 +64,7 @@ class StandIn(torch.optim.Optimizer):
         return found if any(found) else None
 
     def sent(self, changes: list[dict[str, Any]]) -> None:
-        """Note that all workers have got these changes."""
+        """Record that all workers have these changes."""
         for group, values in zip(self._sent, changes, strict=True):
             group.update(values)
 
@@ -142,7 +142,7 @@ _EXPECTED = (
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """One parameter group, as it was given: what it sets, and where its parameters are, in order."""
+    """One parameter group of the user: its hyper-parameters, and RRefs to its parameters, in order."""
 
     options: dict[str, Any]
     rrefs: list[RRef[Any]]
@@ -152,8 +152,8 @@ def parse(params: Any) -> list[Given]:
     """Return the groups that ``params`` describes. Local tensors and modules become RRefs.
 
     Raises:
-        TypeError: something is not a parameter, nor a way to name parameters.
-        ValueError: there are none, one is given twice, or a local tensor cannot be optimized.
+        TypeError: an item is neither a parameter nor a reference to parameters.
+        ValueError: there are no parameters, a parameter is given twice, or a local tensor cannot be optimized.
     """
     seen: set[Any] = set()
     items = _listed(params)
@@ -165,7 +165,7 @@ def parse(params: Any) -> list[Given]:
     for item in items:
         if not isinstance(item, Mapping):
             raise TypeError(
-                f"either all of params are dicts (parameter groups) or none is, but there is also {_shown(item)}"
+                f"params mixes dicts (parameter groups) with other items, such as {_shown(item)}: give only dicts, or no dicts"
             )
         if "params" not in item:
             raise ValueError(f"a parameter group needs an entry 'params', this one has only {sorted(item)}")
@@ -181,15 +181,15 @@ def parse(params: Any) -> list[Given]:
 
 
 def check_tensor(tensor: torch.Tensor, what: str) -> None:
-    """Refuse a tensor that no gradient is ever collected for.
+    """Refuse a tensor for which autograd collects no gradient.
 
     Raises:
-        ValueError: it is the result of an operation, or has a dtype that cannot have gradients.
+        ValueError: the tensor is the result of an operation, or its dtype cannot have gradients.
     """
     if not tensor.is_leaf:
         raise ValueError(
             f"can't optimize a non-leaf Tensor: {what} is the result of {type(tensor.grad_fn).__name__}; gradients are "
-            f"collected for tensors that were made directly (or detach()ed and told to require grad)"
+            f"collected for tensors that were made directly (or after detach().requires_grad_())"
         )
     if not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"{what} is of {tensor.dtype}, which cannot have gradients")
@@ -200,7 +200,7 @@ def _listed(params: Any) -> list[Any]:
         return [params]
     if isinstance(params, (set, frozenset)):
         raise TypeError(
-            "parameters need to be in an order that is the same in each run, which a set has not: give a list"
+            "parameters need to have the same order in each run, but the order of a set may change: give a list"
         )
     if isinstance(params, (str, bytes)) or not isinstance(params, Iterable):
         raise TypeError(f"{_EXPECTED}, or an iterable of these: not as {_shown(params)}")
@@ -212,11 +212,11 @@ def _lists_parameters(item: Any) -> bool:
 
 
 def _resolved(items: list[Any], seen: set[Any]) -> list[RRef[Any]]:
-    """Return the RRefs that items stand for, in order; note them, and what they were made of, as seen."""
+    """Return RRefs to the parameters of items, in order; add them, or the local tensors and modules, to ``seen``."""
     rrefs: list[RRef[Any]] = []
     for position, item in enumerate(items):
         found = _rrefs_of(item, f"parameter {position}")
-        # RRefs are equal where they refer to the same value; those made here for local things are always new.
+        # RRefs to the same value are equal, but RRefs to local tensors and modules are new: compare the items instead.
         is_local = isinstance(item, (torch.Tensor, torch.nn.Module)) and not _lists_parameters(item)
         for each in [item] if is_local else found:
             if each in seen:

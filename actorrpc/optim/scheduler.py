@@ -1,7 +1,7 @@
 """Learning rate schedulers of torch, for optimizers whose parameters are on other workers.
 
-The scheduler runs in the process that has the DistributedOptimizer, on a stand-in that has its hyper-parameters. So
-functions that it was given are called here, its state is here, and one message to each worker tells of the new values.
+The scheduler runs in the process of the DistributedOptimizer, on a stand-in for the optimizer that has its hyper-parameters. So
+the user's functions are called in this process, the state is in this process, and new values are sent in one call to each worker.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class DistributedLRScheduler:
     Thread-safe; while it makes a step, other changes of the optimizer's hyper-parameters wait.
 
     Args:
-        optimizer: whose learning rates it sets.
-        scheduler_class: a class of ``torch.optim.lr_scheduler``, or any function that is given an optimizer (a stand-in)
+        optimizer: the optimizer whose learning rates it sets.
+        scheduler_class: a class of ``torch.optim.lr_scheduler``, or any function that is called with an optimizer (a stand-in)
             and returns a scheduler of it.
-        args, kwargs: for the class, besides the optimizer. Schedulers of this class stand for torch's in them.
+        args, kwargs: for the class, besides the optimizer. A DistributedLRScheduler in them is replaced by torch's scheduler.
 
     Raises:
-        TypeError: ``scheduler_class`` cannot be called, or gave no scheduler.
+        TypeError: ``scheduler_class`` cannot be called, or did not return a scheduler.
         ValueError: a scheduler in the arguments belongs to another optimizer.
-        Exception: what the class raises, or sending the first values.
+        Exception: the class raised it, or the first values could not be sent.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DistributedLRScheduler:
         self._scheduler: Any = made
 
     def _inner(self, value: Any) -> Any:
-        """Return torch's scheduler for each of this class in an argument."""
+        """Replace each DistributedLRScheduler in an argument by torch's scheduler."""
         if isinstance(value, DistributedLRScheduler):
             if value._optimizer is not self._optimizer:
                 raise ValueError("the scheduler in the arguments belongs to another optimizer")
@@ -73,7 +73,7 @@ class DistributedLRScheduler:
 
     @property
     def scheduler(self) -> Any:
-        """torch's own scheduler, to look at. Its ``step()`` would tell no worker."""
+        """torch's own scheduler, for reading. Do not call its ``step()``, which would send no values to the workers."""
         return self._scheduler
 
     def step(self, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any) -> None:
@@ -84,23 +84,23 @@ class DistributedLRScheduler:
             timeout: seconds; default that of the group, 0 means none.
 
         Raises:
-            PeerDiedError, RpcTimeoutError, OptimizerError: workers were not told. The scheduler has gone on; they are
-                told before the next step, or with the next change.
+            PeerDiedError, RpcTimeoutError, OptimizerError: the values were not sent to some workers. The scheduler has made
+                its step; the values are sent again before the optimizer's next step, or with the next change.
         """
         with self._optimizer._changing(timeout):
             self._scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:
-        """Return the learning rates that it has set last, one for each parameter group."""
+        """Return the learning rates that the scheduler has set last, one for each parameter group."""
         return list(self._scheduler.get_last_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the scheduler's state, as torch's gives it: functions are not in it."""
+        """Return a copy of the state of torch's scheduler, which does not contain functions."""
         state: dict[str, Any] = copy.deepcopy(self._scheduler.state_dict())
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state. As with torch, the learning rates come with the state of the optimizer."""
+        """Load a state. As with torch, the learning rates are part of the optimizer's state and not of this state."""
         self._scheduler.load_state_dict(copy.deepcopy(state_dict))
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class DistributedLRScheduler:
 
 
 def _takes_optimizer_first(scheduler_class: Callable[..., Any]) -> bool:
-    """Say whether the optimizer is the first argument, as it is except for torch's ChainedScheduler."""
+    """Return whether the optimizer is the first argument, as for all classes of torch except ChainedScheduler."""
     try:
         names = list(inspect.signature(scheduler_class).parameters)
     except (TypeError, ValueError):

@@ -76,7 +76,7 @@ _log = logging.getLogger("actorrpc")
 _JOIN_TIMEOUT = 300.0  # how long workers wait for each other at the rendezvous, in seconds
 _LATE_S = 0.5
 _ANSWERING_S = (
-    5.0  # how long a graceful shutdown waits for the answers of the calls that this worker executes
+    5.0  # how long a graceful shutdown waits until the calls that this worker executes are answered
 )
 _SETTLE_S = 30.0  # how long shutdown waits for the last references after every live worker has called it
 
@@ -120,7 +120,7 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Join a group of workers and start this one; returns when all workers of a fixed group have joined.
+    """Join a group of workers and start this worker; return when all workers of a fixed group have joined.
 
     Args:
         name: letters, digits, ``_``, ``-`` and ``:``; default, under a launcher (torchrun, srun, mpirun), "worker" and rank.
@@ -235,7 +235,7 @@ def _enter(
         if ready is not None:
             ready(worker)
         group.start()
-        checkpoint()  # a signal handler that was put off may raise here; then this process is not a worker
+        checkpoint()  # a deferred signal handler may raise here; then this process is not a worker
     except BaseException:
         if worker is not None:
             close(worker)
@@ -268,7 +268,7 @@ def _end(worker: Worker, graceful: bool) -> None:
             _log.exception(
                 "a part of worker %r raised at its end; the others end all the same", worker.agent.name
             )
-        if graceful:  # only now: if a signal handler has raised, the end that is not graceful is still needed
+        if graceful:  # not before the call: if a signal handler raises in it, close() calls this function again with False
             worker.ends.remove(end)
 
 
@@ -356,9 +356,7 @@ def _restore_switch_interval() -> None:
     global _before
     if _before:
         sys.setswitchinterval(_before)
-        _before = (
-            0.0  # the interpreter's switch interval before this worker, in seconds; 0: it was not changed
-        )
+        _before = 0.0
 
 
 def let_go_of_all() -> None:
@@ -393,7 +391,7 @@ def _end_together(worker: Worker, until: float, let_go: Callable[[], None]) -> S
 def _answer_all(worker: Worker, until: float) -> None:
     """Wait until the calls that this worker executes are answered, except for the call that runs this function.
 
-    The call that made this worker leave is one of them.
+    They may include the call by which another worker made this worker leave.
     """
     pause = 0.0005
     while _time.now() < until and _executes(worker):
@@ -577,7 +575,7 @@ def remote(
 
 
 def get_worker_info(worker_name: str | WorkerInfo | None = None) -> WorkerInfo:
-    """Return the WorkerInfo of a worker, by name; of this one by default.
+    """Return the WorkerInfo of a worker, by name; by default of this worker.
 
     Raises:
         UnknownWorkerError: there is no such worker.
@@ -599,7 +597,7 @@ def namespace() -> str:
 
 
 def before_the_end(end: Callable[[bool], None]) -> None:
-    """Call ``end(graceful)`` first when this worker ends. For the floors above."""
+    """Call ``end(graceful)`` first when this worker ends. For higher packages."""
     _require().ends.append(end)
 
 
@@ -614,7 +612,7 @@ def get_rpc_timeout() -> float:
 
 
 def set_rpc_timeout(timeout: float) -> None:
-    """Set the default time-out of calls of this worker, in seconds; 0 means none. Calls under way keep theirs.
+    """Set the default time-out of later calls of this worker, in seconds; 0 means none.
 
     Raises:
         ConfigError: it is not a number of seconds >= 0.
@@ -623,7 +621,7 @@ def set_rpc_timeout(timeout: float) -> None:
 
 
 def group() -> Group:
-    """Return this worker's membership in the group. For the floors above.
+    """Return this worker's membership in the group. For higher packages.
 
     Raises:
         NotInitializedError: RPC is not initialised in this process.
@@ -633,7 +631,7 @@ def group() -> Group:
 
 
 def references() -> References:
-    """Return the RRefs of this worker. For the floors above.
+    """Return the RRefs of this worker. For higher packages.
 
     Raises:
         NotInitializedError: RPC is not initialised in this process.
@@ -647,15 +645,15 @@ _members_log = logging.getLogger("actorrpc.members")
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """The state of one worker, as far as the present worker knows it.
+    """The state of one worker, as far as the calling worker knows it.
 
     Attributes:
         name: its name in the group.
         rank: its number in the group.
         state: ``"alive"``; ``"suspect"``: connected, but silent for two heartbeats; ``"dead"``: its process ended, or
             it was silent for too long; ``"left"``: it shut down. The last two are final.
-        last_seen: seconds since its last message; 0 for the present worker, None if there has been no contact.
-        host: the machine that it runs on: the name of this machine, or the address of another one.
+        last_seen: seconds since its last message; 0 for the calling worker, None if there has been no contact.
+        host: the machine that it runs on: the name of this machine, or the address of another machine.
         pid: its process id.
     """
 
@@ -714,7 +712,7 @@ def _state_of(agent: Agent, record: WorkerRecord, peer: Peer | None, now: float)
 
 
 def on_member_change(callback: Listener) -> Callable[[], None]:
-    """Have ``callback(worker, old, new, reason)`` called whenever the state of another worker changes.
+    """Call ``callback(worker, old, new, reason)`` whenever the state of another worker changes.
 
     ``worker`` is a :class:`WorkerInfo`; ``old`` and ``new`` are states as in :class:`WorkerState`; ``reason`` is a text that says
     why. The callback runs once for each change, in order, on a thread of the pool and without locks. It may make calls,

@@ -77,8 +77,8 @@ def create(
 def forward(module: nn.Module, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a module, with all of its hooks.
 
-    If the module is not on the CPU, the tensors of the arguments are moved to its device, and those of the result to the CPU,
-    unless a device map says how the caller receives them. A ``forward`` marked with ``async_execution`` is answered when its
+    If the module is not on the CPU, tensors in the arguments are moved to its device, and tensors in the result to the CPU,
+    unless a device map maps them to a device of the caller. A ``forward`` marked with ``async_execution`` is answered when its
     future completes.
 
     Args:
@@ -224,5 +224,5 @@ def steer(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def convert(module: nn.Module, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
-    """Change the dtypes of parameters and buffers, if ``dtypes`` has them."""
+    """Convert parameters and buffers whose dtype is a key of ``dtypes`` to the dtype that is its value."""
     _module(module)._apply(lambda t: t.to(dtypes[t.dtype]) if t.dtype in dtypes else t)

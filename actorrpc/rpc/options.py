@@ -1,4 +1,4 @@
-"""Options of ``init_rpc``: torch's, and those that only groups of actorrpc have.
+"""Options of ``init_rpc``: torch's options, and further options of actorrpc.
 
 Every value is checked when it is set; the error names values that can be used.
 """
@@ -76,8 +76,8 @@ class RpcBackendOptions:
         lane: whether large tensors go through shared memory on one host (default True).
         window: bytes of calls that a peer may leave unread before callers wait (default 64 MiB).
         heartbeat: seconds of silence after which a connected peer is sent a ping (default 2).
-        heartbeat_misses: a peer that is silent for so many heartbeats is declared dead (default 5, at least 2). A peer on
-            the same host is not, while its process runs. Between hosts, short times (``heartbeat=0.2``: a death is found
+        heartbeat_misses: a peer that is silent for so many heartbeats is declared dead (default 5, at least 2), except a
+            peer on the same host whose process runs. Between hosts, short times (``heartbeat=0.2``: a death is found
             within 1 s) also declare a peer dead that holds the GIL in C code for so long.
 
     ``None`` means the ``ACTORRPC_*`` variable, or else the default.
@@ -129,7 +129,7 @@ class RpcBackendOptions:
     _extra: Mapping[str, Any] = MappingProxyType({})
 
     def ready(self, worker: Worker) -> None:
-        """Do nothing. Subclasses override this; it is called with the new worker before that serves its first call."""
+        """Do nothing. Subclasses override this; it is called with the new worker before the worker serves its first call."""
 
     def settings(self) -> Settings:
         """Return the settings of the agent, from these options and the environment.

@@ -1,4 +1,4 @@
-"""Calls in the profiles of torch: a range for each call that a profiled thread makes, and what the call ran elsewhere.
+"""Calls in torch's profiles: a range for each call of a profiled thread, and the operators that the call ran on other workers.
 
 While a profiler of torch is on (``torch.profiler``, ``torch.autograd.profiler``, or the old one), a call has a range
 ``rpc_sync#fn(src -> dst)``, ``rpc_async#...`` or ``rpc_remote#...``, which begins when the call is made, and ends when the value
@@ -189,7 +189,7 @@ class ProfiledSpan:
         if self.collector is not None:
             self.number = next(_numbers)
             _asked[self.number] = self
-        # The thread that takes it out of the list ends the range.
+        # The thread that takes the entry out of this list ends the range.
         self._end = [_begin(key) if self.collector is None or self.collector.native else None]
         # This time and the time of the end are within the range, whatever the delays.
         self.began = time.time_ns()
@@ -197,7 +197,7 @@ class ProfiledSpan:
 
     @uninterruptible
     def close(self) -> None:
-        """End the range; only the first call does."""
+        """End the range. Idempotent."""
         try:
             end = self._end.pop()
         except IndexError:
@@ -248,11 +248,11 @@ def _begin(name: str) -> Any:
 
 
 def _watch_ends() -> None:
-    """Have open ranges end before their profile ends.
+    """Replace the functions of torch that end a profile by functions that end the open ranges first.
 
-    There is one modern profiler at a time, for one thread or for all. It frees its events when it ends, and torch does not
+    A process has one modern profiler at a time, for one thread or for all. It frees its events when it ends, and torch does not
     guard against a range that ends later. (A call that another thread begins at that very moment is not guarded here either.)
-    Each thread has an old profiler of its own, which would not show a range that ends later.
+    The old profiler is started for each thread separately, and does not show a range that ends later.
     """
     for module, name in ((modern, "_disable_profiler"), (legacy, "_disable_profiler_legacy")):
         original = getattr(module, name)

@@ -1,8 +1,8 @@
 """RRefs: references to values that live on a worker, counted across all workers.
 
-Users hold objects of :class:`RRef`. The protocol (who knows of which fork, when a value may be released) is the state machine in
-``refcount/protocol.py``, and ``refcount/runtime.py`` connects that to the agent. This module also has the functions that run on
-the owner of a value: they make it, fetch it, and call its methods.
+Users hold objects of :class:`RRef`. The protocol (which worker holds which fork, when a value may be released) is the state
+machine in ``refcount/protocol.py``, which ``refcount/runtime.py`` connects to the agent. This module also has the functions that
+run on the owner of a value: they make it, fetch it, and call its methods.
 
 ``RRef.__del__`` only puts the end of a handle into a queue: deletes are sent in batches, from the pool.
 """
@@ -63,7 +63,7 @@ _NO_CONTEXT: Final = -1
 
 
 def runtime() -> References:
-    """Return the references of the agent in force.
+    """Return the references of the current worker.
 
     Raises:
         NotInitializedError: there is none, or this process is a fork.
@@ -194,7 +194,7 @@ def _value_of(references: References, named: tuple[int, int, str]) -> Any:
 
 
 def _invoke(named: tuple[int, int, str], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a method of an owned value; waits until that has been created.
+    """Call a method of an owned value; waits until the value has been created.
 
     Args:
         named: an RRefId as a plain tuple, which is equal to it and takes fewer steps to send.
@@ -210,12 +210,12 @@ def _invoke(named: tuple[int, int, str], name: str, args: tuple[Any, ...], kwarg
 
 
 def _with_value(named: tuple[int, int, str], function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Call a function with an owned value; waits until that has been created."""
+    """Call a function with an owned value; waits until the value has been created."""
     return function(_value_of(runtime(), named), *args)
 
 
 def _backward(named: tuple[int, int, str], context_id: int, retain_graph: bool) -> None:
-    """Run the backward pass of an owned value; waits until that has been created."""
+    """Run the backward pass of an owned value; waits until the value has been created."""
     value, worker = _value_of(runtime(), named), current_worker()
     if not isinstance(value, torch.Tensor):
         raise RuntimeError(f"RRef should contain a tensor for .backward(), not {type(value).__name__}")
@@ -489,7 +489,7 @@ class RRef(Generic[T]):
         """Return how to pickle an RRef in the message that is being packed, and add a fork to the message.
 
         A call to the owner needs no fork: the caller holds the RRef until it has the answer, and so until the owner has opened
-        the call. If the caller's call times out before, the owner may have released the value.
+        the call. If the call times out before that, the owner may have released the value.
 
         Raises:
             RRefError: no message is being packed, or the reference has failed.
@@ -560,7 +560,7 @@ def new_references(agent: Agent, default_timeout: Callable[[], float]) -> Refere
     return References(agent, default_timeout, wrap=_made._wrap, make=_create)
 
 
-# Python and its libraries look for these names on any object to find out how to treat it: a proxy does not have them.
+# Python and its libraries look up these names on any object to decide how to treat it: a proxy does not have them.
 # Other special methods (`__len__`, `__getitem__`) are methods of the value.
 _PROBED: Final = (
     # beginnings of names, in groups: arrays, functions, pickling and copying, descriptors and classes

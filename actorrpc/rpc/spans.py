@@ -3,12 +3,12 @@
 A call that is made within a sampled span is a span of kind CLIENT, and its execution, on any worker, a child span of kind SERVER:
 25 bytes in the header of the call name the trace. Names and attributes follow OpenTelemetry's conventions for RPC,
 https://opentelemetry.io/docs/specs/semconv/rpc/rpc-spans/. This module never begins a trace: if there is no current span, or it
-is not sampled, nothing of OpenTelemetry is called, nothing is sent, and the worker that executes the call makes no span either.
+is not sampled, OpenTelemetry is not called, no trace is sent, and the worker that executes the call makes no span either.
 
-The spans are made by hooks (:class:`~actorrpc.agent.hooks.CallHooks`) of the agent. A call that waits until its actor lives is
-sent in a copy of its caller's context, and therefore within the caller's span. A call that is sent again has one span for each
-time. Calls that this package makes for itself have no spans. Only the API of OpenTelemetry is used: a process without an SDK
-passes the spans of other processes on.
+The spans are made by hooks (:class:`~actorrpc.agent.hooks.CallHooks`) of the agent. A call that waits until its actor is alive is
+sent in a copy of its caller's context, and therefore within the caller's span. A call that is sent several times has one span for
+each time. Calls that this package makes for itself have no spans. Only the API of OpenTelemetry is used: a process without an SDK
+forwards the traces of other processes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from actorrpc.rpc import api
 
 __all__ = ["start"]
 
-_IDS: Final = struct.Struct(
-    ">QQQB"
-)  # the two halves of the trace's id, the span's id, and flags: the fields of W3C's header
+# The two halves of the trace's id, the span's id, and flags: the fields of W3C's header.
+_IDS: Final = struct.Struct(">QQQB")
 _HALF: Final = (1 << 64) - 1
 _SAMPLED: Final = 1
 _OURS: Final = "actorrpc."
@@ -224,7 +223,7 @@ class _SpanServer(CallHooks):
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
-    """Have a worker make spans, if its settings say so; returns a function that ends that.
+    """Make spans for the calls of a worker, if its settings say so; return a function that ends that.
 
     Raises:
         ConfigError: the settings say so, but OpenTelemetry's API is not installed.

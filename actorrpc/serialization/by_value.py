@@ -117,15 +117,15 @@ def is_by_value(name: str) -> bool:
 def goes_by_value(obj: Any) -> bool:
     """Return whether a function, a class or a type variable is of a registered module, or of a module not in ``sys.modules``.
 
-    The module's present ``__name__`` decides, which may differ from the object's ``__module__``. The case that the module does
-    not have the object is left to the fast pickler, which fails then.
+    The module's present ``__name__`` decides, which may differ from the object's ``__module__``. If the module does not have the
+    object, the fast pickler raises an error later.
     """
     module = sys.modules.get(obj.__module__)
     return module is None or is_by_value(module.__name__)
 
 
 def names_main(chunks: Iterable[Any]) -> bool:
-    """Return whether a pickle may contain the name of the main module. ``chunks``: what the C pickler wrote, call by call.
+    """Return whether a pickle may contain the main module's name. ``chunks``: the arguments of the C pickler's calls of write().
 
     A long value of the message (bytes, text or buffer) is a chunk of its own and is not searched. The pickler's other chunks are
     bytes; if such a chunk is long, it begins with the opcode FRAME, or with PROTO if it is the first.
@@ -379,7 +379,9 @@ _before: frozenset[str] | None = None
 #: while both are the same.
 late_seen: tuple[dict[str, Any], int, bool] = ({}, 0, False)
 _PATIENCE_S: Final = 5.0
-_stalled = -1  # the script's position when a wait for a name timed out; there, threads do not wait again
+_stalled = (
+    -1
+)  # the script's position when a wait for a name timed out; while it is there, no thread waits again
 _adopted: weakref.WeakSet[Any] = weakref.WeakSet()  # late objects of other workers, made from messages
 
 
@@ -460,7 +462,9 @@ def _own_soon(name: str) -> Any:
     while (found := _own(name)) is None and threading.current_thread() is not threading.main_thread():
         at = _ahead(top)
         if at is None or at == _stalled:
-            return _own(name)  # the script may have assigned the name after the first check
+            return _own(
+                name
+            )  # again: the script may have assigned the name between _own() and _ahead() above
         if time.monotonic() > until:
             _stalled = at
             return None
@@ -722,7 +726,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
     def _has_name(self, obj: Any) -> bool:
-        """Return whether the receiver finds an object under its module and name. The object's own reducer writes these then."""
+        """Return whether the receiver finds an object under its module and name. Then pickle writes these names."""
         module = getattr(obj, "__module__", None)
         name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None)
         if not isinstance(module, str) or not isinstance(name, str):
@@ -773,7 +777,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._named[key] = data
         if self._prefers_own(obj):
             return late, (MAIN[0], obj.__qualname__, key)
-        # Snapshots search a message for the name of the main module, but not in long bytes. So the name is written here, too.
+        # Snapshots search a message's body for the name of the main module (refs/snapshot.py). The long bytes of this definition
+        # are not in the body, so the name is written here, too.
         return definition, (key, MAIN[0]) if key is data else (key,)
 
     def _define_function(self, function: types.FunctionType) -> tuple[bytes, bytes]:

@@ -10,8 +10,8 @@ All functions may be called from any thread, by several threads at once. Reducer
 done, and an error leaves nothing half sent. Do not pass bytes from a peer to this module before the peer is authenticated.
 
 Long bytes and texts are sent outside of the pickle. The C pickler passes a long payload to its file as the object itself;
-:func:`punch` leaves such objects out of the body, and at the receiver :class:`Pieces` reads the body and the payloads as the
-original stream. A :class:`Pieces` is used by one thread at a time.
+:func:`punch` leaves such objects out of the body, which leaves *holes* in the pickle. At the receiver, :class:`Pieces` reads the
+body and the payloads as the original stream. A :class:`Pieces` is used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Pieces:
             view = memoryview(filling).cast("B")
             length = where - position
             if length < 0 or start + length > len(body) or len(view) != size:
-                raise ProtocolError("the holes in a message do not fit its buffers")
+                raise ProtocolError("the buffers of a message do not fit the holes in its pickle")
             self._parts += [body[start : start + length], view]
             start += length
             position = where + size
@@ -630,7 +630,7 @@ _read_head: Final = struct.Struct("<" + _HEAD).unpack_from
 
 
 class _Tails(dict[int, struct.Struct]):
-    """The struct of a table with a given number of storages. Those of small tables are kept."""
+    """The struct of a table with a given number of storages. The structs of small tables are kept."""
 
     def __missing__(self, count: int) -> struct.Struct:
         return struct.Struct("<" + ENTRY * count + _HEAD)

@@ -182,7 +182,7 @@ def find_named(name: str) -> Callable[..., Any]:
 
 def permit_maker(function: Callable[..., Any]) -> None:
     """Let messages contain the results of a function of this package. The function is called while a message is read, with
-    arguments that the peer chose. For modules that this one must not import."""
+    arguments that the peer chose. For functions of modules that this module must not import."""
     _kind(_name_of(function), function, function)
 
 
@@ -232,7 +232,7 @@ def _of(make: Callable[..., Any], *kinds: type) -> Callable[..., Any]:
         for value in values:
             for each in value if type(value) is tuple else (value,):
                 if type(each) not in kinds:
-                    _wrong(f"a {type(each).__name__} where it cannot be")
+                    _wrong(f"a {type(each).__name__} in place of a value of another type")
         return make(*values)
 
     return checked
@@ -302,7 +302,7 @@ def _object(name: Any, new: Any, args: Any, state: Any) -> Any:
 _DTYPE: Final = re.compile(r"[<>|=]?(?:b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SU][1-9]\d{0,5})", re.ASCII)
 
 
-# One numpy text is made without numpy.ndarray, which cannot make a text that is empty or ends in zeros.
+# A scalar numpy.str_ or numpy.bytes_ is made without numpy.ndarray, which cannot make a text that is empty or ends in zeros.
 _TEXT: Final = re.compile(r"([<>|=]?)([SU])(\d{1,6})", re.ASCII)
 
 

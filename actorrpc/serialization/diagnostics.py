@@ -23,9 +23,9 @@ _PACKAGE: Final = __name__.partition(".")[0] + "."
 _MAX_PROBES: Final = 500
 _MAX_DEPTH: Final = 20
 _REMEDY: Final = (
-    ". Functions and classes of the main script, and local ones, are sent with all that they refer to; those of an "
-    "imported module are sent by name. Move the code that needs this object into a module that both processes import, or "
-    "make the object where it is used"
+    ". Functions and classes that are local or of the main script are sent with all objects to which they refer; functions "
+    "and classes of an imported module are sent by name. Move the code that needs this object into a module that both "
+    "processes import, or make the object where it is used"
 )
 _LEAVES: Final = frozenset(
     {type(None), bool, int, str, bytes, complex, type(Ellipsis), range, float, bytearray}
@@ -81,7 +81,9 @@ def _written(steps: Iterable[tuple[str, str]]) -> str:
     )
 
 
-_Parts = Iterator[tuple[str, str, Any]]  # kind (ending with a space: the name is written bare), name, part
+_Parts = Iterator[
+    tuple[str, str, Any]
+]  # kind (with a space at its end: the name is shown without quotes), name, part
 
 
 def _parts_of_call(obj: Any) -> _Parts:

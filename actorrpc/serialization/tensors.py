@@ -38,7 +38,9 @@ __all__ = [
     "tensor_reducers",
 ]
 
-INLINE_BYTES: Final = 4096  # tensors up to this size are part of the body: a copy is cheaper than a section
+INLINE_BYTES: Final = (
+    4096  # tensors up to this size are part of the body: a copy is cheaper than a separate buffer
+)
 # The first _FEW small tensors of a message, and the first _ALIKE of each layout, are pickled one by one. Further small tensors
 # are stacked, which is faster from three members on.
 _FEW: Final = 8
@@ -80,8 +82,8 @@ class _Dtypes(dict[int, torch.dtype]):
 
 _OF_STORAGES: Final = _Dtypes({code: d for d, code in _CODES.items()})
 _STRIDED: Final = _Dtypes({code: d for code, d in _OF_STORAGES.items() if code < _QUANTISED})
-_COMMON: Final = _NAMES.index("bfloat16")  # all versions of torch can stack the dtypes up to here,
-_COMPLEX_HALF: Final = _NAMES.index("complex32")  # but for this one they warn
+_COMMON: Final = _NAMES.index("bfloat16")  # all versions of torch can stack the dtypes up to this code
+_COMPLEX_HALF: Final = _NAMES.index("complex32")  # torch warns when it stacks this dtype
 
 
 def _find_arrays() -> tuple[Any, dict[torch.dtype, Any]]:
@@ -180,13 +182,13 @@ _IN_BODY: Final = 1
 # The bytes are the elements of the block's only tensor, in order; its strides are ignored.
 _COMPACT: Final = 2
 _PLACED: Final = 4  # sent to a device, whose name is in the list of names
-# The bytes follow those of the last gathered block, in the one buffer of all gathered blocks.
+# The bytes follow the bytes of the last gathered block, in the one buffer of all gathered blocks.
 _GATHERED: Final = 8
 # The rows are closer together in the message than at the sender; a _PITCH entry has both distances.
 _PITCHED: Final = 16
-# The second and further tensors of a block have entries that hold the number of an earlier entry in place of the size.
-_SAME: Final = 32  # the number of a tensor that overlaps this one
-_BESIDE: Final = 64  # the number of the block's first tensor, which does not overlap this one
+# In place of a size, the entry of each tensor of a block except the first has the number of an earlier entry:
+_SAME: Final = 32  # of a tensor that overlaps this tensor
+_BESIDE: Final = 64  # of the block's first tensor, which does not overlap this tensor
 # The last entries of the table, one for each pitched block in order: the distance of the rows at the sender, and as sent.
 _PITCH: Final = 128
 
@@ -448,8 +450,8 @@ def _joined(members: list[torch.Tensor]) -> bytes:
 def settle() -> None:
     """Wait for the current streams if they are not the default streams.
 
-    Call this before other threads use tensors made here: they use the default streams, which do not wait for others. Messages
-    do not need it: the thread that sends a message copies the bytes on its own streams.
+    Call this before other threads use tensors made here: these threads use the default streams, which do not wait for the
+    streams of this thread. Messages do not need it: the thread that sends a message copies the bytes on its own streams.
     """
     if torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):
@@ -906,7 +908,7 @@ def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
         or len(data) != math.prod(shape) * dtype.itemsize
         or (shape and min(shape) <= 0)
     ):
-        raise ProtocolError(f"a tensor of sizes {shape} in {len(data)} bytes")
+        raise ProtocolError(f"a tensor of sizes {shape} does not have {len(data)} bytes")
     t = torch.frombuffer(data, dtype=dtype)
     if len(shape) != 1:
         # In place, so that the result is not a view. If the sizes were a tuple, torch would take half a microsecond more.
@@ -945,7 +947,7 @@ _require_grad: Final = methodcaller("requires_grad_")
 
 
 def _is_altered() -> bool:
-    """Say whether a mode (fake tensors, ...) or a transform (``torch.func.grad``) changes what this thread makes."""
+    """Say whether a mode (fake tensors, ...) or a transform (``torch.func.grad``) changes the tensors that this thread makes."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()

@@ -164,7 +164,7 @@ def is_sealed(fd: int, size: int) -> bool:
     Raises:
         OSError: ``fd`` is not a memfd.
     """
-    # Read the seals first: after it was sealed, the size cannot change any more.
+    # Read the seals first: the size cannot change after that.
     sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _CANNOT_SHRINK == _CANNOT_SHRINK
     status = os.fstat(fd)
     return sealed and stat.S_ISREG(status.st_mode) and status.st_size == size
@@ -310,7 +310,7 @@ class ForkGuard:
         return max([epoch for epoch, _ in self._children], default=0)
 
     def close(self) -> None:
-        """Forget all children."""
+        """Close the pipes: no loan counts as inherited from now on."""
         children, self._children = self._children, []
         for _, fd in children:
             _close(fd)
@@ -376,8 +376,8 @@ class Recycler(Generic[B]):
     Args:
         limit_bytes: the limit of kept or of lent bytes, depending on the subclass.
         clock: returns the time in seconds.
-        on_return: called from finalisers when memory was returned, so that :meth:`trim` is called soon. Not called again until
-            then.
+        on_return: called by finalisers when memory was returned; it must arrange that :meth:`trim` is called soon, and is not
+            called again before that.
     """
 
     def __init__(

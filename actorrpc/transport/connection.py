@@ -113,10 +113,10 @@ class Connection(StateMachine):
         reader: splits received bytes into frames. ``read_lock`` guards it, reading, and the poller.
         read_by: the identifier of the thread that holds the read lock in :meth:`reading`, where it may run finalisers; otherwise
             0.
-        outbox, flush: those of the writer.
+        outbox, flush: the writer's outbox, and its method that sends the outbox.
         spinning: measurements for threads that wait for a reply; ``answering``: for threads that have executed a call.
         expecting: since when the socket is disarmed and has no reader: the caller will read its reply, or the clock re-arms the
-            socket within some milliseconds. 0: it is not.
+            socket within some milliseconds. 0: the socket is armed, or a thread reads it.
         unattended: replies that waiting callers still have to read before :meth:`expect` may disarm the socket again.
     """
 
@@ -221,7 +221,7 @@ class Connection(StateMachine):
         Args:
             waiter: wait until bytes arrive or the waiter is woken, at most until ``deadline``; see :meth:`_wait`. Without a
                 waiter, the thread only reads the available bytes, and with ``spinning`` spins for them.
-            woken: the epoll has woken this thread for the connection, which has disarmed the connection.
+            woken: the epoll has woken this thread for the connection, and has thereby disarmed the connection.
         """
         if self.state is not OPEN or not self.read_lock.acquire(False):
             return None
@@ -270,8 +270,8 @@ class Connection(StateMachine):
         """Send the answers in the outbox after a call was executed, and try to read the next request on this thread.
 
         If both ends share a CPU, the next request has often arrived before ``send`` returns. Reading it here is cheaper than
-        waking another thread. If they do not share one, spinning may find the request. Any thread may call this method; the
-        measurements are updated without a lock, as they need not be exact.
+        waking another thread. If they do not share a CPU, the request may arrive while this thread spins. Any thread may call
+        this method; the measurements are updated without a lock, as they need not be exact.
         """
         spinning = self.answering
         if spinning.at_once > spinner.pays or not spinning.count & 15:
@@ -289,7 +289,7 @@ class Connection(StateMachine):
                 return
         else:
             self.flush(True)
-        if spinning.pays():  # ``at_once`` is low here
+        if spinning.pays():  # ``at_once`` is low here, so the two ends do not share a CPU
             self.reading(None, spinning)
 
     @uninterruptible
@@ -438,7 +438,7 @@ class Connection(StateMachine):
             self.close(error)
 
     def suspend(self, error: BaseException) -> None:
-        """Shut down the failed socket, and have another one opened. Idempotent; never blocks."""
+        """Shut down the failed socket, and request another socket (:meth:`Events.suspended`). Idempotent; never blocks."""
         if self.enter(SUSPENDED):
             self._shut()
             self.events.suspended(self, error)

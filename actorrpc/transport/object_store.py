@@ -136,7 +136,9 @@ class Segment:
             ProtocolError: the offset is not at a page boundary, or the range exceeds the segment.
         """
         if offset < 0 or nbytes < 0 or offset % _PAGE or offset + nbytes > self.size:
-            raise ProtocolError(f"{nbytes} bytes at {offset} are no object in a segment of {self.size}")
+            raise ProtocolError(
+                f"a segment of {self.size} bytes cannot have an object of {nbytes} bytes at {offset}"
+            )
         return StoredRange(self, offset, nbytes)
 
     def close(self) -> None:
@@ -150,7 +152,7 @@ class StoredRange:
 
     Attributes:
         segment: the segment.
-        offset: the begin of the range, a multiple of the page size.
+        offset: the start of the range, a multiple of the page size.
         nbytes: the length of the range.
     """
 
@@ -318,7 +320,9 @@ class ObjectStore(Recycler[_Written]):
                 if written is not None:
                     used_at = written.used_at
                     self._put(written)
-                    written.used_at = used_at  # otherwise a waiting thread would keep it from being released
+                    written.used_at = (
+                        used_at  # a waiting thread repeats this, and must not delay the segment's release
+                    )
                 if self._spill_dir is None:
                     raise self._full(nbytes, label)
                 return self._spill(self._spill_dir, nbytes, label, site)

@@ -52,7 +52,7 @@ _ALIGNMENT = 64
 _MIN_SEGMENT = 256 << 10
 _MAX_SEGMENTS = 128  # of one lender; a process may have 65 530 mappings
 MOST_SEGMENTS = 4096  # the most segments that a borrower accepts from a peer, which may be hostile
-_MOST_BYTES = 1 << 42  # the most bytes of them
+_MOST_BYTES = 1 << 42  # the most bytes of all segments that a borrower accepts from a peer
 _KEEP_OVER_HALF_S = 3.0  # how long a free segment is kept if more than half of the limit is free
 _NO_MEMFD = 1.0  # how long no segment is created after the system has refused one
 _NO_ROOM = 0.02  # how long no segment is created after the descriptor socket was full
@@ -329,11 +329,14 @@ class Borrower:
         Thread-safe. Blocks only if the segment's descriptor has not arrived, for at most a second.
 
         Raises:
-            ProtocolError: the segment is unknown or its descriptor is not valid, or the buffers exceed it.
+            ProtocolError: the segment is unknown, its descriptor is not valid, an earlier loan of it is in use, or the buffers
+                exceed it.
             LimitError: there is no descriptor or no address space for the segment at present.
         """
         if len(sizes) > self._max_buffers or min(sizes, default=0) < 0:
-            raise ProtocolError(f"{len(sizes)} buffers in shared memory, or one of a negative size")
+            raise ProtocolError(
+                f"a message has too many buffers in shared memory ({len(sizes)}), or a buffer of negative size"
+            )
         offsets, end = layout(sizes)
         segment = self._segments.get(segment_id)
         if segment is None or segment.memory is None:
@@ -345,7 +348,9 @@ class Borrower:
         if end > segment.size:
             raise ProtocolError(f"buffers of {end} bytes are not within a segment of {segment.size}")
         if loan <= 0 or segment.loan:
-            raise ProtocolError(f"segment {segment_id} is lent as {loan} while its loan {segment.loan} lives")
+            raise ProtocolError(
+                f"loan {loan} of segment {segment_id} is invalid, or loan {segment.loan} is still in use"
+            )
         segment.loan = loan
         self.taken_bytes += sum(sizes)
         tag = segment_id, loan, self._forks.epoch
@@ -364,7 +369,9 @@ class Borrower:
         with self._socket_lock:
             for number in numbers:
                 if type(number) is not int:
-                    raise ProtocolError(f"{type(number).__name__} is no number of an object")
+                    raise ProtocolError(
+                        f"the number of an object must be an int, not a {type(number).__name__}"
+                    )
                 while number not in self._objects and not self._closed and self._receive():
                     pass
                 missing = ProtocolError(
@@ -524,7 +531,9 @@ class Borrower:
             self._sock.recv(_ANNOUNCEMENT.size, _DONTWAIT)
             if segment_id != _NO_OBJECT:
                 if self._adopt is None or len(self._objects) >= MOST_SEGMENTS:
-                    raise ProtocolError("objects in shared memory that no message names")
+                    raise ProtocolError(
+                        "the peer sends objects in shared memory that this worker cannot use, or too many"
+                    )
                 # An error is stored for the message that uses this segment, so that later messages are not affected.
                 self._objects[number] = short or self._adopt(
                     fds.pop(), segment_id, size, _text(label), _text(site)
@@ -541,9 +550,11 @@ class Borrower:
 
     def _check(self, number: int, size: int) -> None:
         if number in self._segments or len(self._segments) >= MOST_SEGMENTS:
-            raise ProtocolError(f"segment {number} of shared memory is known already, or one too many")
+            raise ProtocolError(
+                f"segment {number} of shared memory is known already, or exceeds the limit of {MOST_SEGMENTS}"
+            )
         if not _MIN_SEGMENT <= size <= _MAX_SIZE or size != size_class(size):
-            raise ProtocolError(f"{size} bytes are not a size of a segment of shared memory")
+            raise ProtocolError(f"a segment of shared memory cannot have {size} bytes")
         if size + sum([segment.size for segment in self._segments.values()]) > _MOST_BYTES:
             raise ProtocolError(f"the peer lends more than {_MOST_BYTES} bytes of shared memory")
 

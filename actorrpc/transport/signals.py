@@ -73,7 +73,7 @@ state = _State()
 
 
 class _Shield:
-    """Wraps a handler of the program, and defers it if necessary. ``_RING`` has a shield even if the program has no handler."""
+    """Wraps a handler of the program, and defers it if necessary. SIGURG has a shield even if the program does not handle it."""
 
     __slots__ = ("handler",)
 
@@ -206,13 +206,13 @@ def _own(handler: Any) -> Any:
 
 
 def _set(number: int, handler: Any) -> Any:
-    """Stand in for ``_signal.signal``."""
+    """Replacement of ``_signal.signal``."""
     checkpoint()  # deferred signals arrived while the old handler was installed, so that handler runs
     return _own(_set_native(number, _shielded(number, handler)))
 
 
 def _get(number: int) -> Any:
-    """Stand in for ``_signal.getsignal``."""
+    """Replacement of ``_signal.getsignal``."""
     return _own(_get_native(number))
 
 
@@ -265,7 +265,7 @@ def uninstall(later: Callable[[], None]) -> None:
     try:
         if len(state.laters) == 1:
             _close()
-        state.laters.remove(later)  # if this was the last one, handlers are no longer deferred
+        state.laters.remove(later)  # with the last agent's function removed, handlers are no longer deferred
     finally:
         try:
             if not state.laters:

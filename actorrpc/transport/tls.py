@@ -87,8 +87,8 @@ def _unsignalled(
 class TlsSocket(Stream):
     """A connected TCP socket with TLS. Thread-safe: one thread may read while another writes.
 
-    Methods with a ``flags`` parameter never block, whatever the flags are. The others wait for at most the time-out. Exceptions
-    are those of sockets: BlockingIOError, and OSError (``ssl.SSLError`` is a subclass) when the connection has failed.
+    Methods with a ``flags`` parameter never block, whatever the flags are. The others wait for at most the time-out. They raise
+    the exceptions of sockets: BlockingIOError, and OSError (``ssl.SSLError`` is a subclass) when the connection has failed.
 
     Attributes:
         secured: whether the TLS handshake has finished.
@@ -500,7 +500,7 @@ def explain(error: ssl.SSLError, whom: str) -> RpcError:
     """Return an error of this package that explains a TLS error.
 
     Args:
-        whom: the name and address of the other side, for the message.
+        whom: describes the other side, for the message.
 
     Returns:
         AuthenticationError for certificates, VersionError if there is no common version, otherwise ProtocolError.
@@ -524,7 +524,7 @@ def explain(error: ssl.SSLError, whom: str) -> RpcError:
             "(ACTORRPC_TLS_MIN_VERSION)"
         )
     return ProtocolError(
-        f"{whom} does not speak TLS as this worker does, or not at all: {reason}; {_ALL_OR_NONE}"
+        f"{whom} does not speak TLS, or the TLS handshake with it failed: {reason}; {_ALL_OR_NONE}"
     )
 
 

@@ -2,8 +2,8 @@
 
 Threads append frames to the outbox. The thread that gets the lock sends all frames in the outbox. A thread that does not get the
 lock returns, because the holder checks the outbox again after it has released the lock. Large buffers are sent in chunks, and the
-outbox is sent before each chunk, so small frames do not wait for a whole buffer. Only a thread that sends chunks, or that has
-asked to wait, sleeps while the kernel's buffer is full (under the lock). A thread that sends chunks also sleeps while the
+outbox is sent before each chunk, so small frames do not wait for a whole buffer. Only a thread that sends chunks, or that calls
+``flush(wait=True)``, sleeps while the kernel's buffer is full (under the lock). A thread that sends chunks also sleeps while the
 connection is suspended (without the lock). Its sleep ends at the deadline, for signal handlers, and when the connection is
 closed.
 """

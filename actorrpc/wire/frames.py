@@ -75,12 +75,14 @@ STREAM_ABORT: Final = 10  # no more chunks of this stream will be sent
 LANE_FREE: Final = 11  # the receiver no longer uses this shared memory
 # The lender has retired this shared memory. Without a body: descriptors have been sent over the lane and can be received.
 LANE_RETIRE: Final = 12
-GOODBYE: Final = 13  # the peer leaves, so the end of file is not its death; with flags: it considers us dead
+GOODBYE: Final = (
+    13  # the sender leaves, so the end of file is not its death; with flags: it considers the receiver dead
+)
 DEFINITION: Final = 14  # a function or class by value: 16 bytes of hash, then its definition
 NOTICE: Final = 15  # a one-way message to a handler of a higher layer, which its header names
 ACK: Final = 16  # id is the number of bytes received, which need not be kept for resending
 LAST_KIND: Final = ACK
-# Never sent: stands for a message for whose body there was no memory; ``buffers`` has its kind and size.
+# Never sent: the reader returns a frame of this kind if there was no memory for a message; ``buffers`` has its kind and size.
 UNREAD: Final = 255
 
 _OFFSET_BITS: Final = 40
@@ -129,8 +131,8 @@ def pack_frame(
     """
     if len(extra) > MAX_EXTRA:
         raise LimitError(
-            f"the tensors and RRefs of a message need a header of {len(extra)} bytes, and {MAX_EXTRA} may be: send fewer in one "
-            f"call, or stack the tensors; nothing was sent"
+            f"the tensors and RRefs of a message need a header of {len(extra)} bytes; the limit is {MAX_EXTRA}: send fewer in "
+            f"one call, or stack the tensors; nothing was sent"
         )
     return (
         PREFIX.pack(len(extra) + len(body) + length, len(extra), kind, flags, remaining, id, chain)

@@ -1,4 +1,4 @@
-"""The handshake: mutual authentication at the begin of every connection.
+"""The handshake: mutual authentication at the start of every connection.
 
     dialler                                   acceptor
     HELLO      versions, purpose, names ->
@@ -99,9 +99,9 @@ class Session:
     """The result of a handshake.
 
     Attributes:
-        peer_name: the name that the peer gave; the peer has proved that it has the key, if the group has one.
-        attach: 16 bytes that identify a connection: the one that a LANE connection belongs to, or that a RESUME connection
-            replaces.
+        peer_name: the peer's name, as sent by the peer, which has proved that it has the key, if the group has one.
+        attach: 16 bytes that identify a connection. For LANE, the connection to which the lane belongs; for RESUME, the
+            connection that is resumed.
         key: 32 secret bytes, equal on both sides, different for every connection.
         sealed: whether the following frames are sealed (:mod:`actorrpc.wire.integrity`), as at least one side has requested.
     """
@@ -410,7 +410,7 @@ class Dialler(_Side):
         self._peer = (name, incarnation)
 
     def _read_welcome(self, message: bytes) -> None:
-        assert self._peer is not None  # set by the challenge, without which no WELCOME is expected
+        assert self._peer is not None  # set when the CHALLENGE was read; before that, a WELCOME is refused
         name, incarnation = self._peer
         if not hmac.compare_digest(message[_HEAD:], self._proof(b"acceptor", self._auth)):
             self._fail(

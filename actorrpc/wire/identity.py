@@ -188,9 +188,12 @@ class WorkerRecord:
                 and all(map(_is_address, self.tcp)),
                 f"tcp addresses are a tuple of at most {_MAX_ADDRESSES} (host, port) with a port from 1 to 65535",
             ),
-            (_is_int(self.pid, 0, 1 << 31), "a process id is a positive integer"),
+            (_is_int(self.pid, 0, 1 << 31), "a process id is an integer from 0 to 2**31"),
             (_is_text(self.main, 0, 64), "a main module's identity has at most 64 characters"),
-            (_is_int(self.cuda_devices, 0, 1 << 16), "a number of CUDA devices is a positive integer"),
+            (
+                _is_int(self.cuda_devices, 0, 1 << 16),
+                "a number of CUDA devices is an integer from 0 to 65536",
+            ),
             (
                 isinstance(devices, tuple) and all(_matches(_DEVICE, each) for each in devices),
                 "devices are a tuple of names such as cuda:0",

@@ -227,9 +227,7 @@ class SealedReader(FrameReader):
                     frames.append(_new(Frame, (kind, flags, id, remaining, chain, header, body, None, None)))
                 start = after
                 if flags & STREAM and kind <= FAILURE:
-                    self.more = (
-                        True  # the caller allocates the memory for the chunks when it handles this frame
-                    )
+                    self.more = True  # the caller allocates the chunks' memory when it handles this frame
                     break
             needed = PREFIX_SIZE
         self._start = start

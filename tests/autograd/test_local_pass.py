@@ -271,7 +271,7 @@ def test_a_gradient_of_the_wrong_size() -> None:
         0.0,
         [Gradient(group.context, 3, message, 1, [None, None])],
     )
-    with pytest.raises(RpcError, match="has 1 gradients, but 2 came"):
+    with pytest.raises(RpcError, match="has 1 gradients, but 2 were received"):
         group.worker(1).participant.handle(origin, run)
     del x
 
@@ -285,7 +285,7 @@ def test_a_worker_that_stays_silent_is_named() -> None:
     worker = group.worker(2)
     worker.participant.handle = lambda sender, message: Future()  # type: ignore[method-assign]
     with pytest.raises(
-        RpcTimeoutError, match=r"not over within 1000 s: no answer from worker2\. No gradients"
+        RpcTimeoutError, match=r"did not end within 1000 s: no answer from worker2\. No gradients"
     ) as caught:
         group.backward(y.sum())
     assert caught.value.worker == "worker2"
@@ -330,7 +330,9 @@ def test_gradients_wait_for_the_verdict_of_a_pass_that_is_done_here() -> None:
     group.network.settle(future.done)
     part = group.worker(1).participant
     assert [mail.type for mail in group.network.mails] == ["Verdict"]
-    with pytest.raises(RpcTimeoutError, match=r"worker 0, where it began, has not said within 0\.01 s"):
+    with pytest.raises(
+        RpcTimeoutError, match=r"worker 0, where it began, has not sent its outcome within 0\.01 s"
+    ):
         part.gradients(group.context, 0.01)
     found: list[dict[int, tuple[Tensor, Tensor]]] = []
     thread = threading.Thread(target=lambda: found.append(part.gradients(group.context, 30.0)))

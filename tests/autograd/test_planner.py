@@ -103,7 +103,7 @@ def test_strata_in_order_never_wait_for_ever(given: Answers) -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({(A, ROOTS): [Sink(B, 1, 1)]}, "message 1 of worker 1, which nobody was asked about"),
+        ({(A, ROOTS): [Sink(B, 1, 1)]}, "message 1 of worker 1, about which no worker was asked"),
         (
             {(A, ROOTS): [Sink(B, 1, 1)], (B, 1): [Sink(C, 2, 1)], (C, 2): [Sink(B, 1, 1)]},
             r"in a circle: message 1 of worker 1, message 2 of worker 2",
@@ -111,7 +111,7 @@ def test_strata_in_order_never_wait_for_ever(given: Answers) -> None:
         ({(A, ROOTS): [], (B, 1): []}, "nothing leads to message 1 of worker 1"),
         (
             {(A, ROOTS): [Sink(B, 1, 1), Sink(B, 2, 1)], (B, 1): [], (B, 2): []},
-            "receipt 1 of worker 0 is said to be of message 2 of worker 1 and of message 1 of worker 1",
+            "different messages for receipt 1 of worker 0: message 2 of worker 1 and message 1 of worker 1",
         ),
     ],
 )

@@ -74,7 +74,7 @@ def _refused(address: str, kind: type[RpcError], says: str, **settings: Any) -> 
 
 @pytest.mark.prints(
     "refuses the certificate of this worker, or shows none: .*unknown ca",
-    r"certificate of who came from 127\.0\.0\.1 is refused: self.signed certificate",
+    r"certificate of the process that connected from 127\.0\.0\.1 is refused: self.signed certificate",
     "it does not speak TLS, and this worker speaks nothing else",
 )
 def test_over_tls_and_with_other_certificates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

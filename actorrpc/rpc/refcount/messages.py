@@ -96,14 +96,14 @@ class ForkRequest:
 
 @dataclass(frozen=True, slots=True)
 class ForkAck:
-    """Owner to child: the forks are registered (``True``), or their value is already gone."""
+    """Owner to child: the forks are registered (``True``), or their value was already released (``False``)."""
 
     items: tuple[tuple[RRefId, ForkId, bool], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ChildAccept:
-    """Child to parent: the owner knows these forks, so the parent need not be kept for them."""
+    """Child to parent: the owner has answered for these forks, or has died: the parent need not keep its fork for them."""
 
     items: tuple[tuple[ForkId], ...]
 
@@ -223,7 +223,7 @@ def unpack_forks(data: bytes) -> list[ForkData]:
     """Read what :func:`pack_forks` wrote.
 
     Raises:
-        ProtocolError: the bytes are no such list.
+        ProtocolError: the bytes are not such a list.
     """
     if not data:
         return []

@@ -76,7 +76,7 @@ _SHUT_DOWN: Final = (
 
 
 class HeldValue(NamedTuple):
-    """A value that lives here, and who refers to it.
+    """A value that lives here, and the references to it.
 
     Attributes:
         outcome: None while the value has not been set.
@@ -90,7 +90,7 @@ class HeldValue(NamedTuple):
 
 
 class PendingCounts(NamedTuple):
-    """Counts of what keeps this worker from leaving; all are zero when nothing does."""
+    """Counts of entries that must end before this worker may leave."""
 
     users: int
     children: int
@@ -128,7 +128,7 @@ class RRefTable:
         self._drops: deque[Handle] = deque()
         self._owned: dict[RRefId, Owned] = {}
         self._held: dict[ForkId, HeldFork] = {}
-        # The handle that stays until the owner knows a fork made of it, and the worker that the fork was sent to.
+        # By fork: the handle that it was made of, which is kept until the owner knows the fork, and the fork's receiver.
         self._children: dict[ForkId, tuple[HeldFork, WorkerKey]] = {}
         self._gone_rrefs: Recent[RRefId, None] = Recent(tombstones)
         self._gone_forks: Recent[ForkId, None] = Recent(tombstones)
@@ -139,7 +139,7 @@ class RRefTable:
     # -- making RRefs ----------------------------------------------------------------------------
 
     def create_owner(self, value: object, keep: Callable[[Handle], object] | None = None) -> Handle:
-        """Put a value that is already here behind a new RRef.
+        """Create an RRef to a value of this worker.
 
         Args:
             keep: called with the handle, before a signal handler can run.
@@ -157,7 +157,7 @@ class RRefTable:
         return handle
 
     def handle_on(self, rref_id: RRefId) -> Handle:
-        """Return one more handle on a value of this worker, for a message whose sender holds one until it is answered.
+        """Return one more handle on a value of this worker, for a received call whose caller holds a handle until the answer.
 
         Raises:
             ShutdownError: after :meth:`close`.
@@ -180,7 +180,7 @@ class RRefTable:
     def create_user(self, owner: WorkerKey) -> Handle:
         """Start a remote creation, which ends with :meth:`confirmed` or :meth:`creation_failed`.
 
-        If this worker is the owner, a fork of the RRef's own name holds the entry until then, and
+        If this worker is the owner, a fork with the id of the RRef keeps the entry until then, and
         :meth:`creation_arrived` is not needed.
 
         Raises:
@@ -384,7 +384,7 @@ class RRefTable:
         return step
 
     def receive(self, forks: Sequence[ForkData], from_: WorkerKey) -> ReceivedFork:
-        """Take the RRefs of a message. The caller must drop each handle once.
+        """Register the RRefs of a received message, and return their handles. The caller must drop each handle once.
 
         If they are arguments of a function, it may start only when ``pending`` is done.
 
@@ -589,7 +589,7 @@ class RRefTable:
         return kind(self.me.rank, next(self._count), self.me.incarnation)
 
     def _why_dead(self, worker: WorkerKey) -> BaseException | None:
-        """Return the error for a dead worker, or None. Earlier incarnations of this worker are dead without a report."""
+        """Return the error for a dead worker, or None. Earlier incarnations of this worker are dead; no death is reported."""
         error = self._deaths.get(worker)
         if error is None and worker.rank == self.me.rank and worker != self.me:
             error = PeerDiedError(
@@ -612,7 +612,10 @@ class RRefTable:
         return entry
 
     def _is_gone(self, rref_id: RRefId) -> bool:
-        """Say whether a value that is not here will never be created: only other workers may still send creations."""
+        """Say whether a value without an entry here will never be created.
+
+        It was released, or its creator has died, or its creator is this worker, which enters a value when it creates it.
+        """
         creator = rref_id.creator
         return rref_id in self._gone_rrefs or creator.rank == self.me.rank or creator in self._deaths
 
@@ -653,7 +656,7 @@ class RRefTable:
             entry.waiters = []
 
     def _settle_value(self, entry: Owned, step: Effects) -> None:
-        """Release a value without forks and handles. A value that is not created yet is only forgotten."""
+        """Release a value that has no forks and handles. If it is not created yet, only remove its entry."""
         if entry.forks or entry.handles or (entry.waiters and not entry.created):
             return
         if entry.created:
@@ -698,14 +701,14 @@ class RRefTable:
         self._settle_handle(held, step)
 
     def _settle_handle(self, held: HeldFork, step: Effects) -> None:
-        """Forget a fork without objects and children that is not pending, and tell its owner."""
+        """If a fork has no objects and no children and is not pending, remove it, and tell its owner."""
         if held.handles or held.children or held.pending or self._held.pop(held.fork_id, None) is None:
             return
         if held.tell_owner:
             self._tell(held.owner, UserDelete, (held.rref_id, held.fork_id), step)
 
     def _resolve(self, held: HeldFork, error: BaseException | None, step: Effects) -> None:
-        """End the wait for the owner. A handle keeps its error, even if it was confirmed."""
+        """Record the owner's answer for a fork, or the ``error`` that replaces it. A fork that has an error keeps it."""
         if held.error is None:
             held.error = error
         if held.pending:
@@ -718,14 +721,14 @@ class RRefTable:
         self._settle_handle(held, step)
 
     def _child_settled(self, fork_id: ForkId, step: Effects) -> None:
-        """Stop keeping the parent of a child. Unknown children change nothing."""
+        """Count one child less of a fork that was kept for it. Has no effect if the child is unknown."""
         child = self._children.pop(fork_id, None)
         if child is not None:
             child[0].children -= 1
             self._settle_handle(child[0], step)
 
     def _accept(self, parent: WorkerKey, fork_id: ForkId, step: Effects) -> None:
-        """Tell the parent of a fork that it need not be kept for the fork."""
+        """Tell the worker that made a fork that it need not keep the fork's parent any longer."""
         if parent == self.me:
             self._child_settled(fork_id, step)
         else:

@@ -91,7 +91,7 @@ class References(MessageReferences):
             callback()
 
     def _notify(self, to: WorkerKey, name: str, body: bytes) -> None:
-        """Send a message of the protocol. If its destination is dead, do nothing: the table learns of deaths."""
+        """Send a message of the protocol; do nothing if its destination is dead: deaths are reported to the table."""
         peer = self._peer(to)
         if peer is not None:
             self.agent.notify_surely(peer, name, body)
@@ -181,7 +181,7 @@ class References(MessageReferences):
         self.carry_out(self.table.refuse(unpack_forks(packed), peer.key))
 
     def confirm(self, received: list[Any], execution: Execution) -> None:
-        """Wait until the owners know all RRefs in the arguments of a call: user code may run only then."""
+        """Wait until the owners have registered all RRefs in the arguments of a call, which may be executed only after that."""
         pending: Pending = received[0]
         if pending.done:
             return
@@ -248,7 +248,7 @@ class References(MessageReferences):
     def promise(self, future: Future[Any]) -> Any:
         """Return an RRef of this worker to the value of a future. If the future fails, so does the RRef."""
         handle = self.table.create_user(self.me)
-        # No call creates the value, so only its holders keep the entry.
+        # No call creates the value: remove the fork that a creation would hold, so that only the RRef's holders keep the entry.
         self.carry_out(self.table.confirmed(handle))
         rref = self.wrapped(handle)
         rref_id = handle.rref_id
@@ -278,7 +278,7 @@ class References(MessageReferences):
         mail: MailHeader | None = None,
         future: Future[Any] | None = None,
     ) -> Any:
-        """Have a worker call a function and keep the result; return the RRef to the result at once.
+        """Make a worker call a function and keep the result; return the RRef to the result at once.
 
         A signal handler (Ctrl-C) runs while this method blocks, or after it has returned. Elsewhere, an exception of the handler
         would leave an entry in the reference table that is never released.

@@ -108,11 +108,11 @@ class Pending:
             return True
 
     def expect(self) -> None:
-        """Wait for one more fork. Under the lock."""
+        """Count one more fork. Under the lock."""
         self._remaining += 1
 
     def settle(self, step: Effects) -> None:
-        """Wait for one fork less. Under the lock."""
+        """Count one fork less. Under the lock."""
         self._remaining -= 1
         if self._remaining == 0:
             callbacks, self._callbacks = self._callbacks, []
@@ -143,7 +143,7 @@ class Owned:
     """A value that lives here.
 
     Attributes:
-        created: its creation has arrived, or cannot arrive any more. Until then only other workers have named the value.
+        created: its creation has arrived, or will never arrive. Until then only messages of other workers have named the value.
         outcome: None until the value has been set, or its creation has failed.
         forks: the handles of workers on the value, by the worker that holds them.
         handles: how many objects of this worker refer to it.
