@@ -57,7 +57,7 @@ def build() -> Iterator[Callable[[int], _PoolAndClock]]:
 
 def test_more_blocked_tasks_than_the_pool_width_all_run(build: Callable[[int], _PoolAndClock]) -> None:
     """Each task waits for the last task."""
-    running = build(512)
+    harness = build(512)
     count = 5 * threads._WIDTH
     together = threading.Barrier(count)
     done = threading.Semaphore(0)
@@ -68,7 +68,7 @@ def test_more_blocked_tasks_than_the_pool_width_all_run(build: Callable[[int], _
 
     for _ in range(2):
         for _ in range(count):
-            running.call(work)
+            harness.call(work)
         for _ in range(count):
             done.acquire()
 
@@ -76,7 +76,7 @@ def test_more_blocked_tasks_than_the_pool_width_all_run(build: Callable[[int], _
     def deeper(depth: int) -> None:
         if depth:
             over = threading.Event()
-            running.call(lambda: (deeper(depth - 1), over.set()))
+            harness.call(lambda: (deeper(depth - 1), over.set()))
             over.wait()
 
     deeper(count)
@@ -86,12 +86,12 @@ def test_more_blocked_tasks_than_the_pool_width_all_run(build: Callable[[int], _
 def test_a_task_that_raises_is_logged_and_the_pool_keeps_running(
     build: Callable[[int], _PoolAndClock], caplog: pytest.LogCaptureFixture
 ) -> None:
-    running = build(3)
+    harness = build(3)
     for _ in range(10):
-        running.call(lambda: 1 / 0)
-        running.pool.submit(lambda: 1 / 0)
+        harness.call(lambda: 1 / 0)
+        harness.pool.submit(lambda: 1 / 0)
     done = threading.Event()
-    running.call(done.set)
+    harness.call(done.set)
     done.wait()
     until(lambda: caplog.text.count("a task of the pool raised") == 20)
 
@@ -138,18 +138,18 @@ def test_future_callbacks_run_although_the_pool_is_closing_or_closed(
     build: Callable[[int], _PoolAndClock],
 ) -> None:
     """Other tasks are discarded."""
-    running = build(4)
+    harness = build(4)
     before, after, nested = (Future[int]() for _ in range(3))
     following = [each.then(lambda done: done.wait() + 1) for each in (before, after)]
     ran: list[str] = []
-    after.add_done_callback(lambda _: nested.conclude(3, None, running.pool.submit))
+    after.add_done_callback(lambda _: nested.conclude(3, None, harness.pool.submit))
     follows = nested.then(lambda done: done.wait() + 1)
-    with running.pool._lock:  # no thread can end meanwhile
-        running.pool.stopping = True
-        before.conclude(1, None, running.pool.queue.append)
-        running.pool.queue.append(lambda: ran.append("a task"))
-    running.close()
-    after.conclude(2, None, running.pool.submit)
-    running.pool.submit(lambda: ran.append("another"))
+    with harness.pool._lock:  # no thread can end meanwhile
+        harness.pool.stopping = True
+        before.conclude(1, None, harness.pool.queue.append)
+        harness.pool.queue.append(lambda: ran.append("a task"))
+    harness.close()
+    after.conclude(2, None, harness.pool.submit)
+    harness.pool.submit(lambda: ran.append("another"))
     assert [each.wait() for each in (*following, follows)] == [2, 3, 4]
     assert ran == []

@@ -302,12 +302,12 @@ def test_an_exception_group_over_max_message_is_shortened_but_keeps_its_class() 
     with InProcessCluster(2, clock="real", max_message=256 << 10, chunk=64 << 10):
         stream = Streaming.options(worker="worker1").remote().numbers.remote()  # type: ignore[attr-defined]
         assert actorrpc.get(next(stream)) == 1
-        for fail_at_length in (
+        for raise_large in (
             lambda: rpc.rpc_sync("worker1", _raise_large),
             lambda: actorrpc.get(next(stream)),
         ):
             with pytest.raises(Wrong, match="several") as caught:
-                fail_at_length()
+                raise_large()
             assert [str(each) for each in caught.value.exceptions] == [
                 "2 more exceptions of this group are too large to be sent"
             ]

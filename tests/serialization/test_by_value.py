@@ -252,12 +252,12 @@ class Wrapping(Plain):
         return wrapper
 
     @shown
-    def content_of(self) -> Any:
+    def get_content(self) -> Any:
         return self.content
 
 
 @pytest.mark.parametrize(
-    "method", [types.MethodType(lambda self: self.content, Plain(5)), Wrapping(5).content_of]
+    "method", [types.MethodType(lambda self: self.content, Plain(5)), Wrapping(5).get_content]
 )
 def test_methods_that_are_no_attribute_of_their_object_are_sent_by_value(method: Any) -> None:
     assert decode_without([method])[0]() == 5
