@@ -213,7 +213,9 @@ def _scenarios(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_calls_from_threads_callbacks_and_asyncio_with_nesting_and_cancellation(transport: str) -> None:
+def test_calls_from_threads_callbacks_and_asyncio_return_and_blocked_calls_can_be_cancelled(
+    transport: str,
+) -> None:
     rpc_group(_scenarios, 2, options={"transport": transport, "heartbeat": 0.1})
 
 
@@ -249,7 +251,7 @@ def _exchange(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"lane": False}, {"transport": "tcp"}, {}])
-def test_large_tensors_in_both_directions_at_once(options: dict[str, Any]) -> None:
+def test_large_tensors_sent_in_both_directions_at_once_do_not_deadlock(options: dict[str, Any]) -> None:
     rpc_group(_exchange, 2, options=options)
 
 
@@ -353,7 +355,7 @@ def _send_from_inside(ballast: torch.Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lane", [True, False])
-def test_back_pressure_of_a_full_window_and_cancellation_of_queued_calls(tmp_path: Path, lane: bool) -> None:
+def test_a_full_window_blocks_callers_and_queued_calls_can_be_cancelled(tmp_path: Path, lane: bool) -> None:
     os.mkfifo(tmp_path / "gate")
     options = {"max_threads": 2, "window": 1 << 20, "lane": lane}
     rpc_group(_full_pool, 3, str(tmp_path), options=options)

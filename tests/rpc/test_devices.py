@@ -334,7 +334,7 @@ def _all(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.prints("UserWarning: Sparse CSR tensor support is in beta state", *ODD_TENSORS)
-def test_device_tensors_in_calls_errors_streams_rrefs_and_gradients(device: str) -> None:
+def test_device_tensors_arrive_equal_in_calls_rrefs_and_gradients_from_any_stream(device: str) -> None:
     run(_all, device)
 
 

@@ -277,7 +277,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
         ("step", "step"),
     ],
 )
-def test_the_name_of_a_function_in_profiles(function: Any, name: str) -> None:
+def test_functions_appear_in_profiles_under_their_names(function: Any, name: str) -> None:
     assert profiling.name_of(function) == name
 
 

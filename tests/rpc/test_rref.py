@@ -382,7 +382,7 @@ def _interface(rank: int, world_size: int) -> None:
     assert rpc.rpc_async("worker1", own, (there.rpc_async(),)).wait().get().wait() == first
 
 
-def test_rref_equality_ownership_proxies_and_argument_checks() -> None:
+def test_rrefs_compare_by_id_know_their_owner_and_refuse_wrong_arguments() -> None:
     rpc_group(_interface, 3)
 
 
@@ -574,7 +574,7 @@ def _long_errors(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.limit(60)
-def test_errors_longer_than_a_chunk_arrive_whole() -> None:
+def test_error_texts_longer_than_a_chunk_arrive_whole() -> None:
     rpc_group(_long_errors, 2)
 
 

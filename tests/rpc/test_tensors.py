@@ -375,7 +375,7 @@ def _values(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
-def test_views_gradients_modes_and_storages_in_calls() -> None:
+def test_received_tensors_share_memory_as_sent_and_are_leaves_without_the_callers_modes() -> None:
     rpc_group(_values, 2)
 
 

@@ -158,7 +158,7 @@ def test_columns_are_packed_and_overlapping_columns_share_memory() -> None:
     assert arrived["b"][:, 0].eq(base[:, 2]).all()
 
 
-def test_patches_send_at_most_twice_the_bytes_that_they_use() -> None:
+def test_overlapping_patches_of_an_image_send_at_most_twice_their_bytes() -> None:
     base = secret(1 << 22)
     image = base.view(2048, 2048)
     corners = [(16 * n, 700 * n % 1900) for n in range(100)]

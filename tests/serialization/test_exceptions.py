@@ -685,7 +685,7 @@ def test_large_arrays_and_tensors_in_exceptions_arrive(same_main: bool) -> None:
     assert np.array_equal(arrived.data["array"], array)
 
 
-def test_long_notes_arrive_whole() -> None:
+def test_long_notes_of_an_exception_arrive_whole_within_the_size_limit() -> None:
     error = ValueError("noted")
     error.add_note("n" * 100_000)
     error.lock = threading.Lock()  # type: ignore[attr-defined]

@@ -214,7 +214,7 @@ def everything(rank: int, world_size: int) -> None:
         part(rank, world_size)
 
 
-def test_lost_and_delayed_messages_of_calls_rrefs_autograd_and_actors() -> None:
+def test_faults_drop_and_delay_messages_of_calls_rrefs_autograd_and_actors() -> None:
     rpc_group(everything, 3)
 
 

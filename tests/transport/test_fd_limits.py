@@ -41,7 +41,7 @@ def soft() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_the_soft_limit_is_doubled_when_half_of_it_is_needed(soft: int) -> None:
+def test_the_soft_limit_is_doubled_when_more_than_half_of_it_is_needed(soft: int) -> None:
     assert make_room(soft // 2)
     assert _limits()[0] == soft
     assert make_room(soft // 2 + 1)

@@ -226,7 +226,7 @@ def test_lent_segments_stay_within_the_limit() -> None:
     lane.close()
 
 
-def test_idle_segments_are_retired_oldest_first() -> None:
+def test_idle_shared_memory_segments_are_freed_oldest_first() -> None:
     lane = Lane.open(limit=8 * SEGMENT)
     views = [lane.send(b"a" * SEGMENT) for _ in range(6)]
     del views[:3]
@@ -461,7 +461,7 @@ def test_a_segment_retired_before_it_was_received_is_dropped(lane: Lane) -> None
     assert mappings() == 1
 
 
-def test_a_segment_announced_twice_is_refused(lane: Lane) -> None:
+def test_announcing_a_shared_memory_segment_twice_is_refused(lane: Lane) -> None:
     announce(lane.ours, GOOD, [sealed_memfd(SEGMENT)])
     announce(lane.ours, GOOD, [sealed_memfd(SEGMENT)])
     lane.borrower.views(1, 1, (10,))
@@ -542,7 +542,7 @@ def test_a_forged_return_does_not_free_a_segment_that_is_being_filled(
 # -- the end -----------------------------------------------------------------------------------------------
 
 
-def test_views_outlive_the_lane() -> None:
+def test_received_tensors_stay_valid_after_the_lane_is_closed() -> None:
     lane = Lane.open()
     tensor = torch.frombuffer(lane.send(b"a" * 100_000)[0], dtype=torch.uint8)
     lane.close()

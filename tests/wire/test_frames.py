@@ -232,7 +232,7 @@ def test_random_prefixes_give_frames_or_a_protocol_error_within_the_limits() -> 
 
 
 @given(st.integers(0, 10_000), st.integers(0, (1 << 40) - 1))
-def test_positions_survive_packing(index: int, offset: int) -> None:
+def test_chunk_positions_survive_packing(index: int, offset: int) -> None:
     assert unpack_position(pack_position(index, offset)) == (index, offset)
 
 

@@ -114,7 +114,7 @@ def test_surplus_bytes_during_the_handshake_are_refused() -> None:
             one.feed(welcome + bytes(extra))
 
 
-def test_repr_shows_no_secrets() -> None:
+def test_repr_of_handshake_objects_shows_no_secrets() -> None:
     one, two = dialler(), acceptor()
     run(one, two)
     for shown in (repr(one), repr(two), repr(one.result), str(two.result)):

@@ -83,7 +83,7 @@ def test_generated_programs_and_networks_neither_leak_nor_free_early(seed: int, 
     play(seed, **changes)
 
 
-def test_the_same_seed_plays_the_same_program() -> None:
+def test_the_simulator_plays_the_same_program_for_the_same_seed() -> None:
     assert play(7).counters == play(7).counters
 
 
@@ -416,7 +416,7 @@ def test_forks_unconfirmed_by_an_unresponsive_owner_are_no_leak_of_a_leaving_wor
 # -- threads and the garbage collector -----------------------------------------------------------
 
 
-def test_finalisers_may_use_the_table_while_it_runs() -> None:
+def test_finalisers_may_use_the_rref_table_while_it_runs() -> None:
     """The collector may run finalisers at any allocation, also inside of the table."""
     group = Group(A, B)
     kept: list[Handle] = []
@@ -463,7 +463,7 @@ def test_finalisers_may_use_the_table_while_it_runs() -> None:
     group.assert_empty()
 
 
-def test_threads_may_share_fetch_and_drop_at_the_same_time() -> None:
+def test_threads_may_share_fetch_and_drop_rrefs_at_the_same_time() -> None:
     """Each message is handled by the thread that caused it."""
     tables = {key: RRefTable(key) for key in (A, B, C)}
     failures: list[BaseException] = []

@@ -439,7 +439,7 @@ def calls(rank: int) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("by_variables", [False, True])
-def test_workers_dial_the_proxies_of_each_other(by_variables: bool) -> None:
+def test_workers_with_proxies_reach_each_other_through_the_proxies(by_variables: bool) -> None:
     faults = [testing.latency(0.001, jitter=0.002), testing.throttle(2e8)]
     with FaultProxy(disturbances=faults) as zero, FaultProxy(disturbances=faults) as one:
         dialled = _behind(calls, zero, one, by_variables=by_variables)
