@@ -233,7 +233,7 @@ class Lock(_Waitable):
         self.locked = self._lock.locked
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Do as the lock of ``threading`` does."""
+        """Like ``threading.Lock``."""
         steps = self._steps
         due = steps.now + timeout if timeout >= 0 else math.inf
         steps.step()
@@ -259,7 +259,7 @@ class RLock(Lock):
         self.release = self._release
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Do as the lock of ``threading`` does."""
+        """Like ``threading.Lock``."""
         me = threading.get_ident()
         if self._owner != me and not super().acquire(blocking, timeout):
             return False
@@ -291,7 +291,7 @@ class Condition(_Waitable):
         self._own.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Do as the condition of ``threading`` does."""
+        """Like ``threading.Condition``."""
         steps = self._steps
         told = [False]
         self._waiters.append(told)
@@ -302,14 +302,14 @@ class Condition(_Waitable):
         return told[0]
 
     def notify_all(self) -> None:
-        """Do as the condition of ``threading`` does."""
+        """Like ``threading.Condition``."""
         for told in self._waiters:
             told[0] = True
         self._waiters = []
 
 
 class Event(_Waitable):
-    """An event that is waited for in steps."""
+    """An event on which tasks wait in steps."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__(steps)
@@ -317,7 +317,7 @@ class Event(_Waitable):
         self.is_set, self.set, self.clear = event.is_set, event.set, event.clear
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Do as the event of ``threading`` does."""
+        """Like ``threading.Event``."""
         steps = self._steps
         steps.step(self.is_set, math.inf if timeout is None else steps.now + timeout, self)
         return self.is_set()
@@ -333,12 +333,12 @@ class Poll(_Waitable):
         self.unregister = self._poll.unregister
 
     def register(self, fd: int, mask: int) -> None:
-        """Do as the poll of ``select`` does."""
+        """Like ``select.poll``."""
         self.reads = bool(mask & select.POLLIN)
         self._poll.register(fd, mask)
 
     def poll(self, wait_ms: float | None = None) -> list[tuple[int, int]]:
-        """Do as the poll of ``select`` does."""
+        """Like ``select.poll``."""
         steps = self._steps
         due = math.inf if wait_ms is None else steps.now + wait_ms * 1e-3
         steps.step(lambda: bool(self._poll.poll(0)), due, self)
@@ -357,23 +357,23 @@ class Epoll(_Waitable):
         self.close = epoll.close
 
     def register(self, fd: int, mask: int) -> None:
-        """Do as the epoll of ``select`` does."""
+        """Like ``select.epoll``."""
         self._steps.step()
         self._epoll.register(fd, mask)
 
     def unregister(self, fd: int) -> None:
-        """Do as the epoll of ``select`` does."""
+        """Like ``select.epoll``."""
         self._steps.step()
         self._epoll.unregister(fd)
 
     def modify(self, fd: int, mask: int) -> None:
-        """Do as the epoll of ``select`` does."""
+        """Like ``select.epoll``."""
         self._steps.step()
         self._epoll.modify(fd, mask)
         self._steps.step()
 
     def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
-        """Do as the epoll of ``select`` does."""
+        """Like ``select.epoll``."""
         steps = self._steps
         due = math.inf if timeout < 0 else steps.now + timeout
         while True:

@@ -25,7 +25,7 @@ from actorrpc.wire.headers import pack_header
 from tests.agent.agents import Stranger, agents
 from tests.intruders.doors import tcp_agents
 
-_SYN_SENT = 2  # of the kernel's tcp_states.h
+_SYN_SENT = 2  # from the kernel's tcp_states.h
 
 
 class _Time:

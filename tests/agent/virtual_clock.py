@@ -18,7 +18,7 @@ class VirtualClock(Clock):
         return self._now
 
     def start(self) -> None:
-        """Do nothing: there is no thread."""
+        """Do nothing, because this clock has no thread."""
 
     def advance(self, seconds: float) -> None:
         """Let ``seconds`` pass, and run each timer that becomes due, in order."""

@@ -229,7 +229,7 @@ def test_proofs_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _recorded(agent: Agent, **options: Any) -> tuple[list[bytes], list[bytes]]:
-    """Shake hands with an agent; return what was sent to it and what it answered."""
+    """Do a handshake with an agent; return the sent messages and the answers."""
     sock, side = knock(agent), dialler(agent, **options)
     sent, answers = [side.start()], []
     sock.sendall(sent[0])

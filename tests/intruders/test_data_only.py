@@ -199,7 +199,9 @@ def test_pickles_are_refused_even_if_they_contain_only_data(restricted: None, na
         with pytest.raises((RefusedError, ProtocolError)):
             codec.decode(PICKLES[name], [bytearray(10)], definitions=agent.self_peer.definitions)
     assert not FIRED
-    assert not [event for event in events if not event.startswith(("socket.", "os.", "open"))]  # the agent's
+    assert not [
+        event for event in events if not event.startswith(("socket.", "os.", "open"))
+    ]  # events of the agent
 
 
 _HEAD = struct.Struct("<QIIIIIB")

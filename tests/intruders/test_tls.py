@@ -208,7 +208,7 @@ def test_slow_tls_handshakes_time_out_and_keep_no_member_out(begun: bytes) -> No
         assert len(a1.connector.admission) <= 8
         for sock in slow:
             sock.settimeout(30)
-            until(sock)  # each is closed
+            until(sock)  # the agent closes each connection
             reset(sock)
         assert _add(a0) == 3
 

@@ -50,7 +50,7 @@ def test_gradients_equal_those_of_the_local_model(part: Any) -> None:
     torch.manual_seed(1)
     local(x).square().sum().backward()
     with dist_autograd.context() as context:
-        torch.manual_seed(1)  # of dropout
+        torch.manual_seed(1)  # for dropout
         dist_autograd.backward(context, [hybrid(x).square().sum()])
         torch.testing.assert_close(_gradients(context, hybrid), _local(local))
     assert all(each.grad is None for each in hybrid.parameters())

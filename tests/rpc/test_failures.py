@@ -179,7 +179,7 @@ def _fork_that_lives_on(directory: str) -> None:
     child = rpc.rpc_sync("worker5", _fork, (directory,))
     future = rpc.rpc_async("worker5", _notify_and_block, ("worker0", "five"))
     _count("five").acquire()
-    assert rpc.rpc_sync("worker5", operator.add, (1, 1)) == 2  # the fork has not broken the parent
+    assert rpc.rpc_sync("worker5", operator.add, (1, 1)) == 2  # the parent still works after the fork
     _kill("worker5")
     with pytest.raises(PeerDiedError):
         future.wait()

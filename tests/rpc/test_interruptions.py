@@ -261,7 +261,7 @@ class _Value:
 def _descriptors(before: int = 0) -> int:
     """Return the number of open descriptors; if there are more than before, collect reference cycles first."""
     count = len(os.listdir("/proc/self/fd"))
-    if count > before:  # a collection takes long at the end of a session
+    if count > before:  # a collection is slow at the end of a session
         gc.collect()
         count = len(os.listdir("/proc/self/fd"))
     return count

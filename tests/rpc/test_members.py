@@ -195,7 +195,7 @@ def test_member_changes_of_the_embedded_cluster_reach_driver_and_workers() -> No
         actorrpc.on_member_change(changes_seen)
         with workers(2) as (first, second):
             assert _states() == {"driver": "alive", first: "alive", second: "alive"}
-            assert rpc.rpc_sync(first, _states) == _states()  # the driver is asked
+            assert rpc.rpc_sync(first, _states) == _states()  # queries the driver
             assert rpc.rpc_sync(first, _watch_here)
             os.kill(_pid(second), signal.SIGKILL)
             until(lambda: changes_seen.changes)

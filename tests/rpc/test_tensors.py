@@ -100,7 +100,7 @@ def by_kind() -> Iterator[tuple[str, torch.Tensor]]:
     yield "leaf", torch.ones(3, requires_grad=True)
     yield "view of a leaf", torch.ones(3, requires_grad=True)[1:].detach().requires_grad_()
     yield "sparse leaf", torch.eye(3).to_sparse().requires_grad_()
-    # The channels of a buffer from numpy, which torch does not own.
+    # A tensor in memory of numpy, which torch does not own.
     yield "from numpy", torch.from_numpy(torch.arange(6.0).numpy().reshape(2, 3).copy())
 
 

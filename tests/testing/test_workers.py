@@ -199,7 +199,7 @@ def actors(rank: int, world_size: int) -> None:
         ):
             actorrpc.get(counter.add.remote(1))
         assert lost.counts == {"actor_call": 1}
-        # The first is held up, and those behind it wait for it: calls of an actor keep their order.
+        # The first call is delayed, and the calls behind it wait, because calls of an actor keep their order.
         with testing.delay("actor_call", function="add", total=1, seconds=DAY) as late:
             refs = [counter.add.remote(number) for number in range(2, 6)]
             assert late.count == 1
@@ -232,7 +232,7 @@ def counted() -> int:
 
 def lossy(rank: int, world_size: int) -> None:
     if rank == 0:
-        while True:  # one that comes late is not executed: it has no answer that could be lost
+        while True:  # a call that times out before it is executed has no answer to be lost
             try:
                 number = rpc.rpc_sync("worker1", counted, timeout=0.03)
                 break

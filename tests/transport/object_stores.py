@@ -38,7 +38,7 @@ class Host:
     stores: list[ObjectStore] = field(default_factory=list)
 
     def store(self, limit: int = 256 * MIB, spill_dir: Path | None = None, pid: int = 0) -> ObjectStore:
-        """Return the store of one more process."""
+        """Create the store of another simulated process."""
         name = f"1-{pid or os.getpid()}-{len(self.stores)}-{os.urandom(4).hex()}{SUFFIX}"
         made = ObjectStore(
             ObjectAccounts(str(self.directory / name), SUFFIX, f"w{len(self.stores)}"),

@@ -32,7 +32,7 @@ from actorrpc.transport.shared_memory import Borrower, Lender
 from tests.agent.together import in_threads
 
 KIB = 1 << 10
-SEGMENT = 256 * KIB  # the smallest
+SEGMENT = 256 * KIB  # the smallest segment
 
 
 class Clock:
@@ -577,7 +577,7 @@ def test_a_closed_lane_ignores_messages_and_lends_nothing() -> None:
 
 
 def in_child(work: Callable[[], bool]) -> int:
-    """Fork; in the child run ``work`` and end. Returns the child's process id."""
+    """Fork, and run ``work`` in the child, which then exits. Return the child's process id."""
     pid = os.fork()
     if pid == 0:
         code = 2

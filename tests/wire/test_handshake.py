@@ -147,7 +147,7 @@ def test_a_dialler_with_a_wrong_key_is_refused_for_good() -> None:
         one.feed(two.farewell)
     assert one.refused is Refusal.KEY
     for side in (one, two):
-        with pytest.raises(AuthenticationError):  # it stays so
+        with pytest.raises(AuthenticationError):  # permanently
             side.feed(b"x")
 
 

@@ -170,12 +170,14 @@ def test_the_runtime_directory_is_created_with_mode_0700(directory: Path) -> Non
 def test_runtime_directory_prefers_its_variable_then_xdg_then_tmp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert keys.DEFAULT_PARENT == "/tmp"  # short
+    assert keys.DEFAULT_PARENT == "/tmp"  # short enough for socket paths
     monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
     default = str(tmp_path / f"actorrpc-{os.getuid()}")
     session = tmp_path / "session"
     assert keys.runtime_directory({}) == default
-    assert keys.runtime_directory({"XDG_RUNTIME_DIR": str(session)}) == default  # not there
+    assert (
+        keys.runtime_directory({"XDG_RUNTIME_DIR": str(session)}) == default
+    )  # the directory does not exist
     session.mkdir()
     assert keys.runtime_directory({"XDG_RUNTIME_DIR": str(session)}) == str(session / "actorrpc")
     monkeypatch.chdir(tmp_path)

@@ -134,7 +134,7 @@ class Value:
 
 
 class Worker:
-    """One life of one worker."""
+    """One incarnation of a worker."""
 
     def __init__(self, world: World, key: WorkerKey, table: RRefTable) -> None:
         self.world = world
@@ -361,7 +361,7 @@ class World:
     def token(self, rref_id: RRefId, holder: WorkerKey, parent: Token | None) -> Token:
         token = Token(rref_id, holder, parent)
         if not self.workers[holder].alive:
-            return token  # it cannot arrive
+            return token  # the fork cannot arrive
         if parent is not None:
             token.tainted = parent.tainted and not parent.confirmed
         self.live.setdefault(rref_id, set()).add(token)
@@ -413,7 +413,7 @@ class World:
         self, worker: Worker, to: WorkerKey, act: Callable[[Worker, list[Ref]], None], **kw: Any
     ) -> None:
         forks, tokens = self.fork(worker, to)
-        if "first" not in kw and self.rng.random() < 0.05:  # cannot be pickled after all
+        if "first" not in kw and self.rng.random() < 0.05:  # as if pickling the call had failed
             for token in tokens:
                 self.end(token)
             worker.run(worker.table.rollback(forks))

@@ -96,7 +96,7 @@ class Keeper:
         return self.number
 
     def restore(self, state: int) -> None:
-        """Take up a state."""
+        """Restore a state."""
         self.number = state
 
 
@@ -301,7 +301,7 @@ def raised(rank: int, world_size: int) -> None:
     with testing.drop("call", function="add", total=1), kill_at("call.sent", nth=_NEVER) as kill:
         with pytest.raises(RpcTimeoutError):
             rpc.rpc_sync("worker1", operator.add, (1, 2), timeout=0.03)
-        assert kill.count == 0  # it was dropped, not sent
+        assert kill.count == 0  # the call was dropped, not sent
         tensor = torch.arange(100_000)
         assert rpc.rpc_sync("worker1", torch.add, (tensor, 1)).sum() == tensor.sum() + len(tensor)
         assert kill.count == 1
