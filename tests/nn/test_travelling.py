@@ -135,7 +135,9 @@ def _over_torch(rank: int, world_size: int, path: str) -> dict[str, tuple[str, A
 def test_remote_modules_give_the_same_results_as_torchs() -> None:
     ours = rpc_group(_over_ours, 3)[0]
     path = unused_path("nn")
-    theirs = run_group(_over_torch, 3, path, leak_wait=None, timeout=240)[0]  # torch's agent is not checked for leaks
+    theirs = run_group(_over_torch, 3, path, leak_wait=None, timeout=240)[
+        0
+    ]  # torch's agent is not checked for leaks
     assert list(ours) == list(theirs)
     problems = []
     for name, (kind, value) in theirs.items():
