@@ -1,4 +1,4 @@
-"""Agents without a rendezvous, several in one process, and strangers that speak to them in bytes."""
+"""Several agents in one process, without a rendezvous, and :class:`Stranger`, a peer that speaks to them in raw bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def record(name: str, rank: int, path: str | None = None) -> WorkerRecord:
 
 @contextlib.contextmanager
 def agents(count: int, key: Key = KEY, *, unix: bool = True, **settings: Any) -> Iterator[list[Agent]]:
-    """Run agents named a0, a1, ... that know each other, and listen on Unix sockets or on TCP."""
+    """Run agents named a0, a1, ... that can call each other and listen on Unix sockets or on TCP."""
     records: dict[str | int, WorkerRecord] = {}
     made: list[Agent] = []
     with contextlib.ExitStack() as stack:
@@ -72,7 +72,7 @@ def agents(count: int, key: Key = KEY, *, unix: bool = True, **settings: Any) ->
 
 
 class Stranger:
-    """Speaks to an agent over a raw socket, with the key or without."""
+    """A peer that connects to an agent over a raw socket, with the right or a wrong key."""
 
     def __init__(self, to: Agent, key: Key = KEY, name: str = "stranger", **dialler: Any) -> None:
         path = to.record.unix_path
@@ -95,7 +95,7 @@ class Stranger:
             "name": name,
             "incarnation": self.record.incarnation,
             "purpose": Purpose.MAIN,
-            "attach": secrets.token_bytes(16),  # by which the agent finds its connection
+            "attach": secrets.token_bytes(16),  # the token of this connection
             "peer_name": to.record.name,
             "peer_incarnation": to.record.incarnation,
             "binding": binding,
@@ -103,7 +103,7 @@ class Stranger:
         self._dialler = Dialler(key=key.reveal(), **(options | dialler))
 
     def shake_hands(self) -> None:
-        """Prove the key, or raise what the handshake says."""
+        """Do the handshake; raise its error."""
         data = self._dialler.start()
         while True:
             if data:
@@ -116,11 +116,11 @@ class Stranger:
             data = self._dialler.feed(received)
 
     def introduce(self) -> None:
-        """Say who this is."""
+        """Send the INTRO frame."""
         self.sock.sendall(pack_frame(INTRO, body=self.record.to_bytes()))
 
     def frames(self) -> list[Frame]:
-        """Read until there is a whole frame; an empty list at the end of the connection."""
+        """Read until a frame is complete. Return an empty list at the end of the connection."""
         while True:
             target = self._reader.target()
             try:
@@ -143,5 +143,5 @@ class Stranger:
         return read
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the socket."""
         self.sock.close()

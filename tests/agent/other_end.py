@@ -1,4 +1,4 @@
-"""The other end of a connection, for simulations: a script that reads, answers and asks in frames of its own, in pieces."""
+"""The remote end of a simulated connection: it reads, replies and calls in raw frames, in pieces of random size."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame
 from actorrpc.wire.headers import unpack_header
 
-__all__ = ["Other"]
+__all__ = ["RemoteEnd"]
 
 
-class Other:
-    """The script at the other end. It does nothing but what it is told to.
+class RemoteEnd:
+    """The remote end. It acts only when one of its methods is called.
 
     Args:
-        functions: what it may call, with the number of the call; one that is there twice is called twice as often.
+        functions: functions that it may call, with the number of the call as argument. A function listed twice is
+            called twice as often.
     """
 
     def __init__(
@@ -33,13 +34,15 @@ class Other:
         self._sock = sock
         self._dice = dice
         self._reader = FrameReader(max_frame=1 << 20, max_chunk=1 << 20, sink_for=self._sink)
-        self._streams: dict[int, list[Any]] = {}  # stream -> the call, bytes that are missing
+        self._streams: dict[int, list[Any]] = {}  # stream -> id of the call, number of missing bytes
         self._out = b""
         self._written = self._put = 0
-        self._ends: deque[tuple[int, int]] = deque()  # where in what is written an answer ends, and whose
+        self._ends: deque[tuple[int, int]] = (
+            deque()
+        )  # for each reply: its end position in the output, id of the call
         self.unanswered: list[int] = []
-        self.answered: set[int] = set()  # all of the answer has been written
-        self.asked: set[int] = set()
+        self.answered: set[int] = set()  # calls whose reply has been written completely
+        self.open_calls: set[int] = set()
         self._ids = itertools.count(1)
         self.pongs = 0
 
@@ -47,7 +50,7 @@ class Other:
         return memoryview(bytearray(length))
 
     def read(self) -> bool:
-        """Read some; say whether there was anything."""
+        """Read some bytes; return whether there were any."""
         size = self._dice.choice((1, 40, 2_000, 1 << 18))
         target = self._reader.target()[0][:size]
         try:
@@ -77,7 +80,7 @@ class Other:
             case frames.STREAM_ABORT:
                 self._streams.pop(frame.id, None)
             case frames.REPLY | frames.FAILURE:
-                self.asked.remove(frame.id)
+                self.open_calls.remove(frame.id)
             case frames.PONG:
                 self.pongs += 1
             case frames.CANCEL | frames.GOODBYE:
@@ -86,31 +89,31 @@ class Other:
                 raise AssertionError(frame)
 
     def answer(self) -> None:
-        """Answer one call, whichever."""
+        """Answer a random call."""
         if self.unanswered:
             self.unanswered.sort()
             number = self.unanswered.pop(self._dice.randrange(len(self.unanswered)))
             if not self._dice.randrange(3):
-                self._say(pack_frame(frames.CREDIT, number))
-            self._say(pack_frame(frames.REPLY, number, pickle.dumps(number, 5)))
+                self._enqueue(pack_frame(frames.CREDIT, number))
+            self._enqueue(pack_frame(frames.REPLY, number, pickle.dumps(number, 5)))
             self._ends.append((self._put, number))
 
-    def ask(self) -> None:
+    def make_call(self) -> None:
         """Make a call."""
         number = next(self._ids)
         function = self._dice.choice(self._functions)
-        self.asked.add(number)
-        self._say(pack_frame(frames.REQUEST, number, pickle.dumps((function, (number,), {}), 5)))
+        self.open_calls.add(number)
+        self._enqueue(pack_frame(frames.REQUEST, number, pickle.dumps((function, (number,), {}), 5)))
 
     def ping(self) -> None:
-        self._say(pack_frame(frames.PING, 7))
+        self._enqueue(pack_frame(frames.PING, 7))
 
-    def _say(self, data: bytes) -> None:
+    def _enqueue(self, data: bytes) -> None:
         self._out += data
         self._put += len(data)
 
     def write(self) -> bool:
-        """Write some of what is to be said; say whether there was anything."""
+        """Write some of the queued bytes; return whether there were any."""
         if not self._out:
             return False
         with contextlib.suppress(BlockingIOError, ConnectionError):

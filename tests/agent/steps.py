@@ -1,9 +1,9 @@
-"""Threads of which one runs at a time, and hands over at steps: which one goes on is drawn by lot.
+"""Threads of which one runs at a time. At each step the running thread stops, and a random thread continues.
 
-What is tried out is the real code on real threads; the orders that it runs in are those of the dice, so that a seed that
-found an error finds it again. Steps are taken by the locks, pollers, sleeps and threads that :meth:`Steps.install` puts into
-``actorrpc._time``, the one place where the code gets them from, and, where a share is given, before lines of some files: there
-the interpreter may change threads as well. Time stands still unless it is moved.
+The tested code and its threads are real. The seed of the random generator determines the schedule, so that a seed that
+found an error finds it again. :meth:`Steps.install` replaces the locks, pollers, sleeps and threads in ``actorrpc._time``,
+from which the code gets all of them, by versions that take steps. If ``share`` is given, lines of some files are steps, too,
+because the interpreter may switch threads there. Time is virtual and stands still unless a test moves it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from actorrpc._stacks import top_frames
 
 __all__ = ["Condition", "Epoll", "Event", "Lock", "Poll", "RLock", "Steps", "Task"]
 
-_OFTEN = 0.05  # how many of the lines are steps often
+_OFTEN = 0.05  # the share of lines that are steps half of the time
 
 
 def _held() -> threading.Lock:
@@ -38,7 +38,7 @@ def _held() -> threading.Lock:
 
 @dataclass(eq=False)
 class Task:
-    """One thread, and what it waits for."""
+    """A thread, and the condition that it waits for."""
 
     name: str
     go: threading.Lock = field(default_factory=_held)
@@ -48,15 +48,15 @@ class Task:
     rests_until: int = 0
     ident: int = 0
     error: BaseException | None = None
-    over: bool = False
+    finished: bool = False
 
 
 class Steps:
-    """Runs tasks on threads of their own, one at a time.
+    """Runs each task on its own thread, one task at a time.
 
     Args:
-        dice: draws which one goes on, and which ones rest for a while.
-        share: how many of the lines of ``files`` are steps, from 0 to 1. Some lines, drawn once, are every other time.
+        dice: decides which task continues, and which tasks rest for a while.
+        share: the probability, from 0 to 1, that a line of ``files`` is a step. For some randomly chosen lines it is 0.5.
     """
 
     def __init__(self, dice: random.Random, share: float = 0.0, files: frozenset[str] = frozenset()) -> None:
@@ -71,7 +71,7 @@ class Steps:
         self.now = 0.0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Give the code that is tried out these steps in place of the real time, locks, pollers and threads."""
+        """Replace time, locks, pollers and threads of the tested code."""
         for name, value in {
             "now": self._tell_time,
             "doze": self._doze,
@@ -100,17 +100,17 @@ class Steps:
         self.step()
 
     def start(self, thread: threading.Thread) -> None:
-        """Have a thread run in steps, and be joined in steps."""
+        """Start a thread that runs, and is joined, in steps."""
         task, run = Task(thread.name), thread.run
         self.tasks.append(task)
         thread.run = lambda: self._run(task, run)  # type: ignore[method-assign]
         thread.join = lambda timeout=None: self.step(  # type: ignore[method-assign]
-            lambda: task.over, math.inf if timeout is None else self.now + timeout, thread.name
+            lambda: task.finished, math.inf if timeout is None else self.now + timeout, thread.name
         )
         threading.Thread.start(thread)
 
     def spawn(self, run: Callable[[], object], name: str = "") -> Task:
-        """Have ``run()`` run on a thread of its own, in steps."""
+        """Run ``run()`` on a new thread, in steps."""
         self.start(threading.Thread(target=run, name=name, daemon=True))
         return self.tasks[-1]
 
@@ -126,7 +126,7 @@ class Steps:
             task.error = error
         finally:
             sys.settrace(None)
-        task.over = True
+        task.finished = True
         self._back.release()
 
     def _enter(self, frame: FrameType, event: str, arg: object) -> Any:
@@ -139,7 +139,7 @@ class Steps:
             if often is None:
                 often = self._often[place] = 0.5 if self._dice.random() < _OFTEN else self._share
             if self._dice.random() < often:
-                self.step(rests=True)  # for as long as it takes others to come to where it hurts
+                self.step(rests=True)  # gives other threads time to reach a conflicting line
         return self._line
 
     def step(
@@ -149,21 +149,21 @@ class Steps:
         where: object = "",
         rests: bool = False,
     ) -> None:
-        """Let others go on first; not to be chosen before ``ready()``, or the time ``due``, and rather later if it rests."""
+        """Let other tasks run. This task continues when ``ready()`` is true or at the time ``due``; later if ``rests``."""
         task: Task | None = getattr(self._mine, "task", None)
         if task is None:
             if ready is not None and not ready():
-                raise AssertionError(f"what is not a task would wait here: {where}")
+                raise AssertionError(f"a thread that is not a task would wait here: {where}")
             return
         task.ready, task.due, task.where = ready, due, where
         if rests or not self._dice.randrange(8):
-            # A thread that is not let run for a while is what most errors need.
+            # Most errors appear only if a thread is suspended for a while.
             task.rests_until = self._count + self._dice.choice((10, 100, 600))
         self._back.release()
         task.go.acquire()
 
-    def go_on(self) -> bool:
-        """Have one task make a step; say whether there was any that could."""
+    def advance(self) -> bool:
+        """Let a random task make a step; return whether any task was able to."""
         self._count += 1
         able = [task for task in self.tasks if task.ready is None or task.ready() or task.due <= self.now]
         if not able:
@@ -171,36 +171,36 @@ class Steps:
         task = self._dice.choice([task for task in able if task.rests_until < self._count] or able)
         task.go.release()
         self._back.acquire()
-        if task.over:
+        if task.finished:
             self.tasks.remove(task)
             if task.error is not None:
                 raise task.error
         return True
 
     def run_out(self, until: float = math.inf) -> None:
-        """Have tasks make steps, and time pass where none can, until none can before the time ``until``."""
+        """Let tasks make steps, and move time when no task is able to, until no task can run before the time ``until``."""
         while True:
             for _ in range(20_000):
-                if not self.go_on():
+                if not self.advance():
                     break
             else:
-                raise AssertionError("they go on for ever\n" + self.where())
+                raise AssertionError("the tasks never come to rest\n" + self.where())
             if self.next_due == math.inf or self.next_due > until:
                 return
             self.now = self.next_due
 
     @property
     def left(self) -> int:
-        """How many tasks are not over."""
+        """The number of unfinished tasks."""
         return len(self.tasks)
 
     @property
     def next_due(self) -> float:
-        """When the first of the tasks that wait has waited long enough."""
+        """The earliest time at which a waiting task may continue."""
         return min((task.due for task in self.tasks), default=math.inf)
 
     def where(self) -> str:
-        """Say where each task stands."""
+        """Describe the position of each task."""
         stacks = top_frames()
         lines = [f"at {self.now:.6f}:"]
         for task in self.tasks:
@@ -211,19 +211,19 @@ class Steps:
         return "\n".join(lines)
 
 
-class _Waited:
-    """Something that is waited for in steps; named after the line that made it."""
+class _Waitable:
+    """An object on which tasks wait in steps; named after the line that created it."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         frame = sys._getframe(2)
-        self._name = f"what {frame.f_code.co_qualname} has made in line {frame.f_lineno}"
+        self._name = f"the object created by {frame.f_code.co_qualname} in line {frame.f_lineno}"
 
     def __str__(self) -> str:
         return self._name
 
 
-class Lock(_Waited):
+class Lock(_Waitable):
     """A lock that is taken in steps."""
 
     def __init__(self, steps: Steps) -> None:
@@ -233,7 +233,7 @@ class Lock(_Waited):
         self.locked = self._lock.locked
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Do as the lock of ``threading`` does."""
+        """Like ``threading.Lock``."""
         steps = self._steps
         due = steps.now + timeout if timeout >= 0 else math.inf
         steps.step()
@@ -259,7 +259,7 @@ class RLock(Lock):
         self.release = self._release
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Do as the lock of ``threading`` does."""
+        """Like ``threading.Lock``."""
         me = threading.get_ident()
         if self._owner != me and not super().acquire(blocking, timeout):
             return False
@@ -274,8 +274,8 @@ class RLock(Lock):
             self._lock.release()
 
 
-class Condition(_Waited):
-    """A condition that is waited for in steps, with a lock that is taken once."""
+class Condition(_Waitable):
+    """A condition on which tasks wait in steps. Its lock must have been acquired once only."""
 
     def __init__(self, steps: Steps, lock: Lock | None = None) -> None:
         super().__init__(steps)
@@ -291,7 +291,7 @@ class Condition(_Waited):
         self._own.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Do as the condition of ``threading`` does."""
+        """Like ``threading.Condition``."""
         steps = self._steps
         told = [False]
         self._waiters.append(told)
@@ -302,14 +302,14 @@ class Condition(_Waited):
         return told[0]
 
     def notify_all(self) -> None:
-        """Do as the condition of ``threading`` does."""
+        """Like ``threading.Condition``."""
         for told in self._waiters:
             told[0] = True
         self._waiters = []
 
 
-class Event(_Waited):
-    """An event that is waited for in steps."""
+class Event(_Waitable):
+    """An event on which tasks wait in steps."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__(steps)
@@ -317,14 +317,14 @@ class Event(_Waited):
         self.is_set, self.set, self.clear = event.is_set, event.set, event.clear
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Do as the event of ``threading`` does."""
+        """Like ``threading.Event``."""
         steps = self._steps
         steps.step(self.is_set, math.inf if timeout is None else steps.now + timeout, self)
         return self.is_set()
 
 
-class Poll(_Waited):
-    """A poll that waits in steps. ``reads``: whether it is for something to read, rather than for room in the kernel."""
+class Poll(_Waitable):
+    """A poll that waits in steps. ``reads``: it waits for incoming bytes, not for room in the kernel's send buffer."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__(steps)
@@ -333,20 +333,20 @@ class Poll(_Waited):
         self.unregister = self._poll.unregister
 
     def register(self, fd: int, mask: int) -> None:
-        """Do as the poll of ``select`` does."""
+        """Like ``select.poll``."""
         self.reads = bool(mask & select.POLLIN)
         self._poll.register(fd, mask)
 
     def poll(self, wait_ms: float | None = None) -> list[tuple[int, int]]:
-        """Do as the poll of ``select`` does."""
+        """Like ``select.poll``."""
         steps = self._steps
         due = math.inf if wait_ms is None else steps.now + wait_ms * 1e-3
         steps.step(lambda: bool(self._poll.poll(0)), due, self)
         return self._poll.poll(0)
 
 
-class Epoll(_Waited):
-    """An epoll that is armed, and waits, in steps."""
+class Epoll(_Waitable):
+    """An epoll that is armed and waits in steps."""
 
     def __init__(self, steps: Steps) -> None:
         super().__init__(steps)
@@ -357,23 +357,23 @@ class Epoll(_Waited):
         self.close = epoll.close
 
     def register(self, fd: int, mask: int) -> None:
-        """Do as the epoll of ``select`` does."""
+        """Like ``select.epoll``."""
         self._steps.step()
         self._epoll.register(fd, mask)
 
     def unregister(self, fd: int) -> None:
-        """Do as the epoll of ``select`` does."""
+        """Like ``select.epoll``."""
         self._steps.step()
         self._epoll.unregister(fd)
 
     def modify(self, fd: int, mask: int) -> None:
-        """Do as the epoll of ``select`` does."""
+        """Like ``select.epoll``."""
         self._steps.step()
         self._epoll.modify(fd, mask)
         self._steps.step()
 
     def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
-        """Do as the epoll of ``select`` does."""
+        """Like ``select.epoll``."""
         steps = self._steps
         due = math.inf if timeout < 0 else steps.now + timeout
         while True:
@@ -383,7 +383,7 @@ class Epoll(_Waited):
                 return found
 
     def mask(self, fd: int) -> int:
-        """Return for what a descriptor is armed."""
+        """Return the events for which a descriptor is armed."""
         with open(f"/proc/self/fdinfo/{self._epoll.fileno()}") as lines:
             for line in lines:
                 parts = line.split()

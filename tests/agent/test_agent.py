@@ -1,4 +1,4 @@
-"""Agents in one process: calls, their ends and what is left of them; no rendezvous, no RRefs."""
+"""Calls between agents of one process: how they end, and that they leave nothing behind. No rendezvous, no RRefs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def pair() -> Iterator[list[Agent]]:
         _gate.set()
 
 
-def _hold(value: Any = None) -> Any:
+def _block(value: Any = None) -> Any:
     _entered.release()
     _gate.wait()
     return value
@@ -55,24 +55,24 @@ def _sync(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0) 
     return agent.ask(agent.peer(to), function, args, {}, timeout)
 
 
-def _later(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0) -> Future[Any]:
+def _call_async(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0) -> Future[Any]:
     future: Future[Any] = Future()
     agent.call(agent.peer(to), function, args, {}, timeout, future=future)
     return future
 
 
-class Leaving:
-    """Raises something that is no Exception where it is unpickled."""
+class RaisesOnUnpickling:
+    """Raises a BaseException that is no Exception when it is unpickled."""
 
     def __init__(self, kind: type[BaseException], padding: bytes = b"") -> None:
         self.kind = kind
         self.padding = padding
 
     def __reduce__(self) -> Any:
-        return _leave, (self.kind, self.padding)
+        return _raise_on_unpickling, (self.kind, self.padding)
 
 
-def _leave(kind: type[BaseException], padding: bytes) -> None:
+def _raise_on_unpickling(kind: type[BaseException], padding: bytes) -> None:
     if kind is SystemExit:
         sys.exit(3)
     if kind is InterruptedError:
@@ -82,26 +82,28 @@ def _leave(kind: type[BaseException], padding: bytes) -> None:
 
 @pytest.mark.parametrize("size", [0, 3 << 20])
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
-def test_what_unpickling_raises_ends_neither_reader_nor_worker(
+def test_a_base_exception_during_unpickling_fails_only_its_call(
     pair: list[Agent], kind: type[BaseException], size: int
 ) -> None:
     caller = pair[0]
-    for way in (_sync, lambda *call: _later(*call).wait(60)):
+    for way in (_sync, lambda *call: _call_async(*call).wait(60)):
         with pytest.raises(SerializationError, match=kind.__name__) as caught:
-            way(caller, "a1", Leaving, kind, bytes(size))
+            way(caller, "a1", RaisesOnUnpickling, kind, bytes(size))
         assert type(caught.value.__cause__) is kind
         with pytest.raises(SerializationError, match=kind.__name__) as caught:
-            way(caller, "a1", operator.is_, Leaving(kind, bytes(size)), None)
+            way(caller, "a1", operator.is_, RaisesOnUnpickling(kind, bytes(size)), None)
         assert isinstance(caught.value, RemoteError)
     assert _sync(caller, "a1", operator.add, 1, 2) == 3
     del caught
 
 
-def test_what_a_signal_handler_raises_in_unpickling_stays_what_it_is(pair: list[Agent]) -> None:
+def test_keyboard_interrupt_of_a_signal_handler_during_unpickling_reaches_the_caller(
+    pair: list[Agent],
+) -> None:
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            _sync(pair[0], "a1", Leaving, InterruptedError)
+            _sync(pair[0], "a1", RaisesOnUnpickling, InterruptedError)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert _sync(pair[0], "a1", operator.add, 1, 2) == 3
@@ -112,14 +114,14 @@ def _fail_at_length(size: int) -> None:
 
 
 @pytest.mark.parametrize("max_message", [1 << 20, 4 << 20])
-def test_an_error_over_the_limit_of_messages_is_shortened(max_message: int) -> None:
+def test_an_error_text_longer_than_max_message_is_shortened(max_message: int) -> None:
     with agents(2, max_message=max_message, chunk=1 << 16) as made, pytest.raises(LookupError) as caught:
         _sync(made[0], "a1", _fail_at_length, 6 << 20, timeout=60)
     assert "characters left out" in str(caught.value)
 
 
 @pytest.mark.prints("an error cannot be sent to 'a0': actorrpc.errors.LimitError")
-def test_an_error_whose_text_is_over_the_limit_of_messages_ends_its_call() -> None:
+def test_an_error_that_cannot_be_shortened_to_max_message_becomes_a_limit_error() -> None:
     with (
         agents(2, max_message=1 << 10, chunk=1 << 10) as made,
         pytest.raises(LimitError, match="max_message"),
@@ -127,10 +129,10 @@ def test_an_error_whose_text_is_over_the_limit_of_messages_ends_its_call() -> No
         _sync(made[0], "a1", _fail_at_length, 6 << 20, timeout=60)
 
 
-def test_a_pending_table_is_empty_when_all_calls_are_over(pair: list[Agent]) -> None:
+def test_no_call_stays_pending_after_all_calls_have_ended(pair: list[Agent]) -> None:
     a, b = pair
-    futures = [_later(a, "a1", operator.add, i, 1) for i in range(300)]
-    futures += [_later(a, "a1", operator.truediv, 1, 0) for _ in range(3)]
+    futures = [_call_async(a, "a1", operator.add, i, 1) for i in range(300)]
+    futures += [_call_async(a, "a1", operator.truediv, 1, 0) for _ in range(3)]
     assert [f.wait() for f in futures[:300]] == list(range(1, 301))
     for future in futures[300:]:
         with pytest.raises(ZeroDivisionError):
@@ -140,7 +142,7 @@ def test_a_pending_table_is_empty_when_all_calls_are_over(pair: list[Agent]) -> 
     assert not b.peer("a0").cancelled
 
 
-def test_a_call_that_is_over_before_its_bytes_are_counted_leaves_none(
+def test_a_call_cancelled_before_its_bytes_are_counted_leaves_none_charged(
     pair: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, _ = pair
@@ -153,7 +155,7 @@ def test_a_call_that_is_over_before_its_bytes_are_counted_leaves_none(
         charge(window, call, size)
 
     monkeypatch.setattr(Window, "charge", late)
-    future = _later(a, "a1", torch.numel, torch.zeros(100_000))
+    future = _call_async(a, "a1", torch.numel, torch.zeros(100_000))
     with pytest.raises(CancelledError):
         future.wait()
     assert to.window.charged == 0
@@ -170,10 +172,10 @@ class _Finalised:
             self.met.append(error)
 
 
-def test_a_finaliser_that_waits_while_its_thread_reads_ends_in_an_error(
+def test_a_finaliser_that_calls_while_its_thread_reads_raises_deadlock_error(
     pair: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The collector may run it at any allocation, with the lock of the connection held."""
+    """The collector may run a finaliser at any allocation, while the thread holds the lock of the connection."""
     a, _ = pair
     assert _sync(a, "a1", operator.add, 1, 1) == 2
     met: list[BaseException] = []
@@ -194,28 +196,28 @@ def test_a_finaliser_that_waits_while_its_thread_reads_ends_in_an_error(
     assert _sync(a, "a1", operator.add, 3, 3) == 6
 
 
-def test_values_go_with_their_futures_without_a_collection(pair: list[Agent]) -> None:
-    """No cycle keeps a value: large tensors would pile up until the collector runs."""
+def test_results_are_freed_with_their_future_without_garbage_collection(pair: list[Agent]) -> None:
+    """A reference cycle would keep large tensors until the collector runs."""
     a, _ = pair
     gc.collect()
     gc.disable()
     try:
         for to in ("a0", "a1"):
-            future = _later(a, to, torch.ones, 10)
+            future = _call_async(a, to, torch.ones, 10)
             value = weakref.ref(future.wait())
             assert value() is not None
             del future
             pause = threading.Event()
-            while value() is not None:  # whoever delivered it lets go in a moment
+            while value() is not None:  # the thread that delivered it drops its reference soon
                 pause.wait(0.001)
     finally:
         gc.enable()
 
 
-def test_cancelled_calls_end_at_once_and_free_their_number(pair: list[Agent]) -> None:
+def test_a_cancelled_call_ends_at_once_and_says_whether_it_may_have_run(pair: list[Agent]) -> None:
     a, _ = pair
     for to in ("a0", "a1"):
-        future = _later(a, to, _hold)
+        future = _call_async(a, to, _block)
         _entered.acquire()
         assert future.cancel()
         assert not future.cancel()
@@ -223,13 +225,13 @@ def test_cancelled_calls_end_at_once_and_free_their_number(pair: list[Agent]) ->
             future.wait()
         assert caught.value.maybe_executed
         assert not a.peer(to).pending
-    # Never sent: certainly not executed.
+    # A call that was never sent has certainly not run.
     assert _sync(a, "a1", operator.add, 1, 1) == 2
-    keep = _later(a, "a1", _hold)  # so that the next one waits in the outbox for company
+    keep = _call_async(a, "a1", _block)  # so that the next call stays in the outbox
     conn = a.peer("a1").conn
     assert conn is not None
     with conn.writer.lock:
-        future = _later(a, "a1", _hold)
+        future = _call_async(a, "a1", _block)
         assert future.cancel()
     with pytest.raises(CancelledError) as caught:
         future.wait()
@@ -240,11 +242,11 @@ def test_cancelled_calls_end_at_once_and_free_their_number(pair: list[Agent]) ->
 
 
 @pytest.mark.prints("threads of 'a0' are still in user code after shutdown")
-def test_the_end_of_an_agent_ends_calls_on_both_sides() -> None:
+def test_closing_an_agent_fails_pending_calls_on_both_sides() -> None:
     _gate.clear()
     with agents(3) as (a, b, c):
-        waiting = [_later(a, to, _hold) for to in ("a0", "a1", "a2")]
-        to_a = _later(b, "a0", _hold)
+        waiting = [_call_async(a, to, _block) for to in ("a0", "a1", "a2")]
+        to_a = _call_async(b, "a0", _block)
         for _ in range(4):
             a.flush()
             b.flush()
@@ -269,8 +271,8 @@ def test_the_end_of_an_agent_ends_calls_on_both_sides() -> None:
         assert _sync(c, "a1", operator.add, 1, 1) == 2
 
 
-def test_an_end_does_not_overtake_the_answer_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread has read the answer, and another the end behind it."""
+def test_a_reply_read_before_the_connection_ended_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread has read the reply but not delivered it yet when another thread reads the end of the connection."""
     read, lost, ended = threading.Event(), threading.Event(), threading.Event()
     deliver, reap = Inbox.deliver, Connection.reap
 
@@ -278,7 +280,7 @@ def test_an_end_does_not_overtake_the_answer_before_it(monkeypatch: pytest.Monke
         if any(frame.kind == frames.REPLY for frame in batch):
             read.set()
             assert lost.wait(20)
-            ended.wait(0.1)  # it does not come; where it is not held back, it comes at once
+            ended.wait(0.1)  # must time out: the end may be announced only after the delivery
         return deliver(inbox, conn, batch, waiting)
 
     def gone(conn: Connection) -> None:
@@ -288,7 +290,7 @@ def test_an_end_does_not_overtake_the_answer_before_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(Inbox, "deliver", late)
     with agents(2) as (a, b):
         a.on_peer_end.append(lambda _: ended.set())
-        answer = _later(a, "a1", operator.add, 1, 1)
+        answer = _call_async(a, "a1", operator.add, 1, 1)
         a.flush()
         assert read.wait(20)
         monkeypatch.setattr(Connection, "reap", gone)
@@ -297,8 +299,8 @@ def test_an_end_does_not_overtake_the_answer_before_it(monkeypatch: pytest.Monke
         assert ended.wait(20)
 
 
-def test_closing_while_others_call() -> None:
-    """No call hangs, whatever moment the end comes at: each ends with a value, a death or a shutdown."""
+def test_calls_made_while_an_agent_closes_end_with_typed_errors() -> None:
+    """No call hangs: each returns its value or raises PeerDiedError or ShutdownError."""
     for _ in range(8):
         _gate.set()
         with agents(2) as (a, b):
@@ -310,7 +312,7 @@ def test_closing_while_others_call() -> None:
                 while True:
                     try:
                         assert _sync(agent, to, operator.add, 1, 1) == 2
-                        assert _later(agent, to, operator.add, 1, 1).wait() == 2
+                        assert _call_async(agent, to, operator.add, 1, 1).wait() == 2
                         assert _sync(agent, agent.name, operator.add, 1, 1) == 2
                     except BaseException as error:
                         outcomes.append(type(error))

@@ -1,4 +1,4 @@
-"""Calls by themselves: how a wait for one begins and ends."""
+"""How the wait for a call begins and ends, and which thread reads its reply."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.agent.agents import agents
 
 
 @pytest.mark.limit(10)
-def test_a_wait_ends_with_the_future_and_does_not_spin_until_the_call_is_over() -> None:
+def test_a_wait_ends_with_its_future_without_spinning_until_the_call_is_done() -> None:
     agent = cast(
         Any,
         SimpleNamespace(
@@ -33,13 +33,13 @@ def test_a_wait_ends_with_the_future_and_does_not_spin_until_the_call_is_over() 
     )
     future: Future[int] = Future()
     call = Call(agent, cast(Any, None), operator.add, 0.0, future)
-    future.set_result(3)  # whoever does that ends the call next, as soon as it is let run
+    future.set_result(3)  # normally, the thread that does this marks the call as done afterwards
     call.drive(None)
     assert not call.done
 
 
-class _Guest:
-    """A thread of an actor that has something else to do as soon as it waits."""
+class _ServingRunner:
+    """The runner of an actor's thread that has work to serve as soon as the thread waits."""
 
     def __init__(self, conn: Any) -> None:
         self.work = ["an order"]
@@ -57,12 +57,12 @@ class _Guest:
         self.work.clear()
 
 
-def test_a_call_is_on_its_way_before_whoever_waits_for_it_does_something_else() -> None:
-    """What an actor's thread runs meanwhile may take long, or wait for what the call is to bring about."""
+def test_a_call_is_sent_before_its_waiting_thread_serves_other_work() -> None:
+    """The other work may take long, or wait for an effect of the call."""
     with agents(2) as (one, other):
         to = one.peer(other.name)
         assert one.ask(to, operator.add, (1, 2), {}, 20.0) == 3
-        guest = _Guest(to.conn)
+        guest = _ServingRunner(to.conn)
         WAITING.runner = cast(Any, guest)
         try:
             assert one.ask(to, operator.add, (1, 2), {}, 20.0) == 3
@@ -71,8 +71,8 @@ def test_a_call_is_on_its_way_before_whoever_waits_for_it_does_something_else() 
         assert guest.left == [0]
 
 
-def test_replies_whose_callers_wait_elsewhere_are_left_to_the_pool() -> None:
-    """In C, as torch.futures.wait_all() does: nobody else reads until the clock looks. That is to be so once, not each time."""
+def test_replies_whose_callers_wait_in_c_are_read_by_the_pool() -> None:
+    """A thread in torch.futures.wait_all() does not read. The clock notices this once; later replies do not wait for it."""
     with agents(2) as (one, other):
         to = one.peer(other.name)
         expected = one.scheduler.expecting
@@ -82,23 +82,23 @@ def test_replies_whose_callers_wait_elsewhere_are_left_to_the_pool() -> None:
             one.call(to, operator.add, (1, 2), {}, 20.0, future=future)
             return future
 
-        def in_c() -> None:
+        def wait_in_c() -> None:
             assert torch.futures.wait_all([ask()]) == [3]
 
-        in_c()
-        while to.conn is None or not to.conn.unattended:  # unless a pool thread was at it already
-            in_c()
+        wait_in_c()
+        while to.conn is None or not to.conn.unattended:  # a pool thread may have read the reply first
+            wait_in_c()
         for _ in range(20):
             expected.clear()
-            in_c()
+            wait_in_c()
             assert not expected
-        # A thread that waits for its replies itself reads them: with time, they are expected again.
+        # After some replies that the waiting thread reads itself, the connection expects its callers to read again.
         while to.conn.unattended or not expected:
             assert ask().wait() == 3
 
 
 class _Expecting:
-    """A connection whose replies nobody has come to read."""
+    """A connection that expects callers to read their replies."""
 
     expecting = True
     expecting_since = 0.0
@@ -112,10 +112,10 @@ class _Expecting:
 
 
 @pytest.mark.parametrize(
-    ("calls", "ago", "waits"), [(0, -60.0, True), (64, -60.0, True), (65, -60.0, False), (65, 0.5, True)]
+    ("calls", "ago", "marked"), [(0, -60.0, True), (64, -60.0, True), (65, -60.0, False), (65, 0.5, True)]
 )
-def test_who_has_just_made_many_calls_may_make_more_and_then_read(
-    calls: int, ago: float, waits: bool
+def test_more_than_64_calls_made_just_now_do_not_mark_a_connection_unattended(
+    calls: int, ago: float, marked: bool
 ) -> None:
     with agents(1) as (one,):
         made = _time.now() - ago
@@ -123,18 +123,18 @@ def test_who_has_just_made_many_calls_may_make_more_and_then_read(
         conn = cast(Any, _Expecting(peer))
         one.scheduler.expecting[conn] = None
         one.scheduler._listen()
-        assert bool(conn.unattended) is waits
+        assert bool(conn.unattended) is marked
 
 
-_at_the_end = threading.Event()
+_reached_last_worker = threading.Event()
 _released = threading.Event()
-_ends: queue.Queue[list[type[Exception]]] = queue.Queue()
+_errors: queue.Queue[list[type[Exception]]] = queue.Queue()
 
 
 def _forward(path: list[str]) -> None:
-    """Call along a path, and note how a call ends that is under way, and one that is made afterwards."""
+    """Call along a path twice: during the outer call, and after it has timed out. Record the errors."""
     if not path:
-        _at_the_end.set()
+        _reached_last_worker.set()
         assert _released.wait(30)
         return
     found = []
@@ -143,12 +143,12 @@ def _forward(path: list[str]) -> None:
             rpc.rpc_sync(path[0], _forward, (path[1:],), timeout=500)
         except Exception as error:
             found.append(type(error))
-    _ends.put(found)
+    _errors.put(found)
 
 
 @pytest.mark.limit(60)
-def test_calls_nested_in_one_that_times_out_time_out_where_their_own_deadline_is_later() -> None:
-    """A deadline travels as what is left of it: the time that the request was under way is added."""
+def test_nested_calls_time_out_with_the_outer_call_despite_a_later_deadline_of_their_own() -> None:
+    """A deadline is sent as the remaining time; the time that the request took to arrive is subtracted."""
     with InProcessCluster(3) as cluster:
         caller = cluster["worker0"]
         caller.rpc_sync("worker1", int, (), timeout=0)
@@ -156,9 +156,9 @@ def test_calls_nested_in_one_that_times_out_time_out_where_their_own_deadline_is
         call = caller.rpc_async("worker1", _forward, (["worker2", "worker0"],), timeout=60.0)
         cluster.clock.advance(5.0)
         cluster.heal("worker0", "worker1")
-        assert _at_the_end.wait(30)
+        assert _reached_last_worker.wait(30)
         cluster.clock.advance(56.0)
         with pytest.raises(RpcTimeoutError):
             call.wait()
-        assert [_ends.get(timeout=30) for _ in range(2)] == [[RpcTimeoutError, RpcTimeoutError]] * 2
+        assert [_errors.get(timeout=30) for _ in range(2)] == [[RpcTimeoutError, RpcTimeoutError]] * 2
         _released.set()

@@ -1,4 +1,4 @@
-"""Threads that leave while the interpreter ends."""
+"""How daemon threads end: at interpreter exit, and after an exception."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from actorrpc.agent.daemon_threads import Daemon
 from tests import output
 
-# What torch keeps for a thread is let go when Python is done with it; it takes its time over it, and needs the interpreter.
+# Torch drops its thread-local objects after the Python code of the thread has ended. The finaliser takes 0.3 s and needs
+# the interpreter.
 _SCRIPT = """if True:
     import sys, time
     import torch
@@ -32,7 +33,7 @@ _SCRIPT = """if True:
 
 
 @pytest.mark.slow
-def test_the_end_of_the_interpreter_waits_for_threads_on_their_way_out(tmp_path: Path) -> None:
+def test_interpreter_exit_waits_for_daemon_threads_that_are_ending(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, f"file://{tmp_path}/store"],
         capture_output=True,
@@ -45,7 +46,7 @@ def test_the_end_of_the_interpreter_waits_for_threads_on_their_way_out(tmp_path:
 
 @pytest.mark.prints("the thread wrong has ended unexpectedly")
 @pytest.mark.parametrize("error", [LookupError("no"), SystemExit(3)])
-def test_one_that_raises_says_so_and_leaves_as_well(
+def test_a_daemon_thread_that_raises_logs_its_error_and_ends(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[object] = []

@@ -1,4 +1,4 @@
-"""Hooks: at which moments of calls they run, in which order, and what their errors do."""
+"""CallHooks: when they run during a call, in which order, and the effect of an error in a hook."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _where: ContextVar[str] = ContextVar("where", default="outside")
 
 
 class Log(CallHooks):
-    """Notes the moments, with its name."""
+    """Records each hook that runs."""
 
     def __init__(self, log: list[str], name: str = "") -> None:
         self.log = log
@@ -61,8 +61,8 @@ def fail() -> None:
     raise LookupError("as asked")
 
 
-@pytest.mark.parametrize("way", ["sync", "async"])
-def test_the_moments_of_a_call(way: str) -> None:
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_hooks_run_in_order_on_caller_and_callee(mode: str) -> None:
     caller: list[str] = []
     callee: list[str] = []
     with agents(2) as (a, b):
@@ -73,7 +73,7 @@ def test_the_moments_of_a_call(way: str) -> None:
             callee.clear()
             future: Future[Any] = Future()
             try:
-                if way == "sync":
+                if mode == "sync":
                     a.ask(a.peer("a1"), function, args, {}, 20)
                 else:
                     a.call(a.peer("a1"), function, args, {}, 20, future)
@@ -87,7 +87,7 @@ def test_the_moments_of_a_call(way: str) -> None:
             assert callee[:3] == [f"start {name}", f"end{failed}", "before answer"]
 
 
-def test_a_call_that_is_not_sent_ends_with_its_error() -> None:
+def test_on_answer_reports_the_error_of_a_call_that_could_not_be_sent() -> None:
     log: list[str] = []
     with agents(2) as (a, _):
         a.hooks.add(Log(log))
@@ -96,7 +96,7 @@ def test_a_call_that_is_not_sent_ends_with_its_error() -> None:
         assert log == ["call neg", "answer neg SerializationError"]
 
 
-def test_header_fields_and_notes_last_as_long_as_the_call() -> None:
+def test_hooks_share_header_fields_and_notes_during_a_call() -> None:
     found: list[Any] = []
 
     class Caller(CallHooks):
@@ -127,7 +127,7 @@ def test_header_fields_and_notes_last_as_long_as_the_call() -> None:
         assert len(found) == 2
 
 
-def test_errors_of_hooks() -> None:
+def test_an_error_in_a_hook_fails_only_its_call() -> None:
     class Fails(CallHooks):
         def __init__(self, moment: str) -> None:
             def refuse(*_: Any) -> Any:
@@ -148,7 +148,7 @@ def test_errors_of_hooks() -> None:
 
 
 @pytest.mark.prints("failed at the end of the call of add")
-def test_an_error_at_the_answer_is_logged_only() -> None:
+def test_an_error_in_on_answer_is_logged_and_the_call_succeeds() -> None:
     class Fails(CallHooks):
         def on_answer(self, call: Call, error: BaseException | None) -> None:
             raise ZeroDivisionError
@@ -161,16 +161,16 @@ def test_an_error_at_the_answer_is_logged_only() -> None:
         assert future.result(20) == 2
 
 
-def test_hooks_may_take_messages_over() -> None:
+def test_a_message_is_not_sent_if_before_send_returns_false() -> None:
     taken: list[OutgoingMessage] = []
 
-    class Takes(CallHooks):
+    class Suppresses(CallHooks):
         def before_send(self, message: OutgoingMessage) -> bool:
             taken.append(message)
             return message.size > 1000
 
     with agents(2) as (a, _):
-        a.hooks.add(Takes())
+        a.hooks.add(Suppresses())
         future: Future[int] = Future()
         a.call(a.peer("a1"), len, (bytes(1000),), {}, 20, future)
         assert future.result(20) == 1000
@@ -192,8 +192,8 @@ def _within(name: str) -> Iterator[None]:
         _where.reset(token)
 
 
-class _Within:
-    """A context manager that may be entered again."""
+class _ReusableContext:
+    """A context manager that may be entered repeatedly."""
 
     def __enter__(self) -> None:
         self._block = _within("inside")
@@ -207,7 +207,7 @@ class Around(Log):
     def on_start(
         self, execution: Execution, function: Any, args: tuple[Any, ...]
     ) -> AbstractContextManager[Any] | None:
-        return _Within()
+        return _ReusableContext()
 
 
 def _plain() -> str:
@@ -237,11 +237,11 @@ def _run(log: list[str], function: Any) -> Any:
     return hooks.run_hooked(found, Execution(None, peer, 1, 20.0, 1), function, (), {})
 
 
-def test_context_managers_are_around_the_code_of_functions() -> None:
+def test_the_context_manager_of_on_start_surrounds_functions_coroutines_and_generators() -> None:
     log: list[str] = []
     assert _run(log, _plain) == "inside"
     assert asyncio.run(_run(log, _coroutine)) == "inside"
-    assert not log  # ``on_end`` comes with the answer
+    assert not log  # for these, ``on_end`` runs with the answer
     items = _run(log, _generator)
     assert [next(items), _where.get(), next(items)] == ["inside", "outside", "inside"]
     assert not log
@@ -261,7 +261,7 @@ def test_context_managers_are_around_the_code_of_functions() -> None:
     assert log == ["end"] * 2
 
 
-def test_a_stream_that_is_closed_before_its_first_item_ends() -> None:
+def test_on_end_runs_for_a_stream_closed_before_its_first_item() -> None:
     log: list[str] = []
     _run(log, _generator).close()
     assert log == ["end"]
@@ -284,7 +284,7 @@ class Counts(CallHooks):
         self.labels.append(call.label)
 
 
-def _of_a_process(rank: int, _: int) -> list[str]:
+def _add_and_remove_hooks(rank: int, _: int) -> list[str]:
     later, counts = Counts(), Counts()
     if rank == 0:
         actorrpc.add_hooks(counts)
@@ -301,5 +301,5 @@ def _of_a_process(rank: int, _: int) -> list[str]:
     return [" ".join(each) for each in own]
 
 
-def test_hooks_of_a_process() -> None:
-    assert rpc_group(_of_a_process, 2)[0] == ["add mul", "mul sub"]
+def test_add_hooks_and_remove_hooks_apply_to_the_process() -> None:
+    assert rpc_group(_add_and_remove_hooks, 2)[0] == ["add mul", "mul sub"]

@@ -1,4 +1,4 @@
-"""Messages: they reach the router in the order of the wire, small or large, and nothing else does."""
+"""Mailbox messages: they reach the mail router in the order of the wire, whatever their size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.agent.agents import agents
 
 
 class Router:
-    """Keeps the order in which messages came, and answers each with its name once it is whole."""
+    """Records the order in which messages arrive, and answers each complete message with its name."""
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -76,7 +76,7 @@ def _send(agent: Agent, to: str, name: str, *args: Any, timeout: float = 10.0) -
 
 @pytest.mark.parametrize("lane", [True, False], ids=["lane", "stream"])
 @pytest.mark.parametrize("to", ["a1", "a0"], ids=["another", "itself"])
-def test_letters_keep_their_places_whatever_their_size(lane: bool, to: str) -> None:
+def test_mailbox_messages_reach_the_router_in_order_whatever_their_size(lane: bool, to: str) -> None:
     with agents(2, lane=lane) as (a0, a1):
         router = Router(a1 if to == "a1" else a0)
         sizes = [0, 3_000_000, 10, 100_000, 0, 2_000_000, 1]
@@ -85,7 +85,7 @@ def test_letters_keep_their_places_whatever_their_size(lane: bool, to: str) -> N
         assert router.places == [call.id for call, _ in sent]
 
 
-def test_a_worker_without_mailboxes_refuses_letters() -> None:
+def test_a_worker_without_actors_refuses_mailbox_messages() -> None:
     with agents(2) as (a0, _):
         for to in ("a1", "a0"):
             with pytest.raises(RpcError, match="has no actors") as raised:
@@ -102,7 +102,7 @@ def _path_here() -> tuple[int, ...]:
     return current.path
 
 
-def test_the_path_of_executions_travels_with_nested_calls() -> None:
+def test_nested_calls_carry_the_path_of_their_outer_executions() -> None:
     with agents(2) as (a0, _):
 
         def ask() -> Any:
@@ -122,7 +122,7 @@ def test_the_path_of_executions_travels_with_nested_calls() -> None:
             CURRENT.reset(token)
 
 
-def test_a_path_that_makes_no_sense_is_refused() -> None:
+def test_a_malformed_execution_path_is_a_protocol_error() -> None:
     assert path_of({}, 5) == ()
     assert path_of({"path": [1]}, _EXECUTIONS[0]) == (1, _EXECUTIONS[0])
     for wrong in ("x", 5, [None]):

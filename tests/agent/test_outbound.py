@@ -1,4 +1,4 @@
-"""Posts: requests without an answer."""
+"""Casts (requests without an answer), definitions of functions, and the limit of buffers per message."""
 
 from __future__ import annotations
 
@@ -15,58 +15,60 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import LimitError, PeerDiedError, SerializationError, ShutdownError
 from tests.agent.agents import agents
 
-arrived: list[object] = []
-came = threading.Semaphore(0)
+received: list[object] = []
+received_one = threading.Semaphore(0)
 
 
 def take(*args: object) -> str:
     execution = CURRENT.get()
-    arrived.append((execution.peer.name if execution else None, *args))
-    came.release()
+    received.append((execution.peer.name if execution else None, *args))
+    received_one.release()
     return "nobody sees this"
 
 
 def fail() -> None:
-    came.release()
+    received_one.release()
     raise ZeroDivisionError("as posted")
 
 
 @pytest.fixture
 def pair() -> Iterator[list[Agent]]:
-    arrived.clear()
+    received.clear()
     with agents(2) as both:
         yield both
 
 
 def wait(count: int) -> None:
     for _ in range(count):
-        came.acquire()
+        received_one.acquire()
 
 
 @pytest.mark.parametrize("elements", [1, 3000, 300_000, 3_000_000])
 @pytest.mark.parametrize("transport", ["auto", "no lane"])
-def test_what_is_posted_arrives(elements: int, transport: str) -> None:
-    arrived.clear()
+def test_a_cast_delivers_a_copy_of_its_arguments(elements: int, transport: str) -> None:
+    received.clear()
     with agents(2, lane=transport == "auto") as (a, b):
         sent = torch.arange(elements, dtype=torch.float32)
         for to in (b.name, a.name):
             a.cast(a.peer(to), take, (1, sent), "take")
             sent_then = sent.clone()
-            sent.add_(1)  # changes nothing for who gets it
+            sent.add_(1)  # must not change the tensor of the receiver
             wait(1)
-            (name, number, got) = arrived.pop()  # type: ignore[misc]
+            (name, number, got) = received.pop()  # type: ignore[misc]
             assert (name, number) == ("a0", 1)
             assert torch.equal(got, sent_then)
         assert not any(peer.pending for peer in a.peers())
 
 
 @pytest.mark.prints("a cast of 'a0' failed here.*ZeroDivisionError: as posted")
-def test_a_failure_is_logged_where_it_happens(pair: list[Agent], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_cast_is_logged_by_its_receiver(
+    pair: list[Agent], caplog: pytest.LogCaptureFixture
+) -> None:
     a, b = pair
     with caplog.at_level(logging.ERROR, "actorrpc"):
         a.cast(a.peer(b.name), fail, (), "fail")
         wait(1)
-        while not caplog.records:  # it is logged just after that
+        while not caplog.records:  # the error is logged shortly after `fail` has raised it
             assert a.ask(a.peer(b.name), max, (1, 2), {}, 30) == 2
     assert "a cast of 'a0' failed here" in caplog.text
     assert "ZeroDivisionError: as posted" in caplog.text
@@ -80,7 +82,7 @@ def _sum_of(functions: list[Callable[[], int]]) -> int:
     return sum(function() for function in functions)
 
 
-def test_functions_that_a_peer_has_dropped_are_sent_again(pair: list[Agent]) -> None:
+def test_function_definitions_evicted_by_the_peer_are_sent_again(pair: list[Agent]) -> None:
     one, other = pair
     first, to = _made(7), one.peer(other.name)
     assert one.ask(to, first, (), {}, 10.0) == 7
@@ -90,7 +92,7 @@ def test_functions_that_a_peer_has_dropped_are_sent_again(pair: list[Agent]) -> 
     assert one.ask(to, first, (), {}, 10.0) == 7
 
 
-def test_what_cannot_be_sent(pair: list[Agent]) -> None:
+def test_a_cast_that_cannot_be_sent_raises(pair: list[Agent]) -> None:
     a, b = pair
     peer = a.peer(b.name)
     with pytest.raises(SerializationError):
@@ -106,7 +108,7 @@ def test_what_cannot_be_sent(pair: list[Agent]) -> None:
         a.cast(peer, take, (), "take")
 
 
-def test_the_limit_of_buffers_can_be_raised_and_its_error_names_the_setting() -> None:
+def test_max_buffers_can_be_raised_and_its_limit_error_names_the_setting() -> None:
     arrays = [np.zeros(4097, dtype=np.uint8) for _ in range(10_002)]
     with agents(2, max_buffers=10_001) as (caller, _):
         peer = caller.peer("a1")

@@ -1,4 +1,4 @@
-"""The last word: who leaves waits, within bounds, until its goodbye is on its way, or others would take it for dead."""
+"""Closing an agent: it waits, for a limited time, until its goodbye is sent; without one, peers consider it dead."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from actorrpc.wire.headers import pack_header
 from tests.agent.agents import Stranger, agents
 from tests.intruders.doors import tcp_agents
 
-_SYN_SENT = 2  # of the kernel's tcp_states.h
+_SYN_SENT = 2  # from the kernel's tcp_states.h
 
 
 class _Time:
-    """Time that goes by, one second at once, whenever somebody sleeps in this thread."""
+    """Virtual time: one second passes when the given thread sleeps for the first time."""
 
     def __init__(self, patch: pytest.MonkeyPatch, thread: threading.Thread) -> None:
         self._now, self._sleep, self._thread = _time.now, _time.sleep, thread
-        self._over = 0.0
+        self._passed = 0.0
         self.slept = threading.Event()
-        patch.setattr(_time, "now", lambda: self._now() + self._over)
+        patch.setattr(_time, "now", lambda: self._now() + self._passed)
         patch.setattr(_time, "sleep", self._doze)
 
     def _doze(self, seconds: float) -> None:
@@ -43,7 +43,7 @@ class _Time:
             self._sleep(seconds)
             return
         if not self.slept.is_set():
-            self._over += 1.0
+            self._passed += 1.0
             self.slept.set()
         self._sleep(seconds)
 
@@ -55,29 +55,29 @@ def _conn(agent: Agent, to: str) -> Connection:
 
 
 def _watch(agent: Agent) -> tuple[threading.Event, list[str]]:
-    """Return what is set at the end of a peer, and how each has ended."""
-    over, states = threading.Event(), []
+    """Return an event that is set when a peer ends, and the list of the states in which peers ended."""
+    ended_event, states = threading.Event(), []
 
     def ended(peer: Any) -> None:
         states.append(peer.state)
-        over.set()
+        ended_event.set()
 
     agent.on_peer_end.append(ended)
-    return over, states
+    return ended_event, states
 
 
 def _nothing() -> None:
-    """Answer."""
+    """Do nothing; the call is only made to connect."""
 
 
-def _meet(first: Agent, second: Agent) -> None:
+def _connect_both_ways(first: Agent, second: Agent) -> None:
     for here, there in ((first, "a1"), (second, "a0")):
         here.ask(here.peer(there), _nothing, (), {}, 20.0)
 
 
 @contextmanager
 def _unread(first: Agent, second: Agent) -> Iterator[None]:
-    """Have the second one not read meanwhile, and the first one with more to send than the kernel takes."""
+    """Stop the second agent from reading, and fill the kernel's buffers with messages of the first agent."""
     mine, theirs = _conn(first, "a1"), _conn(second, "a0")
     with theirs.read_lock:
         while not mine.outbox:
@@ -86,7 +86,7 @@ def _unread(first: Agent, second: Agent) -> Iterator[None]:
             )
             mine.flush()
         yield
-    theirs.arm(1)  # whoever has read arms again: this has kept it from the pool
+    theirs.arm(1)  # as each reader does after reading; the pool was not able to read meanwhile
 
 
 def _is_connecting(sock: socket.socket) -> bool:
@@ -94,12 +94,14 @@ def _is_connecting(sock: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("accepts", [True, False])
-def test_who_leaves_does_not_dial_on(accepts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is it said that its threads are in user code."""
+def test_closing_an_agent_aborts_its_connection_attempts(
+    accepts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The aborted threads are not reported as running user code."""
     with contextlib.ExitStack() as stack:
         (agent, _) = stack.enter_context(tcp_agents(2))
         door = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        if not accepts:  # no more than those who wait already
+        if not accepts:  # fill the backlog
             for _ in range(3):
                 waiting = stack.enter_context(socket.socket())
                 waiting.setblocking(False)
@@ -117,7 +119,7 @@ def test_who_leaves_does_not_dial_on(accepts: bool, monkeypatch: pytest.MonkeyPa
         if accepts:
             somebody, _ = door.accept()
             stack.enter_context(somebody)
-            assert somebody.recv(1)  # its hello, which is not answered
+            assert somebody.recv(1)  # the HELLO of the dialling agent, which is not answered
         else:
             while not any(_is_connecting(sock) for sock in agent.connector._dialling.copy()):
                 threading.Event().wait(0.001)
@@ -125,41 +127,43 @@ def test_who_leaves_does_not_dial_on(accepts: bool, monkeypatch: pytest.MonkeyPa
         assert isinstance(ended.get(timeout=20), ShutdownError)
 
 
-@pytest.mark.parametrize("together", [agents, tcp_agents])
+@pytest.mark.parametrize("open_agents", [agents, tcp_agents])
 @pytest.mark.prints("a notice 'x' of 'a0' has no handler here")
-def test_who_leaves_while_the_other_does_not_read_is_not_taken_for_dead(
-    together: Callable[[int], AbstractContextManager[list[Agent]]], monkeypatch: pytest.MonkeyPatch
+def test_close_waits_until_its_goodbye_is_sent_to_a_slow_reader(
+    open_agents: Callable[[int], AbstractContextManager[list[Agent]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with together(2) as (first, second):
-        _meet(first, second)
-        over, states = _watch(second)
+    with open_agents(2) as (first, second):
+        _connect_both_ways(first, second)
+        ended_event, states = _watch(second)
         with _unread(first, second):
             thread = threading.Thread(target=first.close, kwargs={"parting": 60.0})
             time = _Time(monkeypatch, thread)
             thread.start()
-            assert time.slept.wait(20)  # a second is over, and it still waits
+            assert time.slept.wait(20)  # close() still waits after one second
         thread.join(20)
         assert not thread.is_alive()
-        assert over.wait(20)
+        assert ended_event.wait(20)
         assert states == ["left"]
 
 
-def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_gives_up_sending_its_goodbye_to_a_peer_that_never_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with agents(2) as (first, second):
-        _meet(first, second)
-        over, states = _watch(second)
+        _connect_both_ways(first, second)
+        ended_event, states = _watch(second)
         with _unread(first, second):
             thread = threading.Thread(target=first.close)
             _Time(monkeypatch, thread)
             thread.start()
             thread.join(20)
             assert not thread.is_alive()
-        assert over.wait(20)
+        assert ended_event.wait(20)
         assert states == ["dead"]
 
 
-def test_who_has_not_introduced_itself_yet_hears_a_goodbye() -> None:
-    """It takes the connection for made, and an end without a goodbye for a death."""
+def test_close_sends_goodbye_to_a_peer_that_has_not_introduced_itself() -> None:
+    """That peer considers the connection complete, and would consider an end without a goodbye a death."""
     with agents(2) as (agent, _):
         stranger = Stranger(agent)
         with contextlib.closing(stranger.sock):
@@ -171,10 +175,10 @@ def test_who_has_not_introduced_itself_yet_hears_a_goodbye() -> None:
 
 
 @pytest.mark.parametrize("end", ["left", "dead"])
-def test_a_connection_whose_introduction_is_read_after_the_end_of_its_peer_ends_quietly(end: str) -> None:
-    """Two workers that call each other first at the same moment have two, and each is read by another thread."""
+def test_a_second_connection_introduced_after_its_peer_ended_is_closed_quietly(end: str) -> None:
+    """Two workers that call each other at the same moment open two connections, read by different threads."""
     with agents(1) as (agent,):
-        over, states = _watch(agent)
+        ended_event, states = _watch(agent)
         first = Stranger(agent)
         late = Stranger(agent, attach=bytes(16), incarnation=first.record.incarnation)
         late.record = first.record
@@ -185,33 +189,33 @@ def test_a_connection_whose_introduction_is_read_after_the_end_of_its_peer_ends_
             if end == "left":
                 first.sock.sendall(pack_frame(frames.GOODBYE))
             first.close()
-            assert over.wait(20)
+            assert ended_event.wait(20)
             assert states == [end]
             late.introduce()
             told = [frame.flags for frame in late.read_to_the_end() if frame.kind == frames.GOODBYE]
-            assert told == ([1] if end == "dead" else [])  # a living one would wait for answers
+            assert told == ([1] if end == "dead" else [])  # a peer that is still alive would wait for answers
 
 
 # -- a worker that dies ----------------------------------------------------------------------------------------
 
 
-def test_an_answer_counts_that_lies_in_the_other_connection_when_the_end_of_one_is_found() -> None:
-    """As both sides dialled at once, there are two connections; which end is found first is chance."""
+def test_a_reply_unread_in_one_connection_is_delivered_when_the_other_connection_ends() -> None:
+    """Both sides dialled at once and opened two connections. Chance decides the end of which connection is noticed first."""
     with agents(2) as (here, there):
-        _meet(here, there)
+        _connect_both_ways(here, there)
         first = _conn(here, "a1")
-        there.peer("a0").conn = None  # as if it had not heard of the first one when it dialled
+        there.peer("a0").conn = None  # as if `there` had dialled before it accepted the first connection
         there.ask(there.peer("a0"), _nothing, (), {}, 20.0)
         (second,) = [each for each in here.peer("a1").conns if each is not first]
         future: Future[int] = Future()
-        with first.read_lock:  # a pool thread that would read finds the lock taken
+        with first.read_lock:  # keeps pool threads from reading
             here.call(here.peer("a1"), operator.add, (1, 2), {}, 20.0, future=future)
             poll = select.poll()
             poll.register(first.fd, select.POLLIN)
             assert poll.poll(20_000)
-            here.pool.forget(first.fd)  # no thread is woken for it: it comes too late
-        over = threading.Event()
-        future.add_done_callback(lambda _: over.set())
+            here.pool.forget(first.fd)  # no thread is woken to read the reply
+        ended_event = threading.Event()
+        future.add_done_callback(lambda _: ended_event.set())
         second.stream.shutdown(socket.SHUT_RD)
-        assert over.wait(20)  # a thread that waited for the future itself would read
+        assert ended_event.wait(20)  # waiting for the future itself would read the reply in this thread
         assert future.wait() == 3

@@ -1,4 +1,4 @@
-"""The roster: peers by name, what is kept of those that have ended, and for how long."""
+"""The peer table: it finds peers by name, rank and record, and keeps a bounded number of ended peers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def _record(rank: int, name: str = "") -> WorkerRecord:
 
 
 class _World:
-    """A group that workers may join and leave at any time, and the roster of one of them."""
+    """A group that workers may join and leave at any time, and the peer table of one worker."""
 
     def __init__(self) -> None:
-        self.there: dict[str | int, WorkerRecord] = {}
+        self.registered: dict[str | int, WorkerRecord] = {}
         self.replaced: list[Peer] = []
         self.peer_table = PeerTable(
             _record(0, "me"),
             window=1 << 20,
-            resolve=self.there.get,
-            members=lambda: list(self.there.values()),
+            resolve=self.registered.get,
+            members=lambda: list(self.registered.values()),
             replaced=self._replaced,
         )
 
@@ -36,16 +36,16 @@ class _World:
 
     def join(self, rank: int, name: str = "") -> Peer:
         record = _record(rank, name)
-        self.there[record.name] = self.there[record.rank] = record
+        self.registered[record.name] = self.registered[record.rank] = record
         return self.peer_table.peer(record.name)
 
     def leave(self, peer: Peer, state: str = "dead", cause: str = "killed") -> None:
-        self.there.pop(peer.name)
-        self.there.pop(peer.record.rank)
+        self.registered.pop(peer.name)
+        self.registered.pop(peer.record.rank)
         assert self.peer_table.end(peer, state, cause)
 
 
-def test_those_that_come_and_go_leave_little() -> None:
+def test_only_the_most_recently_ended_peers_are_kept() -> None:
     world = _World()
     traces = []
     for rank in range(1, 3 * KEPT + 1):
@@ -57,7 +57,7 @@ def test_those_that_come_and_go_leave_little() -> None:
     gc.collect()
     assert len(world.peer_table.peers()) == KEPT
     assert sum(trace() is not None for trace in traces) == KEPT
-    # Of the last ones all is known, of those before them what has become of them.
+    # Recently ended peers are kept whole; of older ones, only the state and the cause.
     assert world.peer_table.peer(f"w{3 * KEPT}").state == "dead"
     for to in ("w1", 1):
         with pytest.raises(PeerDiedError, match=r"'w1' died long ago: killed by 1;") as caught:
@@ -70,7 +70,7 @@ def test_those_that_come_and_go_leave_little() -> None:
         world.peer_table.peer(1.0)
 
 
-def test_who_is_forgotten_does_not_come_back_and_its_successor_does() -> None:
+def test_a_forgotten_dead_peer_stays_dead_until_a_new_incarnation_joins() -> None:
     world = _World()
     first = world.join(1)
     record = first.record
@@ -78,7 +78,9 @@ def test_who_is_forgotten_does_not_come_back_and_its_successor_does() -> None:
     for rank in range(2, KEPT + 5):
         world.leave(world.join(rank))
     assert first not in world.peer_table.peers()
-    world.there["w1"] = world.there[1] = record  # whoever says so: a fixed group's table, or it itself
+    world.registered["w1"] = world.registered[1] = (
+        record  # from the table of a fixed group, or from the peer itself
+    )
     for _ in range(2):
         for again in (world.peer_table.adopt(record), world.peer_table.peer("w1"), world.peer_table.peer(1)):
             assert (again.state, again.cause, again.told) == ("dead", "killed", "dead")
@@ -88,7 +90,7 @@ def test_who_is_forgotten_does_not_come_back_and_its_successor_does() -> None:
     assert world.peer_table.peer("w1") is world.peer_table.peer(1) is second
 
 
-def test_a_new_incarnation_ends_the_old_one() -> None:
+def test_a_new_incarnation_marks_the_old_one_dead() -> None:
     world = _World()
     old = world.join(1)
     new = world.peer_table.adopt(_record(1))

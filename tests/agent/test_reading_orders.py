@@ -1,11 +1,10 @@
-"""One connection: who reads it, who waits for what comes over it and who sends, in orders that are drawn by lot.
+"""One connection under random schedules of the threads that read it, send over it and wait for replies.
 
-At this end is a whole agent with its calls, its inbox, its pool, its clock and its executor; all of that is the real code,
-on threads of which one runs at a time and hands over at steps: before it takes a lock, arms, polls or parks, and before some
-lines. At the other end is a script, which reads, answers and asks when the dice say so, in pieces, and not for a while.
+The local end is a complete, real agent with its calls, inbox, pool, clock and executor. One of its threads runs at a time
+and hands over at steps: before it takes a lock, arms, polls or parks, and before some lines. The remote end is a script that
+reads, replies and calls at random times, in pieces.
 
-Time is moved by hand, and far only where nobody can go on: a wake-up that was lost is not made up for by a wait that ends
-by itself.
+Time is virtual. It moves far only if no thread is able to run, so that the time-out of a wait does not hide a lost wake-up.
 """
 
 from __future__ import annotations
@@ -47,25 +46,25 @@ from actorrpc.transport.stream import SocketStream
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
 from tests.agent.agents import record
-from tests.agent.other_end import Other
+from tests.agent.other_end import RemoteEnd
 from tests.agent.steps import Condition, Epoll, Poll, Steps
 from tests.layers import rest_is_slow
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
-_FAR = 0.09  # seconds; a wait that long is a slice of one that has no end, or has a deadline
+_FAR = 0.09  # seconds; longer waits are slices of an endless wait, or end at a deadline
 _PACKAGE = Path(actorrpc.__file__).parent
 _FILES = frozenset(
     str(file)
     for pattern in ("agent/*.py", "transport/*.py", "actors/host/*.py", "futures.py")
     for file in _PACKAGE.glob(pattern)
 )
-# How a call may end without an answer; the last one at the end only.
+# The errors with which a call may end; PeerDiedError only when the world closes.
 _ENDED = (BackpressureError, CancelledError, RpcTimeoutError, PeerDiedError)
 
-_here: list[_World] = []  # the one that runs
+_here: list[_World] = []  # the running world
 
 
-# -- what the other end has executed here ----------------------------------------------------------------
+# -- functions that the remote end calls -----------------------------------------------------------------
 
 
 def _plain(number: int) -> int:
@@ -78,7 +77,7 @@ def _slow(number: int) -> int:
 
 
 def _nested(number: int) -> int:
-    """Call back, and wait."""
+    """Call the remote end, and wait."""
     with contextlib.suppress(*_ENDED):
         _here[0].call()
     return number
@@ -89,14 +88,14 @@ def _for_the_guest(number: int) -> int:
     return number
 
 
-_ASKED = (_plain, _plain, _slow, _nested, _for_the_guest)
+_FUNCTIONS = (_plain, _plain, _slow, _nested, _for_the_guest)
 
 
-# -- what is put in the place of what waits --------------------------------------------------------------
+# -- replacements for the spinner and for the thread of an actor -----------------------------------------
 
 
 class _Spinner(reader.Spinner):
-    """Gives the right to spin, or not."""
+    """Permits spinning at random."""
 
     def __init__(self, steps: Steps, dice: random.Random) -> None:
         super().__init__()
@@ -104,7 +103,7 @@ class _Spinner(reader.Spinner):
         self._dice = dice
         self.pays = dice.choice((-1.0, 0.15, 2.0))
         self.worth = dice.choice((-1.0, 0.25))  # below 0, each wait spins
-        self.shared = 2.0  # never taken for that
+        self.shared = 2.0  # above every threshold
 
     def acquire(self) -> bool:
         self._steps.step()
@@ -112,7 +111,7 @@ class _Spinner(reader.Spinner):
 
 
 class _Guest(Runner):
-    """Runs on the thread of an actor: sleeps where its last caller's next message comes, and is called for orders."""
+    """The runner of an actor's thread: it sleeps reading the connection of its last caller, and is woken for orders."""
 
     def __init__(self, world: _World) -> None:
         threads = ActorThreads(world.agent)
@@ -149,7 +148,7 @@ class _Guest(Runner):
 
     def _carry_out(self) -> None:
         match self.orders.popleft():
-            case "post":  # leaves with the wait for more
+            case "post":  # sent when this thread waits again
                 self.posted += 1
                 self._world.conn.outbox.append(pack_frame(frames.PONG, self.posted))
             case "call":
@@ -171,7 +170,7 @@ class _World:
         self.callers = 0
         self.weights: tuple[float, ...] = ()
         self.ways: list[Callable[[], object]] = [self.call, self._with_future, self._several, self._watcher]
-        self.ways += [self._called_back, self._shared, self._canceller, self._teller]
+        self.ways += [self._called_back, self._shared, self._canceller, self._order_guest]
         self._names = itertools.count(1)
         steps.install(monkeypatch)
         monkeypatch.setattr(reader, "spinner", _Spinner(steps, dice))
@@ -195,13 +194,13 @@ class _World:
         made.send = self._note_call  # type: ignore[method-assign]
         self.pool, self.peer = made.pool, made.peer("other")
         self.epoll = cast(Epoll, made.pool.epoll)
-        made.scheduler.pulse.active = True  # a heartbeat would wake whoever has been forgotten
+        made.scheduler.pulse.active = True  # no heartbeats: a heartbeat would hide a lost wake-up
         made.connector.connect = self._connect  # type: ignore[method-assign]
         here, there = socket.socketpair()
         if dice.randrange(2):
             for sock in (here, there):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4_608)
-        self.other = Other(there, dice, _ASKED)
+        self.other = RemoteEnd(there, dice, _FUNCTIONS)
         self.conn = conn = Connection(
             SocketStream(here),
             epoll=made.pool.epoll,
@@ -222,16 +221,16 @@ class _World:
     def _connect(self, other: Peer, *_: object) -> Any:
         raise other.died("there is no other connection", maybe_executed=False)
 
-    # -- who calls -----------------------------------------------------------------------------------
+    # -- callers -------------------------------------------------------------------------------------
 
     def call(self, future: Future[Any] | None = None, keen: bool = False) -> Any:
-        """Make a call; wait for it, where it has no future."""
+        """Make a call; wait for it if no future is given."""
         body = b"x" * (20_000 if not self.dice.randrange(12) else self.dice.choice((0, 300)))
         timeout = self.dice.choice((0, 0, 0, 2.0))
         if future is not None:
             return self.agent.call(self.peer, operator.add, (body,), {}, timeout, future=future)
         made_here = self.made_by.setdefault(threading.get_ident(), [])
-        first = len(made_here)  # calls that are served in its wait may make more
+        first = len(made_here)  # requests served during the wait may add more
         answer = self.agent.ask(self.peer, operator.add, (body,), {}, timeout)
         assert answer == made_here[first].id
         return answer
@@ -242,7 +241,7 @@ class _World:
         Agent.send(self.agent, made, *args)
 
     def caller(self) -> None:
-        """Call in one of the ways that there are."""
+        """Make calls in a random way."""
         try:
             with contextlib.suppress(*_ENDED):
                 self.dice.choice(self.ways)()
@@ -266,7 +265,7 @@ class _World:
                 assert future.wait() == numbers[future]
 
     def _watcher(self) -> None:
-        """Ask again and again."""
+        """Poll whether the future is done."""
         future: Future[int] = Future()
         self.call(future)
         self.steps.step(future.done, where="a future to be done")
@@ -284,7 +283,7 @@ class _World:
         future.acknowledge()
 
     def _shared(self) -> None:
-        """Several wait for one."""
+        """Three threads wait for the same future."""
         future: Future[int] = Future()
         made = self.call(future)
 
@@ -300,7 +299,7 @@ class _World:
             self.steps.spawn(wait, f"one of several for call {made.id}")
         with contextlib.suppress(*_ENDED):
             wait()
-        self.callers += 1  # it is not over
+        self.callers += 1  # wait() has subtracted this caller, which is still running
 
     def _canceller(self) -> None:
         future: Future[int] = Future()
@@ -315,17 +314,17 @@ class _World:
         self.steps.spawn(cancel, "a canceller")
         future.wait()
 
-    def _teller(self) -> None:
-        """Leave something in the outbox, or have the guest do it."""
+    def _order_guest(self) -> None:
+        """Order the guest to leave a frame in the outbox, or to call."""
         self.guest.order(self.dice.choice(("post", "call")))
 
-    # -- what is done --------------------------------------------------------------------------------
+    # -- random actions ------------------------------------------------------------------------------
 
     def anything(self) -> None:
         other = self.other
         match self.dice.choices(range(7), self.weights)[0]:
             case 0:
-                self.steps.go_on()
+                self.steps.advance()
             case 1 if self.callers < 6:
                 self.callers += 1
                 self.steps.spawn(self.caller, f"caller {next(self._names)}")
@@ -335,13 +334,13 @@ class _World:
                 other.write()
             case 4:
                 other.answer()
-            case 5 if len(other.asked) < 8:
-                other.ask()
+            case 5 if len(other.open_calls) < 8:
+                other.make_call()
             case 6:
                 self.steps.now += self.dice.choice((0.01, 1.0))
 
     def much(self) -> None:
-        """Do a lot; the other end reads or writes little for all that time, or much."""
+        """Do many random actions, with a random share of reading and writing at the remote end."""
         dice = self.dice
         callers, reads, writes = dice.choice((1, 4)), dice.choice((0.2, 2, 8)), dice.choice((1, 8))
         self.weights = (60, callers, reads, writes, dice.choice((2, 8)), dice.choice((0.3, 2)), 0.05)
@@ -349,41 +348,41 @@ class _World:
             self.anything()
 
     def settle(self) -> None:
-        """Let all go on for as long as they can, without the other end; and see that none was forgotten."""
-        # A pool that may have no more threads looks again and again.
+        """Run all threads until they wait, without the remote end, and check that no wake-up was lost."""
+        # A pool at its maximum number of threads polls repeatedly.
         self.steps.run_out(self.steps.now + _FAR)
-        wrong = self.forgotten()
+        wrong = self.lost_wakeups()
         assert not wrong, f"{wrong}\n{self.steps.where()}"
 
-    def forgotten(self) -> list[str]:
-        """Say what is left although nobody can go on."""
+    def lost_wakeups(self) -> list[str]:
+        """Return a description of each lost wake-up, when no thread is able to run."""
         conn, wrong = self.conn, []
         tasks = self.steps.tasks
         if conn.state is CLOSED:
             return ["the connection has ended"]
         for each in self.calls:
             if each.id in self.other.answered and not each.done:
-                wrong.append(f"call {each.id} has its answer, and is not done")
+                wrong.append(f"call {each.id} has been answered, but is not done")
         if struct.unpack("i", fcntl.ioctl(conn.fd, termios.FIONREAD, bytes(4)))[0]:
-            wrong.append("nobody reads what there is")
+            wrong.append("no thread reads the received bytes")
         if (conn.outbox or conn.writer._rest) and self._takes_more():
-            wrong.append("nobody sends what there is")
+            wrong.append("no thread sends the queued bytes")
         polling = [task.where.reads for task in tasks if isinstance(task.where, Poll)]
         reading, sending = True in polling, False in polling
         if conn.read_lock.locked() != reading:
-            wrong.append("the read lock is held by nobody who reads, or the other way round")
+            wrong.append("the read lock is held without a reader, or a reader does not hold it")
         if conn.writer.lock.locked() != sending:
-            wrong.append("the write lock is held by nobody who sends, or the other way round")
+            wrong.append("the write lock is held without a sender, or a sender does not hold it")
         if not reading and not self.epoll.mask(conn.fd) & select.EPOLLIN:
-            wrong.append("nobody listens")
+            wrong.append("the socket has no reader and is not armed")
         if conn.expecting:
-            wrong.append("somebody is expected still")
+            wrong.append("the connection still expects a caller to read")
         where = self.guest_task.where
         sends = where is conn.writer.lock or (isinstance(where, Poll) and not where.reads)
         if self.guest.orders and not sends and not isinstance(where, Condition):
-            wrong.append("the guest sleeps over its orders")
+            wrong.append("the guest sleeps although it has orders")
         if self.peer.window.waiting and not self.peer.window.full:
-            wrong.append("somebody waits for room that there is")
+            wrong.append("a caller waits for the window although it has room")
         return wrong
 
     def _takes_more(self) -> bool:
@@ -392,7 +391,7 @@ class _World:
         return bool(poll.poll(0))
 
     def finish(self) -> None:
-        """Have the other end do all that it owes."""
+        """Let the remote end read and answer everything."""
         other = self.other
         for _ in range(10_000):
             self.settle()
@@ -405,8 +404,8 @@ class _World:
         wrong = []
         if self.callers:
             wrong.append(f"{self.callers} callers are not done")
-        if other.asked:
-            wrong.append(f"{other.asked} are not answered")
+        if other.open_calls:
+            wrong.append(f"the calls {other.open_calls} are not answered")
         if other.pongs != self.guest.posted or self.guest.orders:
             wrong.append(f"of {self.guest.posted} posts of the guest, {other.pongs} have come")
         if self.peer.pending or self.peer.window.charged or self.peer.window.waiting:
@@ -414,11 +413,11 @@ class _World:
         assert not wrong, f"{wrong}\n{self.steps.where()}"
 
     def close(self) -> None:
-        """End all of it; with calls under way, where the dice have it so."""
+        """Close both ends; calls may still be running."""
         self.other.close()
         self.guest.order("end")
         self.steps.run_out(self.steps.now + _FAR)
-        # What is left are the clock, and threads of the pool that have nothing to do.
+        # Only the clock and idle threads of the pool may remain.
         stuck = [each.name for each in self.steps.tasks if each.where not in (self.epoll, "to tick")]
         where = self.steps.where() if stuck or self.callers or self.peer.pending else ""
         self.steps.spawn(self.agent.close, "the end")
@@ -429,9 +428,9 @@ class _World:
 
 @contextlib.contextmanager
 def world(seed: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[_World]:
-    """Make a world, and end all that it has."""
+    """Create a world, and close it."""
     gc.collect()
-    gc.disable()  # what finalisers do is no matter of the dice
+    gc.disable()  # finalisers would make the schedule depend on more than the seed
     made = _World(seed, monkeypatch)
     _here.append(made)
     futures.mute(True)
@@ -447,11 +446,11 @@ def world(seed: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[_World]:
 @pytest.mark.limit(60)
 @pytest.mark.prints("has been blocked for 2 s")  # the window is small, and virtual time passes fast
 @pytest.mark.parametrize("seed", rest_is_slow(range(2_000 if NIGHTLY else 25), 10))
-def test_nobody_is_forgotten(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_wakeup_is_lost_in_random_schedules(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with world(seed, monkeypatch) as there:
         for _ in range(4):
             there.much()
             there.settle()
         if there.dice.randrange(4):
             there.finish()
-            assert there.calls  # else it has proved nothing
+            assert there.calls  # otherwise the test has checked nothing

@@ -1,4 +1,4 @@
-"""TCP connections that break and go on: every call runs once, and every answer arrives."""
+"""TCP connections that break and are resumed: each call runs once, and each answer arrives."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def gated(value: Any) -> Any:
 def behind(
     *disturbances: testing.Disturbance, seed: int = 0, each: tuple[dict[str, Any], ...] = ({}, {})
 ) -> Iterator[tuple[list[Agent], list[FaultProxy]]]:
-    """Run two agents over TCP, each behind a proxy of its own; ``each`` has settings of the one and of the other."""
+    """Run two agents over TCP, each behind its own proxy; ``each`` contains the settings of each agent."""
     records: dict[str | int, WorkerRecord] = {}
     made: list[Agent] = []
     proxies: list[FaultProxy] = []
@@ -106,7 +106,7 @@ KINDS: dict[str, Callable[..., testing.Disturbance]] = {
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("kind", rest_is_slow(KINDS))
 @pytest.mark.parametrize("seed", range(50 if NIGHTLY else 1))
-def test_calls_survive_whatever_ends_their_connection_at_whatever_byte(kind: str, seed: int) -> None:
+def test_calls_run_once_although_their_connection_breaks_at_random_bytes(kind: str, seed: int) -> None:
     dice = random.Random(seed)
     disturbance = KINDS[kind](after=(700, 60_000), part=0.5)
     with behind(disturbance, seed=seed) as ((a0, a1), proxies):
@@ -130,18 +130,18 @@ def test_calls_survive_whatever_ends_their_connection_at_whatever_byte(kind: str
             assert torch.equal(torch.as_tensor(future.wait()), torch.as_tensor(value))
         assert len(_calls) == 200
         assert set(_calls.values()) == {1}
-        assert sum(proxy.struck.total() for proxy in proxies) >= 20  # else it has proved nothing
+        assert sum(proxy.struck.total() for proxy in proxies) >= 20  # otherwise the test has checked nothing
         assert [peer.state for agent in (a0, a1) for peer in agent.peers()] == ["alive"] * 2
 
 
 @pytest.mark.parametrize("after", [*range(100, 1_000, 75)])
-def test_a_connection_may_end_while_it_is_made(after: int) -> None:
+def test_a_connection_reset_during_its_setup_is_dialled_again(after: int) -> None:
     with behind(testing.reset(after=after, connections={0})) as ((a0, _), _):
         assert [call(a0, note, 0, each) for each in range(3)] == [0, 1, 2]
 
 
 class _Local:
-    """Something of a caller's."""
+    """A local object of the caller."""
 
 
 def _begin_and_wait() -> None:
@@ -150,7 +150,7 @@ def _begin_and_wait() -> None:
 
 
 def _interrupted(agent: Agent, proxy: FaultProxy) -> weakref.ref[_Local]:
-    """Call, and have the connection break while this thread waits for the answer, and reads."""
+    """Call, and break the connection while this thread waits for the answer and reads."""
     local = _Local()
 
     def strike() -> None:
@@ -167,19 +167,19 @@ def _interrupted(agent: Agent, proxy: FaultProxy) -> weakref.ref[_Local]:
     return weakref.ref(local)
 
 
-def test_what_a_caller_has_is_not_kept_where_it_has_read_the_end_of_a_connection() -> None:
+def test_a_connection_error_does_not_keep_the_frames_of_its_reader_alive() -> None:
     with behind() as ((a0, _), proxies):
         gc.collect()
         gc.disable()
         try:
-            # The error is kept as long as the connection may come back; the frames of who has read it are not.
+            # The error is kept while the connection may be resumed; its traceback must not keep the reader's frames.
             assert _interrupted(a0, proxies[1])() is None
         finally:
             gc.enable()
 
 
 class _LateEpoll:
-    """An epoll into which a socket is put only when another one has taken its place."""
+    """An epoll that registers a socket only after another socket has replaced it."""
 
     def __init__(self, conn: Connection, strike: Callable[[], None]) -> None:
         self._conn, self._epoll, self._strike = conn, conn._epoll, strike
@@ -194,14 +194,14 @@ class _LateEpoll:
         self._epoll.register(fd, mask)
 
 
-def test_a_connection_may_come_back_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_breaks_before_it_is_registered_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     struck: list[Connection] = []
     register = Connection.register
     with behind() as ((a0, a1), proxies):
 
         def strike() -> None:
             pause = threading.Event()
-            while a0.peer("a1").conn is None:  # the other side has heard that it may go on
+            while a0.peer("a1").conn is None:  # set when the dialling side has finished its handshake
                 pause.wait(0.002)
             proxies[1].reset()
 
@@ -218,7 +218,7 @@ def test_a_connection_may_come_back_before_it_is_read(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.limit(120)
-def test_large_messages_survive() -> None:
+def test_large_messages_survive_broken_connections() -> None:
     with behind(testing.cut(after=(200_000, 3_000_000))) as ((a0, _), proxies):
         for number in range(4):
             value = torch.arange(1_000_000) + number
@@ -226,16 +226,16 @@ def test_large_messages_survive() -> None:
         assert sum(proxy.struck.total() for proxy in proxies) >= 5
 
 
-def test_two_sides_that_both_keep_as_much_as_they_may_do_not_wait_for_each_other() -> None:
+def test_full_resend_buffers_on_both_sides_do_not_deadlock() -> None:
     with behind() as ((a0, a1), _):
         assert call(a0, note, 0, 1) == 1
-        value = torch.arange(1_500_000)  # 12 MB: one message is more than either side may keep
+        value = torch.arange(1_500_000)  # 12 MB: more than the limit of the resend buffer
         futures = [begin(agent, note, number, value) for number in range(3) for agent in (a0, a1)]
         for future in futures:
             assert torch.equal(future.wait(), value)
 
 
-def test_what_is_sent_again_is_what_it_was() -> None:
+def test_resent_data_ignores_later_changes_of_the_tensor() -> None:
     with behind() as ((a0, _), proxies):
         assert call(a0, note, 0, 1) == 1
         for proxy in proxies:
@@ -249,7 +249,7 @@ def test_what_is_sent_again_is_what_it_was() -> None:
         assert torch.equal(future.wait(), torch.zeros(200_000))
 
 
-def test_the_socket_after_the_first_has_the_same_options() -> None:
+def test_a_replacement_socket_has_the_options_of_the_first() -> None:
     with behind() as ((a0, a1), proxies):
         for number in range(2):
             assert call(a0, note, number, 1) == 1
@@ -261,7 +261,7 @@ def test_the_socket_after_the_first_has_the_same_options() -> None:
             proxies[1].reset()
 
 
-def test_a_call_under_way_is_not_made_again() -> None:
+def test_a_running_call_is_not_repeated_after_reconnecting() -> None:
     _gate.clear()
     with behind() as ((a0, _), proxies):
         future = begin(a0, gated, 5)
@@ -274,7 +274,7 @@ def test_a_call_under_way_is_not_made_again() -> None:
         assert future.wait() == 5
 
 
-def test_deadlines_hold_while_a_connection_is_away() -> None:
+def test_timeouts_apply_while_the_connection_is_broken() -> None:
     with behind() as ((a0, _), proxies):
         assert call(a0, note, 0, 1) == 1
         for proxy in proxies:
@@ -289,7 +289,7 @@ def test_deadlines_hold_while_a_connection_is_away() -> None:
 
 
 @pytest.mark.prints("refused.* no descriptors")
-def test_who_has_no_descriptor_for_it_now_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconnecting_is_retried_while_the_peer_has_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     tries = 0
 
     with behind() as ((a0, a1), proxies):
@@ -314,7 +314,7 @@ def test_who_has_no_descriptor_for_it_now_is_asked_again(monkeypatch: pytest.Mon
         assert a1.peers()[0].state == "alive"
 
 
-def test_where_nobody_listens_any_more_the_peer_is_dead_at_once() -> None:
+def test_a_refused_reconnection_marks_the_peer_dead_at_once() -> None:
     _gate.clear()
     with behind() as ((a0, _), proxies):
         future = begin(a0, gated, 5)
@@ -328,7 +328,7 @@ def test_where_nobody_listens_any_more_the_peer_is_dead_at_once() -> None:
 
 
 @pytest.mark.parametrize("side", [0, 1])
-def test_a_connection_that_does_not_come_back_is_a_death(side: int) -> None:
+def test_a_connection_not_resumed_within_session_grace_marks_the_peer_dead(side: int) -> None:
     _gate.clear()
     short: dict[str, Any] = {"session_grace": 0.3}
     with behind(each=(short, short)) as (made, proxies):
@@ -345,7 +345,7 @@ def test_a_connection_that_does_not_come_back_is_a_death(side: int) -> None:
         _gate.set()
 
 
-def test_who_was_given_up_learns_it() -> None:
+def test_a_worker_declared_dead_during_an_outage_learns_it_on_reconnecting() -> None:
     _gate.clear()
     with behind(each=({}, {"session_grace": 0.2})) as ((a0, a1), proxies):
         future = begin(a0, gated, 5)
@@ -363,7 +363,7 @@ def test_who_was_given_up_learns_it() -> None:
         _gate.set()
 
 
-def test_without_a_grace_time_the_end_of_a_connection_is_a_death() -> None:
+def test_with_zero_session_grace_a_broken_connection_marks_the_peer_dead() -> None:
     _gate.clear()
     never: dict[str, Any] = {"session_grace": 0.0}
     with behind(each=(never, never)) as ((a0, _), proxies):
@@ -375,7 +375,7 @@ def test_without_a_grace_time_the_end_of_a_connection_is_a_death() -> None:
         _gate.set()
 
 
-def test_an_agent_can_end_while_its_connection_is_away() -> None:
+def test_an_agent_can_close_while_its_connection_is_broken() -> None:
     with behind() as ((a0, _), proxies):
         assert call(a0, note, 0, 1) == 1
         future = begin(a0, note, 0, 1)
@@ -385,11 +385,11 @@ def test_an_agent_can_end_while_its_connection_is_away() -> None:
             proxy.reset()
 
 
-# -- one connection by itself ----------------------------------------------------------------------------
+# -- one connection without an agent ---------------------------------------------------------------------
 
 
-class _Quiet:
-    """What a connection tells, noted."""
+class _RecordedEvents:
+    """Records the events of a connection."""
 
     def __init__(self) -> None:
         self.delivered: list[Frame] = []
@@ -412,8 +412,8 @@ class _Quiet:
         task()
 
 
-class _Late:
-    """A lock that another thread gets first, whenever it is asked for without waiting."""
+class _ContendedLock:
+    """A lock that runs ``before`` in front of each non-blocking attempt, as if another thread had held it first."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._lock = threading.Lock()
@@ -433,10 +433,10 @@ class _Late:
 
 
 @contextlib.contextmanager
-def alone() -> Iterator[tuple[Connection, socket.socket, _Quiet]]:
-    """Make one end of a connection; the other one is a bare socket."""
+def alone() -> Iterator[tuple[Connection, socket.socket, _RecordedEvents]]:
+    """Create one end of a connection; the other end is a plain socket."""
     here, there = socket.socketpair()
-    events = _Quiet()
+    events = _RecordedEvents()
     with select.epoll() as epoll, there:
         conn = Connection(
             ReliableStream(SocketStream(here)),
@@ -467,22 +467,22 @@ _READERS: dict[str, Callable[[Connection], object]] = {
 
 
 @pytest.mark.parametrize("reader", _READERS)
-def test_nobody_reads_a_failed_socket_any_more_once_it_was_said_how_far_reading_has_come(reader: str) -> None:
+def test_a_failed_socket_is_not_read_after_its_position_was_reported(reader: str) -> None:
     with alone() as (conn, there, events):
         there.sendall(pack_frame(REPLY, 7, b"once"))
         told: list[int | None] = []
 
-        def other_thread() -> None:  # between the reader's first look and its lock
+        def suspend_and_report() -> None:  # runs between the reader's check of the state and its lock
             conn.suspend(ConnectionResetError())
             told.append(conn.standstill(next(_session(conn).attempts)))
 
-        conn.read_lock = cast(Any, _Late(other_thread))
+        conn.read_lock = cast(Any, _ContendedLock(suspend_and_report))
         frames = _READERS[reader](conn)
         assert told == [0]
         assert _session(conn).received == 0
         assert not frames
         assert not events.delivered
-        # What was not read comes again, over another socket.
+        # The unread bytes are sent again over another socket.
         conn.read_lock = threading.Lock()
         here, again = socket.socketpair()
         with again:
@@ -493,7 +493,7 @@ def test_nobody_reads_a_failed_socket_any_more_once_it_was_said_how_far_reading_
 
 
 @pytest.mark.parametrize("came_back", [False, True])
-def test_an_attempt_does_not_come_back_once_a_later_one_has_said_how_far_reading_has_come(
+def test_a_resumption_attempt_is_refused_after_a_later_attempt_reported_the_position(
     came_back: bool,
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -508,7 +508,7 @@ def test_an_attempt_does_not_come_back_once_a_later_one_has_said_how_far_reading
         first_there.sendall(pack_frame(REPLY, 1, b"sent at once"))
         if came_back:
             assert conn.resume(SocketStream(first), early, 0, lambda: None)
-        # From here on the other side is told that nothing has come, and sends it again over the second socket.
+        # This tells the other side that nothing was received; it sends the frame again over the second socket.
         assert conn.standstill(late) == 0
         assert _session(conn).is_overtaken(early)
         assert conn.standstill(early) is None

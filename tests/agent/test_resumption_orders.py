@@ -1,8 +1,8 @@
-"""Two ends of a connection that breaks and comes back, in orders that are drawn by lot.
+"""Two ends of a connection that breaks and is resumed, under random schedules.
 
-The code is the real one, of connections and of their resumption; the threads are real as well, but one of them runs at a
-time, and hands over at each step: before it takes a lock, suspends, tells how far it has come, goes on, says or hears
-something. What is between the two ends moves bytes, loses some, and cuts; either side may run out of patience.
+The code of connections and of their resumption is real. One thread runs at a time, and hands over at each step: before it
+takes a lock, suspends, reports its position, resumes, sends or receives. The simulated line between the two ends moves bytes,
+loses some, and is cut; each side may time out.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _ANSWER = b"come in"  # the last message of a handshake
 _CHUNK = 3_000
 
 
-# -- what is between the two ends ------------------------------------------------------------------------
+# -- the line between the two ends -----------------------------------------------------------------------
 
 
 class _Wire(socket.socket):
-    """One end of a line. Where it would block, it takes a step; where it has waited, its patience may be over."""
+    """One end of a line. It takes a step before it would block; a wait may time out."""
 
     patience: Callable[[], bool]
     steps: Steps
@@ -51,7 +51,7 @@ class _Wire(socket.socket):
         self.steps.step(self._readable)
         try:
             return super().recv(size, socket.MSG_DONTWAIT)
-        except BlockingIOError:  # chosen for its patience was over
+        except BlockingIOError:  # the step ended because the wait timed out
             raise TimeoutError from None
 
     def sendall(self, data: Any, flags: int = 0, /) -> None:
@@ -59,7 +59,7 @@ class _Wire(socket.socket):
         super().sendall(data)
 
     def settimeout(self, value: float | None, /) -> None:
-        pass  # patience says
+        pass  # `patience` decides
 
     def _readable(self) -> bool:
         if self.fileno() < 0:
@@ -70,7 +70,7 @@ class _Wire(socket.socket):
 
 
 class _Line:
-    """A way for bytes, which it moves when it is told to; so it can end with bytes on it, and before it."""
+    """A line that moves bytes only when told to, so that it can be cut with bytes in flight."""
 
     def __init__(self, steps: Steps, patience: Callable[[], bool]) -> None:
         self._inner: list[socket.socket] = []
@@ -85,7 +85,7 @@ class _Line:
         self.up = True
 
     def move(self, dice: random.Random) -> None:
-        """Move some bytes of one direction, or all that there are."""
+        """Move some bytes, or all, in a random direction."""
         way = dice.randrange(2)
         with contextlib.suppress(OSError):
             more = dice.choice((1, 50, 3_000, 1 << 20))
@@ -100,7 +100,7 @@ class _Line:
                 self._under_way[way] = self._under_way[way][done:]
 
     def cut(self) -> None:
-        """End: what is under way is lost, what has been brought can still be read."""
+        """Cut the line: bytes in flight are lost, delivered bytes can still be read."""
         self.up = False
         for inner in self._inner:
             inner.close()
@@ -110,7 +110,7 @@ class _Line:
 
 
 class _End(Connection):
-    """A connection that takes a step before and after what matters."""
+    """A connection that takes a step before and after each operation of a resumption."""
 
     steps: Steps
     resumed = 0
@@ -136,7 +136,7 @@ class _End(Connection):
 
 
 class _World:
-    """Two ends, the lines between them, and what has been sent and has come."""
+    """Two ends, the lines between them, and the messages that were sent and received."""
 
     def __init__(self, seed: int, sealed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dice = random.Random(seed)
@@ -149,11 +149,11 @@ class _World:
         self.closed_down = False
         self.sent: list[list[bytes]] = [[], []]
         self.came: list[list[bytes]] = [[], []]
-        # Large messages by number, which small ones overtake; None: it was given up, and comes whole or not at all.
+        # Large messages by number. Small messages overtake them. None: the message was aborted, and arrives whole or not at all.
         self.numbers = itertools.count(1)
         self.large: list[dict[int, bytes | None]] = [{}, {}]
         self.large_came: list[dict[int, bytes]] = [{}, {}]
-        # The part of an agent, of a Connector and of the connections' Events.
+        # This object also acts as the agent, the Connector and the Events of the connections.
         self.submit = self.steps.spawn
         self.clock = SimpleNamespace(at=lambda *_: None, after=lambda _, task: self.steps.spawn(task))
         self.pool = SimpleNamespace(submit=self.submit, forget=lambda _: None, watch=lambda *_: None)
@@ -162,7 +162,7 @@ class _World:
         self.ends: list[_End] = []
         for dialled, wire in zip((True, False), self.line().ends, strict=True):
             end = _End(
-                # So small that acknowledgements come, and what is kept is forgotten, and full.
+                # Small limits, so that acknowledgements are sent and the resend buffer fills up.
                 ReliableStream(
                     SocketStream(wire),
                     ("dialler", "life"),
@@ -239,7 +239,7 @@ class _World:
         return None
 
     def deliver(self, connection: Connection, batch: list[Frame], waiting: bool) -> bool:
-        assert not waiting, "nobody waits for a reply here"
+        assert not waiting, "no thread waits for a reply here"
         came = self.came[self.ends.index(cast(_End, connection))]
         for frame in batch:
             came.append(frame.body)
@@ -253,7 +253,7 @@ class _World:
     def suspended(self, connection: Connection, error: BaseException) -> None:
         self.resumption.begin(connection, error)
 
-    # -- what is done ------------------------------------------------------------------------------
+    # -- random actions ----------------------------------------------------------------------------
 
     def send(self, side: int) -> None:
         end = self.ends[side]
@@ -263,7 +263,7 @@ class _World:
         end.flush()
 
     def send_large(self, side: int) -> None:
-        """Send a message in chunks, which may be given up; its memory changes as soon as that is over."""
+        """Send a message in chunks, which may be aborted; overwrite its memory afterwards."""
         end, number = self.ends[side], next(self.numbers)
         data = self.dice.randbytes(self.dice.choice((1, 5_000, 20_000)))
         memory = bytearray(data)
@@ -281,12 +281,12 @@ class _World:
         self.ends[side].turn()
 
     def anything(self) -> None:
-        """Do what comes up."""
+        """Do a random action."""
         side = self.dice.randrange(2)
         self.steps.now += 0.002
         match self.dice.choices(range(5), (50, 8, 14, 25, 0 if self.calm else 1.2))[0]:
             case 0:
-                self.steps.go_on()
+                self.steps.advance()
             case 1 if not self.calm and self.steps.left < 12:
                 self.steps.spawn(partial(self.dice.choice((self.send, self.send_large)), side))
             case 2 if sum(task.name == "read" for task in self.steps.tasks) < 6:
@@ -326,7 +326,7 @@ class _World:
 
 @contextlib.contextmanager
 def world(seed: int, sealed: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[_World]:
-    """Make a world, and end all that it has."""
+    """Create a world, and close it."""
     made = _World(seed, sealed, monkeypatch)
     try:
         yield made
@@ -336,11 +336,13 @@ def world(seed: int, sealed: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 @pytest.mark.prints(
     "a large message to worker .* has been blocked"
-)  # where virtual time passes without a byte
+)  # virtual time may pass without a byte being sent
 @pytest.mark.limit(60)
 @pytest.mark.parametrize("seed", rest_is_slow(range(2_000 if NIGHTLY else 25), 3))
-def test_every_byte_comes_once_and_in_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The odd ones sealed, which notices each byte that is not the one that was sent."""
+def test_messages_arrive_once_and_in_order_over_breaking_connections(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames are sealed for odd seeds; seals detect each changed byte."""
     with world(seed, bool(seed % 2), monkeypatch) as there:
         for _ in range(2_500):
             there.anything()
@@ -351,4 +353,4 @@ def test_every_byte_comes_once_and_in_order(seed: int, monkeypatch: pytest.Monke
             there.anything()
         assert [len(bodies) for bodies in there.came] == [len(bodies) for bodies in there.sent[::-1]]
         assert there.whole
-        assert any(end.resumed for end in there.ends)  # else it has proved nothing
+        assert any(end.resumed for end in there.ends)  # otherwise the test has checked nothing

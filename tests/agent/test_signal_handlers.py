@@ -1,4 +1,4 @@
-"""Calls that signal handlers make, in the middle of one that the main thread makes."""
+"""Signal handlers that make calls, or raise, while the main thread makes a call."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _handling(handler: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals(conn: Any, until: threading.Event) -> Iterator[None]:
-    """Send the main thread a signal whenever a thread reads the connection, until that is enough."""
+    """Send signals to the main thread while a thread reads the connection, until ``until`` is set."""
     main = threading.get_ident()
 
     def run() -> None:
@@ -69,15 +69,15 @@ def _add(one: Agent, other: Agent, a: int = 1) -> Any:
     return one.ask(one.peer(other.name), operator.add, (a, 2), {}, 20.0)
 
 
-def test_a_handler_may_wait_for_a_call_while_the_main_thread_does() -> None:
+def test_a_signal_handler_may_make_calls_while_the_main_thread_waits_for_a_call() -> None:
     _gates["open"] = gate = threading.Event()
-    heard: list[bool] = []
+    results: list[bool] = []
     enough = threading.Event()
 
     def handler() -> None:
-        number = len(heard)
-        heard.append(_add(one, other, number) == number + 2)
-        if len(heard) >= 20:
+        number = len(results)
+        results.append(_add(one, other, number) == number + 2)
+        if len(results) >= 20:
             enough.set()
             gate.set()
 
@@ -86,10 +86,10 @@ def test_a_handler_may_wait_for_a_call_while_the_main_thread_does() -> None:
         assert _add(one, other) == 3
         with _signals(to.conn, enough):
             assert one.ask(to, _pass, ("open",), {}, 25.0) == "open"
-        assert all(heard)
+        assert all(results)
 
 
-def test_handlers_may_interrupt_each_other_in_their_waits() -> None:
+def test_signal_handlers_may_interrupt_each_other_while_they_wait_for_calls() -> None:
     _gates["nested"] = gate = threading.Event()
     passed: list[str] = []
     begun: list[None] = []
@@ -112,7 +112,7 @@ def test_handlers_may_interrupt_each_other_in_their_waits() -> None:
 
 
 class _Interrupted:
-    """A stream whose next ``send`` is interrupted once."""
+    """A stream whose next ``send`` is interrupted by a signal."""
 
     def __init__(self, conn: Connection, found: list[int]) -> None:
         self._conn, self._stream, self._found = conn, conn.stream, found
@@ -127,7 +127,7 @@ class _Interrupted:
         return getattr(self._stream, name)
 
 
-def test_a_handler_that_comes_in_the_midst_of_sending_may_call_when_that_is_over() -> None:
+def test_a_signal_handler_that_calls_is_deferred_until_a_send_has_finished() -> None:
     found: list[int] = []
     with agents(2) as (one, other), _handling(lambda: found.append(_add(one, other))):
         assert _add(one, other) == 3
@@ -138,7 +138,7 @@ def test_a_handler_that_comes_in_the_midst_of_sending_may_call_when_that_is_over
         assert found == [3]
 
 
-def test_what_a_handler_raises_ends_the_wait_and_not_the_connection() -> None:
+def test_an_exception_of_a_signal_handler_ends_the_wait_but_not_the_connection() -> None:
     _gates["late"] = gate = threading.Event()
     enough = threading.Event()
 
@@ -160,8 +160,9 @@ def test_what_a_handler_raises_ends_the_wait_and_not_the_connection() -> None:
         assert conn.state is not CLOSED
 
 
-def test_a_message_in_chunks_is_not_torn_by_handlers() -> None:
-    """It waits for the peer, which reads on after the signal: a handler that returns changes nothing, one that raises ends it."""
+def test_a_signal_handler_never_leaves_a_chunked_message_half_sent() -> None:
+    """The signal arrives while the sender waits for the peer to read. If the handler returns, the message is sent completely;
+    if it raises, the message is aborted."""
     data = bytes(range(256)) * (1 << 16)
     sent: list[bool] = []
     raises: list[bool] = []
@@ -180,7 +181,7 @@ def test_a_message_in_chunks_is_not_torn_by_handlers() -> None:
         assert reading is not None
 
         class Interrupted:
-            """Waits for room in the kernel; before that, a signal comes."""
+            """A poll before which a signal arrives."""
 
             def __init__(self) -> None:
                 poll = select.poll()
@@ -200,7 +201,7 @@ def test_a_message_in_chunks_is_not_torn_by_handlers() -> None:
             held.append(reading.read_lock)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_time, "poll", Interrupted)  # the connection has not had to wait for room before
+            patch.setattr(_time, "poll", Interrupted)  # the connection creates its poll at the first wait
             hold()
             assert one.ask(to, len, (data,), {}, 25.0) == len(data)
             assert sent
@@ -214,7 +215,7 @@ def test_a_message_in_chunks_is_not_torn_by_handlers() -> None:
         assert not other.peer(one.name).conn.assemblies
 
 
-def test_threads_that_wait_while_the_main_one_reads_are_no_handlers() -> None:
+def test_other_threads_may_call_while_the_main_thread_reads() -> None:
     _gates["threads"] = gate = threading.Event()
     found: list[Any] = []
     with agents(2) as (one, other):
@@ -239,8 +240,8 @@ def test_threads_that_wait_while_the_main_one_reads_are_no_handlers() -> None:
     assert found == [[each + 2 for each in range(20)]]
 
 
-def test_a_call_that_is_interrupted_while_its_socket_is_made_leaves_no_descriptor() -> None:
-    """The handler raises when the system has made the socket, and before the constructor of the object is over."""
+def test_a_call_interrupted_while_its_socket_is_created_leaks_no_descriptor() -> None:
+    """The handler raises after the system has created the socket, but before its Python constructor returns."""
     places: list[int] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -269,10 +270,10 @@ def test_a_call_that_is_interrupted_while_its_socket_is_made_leaves_no_descripto
 
 @pytest.mark.slow
 @pytest.mark.limit(200)
-# Python's word for a socket that the handler's error has left to the collector.
+# Python's warning about a socket that the collector closes after the handler's exception.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_first_call_may_be_interrupted_at_each_step() -> None:
-    """The connection is made by the call, and made again by the next one where a handler has raised."""
+def test_a_first_call_interrupted_at_any_step_leaves_a_usable_connection() -> None:
+    """The call opens the connection; if a handler has raised, the next call opens it."""
     steps, at = Steps(), 1
     while True:
         with agents(2) as (one, other), raising():
@@ -280,7 +281,7 @@ def test_a_first_call_may_be_interrupted_at_each_step() -> None:
             with contextlib.suppress(Interrupted):
                 steps.run(functools.partial(one.ask, to, operator.add, (1, 2), {}, 20.0), at)
                 signals.checkpoint()
-            with contextlib.suppress(Interrupted):  # what was put off may come only now
+            with contextlib.suppress(Interrupted):  # a deferred signal may arrive only now
                 one.ask(to, operator.add, (1, 2), {}, 20.0)
             found = one.ask(to, operator.add, (1, 2), {}, 20.0)
             assert found == 3, steps.place

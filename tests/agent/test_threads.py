@@ -1,4 +1,4 @@
-"""The pool: work is never forgotten, and its end leaves no callback without its call."""
+"""The thread pool: each task runs, although others block or raise; callbacks of futures run even after its end."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from actorrpc.futures import Future
 from tests.actors.e2e.kit import until
 
 
-class _House:
-    """A pool whose calls are plain functions in a tuple."""
+class _PoolAndClock:
+    """A pool with its clock; its tasks are tuples of a function and a name."""
 
     def __init__(self, max_threads: int) -> None:
         self.clock = Clock()
@@ -43,21 +43,21 @@ class _House:
 
 
 @pytest.fixture
-def build() -> Iterator[Callable[[int], _House]]:
-    made: list[_House] = []
+def build() -> Iterator[Callable[[int], _PoolAndClock]]:
+    made: list[_PoolAndClock] = []
 
-    def make(max_threads: int) -> _House:
-        made.append(_House(max_threads))
+    def make(max_threads: int) -> _PoolAndClock:
+        made.append(_PoolAndClock(max_threads))
         return made[-1]
 
     yield make
-    for house in made:
-        house.close()
+    for each in made:
+        each.close()
 
 
-def test_more_blocked_calls_than_the_width_all_run(build: Callable[[int], _House]) -> None:
-    """Each waits for the last one: none may be left in the queue because others are there."""
-    house = build(512)
+def test_more_blocked_tasks_than_the_pool_width_all_run(build: Callable[[int], _PoolAndClock]) -> None:
+    """Each task waits for the last task."""
+    harness = build(512)
     count = 5 * threads._WIDTH
     together = threading.Barrier(count)
     done = threading.Semaphore(0)
@@ -68,30 +68,30 @@ def test_more_blocked_calls_than_the_width_all_run(build: Callable[[int], _House
 
     for _ in range(2):
         for _ in range(count):
-            house.call(work)
+            harness.call(work)
         for _ in range(count):
             done.acquire()
 
-    # And in a chain, where each piece is put there by the one that waits for it.
+    # A chain, in which each task submits the next one and waits for it.
     def deeper(depth: int) -> None:
         if depth:
             over = threading.Event()
-            house.call(lambda: (deeper(depth - 1), over.set()))
+            harness.call(lambda: (deeper(depth - 1), over.set()))
             over.wait()
 
     deeper(count)
 
 
 @pytest.mark.prints("a task of the pool raised.*ZeroDivisionError")
-def test_a_task_that_raises_ends_nothing(
-    build: Callable[[int], _House], caplog: pytest.LogCaptureFixture
+def test_a_task_that_raises_is_logged_and_the_pool_keeps_running(
+    build: Callable[[int], _PoolAndClock], caplog: pytest.LogCaptureFixture
 ) -> None:
-    house = build(3)
+    harness = build(3)
     for _ in range(10):
-        house.call(lambda: 1 / 0)
-        house.pool.submit(lambda: 1 / 0)
+        harness.call(lambda: 1 / 0)
+        harness.pool.submit(lambda: 1 / 0)
     done = threading.Event()
-    house.call(done.set)
+    harness.call(done.set)
     done.wait()
     until(lambda: caplog.text.count("a task of the pool raised") == 20)
 
@@ -109,7 +109,7 @@ def _openmp() -> ctypes.CDLL | None:
     return None
 
 
-def test_torchs_number_of_threads_counts_on_new_threads() -> None:
+def test_torch_set_num_threads_applies_to_new_threads_of_the_pool() -> None:
     library = _openmp()
     if library is None:
         pytest.skip("this torch does not use OpenMP")
@@ -130,24 +130,26 @@ def test_torchs_number_of_threads_counts_on_new_threads() -> None:
             thread.join()
     finally:
         torch.set_num_threads(before)
-    assert found[0] != wanted  # else this tests nothing
+    assert found[0] != wanted  # otherwise the test checks nothing
     assert found[1] == wanted
 
 
-def test_callbacks_of_futures_are_called_whenever_the_pool_ends(build: Callable[[int], _House]) -> None:
-    """Those that were queued, and those that come later: what follows from a call that is over is owed to somebody."""
-    house = build(4)
+def test_future_callbacks_run_although_the_pool_is_closing_or_closed(
+    build: Callable[[int], _PoolAndClock],
+) -> None:
+    """Other tasks are discarded."""
+    harness = build(4)
     before, after, nested = (Future[int]() for _ in range(3))
     following = [each.then(lambda done: done.wait() + 1) for each in (before, after)]
     ran: list[str] = []
-    after.add_done_callback(lambda _: nested.conclude(3, None, house.pool.submit))
+    after.add_done_callback(lambda _: nested.conclude(3, None, harness.pool.submit))
     follows = nested.then(lambda done: done.wait() + 1)
-    with house.pool._lock:  # no thread can end meanwhile
-        house.pool.stopping = True
-        before.conclude(1, None, house.pool.queue.append)
-        house.pool.queue.append(lambda: ran.append("a task"))
-    house.close()
-    after.conclude(2, None, house.pool.submit)
-    house.pool.submit(lambda: ran.append("another"))
+    with harness.pool._lock:  # no thread can end meanwhile
+        harness.pool.stopping = True
+        before.conclude(1, None, harness.pool.queue.append)
+        harness.pool.queue.append(lambda: ran.append("a task"))
+    harness.close()
+    after.conclude(2, None, harness.pool.submit)
+    harness.pool.submit(lambda: ran.append("another"))
     assert [each.wait() for each in (*following, follows)] == [2, 3, 4]
     assert ran == []

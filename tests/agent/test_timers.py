@@ -1,4 +1,4 @@
-"""The clock: what is due runs once, in order, and not before; ticks run while there is anything to look after."""
+"""The clock: timers run once, in order, and not before they are due; ticks repeat until their function returns False."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def clock() -> Iterator[Clock]:
     st.lists(st.tuples(st.integers(0, 50), st.booleans()), max_size=30),
     st.lists(st.integers(0, 20), min_size=1, max_size=6),
 )
-def test_timers_run_in_order_and_on_time(timers: list[tuple[int, bool]], steps: list[int]) -> None:
+def test_timers_run_in_order_when_due_unless_cancelled(
+    timers: list[tuple[int, bool]], steps: list[int]
+) -> None:
     clock = VirtualClock()
     ran: list[tuple[float, int]] = []
     for number, (due, cancelled) in enumerate(timers):
@@ -43,7 +45,7 @@ def test_timers_run_in_order_and_on_time(timers: list[tuple[int, bool]], steps: 
     assert clock.now() == now
 
 
-def test_a_tick_runs_while_there_is_something_to_look_after() -> None:
+def test_a_tick_repeats_until_its_function_returns_false() -> None:
     clock = VirtualClock()
     looks: list[float] = []
     left = [True, True, False]
@@ -70,7 +72,7 @@ def test_a_tick_runs_while_there_is_something_to_look_after() -> None:
 
 
 @pytest.mark.prints("a timer raised.*ZeroDivisionError")
-def test_an_error_in_a_timer_is_logged_and_the_next_one_runs(
+def test_an_error_in_a_timer_is_logged_and_later_timers_run(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     came = threading.Event()

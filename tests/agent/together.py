@@ -1,4 +1,4 @@
-"""Several threads that do the same."""
+"""Run a function in several threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["in_threads"]
 
 
 def in_threads(function: Callable[..., object], arguments: Iterable[tuple[Any, ...]]) -> None:
-    """Call a function with each of the arguments, each call in a thread of its own; wait for all of them."""
+    """Call a function once for each tuple of arguments, each in a new thread, and wait for all threads."""
     threads = [threading.Thread(target=function, args=each) for each in arguments]
     for thread in threads:
         thread.start()

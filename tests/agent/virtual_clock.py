@@ -1,4 +1,4 @@
-"""A clock whose time passes when it is told."""
+"""A clock whose time passes only when a test advances it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from actorrpc.agent.timers import Clock
 
 
 class VirtualClock(Clock):
-    """A clock for tests: time stands still until :meth:`advance`, which runs what is due on the caller's thread."""
+    """A clock whose time stands still until :meth:`advance`, which runs due timers on the caller's thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,10 +18,10 @@ class VirtualClock(Clock):
         return self._now
 
     def start(self) -> None:
-        """Do nothing: there is no thread."""
+        """Do nothing, because this clock has no thread."""
 
     def advance(self, seconds: float) -> None:
-        """Let ``seconds`` pass, running everything that becomes due, in order."""
+        """Let ``seconds`` pass, and run each timer that becomes due, in order."""
         until = self._now + seconds
         while self._heap and self._heap[0][0] <= until:
             due, _, timer = heapq.heappop(self._heap)

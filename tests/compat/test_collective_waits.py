@@ -1,4 +1,4 @@
-"""Waits for other ranks end: at their time-out, or where a rank waits in another round; a graceful shutdown outlasts both."""
+"""Waits for other ranks end at their time-out, or if a rank waits in another round; a graceful shutdown has no time-out."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def _raise_before_a_barrier(rank: int, world_size: int, store: str) -> None:
         print("left together")
 
 
-def test_a_rank_that_raises_before_a_barrier_ends_the_group() -> None:
+def test_a_rank_that_raises_before_a_barrier_ends_the_group_with_a_deadlock_error() -> None:
     with pytest.raises(GroupError) as caught:
         run_group(_raise_before_a_barrier, 2, unused_path("barrier"))
     first, second = caught.value.failures[0], caught.value.failures[1]
-    # The exception has kept its traceback, and was also logged while worker0 waited.
+    # The exception kept its traceback, and was also logged while worker0 waited.
     assert re.match(r"Traceback.*in _raise_before_a_barrier.*KeyError: 'the original exception'", first, re.S)
     assert re.search(r"'worker0' waits for other workers in .*\(shutdown\).*Traceback.*KeyError", first, re.S)
     assert re.search(
@@ -54,7 +54,7 @@ def test_a_rank_that_raises_before_a_barrier_ends_the_group() -> None:
 
 
 def _waits_in(round: str, names: set[str]) -> bool:
-    """Whether a thread of each of these workers is shown to wait in a round."""
+    """Return whether exactly these workers have a thread that waits in the round."""
     found = {
         worker.name
         for worker in actorrpc.state(30, stacks=True).workers
@@ -74,7 +74,7 @@ def _die_before_a_barrier(rank: int, world_size: int, store: str) -> None:
     rpc.shutdown(graceful=False)
 
 
-def test_a_barrier_names_the_rank_that_died_and_stacks_name_the_barrier() -> None:
+def test_a_barrier_error_names_the_dead_rank_and_stacks_name_the_barrier() -> None:
     run_group(_die_before_a_barrier, 3, unused_path("dies"), may_die=[2])
     keys.sweep()  # the files of the process that died
 
@@ -93,7 +93,7 @@ def _give_up(rank: int, world_size: int, store: str) -> None:
     rpc.shutdown()
 
 
-def test_a_gathering_ends_at_its_time_out_and_the_next_one_succeeds() -> None:
+def test_an_all_gather_that_times_out_does_not_disturb_the_next_one() -> None:
     run_group(_give_up, 2, unused_path("gather"))
 
 
@@ -105,7 +105,7 @@ def _work_longer_than_the_time_out(rank: int, world_size: int, store: str) -> No
     rpc.shutdown()
 
 
-def test_a_graceful_shutdown_outlasts_the_time_out() -> None:
+def test_a_graceful_shutdown_waits_longer_than_the_rpc_timeout() -> None:
     run_group(_work_longer_than_the_time_out, 2, unused_path("passive"))
 
 
@@ -119,8 +119,8 @@ def _wait_without_a_bound(rank: int, world_size: int, store: str) -> None:
 
 
 @pytest.mark.slow
-def test_waits_without_a_bound_end_where_two_ranks_wait_for_each_other() -> None:
-    # Whichever rank finds the circle names both waits.
+def test_endless_waits_of_two_ranks_for_each_other_raise_deadlock_error() -> None:
+    # The rank that finds the cycle names both waits.
     both = (
         r"DeadlockError(?=.* has waited in _all_gather of all 2 workers)(?=.* has waited in \S+ \(shutdown\))"
     )

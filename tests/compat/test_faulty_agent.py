@@ -1,4 +1,4 @@
-"""``torch.distributed.rpc._testing``: found under torch's name only when asked for, and torch's types in terms of ours."""
+"""``torch.distributed.rpc._testing``: it replaces torch's module when imported, and maps torch's message types to ours."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def scripted(t):  # type: ignore[no-untyped-def]
 def first(
     options: FaultyTensorPipeRpcBackendOptions, type: str, called: Any, rref: Any = None
 ) -> Fault | None:
-    """Return the fault that takes a message of this type."""
+    """Return the first fault that matches a message of this type."""
     peer: Any = SimpleNamespace(name="worker1", record=SimpleNamespace(rank=1))
     faults = options._faults()
     return next((fault for fault in faults if fault.takes(Message(type, peer, called, (b"",), rref))), None)
 
 
 @pytest.mark.slow
-def test_it_takes_the_place_of_torchs() -> None:
-    """In a process of its own: importing it registers a backend for good."""
+def test_importing_torchs_faulty_agent_gives_ours_under_the_drop_in() -> None:
+    """In a separate process, because importing it registers a backend permanently."""
     code = """
 import sys
 from actorrpc import compat
@@ -62,14 +62,14 @@ assert "torch.distributed.rpc._testing" not in sys.modules
     check(done.stderr)
 
 
-def test_every_type_of_torch_is_one_of_ours() -> None:
+def test_every_message_type_of_torch_maps_to_a_message_type_of_actorrpc() -> None:
     assert {kind for kind, _ in _TYPES.values()} <= set(MESSAGES)
     for given in ({"messages_to_fail": ["NO_SUCH"]}, {"messages_to_delay": {"NO_SUCH": 1.0}}):
         with pytest.raises(ConfigError, match=r"NO_SUCH.*RREF_FORK_REQUEST"):
             FaultyTensorPipeRpcBackendOptions(**given)  # type: ignore[arg-type]
 
 
-def test_scripts_are_told_from_others() -> None:
+def test_script_and_python_message_types_match_their_functions_only() -> None:
     for type, name in (("call", "CALL"), ("remote", "REMOTE_CALL")):
         script = FaultyTensorPipeRpcBackendOptions(messages_to_fail=[f"SCRIPT_{name}"], num_fail_sends=1)
         python = FaultyTensorPipeRpcBackendOptions(messages_to_delay={f"PYTHON_{name}": 1.0})

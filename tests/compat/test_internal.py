@@ -1,4 +1,4 @@
-"""torch's pickler, which keeps tensors apart."""
+"""The functions of torch.distributed.rpc.internal, which pickle tensors separately."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from actorrpc.compat.rpc import internal
 
 
-def test_tensors_are_kept_apart() -> None:
+def test_serialize_returns_tensors_separately() -> None:
     inner, tensor = [1], torch.ones(2)
     data, tensors = internal.serialize({"a": (tensor, inner), "b": inner, "c": tensor})
     assert all(each is tensor for each in tensors)
@@ -16,12 +16,12 @@ def test_tensors_are_kept_apart() -> None:
     assert found["a"][0].tolist() == [0.0, 0.0]
 
 
-def test_script_modules_go_as_archives() -> None:
+def test_script_modules_survive_serialize_and_deserialize() -> None:
     data, tensors = internal.serialize(torch.jit.script(torch.nn.Linear(1, 2)))
     assert internal.deserialize(data, tensors)(torch.ones(1)).shape == (2,)
 
 
-def test_reducers_of_users_come_first() -> None:
+def test_the_first_registered_reducer_of_a_class_is_used() -> None:
     class Odd:
         pass
 
@@ -31,7 +31,7 @@ def test_reducers_of_users_come_first() -> None:
     assert pickler.deserialize(*pickler.serialize([Odd()])) == [1 + 2j]
 
 
-def test_a_missing_function_is_an_error_that_says_so() -> None:
+def test_deserialize_returns_an_attribute_error_for_a_missing_function() -> None:
     data = b"cos\nabsent_function\n."
     found = internal.deserialize(data, [])
     assert isinstance(found, AttributeError)

@@ -1,4 +1,4 @@
-"""Backward passes in profiles: the pass, and what became of the gradients of messages."""
+"""Distributed backward passes in torch's profiles: the pass, and the handling of gradients of messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _pass(rank: int, size: int, path: str, kind: str) -> None:
                 autograd.backward(context_id, [loss])
             assert autograd.get_gradients(context_id)[x].tolist() == [3.0, 3.0]
             with profile(kind) as failed, pytest.raises(RuntimeError):
-                autograd.backward(context_id, [loss])  # its graph is gone
+                autograd.backward(context_id, [loss])  # the graph was freed
         events: dict[str, list[Any]] = {}
         for event in events_of(found):
             events.setdefault(event.name, []).append(event)
@@ -48,5 +48,5 @@ def _pass(rank: int, size: int, path: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pass(kind: str, tmp_path: Path) -> None:
+def test_a_backward_pass_and_its_parts_are_ranges_in_the_profile(kind: str, tmp_path: Path) -> None:
     run_group(_pass, 2, str(tmp_path / "store"), kind)

@@ -1,4 +1,4 @@
-"""Profiles of torch under the drop-in: what other workers have recorded is among their events."""
+"""torch's profiles under the drop-in contain the events that other workers recorded for the profiled calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _gate = threading.Event()
 
 @contextlib.contextmanager
 def joined(rank: int, size: int, path: str) -> Iterator[Any]:
-    """A worker of a group that an unchanged program joins; gives the module that it finds."""
+    """Join a group under the drop-in; yield the module torch.distributed.rpc."""
     compat.install()
     rpc = torch.distributed.rpc
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
@@ -60,11 +60,11 @@ def one(found: Any, name: str) -> Any:
 
 
 def left_over() -> list[Any]:
-    """What profiled calls must not leave behind."""
+    """Return the open ranges and requests; empty after all profiled calls have ended."""
     return [*profiling._open, *profiling._asked.values()]
 
 
-# -- what runs on workers ---------------------------------------------------------------------------------
+# -- functions called on workers --------------------------------------------------------------------------
 
 
 def step(x: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ def many(x: torch.Tensor) -> int:
 
 
 def summed_up() -> torch.Tensor:
-    """Run an operation whose range gloo ends on a thread of its own, and a pass of DDP."""
+    """Run an operation whose range gloo ends on another thread, and a pass of DDP."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     x = torch.ones(2)
@@ -158,7 +158,7 @@ def summed_up() -> torch.Tensor:
 
 
 def break_the_reader() -> None:
-    """Have torch's reader of profiles fail in this process, as it does on records that it does not expect."""
+    """Make torch's reader of profiles fail in this process, as it does for unexpected records."""
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("unexpected")
@@ -348,7 +348,7 @@ def _check_traces(folder: Path) -> None:
 def _clocks(rpc: Any, kind: str, folder: str) -> None:
     for error in (-(10**9), 10**9):
         with profile(kind) as found:
-            # As where the thread is not run for a second between the readings of two clocks.
+            # As if the thread had been suspended for a second between reading two clocks.
             profiling.collector().began += error
             for _ in range(3):
                 rpc.rpc_async("worker1", step, (torch.ones(2),)).wait()
@@ -391,7 +391,7 @@ def _all(rank: int, size: int, path: str, folder: str) -> None:
 
 
 @pytest.mark.limit(120)
-def test_what_other_workers_have_done_is_in_profiles(tmp_path: Path) -> None:
+def test_profiles_contain_the_events_of_other_workers(tmp_path: Path) -> None:
     run_group(_all, 3, str(tmp_path / "store"), str(tmp_path), timeout=100)
     _check_traces(tmp_path)
 
@@ -399,7 +399,7 @@ def test_what_other_workers_have_done_is_in_profiles(tmp_path: Path) -> None:
 # -- torch's modules -----------------------------------------------------------------------------------------
 
 
-def test_torchs_profilers_are_put_back() -> None:
+def test_uninstall_restores_torchs_profilers() -> None:
     places: list[tuple[Any, str]] = [
         *((profiler_legacy, name) for name in ("_disable_profiler_legacy", "_parse_legacy_records")),
         *((torch.autograd.profiler.profile, name) for name in ("_start_trace", "__exit__")),
@@ -412,7 +412,7 @@ def test_torchs_profilers_are_put_back() -> None:
     assert [getattr(*place) for place in places] == before
 
 
-def test_profiles_without_a_group() -> None:
+def test_profilers_work_without_a_group() -> None:
     compat.install()
     try:
         for kind in KINDS:

@@ -1,4 +1,4 @@
-"""Programs in Ray's words on an embedded cluster: references, errors, actors, tasks, streams, and what helps with them."""
+"""actorrpc.compat.ray on an embedded cluster: references, errors, actors, tasks, streams and utilities behave like Ray's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ rex = ray.exceptions
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[None]:
-    """A cluster for all tests of the module."""
+    """Run one cluster for all tests of the module."""
     context = ray.init(num_cpus=2, num_gpus=0, resources={"special": 2}, namespace="tests")
     assert context["node_id"] == context.address_info["node_id"]
     assert context.dashboard_url is None
@@ -44,13 +44,13 @@ def running() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing: None, running: None) -> None:
-    """In place of the fixture of that name: the cluster may grow. The module is checked for everything, as all modules are."""
+    """Override the fixture of this name, because the cluster may start processes. Leaks are checked at the end of the module."""
     request.config.stash[WATCHDOG].keep(processes.descendants())
 
 
 @ray.remote
 class Counter:
-    """Counts, and fails in many ways."""
+    """An actor with a counter, and methods that fail in several ways."""
 
     def __init__(self, start: int = 0) -> None:
         self.n = start
@@ -85,7 +85,7 @@ class Counter:
 
 
 class Wrong(ValueError):
-    """An error with a constructor of its own."""
+    """An error whose constructor has two parameters."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -94,7 +94,7 @@ class Wrong(ValueError):
 
 @ray.remote
 class Gate:
-    """Holds those who wait."""
+    """Blocks callers of wait() until send() is called."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -109,7 +109,7 @@ class Gate:
 
 @ray.remote
 def double(value: int) -> int:
-    """Double it."""
+    """Return twice the value."""
     return 2 * value
 
 
@@ -121,13 +121,13 @@ def fails() -> None:
 
 @ray.remote
 def get(refs: list[Any]) -> Any:
-    """Get the first of some references."""
+    """Get the first reference of a list."""
     return ray.get(refs[0])
 
 
 @pytest.fixture(scope="module")
 def counter() -> Any:
-    """An actor that tests share."""
+    """An actor shared by the tests."""
     return Counter.remote()
 
 
@@ -135,7 +135,7 @@ def counter() -> Any:
 
 
 @row("ObjectRef ObjectRefGenerator")
-def test_calls_and_references(counter: Any) -> None:
+def test_object_refs_are_passed_resolved_copied_and_pickled_like_rays(counter: Any) -> None:
     ref = double.remote(double.remote(ray.put(3)))
     assert isinstance(ref, ray.ObjectRef)
     assert ray.get(ref) == 12
@@ -156,7 +156,7 @@ def test_calls_and_references(counter: Any) -> None:
     assert ray.get(pickle.loads(ray.cloudpickle.dumps(ref))) == 12
 
 
-def test_wait(counter: Any) -> None:
+def test_wait_returns_ready_and_pending_refs(counter: Any) -> None:
     gate = Gate.remote()
     held, free = gate.wait.remote(), counter.echo.remote(1)
     assert ray.wait([held, free]) == ([free], [held])
@@ -174,7 +174,7 @@ def test_wait(counter: Any) -> None:
 
 
 @row("GetTimeoutError")
-def test_a_result_that_is_late_goes_on() -> None:
+def test_a_call_continues_after_get_timed_out() -> None:
     gate = Gate.remote()
     held = gate.wait.remote()
     with pytest.raises(rex.GetTimeoutError):
@@ -185,7 +185,7 @@ def test_a_result_that_is_late_goes_on() -> None:
     assert ray.get(held) == "through"
 
 
-def test_futures_and_await(counter: Any) -> None:
+def test_object_refs_can_be_awaited_and_turned_into_futures(counter: Any) -> None:
     async def awaits() -> list[Any]:
         with pytest.raises(Wrong):
             await counter.fail.remote()
@@ -211,7 +211,7 @@ def test_futures_and_await(counter: Any) -> None:
     assert ray.wait([ref])[0] == [ref]
 
 
-def test_streams(counter: Any) -> None:
+def test_streaming_generators_yield_refs_and_errors(counter: Any) -> None:
     stream = counter.items.remote(2, fails=True)
     assert isinstance(stream, ray.ObjectRefGenerator)
     refs = list(stream)
@@ -235,12 +235,12 @@ def test_streams(counter: Any) -> None:
     counter.items.remote(1).close()
 
 
-def test_a_generator_with_a_number_of_results(counter: Any) -> None:
+def test_num_returns_of_a_generator_fixes_the_number_of_results(counter: Any) -> None:
     assert ray.get(counter.items.options(num_returns=3).remote(3)) == [0, 1, 2]
     assert ray.get(counter.items.options(num_returns=2).remote(3)) == [
         0,
         1,
-    ]  # Ray raises nothing here, either
+    ]  # as in Ray, surplus values are ignored
     first, second, third = counter.items.options(num_returns=3).remote(1, fails=True)
     assert ray.get(first) == 0
     for ref in (second, third):
@@ -252,7 +252,7 @@ def test_a_generator_with_a_number_of_results(counter: Any) -> None:
 
 
 @row("calls of generators")
-def test_dynamic_generators(counter: Any) -> None:
+def test_num_returns_dynamic_gives_a_generator_of_refs(counter: Any) -> None:
     @ray.remote(num_returns="dynamic")
     def gives(count: int, fails: bool = False) -> Iterator[int]:
         yield from range(count)
@@ -283,7 +283,7 @@ def test_dynamic_generators(counter: Any) -> None:
 
 @row("RayTaskError, RayTaskError(ValueError)")
 @row("str(error) of a RayTaskError")
-def test_what_is_raised_has_both_types(counter: Any) -> None:
+def test_errors_have_the_users_type_and_rays_task_error_type(counter: Any) -> None:
     for ref in (
         fails.remote(),
         counter.fail.remote(),
@@ -310,7 +310,7 @@ def test_what_is_raised_has_both_types(counter: Any) -> None:
 @pytest.mark.prints("KeyError: 'in it'", "ActorDiedError", "it is dead")
 @row("actor.exit_actor")
 @row("ActorDiedError, ActorUnavailableError")
-def test_ends_of_actors() -> None:
+def test_calls_to_dead_actors_raise_rays_actor_errors() -> None:
     class Broken:
         def __init__(self) -> None:
             raise KeyError("in it")
@@ -337,7 +337,7 @@ def test_ends_of_actors() -> None:
 
 @pytest.mark.prints("died", "not finished")
 @row("WorkerCrashedError; OwnerDiedError")
-def test_a_process_that_ends_in_a_task() -> None:
+def test_a_task_whose_process_dies_raises_worker_crashed_error() -> None:
     @ray.remote(max_retries=0)
     def dies() -> None:
         os._exit(1)
@@ -349,7 +349,7 @@ def test_a_process_that_ends_in_a_task() -> None:
 
 @row("TaskCancelledError")
 @row("cancel(ref, recursive=False)")
-def test_cancel() -> None:
+def test_cancel_cancels_nested_tasks_and_force_is_for_tasks_only() -> None:
     gate = Gate.remote()
     held = gate.wait.remote()
     first = get.remote([held])
@@ -371,7 +371,7 @@ def test_cancel() -> None:
 
 
 @row("PendingCallsLimitExceeded")
-def test_a_call_too_many() -> None:
+def test_exceeding_max_pending_calls_raises_rays_error() -> None:
     limited = Gate.options(max_pending_calls=1).remote()
     held = limited.wait.remote()
     with pytest.raises(rex.PendingCallsLimitExceeded):
@@ -382,7 +382,7 @@ def test_a_call_too_many() -> None:
 # -- actors -----------------------------------------------------------------------------------------------------
 
 
-def test_handles(counter: Any) -> None:
+def test_actor_handles_can_be_passed_pickled_and_inspected_like_rays(counter: Any) -> None:
     assert isinstance(counter, ray.ActorHandle)
     assert repr(counter) == f"Actor(Counter, {counter._actor_id.hex()})"
     assert counter._ray_actor_id.binary().hex() == counter._actor_id.hex()
@@ -412,7 +412,7 @@ def test_handles(counter: Any) -> None:
 
 
 @row("ActorAlreadyExistsError")
-def test_names() -> None:
+def test_named_actors_are_found_by_name_and_namespace() -> None:
     actor = Counter.options(name="one", lifetime="detached").remote(5)
     assert ray.get(ray.get_actor("one").add.remote()) == 6
     assert Counter.options(name="one", get_if_exists=True).remote() == actor
@@ -428,8 +428,8 @@ def test_names() -> None:
 
 
 @row("checkpoint() and restore(state)")
-def test_methods_of_rays_classes_mean_nothing_here(tmp_path: Path) -> None:
-    """Only the hook that Ray has is called; checkpoint() and restore() are the program's own."""
+def test_user_methods_named_checkpoint_and_restore_are_not_called_as_hooks(tmp_path: Path) -> None:
+    """Only __ray_shutdown__ is called as a hook, as in Ray."""
 
     class Trainer:
         def checkpoint(self) -> None:
@@ -451,7 +451,7 @@ def test_methods_of_rays_classes_mean_nothing_here(tmp_path: Path) -> None:
     assert (tmp_path / "ended").read_text() == "it ran"
 
 
-def test_async_actors_and_groups() -> None:
+def test_async_actors_and_concurrency_groups_work_like_rays() -> None:
     @ray.remote(concurrency_groups={"io": 2})
     class Several:
         def __init__(self) -> None:
@@ -470,7 +470,7 @@ def test_async_actors_and_groups() -> None:
 
 
 @pytest.mark.prints("died", "restarted")
-def test_restarts_and_retries(tmp_path: Path) -> None:
+def test_max_restarts_and_retries_repeat_failed_calls(tmp_path: Path) -> None:
     @ray.remote(max_restarts=1, max_task_retries=1)
     class Phoenix:
         def burn(self) -> bool:
@@ -495,7 +495,7 @@ def test_restarts_and_retries(tmp_path: Path) -> None:
 # -- tasks ------------------------------------------------------------------------------------------------------
 
 
-def test_tasks() -> None:
+def test_tasks_support_num_returns_and_nested_tasks() -> None:
     @ray.remote(num_returns=3)
     def three() -> tuple[int, ...]:
         return 1, 2, 3
@@ -517,7 +517,7 @@ def test_tasks() -> None:
         double.remote()
 
 
-def test_timeline(tmp_path: Path) -> None:
+def test_timeline_contains_executed_tasks(tmp_path: Path) -> None:
     assert ray.get(double.remote(4)) == 8
     until(lambda: "double" in str(ray.timeline()))
     assert all({"ph", "name", "pid", "tid", "ts"} <= event.keys() for event in ray.timeline())
@@ -527,7 +527,7 @@ def test_timeline(tmp_path: Path) -> None:
 
 
 @row("ActorUnschedulableError, TaskUnschedulableError")
-def test_resources() -> None:
+def test_resources_and_node_affinity_limit_where_tasks_and_actors_run() -> None:
     assert ray.get(double.options(resources={"special": 1}, num_cpus=1).remote(1)) == 2
     missing = double.options(resources={"missing": 1}).remote(1)
     with pytest.raises(rex.TaskUnschedulableError, match="missing"):
@@ -550,11 +550,11 @@ def test_resources() -> None:
         Counter.options(scheduling_strategy=nowhere)
 
 
-# -- what helps -------------------------------------------------------------------------------------------------
+# -- utilities --------------------------------------------------------------------------------------------------
 
 
 @row("util.ActorPool")
-def test_an_actor_pool() -> None:
+def test_actor_pool_maps_and_raises_like_rays() -> None:
     pool = ray.util.ActorPool([Counter.remote() for _ in range(2)])
     assert list(pool.map(lambda actor, value: actor.echo.remote(value), range(4))) == [0, 1, 2, 3]
     assert sorted(pool.map_unordered(lambda actor, value: actor.echo.remote(ray.put(value)), range(4))) == [
@@ -578,7 +578,7 @@ def test_an_actor_pool() -> None:
         pool.get_next()
 
 
-def test_a_queue() -> None:
+def test_queue_blocks_raises_and_batches_like_rays() -> None:
     queue: Queue[Any] = Queue(maxsize=2, actor_options={"num_cpus": 0, "enable_task_events": False})
     queue.put(1)
     queue.put(ray.put(2))
@@ -612,7 +612,7 @@ def test_a_queue() -> None:
 
 @row("util.placement_group")
 @row("ActorPlacementGroupRemoved")
-def test_placement_groups() -> None:
+def test_placement_groups_reserve_place_and_remove_like_rays() -> None:
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], strategy="STRICT_PACK", name="both")
     assert ray.get(group.ready()) == group
     assert group.wait(1)
@@ -658,7 +658,7 @@ def test_placement_groups() -> None:
 
 
 @row("tasks: num_cpus")
-def test_a_runtime_env(tmp_path: Path) -> None:
+def test_runtime_env_applies_to_tasks_actors_and_nested_tasks(tmp_path: Path) -> None:
     (tmp_path / "only_there.py").write_text("VALUE = 7\n")
     (tmp_path / "work").mkdir()
     env = {
@@ -686,7 +686,7 @@ def test_a_runtime_env(tmp_path: Path) -> None:
     assert "only_there" not in sys.modules
 
 
-def test_the_runtime_context(counter: Any) -> None:
+def test_the_runtime_context_gives_ids_names_and_resources(counter: Any) -> None:
     @ray.remote
     class Knows:
         def ids(self) -> Any:
@@ -718,7 +718,7 @@ def test_the_runtime_context(counter: Any) -> None:
 
 
 @row("init shutdown is_initialized")
-def test_it_runs_once() -> None:
+def test_a_second_init_raises_unless_ignore_reinit_error() -> None:
     assert ray.is_initialized()
     with pytest.raises(RuntimeError, match="already"):
         ray.init()
@@ -734,7 +734,7 @@ class Talker:
 
 
 @pytest.mark.prints("not (one|two|three|four)")
-def test_what_a_process_has_printed_can_be_read() -> None:
+def test_get_log_returns_the_output_of_a_process_or_actor() -> None:
     talker = Talker.remote()
     pid = ray.get([talker.say.remote(text) for text in ("one", "two", "three")])[0]
     state: Any = ray.util.state

@@ -1,4 +1,4 @@
-"""The names of Ray's that actorrpc.compat.ray has, and what is said of those that it has not. Nothing runs here."""
+"""The public names, errors and options of actorrpc.compat.ray, and messages about unsupported names, without a cluster."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ MODULES: list[ModuleType] = [
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda each: each.__name__)
-def test_names_are_there_and_say_what_they_do(module: ModuleType) -> None:
+def test_every_public_name_exists_and_has_a_docstring(module: ModuleType) -> None:
     assert module.__doc__
     assert not [name for name in module.__all__ if not hasattr(module, name)]
     found = {text for name in module.__all__ for text in _undocumented(name, getattr(module, name))}
     assert not found
 
 
-def test_a_name_that_is_not_there_lists_what_is() -> None:
+def test_an_unsupported_name_raises_an_error_that_lists_the_supported_names() -> None:
     with pytest.raises(
         AttributeError, match=r"ray\.tune \(.*ActorPool runs trials\).*available_resources, cancel"
     ):
@@ -61,7 +61,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda each: each.__name__)
-def test_each_error_is_one_of_ours_and_can_be_made_and_pickled(kind: Any) -> None:
+def test_each_ray_error_is_an_rpc_error_and_can_be_pickled(kind: Any) -> None:
     import pickle
 
     assert issubclass(kind, (exceptions.RayError, errors.RpcError))
@@ -89,7 +89,7 @@ def test_each_error_is_one_of_ours_and_can_be_made_and_pickled(kind: Any) -> Non
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_errors_of_ours_in_rays_words(ours: errors.RpcError, rays: str) -> None:
+def test_errors_of_actorrpc_are_translated_to_rays_classes(ours: errors.RpcError, rays: str) -> None:
     told = exceptions.in_rays_words(ours)
     assert type(told).__name__ == rays
     assert isinstance(told, type(ours))
@@ -97,7 +97,7 @@ def test_errors_of_ours_in_rays_words(ours: errors.RpcError, rays: str) -> None:
     assert exceptions.in_rays_words(told) is told or rays == "ConfigError"
 
 
-def test_what_a_dead_process_kept_is_lost() -> None:
+def test_a_lost_object_of_a_dead_process_raises_owner_died_error() -> None:
     lost = errors.PeerDiedError("lost")
     lost.__cause__ = errors.PeerDiedError("it has ended")
     assert type(exceptions.in_rays_words(lost)) is exceptions.OwnerDiedError
@@ -120,12 +120,12 @@ def test_what_a_dead_process_kept_is_lost() -> None:
     ],
     ids=str,
 )
-def test_options_that_are_refused_say_what_to_do(given: dict[str, Any], says: str) -> None:
+def test_unsupported_options_raise_errors_with_a_remedy(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         options.for_actors(given, options.Extras())
 
 
-def test_options_are_checked_where_they_are_given() -> None:
+def test_options_are_checked_when_the_decorator_runs() -> None:
     with pytest.raises(ValueError, match="Did you mean 'num_cpus'"):
         ray.remote(num_cpu=1)(len)
     with pytest.raises(TypeError, match=r"@ray\.remote"):
@@ -142,7 +142,7 @@ def test_options_are_checked_where_they_are_given() -> None:
         ray.remote(len)([])
 
 
-def test_wrong_arguments_are_refused_before_anything_starts() -> None:
+def test_wrong_arguments_are_refused_before_a_cluster_starts() -> None:
     for call in (
         lambda: ray.get(3),
         lambda: ray.get([3]),
@@ -170,7 +170,7 @@ def test_wrong_arguments_are_refused_before_anything_starts() -> None:
 # -- runtime_env ------------------------------------------------------------------------------------------------
 
 
-def test_a_runtime_env_is_inherited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_runtime_env_inherits_from_the_outer_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     env = ray.runtime_env.RuntimeEnv(env_vars={"A": "1", "B": "1"}, working_dir=str(tmp_path))
     made, paths = runtime_env.options_of(runtime_env.merged(env))
     assert made["env"]["A"] == "1"
@@ -197,7 +197,9 @@ def test_a_runtime_env_is_inherited(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         ("PACK", [9], None),
     ],
 )
-def test_bundles_find_machines(strategy: str, bundles: list[int], hosts: list[str] | None) -> None:
+def test_bundles_are_assigned_to_hosts_by_strategy(
+    strategy: str, bundles: list[int], hosts: list[str] | None
+) -> None:
     machines = {"a": {"CPU": 4.0}, "b": {"CPU": 8.0}}
     assert placement._assign([{"CPU": each} for each in bundles], strategy, machines) == hosts
 
@@ -212,7 +214,7 @@ def test_bundles_find_machines(strategy: str, bundles: list[int], hosts: list[st
     ],
     ids=str,
 )
-def test_placement_groups_that_make_no_sense(given: dict[str, Any]) -> None:
+def test_invalid_placement_groups_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         ray.util.placement_group(**given)
 
@@ -222,7 +224,7 @@ def test_placement_groups_that_make_no_sense(given: dict[str, Any]) -> None:
 
 @pytest.fixture
 def aliased() -> Iterator[None]:
-    """`import ray` finds ours, as in programs that the command runs."""
+    """Make `import ray` import actorrpc.compat.ray, as in programs that the command runs."""
     before = {
         name: module for name, module in sys.modules.items() if name == "ray" or name.startswith("ray.")
     }
@@ -237,7 +239,7 @@ def aliased() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("aliased")
-def test_ray_is_ours_under_the_alias() -> None:
+def test_import_ray_gives_actorrpc_modules_under_the_command() -> None:
     for name in (
         "",
         ".exceptions",
@@ -248,6 +250,6 @@ def test_ray_is_ours_under_the_alias() -> None:
         ".runtime_env",
     ):
         assert importlib.import_module(f"ray{name}") is importlib.import_module(f"actorrpc.compat.ray{name}")
-    assert inspect.isfunction(ray.util.placement_group)  # not the module of that name
+    assert inspect.isfunction(ray.util.placement_group)  # not the module of this name
     with pytest.raises(ModuleNotFoundError, match=r"no module ray\.tune \(.*there are: ray, ray\.actor"):
         importlib.import_module("ray.tune")

@@ -1,4 +1,4 @@
-"""Programs in Ray's style run unchanged by the command; and what the command says."""
+"""The command `python -m actorrpc.compat.ray` runs unchanged Ray programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs") / "ray"
-SAYS = {
+OUTPUTS = {
     "generators": """[[0, 0], [1, 1], [2, 2]]
 ['line 0', 'line 1']
 11 ['one', 'two', 'three']
@@ -38,7 +38,7 @@ False""",
 
 
 def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the command with this tree's actorrpc in its reach."""
+    """Run the command with this actorrpc in the path."""
     path = os.pathsep.join(filter(None, [str(ROOT), variables.pop("more", ""), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, "-m", "actorrpc.compat.ray", *map(str, arguments)],
@@ -51,10 +51,10 @@ def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.limit(180)
-@pytest.mark.parametrize("name", sorted(SAYS))
-def test_a_program(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(OUTPUTS))
+def test_a_ray_program_prints_the_expected_output(name: str) -> None:
     done = run(PROGRAMS / f"{name}.py")
-    assert done.stdout.splitlines() == SAYS[name].splitlines(), done.stderr
+    assert done.stdout.splitlines() == OUTPUTS[name].splitlines(), done.stderr
     assert done.returncode == 0, done.stderr
     check(
         done.stderr,
@@ -63,12 +63,12 @@ def test_a_program(name: str) -> None:
     )
 
 
-def test_each_program_is_run() -> None:
-    assert {each.stem for each in PROGRAMS.glob("*.py")} == set(SAYS)
+def test_every_program_in_the_folder_is_tested() -> None:
+    assert {each.stem for each in PROGRAMS.glob("*.py")} == set(OUTPUTS)
 
 
 @pytest.mark.limit(120)
-def test_where_ray_is_installed_too_the_command_says_so(tmp_path: Path) -> None:
+def test_the_command_reports_that_an_installed_ray_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "__init__.py").write_text("raise AssertionError('not this one')")
     done = run("-c", "import ray, sys; print(ray.__name__, sys.argv)", "x", more=str(tmp_path))
@@ -77,7 +77,7 @@ def test_where_ray_is_installed_too_the_command_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.limit(120)
-def test_nothing_to_run_is_refused() -> None:
+def test_the_command_without_a_program_prints_its_usage() -> None:
     done = run()
     assert done.returncode == 1
     assert "usage" in done.stderr

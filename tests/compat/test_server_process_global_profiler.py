@@ -1,4 +1,4 @@
-"""Profiles of what a process executes for others, entered and left in calls from another worker."""
+"""_server_process_global_profile: profiles of the calls that a process executes, started and ended remotely."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _barrier = threading.Barrier(3)
 
 
 def together(x: torch.Tensor) -> str:
-    """Run on three threads at a time."""
+    """Run on three threads at the same time."""
     _barrier.wait(20)
     torch.neg(x)
     return threading.current_thread().name
@@ -80,7 +80,7 @@ def _calls(rank: int, size: int, path: str) -> None:
             outer.rpc_sync().__enter__()
 
 
-def test_what_a_process_executes(tmp_path: Path) -> None:
+def test_server_profiles_contain_all_calls_that_the_process_executes(tmp_path: Path) -> None:
     run_group(_calls, 2, str(tmp_path / "store"))
 
 
@@ -98,8 +98,7 @@ def _under_way(rank: int, size: int, path: str) -> None:
         assert not [each for each in rpc.rpc_sync("worker1", names, (found,)) if each]
 
 
-def test_calls_that_outlive_the_profile(tmp_path: Path) -> None:
-    """They are not in it: it does not change once it is over."""
+def test_calls_that_outlive_the_server_profile_are_not_in_it(tmp_path: Path) -> None:
     run_group(_under_way, 2, str(tmp_path / "store"))
 
 
@@ -112,6 +111,6 @@ def _before_the_group(rank: int, size: int, path: str) -> Any:
     return [event.name for event in found.function_events]
 
 
-def test_a_profile_around_the_life_of_a_group(tmp_path: Path) -> None:
+def test_a_server_profile_may_begin_before_init_rpc_and_end_after_shutdown(tmp_path: Path) -> None:
     for names in run_group(_before_the_group, 2, str(tmp_path / "store")):
         assert "aten::neg" in names

@@ -1,4 +1,4 @@
-"""Putting actorrpc in the place of torch's modules, and putting torch's back."""
+"""compat.install() replaces torch's modules by actorrpc's, and uninstall() restores them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLACES = [
 
 @pytest.fixture
 def installed() -> Iterator[None]:
-    """The drop-in, in this process, for one test."""
+    """Install the drop-in in this process for one test."""
     compat.install()
     yield
     compat.uninstall()
@@ -57,14 +57,14 @@ def installed() -> Iterator[None]:
         ".server_process_global_profiler",
     ],
 )
-def test_modules_of_rpc(name: str) -> None:
+def test_every_module_of_torch_rpc_is_replaced(name: str) -> None:
     ours = importlib.import_module(f"actorrpc.compat.rpc{name}")
     assert importlib.import_module(f"torch.distributed.rpc{name}") is ours
     assert not name or getattr(torch.distributed.rpc, name[1:]) is ours
 
 
 @pytest.mark.usefixtures("installed")
-def test_other_modules() -> None:
+def test_torchs_autograd_nn_and_optim_classes_are_replaced() -> None:
     assert torch.distributed.rpc is rpc  # type: ignore[comparison-overlap]
     assert torch.distributed.autograd is sys.modules["torch.distributed.autograd"] is autograd  # type: ignore[comparison-overlap]
     package = importlib.import_module("torch.distributed.nn")
@@ -76,17 +76,17 @@ def test_other_modules() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_names_that_others_have_bound() -> None:
+def test_names_of_torch_rpc_in_other_modules_are_replaced() -> None:
     assert torch._jit_internal.RRef is torch.nn.parallel.distributed.RRef is NATIVE.PyRRef is rpc.RRef
     assert NATIVE._is_current_rpc_agent_set() is False
     assert os.environ["ACTORRPC_DROP_IN"] == "1"
 
 
-def test_all_is_put_back() -> None:
+def test_uninstall_restores_torchs_modules() -> None:
     before = [getattr(place, name) for place, name in PLACES]
     environment, finders = dict(os.environ), list(sys.meta_path)
     compat.install()
-    compat.install()  # once is enough, and twice is no more
+    compat.install()  # a second call has no effect
     assert compat.is_installed()
     inside = [getattr(place, name) for place, name in PLACES]
     compat.uninstall()
@@ -99,8 +99,7 @@ def test_all_is_put_back() -> None:
     assert rrefs._made is rrefs.RRef
 
 
-def test_public_names_of_torch_are_there() -> None:
-    """Every public name of torch's modules, and the signatures of its functions."""
+def test_every_public_name_of_torch_rpc_exists() -> None:
     for theirs, ours in (
         (TORCHS, rpc),
         (TORCHS.api, rpc.api),
@@ -111,7 +110,7 @@ def test_public_names_of_torch_are_there() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_backends_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_users_can_register_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = rpc.backend_registry
     monkeypatch.setattr(registry, "BackendType", registry.BackendType)
     made = registry.register_backend("OTHER", lambda **given: given, lambda *args, **kwargs: kwargs)
@@ -124,12 +123,12 @@ def test_backends_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:
         registry.register_backend("OTHER", None, None)  # type: ignore[arg-type]
 
 
-def test_options_of_wrong_types_are_refused_in_torchs_words() -> None:
+def test_options_of_wrong_types_raise_torchs_message() -> None:
     with pytest.raises(TypeError, match="incompatible constructor arguments"):
         rpc.TensorPipeRpcBackendOptions(rpc_timeout="soon")
 
 
-def test_nothing_runs_without_a_group() -> None:
+def test_calls_before_init_rpc_raise_torchs_message() -> None:
     for call in (lambda: rpc.rpc_sync("a", len), rpc.get_worker_info, rpc._get_debug_info, rpc.shutdown):
         with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
             call()

@@ -1,4 +1,4 @@
-"""Futures as torch's are: errors of callbacks, and waits for several that end with the first failure."""
+"""Futures and errors under the drop-in behave like torch's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from actorrpc import errors
 from actorrpc.compat import translate
 
 
-def test_what_a_callback_raises_is_a_runtime_error_too() -> None:
+def test_an_error_of_a_then_callback_is_also_a_runtime_error() -> None:
     future: translate.Future[int] = translate.Future()
     following = future.then(lambda _: {}["absent"])
     future.set_result(1)
@@ -19,7 +19,7 @@ def test_what_a_callback_raises_is_a_runtime_error_too() -> None:
     assert isinstance(caught.value, KeyError)
 
 
-def test_waits_for_several_end_with_the_first_failure() -> None:
+def test_wait_all_and_collect_all_end_with_the_first_failure() -> None:
     pending: translate.Future[int] = translate.Future()
     failed: translate.Future[int] = translate.Future()
     everything = translate.collect_all([pending, failed])
@@ -31,7 +31,7 @@ def test_waits_for_several_end_with_the_first_failure() -> None:
     pending.set_result(1)
 
 
-def test_waits_for_several_give_all() -> None:
+def test_wait_all_and_collect_all_return_all_results() -> None:
     mine: translate.Future[int] = translate.Future()
     theirs: torch.futures.Future[int] = torch.futures.Future()
     everything = translate.collect_all([mine, theirs])
@@ -43,7 +43,7 @@ def test_waits_for_several_give_all() -> None:
     assert translate.wait_all([]) == []
 
 
-def test_timeouts_say_so_in_torchs_words() -> None:
+def test_timeout_errors_contain_torchs_message() -> None:
     future: translate.Future[int] = translate.Future()
     future.set_exception(errors.RpcTimeoutError("too late", maybe_executed=False, worker="a"))
     with pytest.raises(errors.RpcTimeoutError, match=r"too late \(RPC ran for more than") as caught:
@@ -61,7 +61,7 @@ def test_any_error_becomes_a_runtime_error(error: Exception) -> None:
     assert made.__cause__ is error
 
 
-def test_script_functions_have_their_arguments_counted() -> None:
+def test_too_many_arguments_of_a_script_function_raise_torchs_message() -> None:
     @torch.jit.script
     def one(x: torch.Tensor) -> torch.Tensor:
         return x

@@ -1,4 +1,4 @@
-"""torch's words in errors."""
+"""Errors under the drop-in contain torch's messages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from actorrpc.errors import SerializationError
 from actorrpc.serialization import tensors
 
 
-def test_a_device_that_is_in_no_map() -> None:
+def test_the_error_for_a_device_without_a_map_contains_torchs_message() -> None:
     with pytest.raises(SerializationError) as caught:
         tensors.Outgoing(None).target(torch.device("cuda:0"))
-    for _ in range(2):  # on its way it may be looked at more than once
+    for _ in range(2):  # an error may be reworded more than once
         reword(caught.value, torch.add)
     assert isinstance(caught.value, RuntimeError)
     caught.match(

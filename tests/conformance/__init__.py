@@ -2,6 +2,6 @@
 
     python -m tests.conformance [--category public-api] [--test NAME] [--jobs 2] [--fast] [--spawn]
 
-``table.tsv`` says which outcome each test is expected to have, and why where that is not "passed". The tests are never
-copied: they are taken from the installed torch.
+``table.tsv`` contains the expected outcome of each test, and the reason if it is not "passed". The tests are not copied, but
+imported from the installed torch.
 """

@@ -1,4 +1,4 @@
-"""The command: runs tests, and compares what comes out with the table."""
+"""The command: runs tests, and compares the outcomes with the table."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.conformance import runner, table
 
 
 def main() -> int:
-    """Run what the arguments select; return 0 if all is as the table says."""
+    """Run the selected tests; return 0 if all outcomes are as expected."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
     parser.add_argument("--category", action="append", help="only this category (may be given several times)")
     parser.add_argument("--test", action="append", help="only tests with this in their names")
     parser.add_argument("--jobs", type=int, default=2, help="how many tests run at a time (default 2)")
     parser.add_argument("--fast", action="store_true", help="only the part that runs on every change")
-    parser.add_argument("--all", action="store_true", help="also those that are expected to fail")
+    parser.add_argument("--all", action="store_true", help="also tests that are expected to fail")
     parser.add_argument("--spawn", action="store_true", help="ranks in fresh processes instead of forks")
     parser.add_argument("--limit", type=float, default=runner.LIMIT_S, help="seconds that a test may take")
-    parser.add_argument("--verbose", action="store_true", help="show what failing ranks have written")
+    parser.add_argument("--verbose", action="store_true", help="show the output of failing ranks")
     given = parser.parse_args()
     chosen = [
         each

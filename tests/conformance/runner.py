@@ -1,4 +1,4 @@
-"""Runs tests of the table on several servers at a time, and judges what comes out."""
+"""Runs tests of the table on several servers at a time, and compares the outcomes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.conformance.table import Expectation
 __all__ = ["FINE", "LIMIT_S", "NO_GROUP", "SKIPS", "Server", "outcome_of", "run", "verdict"]
 
 LIMIT_S = 60.0
-NO_GROUP = 98  # exit code of a rank that passed without having been in a group of actorrpc
-SKIPS = range(72, 90)  # exit codes with which torch's tests say that they need what this machine has not
-# Tests of DDP hang in the end of a process group about once in 50 times, on torch's own agent as well: they get another try.
+NO_GROUP = 98  # exit code of a rank that passed without joining a group of actorrpc
+SKIPS = range(72, 90)  # exit codes with which torch's tests report that this machine lacks a resource
+# Tests of DDP hang at the end of a process group in about one of 50 runs, also on torch's own agent. They are run again.
 _MAY_HANG = "ddp"
 FINE = (0, NO_GROUP, *SKIPS)
 _ROOT = Path(__file__).parents[2]
@@ -52,7 +52,7 @@ class Server:
         return json.loads(line)
 
     def run(self, test: str, limit_s: float) -> Result:
-        """Run a test and return what came out."""
+        """Run a test and return its result."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{test}\t{limit_s}\n")
         self._process.stdin.flush()
@@ -70,7 +70,7 @@ class Server:
 def run(
     chosen: Sequence[Expectation], *, jobs: int, limit_s: float = LIMIT_S, spawn: bool = False
 ) -> Iterator[tuple[Expectation, Result]]:
-    """Run tests, ``jobs`` at a time; give each with its result as it ends."""
+    """Run tests, ``jobs`` at a time; yield each test with its result as it ends."""
     left: queue.SimpleQueue[Expectation | None] = queue.SimpleQueue()
     for each in [*chosen, *[None] * jobs]:
         left.put(each)
@@ -103,7 +103,7 @@ def run(
 
 
 def outcome_of(ranks: Sequence[int], *, late: bool = False) -> str:
-    """Say what came out of a test whose ranks have ended with these exit codes: every one counts."""
+    """Return the outcome of a test from the exit codes of all its ranks."""
     if set(ranks) <= {0, NO_GROUP}:
         return "passed"
     if set(ranks) <= set(SKIPS):
@@ -112,7 +112,7 @@ def outcome_of(ranks: Sequence[int], *, late: bool = False) -> str:
 
 
 def verdict(expected: Expectation, result: Result) -> str:
-    """Say in words how a result differs from what the table says; empty where it does not."""
+    """Return a text that says how a result differs from the table, or an empty text."""
     outcome = result["outcome"]
     if expected.outcome == "fails":
         return "" if outcome in ("failed", "hung") else f"expected to fail, but {outcome}: update the table"

@@ -1,7 +1,7 @@
-"""Runs tests one after the other, as told: a process that has imported everything and started nothing.
+"""A process that runs tests one after the other. It has imported all modules, but started no threads.
 
-It reads lines ``test <tab> seconds`` and answers each with a line of JSON. Ranks are forked from it, or, with ``--spawn``,
-started afresh with the drop-in asked for by the environment, as the ranks of an unchanged program are.
+It reads lines ``test <tab> seconds`` and answers each with a line of JSON. Ranks are forked from it. With ``--spawn``, they
+are new processes, in which the environment variable activates the drop-in, as for an unchanged program.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _start(test: str, rank: int, meeting: str, log: str, limit_s: float, spawn: 
 
 
 def _exit_codes(pids: list[int], limit_s: float) -> dict[int, int]:
-    """Wait for the ranks; a rank that is left when the time is over, or others have failed, is killed."""
+    """Wait for the ranks. Ranks that still run at the time limit, or some time after another rank has failed, are killed."""
     until = time.monotonic() + limit_s
     codes: dict[int, int] = {}
     while len(codes) < len(pids):
@@ -64,13 +64,13 @@ def _exit_codes(pids: list[int], limit_s: float) -> dict[int, int]:
 
 
 def run(test: str, limit_s: float, spawn: bool) -> dict[str, object]:
-    """Run one test; return its outcome, the exit code of every rank, and what the ranks that failed have written."""
+    """Run one test; return its outcome, the exit code of every rank, and the output of failed ranks."""
     if not suite.has(test):
         return {"test": test, "outcome": "absent", "seconds": 0.0, "ranks": [], "group": False, "said": ""}
     started = time.monotonic()
     meeting = suite.fresh_file()
     pids: list[int] = []
-    # Not a TemporaryDirectory: every rank would remove it at its exit.
+    # Not a TemporaryDirectory, which every rank would remove at its exit.
     logs = tempfile.mkdtemp(prefix="arpc-conf-")
     try:
         files = [Path(logs, str(rank)) for rank in range(suite.world_size(test))]
@@ -100,7 +100,7 @@ def run(test: str, limit_s: float, spawn: bool) -> dict[str, object]:
 
 
 def main() -> None:
-    """Answer until there is nothing more to do."""
+    """Serve requests until the end of standard input."""
     spawn = "--spawn" in sys.argv
     assert threading.active_count() == 1, threading.enumerate()
     answers = os.fdopen(os.dup(1), "w", buffering=1)

@@ -1,4 +1,4 @@
-"""The test classes of the installed torch, made for actorrpc, and one rank of one of their tests.
+"""The test classes of the installed torch, created for actorrpc, and a function that runs a rank of one of their tests.
 
 Imported only by processes that run ranks: importing it installs the drop-in.
 """
@@ -25,7 +25,7 @@ from tests.conformance.runner import NO_GROUP
 
 __all__ = ["TORCHS_AGENT", "case", "has", "names", "run_rank", "world_size"]
 
-TORCHS_AGENT = 97  # exit code of a rank that torch's own agent came into
+TORCHS_AGENT = 97  # exit code of a rank that started, or was about to start, torch's own agent
 
 _PREFIX = "TensorPipe"
 _FAULTY = "Faulty"
@@ -33,7 +33,7 @@ _joined = 0
 
 
 def _trap(*_: Any) -> NoReturn:
-    """Stand where torch starts its own agent."""
+    """Replace the function with which torch starts its own agent."""
     os.write(2, b"torch's own agent was about to be started: this test would not have run on actorrpc\n")
     os._exit(TORCHS_AGENT)
 
@@ -44,7 +44,7 @@ def _count(_worker: Any) -> Any:
     return lambda _graceful: None
 
 
-# A rank in a fresh process has the drop-in already, from the environment: else its hook has failed.
+# In a spawned rank, the environment must have installed the drop-in already.
 assert actorrpc.compat.is_installed() == ("ACTORRPC_DROP_IN" in os.environ)
 actorrpc.compat.uninstall()
 torchs_rpc: Any = importlib.import_module("torch.distributed.rpc")
@@ -66,13 +66,13 @@ def _load() -> dict[str, type]:
     tests += [*utils.GENERIC_CUDA_TESTS, *utils.TENSORPIPE_CUDA_TESTS]
     return {
         **utils.generate_tests(_PREFIX, fixture, tests, __name__),
-        # As far as they can be made here: their own fixture registers a backend, which other tests would notice.
+        # With another fixture, because their own one registers a backend, which would affect other tests.
         **utils.generate_tests(_FAULTY, fixture, utils.FAULTY_AGENT_TESTS, __name__),
     }
 
 
 def _give_faults() -> None:
-    """Make the classes of the faulty agent with their own fixture, in a rank that runs one of their tests."""
+    """Create the classes of the faulty agent with their own fixture, in a rank that runs one of their tests."""
     utils: Any = importlib.import_module("torch.testing._internal.distributed.rpc_utils")
     fixtures: Any = importlib.import_module(
         "torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture"
@@ -85,11 +85,11 @@ def _give_faults() -> None:
 
 
 _classes = _load()
-globals().update(_classes)  # what is sent by name is found by name
+globals().update(_classes)  # so that they can be unpickled by name
 
 
 def names() -> list[str]:
-    """Return the names of all tests that there are."""
+    """Return the names of all tests."""
     found = []
     for name, cls in _classes.items():
         found += [f"{name}.{method}" for method in dir(cls) if method.startswith("test_")]
@@ -97,20 +97,20 @@ def names() -> list[str]:
 
 
 def has(test: str) -> bool:
-    """Say whether there is such a test."""
+    """Return whether a test exists."""
     name, _, method = test.partition(".")
     return name in _classes and hasattr(_classes[name], method)
 
 
 def case(test: str) -> Any:
-    """Return the case of one test, made as torch's runner makes it for a rank."""
+    """Return the test case of one test, created as by torch's runner for a rank."""
     name, _, method = test.partition(".")
     made: Any = _classes[name](method)
     return made
 
 
 def world_size(test: str) -> int:
-    """Return how many ranks a test has."""
+    """Return the number of ranks of a test."""
     return int(case(test).world_size)
 
 
@@ -148,6 +148,6 @@ def run_rank(test: str, rank: int, file_name: str, limit_s: float) -> NoReturn:
 
 
 def fresh_file() -> str:
-    """Make the file through which the ranks of a test meet."""
+    """Create the file of the rendezvous of a test's ranks."""
     with tempfile.NamedTemporaryFile(prefix="arpc-conf-", delete=False) as file:
         return file.name

@@ -1,4 +1,4 @@
-"""The committed table: which tests there are, and what is expected of each."""
+"""The committed table of tests and their expected outcomes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ _PATH = Path(__file__).with_name("table.tsv")
 
 
 NEEDS = {"needs one GPU": 1, "needs two GPUs": 2, "needs four GPUs": 4}
-"""Reasons to be skipped, and how many CUDA devices there must be for the test to be expected to pass.
+"""Reasons for skipping a test, with the number of CUDA devices with which the test is expected to pass.
 
-Behind such a reason can stand why it fails even so: ``needs one GPU; impossible here``.
+A second reason may follow, if the test fails even then: ``needs one GPU; impossible here``.
 """
 
 
 class Expectation(NamedTuple):
-    """What is expected of one test.
+    """The expectation of one test.
 
     Attributes:
         test: class and method, as torch's runner names them.
-        category: which part of torch it tests.
-        outcome: ``passed``; ``fails`` (it runs, and has to fail: nobody may pass by accident); ``skipped`` (needs hardware);
-            ``absent`` (its class cannot be made).
-        group: whether its ranks join a group; tests that only look at arguments do not.
+        category: the part of torch that it tests.
+        outcome: ``passed``; ``fails`` (it runs, and must fail, so that an accidental pass is noticed); ``skipped`` (needs
+            hardware); ``absent`` (its class cannot be created).
+        group: whether its ranks join a group; tests that only check arguments do not.
         fast: whether it belongs to the part that runs on every change.
-        reason: why it is not expected to pass.
-        gpus: how many CUDA devices it needs.
+        reason: the reason if it is not expected to pass.
+        gpus: the number of CUDA devices that it needs.
     """
 
     test: str
@@ -44,7 +44,7 @@ def read(gpus: int = 0) -> list[Expectation]:
     """Return all expectations, in the table's order.
 
     Args:
-        gpus: how many CUDA devices there are: a test for which they are enough is expected to pass.
+        gpus: the number of available CUDA devices; tests that need no more are expected to pass.
     """
     found = []
     for line in _PATH.read_text().splitlines()[1:]:

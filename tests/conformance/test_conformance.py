@@ -1,4 +1,4 @@
-"""PyTorch's own tests, as far as CI runs them; and that the harness cannot be deceived."""
+"""PyTorch's own RPC tests on actorrpc, and tests of the harness that runs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE = Expectation("Class.test", "public-api", "passed", True, True, "")
 
 
 def wrong(chosen: list[Expectation], **how: Any) -> list[str]:
-    """Run tests; return those that are not as the table says, with what their ranks wrote."""
+    """Run tests; return the unexpected outcomes with the output of the ranks."""
     return [
         f"{each.test}: {found}\n{result['said']}"
         for each, result in runner.run(chosen, **{"jobs": 2, **how})
@@ -31,7 +31,7 @@ def wrong(chosen: list[Expectation], **how: Any) -> list[str]:
 
 
 @pytest.mark.limit(240)
-def test_the_fast_part() -> None:
+def test_the_fast_part_of_torchs_tests_gives_the_expected_outcomes() -> None:
     chosen = [each for each in TABLE if each.fast]
     assert 30 <= len(chosen) <= 50
     assert {each.category for each in chosen} >= {"public-api", "private-api", "dist-autograd", "ddp", "jit"}
@@ -41,15 +41,15 @@ def test_the_fast_part() -> None:
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes ten minutes: ACTORRPC_CONFORMANCE=nightly")
 @pytest.mark.limit(3600)
-def test_all() -> None:
+def test_all_of_torchs_tests_give_the_expected_outcomes() -> None:
     found = wrong(TABLE, limit_s=40.0)
     assert not found, "\n\n".join(found)
 
 
 @pytest.mark.gpu
 @pytest.mark.limit(540)
-def test_all_that_the_gpus_here_are_enough_for() -> None:
-    """In fresh processes: a server that has looked for GPUs cannot give them to processes that it forks."""
+def test_torchs_gpu_tests_for_the_available_gpus_give_the_expected_outcomes() -> None:
+    """In new processes, because a process that has initialized CUDA cannot fork ranks that use it."""
     chosen = [
         each for each in table.read(torch.cuda.device_count()) if each.gpus and each.outcome != "skipped"
     ]
@@ -59,8 +59,8 @@ def test_all_that_the_gpus_here_are_enough_for() -> None:
 
 @pytest.mark.skipif(not NIGHTLY, reason="takes minutes: ACTORRPC_CONFORMANCE=nightly")
 @pytest.mark.limit(1800)
-def test_ranks_in_fresh_processes() -> None:
-    """As upstream starts them: by the hook in the environment, which the forked ranks do not need."""
+def test_torchs_tests_give_the_expected_outcomes_in_spawned_ranks() -> None:
+    """torch starts ranks this way. The environment variable installs the drop-in in them."""
     chosen = [each for each in TABLE if each.fast][::4]
     found = [
         f"{each.test}: {text}\n{result['said']}"
@@ -73,7 +73,7 @@ def test_ranks_in_fresh_processes() -> None:
 # -- the table ------------------------------------------------------------------------------------
 
 
-def test_the_table_is_in_order() -> None:
+def test_the_table_has_no_duplicates_and_gives_a_reason_for_each_unexpected_outcome() -> None:
     names = collections.Counter(each.test for each in TABLE)
     assert not [name for name, number in names.items() if number > 1]
     assert {each.outcome for each in TABLE} <= {"passed", "fails", "skipped", "absent"}
@@ -81,7 +81,7 @@ def test_the_table_is_in_order() -> None:
     assert not [each.test for each in TABLE if each.fast and each.outcome != "passed"]
 
 
-def test_what_needs_gpus_is_skipped_only_where_they_are_not() -> None:
+def test_gpu_tests_are_expected_to_be_skipped_only_without_enough_gpus() -> None:
     needed = [each.gpus for each in TABLE if each.category == "cuda"]
     assert {0, 1, 2, 4} == set(needed)
     for gpus in (1, 2, 4):
@@ -94,7 +94,7 @@ def test_what_needs_gpus_is_skipped_only_where_they_are_not() -> None:
 
 
 @pytest.mark.limit(120)
-def test_the_table_has_every_test_of_torch() -> None:
+def test_the_table_lists_every_rpc_test_of_torch() -> None:
     if not torch.__version__.startswith("2.13."):
         pytest.skip("the table was made for torch 2.13")
     server = runner.Server()
@@ -124,15 +124,16 @@ def test_the_table_has_every_test_of_torch() -> None:
         (ONE._replace(outcome="absent"), {"outcome": "failed", "group": True}, "expected: absent"),
     ],
 )
-def test_verdicts(expected: Expectation, result: runner.Result, word: str) -> None:
+def test_a_result_that_differs_from_the_table_gets_a_verdict(
+    expected: Expectation, result: runner.Result, word: str
+) -> None:
     found = runner.verdict(expected, {"ranks": [0, 1], **result})
     assert word in found
     assert bool(word) == bool(found)
 
 
 @pytest.mark.limit(120)
-def test_torchs_own_agent_is_caught(tmp_path: Path) -> None:
-    """A rank in which torch's agent is about to be started ends at once, with an exit code of its own."""
+def test_a_rank_that_would_start_torchs_own_agent_exits_with_an_error(tmp_path: Path) -> None:
     code = f"""
 import actorrpc.compat
 from tests.conformance import suite
@@ -160,6 +161,6 @@ print("started")
         ([0, 86], "failed"),
     ],
 )
-def test_every_rank_is_judged(ranks: list[int], outcome: str) -> None:
+def test_the_outcome_of_a_test_depends_on_the_exit_codes_of_all_ranks(ranks: list[int], outcome: str) -> None:
     assert runner.outcome_of(ranks) == outcome
     assert runner.outcome_of(ranks, late=True) == ("hung" if outcome == "failed" else outcome)

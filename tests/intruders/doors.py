@@ -1,4 +1,4 @@
-"""Agents that listen on loopback TCP, and strangers of all kinds at their doors."""
+"""Agents that listen on loopback TCP, and raw connections to them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tcp_agents(
     each: Sequence[dict[str, Any]] | None = None,
     **settings: Any,
 ) -> Iterator[list[Agent]]:
-    """Run agents named a0, a1, ... that know each other and meet over TCP only; ``each`` has settings of each one."""
+    """Run agents named a0, a1, ... that call each other over TCP only; ``each`` contains the settings of each agent."""
     records: dict[str | int, WorkerRecord] = {}
     with contextlib.ExitStack() as stack:
         made: list[Agent] = []
@@ -59,17 +59,17 @@ def tcp_agents(
 
 
 def door(agent: Agent) -> tuple[str, int]:
-    """Return where an agent listens."""
+    """Return the address on which an agent listens."""
     return agent.record.tcp[0]
 
 
 def knock(agent: Agent, source: str = "127.0.0.1", timeout: float = 20.0) -> socket.socket:
-    """Connect, from one of the addresses that loopback has."""
+    """Connect from a loopback address."""
     return socket.create_connection(door(agent), timeout, (source, 0))
 
 
 def dialler(agent: Agent, key: Key = KEY, **options: Any) -> Dialler:
-    """Return a dialler that means to reach an agent."""
+    """Return a Dialler for a handshake with an agent."""
     given: dict[str, Any] = {
         "name": "stranger",
         "incarnation": new_incarnation(),
@@ -81,7 +81,7 @@ def dialler(agent: Agent, key: Key = KEY, **options: Any) -> Dialler:
 
 
 def reset(sock: socket.socket) -> None:
-    """Close a socket so that no port stays in use for it."""
+    """Close a socket with a reset, so that its port is free at once."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     sock.close()
 

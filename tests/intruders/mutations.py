@@ -1,6 +1,6 @@
-"""Inputs for fuzzing: valid bytes, changed; and which of them reach what no other has reached.
+"""Inputs for fuzzing: random changes of valid bytes, and :class:`Guide`, which finds inputs that reach new lines.
 
-Everything is drawn from a seeded generator, so that a failure can be had again.
+All choices come from a seeded generator, so that a failure can be repeated.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def _append(rng: random.Random, data: bytearray) -> None:
 
 
 def _head(rng: random.Random, data: bytearray) -> None:
-    """Change kind or length, where a message of the handshake has them."""
+    """Change the kind or the length in the head of a handshake message."""
     if len(data) > 5:
         data[rng.choice((4, 5))] = rng.choice((*_NUMBERS, 3, 4, 5, 6, rng.randrange(256)))
 
 
 def _number(rng: random.Random, data: bytearray) -> None:
-    """Put a number of four or eight bytes somewhere: a size, a position."""
+    """Overwrite four or eight bytes by an extreme number, for sizes and positions."""
     width = rng.choice((4, 8))
     value = rng.choice(
         (0, 1, 1 << 16, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 64) - 1)
@@ -64,13 +64,13 @@ def _number(rng: random.Random, data: bytearray) -> None:
     data[at : at + width] = (value & ((1 << 8 * width) - 1)).to_bytes(width, "little")
 
 
-_WAYS: Sequence[Callable[[random.Random, bytearray], None]] = (
+_CHANGES: Sequence[Callable[[random.Random, bytearray], None]] = (
     *(_flip, _flip, _replace, _replace, _truncate, _drop, _insert, _repeat, _append, _head, _head, _number),
 )
 
 
 def mutate(rng: random.Random, data: bytes, others: Sequence[bytes] = ()) -> bytes:
-    """Change some bytes in one to four ways; now and then put part of another input in, or be pure noise."""
+    """Apply one to four random changes; sometimes insert a part of another input, or return random bytes."""
     if rng.random() < 0.03:
         return rng.randbytes(rng.randrange(700))
     changed = bytearray(data)
@@ -82,7 +82,7 @@ def mutate(rng: random.Random, data: bytes, others: Sequence[bytes] = ()) -> byt
             start, at = rng.randrange(len(other) + 1), rng.randrange(len(changed) + 1)
             changed[at : at + rng.choice((0, len(other)))] = other[start:]
         else:
-            rng.choice(_WAYS)(rng, changed)
+            rng.choice(_CHANGES)(rng, changed)
     return bytes(changed)
 
 
@@ -99,9 +99,9 @@ def cut(rng: random.Random, data: bytes) -> list[bytes]:
 
 
 class Guide:
-    """Says whether a run has reached lines of some functions, in an order, that no run before it has.
+    """Reports whether a run reached a pair of successive lines in the given files that no earlier run has reached.
 
-    A plain line tracer: slow, but of the standard library. Not thread-safe.
+    Uses sys.settrace: slow, but in the standard library. Not thread-safe.
     """
 
     def __init__(self, *files: str) -> None:
@@ -125,7 +125,7 @@ class Guide:
         return self._line
 
     def finds(self, run: Callable[[], None]) -> bool:
-        """Run something; say whether it went where none has gone."""
+        """Run a function; return whether it reached new lines."""
         self._new = False
         before = sys.gettrace()
         sys.settrace(self._trace)
@@ -136,5 +136,5 @@ class Guide:
         return self._new
 
     def lines(self) -> set[int]:
-        """Return the lines that were reached."""
+        """Return the numbers of the reached lines."""
         return {line for _, _, line in self.seen}

@@ -1,6 +1,6 @@
-"""Messages that would run something if they could, that lie about themselves, or that are pickles.
+"""Messages that try to run code, that contain false sizes or types, or that are pickles.
 
-Whatever they ran would call :func:`fire`, or raise an audit event that the tests watch.
+A successful attack would call :func:`fire`, or raise an audit event that the tests watch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ FIRED: list[Any] = []
 
 
 def fire(*args: Any, **kwargs: Any) -> str:
-    """Note that a payload has run."""
+    """Record that a payload has run."""
     FIRED.append((args, kwargs))
     return "fired"
 
 
 class Kind:
-    """A value of a kind, made of ``values``; ``count`` is what it says of their number."""
+    """A value of a kind with the parts ``values``; ``count`` is the number of parts that the message claims."""
 
     def __init__(self, name: str, *values: Any, count: int | None = None) -> None:
         self.name = name
@@ -32,7 +32,7 @@ class Kind:
 
 
 def row(*values: Any) -> bytes:
-    """Write values as the worker would, with no regard to what they are; bytearrays as the bytes that they are."""
+    """Encode values like a worker, but without checks; a bytearray is inserted unencoded."""
     found = b""
     for value in values:
         if isinstance(value, bytearray):
@@ -46,7 +46,7 @@ def row(*values: Any) -> bytes:
 
 
 def body(data: bytes) -> bytes:
-    """Return a whole body of nothing but this row."""
+    """Return a complete body with only this row."""
     return data + struct.pack("<QIIIIIB", len(data), 0, 0, 0, 0, 0, 2)
 
 
@@ -64,9 +64,9 @@ _CODE = f"__import__({_HERE!r}, fromlist=['x']).fire()"
 _SHELL = "echo fired >&2"
 _FIRE = Kind("function", f"{_HERE}.fire")
 
-# What published attacks on pickle call, and with what.
+# Functions, with arguments, that published attacks on pickle call.
 DANGEROUS: dict[str, tuple[Any, ...]] = {
-    # -- what runs a command or some code
+    # -- functions that run a command or code
     **dict.fromkeys(("os.system", "posix.system", "subprocess.Popen", "commands.getoutput"), (_SHELL,)),
     **dict.fromkeys(("os.fork", "os._exit", "builtins.breakpoint"), ()),
     "os.execv": ("/bin/true", Kind("list", "true")),
@@ -82,7 +82,7 @@ DANGEROUS: dict[str, tuple[Any, ...]] = {
     "logging.config._resolve": ("os.system",),
     "sys.settrace": (_FIRE,),
     "codecs.decode": (b"x", "zlib"),
-    # -- what calls something else
+    # -- functions that call another function
     "functools.partial": (_FIRE, 1),
     "functools.reduce": (_FIRE, Kind("list", 1, 2)),
     **dict.fromkeys(("operator.methodcaller", "operator.attrgetter"), ("system",)),
@@ -109,7 +109,7 @@ DANGEROUS: dict[str, tuple[Any, ...]] = {
     "torch.nn.modules.linear.Linear": (1, 1),
     "torch.Tensor": (3,),
     "numpy.ndarray": (_tuple(3),),
-    # -- pickle and its friends, and what opens such things here
+    # -- pickle and similar modules, and functions of actorrpc that unpickle
     **dict.fromkeys(("pickle.loads", "cloudpickle.loads", "marshal.loads"), (b"N.",)),
     "cloudpickle.cloudpickle._make_function": (None, None, None, None, None),
     "actorrpc.serialization.codec.loads": (b"\x80\x05N.",),
@@ -118,7 +118,7 @@ DANGEROUS: dict[str, tuple[Any, ...]] = {
     "actorrpc.rpc.rref._rebuild": (0,),
     "copyreg._reconstructor": (None, None, None),
     "copyreg.add_extension": ("os", "system", 1),
-    # -- what is known here, but as another kind of thing
+    # -- names that are allowed, but as another kind of object
     "builtins.ValueError": ("x",),
     "builtins.complex": (1.0, 2.0),
     "torch.float32": (),
@@ -131,8 +131,8 @@ DANGEROUS: dict[str, tuple[Any, ...]] = {
 PAYLOADS: dict[str, bytes] = {
     **{f"a call of {name}": _called(name, *args) for name, args in DANGEROUS.items()},
     **{
-        f"{what} {name}": row(Kind("function", name))
-        for what, name in (
+        f"{prefix} {name}": row(Kind("function", name))
+        for prefix, name in (
             ("the function", "os.system"),
             ("a part of", "actorrpc.serialization.data_only.find_named"),
             ("the hidden", "tests.intruders.service.hidden"),
@@ -192,10 +192,10 @@ PAYLOADS: dict[str, bytes] = {
     "a numpy array of records": row(Kind("array", "|V8", _tuple(1), bytes(8))),
     "a numpy array of dates": row(Kind("array", "<M8[s]", _tuple(1), bytes(8))),
     "a numpy array of texts of 4 GiB": row(Kind("array", "<U1000000000", _tuple(1), bytes(8))),
-    "a numpy array of what is an expression": row(Kind("array", "i4,(2,3)f8", _tuple(1), bytes(8))),
+    "a numpy array whose dtype is an expression": row(Kind("array", "i4,(2,3)f8", _tuple(1), bytes(8))),
     "a numpy array of nothing": row(Kind("array", "<U0", _tuple(1 << 40), b"")),
 }
-"""What is refused, by what it tries."""
+"""Messages that must be refused, by the attack."""
 
 _CALL = b"\x80\x05\x8c\x18tests.intruders.payloads\x8c\x04fire\x93)R."
 _FOUR_GIB = 0xFFFFFFFF
@@ -216,7 +216,7 @@ NONSENSE: dict[str, bytes] = {
     "an extension of 4 GiB": b"\xc9\xff\xff\xff\xff\x01x",
     "a text that is cut": b"\xd9\x10x",
     "a number that is cut": b"\xcf\x00",
-    # -- what the format has and messages have not
+    # -- parts of the format that messages do not use
     "an array": b"\x91\x01",
     "an empty array": b"\x90",
     "an array of 4 Gi": b"\xdd\xff\xff\xff\xff",
@@ -225,7 +225,7 @@ NONSENSE: dict[str, bytes] = {
     "an empty map": b"\x80",
     "a map of 4 Gi": b"\xdf\xff\xff\xff\xff",
     "a timestamp": b"\xd6\xff\x00\x00\x00\x00",
-    "what is never used": b"\xc1",
+    "the unused type code": b"\xc1",
     "text that is none": b"\xa2\xff\xfe",
     # -- depth and time
     "deep lists": row(*[Kind("list", count=1)] * 5000, 1),
@@ -333,7 +333,7 @@ NONSENSE: dict[str, bytes] = {
     ),
     "a colour that is none": row(Kind("object", "tests.intruders.service.Colour", False, _tuple(7), None)),
 }
-"""What makes no sense, would be very large, or would take for ever."""
+"""Messages that are malformed, or would take much memory or time."""
 
 PICKLES: dict[str, bytes] = {
     "nothing at all": pickle.dumps(None, 5),
@@ -345,6 +345,6 @@ PICKLES: dict[str, bytes] = {
     "an extension": b"\x80\x05\x82\x77)R.",
     "the canary with a table": _CALL + struct.pack("<QIIIIIB", len(_CALL), 0, 0, 0, 0, 0, 1),
     "a definition": _CALL + bytes(16) + struct.pack("<QIIIIIB", len(_CALL), 1, 0, 0, 0, 0, 1),
-    "of a magic that nobody knows": _CALL + struct.pack("<QIIIIIB", len(_CALL), 0, 0, 0, 0, 0, 3),
+    "with an unknown magic number": _CALL + struct.pack("<QIIIIIB", len(_CALL), 0, 0, 0, 0, 0, 3),
 }
-"""Pickles, which are refused whole: the worker has no part that could read one."""
+"""Pickles, which a data-only worker refuses without reading them."""

@@ -1,4 +1,4 @@
-"""What a data-only service offers in these tests, and what it does not."""
+"""Exposed and hidden functions, allowed and other classes of a data-only service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add(one: Any, other: Any) -> Any:
 
 @exposed(name="same/1")
 def same(value: Any) -> Any:
-    """Return it."""
+    """Return the value."""
     return value
 
 
@@ -31,25 +31,25 @@ def fail(text: str) -> None:
 
 @exposed
 def grow(size: int) -> str:
-    """Return a text that is as long."""
+    """Return a text of this length."""
     return "x" * size
 
 
 @exposed
 def give() -> Any:
-    """Return what cannot be sent."""
+    """Return a value that cannot be sent."""
     return lambda: 1
 
 
 def hidden() -> str:
-    """Return something that nobody may have."""
+    """A function that is not exposed."""
     return "hidden"
 
 
 @allow
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Data of two numbers."""
+    """An allowed dataclass of two numbers."""
 
     x: int
     y: int
@@ -58,14 +58,14 @@ class Point:
 @allow
 @dataclass
 class Bag:
-    """Data that can change."""
+    """An allowed mutable dataclass."""
 
     items: list[Any]
 
 
 @allow
 class Pair(NamedTuple):
-    """Data that is a tuple."""
+    """An allowed named tuple."""
 
     one: Any
     other: Any
@@ -73,7 +73,7 @@ class Pair(NamedTuple):
 
 @allow
 class Colour(enum.Enum):
-    """Data of few values."""
+    """An allowed enum."""
 
     RED = 1
     BLUE = 2
@@ -81,27 +81,27 @@ class Colour(enum.Enum):
 
 @allow
 class Shade(enum.Enum):
-    """Pickled as early releases of Python 3.11 do it with each enum."""
+    """An allowed enum that is pickled as by early releases of Python 3.11."""
 
     LIGHT = "light"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Name the attribute of the class."""
+        """Return a call of getattr for the member."""
         return getattr, (type(self), self.name)
 
 
 @dataclass
 class Secret:
-    """Data that nobody has allowed."""
+    """A class that is not allowed."""
 
     value: int
 
 
 class Complaint(Exception):
-    """An error that nobody has allowed."""
+    """An exception class that is not allowed."""
 
 
 @exposed
 def complain() -> None:
-    """Raise it."""
+    """Raise an exception of a class that is not allowed."""
     raise Complaint("why")

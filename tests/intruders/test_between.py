@@ -1,4 +1,4 @@
-"""Somebody between two workers, or with old recordings of them: whatever is changed, neither believes the other."""
+"""An attacker between two workers, or with recordings of their handshakes, cannot complete a handshake."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.agent.agents import KEY
 from tests.intruders.doors import dialler, knock, reset, tcp_agents, until
 
 _HEAD = 6
-# What a message says, and where: (message, field) -> (first byte, how many).
+# The fields of messages: (message, field) -> (first byte, number of bytes).
 _FIELDS: dict[tuple[int, str], tuple[int, int]] = {
     (0, "lowest version"): (0, 1),
     (0, "highest version"): (1, 1),
@@ -53,7 +53,7 @@ def _pair(versions: tuple[int, int] = (1, 3), **options: Any) -> tuple[Dialler, 
 
 
 def _talk(one: Dialler, other: Acceptor, change: _Change = lambda number, message: message) -> list[bytes]:
-    """Carry messages to and fro, changed on the way; return them as they were sent."""
+    """Carry messages between both sides, changed by ``change``; return the unchanged messages."""
     sent = [one.start()]
     sides: list[Any] = [other, one]
     with contextlib.suppress(ProtocolError):
@@ -65,13 +65,13 @@ def _talk(one: Dialler, other: Acceptor, change: _Change = lambda number, messag
     return sent
 
 
-def _done(one: Dialler, other: Acceptor, number: int) -> None:
-    """See that neither believes it; of the last message, the acceptor cannot know."""
+def _assert_refused(one: Dialler, other: Acceptor, number: int) -> None:
+    """Check that no side completed the handshake, except the acceptor if only the last message was changed."""
     assert not one.done
     assert other.done == (number == 3)
 
 
-def test_without_a_change_they_agree() -> None:
+def test_unchanged_messages_complete_the_handshake() -> None:
     one, other = _pair()
     assert len(_talk(one, other)) == 4
     assert one.done
@@ -81,7 +81,7 @@ def test_without_a_change_they_agree() -> None:
 
 
 @pytest.mark.parametrize(("number", "field"), _FIELDS)
-def test_no_field_can_be_changed(number: int, field: str) -> None:
+def test_changing_any_field_fails_the_handshake(number: int, field: str) -> None:
     start, size = _FIELDS[number, field]
     for at in range(start, start + size):
         for flip in (1, 2, 0x20, 0x80):
@@ -95,27 +95,27 @@ def test_no_field_can_be_changed(number: int, field: str) -> None:
             one, other = _pair()
             sent = _talk(one, other, change)
             assert len(sent[0]) == _HEAD + 69 + 7
-            _done(one, other, number)
+            _assert_refused(one, other, number)
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_no_message_can_be_cut_short_or_made_longer(number: int) -> None:
+def test_truncated_or_extended_messages_fail_the_handshake(number: int) -> None:
     whole = len(_talk(*_pair())[number])
     for size in range(whole):
         one, other = _pair()
         _talk(one, other, lambda which, message, size=size: message[:size] if which == number else message)  # type: ignore[misc]
         assert not one.done
         assert not (other.done and number < 3)
-    if number < 3:  # what follows the last one belongs to what comes next
+    if number < 3:  # bytes after the last message belong to the next protocol layer
         one, other = _pair()
         _talk(one, other, lambda which, message: message + b"x" if which == number else message)
-        _done(one, other, number)
+        _assert_refused(one, other, number)
 
 
 @pytest.mark.parametrize("number", range(4))
 @pytest.mark.parametrize("source", range(4))
-def test_no_message_of_another_conversation_is_taken(number: int, source: int) -> None:
-    """Replayed from the same two workers, in any place."""
+def test_messages_replayed_from_another_handshake_are_refused(number: int, source: int) -> None:
+    """Recorded from the same two workers, and replayed at any position."""
     one, other = _pair()
     ours, theirs = one._incarnation.hex(), other._incarnation.hex()
     old = _talk(
@@ -123,12 +123,11 @@ def test_no_message_of_another_conversation_is_taken(number: int, source: int) -
         Acceptor(name="acceptor", incarnation=theirs, key=KEY.reveal(), versions=(1, 3)),
     )
     _talk(one, other, lambda which, message: old[source] if which == number else message)
-    _done(one, other, number)
+    _assert_refused(one, other, number)
 
 
 @pytest.mark.parametrize("number", range(1, 4))
-def test_no_message_of_ones_own_is_taken(number: int) -> None:
-    """Reflected: each side gets back what it said itself, in any place."""
+def test_messages_reflected_to_their_sender_are_refused(number: int) -> None:
     for back in range(number):
         one, other = _pair()
         said: list[bytes] = []
@@ -138,11 +137,11 @@ def test_no_message_of_ones_own_is_taken(number: int) -> None:
             return said[back] if which == number else message
 
         _talk(one, other, reflect)
-        _done(one, other, number)
+        _assert_refused(one, other, number)
 
 
-def test_a_proof_is_of_one_role_and_says_nothing_of_the_key() -> None:
-    """A dialler's proof, relabelled, is no acceptor's; and the session's key is in nothing that was sent."""
+def test_a_proof_is_valid_for_one_role_only_and_does_not_reveal_the_key() -> None:
+    """A dialler's proof is not accepted as an acceptor's, and no message contains the session key."""
     one, other = _pair()
     proof = one.feed(other.feed(one.start()))
     with pytest.raises(AuthenticationError, match="did not prove"):
@@ -154,8 +153,7 @@ def test_a_proof_is_of_one_role_and_says_nothing_of_the_key() -> None:
     assert len({one.result.key, sent[-32:], sent[-70:-38]}) == 3
 
 
-def test_two_acceptors_cannot_be_played_against_each_other() -> None:
-    """The challenge of one, answered by a dialler that means the other."""
+def test_the_challenge_or_proof_of_one_acceptor_cannot_be_used_with_another() -> None:
     one, other = _pair(peer_name="acceptor")
     third = Acceptor(name="third", incarnation=new_incarnation(), key=KEY.reveal(), versions=(1, 3))
     hello = one.start()
@@ -170,7 +168,7 @@ def test_two_acceptors_cannot_be_played_against_each_other() -> None:
         third.feed(proof)
 
 
-def test_two_diallers_cannot_be_played_against_each_other() -> None:
+def test_the_proof_of_another_dialler_is_refused() -> None:
     one, other = _pair()
     second = Dialler(name="dialler", incarnation=new_incarnation(), key=KEY.reveal(), versions=(1, 3))
     hello, _ = one.start(), second.start()
@@ -181,8 +179,8 @@ def test_two_diallers_cannot_be_played_against_each_other() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 1), (1, 2), (2, 2)])
-def test_an_older_version_cannot_be_forced(low: int, high: int) -> None:
-    """Both speak 1 to 3; whoever is between them says that the other only speaks an older one."""
+def test_an_attacker_cannot_force_an_older_version(low: int, high: int) -> None:
+    """Both support versions 1 to 3; the attacker lowers the announced range of one side."""
     for number in (0, 1):
 
         def lower(which: int, message: bytes, number: int = number) -> bytes:
@@ -195,11 +193,11 @@ def test_an_older_version_cannot_be_forced(low: int, high: int) -> None:
 
         one, other = _pair()
         _talk(one, other, lower)
-        _done(one, other, number)
+        _assert_refused(one, other, number)
 
 
-def test_going_without_a_key_cannot_be_forced() -> None:
-    """Both would go without one if they had none; whoever is between says that the other has none."""
+def test_an_attacker_cannot_force_a_connection_without_a_key() -> None:
+    """The attacker sets the flag by which a side announces that it has no key."""
     for number in (0, 1):
 
         def strip(which: int, message: bytes, number: int = number) -> bytes:
@@ -212,7 +210,7 @@ def test_going_without_a_key_cannot_be_forced() -> None:
         for side in (one, other):
             assert side._key
         _talk(one, other, strip)
-        _done(one, other, number)
+        _assert_refused(one, other, number)
 
 
 def test_proofs_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +229,7 @@ def test_proofs_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def _recorded(agent: Agent, **options: Any) -> tuple[list[bytes], list[bytes]]:
-    """Shake hands with an agent; return what was sent to it and what it answered."""
+    """Do a handshake with an agent; return the sent messages and the answers."""
     sock, side = knock(agent), dialler(agent, **options)
     sent, answers = [side.start()], []
     sock.sendall(sent[0])
@@ -254,7 +252,7 @@ def _mains(agent: Agent) -> int:
     r"message \d came in the handshake where \d must come",
     r"\d+ bytes came in the handshake before their turn",
 )
-def test_a_recording_opens_nothing() -> None:
+def test_a_recorded_handshake_cannot_be_replayed_to_a_worker() -> None:
     with tcp_agents(1) as (agent,):
         sent, answers = _recorded(agent)
         for messages in (
@@ -281,8 +279,8 @@ def test_a_recording_opens_nothing() -> None:
 
 
 @pytest.mark.parametrize("purpose", [Purpose.LANE])
-def test_a_side_connection_to_nothing_is_closed(purpose: Purpose) -> None:
-    """With the key, but without the token of a main connection."""
+def test_a_side_connection_without_a_main_connection_is_closed(purpose: Purpose) -> None:
+    """The peer has the key, but not the token of a main connection."""
     with tcp_agents(1) as (agent,):
         sock, side = knock(agent), dialler(agent, purpose=purpose, attach=bytes(16))
         sock.sendall(side.start())
@@ -293,8 +291,8 @@ def test_a_side_connection_to_nothing_is_closed(purpose: Purpose) -> None:
 
 
 @pytest.mark.prints("message 2 came in the handshake where 1 must come")
-def test_a_worker_is_not_talked_to_by_itself() -> None:
-    """Two connections to one worker, wired together: each gets what the other side of it says."""
+def test_two_connections_to_one_worker_cannot_be_wired_together() -> None:
+    """The attacker forwards the messages of each connection to the other."""
     with tcp_agents(1) as (agent,):
         one, other = knock(agent), knock(agent)
 

@@ -1,4 +1,4 @@
-"""The data-only mode: data arrives as it was sent; what would run something, or lies about itself, runs and takes nothing."""
+"""The data-only mode: data arrives unchanged; messages that would run code, or have false sizes, are refused without effect."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _audit(event: str, args: tuple[Any, ...]) -> None:
         _events.append(f"{event} {args!r:.200}")
 
 
-sys.addaudithook(_audit)  # it cannot be taken away again; it does nothing but in `_watched`
+sys.addaudithook(_audit)  # cannot be removed; it has an effect only within `_watched`
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def _nothing_has_fired() -> None:
 
 @contextlib.contextmanager
 def _watched() -> Iterator[list[str]]:
-    """Give what Python reports of commands, code, imports and files meanwhile."""
+    """Yield a list that receives Python's audit events of commands, code, imports and files."""
     global _events
     _events = found = []
     try:
@@ -89,24 +89,24 @@ def _watched() -> Iterator[list[str]]:
 
 @pytest.fixture
 def restricted() -> Iterator[None]:
-    """Open messages as a data-only worker does."""
+    """Decode messages as a data-only worker does."""
     codec.restrict(1)
     yield
     codec.restrict(-1)
 
 
-def _there(value: Any) -> Any:
-    """Send a value, so to speak."""
+def _trip(value: Any) -> Any:
+    """Encode and decode a value."""
     encoded = codec.encode(value, remote_main=None)
     buffers = [bytearray(span.view()) for span in encoded.spans]
     return codec.decode(encoded.body, buffers, definitions=None)
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- refused messages -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_a_payload_is_refused_before_it_does_anything(name: str) -> None:
+def test_a_malicious_payload_is_refused_without_any_effect(name: str) -> None:
     with _watched() as events, pytest.raises(RefusedError) as caught:
         data_only.loads(PAYLOADS[name])
     assert not FIRED
@@ -115,8 +115,8 @@ def test_a_payload_is_refused_before_it_does_anything(name: str) -> None:
     assert len(str(caught.value)) < 500
 
 
-def test_a_name_is_refused_in_any_form() -> None:
-    """As a function, as a class with its constructor or without, as an exception, and as a kind of data."""
+def test_dangerous_names_are_refused_in_every_form() -> None:
+    """As a function, as a class created with or without its constructor, as an exception, and as a kind of data."""
     known = {
         ("tests.intruders.service.add", "function"),
         ("same/1", "function"),
@@ -153,13 +153,13 @@ def test_a_name_is_refused_in_any_form() -> None:
         ("a numpy array of objects", r"'\|O' is refused"),
     ],
 )
-def test_the_error_names_what_is_refused(name: str, says: str) -> None:
+def test_the_error_names_the_refused_object_and_the_remedy(name: str, says: str) -> None:
     with pytest.raises(RefusedError, match=says):
         data_only.loads(PAYLOADS[name])
 
 
 @pytest.mark.parametrize("name", NONSENSE)
-def test_nonsense_is_an_error_and_takes_no_memory(name: str) -> None:
+def test_malformed_messages_raise_without_allocating_memory(name: str) -> None:
     data = NONSENSE[name]
     tracemalloc.start()
     try:
@@ -171,15 +171,15 @@ def test_nonsense_is_an_error_and_takes_no_memory(name: str) -> None:
     assert not events
 
 
-def test_every_cut_of_a_message_is_an_error() -> None:
+def test_truncated_messages_raise_protocol_error() -> None:
     whole = data_only.dumps([1.5, "text", b"bytes", {"x": (2**40, 2**100)}, service.Point(1, 2)], {})
     for end in range(len(whole)):
         with pytest.raises(ProtocolError):
             data_only.loads(whole[:end])
 
 
-def test_the_payloads_are_no_duds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the table changed they run."""
+def test_the_payload_would_run_if_its_function_were_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The payloads are effective: they are refused only because of the table of allowed names."""
     monkeypatch.setitem(data_only._allowed, f"{payloads.__name__}.fire", payloads.fire)
     assert data_only.loads(PAYLOADS[f"a call of {payloads.__name__}.fire"]) == "fired"
     assert FIRED
@@ -190,8 +190,8 @@ def _reply(body: bytes) -> Frame:
 
 
 @pytest.mark.parametrize("name", PICKLES)
-def test_a_pickle_is_refused_whole(restricted: None, name: str) -> None:
-    """Even one of data; in every place where a message is opened."""
+def test_pickles_are_refused_even_if_they_contain_only_data(restricted: None, name: str) -> None:
+    """In every function that decodes messages."""
     with agents(1, data_only=True) as (agent,), _watched() as events:
         for opens in (codec.loads, lambda data: outbound.opened(agent, None, _reply(data), agent.self_peer)):
             with pytest.raises((RefusedError, ProtocolError)):
@@ -199,40 +199,42 @@ def test_a_pickle_is_refused_whole(restricted: None, name: str) -> None:
         with pytest.raises((RefusedError, ProtocolError)):
             codec.decode(PICKLES[name], [bytearray(10)], definitions=agent.self_peer.definitions)
     assert not FIRED
-    assert not [event for event in events if not event.startswith(("socket.", "os.", "open"))]  # the agent's
+    assert not [
+        event for event in events if not event.startswith(("socket.", "os.", "open"))
+    ]  # events of the agent
 
 
 _HEAD = struct.Struct("<QIIIIIB")
 
 
 def _about(tensor: torch.Tensor, *args: Any, name: str = "tensor") -> Any:
-    """Open a message with a tensor's memory, of which it says what it likes."""
+    """Decode a message with the memory of a tensor and the given, possibly false, description of it."""
     encoded = codec.encode(tensor, remote_main=None)
     length, *rest = _HEAD.unpack_from(encoded.body, len(encoded.body) - _HEAD.size)
-    said = row(Kind(name, *args))
-    whole = said + encoded.body[length : -_HEAD.size] + _HEAD.pack(len(said), *rest)
+    description = row(Kind(name, *args))
+    whole = description + encoded.body[length : -_HEAD.size] + _HEAD.pack(len(description), *rest)
     return codec.decode(whole, [bytearray(span.view()) for span in encoded.spans], definitions=None)
 
 
 @pytest.mark.parametrize("count", [4, 10_000])
-def test_a_tensor_that_lies_about_its_memory_is_refused(count: int) -> None:
+def test_a_tensor_with_a_false_description_of_its_memory_is_refused(count: int) -> None:
     float32 = 6
     tensor = torch.arange(float(count))
     assert torch.equal(_about(tensor, 0, float32, 0, count, 1), tensor)
-    for lie in (
-        # Which memory:
+    for false_description in (
+        # The index of the memory:
         *((1, float32, 0, count, 1), (-1, float32, 0, count, 1), ("cpu", float32, 0, count, 1)),
-        *((0, 99, 0, count, 1), (0, -1, 0, count, 1), (0, float32 + 1, 0, count, 1)),  # of what
-        *((0, float32, 1, count, 1), (0, float32, -1, count, 1), (0, float32, 1 << 62, 1, 1)),  # from where
-        *((0, float32, 0, count + 1, 1), (0, float32, 0, 1 << 62, 1), (0, float32, 0, -count, 1)),  # how much
-        *((0, float32, 0, 2, count), (0, float32, 0, 2, -1), (0, float32, 0, 2, 1 << 62)),  # how far apart
+        *((0, 99, 0, count, 1), (0, -1, 0, count, 1), (0, float32 + 1, 0, count, 1)),  # the dtype
+        *((0, float32, 1, count, 1), (0, float32, -1, count, 1), (0, float32, 1 << 62, 1, 1)),  # the offset
+        *((0, float32, 0, count + 1, 1), (0, float32, 0, 1 << 62, 1), (0, float32, 0, -count, 1)),  # the size
+        *((0, float32, 0, 2, count), (0, float32, 0, 2, -1), (0, float32, 0, 2, 1 << 62)),  # the stride
         *((0, float32, 0, 1 << 32, 1 << 32, 0, 1), (0, float32, 0, 1 << 40, 0, 1, 1)),
         *((0, float32, 0, count), (0, float32, 0, count, 1, 1), (0, float32), (0,), ()),
         *((0.0, float32, 0, count, 1), (0, float32, 0, str(count), 1), (0, float32, 0, None, 1)),
-        (0, float32 | 1 << 8, 0, count, 1),  # conjugate, and not complex
+        (0, float32 | 1 << 8, 0, count, 1),  # conjugate, but not complex
     ):
         with pytest.raises(ProtocolError):
-            _about(tensor, *lie)
+            _about(tensor, *false_description)
     far = [
         Kind("tuple", 0, 4, 0, 1, 1, 1, 1),
         Kind("tuple", 0, float32, 0, 1, 1),
@@ -249,7 +251,7 @@ def test_a_tensor_that_lies_about_its_memory_is_refused(count: int) -> None:
         _about(tensor, 0, 99, name="typed_storage")
 
 
-def test_nothing_is_imported_for_a_name() -> None:
+def test_no_module_is_imported_for_a_received_name() -> None:
     before = set(sys.modules)
     with pytest.raises(RefusedError, match=r"antigravity\.geohash"):
         data_only.loads(row(Kind("function", "antigravity.geohash")))
@@ -285,18 +287,18 @@ def test_nothing_is_imported_for_a_name() -> None:
     ],
     ids=lambda value: type(value).__name__ + "-" + getattr(value, "__name__", ""),
 )
-def test_what_is_no_data_does_not_arrive(restricted: None, value: Any) -> None:
+def test_values_that_are_no_data_are_refused(restricted: None, value: Any) -> None:
     with pytest.raises(RefusedError, match=r"takes data only|is refused"):
-        _there((value,))
+        _trip((value,))
 
 
-def test_what_contains_itself_is_refused_before_it_is_sent(restricted: None) -> None:
+def test_cyclic_or_too_deep_values_are_refused_by_the_sender(restricted: None) -> None:
     itself: list[Any] = [1]
     itself.append((itself, {"x": itself}))
     deep: Any = 1
     for _ in range(data_only.MAX_DEPTH):
         deep = [deep]
-    assert _there(deep) == deep
+    assert _trip(deep) == deep
     for value in (itself, [deep]):
         with pytest.raises(RefusedError, match="a list that is nested deeper than 100, or part of itself"):
             codec.encode(value, remote_main=None)
@@ -306,15 +308,15 @@ def test_what_contains_itself_is_refused_before_it_is_sent(restricted: None) -> 
     assert isinstance(found, RemoteError)
 
 
-def test_depth_is_bounded_where_a_message_is_opened() -> None:
+def test_messages_nested_too_deeply_are_refused_by_the_receiver() -> None:
     most = [Kind("list", count=1)] * data_only.MAX_DEPTH
     assert repr(data_only.loads(row(*most, 1))).count("[") == data_only.MAX_DEPTH
     with pytest.raises(ProtocolError, match="nested deeper than 100"):
         data_only.loads(row(*most, *most[:1], 1))
 
 
-def test_random_changes_of_messages_are_errors_or_data() -> None:
-    """Flipped, cut and mixed: what comes out is data, or one of two errors."""
+def test_randomly_changed_messages_raise_typed_errors_or_decode_to_data() -> None:
+    """With flipped, cut and mixed bytes."""
     rng = random.Random(20260)
     whole = [data_only.dumps(value, {}) for value in (_all_kinds(), [service.Point(1, 2)], ValueError("x"))]
     whole += [*PAYLOADS.values(), *NONSENSE.values()]
@@ -341,7 +343,7 @@ def test_random_changes_of_messages_are_errors_or_data() -> None:
     assert not events
 
 
-# -- what arrives -----------------------------------------------------------------------------------
+# -- accepted messages ------------------------------------------------------------------------------
 
 
 def _all_kinds() -> list[Any]:
@@ -375,16 +377,16 @@ def _all_kinds() -> list[Any]:
     ]
 
 
-def test_data_arrives_as_it_was_sent(restricted: None) -> None:
+def test_data_of_every_kind_arrives_equal(restricted: None) -> None:
     values = _all_kinds()
-    found = _there(values)
+    found = _trip(values)
     assert found == values
     assert [type(value) for value in found] == [type(value) for value in values]
 
 
-def test_what_is_one_object_arrives_as_several(restricted: None) -> None:
+def test_an_object_that_occurs_twice_arrives_as_two_objects(restricted: None) -> None:
     inner = [1]
-    found = _there((inner, {"x": inner}))
+    found = _trip((inner, {"x": inner}))
     assert found == (inner, {"x": inner})
     assert found[0] is not found[1]["x"]
 
@@ -398,7 +400,7 @@ def test_what_is_one_object_arrives_as_several(restricted: None) -> None:
         PeerDiedError("gone", maybe_executed=True, worker="w"),
     ],
 )
-def test_errors_arrive_as_what_they_are(restricted: None, error: Exception) -> None:
+def test_builtin_exceptions_arrive_with_their_class_and_notes(restricted: None, error: Exception) -> None:
     error.add_note("a note")
     found = exceptions.load(exceptions.dump(error, worker="w", dumps=codec.dumper(None)), loads=codec.loads)
     assert isinstance(found, type(error))
@@ -407,7 +409,7 @@ def test_errors_arrive_as_what_they_are(restricted: None, error: Exception) -> N
     assert "a note" in found.__notes__
 
 
-def test_an_error_of_an_unknown_class_arrives_as_text(restricted: None) -> None:
+def test_an_exception_of_a_class_that_is_not_allowed_arrives_as_text(restricted: None) -> None:
     class Own(Exception):
         pass
 
@@ -418,10 +420,10 @@ def test_an_error_of_an_unknown_class_arrives_as_text(restricted: None) -> None:
     assert "why" in str(found)
 
 
-# -- what users register ------------------------------------------------------------------------------
+# -- exposed() and allow() ----------------------------------------------------------------------------
 
 
-def test_functions_and_classes_are_told_apart() -> None:
+def test_exposed_and_allow_refuse_wrong_objects() -> None:
     with pytest.raises(WrongTypeError, match="allow"):
         exposed(service.Secret)
     with pytest.raises(WrongTypeError, match="exposed"):
@@ -438,7 +440,7 @@ def test_functions_and_classes_are_told_apart() -> None:
         allow(type)
 
 
-def test_a_name_finds_the_function() -> None:
+def test_named_calls_the_exposed_function_of_its_name() -> None:
     assert Named("same/1")(3) == 3
     assert Named("tests.intruders.service.add")(1, 2) == 3
     assert pickle.loads(pickle.dumps(Named("same/1"))) is service.same
@@ -446,7 +448,7 @@ def test_a_name_finds_the_function() -> None:
         Named("nobody")()
 
 
-def test_the_mode_ends_with_the_last_agent_that_wants_it() -> None:
+def test_the_data_only_mode_ends_with_the_last_data_only_agent() -> None:
     def foreign() -> bool:
         try:
             return bool(codec.loads(pickle.dumps(operator.add)) is operator.add)
@@ -471,21 +473,21 @@ def _ask(stranger: Stranger, body: bytes, kind: int = REQUEST) -> Any:
     (frame, *_) = stranger.frames()
     if frame.kind == FAILURE:
         return exceptions.load(frame.body, loads=pickle.loads)
-    return pickle.loads(frame.body)  # a stranger who takes anything is sent pickles
+    return pickle.loads(frame.body)  # the stranger is not data-only, so it gets pickles
 
 
 def _request(*call: Any) -> bytes:
     return codec.dumps(call, remote_main=None)
 
 
-def test_a_cluster_cannot_be_data_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_refuses_the_data_only_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_DATA_ONLY", "1")
     with pytest.raises(ConfigError, match="exposed"):
         actorrpc.init()
 
 
-def test_a_peer_that_sends_payloads_gets_errors_and_is_served_on() -> None:
-    """An authenticated peer, every payload as the body of a call, and functions that are not exposed."""
+def test_a_peer_that_sends_payloads_gets_errors_and_is_still_served() -> None:
+    """An authenticated peer sends every payload as the body of a call, and calls functions that are not exposed."""
     with agents(1, key=KEY, data_only=True) as (worker,):
         stranger = Stranger(worker)
         stranger.shake_hands()
@@ -502,7 +504,7 @@ def test_a_peer_that_sends_payloads_gets_errors_and_is_served_on() -> None:
                 _ask(stranger, body(row(Kind("tuple", "same/1", Kind("tuple"), Kind("dict"))))), TypeError
             )
         assert not FIRED
-        # Without what our own tracebacks read.
+        # Without the events of formatting tracebacks.
         events = [event for event in events if not event.startswith(("open", "import", "compile", "pickle."))]
         assert not events
         assert _ask(stranger, _request(service.add, (1, 2), {})) == 3
@@ -510,8 +512,7 @@ def test_a_peer_that_sends_payloads_gets_errors_and_is_served_on() -> None:
         stranger.close()
 
 
-def test_a_reply_is_data_as_well() -> None:
-    """A service cannot do to a data-only caller what the caller cannot do to it."""
+def test_a_data_only_caller_refuses_payloads_in_replies() -> None:
     with agents(2, key=KEY, data_only=True) as (caller, server):
         conn = caller.connector.connect(caller.peer("a1"), float("inf"), "x")
         original = server.executor.answer
@@ -539,8 +540,8 @@ def _refused(to: str, function: Callable[..., Any], *args: Any) -> bool:
     return False
 
 
-def test_errors_are_data_for_a_worker_that_takes_nothing_else() -> None:
-    """An ordinary worker says in data that a call was late, makes no sense, has failed, or has no answer that can be sent."""
+def test_an_ordinary_worker_sends_errors_as_data_to_a_data_only_caller() -> None:
+    """Errors of late, malformed and failed calls, and of results that cannot be sent."""
     with agents(1, key=KEY, max_message=1 << 20, chunk=1 << 16) as (worker,):
         stranger = Stranger(worker)
         stranger.record = replace(stranger.record, data_only=True)
@@ -565,7 +566,7 @@ def test_errors_are_data_for_a_worker_that_takes_nothing_else() -> None:
 
 
 def _mixed(rank: int, world_size: int, method: str) -> dict[str, Any]:
-    """Rank 0 takes data only, rank 1 anything."""
+    """Rank 0 is data-only, rank 1 is not."""
     options = rpc.RpcBackendOptions(init_method=method, data_only=rank == 0)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     other = f"worker{1 - rank}"
@@ -596,8 +597,8 @@ def _mixed(rank: int, world_size: int, method: str) -> dict[str, Any]:
     return found
 
 
-def test_a_worker_of_data_among_ordinary_ones() -> None:
-    """Each is sent what it opens; what one that takes data only may do to others is as ever."""
+def test_a_data_only_and_an_ordinary_worker_call_each_other() -> None:
+    """The data-only worker may still call any function of the ordinary worker."""
     data, ordinary = run_group(_mixed, 2, f"file://{unused_path('data-only')}")
     expected = {
         "sum": 200_000.0,

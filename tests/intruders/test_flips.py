@@ -1,4 +1,4 @@
-"""Sealed connections between real agents: whatever the network changes, each call ends with its value or a typed error."""
+"""Sealed connections: whatever bytes the network changes, each call returns the right value or raises a typed error."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from tests.agent.agents import KEY, record
 from tests.faults.figures import NIGHTLY, note
 
 _FLIPS = 100_000 if NIGHTLY else 150
-_CALLS = 12  # at most, over one connection
-_HANDSHAKE = 140  # bytes: what is changed in there, tests/intruders/test_between.py has
+_CALLS = 12  # the maximum number of calls over one connection
+_HANDSHAKE = 140  # bytes; tests/intruders/test_between.py changes bytes of the handshake
 _SEALED: dict[str, Any] = {
     "frame_integrity": True,
-    # So that small tensors travel in all the ways that there are: in the frame, and in chunks.
+    # Low limits, so that small tensors are sent both in the frame and in chunks.
     "lane_threshold": 4 << 10,
     "chunk": 8 << 10,
     "heartbeat": 0.1,
@@ -43,12 +43,12 @@ _SEALED: dict[str, Any] = {
 }
 
 
-# Silence soon brings a ping, but is no death where the machine is merely busy.
+# Pings follow soon after silence, but a busy machine does not make a peer dead.
 _PATIENT: dict[str, Any] = {"heartbeat": 0.1, "heartbeat_misses": 100}
 
 
 def _value(seed: int) -> Any:
-    """Make a value that only this number gives."""
+    """Return a value that is unique for the seed."""
     dice = random.Random(seed)
     match dice.randrange(4):
         case 0:
@@ -69,7 +69,7 @@ def _same(one: Any, other: Any) -> bool:
 
 @dataclass
 class _Log:
-    """What has happened, all told. Its lock guards the counters."""
+    """Records of all calls and connections. The lock guards the counters."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     runs: Counter[int] = field(default_factory=Counter)
@@ -82,7 +82,7 @@ _log = _Log()
 
 
 def _swap(seed: int, value: Any) -> Any:
-    """Run at the other end: take the value of a number, give that of the next."""
+    """Run at the callee: check the value of a seed, and return the value of the next seed."""
     with _log.lock:
         _log.runs[seed] += 1
         if not _same(value, _value(seed)):
@@ -100,18 +100,18 @@ def _agent(
     agent.start([sock])
     closed = agent.inbox.closed
 
-    def take_note(conn: Connection, error: BaseException | None) -> None:
+    def count_closed(conn: Connection, error: BaseException | None) -> None:
         with _log.lock:
             _log.closed[type(error).__name__] += 1
         closed(conn, error)
 
-    agent.inbox.closed = take_note  # type: ignore[method-assign]
+    agent.inbox.closed = count_closed  # type: ignore[method-assign]
     return agent
 
 
 @contextlib.contextmanager
 def _service(**given: Any) -> Iterator[tuple[WorkerRecord, Agent]]:
-    """Run the agent that is called; give its record as others know it."""
+    """Run the called agent; yield its record and the agent."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     address = listener.getsockname()
     agent = _agent("service", listener, address, {}, **(_SEALED | given))
@@ -123,7 +123,7 @@ def _service(**given: Any) -> Iterator[tuple[WorkerRecord, Agent]]:
 
 @contextlib.contextmanager
 def _client(number: int, service: WorkerRecord, address: str, **given: Any) -> Iterator[Agent]:
-    """Run an agent that knows the service at another address than its own."""
+    """Run an agent that reaches the service at another address, that of a proxy."""
     host, _, port = address.rpartition(":")
     there = replace(service, tcp=((host, int(port)),))
     listener = socket.create_server(("127.0.0.1", 0))
@@ -136,12 +136,12 @@ def _client(number: int, service: WorkerRecord, address: str, **given: Any) -> I
 
 
 def _talk(agent: Agent, number: int) -> int:
-    """Call until something goes wrong; return how many calls were answered."""
+    """Call until an error; return the number of answered calls."""
     for turn in range(_CALLS):
         seed = (number * _CALLS + turn) * 2
         try:
             got = agent.ask(agent.peer("service"), _swap, (seed, _value(seed)), {}, 1.0)
-        except RpcError as error:  # and nothing else: that ends the test
+        except RpcError as error:  # any other error fails the test
             with _log.lock:
                 _log.ends[type(error).__name__] += 1
             return turn
@@ -155,8 +155,8 @@ def _talk(agent: Agent, number: int) -> int:
 
 @pytest.mark.limit(1800 if NIGHTLY else 60)
 @pytest.mark.prints(r"the connection to (client\d+|service) was closed: ")
-def test_no_flipped_bit_gives_another_value() -> None:
-    """Numbers, bytes and tensors, both ways, with one bit in some thousands flipped, from anywhere behind the handshake."""
+def test_a_flipped_bit_never_changes_a_value() -> None:
+    """Numbers, bytes and tensors in both directions, with one in some thousand bits flipped after the handshake."""
     global _log
     _log = _Log()
     begun, flips, attempts, answered = time.monotonic(), 0, 0, 0
@@ -190,23 +190,23 @@ def test_no_flipped_bit_gives_another_value() -> None:
     )
     assert not _log.wrong
     assert max(_log.runs.values()) == 1
-    assert answered > attempts // 4  # and it was worth while
+    assert answered > attempts // 4  # enough calls were made for a meaningful test
     assert _log.closed["ProtocolError"] > 0
     assert sum(_log.ends.values()) > _log.ends["value"]
 
 
-# -- somebody between who means harm ---------------------------------------------------------------------
+# -- an attacker between the workers ---------------------------------------------------------------------
 
 _Change = Callable[[bytes], list[bytes]]
 
 
-class _Between:
-    """A relay that knows where frames begin and end, and does something to requests of the first connection.
+class _Attacker:
+    """A relay that parses frames, and changes requests of the first connection.
 
     Args:
-        to: where the service listens.
-        sealed: whether the two will seal their frames.
-        change: is given each request in turn, and gives what is sent instead.
+        to: the address of the service.
+        sealed: whether the workers seal their frames.
+        change: called with each request; returns the bytes that are sent instead.
     """
 
     def __init__(self, to: tuple[str, int], sealed: bool, change: _Change) -> None:
@@ -218,7 +218,7 @@ class _Between:
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
-    def __enter__(self) -> _Between:
+    def __enter__(self) -> _Attacker:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -278,21 +278,21 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return data
 
 
-_heard: list[int] = []
+_executed_calls: list[int] = []
 
 
-def _hear(number: int) -> int:
-    _heard.append(number)
+def _square(number: int) -> int:
+    _executed_calls.append(number)
     return number * number
 
 
 def _ask(client: Agent, timeout: float, answered: list[int]) -> None:
     for number in range(1, 1000):
-        answered.append(client.ask(client.peer("service"), _hear, (number,), {}, timeout))
+        answered.append(client.ask(client.peer("service"), _square, (number,), {}, timeout))
 
 
 class _Attacks:
-    """What is done to the second request of three; each gives what is sent for it and for those that follow."""
+    """Changes of the second request; each method returns the bytes that are sent instead of a request."""
 
     def __init__(self) -> None:
         self.seen: list[bytes] = []
@@ -308,13 +308,13 @@ class _Attacks:
         return self._second(unit, lambda: [unit[:-20] + bytes([unit[-20] ^ 1]) + unit[-19:]])
 
     def forged(self, unit: bytes) -> list[bytes]:
-        """One more call of the same, under another number."""
+        """Send the same call again under another id."""
         fields = list(PREFIX.unpack_from(unit))
         fields[5] += 1000
         return self._second(unit, lambda: [unit, PREFIX.pack(*fields) + unit[PREFIX_SIZE:]])
 
     def made_huge(self, unit: bytes) -> list[bytes]:
-        """Two megabytes more are announced than come."""
+        """Announce two megabytes more than are sent."""
         return self._second(unit, lambda: [unit[:2] + bytes([unit[2] ^ 0x20]) + unit[3:]])
 
 
@@ -325,14 +325,14 @@ _ATTACKS = [name for name in vars(_Attacks) if not name.startswith("_")]
 @pytest.mark.prints(
     "the connection to (client0|service) was closed: a frame does not carry the seal of its sender"
 )
-def test_nobody_between_can_do_anything_but_end_it(attack: str) -> None:
+def test_an_attacker_can_only_end_a_sealed_connection(attack: str) -> None:
     global _log
     _log = _Log()
-    _heard.clear()
+    _executed_calls.clear()
     change = getattr(_Attacks(), attack)
     with (
         _service(**_PATIENT) as (service, _),
-        _Between(service.tcp[0], True, change) as between,
+        _Attacker(service.tcp[0], True, change) as between,
         _client(0, service, between.address, **_PATIENT) as client,
     ):
         answered: list[int] = []
@@ -340,27 +340,27 @@ def test_nobody_between_can_do_anything_but_end_it(attack: str) -> None:
             _ask(client, float("inf"), answered)
     assert answered[:1] == [1]
     assert answered == [number * number for number in range(1, len(answered) + 1)]
-    assert _heard == list(range(1, len(_heard) + 1))  # each once, in order, and no other
+    assert _executed_calls == list(range(1, len(_executed_calls) + 1))  # each call once, in order
     assert _log.closed["ProtocolError"] == 1
 
 
 def test_without_seals_a_forged_call_is_executed() -> None:
-    """What seals are for; and that these attacks are some."""
-    _heard.clear()
+    """Proves that the attack is effective."""
+    _executed_calls.clear()
     with (
         _service(frame_integrity=False, **_PATIENT) as (service, _),
-        _Between(service.tcp[0], False, _Attacks().forged) as between,
+        _Attacker(service.tcp[0], False, _Attacks().forged) as between,
         _client(0, service, between.address, frame_integrity=False, **_PATIENT) as client,
     ):
         for number in range(1, 30):
-            client.ask(client.peer("service"), _hear, (number,), {}, 30.0)
-    assert _heard.count(2) == 2
+            client.ask(client.peer("service"), _square, (number,), {}, 30.0)
+    assert _executed_calls.count(2) == 2
 
 
 @pytest.mark.parametrize("wants", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("number", [0, 1])
-def test_going_without_seals_cannot_be_forced(wants: tuple[bool, bool], number: int) -> None:
-    """Whoever is between says that nobody wants them, or that somebody does."""
+def test_an_attacker_cannot_switch_seals_off_in_the_handshake(wants: tuple[bool, bool], number: int) -> None:
+    """The attacker flips the flag by which a side requests seals."""
     one = Dialler(name="one", incarnation=new_incarnation(), key=KEY.reveal(), seals=wants[0])
     other = Acceptor(name="other", incarnation=new_incarnation(), key=KEY.reveal(), seals=wants[1])
     changed = 0

@@ -1,4 +1,4 @@
-"""Strangers in large numbers, or slow, or wrong: members are served as ever, and places and answers are few."""
+"""Many, slow or failing strangers: members are still served, and the strangers get limited places and answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _works(caller: Agent, callee: Agent) -> bool:
 
 
 def _shakes_hands(sock: socket.socket, side: Dialler) -> bool:
-    """Shake hands as a member; say whether that was possible."""
+    """Do the handshake of a member; return whether it succeeded."""
     data = side.start()
     with contextlib.suppress(ConnectionError):
         while not side.done:
@@ -39,7 +39,7 @@ def _shakes_hands(sock: socket.socket, side: Dialler) -> bool:
 
 
 def _comes_in(agent: Agent, source: str = "127.0.0.1") -> socket.socket:
-    """Shake hands as a member that tries again when it has lost its place; fail after many tries."""
+    """Do the handshake of a member, and retry when it was pushed out; fail after 200 attempts."""
     for _ in range(200):
         sock = knock(agent, source)
         if _shakes_hands(sock, dialler(agent)):
@@ -49,7 +49,7 @@ def _comes_in(agent: Agent, source: str = "127.0.0.1") -> socket.socket:
 
 
 def _places(agent: Agent, count: int) -> None:
-    """Wait until so many guests have a place."""
+    """Wait until this number of unauthenticated peers has a place."""
     end = time.monotonic() + 20.0
     while len(agent.connector.admission) != count and time.monotonic() < end:
         threading.Event().wait(0.002)
@@ -58,7 +58,7 @@ def _places(agent: Agent, count: int) -> None:
 
 @pytest.fixture
 def strangers() -> Iterator[list[socket.socket]]:
-    """Sockets to be closed at the end."""
+    """Sockets that are closed at the end."""
     made: list[socket.socket] = []
     yield made
     for sock in made:
@@ -66,7 +66,7 @@ def strangers() -> Iterator[list[socket.socket]]:
 
 
 @pytest.mark.parametrize("source", ["127.0.0.1", "127.0.0.9"], ids=["member's address", "other address"])
-def test_those_that_say_nothing_keep_nobody_out(strangers: list[socket.socket], source: str) -> None:
+def test_silent_strangers_keep_no_member_out(strangers: list[socket.socket], source: str) -> None:
     with tcp_agents(2, max_unauthenticated=8) as (one, other):
         for _ in range(40):
             strangers.append(knock(other, source))
@@ -75,8 +75,8 @@ def test_those_that_say_nothing_keep_nobody_out(strangers: list[socket.socket], 
         _comes_in(other).close()
 
 
-def test_those_that_speak_slowly_keep_nobody_out(strangers: list[socket.socket]) -> None:
-    """Slow-loris: a valid hello, byte for byte, and half a proof; each holds its place for as long as it can."""
+def test_slow_strangers_keep_no_member_out(strangers: list[socket.socket]) -> None:
+    """A slow-loris attack: strangers send incomplete messages, and hold their places as long as possible."""
     with tcp_agents(2, max_unauthenticated=8) as (one, other):
         for number in range(24):
             sock = knock(other)
@@ -89,7 +89,9 @@ def test_those_that_speak_slowly_keep_nobody_out(strangers: list[socket.socket])
             _comes_in(other).close()
 
 
-def test_who_has_said_hello_keeps_its_place_longer(strangers: list[socket.socket]) -> None:
+def test_a_guest_that_has_sent_hello_is_pushed_out_after_silent_guests(
+    strangers: list[socket.socket],
+) -> None:
     with tcp_agents(1, max_unauthenticated=4) as (agent,):
         polite, side = knock(agent), dialler(agent)
         polite.sendall(side.start())
@@ -103,8 +105,8 @@ def test_who_has_said_hello_keeps_its_place_longer(strangers: list[socket.socket
         reset(polite)
 
 
-def test_the_crowd_goes_first(strangers: list[socket.socket]) -> None:
-    """Guests from one address push each other out, not the only one from another."""
+def test_guests_from_a_crowded_address_are_pushed_out_first(strangers: list[socket.socket]) -> None:
+    """They push each other out, but not the only guest from another address."""
     with tcp_agents(1, max_unauthenticated=4) as (agent,):
         single = knock(agent, "127.0.0.7")
         _places(agent, 1)
@@ -119,7 +121,7 @@ def test_the_crowd_goes_first(strangers: list[socket.socket]) -> None:
         reset(single)
 
 
-def test_a_guest_has_little_time() -> None:
+def test_a_guest_is_disconnected_after_handshake_timeout() -> None:
     with tcp_agents(1, handshake_timeout=0.3) as (agent,):
         silent, slow = knock(agent), knock(agent)
         slow.sendall(dialler(agent).start()[:20])
@@ -129,7 +131,7 @@ def test_a_guest_has_little_time() -> None:
         slow.close()
 
 
-def _flood(agent: Agent, act: Callable[[socket.socket], None], stop: threading.Event, sources: int) -> int:
+def _flood(agent: Agent, action: Callable[[socket.socket], None], stop: threading.Event, sources: int) -> int:
     rng, count = random.Random(1), 0
     while not stop.is_set():
         try:
@@ -137,13 +139,13 @@ def _flood(agent: Agent, act: Callable[[socket.socket], None], stop: threading.E
         except OSError:
             continue
         with contextlib.suppress(OSError):
-            act(sock)
+            action(sock)
         reset(sock)
         count += 1
     return count
 
 
-_ACTS: dict[str, Callable[[Agent, socket.socket], None]] = {
+_ACTIONS: dict[str, Callable[[Agent, socket.socket], None]] = {
     "connects": lambda agent, sock: None,
     "garbage": lambda agent, sock: sock.sendall(bytes(range(256)) * 16),
     "hello": lambda agent, sock: sock.sendall(dialler(agent).start()),
@@ -157,17 +159,19 @@ def _prove(agent: Agent, sock: socket.socket) -> None:
     sock.sendall(side.feed(sock.recv(4096)))
 
 
-@pytest.mark.parametrize("act", _ACTS)
+@pytest.mark.parametrize("action", _ACTIONS)
 @pytest.mark.parametrize("sources", [1, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.prints(
     "these bytes are not an actorrpc handshake",
     "'stranger' did not prove to worker 'a1' that it holds the group's key",
 )
-def test_a_flood_keeps_no_member_out(act: str, sources: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Connections as fast as they can be made: a member is served meanwhile, and new ones come in."""
+def test_a_flood_of_connections_keeps_no_member_out(
+    action: str, sources: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Strangers connect as fast as possible; members are served, and new members are admitted meanwhile."""
     stop, counts = threading.Event(), []
     with tcp_agents(2, max_unauthenticated=16) as (one, other):
-        run = lambda: counts.append(_flood(other, lambda sock: _ACTS[act](other, sock), stop, sources))  # noqa: E731
+        run = lambda: counts.append(_flood(other, lambda sock: _ACTIONS[action](other, sock), stop, sources))  # noqa: E731
         threads = [threading.Thread(target=run) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -181,7 +185,7 @@ def test_a_flood_keeps_no_member_out(act: str, sources: int, caplog: pytest.LogC
                 thread.join()
         assert _works(one, other)
     assert sum(counts) > 20
-    # Words are few, too: one at once, and one for all others of the minute, or at the end.
+    # Few log lines as well: one line at once, and one line for all others of the minute, or at the end.
     assert len([record for record in caplog.records if "refused" in record.getMessage()]) <= 2
 
 
@@ -189,7 +193,7 @@ def test_a_flood_keeps_no_member_out(act: str, sources: int, caplog: pytest.LogC
 
 
 def _fail(agent: Agent, source: str = "127.0.0.1") -> tuple[socket.socket, Dialler]:
-    """Fail to prove the key."""
+    """Do a handshake with a wrong key."""
     sock = knock(agent, source)
     side = dialler(agent, WRONG)
     sock.sendall(side.start())
@@ -197,26 +201,26 @@ def _fail(agent: Agent, source: str = "127.0.0.1") -> tuple[socket.socket, Diall
     return sock, side
 
 
-def _is_told(sock: socket.socket, side: Dialler) -> None:
+def _assert_answered(sock: socket.socket, side: Dialler) -> None:
     with pytest.raises(AuthenticationError, match="key"):
         side.feed(sock.recv(4096))
     sock.close()
 
 
 @pytest.mark.prints("'stranger' did not prove to worker 'a1' that it holds the group's key")
-def test_failures_are_answered_at_a_rate() -> None:
-    """The fourth failure within a second learns nothing; a member of the same address comes in all the same."""
+def test_failed_handshakes_are_answered_at_a_limited_rate() -> None:
+    """The fourth failure within a second gets no answer; a member at the same address is still admitted."""
     with testing.VirtualTime() as clock, tcp_agents(2) as (one, other):
         for _ in range(FAILURES_PER_S):
-            _is_told(*_fail(other))
+            _assert_answered(*_fail(other))
         unanswered = [_fail(other)[0] for _ in range(3)]
         clock.settle()
-        _places(other, 3)  # they hold their places, and know no more
+        _places(other, 3)  # they keep their places, without an answer
         assert _works(one, other)
         _comes_in(other).close()
-        _is_told(*_fail(other, "127.0.0.5"))
+        _assert_answered(*_fail(other, "127.0.0.5"))
         clock.advance(1.1)
-        _is_told(*_fail(other))
+        _assert_answered(*_fail(other))
         for sock in unanswered:
             sock.setblocking(False)
             with pytest.raises(BlockingIOError):
@@ -225,7 +229,7 @@ def test_failures_are_answered_at_a_rate() -> None:
 
 
 @pytest.mark.prints("these bytes are not an actorrpc handshake")
-def test_what_is_remembered_of_failures_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_failed_handshakes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(acceptor, "_MAX_ADDRESSES", 8)
     with tcp_agents(1) as (agent,):
         for number in range(1, 20):

@@ -1,5 +1,5 @@
-"""Bytes that nobody should send: before the key is proved they reach no unpickler and cost next to nothing; after it
-they give typed errors, and the end of the connection that they came over."""
+"""Fuzzing. Before authentication, no input reaches an unpickler or allocates much memory. Afterwards, invalid input
+gives typed errors and closes its connection."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _INPUTS = 1_000_000 if _NIGHTLY else 10_000
 _OVER_SOCKETS = 20_000 if _NIGHTLY else 1_000
 _AFTERWARDS = 20_000 if _NIGHTLY else 1_500
 _GUIDED = 100_000 if _NIGHTLY else 5_000
-_MOST = 64 << 10  # bytes that an input may make us allocate before authentication
+_MOST = 64 << 10  # bytes that an input may allocate before authentication
 _ACCEPTOR, _DIALLER = "a" * 32, "d" * 32
 
 nightly = pytest.mark.limit(3600 if _NIGHTLY else 60)
@@ -49,7 +49,7 @@ nightly = pytest.mark.limit(3600 if _NIGHTLY else 60)
 
 @pytest.fixture
 def no_unpickling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Make every way to open a message fail, and note that it was tried."""
+    """Make every function that decodes messages fail, and record that it was called."""
     tried: list[str] = []
 
     def refuse(name: str) -> Callable[..., Any]:
@@ -81,7 +81,7 @@ def _sides(insecure: bool = False) -> tuple[Dialler, Acceptor]:
 
 
 def _old_messages() -> list[bytes]:
-    """Messages of handshakes that are over: to be replayed, reflected and mixed in."""
+    """Return messages of finished handshakes, for replaying, reflecting and mixing."""
     found: list[bytes] = []
     for _ in range(4):
         one, other = _sides()
@@ -93,7 +93,7 @@ def _old_messages() -> list[bytes]:
 
 
 def _attack(rng: random.Random, old: list[bytes], change: Callable[[bytes], bytes]) -> tuple[Any, bool]:
-    """Let one of the sides, at one of its stages, be fed bytes that were changed; return it, and whether they were."""
+    """Feed changed bytes to a random side at a random stage; return the side, and whether it may have been completed rightly."""
     one, other = _sides()
     hello = one.start()
     stage = rng.randrange(4)
@@ -107,16 +107,16 @@ def _attack(rng: random.Random, old: list[bytes], change: Callable[[bytes], byte
     else:
         victim, honest = one, other.feed(one.feed(other.feed(hello)))
     sent = change(rng.choice(old) if rng.random() < 0.1 else honest)
-    with contextlib.suppress(ProtocolError, LimitError):  # the latter: it is told that the other has no place
+    with contextlib.suppress(ProtocolError, LimitError):  # LimitError: a replayed refusal of a busy acceptor
         for piece in cut(rng, sent):
             victim.feed(piece)
-    # What follows the last message belongs to what comes next.
+    # Bytes after the last message belong to the next protocol layer.
     return victim, stage >= 2 and sent.startswith(honest)
 
 
 @nightly
-def test_no_input_gets_past_the_handshake(no_unpickling: list[str]) -> None:
-    """Changed, cut, replayed and reflected messages, at each stage of both sides."""
+def test_no_fuzzed_input_completes_a_handshake(no_unpickling: list[str]) -> None:
+    """Changed, cut, replayed and reflected messages at each stage of both sides."""
     rng = random.Random(int(os.environ.get("ACTORRPC_FUZZ_SEED", "1")))
     old = _old_messages()
     largest = passed = 0
@@ -133,11 +133,10 @@ def test_no_input_gets_past_the_handshake(no_unpickling: list[str]) -> None:
     finally:
         tracemalloc.stop()
     assert largest < _MOST, largest
-    assert passed < _INPUTS / 20  # changes that change nothing, or come behind a WELCOME
+    assert passed < _INPUTS / 20  # changes without effect, or after a WELCOME
 
 
-def test_the_fuzzer_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the comparison of proofs broken, inputs do get past."""
+def test_the_fuzzer_detects_a_handshake_that_does_not_check_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake.hmac, "compare_digest", lambda one, other: True)
     rng = random.Random(2)
     old = _old_messages()
@@ -146,12 +145,12 @@ def test_the_fuzzer_would_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @nightly
-def test_a_guided_fuzzer_finds_no_way_either(
+def test_no_input_of_a_coverage_guided_fuzzer_completes_a_handshake(
     no_unpickling: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Inputs that reach new steps of the handshake are kept and changed further."""
+    """Inputs that reach new lines of the handshake are changed further."""
     rng = random.Random(3)
-    # With nonces that differ from run to run, how far 5 000 inputs get would differ, too.
+    # Random nonces would make the coverage of the inputs differ from run to run.
     monkeypatch.setattr(handshake, "secrets", SimpleNamespace(token_bytes=rng.randbytes))
     guide, through = Guide(handshake.__file__), []
     corpus = _old_messages()
@@ -170,7 +169,7 @@ def test_a_guided_fuzzer_finds_no_way_either(
         if guide.finds(run) and len(corpus) < 2_000:
             corpus.append(sent[0])
     assert not through
-    # It goes everywhere: each line that says that something is wrong has been reached.
+    # Nearly all lines that report an error have been reached.
     with open(handshake.__file__, encoding="utf-8") as file:
         source = file.read().splitlines()
     errors = {number for number, line in enumerate(source, 1) if "self._fail(" in line}
@@ -180,9 +179,9 @@ def test_a_guided_fuzzer_finds_no_way_either(
 # -- over sockets, before authentication -----------------------------------------------------------------
 
 
-def _say(agent: Agent, rng: random.Random, old: list[bytes]) -> None:
-    """Say hello or not, then something else; listen to the end."""
-    # From everywhere, as one address would soon get no answers.
+def _send_junk(agent: Agent, rng: random.Random, old: list[bytes]) -> None:
+    """Send a changed HELLO, or a HELLO and a changed proof; read until the end."""
+    # From random addresses, because a single address would soon get no answers.
     source = ".".join(str(rng.randrange(1, 255)) for _ in range(3))
     sock = knock(agent, f"127.{source}", timeout=10.0)
     try:
@@ -204,7 +203,9 @@ def _say(agent: Agent, rng: random.Random, old: list[bytes]) -> None:
 @pytest.mark.slow
 @nightly
 @pytest.mark.prints(r"a connection from 127\.\d+\.\d+\.\d+ was refused: ")
-def test_strangers_over_sockets(no_unpickling: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_over_sockets_are_refused_without_unpickling(
+    no_unpickling: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng, old = random.Random(4), _old_messages()
     raised: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
@@ -217,25 +218,27 @@ def test_strangers_over_sockets(no_unpickling: list[str], monkeypatch: pytest.Mo
             entered.add(self)
             return feed(self, data)
 
-        def looked_at(self: Acceptor) -> Any:  # of who has come in
+        def looked_at(self: Acceptor) -> Any:  # called for admitted peers
             admitted.append(self)
             return result.__get__(self)
 
         monkeypatch.setattr(Acceptor, "feed", fed)
         monkeypatch.setattr(Acceptor, "result", property(looked_at))
-        # A few threads: the agent serves them side by side.
+        # Several threads, which the agent serves concurrently.
         count = _OVER_SOCKETS // 4
         seeds = [random.Random(rng.random()) for _ in range(4)]
         threads = [
-            threading.Thread(target=lambda own: [_say(agent, own, old) for _ in range(count)], args=(each,))
+            threading.Thread(
+                target=lambda own: [_send_junk(agent, own, old) for _ in range(count)], args=(each,)
+            )
             for each in seeds
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(entered) > 0.9 * 4 * count  # the others have said nothing
-        # Changes that change nothing exist; each of these has proved the key.
+        assert len(entered) > 0.9 * 4 * count  # the others sent no bytes
+        # Some changes have no effect; each admitted peer has proved the key.
         assert len(set(admitted)) < _OVER_SOCKETS / 20
         assert all(acceptor.done for acceptor in admitted)
         until(lambda: not agent.connector.connections())
@@ -243,11 +246,11 @@ def test_strangers_over_sockets(no_unpickling: list[str], monkeypatch: pytest.Mo
     assert not no_unpickling
 
 
-# -- afterwards: peers that have the key -------------------------------------------------------------------
+# -- after authentication ----------------------------------------------------------------------------------
 
 
 def _frames_of(rng: random.Random) -> list[bytes]:
-    """Frames of each kind that make sense, or nearly."""
+    """Return valid and nearly valid frames of each kind."""
     body = codec.dumps((service.add, (1, [2, {"x": torch.ones(2)}]), {}))
     plain = pickle.dumps((service.add, (1, 2), {}), 5)
     data = codec.dumps((service.add, (1, [2, {"x": torch.ones(2)}]), {}), remote_main=None)
@@ -316,10 +319,11 @@ def _frames_of(rng: random.Random) -> list[bytes]:
     r"(request|message) \d+ of 's\d+' came twice",
     r"a cast of 's\d+' failed here",
 )
-def test_frames_of_a_peer_that_has_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames that are wrong in any way: typed errors, or the end of their connection; the worker serves on."""
+def test_fuzzed_frames_of_an_authenticated_peer_never_harm_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rng = random.Random(5)
-    ends: list[tuple[type, str]] = []  # no errors: those hold on to their connections
+    ends: list[tuple[type, str]] = []  # not the errors, which keep their connections alive
     with agents(2, key=KEY, data_only=True) as pair:
         agent = pair[0]
         closed = agent.inbox.closed
@@ -355,8 +359,8 @@ def test_frames_of_a_peer_that_has_the_key(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @nightly
-def test_a_frame_reader_gives_frames_or_protocol_errors() -> None:
-    """The state machine alone, and guided: changed streams of frames, in pieces."""
+def test_fuzzed_bytes_make_a_frame_reader_return_frames_or_raise_protocol_error() -> None:
+    """With coverage guidance: changed streams of frames, in pieces."""
     rng = random.Random(6)
     guide = Guide(frames.__file__)
     corpus = _frames_of(rng)

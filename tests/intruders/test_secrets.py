@@ -1,5 +1,5 @@
-"""The key is nowhere to be read: not in what workers log, raise, show, pickle or dump, nor in what the system shows
-of their processes."""
+"""The key occurs in no log, error, repr, pickle or stack dump of workers, and in no command line or environment of a
+process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TEXT = "the-secret-of-this-test-0451"
 
 
 def _forms(text: str = _TEXT) -> list[bytes]:
-    """A key, and what is made of it, in the ways in which it could be written."""
+    """Return the encodings in which a key, and its hashes, could be written."""
     key = Key.from_text(text).reveal()
     found = []
     for raw in (text.encode(), key, hashlib.sha256(text.encode()).digest()):
@@ -49,11 +49,11 @@ def _shows(data: bytes | str, forms: list[bytes]) -> list[bytes]:
     return [form for form in forms if form in raw]
 
 
-def _hidden(data: bytes | str, text: str = _TEXT) -> None:
+def _assert_hidden(data: bytes | str, text: str = _TEXT) -> None:
     assert not _shows(data, _forms(text))
 
 
-def test_the_search_finds_what_there_is() -> None:
+def test_the_search_detects_a_shown_key() -> None:
     key = Key.from_text(_TEXT)
     for shown in (
         _TEXT,
@@ -68,7 +68,7 @@ def test_the_search_finds_what_there_is() -> None:
 # -- objects ----------------------------------------------------------------------------------------
 
 
-def test_objects_that_hold_the_key_do_not_show_it() -> None:
+def test_repr_and_str_of_objects_that_hold_the_key_do_not_show_it() -> None:
     key = Key.from_text(_TEXT)
     options = rpc.TensorPipeRpcBackendOptions(key=_TEXT)
     session = Session(
@@ -92,26 +92,26 @@ def test_objects_that_hold_the_key_do_not_show_it() -> None:
             {"key": key},
         ):
             for show in (repr, str, lambda value: f"{value}"):
-                _hidden(show(each))
+                _assert_hidden(show(each))
 
 
 @pytest.mark.parametrize("dump", [pickle.dumps, cloudpickle.dumps, codec.dumps, copy.deepcopy])
-def test_it_does_not_travel(dump: Callable[[Any], Any]) -> None:
+def test_the_key_cannot_be_pickled_or_sent(dump: Callable[[Any], Any]) -> None:
     for holder in (Key.from_text(_TEXT), rpc.RpcBackendOptions(key=_TEXT)):
         try:
             dumped = dump(holder)
         except (TypeError, SerializationError) as error:
-            _hidden(str(error))
+            _assert_hidden(str(error))
             continue
         assert dump is copy.deepcopy
-        _hidden(repr(dumped))
+        _assert_hidden(repr(dumped))
 
 
 # -- errors ------------------------------------------------------------------------------------------
 
 
 def _reports(error: BaseException) -> str:
-    """What debuggers and crash reporters would show: the traceback with all variables, but those of this file."""
+    """Return the traceback with all local variables, except those of this file, as a crash reporter would show it."""
     text = ""
     for each in (error, error.__cause__, error.__context__):
         if each is None:
@@ -130,13 +130,15 @@ def _raised(call: Callable[[], Any]) -> BaseException:
     return caught.value
 
 
-_SHORT = "short-0451-key"  # too short to be one, but somebody's
+_SHORT = "short-0451-key"  # too short, but still a secret
 
 
 @pytest.mark.parametrize(
     "given", ["option", "environment", "file", "damaged file", "both", "type", "other option"]
 )
-def test_errors_about_keys_show_none(given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_about_invalid_keys_do_not_show_them(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "key"
     text = _TEXT
     call: Callable[[], Any]
@@ -168,14 +170,14 @@ def test_errors_about_keys_show_none(given: str, tmp_path: Path, monkeypatch: py
     report = _reports(_raised(call))
     assert "Error" in report
     assert text not in report
-    _hidden(report)
+    _assert_hidden(report)
     if given == "damaged file":
         keys.remove_file(made)
 
 
 @pytest.mark.prints("'stranger' did not prove to worker 'a0'")
 def test_a_refused_handshake_shows_no_key(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither side's: not in the error, not in what the variables of its frames show, not in the log."""
+    """Neither key occurs in the error, in the variables of its frames, or in the log."""
     caplog.set_level(logging.DEBUG)
     with agents(1, key=Key.from_text(_TEXT)) as (agent,):
         stranger = Stranger(agent, key=WRONG)
@@ -184,8 +186,8 @@ def test_a_refused_handshake_shows_no_key(caplog: pytest.LogCaptureFixture) -> N
         stranger.close()
         text = _reports(error) + caplog.text
         packed = exceptions.dump(error, worker="w", dumps=codec.dumps)
-    _hidden(text)
-    _hidden(packed)
+    _assert_hidden(text)
+    _assert_hidden(packed)
     assert not _shows(text.encode(), [WRONG.reveal(), WRONG.reveal().hex().encode()])
 
 
@@ -193,7 +195,7 @@ def test_a_refused_handshake_shows_no_key(caplog: pytest.LogCaptureFixture) -> N
 
 
 def _processes() -> dict[int, bytes]:
-    """What the system shows of the processes of these tests: arguments, and all but the given variable."""
+    """Return the command line and environment of each process of these tests."""
     found = {}
     for process in processes.of_session():
         try:
@@ -217,7 +219,7 @@ def _worker(rank: int, world_size: int, store: str, given: str | None) -> list[s
     except ZeroDivisionError:
         traceback.print_exc()
     host, port = rpc.api._require().agent.peer(other).record.tcp[0]
-    with socket.create_connection((host, port)) as sock:  # somebody with nothing to say
+    with socket.create_connection((host, port)) as sock:  # a stranger without the key
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
         while sock.recv(100):
             pass
@@ -231,15 +233,15 @@ def _worker(rank: int, world_size: int, store: str, given: str | None) -> list[s
 
 
 def _output() -> bytes:
-    """What this rank has written so far, wherever that goes."""
+    """Return the output of this rank so far."""
     return b"".join(Path(os.readlink(f"/proc/self/fd/{descriptor}")).read_bytes() for descriptor in (1, 2))
 
 
 @pytest.mark.prints(
     r"^actorrpc\.errors\.RemoteTraceback:$", r"^On worker w\d:.*ZeroDivisionError.*most recent call first"
 )
-def test_a_key_that_is_given_stays_where_it_was_given(tmp_path: Path) -> None:
-    """In the program: then no process shows it, and no line that a worker writes with all logging on."""
+def test_a_key_given_in_the_program_is_in_no_output_and_no_process_listing(tmp_path: Path) -> None:
+    """Even with all logging on."""
     assert run_group(_worker, 2, f"file://{tmp_path}/store", _TEXT) == [[], []]
     outputs = [path.read_bytes() for path in tmp_path.glob("store-output-*")]
     assert len(outputs) == 2
@@ -247,13 +249,13 @@ def test_a_key_that_is_given_stays_where_it_was_given(tmp_path: Path) -> None:
         assert b"ZeroDivisionError" in output
         assert b"refused" in output
         assert b"most recent call first" in output
-        _hidden(output)
-    _hidden(b"".join(path.read_bytes() for path in tmp_path.glob("store")))
+        _assert_hidden(output)
+    _assert_hidden(b"".join(path.read_bytes() for path in tmp_path.glob("store")))
 
 
 class _Actor:
     def shown(self, forms: list[bytes]) -> list[str]:
-        """Look at this process and all others."""
+        """Search the command lines and environments of all processes."""
         return [f"{pid}: {form!r}" for pid, data in _processes().items() for form in _shows(data, forms)]
 
     def crash(self) -> None:
@@ -264,14 +266,15 @@ class _Actor:
 
 
 @pytest.mark.limit(120)
-def test_the_key_of_a_cluster_is_shown_by_no_process(capfd: pytest.CaptureFixture[str]) -> None:
-    """It is made in the driver and reaches children through a pipe."""
+def test_the_key_of_a_cluster_is_in_no_process_listing_and_no_output(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The driver creates the key, and sends it to child processes through a pipe."""
     actorrpc.init()
     try:
         key = rpc.api._require().agent.connector._key
         forms = [key, key.hex().encode(), base64.b64encode(key).rstrip(b"="), repr(key)[2:-1].encode()]
         actor = actorrpc.remote(_Actor).remote()
-        # Spelt so that the search does not find itself in a message.
         assert actorrpc.get(actor.shown.remote(forms)) == []
         with pytest.raises(ValueError, match="crash") as caught:
             actorrpc.get(actor.crash.remote())

@@ -1,4 +1,4 @@
-"""What a worker listens on, for each address, key and switch: never beyond its host without a key, unless told so."""
+"""The addresses on which a worker listens: without a key, never beyond its host, unless ``insecure`` is set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KEY_TEXT = "a key of these starts"
 
 
 def _open(**given: Any) -> tuple[set[str], list[str]]:
-    """Open the doors of a worker; return the addresses it listens on, and "unix"."""
+    """Open the listening sockets of a worker; return the TCP addresses, and "unix" for each Unix socket."""
     own, has_key = given.pop("own", None), given.pop("has_key", False)
     doors = _Doors()
     try:
@@ -48,7 +48,7 @@ _MATRIX = list(
 
 @pytest.mark.parametrize(("bind", "transport", "has_key", "insecure", "own"), _MATRIX)
 @pytest.mark.prints(r"listening on \S+ WITHOUT a key")
-def test_the_matrix(
+def test_without_a_key_a_worker_listens_beyond_its_host_only_if_insecure(
     bind: str | None,
     transport: str,
     has_key: bool,
@@ -58,7 +58,7 @@ def test_the_matrix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = socket.getaddrinfo
-    # The address that reached the rendezvous is one of documentation: nobody has it.
+    # 192.0.2.1 is reserved for documentation, so this host cannot bind it.
     monkeypatch.setattr(
         socket,
         "getaddrinfo",
@@ -75,7 +75,7 @@ def test_the_matrix(
         return
     tcp, unix = _open(**given)
     if may_refuse:
-        assert not tcp  # the Unix socket does: nobody asked for TCP
+        assert not tcp  # only the Unix socket, because TCP was not requested
     assert bool(unix) == (transport != "tcp")
     if transport == "unix":
         assert not tcp
@@ -95,12 +95,14 @@ def test_the_matrix(
         ),
     ],
 )
-def test_what_is_loopback(host: str, inside: bool) -> None:
+def test_is_loopback_recognizes_loopback_addresses(host: str, inside: bool) -> None:
     assert group.is_loopback(host) is inside
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1.example.com", "localhost.example.com", "127.gate"])
-def test_a_name_is_what_it_stands_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_name_is_loopback_only_if_all_its_addresses_are(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def found(*addresses: str) -> Any:
         return lambda *args, **kwargs: [(socket.AF_INET, 1, 6, "", (each, 0)) for each in addresses]
 
@@ -110,7 +112,7 @@ def test_a_name_is_what_it_stands_for(name: str, monkeypatch: pytest.MonkeyPatch
     assert not group.is_loopback(name)
 
 
-def test_a_name_that_nobody_knows_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresolvable_bind_name_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise socket.gaierror(-2, "unknown")
 
@@ -146,21 +148,20 @@ def _starts(tmp_path: Path, count: int = 2, env: dict[str, str] | None = None, *
 
 
 @pytest.mark.slow
-def test_nothing_given(tmp_path: Path) -> None:
-    """One host: Unix sockets, and a key that was made for the group."""
+def test_without_options_a_group_on_one_host_uses_unix_sockets_and_its_own_key(tmp_path: Path) -> None:
     for found in _starts(tmp_path):
         assert found == {"keyless": False, "tcp": [], "sum": (3, 1)}
     assert not [path for path in Path(keys.runtime_directory()).iterdir() if path.suffix == ".key"]
 
 
-def test_a_key_of_the_environment_opens_the_door(tmp_path: Path) -> None:
+def test_with_actorrpc_key_a_worker_may_listen_on_all_addresses(tmp_path: Path) -> None:
     for found in _starts(tmp_path, env={"ACTORRPC_KEY": _KEY_TEXT, "ACTORRPC_BIND": "0.0.0.0"}):
         assert not found["keyless"]
         assert len(found["tcp"]) == 1
 
 
 @pytest.mark.slow
-def test_a_key_of_a_file(tmp_path: Path) -> None:
+def test_with_actorrpc_key_file_a_worker_may_listen_on_all_addresses(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(_KEY_TEXT)
     file.chmod(0o600)
@@ -170,12 +171,14 @@ def test_a_key_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [{"bind": "0.0.0.0"}, {"bind": "::", "transport": "tcp"}])
-def test_no_key_and_an_open_door_do_not_start(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_init_rpc_refuses_to_listen_on_all_addresses_without_a_key(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
     with pytest.raises(GroupError, match=r"ConfigError: this worker would listen on"):
         _starts(tmp_path, 1, **given)
 
 
-def test_a_file_that_others_may_read_does_not_start(tmp_path: Path) -> None:
+def test_init_rpc_refuses_a_key_file_that_others_may_read(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(_KEY_TEXT)
     file.chmod(0o644)
@@ -184,7 +187,7 @@ def test_a_file_that_others_may_read_does_not_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.prints(r"listening on 0\.0\.0\.0 WITHOUT a key")
-def test_insecure_has_to_be_said(tmp_path: Path) -> None:
+def test_insecure_allows_listening_on_all_addresses_without_a_key(tmp_path: Path) -> None:
     for found in _starts(tmp_path, insecure=True, bind="0.0.0.0"):
         assert found["keyless"]
         assert len(found["tcp"]) == 1

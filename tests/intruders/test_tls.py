@@ -1,4 +1,4 @@
-"""Strangers at a door that speaks TLS, and between two workers: who has no certificate of the CA, and who has one."""
+"""Attackers against TLS: strangers at a worker, and relays between workers, with and without a certificate of the CA."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _workers(
     keys: tuple[Key, ...] = (),
     through: Callable[[_Address], _Address] = lambda address: address,
 ) -> Iterator[list[Agent]]:
-    """Run agents over TCP with settings of their own; others reach them ``through`` an address that is made of theirs."""
+    """Run agents over TCP with separate settings. ``through`` maps the address of each agent to the announced address."""
     records: dict[str | int, WorkerRecord] = {}
     with contextlib.ExitStack() as stack:
         made: list[Agent] = []
@@ -69,10 +69,10 @@ def _address(agent: Agent) -> str:
     return f"{host}:{port}"
 
 
-# -- who may come in ----------------------------------------------------------------------------------------
+# -- certificates -------------------------------------------------------------------------------------------
 
 
-def test_each_may_have_a_certificate_of_its_own(tmp_path: Path) -> None:
+def test_workers_may_have_different_certificates_of_the_same_ca(tmp_path: Path) -> None:
     own = temporary_certificates(tmp_path, name="another", authority=files())
     with _workers(files().options, own.options) as (a0, a1):
         assert _add(a0) == 3
@@ -80,7 +80,7 @@ def test_each_may_have_a_certificate_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.prints("'a0' did not prove to worker 'a1' that it holds the group's key")
-def test_the_key_is_needed_all_the_same() -> None:
+def test_a_valid_certificate_does_not_replace_the_key() -> None:
     with (
         _workers(files().options, files().options, keys=(WRONG, KEY)) as (a0, _),
         pytest.raises(AuthenticationError, match="ACTORRPC_KEY"),
@@ -89,7 +89,7 @@ def test_the_key_is_needed_all_the_same() -> None:
 
 
 @pytest.mark.prints("refuses the certificate of this worker, or shows none: .*unknown ca")
-def test_of_another_ca_is_refused_by_who_dials() -> None:
+def test_the_dialling_worker_refuses_a_certificate_of_another_ca() -> None:
     with _workers(files().options, foreign().options) as (a0, a1):
         with pytest.raises(AuthenticationError, match="certificate of worker 'a1'") as caught:
             _add(a0)
@@ -98,7 +98,7 @@ def test_of_another_ca_is_refused_by_who_dials() -> None:
 
 
 def _lenient(tmp_path: Path, certificates: Certificates) -> dict[str, str]:
-    """Return options of somebody who shows these certificates and believes everybody in the test."""
+    """Return options of a worker that shows these certificates and trusts both CAs."""
     both = tmp_path / "both.pem"
     both.write_bytes(Path(files().ca).read_bytes() + Path(foreign().ca).read_bytes())
     return {**certificates.options, "tls_ca": str(both)}
@@ -107,7 +107,7 @@ def _lenient(tmp_path: Path, certificates: Certificates) -> dict[str, str]:
 @pytest.mark.prints(
     r"certificate of the process that connected from 127\.0\.0\.1 is refused: self.signed certificate"
 )
-def test_of_another_ca_is_refused_by_who_is_dialled(tmp_path: Path) -> None:
+def test_the_dialled_worker_refuses_a_certificate_of_another_ca(tmp_path: Path) -> None:
     with _workers(_lenient(tmp_path, foreign()), files().options, files().options) as (a0, a1, a2):
         for _ in range(3):
             with pytest.raises(
@@ -122,9 +122,9 @@ def test_of_another_ca_is_refused_by_who_is_dialled(tmp_path: Path) -> None:
     "is refused: certificate has expired; renew it",
     "refuses the certificate of this worker, or shows none: .*certificate expired",
 )
-@pytest.mark.slow  # for as long as the certificate is valid
-def test_expired_is_refused(tmp_path: Path) -> None:
-    """Also of a worker that began in time."""
+@pytest.mark.slow  # waits until the certificate expires
+def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
+    """Also the certificate of a worker that started before it expired."""
     end = time.time() + 8
     expired = temporary_certificates(tmp_path, name="expired", days=6 / 86_400, authority=files())
     with _workers(expired.options, files().options) as (a0, a1):
@@ -141,8 +141,8 @@ def test_expired_is_refused(tmp_path: Path) -> None:
     "it does not speak TLS, and this worker speaks nothing else",
     "it speaks TLS, and this worker has no certificates",
 )
-def test_plain_does_not_meet_tls_and_neither_goes_on_without() -> None:
-    """No downgrade: each says what to do, and where."""
+def test_plain_and_tls_workers_refuse_each_other_without_a_downgrade() -> None:
+    """Each error says which setting is missing, and names the address of the peer."""
     with _workers(_PLAIN, files().options) as (plain, secure):
         with pytest.raises(ProtocolError, match=r"speaks nothing else: set ACTORRPC_TLS_CERT") as caught:
             _add(plain)
@@ -169,14 +169,14 @@ def _client(version: ssl.TLSVersion, certificates: Certificates | None = None) -
 
 
 def _try(agent: Agent, context: ssl.SSLContext) -> bytes:
-    """Speak TLS with an agent, say hello, and read until it closes."""
+    """Connect to an agent with TLS, send the first bytes of a HELLO, and read until the agent closes."""
     with knock(agent) as plain, context.wrap_socket(plain) as sock:
         sock.sendall(b"aRPC")
         return until(sock)
 
 
 @pytest.mark.prints("or shows none: peer did not return a certificate")
-def test_no_certificate_is_refused() -> None:
+def test_a_client_without_a_certificate_is_refused() -> None:
     with _workers(files().options, files().options) as (a0, a1):
         with pytest.raises(ssl.SSLError, match=r"(?i)certificate.required"):
             _try(a1, _client(ssl.TLSVersion.TLSv1_3))
@@ -185,7 +185,7 @@ def test_no_certificate_is_refused() -> None:
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_1, ssl.TLSVersion.TLSv1_2])
 @pytest.mark.prints("this worker speak no common version of TLS")
-def test_old_versions_are_refused(version: ssl.TLSVersion) -> None:
+def test_tls_versions_below_the_minimum_are_refused(version: ssl.TLSVersion) -> None:
     with _workers(files().options, files().options | {"tls_min_version": "1.2"}) as (a0, a1):
         with pytest.raises(ssl.SSLError, match=r"(?i)protocol.version"):
             _try(a0, _client(version, files()))
@@ -199,7 +199,7 @@ def test_old_versions_are_refused(version: ssl.TLSVersion) -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"\x16\x03\x01\x40", b"\x16\x03\x01\x00\x05\x01"])
-def test_the_slow_get_their_time_and_no_more_and_no_more_places(begun: bytes) -> None:
+def test_slow_tls_handshakes_time_out_and_keep_no_member_out(begun: bytes) -> None:
     settings = {**files().options, "max_unauthenticated": 8, "handshake_timeout": 0.6}
     with _workers(files().options, settings) as (a0, a1):
         slow = [knock(a1) for _ in range(40)]
@@ -210,7 +210,7 @@ def test_the_slow_get_their_time_and_no_more_and_no_more_places(begun: bytes) ->
         assert len(a1.connector.admission) <= 8
         for sock in slow:
             sock.settimeout(30)
-            until(sock)  # each is closed
+            until(sock)  # the agent closes each connection
             reset(sock)
         assert _add(a0) == 3
 
@@ -219,7 +219,7 @@ def test_the_slow_get_their_time_and_no_more_and_no_more_places(begun: bytes) ->
     "it does not speak TLS, and this worker speaks nothing else",
     "does not speak TLS, or the TLS handshake with it failed",
 )
-def test_junk_harms_nobody() -> None:
+def test_bytes_that_are_no_tls_are_refused_and_members_still_served() -> None:
     with _workers(files().options, files().options) as (a0, a1):
         for junk in (b"GET / HTTP/1.1\r\n\r\n", b"\x16" * 4_000, b"\x80\x2e\x01\x00\x02", bytes(5_000)):
             with knock(a1) as sock:
@@ -234,7 +234,7 @@ def test_junk_harms_nobody() -> None:
 
 
 class _Relay:
-    """Stands before a worker: takes connections with ``front`` and makes them on with ``back``; keeps what passes."""
+    """A relay in front of a worker: accepts with ``front``, connects to the worker with ``back``, and records all bytes."""
 
     def __init__(self, front: Callable[[socket.socket], Any], back: Callable[[socket.socket], Any]) -> None:
         self.seen = bytearray()
@@ -298,22 +298,21 @@ _SECRET = b"".join(b"%08x" % (number * 2654435761 % 2**32) for number in range(2
 
 
 @pytest.mark.parametrize("secure", [True, False])
-def test_who_listens_hears_nothing(secure: bool) -> None:
-    """Without TLS it hears everything: so it would here."""
+def test_an_eavesdropper_reads_plaintext_only_without_tls(secure: bool) -> None:
     options = files().options if secure else _PLAIN
     with (
         _Relay(lambda sock: sock, lambda sock: sock) as relay,
         _workers(_PLAIN | options, options, through=lambda address: relay.before(address)) as (a0, _),
     ):
-        # The relay stands before a1, which came last.
+        # The relay is in front of a1, the last agent.
         assert a0.ask(a0.peer("a1"), operator.add, (_SECRET, b"!"), {}, 30.0) == _SECRET + b"!"
-        heard = bytes(relay.seen)
-    assert len(heard) > 2 * len(_SECRET)
+        recorded = bytes(relay.seen)
+    assert len(recorded) > 2 * len(_SECRET)
     pieces = [_SECRET[at : at + 8] for at in range(0, len(_SECRET), 8)]
-    assert any(piece in heard for piece in pieces) is not secure
-    for word in (b"operator", b"a0", b"aRPC\x01"):  # of pickles, of introductions, of the handshake
+    assert any(piece in recorded for piece in pieces) is not secure
+    for word in (b"operator", b"a0", b"aRPC\x01"):  # from pickles, introductions, the handshake
         if len(word) > 2:
-            assert (word in heard) is not secure
+            assert (word in recorded) is not secure
 
 
 def _stolen(certificates: Certificates) -> tuple[Any, Any]:
@@ -337,13 +336,13 @@ def _stolen(certificates: Certificates) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("whose", ["another worker's", "the workers' own", "unbound"])
 @pytest.mark.prints("'a0' did not prove to worker 'a1' that it holds the group's key")
-def test_who_ends_tls_in_between_is_found_out(
+def test_a_relay_that_terminates_tls_with_a_valid_certificate_is_detected(
     whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a certificate of the same CA, even with a stolen key of the very certificate; but not with the group's key."""
+    """It has a certificate of the same CA, or even the stolen certificate of a worker, but not the group's key."""
     own = files()
     theirs = own if whose == "the workers' own" else temporary_certificates(tmp_path, authority=own)
-    if whose == "unbound":  # what it would be like
+    if whose == "unbound":  # without channel binding, the attack succeeds
         real = TlsSocket.shake
 
         def shake(self: TlsSocket) -> bool:

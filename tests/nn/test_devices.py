@@ -1,4 +1,4 @@
-"""Remote modules on GPUs: tensors go there and come back."""
+"""Remote modules on GPUs: tensors are moved to the GPU and back."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def here() -> Iterator[None]:
         yield
 
 
-def test_inputs_follow_the_module_and_outputs_come_back() -> None:
+def test_inputs_are_moved_to_the_gpu_and_outputs_back_to_the_cpu() -> None:
     remote = RemoteModule("w0/cuda:0", things.Echo, (1,))
     assert next(remote.module_rref.local_value().parameters()).is_cuda
     tensor = torch.ones(1)
@@ -34,17 +34,17 @@ def test_inputs_follow_the_module_and_outputs_come_back() -> None:
     assert linear.device.startswith("cuda")
 
 
-def test_a_module_that_is_moved() -> None:
+def test_a_module_can_be_moved_to_a_gpu_and_back() -> None:
     remote = RemoteModule("w0", nn.Linear, (3, 2))
     other = RemoteModule.from_rref(remote.module_rref)
     assert remote.to("cuda:0").device == "cuda:0"
-    for each in (remote, other):  # which has not heard of it
+    for each in (remote, other):  # `other` was not notified of the move
         assert each(torch.ones(1, 3)).device.type == "cpu"
     assert remote.cpu().device == "cpu"
     assert other(torch.ones(1, 3)).device.type == "cpu"
 
 
-def test_gradients_come_back() -> None:
+def test_gradients_of_inputs_are_on_the_cpu_and_of_parameters_on_the_gpu() -> None:
     remote = RemoteModule("w0/cuda:0", nn.Linear, (3, 2))
     x = torch.ones(1, 3, requires_grad=True)
     with dist_autograd.context() as context:
@@ -54,6 +54,6 @@ def test_gradients_come_back() -> None:
         assert all(found[rref.local_value()].is_cuda for rref in remote.remote_parameters())
 
 
-def test_a_gpu_that_is_not_there() -> None:
+def test_a_missing_gpu_raises_an_error() -> None:
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         RemoteModule("w0/cuda:100", nn.Linear, (1, 1))(torch.ones(1, 1))

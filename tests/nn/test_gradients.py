@@ -1,4 +1,4 @@
-"""Gradients through remote modules. The same model in one process is the oracle."""
+"""Gradients through remote modules, compared with the same model in one process."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def _local(model: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("part", [things.Tied, things.build_linear, things.normed])
-def test_they_are_those_of_the_local_model(part: Any) -> None:
+def test_gradients_equal_those_of_the_local_model(part: Any) -> None:
     hybrid, local = _both(part, 3)
     x = torch.randn(4, 3)
     torch.manual_seed(1)
     local(x).square().sum().backward()
     with dist_autograd.context() as context:
-        torch.manual_seed(1)  # of dropout
+        torch.manual_seed(1)  # for dropout
         dist_autograd.backward(context, [hybrid(x).square().sum()])
         torch.testing.assert_close(_gradients(context, hybrid), _local(local))
     assert all(each.grad is None for each in hybrid.parameters())
 
 
 @pytest.mark.usefixtures("here")
-def test_async_calls_are_recorded() -> None:
+def test_gradients_flow_through_forward_async() -> None:
     hybrid, local = _both(things.build_linear, 3)
     x = torch.randn(4, 3)
     (local(x) * local(2 * x)).sum().backward()
@@ -68,7 +68,7 @@ def test_async_calls_are_recorded() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_frozen_parts_get_none() -> None:
+def test_frozen_remote_parameters_get_no_gradients() -> None:
     hybrid, local = _both(things.build_linear, 3)
     hybrid.remote.requires_grad_(False)
     x = torch.randn(4, 3)
@@ -82,7 +82,7 @@ def test_frozen_parts_get_none() -> None:
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("changes", [False, True])
-def test_full_backward_hooks_run_here(changes: bool) -> None:
+def test_full_backward_hooks_run_at_the_caller_as_in_a_local_model(changes: bool) -> None:
     hybrid, local = _both(things.build_linear, 3)
     seen: dict[str, list[Any]] = {"remote": [], "local": []}
     for name, model in (("remote", hybrid), ("local", local)):
@@ -159,6 +159,6 @@ def _train() -> None:
         torch.testing.assert_close(value, local.state_dict()[name])
 
 
-def test_a_model_over_three_workers_trains_as_a_local_one() -> None:
+def test_a_model_across_three_workers_trains_like_a_local_model() -> None:
     path = unused_path("nn-train")
     assert run_group(_trains, 3, path) == [0, 0, 0]

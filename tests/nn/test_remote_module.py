@@ -1,4 +1,4 @@
-"""RemoteModule, on a group of this process alone. Local modules are the oracle, and torch's texts."""
+"""RemoteModule in a group with only this process, compared with local modules and torch's error messages."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def here() -> Iterator[None]:
 
 
 def _value(remote: RemoteModule) -> Any:
-    """The module itself: its worker is this one."""
+    """Return the module itself, which is in this process."""
     return remote.get_module_rref().local_value()
 
 
-# -- being made ------------------------------------------------------------------------------------------------------
+# -- creation --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("here")
-def test_places() -> None:
+def test_the_place_of_a_module_may_be_a_name_rank_device_or_worker_info() -> None:
     me = rpc.get_worker_info()
     for place in ("w0", "w0/cpu", "rank:0", "rank:0/cpu", "cpu", torch.device("cpu"), me, 0):
         remote = RemoteModule(place, nn.Linear, (2, 2))
@@ -61,7 +61,7 @@ def test_places() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_what_is_made() -> None:
+def test_modules_are_created_from_classes_and_functions() -> None:
     remote = RemoteModule("w0", things.Echo, [1], {"second": 2})
     assert type(_value(remote)) is things.Echo
     assert remote.get_module_rref() is remote.module_rref
@@ -78,10 +78,10 @@ _EXPECTED = re.escape("Expect `module_cls(*args, **kwargs)` returns an instance 
 
 
 @pytest.mark.usefixtures("here")
-def test_what_is_no_module() -> None:
+def test_creating_an_object_that_is_no_module_raises() -> None:
     with pytest.raises(ValueError, match=_EXPECTED):
         RemoteModule("w0", things.NotAModule, (1,), {"second": 2})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=_EXPECTED + r".*<class 'int'>"):  # only the owner can know
+    with pytest.raises(ValueError, match=_EXPECTED + r".*<class 'int'>"):  # only noticed at the owner
         RemoteModule("w0", lambda: 3).forward()
     with pytest.raises(TypeError, match="module_cls must be a class of modules, not 3"):
         RemoteModule("w0", 3)  # type: ignore[arg-type]
@@ -91,13 +91,13 @@ def test_what_is_no_module() -> None:
         RemoteModule("w0", nn.Linear, (), [1])  # type: ignore[arg-type]
 
 
-def test_without_rpc() -> None:
+def test_creation_before_init_rpc_raises() -> None:
     with pytest.raises(NotInitializedError, match="init_rpc"):
         RemoteModule("w0", nn.Linear, (2, 2))
 
 
 @pytest.mark.usefixtures("here")
-def test_from_a_reference() -> None:
+def test_a_remote_module_can_be_created_from_an_rref() -> None:
     first = RemoteModule("w0", nn.Linear, (2, 2))
     for other in (
         RemoteModule.from_rref(first.get_module_rref()),
@@ -124,7 +124,7 @@ def test_from_a_reference() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_forward() -> None:
+def test_forward_and_forward_async_return_the_result_of_the_module() -> None:
     remote = RemoteModule("w0", things.Echo, (1,))
     tensor = torch.ones(1)
     for called in (remote(tensor, 2, word="3"), remote.forward(tensor, 2, "3")):
@@ -139,13 +139,13 @@ def test_forward() -> None:
     ] == [*range(5)]
 
 
-def test_the_time_out_is_that_of_the_group() -> None:
+def test_calls_use_the_rpc_timeout_of_the_group() -> None:
     with things.alone():
         remote = RemoteModule("w0", things.Busy, (2,))
         _value(remote)
         before = rpc.get_rpc_timeout()
         try:
-            rpc.api.set_rpc_timeout(0.05)  # one that is meant to pass
+            rpc.api.set_rpc_timeout(0.05)  # must expire
             with pytest.raises(RpcTimeoutError, match=r"Busy.forward on 'w0'") as caught:
                 remote()
             assert caught.value.maybe_executed is not False
@@ -160,16 +160,16 @@ def _later(self: Any, x: int) -> Future[int]:
 
 
 @pytest.mark.usefixtures("here")
-def test_an_async_execution_forward() -> None:
+def test_a_forward_method_with_async_execution_is_answered_by_its_future() -> None:
     made = type("Deferred", (nn.Module,), {"forward": _later, "__module__": __name__})
     assert RemoteModule("w0", made)(-3) == 3
 
 
-# -- its parameters --------------------------------------------------------------------------------------------------
+# -- parameters ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("here")
-def test_parameters() -> None:
+def test_remote_parameters_are_rrefs_to_the_parameters_of_the_module() -> None:
     remote = RemoteModule("w0", things.Tied)
     module = _value(remote)
     assert [rref.local_value() for rref in remote.remote_parameters()] == [*module.parameters()]
@@ -177,7 +177,7 @@ def test_parameters() -> None:
         a.local_value() is b for a, b in zip(remote.remote_parameters(), module.parameters(), strict=True)
     )
     assert [rref.local_value() for rref in remote.remote_parameters(recurse=False)] == [module.scale]
-    assert [*remote.named_parameters(recurse=False)] == []  # of its own it has none, here
+    assert [*remote.named_parameters(recurse=False)] == []  # the local object has no parameters
     for asked in ({}, {"prefix": "p"}, {"remove_duplicate": False}):
         found = remote.named_parameters(**asked)  # type: ignore[arg-type]
         assert [(name, id(rref.local_value())) for name, rref in found] == [
@@ -187,7 +187,7 @@ def test_parameters() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_it_lives_as_long_as_somebody_has_it() -> None:
+def test_the_module_is_freed_with_its_last_reference() -> None:
     remote = RemoteModule("w0", nn.Linear, (2, 2))
     module = weakref.ref(_value(remote))
     weight = weakref.ref(_value(remote).weight)
@@ -197,13 +197,13 @@ def test_it_lives_as_long_as_somebody_has_it() -> None:
     gc.collect()
     assert other(torch.ones(1, 2)).shape == (1, 2)
     del other
-    _gone(module)
-    assert weight() is not None  # they have references of their own
+    _wait_freed(module)
+    assert weight() is not None  # RRefs of parameters keep the parameters
     del parameters
-    _gone(weight)
+    _wait_freed(weight)
 
 
-def _gone(reference: Callable[[], object]) -> None:
+def _wait_freed(reference: Callable[[], object]) -> None:
     while reference() is not None:  # bounded by the test's limit
         gc.collect()
         rpc.rpc_sync("w0", abs, (1,))
@@ -222,7 +222,7 @@ def _same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_its_state_is_that_of_the_module() -> None:
+def test_state_dict_and_load_state_dict_equal_those_of_the_module() -> None:
     remote = RemoteModule("w0", things.Tied)
     module = _value(remote)
     remote(torch.ones(1, 3))
@@ -231,7 +231,7 @@ def test_its_state_is_that_of_the_module() -> None:
     _same(remote.state_dict(prefix="a."), module.state_dict(prefix="a."))
     assert state["first.weight"].data_ptr() == state["second.weight"].data_ptr()
     assert not any(each.requires_grad for each in state.values() if isinstance(each, torch.Tensor))
-    _same(remote.state_dict(keep_vars=True), module.state_dict())  # copies all the same
+    _same(remote.state_dict(keep_vars=True), module.state_dict())  # still copies
     state["scale"].fill_(7)
     assert module.scale.item() == 2
     other = RemoteModule("w0", things.Tied)
@@ -247,7 +247,7 @@ def test_its_state_is_that_of_the_module() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_state_that_does_not_fit() -> None:
+def test_loading_a_wrong_state_raises_torchs_errors() -> None:
     remote, local = RemoteModule("w0", things.normed, (2,)), things.normed(2)
     good = local.state_dict()
     for change in (
@@ -285,29 +285,29 @@ def _keys(load: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.usefixtures("here")
-def test_hooks_of_its_state_run() -> None:
-    remote, said = RemoteModule("w0", nn.Linear, (1, 1)), []
-    remote.register_state_dict_pre_hook(lambda *args: said.append("before saving"))
+def test_state_dict_hooks_of_the_remote_module_run() -> None:
+    remote, log = RemoteModule("w0", nn.Linear, (1, 1)), []
+    remote.register_state_dict_pre_hook(lambda *args: log.append("before saving"))
     remote.register_state_dict_post_hook(lambda _m, state, prefix, _d: state.update({prefix + "more": 1}))
     remote.register_load_state_dict_pre_hook(lambda _m, state, prefix, *rest: state.pop(prefix + "more"))
-    remote.register_load_state_dict_post_hook(lambda _m, keys: said.append(keys.missing_keys))
+    remote.register_load_state_dict_post_hook(lambda _m, keys: log.append(keys.missing_keys))
     state = Hybrid(remote, 1).state_dict()
     assert "remote.more" in state
     hybrid = Hybrid(remote, 1)
     hybrid.load_state_dict(state)
     del state["remote.bias"]
     hybrid.load_state_dict(state, strict=False)
-    assert said == ["before saving", [], ["remote.bias"]]
+    assert log == ["before saving", [], ["remote.bias"]]
 
 
-# -- as a part of a local module -------------------------------------------------------------------------------------
+# -- a remote module as a part of a local model ----------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
-def test_a_model_with_a_remote_part_is_saved_and_loaded_as_one() -> None:
+def test_a_model_with_a_remote_part_has_one_state_dict_to_save_and_load() -> None:
     hybrid = Hybrid(RemoteModule("w0", things.normed, (3,)))
-    hybrid(torch.randn(8, 3))  # the statistics have moved
+    hybrid(torch.randn(8, 3))  # changes the running statistics
     file = io.BytesIO()
     torch.save(hybrid.state_dict(), file)
     file.seek(0)
@@ -323,12 +323,12 @@ def test_a_model_with_a_remote_part_is_saved_and_loaded_as_one() -> None:
         each.eval()
     assert torch.equal(local(x), hybrid(x))
     assert torch.equal(again(x), hybrid(x))
-    again.load_state_dict(Hybrid(things.normed(3)).state_dict())  # a local model's state will do
+    again.load_state_dict(Hybrid(things.normed(3)).state_dict())  # the state of a local model
     assert not torch.equal(again(x), hybrid(x))
 
 
 @pytest.mark.usefixtures("here")
-def test_what_torch_does_with_the_model_around() -> None:
+def test_methods_of_the_surrounding_model_apply_to_the_remote_part() -> None:
     remote = RemoteModule("w0", things.normed, (3,))
     hybrid = Hybrid(remote)
     local = hybrid.local
@@ -371,7 +371,9 @@ def test_what_torch_does_with_the_model_around() -> None:
         lambda model: model.to(memory_format=torch.channels_last),
     ],
 )
-def test_conversions_of_the_model_around_reach_it(change: Callable[[nn.Module], nn.Module]) -> None:
+def test_conversions_of_the_surrounding_model_convert_the_remote_part(
+    change: Callable[[nn.Module], nn.Module],
+) -> None:
     hybrid, local = Hybrid(RemoteModule("w0", things.normed, (3,))), Hybrid(things.normed(3))
     assert change(hybrid) is hybrid
     change(local)
@@ -381,7 +383,7 @@ def test_conversions_of_the_model_around_reach_it(change: Callable[[nn.Module], 
 
 
 @pytest.mark.usefixtures("here")
-def test_the_model_around_cannot_be_copied_or_pickled() -> None:
+def test_a_model_with_a_remote_part_cannot_be_deep_copied_or_pickled() -> None:
     hybrid = Hybrid(RemoteModule("w0", nn.Linear, (3, 3)))
     with pytest.raises(RRefError, match="deepcopy would not copy the module, which is on 'w0'"):
         copy.deepcopy(hybrid)
@@ -394,11 +396,11 @@ def test_the_model_around_cannot_be_copied_or_pickled() -> None:
         hybrid.remote.__setstate__({})  # type: ignore[operator]
 
 
-# -- what changes it -------------------------------------------------------------------------------------------------
+# -- changing a module -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("here")
-def test_modes() -> None:
+def test_train_and_eval_set_the_mode_of_the_module() -> None:
     remote = RemoteModule("w0", things.Modes)
     for told in (True, False, True):
         assert remote.train(told) is remote
@@ -427,17 +429,19 @@ def test_modes() -> None:
         (lambda m: m.cpu(), torch.float32),
     ],
 )
-def test_conversions(change: Callable[[nn.Module], Any], dtype: torch.dtype) -> None:
+def test_conversions_change_the_module_in_place(
+    change: Callable[[nn.Module], Any], dtype: torch.dtype
+) -> None:
     remote = RemoteModule("w0", nn.Linear, (2, 2))
     weight = _value(remote).weight
     assert change(remote) is remote
     assert _value(remote).weight.dtype is dtype
-    assert _value(remote).weight is weight  # references to parameters stay good
+    assert _value(remote).weight is weight  # references to parameters stay valid
     assert remote.device == "cpu"
 
 
 @pytest.mark.usefixtures("here")
-def test_without_contents() -> None:
+def test_a_module_on_the_meta_device_can_be_materialized_with_to_empty() -> None:
     remote = RemoteModule("w0", nn.Linear, (2, 2))
     remote.to("meta")
     assert remote.device == "meta"
@@ -449,7 +453,7 @@ def test_without_contents() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_gradients_of_its_own_worker() -> None:
+def test_requires_grad_and_zero_grad_act_on_the_module() -> None:
     remote = RemoteModule("w0", nn.Linear, (2, 2))
     assert remote.requires_grad_(False) is remote
     assert [each.requires_grad for each in _value(remote).parameters()] == [False, False]
@@ -466,16 +470,16 @@ def test_gradients_of_its_own_worker() -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_hooks() -> None:
+def test_forward_hooks_run_at_the_caller_and_hooks_of_the_module_at_its_owner() -> None:
     remote = RemoteModule("w0", things.Untensored)
-    said: list[Any] = []
-    before = remote.register_forward_pre_hook(lambda module, args: (said.append(module), (args[0] + 1,))[1])
+    log: list[Any] = []
+    before = remote.register_forward_pre_hook(lambda module, args: (log.append(module), (args[0] + 1,))[1])
     after = remote.register_forward_hook(lambda module, args, output: output * 10)
     assert remote(1) == 20
-    assert said == [remote]
-    assert remote.forward(1) == 1  # as torch has it
+    assert log == [remote]
+    assert remote.forward(1) == 1  # as in torch, forward() runs no hooks
     assert remote.forward_async(1).wait() == 1
-    remote.apply(things.mark)  # a hook of the module itself
+    remote.apply(things.mark)  # registers a hook at the module itself
     assert remote(1) == 1020
     assert remote.forward(1) == 101
     assert remote.forward_async(1).wait() == 101
@@ -488,11 +492,11 @@ def test_hooks() -> None:
         remote.register_backward_hook(lambda *args: None)
 
 
-# -- what it has not -------------------------------------------------------------------------------------------------
+# -- unsupported methods ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("here")
-def test_what_is_not_supported_says_so() -> None:
+def test_unsupported_methods_and_attributes_raise_errors_that_name_them() -> None:
     remote = RemoteModule("w0", nn.Linear, (2, 2))
     calls: dict[str, tuple[Any, ...]] = {
         "register_buffer": ("b", torch.ones(5)),
@@ -531,10 +535,10 @@ def test_what_is_not_supported_says_so() -> None:
     assert remote.is_scriptable is False
 
 
-def test_every_method_of_a_module_has_been_thought_of() -> None:
-    """A method that a new torch brings would work on nothing: it has to be passed on, refused, or be right as it is."""
+def test_every_method_of_nn_module_is_overridden_or_listed_as_correct() -> None:
+    """A method of a new torch would act on the empty local module. It must be forwarded, refused, or be correct unchanged."""
     right = {
-        # they go through what is overridden here, or only concern what is here
+        # they call overridden methods, or only concern the local object
         *("eval", "forward", "load_state_dict", "state_dict", "extra_repr"),
         *("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"),
         *("register_full_backward_pre_hook", "register_load_state_dict_post_hook"),
@@ -543,7 +547,7 @@ def test_every_method_of_a_module_has_been_thought_of() -> None:
             "register_state_dict_post_hook",
             "register_state_dict_pre_hook",
         ),
-        # hooks for classes that have more state
+        # to be overridden by classes with extra state
         *("get_extra_state", "set_extra_state"),
     }
     methods = {

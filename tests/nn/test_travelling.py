@@ -1,4 +1,4 @@
-"""Remote modules on other workers, and sent to them. torch's own RemoteModule is the oracle: one script runs over either."""
+"""Remote modules on other workers and as arguments. One script runs over torch's RemoteModule as well, for comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.nn import things
 from tests.nn.things import Echo, Hybrid
 from tests.ranks import rpc_group, run_group, unused_path
 
-# -- one script over both -------------------------------------------------------------------------------------------
+# -- one script for both implementations -----------------------------------------------------------------------------
 
 
 def run_forward(remote: Any, args: tuple[Any, ...]) -> Any:
@@ -45,7 +45,7 @@ def _outcome(action: Callable[[], Any]) -> tuple[str, Any]:
 
 
 def _script(module: Any, remote_class: Any) -> dict[str, tuple[str, Any]]:
-    """What is done with a remote module, by name, on worker 0."""
+    """Return the outcomes of operations on remote modules, by name, on worker 0."""
     place, tensor = "worker1/cpu", torch.ones(1)
     found: dict[str, tuple[str, Any]] = {}
     args = (tensor, 2, "3")
@@ -122,7 +122,7 @@ def _over_torch(rank: int, world_size: int, path: str) -> dict[str, tuple[str, A
     torch_rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=given)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its templates are TorchScript, which is deprecated
+            warnings.simplefilter("ignore")  # importing it uses TorchScript, which is deprecated
             from torch.distributed.nn import RemoteModule as TorchsRemoteModule
         return {} if rank else _script(torch_rpc, TorchsRemoteModule)
     finally:
@@ -132,16 +132,18 @@ def _over_torch(rank: int, world_size: int, path: str) -> dict[str, tuple[str, A
 @pytest.mark.slow
 @pytest.mark.limit(300)
 @pytest.mark.prints(*TORCH_RPC)
-def test_torchs_remote_module_is_the_oracle() -> None:
+def test_remote_modules_give_the_same_results_as_torchs() -> None:
     ours = rpc_group(_over_ours, 3)[0]
     path = unused_path("nn")
-    theirs = run_group(_over_torch, 3, path, leak_wait=None, timeout=240)[0]  # it polls
+    theirs = run_group(_over_torch, 3, path, leak_wait=None, timeout=240)[
+        0
+    ]  # torch's agent is not checked for leaks
     assert list(ours) == list(theirs)
     problems = []
     for name, (kind, value) in theirs.items():
         our_kind, our_value = ours[name]
         if kind == our_kind == "error":
-            # What torch raises, ours is too; the beginning of its text is in ours, or all of ours in its.
+            # Our error has torch's type. Our text contains the beginning of torch's, or torch's contains ours.
             text = value[1].split(".")[0].split(": ")[0]
             said = text in our_value[1] or our_value[1] in value[1] or name in _WORDED_BETTER
             right = value[0][0] in our_value[0] and said
@@ -152,15 +154,15 @@ def test_torchs_remote_module_is_the_oracle() -> None:
     assert not problems, "\n".join(problems)
 
 
-# Here the text of torch is about its own inside, or says less.
+# Torch's text describes an internal detail, or says less.
 _WORDED_BETTER = {"place nobody/cpu", "too few", "bad arguments", "constructor raises", "pickled"}
 
 
-# -- what torch's cannot do ------------------------------------------------------------------------------------------
+# -- features beyond torch -------------------------------------------------------------------------------------------
 
 
 def use_all(remote: RemoteModule) -> tuple[Any, ...]:
-    """What a receiver can do with it."""
+    """Use a received remote module in all ways."""
     remote.register_forward_hook(lambda _module, _args, output: output + 1)
     x = torch.ones(1, 3)
     called = remote(x).detach()
@@ -185,7 +187,7 @@ def make_there(place: str) -> RemoteModule:
 
 
 class Labelled(RemoteModule):
-    """A class of a user's own."""
+    """A user's subclass of RemoteModule."""
 
     def twice(self, x: Any) -> Any:
         return self(x) * 2
@@ -196,7 +198,7 @@ def _sends(rank: int, world_size: int) -> None:
         return
     remote = RemoteModule("worker1", nn.Linear, (3, 2))
     remote.eval()
-    remote.register_forward_hook(lambda _module, _args, output: output + 100)  # stays here
+    remote.register_forward_hook(lambda _module, _args, output: output + 100)  # not sent
     for to in ("worker1", "worker2"):
         remote.eval()
         difference, training, names, owners, back, text, hooks, kind = rpc.rpc_sync(to, use_all, (remote,))
@@ -213,7 +215,7 @@ def _sends(rank: int, world_size: int) -> None:
     labelled = rpc.rpc_sync("worker2", give_back, (Labelled("worker1", nn.Linear, (3, 2)),))
     assert type(labelled) is Labelled
     assert labelled.twice(torch.ones(1, 3)).shape == (1, 2)
-    # A model of which parts are remote travels, too.
+    # A model with remote parts can be sent as well.
     hybrid = Hybrid(RemoteModule("worker1", things.build_linear, (3,)))
     x = torch.randn(2, 3)
     assert torch.equal(rpc.rpc_sync("worker2", run_forward, (hybrid, (x,))), hybrid(x))
@@ -228,7 +230,7 @@ def _sends(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
-def test_it_travels() -> None:
+def test_remote_modules_can_be_sent_to_other_workers() -> None:
     rpc_group(_sends, 3)
 
 
@@ -252,7 +254,7 @@ def _state_goes(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
-def test_a_model_over_several_workers_is_saved_and_loaded_as_one() -> None:
+def test_a_model_across_workers_has_one_state_dict_to_save_and_load() -> None:
     rpc_group(_state_goes, 3)
 
 
@@ -277,5 +279,5 @@ def _owner_dies(rank: int, world_size: int) -> None:
     rpc.shutdown(graceful=False)
 
 
-def test_its_owner_dies() -> None:
+def test_a_remote_module_of_a_dead_worker_raises_on_every_use() -> None:
     rpc_group(_owner_dies, 2, may_die=[1])

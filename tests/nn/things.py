@@ -1,4 +1,4 @@
-"""Modules that other processes can import, and a group of one worker in the test's own process."""
+"""nn.Modules that other processes can import, and a group with this process as the only worker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """A group of this process, ``w0``, alone. What tests hold of remote modules must be gone at the end."""
+    """Join a group with only this process, ``w0``. Tests must drop all remote modules before the end."""
     with tempfile.TemporaryDirectory(dir=processes.scratch()) as folder:
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
         rpc.init_rpc("w0", rank=0, world_size=1, rpc_backend_options=options)
@@ -47,7 +47,7 @@ def alone() -> Iterator[None]:
 
 
 class Echo(nn.Module):
-    """Gives back what it gets, in another order."""
+    """Returns its arguments in another order."""
 
     def __init__(self, first: int, second: int = -1) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Picky(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two names for one parameter, a parameter of its own, a buffer, one that is not saved, and more state."""
+    """Has a shared parameter with two names, a direct parameter, a buffer, a non-persistent buffer, and extra state."""
 
     def __init__(self, size: int = 3) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Tied(nn.Module):
 
 
 class Modes(nn.Module):
-    """Returns the mode that it is in; a name of which torch has a method says something else."""
+    """Returns its mode."""
 
     def forward(self) -> bool:
         return self.training
@@ -109,7 +109,7 @@ class Untensored(nn.Module):
 
 
 class Busy(nn.Module):
-    """Says when two are in it at a time."""
+    """Blocks until ``count`` threads are in its forward method."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -120,18 +120,18 @@ class Busy(nn.Module):
 
 
 def build_linear(size: int) -> nn.Module:
-    """A function that makes a module."""
+    """Return a module, as an example of a factory function."""
     torch.manual_seed(size)
     return nn.Linear(size, size)
 
 
 def normed(size: int) -> nn.Module:
-    """Parts with buffers, and with versions of their state."""
+    """Return a module with buffers and with versions in its state."""
     return nn.Sequential(nn.Linear(size, size), nn.BatchNorm1d(size), nn.Dropout(0.5))
 
 
 def fill(module: nn.Module) -> None:
-    """For ``apply``."""
+    """Fill the weights, as an argument for ``apply``."""
     if isinstance(module, nn.Linear):
         with torch.no_grad():
             module.weight.fill_(0.5)
@@ -139,12 +139,12 @@ def fill(module: nn.Module) -> None:
 
 
 def mark(module: nn.Module) -> None:
-    """For ``apply``: have the module's own hooks show."""
+    """Register a forward hook that adds 100, as an argument for ``apply``."""
     module.register_forward_hook(lambda _module, _args, output: output + 100)
 
 
 class Hybrid(nn.Module):
-    """A local module with a remote one in it."""
+    """A local module with a remote part."""
 
     def __init__(self, remote: nn.Module, size: int = 3) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Hybrid(nn.Module):
 
 
 def clone_of(hybrid: Hybrid, part: nn.Module) -> Hybrid:
-    """The same model, all of it local."""
+    """Return the same model with a local part."""
     local = Hybrid(part)
     local.load_state_dict(hybrid.state_dict())
     return local

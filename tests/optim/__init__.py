@@ -1,1 +1,1 @@
-"""Tests of the optimizer. A package, so that its fixtures of that scope end with it."""
+"""Tests of the optimizer. This is a package, so that fixtures of package scope end with it."""

@@ -1,6 +1,6 @@
-"""One group of three workers for all tests here; this process is the first of them.
+"""One group of three workers for all tests of this package; this process is the first worker.
 
-One for all, because torch imports its compiler, for seconds, when a process makes its first optimizer.
+The group is shared, because torch imports its compiler, which takes seconds, when a process creates its first optimizer.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def _package_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def workers(_package_leaves_nothing: None) -> Iterator[list[str]]:
-    """The names of the workers; the first is this process."""
+    """The names of the workers; the first name is that of this process."""
     with kit.group(3):
         yield ["worker0", "worker1", "worker2"]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _module_leaves_nothing() -> None:
-    """In place of the fixture of that name: the group goes on when a module is over. All of it is checked at the end."""
+    """Override the fixture of this name, because the group outlives modules. Leaks are checked at the end of the package."""
 
 
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In place of the fixture of that name: threads may come in a group that goes on."""
+    """Override the fixture of this name, because the shared group may start threads."""
     if "workers" in request.fixturenames:
         request.getfixturevalue("workers")
     request.config.stash[WATCHDOG].keep(processes.descendants())

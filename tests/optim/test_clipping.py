@@ -1,4 +1,4 @@
-"""Clipping across workers against torch's own functions on one."""
+"""Gradient clipping across workers gives the same result as torch's functions in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _INF, _NAN = math.inf, math.nan
 
 @pytest.fixture
 def twins(workers: list[str]) -> Twins:
-    """Parameters of several shapes, those of the workers mixed."""
+    """Parameters of several shapes on all workers."""
     return Twins(
         [workers[1], workers[2], workers[0], workers[1], workers[2], workers[1]],
         [(4, 3), (7,), (2, 2, 2), (1,), (5, 5), (33,)],
@@ -28,7 +28,7 @@ def _optimizer(twins: Twins, **options: Any) -> DistributedOptimizer:
 
 
 def _check(context_id: int, twins: Twins) -> None:
-    """Compare the gradients in the context with those of the local twins, to the last bit."""
+    """Check that the gradients in the context are bitwise equal to those of the local twins."""
     for rref, expected in zip(twins.rrefs, local_gradients(twins), strict=True):
         found = gradient_of(context_id, rref)
         if expected is None:
@@ -40,7 +40,9 @@ def _check(context_id: int, twins: Twins) -> None:
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, 0.5, _INF])
 @pytest.mark.parametrize("max_norm", [0.3, 1e6])
-def test_norms(twins: Twins, norm_type: float, max_norm: float) -> None:
+def test_clip_grad_norm_equals_torchs_for_all_norm_types(
+    twins: Twins, norm_type: float, max_norm: float
+) -> None:
     optimizer = _optimizer(twins)
     with twins.context(twins.random_gradients(missing=[3])) as context_id:
         expected = torch.nn.utils.clip_grad_norm_(twins.locals, max_norm, norm_type)
@@ -48,7 +50,7 @@ def test_norms(twins: Twins, norm_type: float, max_norm: float) -> None:
         _check(context_id, twins)
 
 
-def test_mixed_dtypes(workers: list[str]) -> None:
+def test_clip_grad_norm_equals_torchs_for_mixed_dtypes(workers: list[str]) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
     twins = Twins([workers[1], workers[2], workers[0], workers[1]], dtypes=dtypes)
     optimizer = _optimizer(twins)
@@ -62,7 +64,7 @@ def test_mixed_dtypes(workers: list[str]) -> None:
 
 
 @pytest.mark.parametrize("value", [_INF, _NAN])
-def test_norms_that_are_not_finite(twins: Twins, value: float) -> None:
+def test_non_finite_norms_raise_if_requested_and_else_clip_like_torch(twins: Twins, value: float) -> None:
     optimizer = _optimizer(twins)
     gradients = twins.random_gradients()
     assert gradients[4] is not None
@@ -76,7 +78,7 @@ def test_norms_that_are_not_finite(twins: Twins, value: float) -> None:
         _check(context_id, twins)
 
 
-def test_values(twins: Twins) -> None:
+def test_clip_grad_value_equals_torchs(twins: Twins) -> None:
     optimizer = _optimizer(twins)
     with twins.context(twins.random_gradients(missing=[1])) as context_id:
         torch.nn.utils.clip_grad_value_(twins.locals, 0.4)
@@ -84,8 +86,8 @@ def test_values(twins: Twins) -> None:
         _check(context_id, twins)
 
 
-def test_sparse_gradients(workers: list[str]) -> None:
-    """torch clips dense ones only: the oracle is the same gradient, dense."""
+def test_sparse_gradients_are_clipped_like_dense_ones(workers: list[str]) -> None:
+    """torch can only clip dense gradients, so the equal dense gradient is the reference."""
     twins = Twins([workers[1], workers[2]])
     optimizer = _optimizer(twins)
     values = torch.randn(3, 3, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Optimizers and gradient scaling on parameters of a GPU. No device map is needed: nothing of a GPU travels."""
+"""Optimizers and gradient scaling on GPU parameters. No device map is needed, because no GPU tensor is sent."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def _trained(rank: int, world_size: int, device: str) -> None:
             distributed.step(context)
         single.step()
         _same(rrefs, local, device)
-        if step == 1:  # a state travels, and comes back
+        if step == 1:  # the state is sent here and back
             distributed.load_state_dict(distributed.state_dict())
     del rrefs, distributed
 
 
-def test_training_is_that_of_one_worker() -> None:
+def test_training_on_gpus_across_workers_equals_local_training() -> None:
     rpc_group(_trained, 3, _DEVICE, timeout=100.0)
 
 
@@ -115,5 +115,5 @@ def _scaled(rank: int, world_size: int, device: str) -> None:
     del rrefs, distributed
 
 
-def test_scaling_is_that_of_one_worker() -> None:
+def test_gradient_scaling_on_gpus_across_workers_equals_local_scaling() -> None:
     rpc_group(_scaled, 3, _DEVICE, timeout=100.0)

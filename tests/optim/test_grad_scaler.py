@@ -1,4 +1,4 @@
-"""DistributedGradScaler against torch's scaler on one worker."""
+"""DistributedGradScaler across workers behaves like torch's GradScaler in one process."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _gradients(twins: Twins, bad: float | None, scale: float) -> list[torch.Tens
 
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_equal_to_torchs(twins: Twins, explicit: bool, fused: bool) -> None:
-    """torch's fused optimizers unscale gradients themselves, by a division: that rounds in another way."""
+def test_scales_steps_and_skipped_steps_equal_torchs(twins: Twins, explicit: bool, fused: bool) -> None:
+    """torch's fused optimizers unscale gradients by a division, which rounds differently."""
     distributed = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1, momentum=0.9, fused=fused)
     local = torch.optim.SGD(twins.locals, lr=0.1, momentum=0.9, fused=fused)
     mine, theirs = DistributedGradScaler(**_OPTIONS), torch.amp.GradScaler("cpu", **_OPTIONS)
@@ -66,7 +66,7 @@ def test_equal_to_torchs(twins: Twins, explicit: bool, fused: bool) -> None:
             torch.testing.assert_close(one, other.detach())
 
 
-def test_sparse_gradients(twins: Twins) -> None:
+def test_sparse_gradients_are_unscaled_and_checked_for_inf(twins: Twins) -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
     values = torch.full((3, 3), 8.0)
     sparse = torch.sparse_coo_tensor(torch.tensor([[2, 0, 2]]), values, (4, 3), check_invariants=True)
@@ -79,7 +79,7 @@ def test_sparse_gradients(twins: Twins) -> None:
         assert scaler.step(optimizer, context_id) is False
 
 
-def test_the_order_is_checked(twins: Twins) -> None:
+def test_methods_called_in_the_wrong_order_raise_torchs_errors(twins: Twins) -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
     scaler = DistributedGradScaler(**_OPTIONS)
     with pytest.raises(RuntimeError, match="No inf checks"):
@@ -101,7 +101,7 @@ def test_the_order_is_checked(twins: Twins) -> None:
         scaler.step(optimizer, 12345)
 
 
-def test_what_cannot_be_unscaled(workers: list[str]) -> None:
+def test_fp16_gradients_cannot_be_unscaled_and_the_step_is_refused(workers: list[str]) -> None:
     twins = Twins(workers[1:], dtypes=[torch.float16, torch.float32])
     optimizer = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1)
     scaler = DistributedGradScaler(**_OPTIONS)
@@ -116,7 +116,7 @@ def test_what_cannot_be_unscaled(workers: list[str]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, twins.values(), strict=True))
 
 
-def test_states_can_be_exchanged_with_torch() -> None:
+def test_the_state_can_be_exchanged_with_torchs_scaler() -> None:
     mine, theirs = DistributedGradScaler(**_OPTIONS), torch.amp.GradScaler("cpu")
     theirs.load_state_dict(mine.state_dict())
     assert theirs.state_dict() == mine.state_dict()
@@ -129,7 +129,7 @@ def test_states_can_be_exchanged_with_torch() -> None:
     assert other.get_scale() == 3.0
 
 
-def test_disabled(twins: Twins) -> None:
+def test_a_disabled_scaler_scales_nothing_and_always_steps(twins: Twins) -> None:
     optimizer, local = (
         DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.1),
         torch.optim.SGD(twins.locals, lr=0.1),

@@ -1,4 +1,4 @@
-"""DistributedOptimizer: how it is made, its steps, its errors, and how its calls go side by side."""
+"""DistributedOptimizer: creation, steps, errors, and concurrent steps."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from tests.optim.things import (
 from tests.ranks import Died, rpc_group
 
 SGD = torch.optim.SGD
-_TINY = 0.05  # a time-out that is meant to pass
+_TINY = 0.05  # a time-out that must expire
 
 
 @pytest.fixture
 def twins(workers: list[str]) -> Twins:
-    """A parameter on each of the two other workers, and one here."""
+    """A parameter on each worker."""
     return Twins([workers[1], workers[2], workers[0]])
 
 
-# -- how parameters are given ------------------------------------------------------------------------------------
+# -- parameters --------------------------------------------------------------------------------------------------
 
 
 def _attribute(value: Any, name: str) -> Any:
@@ -58,7 +58,7 @@ def _fill_grad(module: torch.nn.Module, context_id: int) -> None:
 
 
 class Holder:
-    """What names its parameters itself, as RemoteModules and handles of actors do."""
+    """Has the method remote_parameters(), like RemoteModules and handles of actors."""
 
     def __init__(self, rrefs: list[Any]) -> None:
         self.rrefs = rrefs
@@ -68,7 +68,7 @@ class Holder:
 
 
 class Hybrid(torch.nn.Module):
-    """A local module with a part that is elsewhere."""
+    """A local module with a remote part."""
 
     def __init__(self, rrefs: list[Any]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _RemotePart(torch.nn.Module):
         return self.rrefs
 
 
-def test_local_modules_and_tensors(workers: list[str]) -> None:
+def test_local_modules_and_tensors_can_be_optimized(workers: list[str]) -> None:
     module, tensor = Pair(3), weight(9, (2,))
     before = [each.detach().clone() for each in [*module.parameters(), tensor]]
     optimizer = DistributedOptimizer(SGD, [module, tensor], lr=0.5)
@@ -98,7 +98,7 @@ def test_local_modules_and_tensors(workers: list[str]) -> None:
         assert torch.equal(after.detach(), value - 0.5)
 
 
-def test_a_local_module_with_remote_parts(twins: Twins) -> None:
+def test_a_local_module_with_remote_parts_can_be_optimized(twins: Twins) -> None:
     hybrid = Hybrid(twins.rrefs)
     before = hybrid.here.bias.detach().clone()
     optimizer = DistributedOptimizer(SGD, hybrid, lr=0.5)
@@ -111,7 +111,7 @@ def test_a_local_module_with_remote_parts(twins: Twins) -> None:
     assert torch.equal(hybrid.here.bias.detach(), before - 0.5)
 
 
-def test_frozen_parameters_are_left_alone_until_they_thaw(workers: list[str]) -> None:
+def test_frozen_parameters_are_not_changed_until_they_require_grad(workers: list[str]) -> None:
     frozen, live = rpc.remote(workers[1], Pair, (3, True)), rpc.remote(workers[2], weight, (0, (2,)))
     optimizer = DistributedOptimizer(SGD, [frozen, live], lr=0.5)
     with dist_autograd.context() as context_id:
@@ -123,7 +123,7 @@ def test_frozen_parameters_are_left_alone_until_they_thaw(workers: list[str]) ->
     assert torch.equal(call_on(frozen, _attribute, "bias").detach(), Pair(3).bias - 0.5)
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------
+# -- invalid arguments ----------------------------------------------------------------------------------------------
 
 
 class _NeedsClosure(SGD):
@@ -131,7 +131,7 @@ class _NeedsClosure(SGD):
         super().step()
 
 
-def test_refused_before_anything_is_sent(twins: Twins) -> None:
+def test_invalid_parameters_are_refused_before_anything_is_sent(twins: Twins) -> None:
     one, two = twins.rrefs[:2]
     leaf = weight(0, (2,))
     cases: list[tuple[type[Exception], str, Any]] = [
@@ -162,7 +162,7 @@ def test_refused_before_anything_is_sent(twins: Twins) -> None:
         assert not isinstance(caught.value, errors.RemoteError), params
 
 
-def test_classes_that_are_refused(twins: Twins) -> None:
+def test_optimizer_classes_that_need_a_closure_and_other_objects_are_refused(twins: Twins) -> None:
     for cls, text in [
         (torch.optim.LBFGS, "needs closure"),
         (_NeedsClosure, "needs closure"),
@@ -174,7 +174,7 @@ def test_classes_that_are_refused(twins: Twins) -> None:
             DistributedOptimizer(cls, twins.rrefs, lr=0.1)  # type: ignore[arg-type]
 
 
-def test_refused_by_the_owner(workers: list[str]) -> None:
+def test_parameters_that_only_their_owner_can_check_are_refused_there(workers: list[str]) -> None:
     module = rpc.remote(workers[1], Pair)
     bias = rpc.remote(module.owner(), _attribute_of, (module, "bias"))
     again = rpc.remote(module.owner(), _attribute_of, (module, "bias"))
@@ -207,7 +207,7 @@ def _product(factor: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_a_failed_creation_leaves_nothing(workers: list[str], twins: Twins) -> None:
+def test_a_failed_creation_leaves_no_local_optimizers(workers: list[str], twins: Twins) -> None:
     with pytest.raises(LookupError, match="nothing for worker2") as one:
         DistributedOptimizer(FailingConstructor, twins.rrefs, on=["worker2"])
     assert isinstance(one.value, errors.RemoteError)
@@ -226,7 +226,7 @@ def _until_none(worker: str) -> None:
 
 
 @pytest.mark.slow
-def test_local_optimizers_go_with_the_distributed_one(workers: list[str], twins: Twins) -> None:
+def test_local_optimizers_are_freed_with_the_distributed_optimizer(workers: list[str], twins: Twins) -> None:
     optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=0.1)
     assert [local_optimizers(worker) for worker in workers] == [1, 1, 1]
     del optimizer
@@ -234,7 +234,7 @@ def test_local_optimizers_go_with_the_distributed_one(workers: list[str], twins:
         _until_none(worker)
 
 
-def test_it_stays_in_its_process(twins: Twins) -> None:
+def test_a_distributed_optimizer_cannot_be_copied_or_pickled(twins: Twins) -> None:
     optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=0.1)
     for travel in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="stays in its process"):
@@ -245,7 +245,7 @@ def test_it_stays_in_its_process(twins: Twins) -> None:
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-def test_contexts_are_checked_first(twins: Twins) -> None:
+def test_invalid_or_unknown_context_ids_raise(twins: Twins) -> None:
     optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=0.1)
     methods: list[Any] = [
         optimizer.step,
@@ -274,7 +274,7 @@ def _grad(parameter: torch.Tensor) -> torch.Tensor | None:
     return parameter.grad
 
 
-def test_only_its_own_parameters_and_no_grad(workers: list[str]) -> None:
+def test_a_step_changes_only_its_own_parameters_and_leaves_grad_unchanged(workers: list[str]) -> None:
     twins = Twins([workers[1], workers[1], workers[2]])
     optimizer = DistributedOptimizer(SGD, [twins.rrefs[0], twins.rrefs[2]], lr=0.5)
     local = SGD([twins.locals[0], twins.locals[2]], lr=0.5)
@@ -291,7 +291,7 @@ def test_only_its_own_parameters_and_no_grad(workers: list[str]) -> None:
     assert torch.equal(call_on(twins.rrefs[0], _grad), torch.full((4, 3), 7.0))
 
 
-def test_steps_with_what_is_in_grad(twins: Twins) -> None:
+def test_a_step_without_a_context_uses_grad(twins: Twins) -> None:
     optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=0.5)
     local = SGD(twins.locals, lr=0.5)
     for position in (0, 2):
@@ -309,7 +309,7 @@ def test_steps_with_what_is_in_grad(twins: Twins) -> None:
     assert all(call_on(rref, _grad) is None for rref in twins.rrefs)
 
 
-def test_zero_grad_of_a_context(workers: list[str]) -> None:
+def test_zero_grad_of_a_context_leaves_grad_and_other_parameters_unchanged(workers: list[str]) -> None:
     twins = Twins([workers[1], workers[1], workers[2]])
     optimizer = DistributedOptimizer(SGD, [twins.rrefs[0], twins.rrefs[2]], lr=0.5)
     call_on(twins.rrefs[0], _set_grad, 7.0)
@@ -318,7 +318,7 @@ def test_zero_grad_of_a_context(workers: list[str]) -> None:
         assert torch.equal(gradient_of(context_id, twins.rrefs[0]), torch.zeros(4, 3))  # type: ignore[arg-type]
         optimizer.zero_grad(context_id)
         assert gradient_of(context_id, twins.rrefs[0]) is None
-        assert gradient_of(context_id, twins.rrefs[1]) is not None  # another's
+        assert gradient_of(context_id, twins.rrefs[1]) is not None  # not a parameter of this optimizer
     assert call_on(twins.rrefs[0], _grad) is not None
 
 
@@ -327,7 +327,7 @@ def _recorded(context_id: int) -> tuple[int, int]:
     return len(context.sends), len(context.receipts)
 
 
-def test_its_calls_are_not_recorded(workers: list[str], twins: Twins) -> None:
+def test_calls_of_the_optimizer_are_not_recorded_by_autograd(workers: list[str], twins: Twins) -> None:
     with dist_autograd.context() as context_id:
         optimizer = DistributedOptimizer(torch.optim.Adam, twins.rrefs, lr=torch.tensor(0.1))
         for rref in twins.rrefs:
@@ -341,7 +341,7 @@ def test_its_calls_are_not_recorded(workers: list[str], twins: Twins) -> None:
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_one_worker_fails(twins: Twins) -> None:
+def test_an_error_on_one_worker_is_raised_and_the_others_have_stepped(twins: Twins) -> None:
     optimizer = DistributedOptimizer(FailingStep, twins.rrefs, on=["worker2"])
     before = twins.values()
     with twins.context(twins.random_gradients()) as context_id:
@@ -356,7 +356,7 @@ def test_one_worker_fails(twins: Twins) -> None:
     assert changed == [True, False, True]
 
 
-def test_several_workers_fail(twins: Twins) -> None:
+def test_errors_on_several_workers_raise_an_optimizer_error_group(twins: Twins) -> None:
     optimizer = DistributedOptimizer(FailingStep, twins.rrefs, on=["worker1", "worker2"])
     with twins.context(twins.random_gradients()) as context_id:
         with pytest.raises(OptimizerError, match="Error running optimizer on 2 of 3 workers") as caught:
@@ -376,7 +376,7 @@ def test_several_workers_fail(twins: Twins) -> None:
         assert len(found) == 2
 
 
-def test_the_error_of_several_travels(workers: list[str]) -> None:
+def test_an_optimizer_error_can_be_raised_through_a_remote_call(workers: list[str]) -> None:
     with pytest.raises(OptimizerError) as caught:
         rpc.rpc_sync(workers[1], _fail_there, (workers,))
     assert caught.value.workers == ("worker1", "worker2")
@@ -390,7 +390,7 @@ def _fail_there(workers: list[str]) -> None:
         optimizer.step(context_id)
 
 
-# -- side by side -------------------------------------------------------------------------------------------------
+# -- concurrent steps ---------------------------------------------------------------------------------------------
 
 
 def _step(optimizer: DistributedOptimizer, context_id: int, failed: list[BaseException]) -> None:
@@ -401,7 +401,7 @@ def _step(optimizer: DistributedOptimizer, context_id: int, failed: list[BaseExc
 
 
 def _together(optimizers: list[DistributedOptimizer]) -> None:
-    """Have all make a step at the same time."""
+    """Let all optimizers step in different threads at the same time."""
     failed: list[BaseException] = []
     with dist_autograd.context() as context_id:
         threads = [threading.Thread(target=_step, args=(each, context_id, failed)) for each in optimizers]
@@ -413,13 +413,13 @@ def _together(optimizers: list[DistributedOptimizer]) -> None:
         raise failed[0]
 
 
-def test_steps_on_different_parameters_run_at_the_same_time(workers: list[str]) -> None:
+def test_steps_on_different_parameters_run_concurrently(workers: list[str]) -> None:
     places = [rpc.remote(workers[1], weight, (seed, (2,))) for seed in range(2)]
     _together([DistributedOptimizer(Meeting, place, lr=0.1) for place in places])
 
 
 class _Alone(SGD):
-    """Fails if another of its kind is in its step."""
+    """An optimizer whose step fails if another step of the class runs at the same time."""
 
     _inside = threading.Lock()
 
@@ -432,13 +432,13 @@ class _Alone(SGD):
             self._inside.release()
 
 
-def test_steps_on_the_same_parameters_follow_each_other(workers: list[str]) -> None:
+def test_steps_on_the_same_parameters_run_one_after_the_other(workers: list[str]) -> None:
     twins = Twins([workers[1], workers[1]])
     given = [twins.rrefs, twins.rrefs[:1], twins.rrefs[1:] + twins.rrefs[:1], twins.rrefs[:1]]
     _together([DistributedOptimizer(_Alone, params, lr=0.1) for params in given])
 
 
-def test_many_trainers_add_up(workers: list[str]) -> None:
+def test_steps_of_several_threads_on_the_same_parameters_all_take_effect(workers: list[str]) -> None:
     twins = Twins(workers[1:])
     values = twins.values()
     optimizers = [DistributedOptimizer(SGD, twins.rrefs, lr=0.5) for _ in range(4)]
@@ -464,7 +464,7 @@ def test_many_trainers_add_up(workers: list[str]) -> None:
         torch.testing.assert_close(after, before - 10.0)
 
 
-# -- a worker dies -----------------------------------------------------------------------------------------------------
+# -- death of a worker -------------------------------------------------------------------------------------------------
 
 
 class _Deadly(SGD):
@@ -493,14 +493,14 @@ def _with_a_death(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies() -> None:
+def test_a_step_on_a_dead_worker_raises_peer_died_error_and_the_others_step() -> None:
     assert rpc_group(_with_a_death, 2, may_die=[1]) == [None, Died(7)]
 
 
-# -- torch's own -------------------------------------------------------------------------------------------------------
+# -- interface and time-outs -------------------------------------------------------------------------------------------
 
 
-def test_the_interface_is_torchs() -> None:
+def test_the_signatures_equal_those_of_torchs_distributed_optimizer() -> None:
     ours = inspect.signature(DistributedOptimizer.__init__).parameters
     theirs = inspect.signature(torch_optim.DistributedOptimizer.__init__).parameters
     kinds = {name: parameter.kind for name, parameter in theirs.items() if name != "params_rref"}
@@ -510,7 +510,7 @@ def test_the_interface_is_torchs() -> None:
     assert list(inspect.signature(torch_optim.DistributedOptimizer.step).parameters) == list(step)[:2]
 
 
-def test_a_step_here_that_is_the_users_code_times_out(workers: list[str]) -> None:
+def test_a_local_step_in_user_code_times_out(workers: list[str]) -> None:
     tensor = weight(9, (2,))
     slow, other = DistributedOptimizer(Blocking, tensor), DistributedOptimizer(SGD, tensor, lr=1.0)
     Blocking.close()
@@ -519,20 +519,18 @@ def test_a_step_here_that_is_the_users_code_times_out(workers: list[str]) -> Non
             with pytest.raises(errors.RpcTimeoutError):
                 slow.step(context_id, timeout=_TINY)
             Blocking.await_entered()
-            with pytest.raises(
-                errors.RpcTimeoutError
-            ):  # the parameter is in use, and the wait for it has an end
+            with pytest.raises(errors.RpcTimeoutError):  # the wait for a parameter in use times out as well
                 other.step(context_id, timeout=_TINY)
     finally:
         Blocking.open()
 
 
-def test_ctrl_c_ends_the_wait_of_a_step_here(twins: Twins) -> None:
+def test_ctrl_c_ends_the_wait_of_a_local_step(twins: Twins) -> None:
     optimizer = DistributedOptimizer(SGD, twins.rrefs, lr=1.0)
     parameter = twins.rrefs[2].local_value()
     before = parameter.detach().clone()
     with twins.context(twins.random_gradients()) as context_id:
-        with graph.Borrowed([parameter]):  # as if somebody else were at it
+        with graph.Borrowed([parameter]):  # as if another step used the parameter
             main = threading.main_thread().ident
             assert main is not None
             waits = threading.Thread(target=_interrupt_once_it_waits, args=(main,))

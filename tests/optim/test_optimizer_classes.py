@@ -1,4 +1,4 @@
-"""Every optimizer of torch is the same across workers as on one, step by step and to the last bit."""
+"""Every optimizer of torch gives bitwise equal results across workers and in one process, at each step."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def _classes() -> set[str]:
     return found - {"Optimizer"}
 
 
-def test_all_of_torchs_optimizers_are_here() -> None:
+def test_every_optimizer_of_torch_is_tested() -> None:
     assert _classes() <= {name for name, _ in _CASES} | _NEEDS_CLOSURE
 
 
 def _sparse(gradient: torch.Tensor | None, step: int) -> torch.Tensor | None:
-    """Two rows, one of them twice, as an embedding gives them."""
+    """Return a sparse gradient of two rows, one of which occurs twice, as from an embedding."""
     if gradient is None:
         return None
     indices = torch.tensor([[step % 4, (step + 1) % 4, step % 4]])
@@ -62,7 +62,9 @@ def _sparse(gradient: torch.Tensor | None, step: int) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize(("name", "options"), _CASES, ids=lambda case: str(case))
-def test_equal_to_the_local_run(workers: list[str], name: str, options: dict[str, Any]) -> None:
+def test_steps_across_workers_equal_local_steps(
+    workers: list[str], name: str, options: dict[str, Any]
+) -> None:
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
     cls = getattr(torch.optim, name)
@@ -81,10 +83,10 @@ def test_equal_to_the_local_run(workers: list[str], name: str, options: dict[str
             distributed.step(context_id)
             local.step()
         twins.check()
-        assert not torch.equal(before[0], twins.locals[0].detach())  # it does something
+        assert not torch.equal(before[0], twins.locals[0].detach())  # the step changes parameters
 
 
-def test_low_precision_and_several_groups(workers: list[str]) -> None:
+def test_steps_with_mixed_dtypes_and_several_groups_equal_local_steps(workers: list[str]) -> None:
     dtypes = [torch.bfloat16, torch.float32, torch.float64, torch.complex64]
     twins = Twins([workers[1], workers[2], workers[1], workers[0]], dtypes=dtypes)
     options: list[dict[str, Any]] = [{"lr": 0.1}, {"weight_decay": 0.2}]

@@ -1,4 +1,4 @@
-"""Every learning rate scheduler of torch gives the workers what it gives a local optimizer."""
+"""Every learning rate scheduler of torch sets the same hyper-parameters on workers as in a local optimizer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _groups(params: list[Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def pair(workers: list[str]) -> tuple[DistributedOptimizer, torch.optim.Optimizer]:
-    """Two optimizers that are equal, with two groups; one is distributed."""
+    """A distributed and a local optimizer with the same two groups."""
     twins = Twins([workers[1], workers[2], workers[0]])
     return (
         DistributedOptimizer(SGD, _groups(twins.rrefs), lr=0.1, momentum=0.8),
@@ -67,7 +67,7 @@ def pair(workers: list[str]) -> tuple[DistributedOptimizer, torch.optim.Optimize
 
 
 def _there(optimizer: DistributedOptimizer) -> list[list[dict[str, Any]]]:
-    """The hyper-parameters that each worker has, of each group."""
+    """Return the hyper-parameters of each group on each worker."""
     states = optimizer.state_dict()["workers"].values()
     return [[_bare(group) for group in state["param_groups"]] for state in states]
 
@@ -100,7 +100,7 @@ def _advance(
         _check(distributed, local)
 
 
-def test_all_of_torchs_schedulers_are_here() -> None:
+def test_every_scheduler_of_torch_is_tested() -> None:
     found = {
         name
         for name, value in vars(lr_scheduler).items()
@@ -110,12 +110,12 @@ def test_all_of_torchs_schedulers_are_here() -> None:
 
 
 def _name(case: object) -> str:
-    """Return the same name in each process: without the addresses of functions."""
+    """Return a test id without addresses of functions, so that it is equal in each process."""
     return re.sub(r" at 0x\w+", "", str(getattr(case, "__name__", case)))
 
 
 @pytest.mark.parametrize(("cls", "options"), _CASES, ids=_name)
-def test_equal_to_the_local_one(
+def test_learning_rates_equal_those_of_the_local_scheduler(
     pair: tuple[DistributedOptimizer, torch.optim.Optimizer], cls: Any, options: dict[str, Any]
 ) -> None:
     made: Callable[..., Any] = getattr(lr_scheduler, cls) if isinstance(cls, str) else cls
@@ -127,7 +127,9 @@ def test_equal_to_the_local_one(
     assert "lr=" in repr(mine)
 
 
-def test_sequences(pair: tuple[DistributedOptimizer, torch.optim.Optimizer]) -> None:
+def test_sequential_schedulers_equal_the_local_ones(
+    pair: tuple[DistributedOptimizer, torch.optim.Optimizer],
+) -> None:
     distributed, local = pair
     parts: list[tuple[Any, dict[str, Any]]] = [
         (lr_scheduler.ConstantLR, {"factor": 0.1, "total_iters": 3}),
@@ -140,7 +142,9 @@ def test_sequences(pair: tuple[DistributedOptimizer, torch.optim.Optimizer]) -> 
     _advance(distributed, local, mine, theirs)
 
 
-def test_chains(pair: tuple[DistributedOptimizer, torch.optim.Optimizer]) -> None:
+def test_chained_schedulers_equal_the_local_ones(
+    pair: tuple[DistributedOptimizer, torch.optim.Optimizer],
+) -> None:
     distributed, local = pair
     parts: list[tuple[Any, dict[str, Any]]] = [
         (lr_scheduler.ConstantLR, {"factor": 0.1, "total_iters": 3}),
@@ -160,7 +164,7 @@ def test_chains(pair: tuple[DistributedOptimizer, torch.optim.Optimizer]) -> Non
         (_warm_up_and_cool_down, {}),
     ],
 )
-def test_states_go_through_files(
+def test_training_continues_from_scheduler_states_saved_to_a_file(
     pair: tuple[DistributedOptimizer, torch.optim.Optimizer], cls: Any, options: dict[str, Any]
 ) -> None:
     distributed, local = pair
@@ -168,7 +172,7 @@ def test_states_go_through_files(
     _advance(distributed, local, mine, theirs, 3)
     file = io.BytesIO()
     torch.save([distributed.state_dict(), mine.state_dict()], file)
-    again = distributed.lr_scheduler(cls, **options)  # begins anew, and sets the learning rates
+    again = distributed.lr_scheduler(cls, **options)  # starts anew, and sets the learning rates
     file.seek(0)
     state, schedule = torch.load(file, weights_only=True)
     distributed.load_state_dict(state)
@@ -177,7 +181,7 @@ def test_states_go_through_files(
     _advance(distributed, local, again, theirs, 4)
 
 
-def test_what_is_refused(
+def test_invalid_scheduler_arguments_are_refused(
     workers: list[str], pair: tuple[DistributedOptimizer, torch.optim.Optimizer]
 ) -> None:
     distributed, _ = pair
@@ -192,7 +196,7 @@ def test_what_is_refused(
         other.lr_scheduler(lr_scheduler.ChainedScheduler, [distributed.lr_scheduler(lr_scheduler.ConstantLR)])
 
 
-def test_errors_of_functions_change_nothing(
+def test_an_error_in_a_users_lambda_changes_no_learning_rate(
     pair: tuple[DistributedOptimizer, torch.optim.Optimizer],
 ) -> None:
     distributed, _ = pair

@@ -1,4 +1,4 @@
-"""What an optimizer keeps: its state, saved and loaded, its groups, and its hyper-parameters."""
+"""The state of a DistributedOptimizer: saving and loading, parameter groups, hyper-parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from actorrpc.optim import DistributedOptimizer, OptimizerError, ParamGroup
 from tests.optim.things import Blocking, Pair, Twins, call_on, weight
 
 Adam, SGD = torch.optim.Adam, torch.optim.SGD
-_TINY = 0.05  # a time-out that is meant to pass
+_TINY = 0.05  # a time-out that must expire
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def _through_a_file(state: Any) -> Any:
 
 
 def _everywhere(optimizer: DistributedOptimizer, key: str) -> list[Any]:
-    """What the workers themselves have for each group; they must agree."""
+    """Return the value of each group on the workers, and check that all workers agree."""
     states = optimizer.state_dict()["workers"]
     first, *others = [[group[key] for group in state["param_groups"]] for state in states.values()]
     assert all(each == first for each in others), states
@@ -52,7 +52,7 @@ def _everywhere(optimizer: DistributedOptimizer, key: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("options", [{"lr": 0.05, "amsgrad": True}, {"lr": torch.tensor(0.05)}], ids=str)
-def test_training_goes_on_from_a_saved_state(twins: Twins, options: dict[str, Any]) -> None:
+def test_training_continues_from_a_saved_state(twins: Twins, options: dict[str, Any]) -> None:
     distributed, local = DistributedOptimizer(Adam, twins.rrefs, **options), Adam(twins.locals, **options)
     _train(twins, distributed, local)
     distributed.param_groups[0]["lr"] = 0.02
@@ -64,7 +64,7 @@ def test_training_goes_on_from_a_saved_state(twins: Twins, options: dict[str, An
     _train(twins, again, local)
 
 
-def test_the_state_is_that_of_the_local_optimizers(workers: list[str], twins: Twins) -> None:
+def test_the_state_contains_the_state_dicts_of_the_local_optimizers(workers: list[str], twins: Twins) -> None:
     distributed, local = DistributedOptimizer(Adam, twins.rrefs, lr=0.1), Adam(twins.locals[:1], lr=0.1)
     _train_one(twins, distributed, local)
     state = distributed.state_dict()
@@ -84,7 +84,7 @@ def _train_one(twins: Twins, distributed: DistributedOptimizer, local: torch.opt
         local.step()
 
 
-def test_workers_may_have_other_names(workers: list[str]) -> None:
+def test_a_state_can_be_loaded_on_workers_with_other_names(workers: list[str]) -> None:
     before, after = Twins(workers[1:]), Twins([workers[2], workers[1]])
     one, local = DistributedOptimizer(Adam, before.rrefs, lr=0.1), Adam(before.locals, lr=0.1)
     _train(before, one, local)
@@ -95,7 +95,7 @@ def test_workers_may_have_other_names(workers: list[str]) -> None:
     assert torch.equal(found["state"][0]["exp_avg"], expected["state"][0]["exp_avg"])
 
 
-def test_states_that_do_not_fit(workers: list[str], twins: Twins) -> None:
+def test_states_of_another_optimizer_or_other_workers_are_refused(workers: list[str], twins: Twins) -> None:
     optimizer = DistributedOptimizer(Adam, twins.rrefs, lr=0.1)
     _train(twins, optimizer, Adam(twins.locals, lr=0.1))
     fit = optimizer.state_dict()
@@ -122,11 +122,13 @@ def test_states_that_do_not_fit(workers: list[str], twins: Twins) -> None:
         assert not isinstance(caught.value, errors.RemoteError)
 
 
-def test_all_workers_load_or_none(workers: list[str], twins: Twins) -> None:
+def test_loading_a_state_that_one_worker_refuses_changes_no_worker(workers: list[str], twins: Twins) -> None:
     optimizer, local = DistributedOptimizer(Adam, twins.rrefs, lr=0.1), Adam(twins.locals, lr=0.1)
     _train(twins, optimizer, local)
     state = optimizer.state_dict()
-    state["workers"][workers[1]]["state"][0]["exp_avg"].fill_(7.0)  # would be seen if it were loaded
+    state["workers"][workers[1]]["state"][0]["exp_avg"].fill_(
+        7.0
+    )  # would change the training if it were loaded
     state["workers"][workers[1]]["param_groups"][0]["lr"] = 3.0
     one = copy.deepcopy(state)
     one["workers"][workers[2]]["shapes"] = [[[4, 3], [2]]]
@@ -142,7 +144,7 @@ def test_all_workers_load_or_none(workers: list[str], twins: Twins) -> None:
     assert r"shape (4, 2) in the state, (4, 3) here" in str(several.value)
     assert "the state has 0 parameter groups" in str(several.value)
     broken = copy.deepcopy(state)
-    broken["workers"][workers[0]]["param_groups"] = []  # torch itself sees this one
+    broken["workers"][workers[0]]["param_groups"] = []  # detected by torch
     with pytest.raises(ValueError, match="different number of parameter groups"):
         optimizer.load_state_dict(broken)
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -153,7 +155,7 @@ def test_all_workers_load_or_none(workers: list[str], twins: Twins) -> None:
 # -- groups ---------------------------------------------------------------------------------------------------------
 
 
-def test_groups_are_added(workers: list[str]) -> None:
+def test_add_param_group_adds_groups_on_any_worker(workers: list[str]) -> None:
     twins = Twins([workers[1], workers[1], workers[2], workers[0]])
     optimizer = DistributedOptimizer(Adam, twins.rrefs[0], lr=0.1)
     local = Adam(twins.locals[:1], lr=0.1)
@@ -171,7 +173,9 @@ def test_groups_are_added(workers: list[str]) -> None:
     _train(twins, again, local)
 
 
-def test_groups_that_cannot_be_added(workers: list[str], twins: Twins) -> None:
+def test_invalid_groups_are_refused_by_add_param_group_without_effect(
+    workers: list[str], twins: Twins
+) -> None:
     optimizer = DistributedOptimizer(SGD, twins.rrefs[:2], lr=0.1)
     more = rpc.remote(workers[2], weight, (5, (2,)))
     same = rpc.remote(workers[1], _itself, (twins.rrefs[0],))
@@ -189,7 +193,7 @@ def test_groups_that_cannot_be_added(workers: list[str], twins: Twins) -> None:
             optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
     assert _everywhere(optimizer, "lr") == [0.1]
-    optimizer.add_param_group({"params": more})  # still on no worker
+    optimizer.add_param_group({"params": more})  # no worker has kept it from the failed attempts
     assert len(optimizer.param_groups) == 2
 
 
@@ -200,7 +204,7 @@ def _itself(rref: Any) -> Any:
 # -- hyper-parameters -------------------------------------------------------------------------------------------------
 
 
-def test_groups_are_mappings(twins: Twins) -> None:
+def test_param_groups_are_mappings_of_hyper_parameters_without_params(twins: Twins) -> None:
     [group] = DistributedOptimizer(SGD, twins.rrefs, lr=0.1).param_groups
     expected = {
         key: value for key, value in SGD(twins.locals, lr=0.1).param_groups[0].items() if key != "params"
@@ -229,7 +233,7 @@ def _next_change(optimizer: DistributedOptimizer) -> None:
 
 
 @pytest.mark.parametrize("step", [_next_step, _next_change])
-def test_who_was_not_told_is_told_the_next_time(
+def test_hyper_parameters_that_did_not_reach_a_worker_are_sent_again_with_the_next_step(
     workers: list[str], step: Callable[[DistributedOptimizer], None]
 ) -> None:
     places = [rpc.remote(worker, weight, (0, (2,))) for worker in workers[1:]]
@@ -243,7 +247,7 @@ def test_who_was_not_told_is_told_the_next_time(
         with pytest.raises(errors.RpcTimeoutError):
             blocking.step(None, timeout=_TINY)
         call_on(places[0], _blocking, "await_entered")
-        # The other worker may get no processor in so little time.
+        # The other worker may not react within the short time-out either.
         with pytest.raises((errors.RpcTimeoutError, OptimizerError)):
             scheduler.step(timeout=_TINY)
         assert scheduler.get_last_lr() == [0.1]

@@ -1,4 +1,4 @@
-"""Whole training loops, with real backward passes, against the same loop in one process."""
+"""Training loops with backward passes across workers, compared with the same loop in one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Encoder(torch.nn.Module):
 
 
 class Middle(torch.nn.Module):
-    """What is in between."""
+    """The middle layer of the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Middle(torch.nn.Module):
 
 
 class Decoder(torch.nn.Module):
-    """Back to words; one of its parameters is never used."""
+    """The output layer; one of its parameters is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,12 +94,12 @@ def _state(rref: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_model_across_three_workers(workers: list[str]) -> None:
+def test_training_a_model_across_three_workers_equals_local_training(workers: list[str]) -> None:
     encoder = RemoteModule(workers[1], Encoder)
     middle = Middle()
     decoder = rpc.remote(workers[2], Decoder)
     optimizer = DistributedOptimizer(torch.optim.SGD, [encoder, middle, decoder], lr=0.5, momentum=0.5)
-    dense = DistributedOptimizer(torch.optim.SGD, [middle, decoder], lr=0.5)  # clips for the other one
+    dense = DistributedOptimizer(torch.optim.SGD, [middle, decoder], lr=0.5)  # only clips
     schedule = optimizer.lr_scheduler(lr_scheduler.ExponentialLR, 0.9)
     losses = []
     for step in range(_STEPS):
@@ -125,7 +125,7 @@ def test_a_model_across_three_workers(workers: list[str]) -> None:
     assert all(each.grad is None for each in middle.parameters())
 
 
-def test_actors_that_are_modules(workers: list[str]) -> None:
+def test_training_an_actor_that_is_a_module_equals_local_training(workers: list[str]) -> None:
     handle = actorrpc.remote(Middle).remote()
     optimizer = DistributedOptimizer(torch.optim.Adam, handle, lr=0.1)
     local = Middle()
@@ -152,7 +152,7 @@ def test_actors_that_are_modules(workers: list[str]) -> None:
     gc.collect()
 
 
-def test_gradients_gathered_over_several_contexts(workers: list[str]) -> None:
+def test_gradients_accumulated_over_several_contexts_equal_local_ones(workers: list[str]) -> None:
     part = rpc.remote(workers[1], Middle)
     optimizer = DistributedOptimizer(torch.optim.SGD, part, lr=0.5)
     local = Middle()

@@ -1,4 +1,4 @@
-"""What the tests of optimizers share: parameters on workers, their local twins, and gradients put into contexts by hand."""
+"""Helpers for tests of optimizers: parameters on workers, equal local parameters, and gradients set by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def weight(seed: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Make a leaf that requires grad; the same on every worker."""
+    """Return a leaf that requires grad, equal on every worker for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
@@ -46,7 +46,7 @@ class Pair(torch.nn.Module):
         self.bias = torch.nn.Parameter(weight(seed + 1, (2,)).detach(), requires_grad=not frozen)
 
 
-# -- what runs on the worker of a parameter ------------------------------------------------------------------------
+# -- functions called on the worker of a parameter -----------------------------------------------------------------
 
 
 def _put(context_id: int, parameter: Any, gradient: torch.Tensor | None) -> None:
@@ -66,12 +66,12 @@ def _call(function: Callable[..., Any], rref: Any, args: tuple[Any, ...]) -> Any
 
 
 def call_on(rref: Any, function: Callable[..., Any], *args: Any) -> Any:
-    """Return ``function(value, *args)``, called where the value is."""
+    """Call ``function(value, *args)`` on the owner of the value, and return the result."""
     return rpc.rpc_sync(rref.owner(), _call, (function, rref, args))
 
 
 def put(context_id: int, rref: Any, gradient: torch.Tensor | None) -> None:
-    """Make this the gradient that a context has for a parameter."""
+    """Set the gradient of a parameter in a context."""
     call_on(rref, _put_value, context_id, gradient)
 
 
@@ -80,7 +80,7 @@ def _put_value(parameter: Any, context_id: int, gradient: torch.Tensor | None) -
 
 
 def gradient_of(context_id: int, rref: Any) -> torch.Tensor | None:
-    """Return the gradient that a context has for a parameter."""
+    """Return the gradient of a parameter in a context."""
     found: torch.Tensor | None = call_on(rref, _gradient, context_id)
     return found
 
@@ -95,11 +95,11 @@ def local_optimizers(worker: str) -> int:
     return rpc.rpc_sync(worker, _count)
 
 
-# -- parameters and their twins --------------------------------------------------------------------------------------
+# -- remote parameters and local twins -------------------------------------------------------------------------------
 
 
 class Twins:
-    """Parameters on workers, and leaves here that are equal to them at first, with the same gradients.
+    """Parameters on workers, and equal local leaves with the same gradients.
 
     Args:
         places: the worker of each parameter.
@@ -126,7 +126,7 @@ class Twins:
         self._random = torch.Generator().manual_seed(seed + 1000)
 
     def random_gradients(self, missing: Sequence[int] = (), scale: float = 1.0) -> list[torch.Tensor | None]:
-        """Return new gradients, None for those that are missing."""
+        """Return new gradients; None for the indices in ``missing``."""
         return [
             None if n in missing else (torch.randn(each.shape, generator=self._random) * scale).to(each.dtype)
             for n, each in enumerate(self.locals)
@@ -134,7 +134,7 @@ class Twins:
 
     @contextlib.contextmanager
     def context(self, gradients: Sequence[torch.Tensor | None]) -> Iterator[int]:
-        """Enter a context that has these gradients; the local twins have them in ``.grad``."""
+        """Enter a context with these gradients, and set them as ``.grad`` of the local twins."""
         with dist_autograd.context() as context_id:
             for rref, local, gradient in zip(self.rrefs, self.locals, gradients, strict=True):
                 put(context_id, rref, gradient)
@@ -142,12 +142,12 @@ class Twins:
             yield context_id
 
     def values(self) -> list[torch.Tensor]:
-        """Return the parameters as they are on the workers now."""
+        """Return copies of the parameters on the workers."""
         futures = [rpc.rpc_async(rref.owner(), _call, (_copy, rref, ())) for rref in self.rrefs]
         return [future.wait() for future in futures]
 
     def check(self) -> None:
-        """Compare the parameters with their twins, to the last bit."""
+        """Check that the parameters are bitwise equal to their twins."""
         for number, (there, here) in enumerate(zip(self.values(), self.locals, strict=True)):
             assert torch.equal(there, here.detach()), f"parameter {number}: {there} instead of {here}"
 
@@ -157,7 +157,7 @@ def _copy(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def local_gradients(twins: Twins) -> list[torch.Tensor | None]:
-    """Return what is in ``.grad`` of the local twins."""
+    """Return the ``.grad`` of the local twins."""
     return [each.grad for each in twins.locals]
 
 
@@ -165,7 +165,7 @@ def local_gradients(twins: Twins) -> list[torch.Tensor | None]:
 
 
 class FailingStep(torch.optim.SGD):
-    """Fails at a step, on some workers."""
+    """An optimizer whose step fails on some workers."""
 
     def __init__(self, params: Any, on: Sequence[str]) -> None:
         super().__init__(params, lr=1.0)
@@ -179,7 +179,7 @@ class FailingStep(torch.optim.SGD):
 
 
 class FailingConstructor(torch.optim.SGD):
-    """Cannot be made, on some workers."""
+    """An optimizer whose constructor fails on some workers."""
 
     def __init__(self, params: Any, on: Sequence[str]) -> None:
         super().__init__(params, lr=1.0)
@@ -194,7 +194,7 @@ _meeting = threading.Barrier(2)
 
 
 class Blocking(torch.optim.SGD):
-    """Stays in its step until the gate of its worker is opened."""
+    """An optimizer whose step blocks until the gate of its worker is opened."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=1.0)
@@ -212,7 +212,7 @@ class Blocking(torch.optim.SGD):
 
     @staticmethod
     def await_entered() -> None:
-        """Wait until one is in its step on this worker."""
+        """Wait until a step blocks on this worker."""
         assert _entered.wait(30)
 
     @staticmethod
@@ -222,7 +222,7 @@ class Blocking(torch.optim.SGD):
 
 
 class Meeting(torch.optim.SGD):
-    """Two of them meet in their steps: they end only if they run at the same time."""
+    """An optimizer whose step ends only if another step runs at the same time."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         _meeting.wait(30)

@@ -1,6 +1,6 @@
-"""The calls of `actorrpc.rpc`: what comes back is what the function gives, or raises, when it is called here.
+"""The calls of `actorrpc.rpc`: they return, or raise, the same as a local call of the function.
 
-What torch's own RPC does, `tests/conformance` compares.
+`tests/conformance` compares with torch's own RPC.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from actorrpc.group.group import Group
 from actorrpc.rpc import rref
 from tests.ranks import rpc_group, run_group, unused_path
 
-_TINY = 0.05  # a time-out that is meant to pass
+_TINY = 0.05  # a time-out that must expire
 
-# -- what is called ------------------------------------------------------------------------------
+# -- called functions and classes ----------------------------------------------------------------
 
 
 def none() -> None:
@@ -122,7 +122,7 @@ class Plain(Exception):
 
 
 class Detailed(Exception):
-    """Cannot be made from its text: torch's RPC cannot raise it again."""
+    """Cannot be created from its text alone, so torch's RPC cannot raise it at the caller."""
 
     def __init__(self, code: int, *, hint: str) -> None:
         super().__init__(f"code {code}")
@@ -131,7 +131,7 @@ class Detailed(Exception):
 
 
 class Both(RuntimeError, KeyError):
-    """The layouts of the two mix."""
+    """An exception with two bases of compatible layouts."""
 
 
 def throw(cls: type[BaseException], *args: Any) -> Any:
@@ -310,12 +310,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _difference(call: Callable[[], Any], local: Any, local_error: BaseException | None) -> str:
-    """Say how a call differs from what the function gives or raises here."""
+    """Describe how a remote call differs from the local call."""
     try:
         value = call()
     except BaseException as error:
         if local_error is None:
-            return f"raised {error!r}, but gives {local!r} here"
+            return f"raised {error!r}, but returns {local!r} here"
         if not isinstance(error, errors.RemoteError):
             return f"raised {error!r}, which is no RemoteError"
         return _difference_of_errors(error, local_error)
@@ -330,7 +330,7 @@ def _difference_of_errors(error: errors.RemoteError, local: BaseException) -> st
     if not isinstance(error, RuntimeError):
         problems.append("is no RuntimeError")
     if not isinstance(local, Exception):
-        # It must not end the caller as it ended the call: what it was is kept beside.
+        # The original exception would end the caller, so it is only in `cause`.
         error = local if error.cause is not None and error.cause.args == local.args else error  # type: ignore[assignment]
         return "" if type(error) is type(local) else f"cause {error!r}"
     if not isinstance(error, type(local)):
@@ -354,7 +354,7 @@ def _difference_of_errors(error: errors.RemoteError, local: BaseException) -> st
     return "; ".join(problems)
 
 
-# TorchScript writes the place of the call into its message: that is another one.
+# TorchScript includes the place of the call in its message, which differs.
 _OWN_TEXT = {"error in TorchScript"}
 
 
@@ -366,7 +366,7 @@ _STYLES: dict[str, Callable[..., Any]] = {
 
 
 def _scenarios() -> list[str]:
-    """Return how calls differ from what the function does here."""
+    """Return the differences between remote and local calls."""
     problems = []
     for scenario in _table():
         local: Any = None
@@ -376,7 +376,7 @@ def _scenarios() -> list[str]:
         except BaseException as error:
             local_error = error
         for (style, call), to in itertools.product(_STYLES.items(), ("worker1", "worker0")):
-            # Each call has fresh arguments: some change what they are called with.
+            # Each call needs new arguments: some functions change their arguments.
             again = next(each for each in _table() if each.name == scenario.name)
             difference = _difference(
                 lambda call=call, to=to, s=again: call(to, s.func, s.args, dict(s.kwargs)), local, local_error
@@ -399,7 +399,7 @@ def test_functions_have_torchs_parameters_and_defaults(name: str) -> None:
         return [(each.name, each.kind, each.default) for each in signature.parameters.values()]
 
     found = shape(ours)
-    if name == "init_rpc":  # whose first one may be left out here, under a launcher
+    if name == "init_rpc":  # its first parameter is optional here, for use under a launcher
         assert found[0][2] is None
         found[0] = (*found[0][:2], inspect.Parameter.empty)
     assert found == shape(theirs)
@@ -423,7 +423,7 @@ _METHODS = {
 def test_methods_of_rref_have_torchs_parameters_and_defaults(name: str) -> None:
     found = list(inspect.signature(getattr(rpc.RRef, name)).parameters.values())[1:]
     assert [(each.name, each.default) for each in found] == _METHODS[name]
-    # torch's are written in C++: what they take stands in their docstrings.
+    # torch's methods are written in C++: their docstrings contain the parameters.
     theirs = (getattr(torch_rpc.RRef, name).__doc__ or getattr(torch_rpc.PyRRef, name).__doc__).splitlines()[
         0
     ]
@@ -432,8 +432,8 @@ def test_methods_of_rref_have_torchs_parameters_and_defaults(name: str) -> None:
         assert default is inspect.Parameter.empty or f"= {default}" in theirs
 
 
-def test_public_names_are_those_of_torch() -> None:
-    # The rest of torch's list is for writing backends, or was never documented.
+def test_every_documented_name_of_torch_rpc_exists() -> None:
+    # The other names in torch's list are for writing backends, or are not documented.
     left_out = {
         *(
             "AllGatherStates",
@@ -527,11 +527,11 @@ def _wrong() -> list[str]:
             problems.append(f"get_worker_info({wrong!r}): no error")
     if rpc.rpc_sync("worker1", counted) != 0:
         problems.append("something was executed")
-    # After all that, the connection is as good as ever; nothing waits in it.
+    # The connection still works.
     rpc.rpc_sync("worker1", count)
     if rpc.rpc_sync("worker1", counted) != 1:
         problems.append("a call was lost")
-    for to in (1.0, True):  # equal to a rank that is known by now
+    for to in (1.0, True):  # equal to a known rank
         try:
             rpc.rpc_sync(to, count)
         except (TypeError, ValueError):
@@ -541,7 +541,7 @@ def _wrong() -> list[str]:
     return problems
 
 
-# -- who is called -------------------------------------------------------------------------------
+# -- names and ranks of workers ------------------------------------------------------------------
 
 
 def name_here() -> str:
@@ -561,11 +561,11 @@ def _workers(rank: int) -> None:
         assert rpc.rpc_sync(to, name_here) == "worker1"  # type: ignore[arg-type]
     for to in ("worker0", 0, rpc.get_worker_info("worker0")):
         assert rpc.rpc_sync(to, name_here) == "worker0"
-    # A WorkerInfo is a value and travels.
+    # A WorkerInfo can be sent.
     assert rpc.rpc_sync(other, defaults, (me, other))[:2] == (me, other)
     with pytest.raises(errors.UnknownWorkerError, match="worker0, worker1"):
         rpc.get_worker_info("nobody")
-    # args may be any sequence, as torch's may; empty ones are none.
+    # args may be any sequence, as in torch.
     assert rpc.rpc_sync(other, operator.add, [1, 2]) == 3  # type: ignore[arg-type]
     assert rpc.rpc_sync(other, none, (), {}) is None
     assert rpc.rpc_sync(other, keyword_only, kwargs=collections.OrderedDict(x=2)) == 10
@@ -576,7 +576,7 @@ def _workers(rank: int) -> None:
     assert kept.args == ("no error",)
 
 
-# -- arguments are taken when the call is made ---------------------------------------------------
+# -- arguments are copied when the call is made --------------------------------------------------
 
 
 def echo(value: Any) -> Any:
@@ -599,7 +599,7 @@ def _copies() -> None:
             there, filled = future.wait()
             assert there == [1, -1]
             assert torch.equal(filled, torch.arange(size) + 100)
-            # The callee works on a copy, its own worker too.
+            # The callee works on a copy, even on the worker of the caller.
             assert items == [1, 2]
             assert bool((tensor == -7).all())
         array = bytearray(b"x" * 100_000)
@@ -678,7 +678,7 @@ def _timeouts() -> None:
             assert isinstance(caught.value, errors.RpcTimeoutError)
             assert caught.value.maybe_executed is not False
             assert "RPC ran for more than" in str(caught.value)
-        # A future's own time-out ends the wait, not the call.
+        # The time-out of wait() ends the wait, not the call.
         future = rpc.rpc_async(to, wait_for_gate, timeout=0)
         with pytest.raises(TimeoutError):
             future.wait(_TINY)
@@ -703,7 +703,7 @@ def _calls(rank: int, world_size: int) -> list[str]:
     return _wrong() + _scenarios()
 
 
-def test_calls_do_what_local_calls_do_and_wrong_ones_are_refused() -> None:
+def test_calls_return_and_raise_like_local_calls_and_wrong_calls_are_refused() -> None:
     assert not (found := rpc_group(_calls, 2, options={"rpc_timeout": 7.5})[0]), "\n".join(found)
 
 
@@ -732,7 +732,7 @@ def _not_initialised() -> None:
         with pytest.raises(errors.NotInitializedError, match="RPC has not been initialized") as caught:
             call()
         assert isinstance(caught.value, RuntimeError)
-    rpc.shutdown()  # torch raises here: ours may be called in any `finally`
+    rpc.shutdown()  # unlike torch's, it does not raise, so that it may be called in any `finally`
     rpc.shutdown(graceful=False)
 
 
@@ -740,7 +740,6 @@ def _lives(rank: int, world_size: int, path: str) -> None:
     _not_initialised()
     records = _Records()
     logging.getLogger("actorrpc").addHandler(records)
-    # One process may belong to one group after the other.
     for life in range(3):
         options = rpc.RpcBackendOptions(init_method=f"file://{path}{life}")
         name = f"{'abc'[life]}-{rank}"
@@ -772,7 +771,7 @@ def _lives(rank: int, world_size: int, path: str) -> None:
     assert records.texts == []
 
 
-def test_lives_of_a_process(tmp_path: Any) -> None:
+def test_a_process_may_join_several_groups_one_after_the_other(tmp_path: Any) -> None:
     run_group(_lives, 2, unused_path("lives"))
 
 
@@ -790,6 +789,6 @@ def _first_call(rank: int, world_size: int, path: str) -> None:
     rpc.shutdown()
 
 
-def test_calls_are_served_only_when_all_is_in_place() -> None:
-    """Others may call, or arrive at their end, before this worker's `init_rpc` has returned."""
+def test_the_group_is_registered_before_it_serves_calls() -> None:
+    """Other workers may call, or call shutdown, before this worker's `init_rpc` has returned."""
     run_group(_first_call, 2, unused_path("first"))

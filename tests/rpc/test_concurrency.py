@@ -1,4 +1,4 @@
-"""Calls from many threads, nested calls, callbacks, asyncio, small pools, large tensors both ways, back-pressure."""
+"""Concurrent calls: threads, nesting, callbacks, asyncio, small thread pools, large tensors, back-pressure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.actors.e2e.kit import until
 from tests.agent.together import in_threads
 from tests.ranks import rpc_group
 
-# -- what runs on workers ------------------------------------------------------------------------
+# -- functions called on workers -----------------------------------------------------------------
 
 _gates: dict[str, threading.Event] = {}
 _entered: dict[str, threading.Semaphore] = {}
@@ -40,7 +40,7 @@ def _count(name: str) -> threading.Semaphore:
 
 
 def _hold(name: str, *ballast: Any) -> str:
-    """Block where no wait of ours is: nothing tells the pool."""
+    """Block in a plain Event, of which the pool is not notified."""
     _runs.append(name)
     _count(name).release()
     _gate(name).wait()
@@ -75,7 +75,7 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in(thread: threading.Thread, function: str) -> bool:
-    """Say whether a thread is in a function of this name."""
+    """Return whether a thread is in a function of this name."""
     frame = top_frame(thread.ident)
     while frame is not None:
         if frame.f_code.co_name == function:
@@ -118,7 +118,7 @@ def _callbacks() -> None:
     done.wait()
     assert got == [3, 4]
 
-    # A callback may wait for a call whose answer came in the same batch as that of its own.
+    # A callback may wait for a call whose answer arrived in the same batch.
     for i in range(20):
         finished = threading.Event()
         first, second = [rpc.rpc_async("worker1", _hold, (f"pair{i}",)) for _ in range(2)]
@@ -126,10 +126,10 @@ def _callbacks() -> None:
         rpc.rpc_sync("worker1", _open, (f"pair{i}",))
         finished.wait()
 
-    # A callback may wait for what the waiter does next.
+    # A callback may wait for an action of the thread that waited for the future.
     released = threading.Event()
     after = threading.Event()
-    future = rpc.rpc_async("worker1", _hold, ("next",))  # not over before the callback is there
+    future = rpc.rpc_async("worker1", _hold, ("next",))  # does not end before the callback is added
     future.add_done_callback(lambda _: (released.wait(), after.set()))
     rpc.rpc_sync("worker1", _open, ("next",))
     assert future.wait() == "next"
@@ -158,16 +158,16 @@ def _from_asyncio() -> None:
 
 
 def _all_threads_blocked() -> None:
-    """More calls than the pool has threads sit in user code: control frames and further calls are served."""
+    """More calls than the pool has threads block in user code. Control frames and further calls are still served."""
     futures = [rpc.rpc_async("worker1", _hold, ("wall",)) for _ in range(24)]
     rpc.rpc_sync("worker1", _await_entered, ("wall", 24))
     assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
-    # Heartbeats are answered (every 0.1 s here, to a peer that is silent).
+    # Heartbeats are answered (sent every 0.1 s here to a silent peer).
     conn = rpc.api.group().agent.peer("worker1").conn  # type: ignore[attr-defined]
     for _ in range(3):
         heard = conn.heard
         until(lambda heard=heard: conn.heard != heard)
-    # So is a cancellation.
+    # Cancellations are handled.
     assert futures[0].cancel()
     with pytest.raises(CancelledError):
         futures[0].wait()
@@ -176,9 +176,9 @@ def _all_threads_blocked() -> None:
 
 
 def _cancel_running() -> None:
-    """The calls that a cancelled call waits for are cancelled in turn; later ones are not made."""
+    """Nested calls of a cancelled call are cancelled; it can make no further calls."""
     future = rpc.rpc_async("worker1", _record_nested, ("chain",))
-    _count("chain").acquire()  # worker1 runs, and its nested call runs here
+    _count("chain").acquire()  # the call runs on worker1, and its nested call here
     assert future.cancel()
     rpc.rpc_sync("worker1", _await_entered, ("chain caught", 1))
     assert rpc.rpc_sync("worker1", _caught) == ["CancelledError", "CancelledError"]
@@ -213,11 +213,13 @@ def _scenarios(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_threads_callbacks_nesting_and_cancellation(transport: str) -> None:
+def test_calls_from_threads_callbacks_and_asyncio_return_and_blocked_calls_can_be_cancelled(
+    transport: str,
+) -> None:
     rpc_group(_scenarios, 2, options={"transport": transport, "heartbeat": 0.1})
 
 
-# -- large tensors, both ways at once --------------------------------------------------------------
+# -- large tensors in both directions --------------------------------------------------------------
 
 
 def _exchange(rank: int, world_size: int) -> None:
@@ -240,7 +242,7 @@ def _exchange(rank: int, world_size: int) -> None:
     for each in workers:
         each.start()
     while any(each.is_alive() for each in workers):
-        if rpc.rpc_sync(there, operator.add, (rank, 1)) != rank + 1:  # small calls pass meanwhile
+        if rpc.rpc_sync(there, operator.add, (rank, 1)) != rank + 1:  # small calls are not blocked meanwhile
             wrong.append("small")
         workers[0].join(0.01)
         workers[1].join(0.01)
@@ -249,7 +251,7 @@ def _exchange(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"lane": False}, {"transport": "tcp"}, {}])
-def test_large_tensors_in_both_directions_at_once(options: dict[str, Any]) -> None:
+def test_large_tensors_sent_in_both_directions_at_once_do_not_deadlock(options: dict[str, Any]) -> None:
     rpc_group(_exchange, 2, options=options)
 
 
@@ -260,7 +262,7 @@ def _small_pool(rank: int, world_size: int, max_threads: int) -> None:
     threads._STUCK_S = 0.5  # type: ignore[misc]
     if rank:
         return
-    # As deep as the pools allow: each level but the last holds one thread, and one always reads.
+    # As deep as the pools allow: each level but the last blocks a thread, and one thread always reads.
     deepest = 2 * (max_threads - 1)
     assert rpc.rpc_sync("worker1", _bounce, (deepest - 1, "worker1", "worker0")) == deepest - 1
     for _ in range(2):
@@ -269,9 +271,9 @@ def _small_pool(rank: int, world_size: int, max_threads: int) -> None:
         ) as caught:
             rpc.rpc_sync("worker1", _bounce, (200, "worker1", "worker0"))
         assert isinstance(caught.value, RpcError)
-        # Nothing is left in the way.
+        # Calls work again afterwards.
         assert [rpc.rpc_sync("worker1", operator.add, (i, 1)) for i in range(20)] == list(range(1, 21))
-    # Through ourselves: every level holds a thread of the same pool.
+    # Calls to this worker: each level blocks a thread of the same pool.
     with pytest.raises(DeadlockError):
         rpc.rpc_sync("worker0", _bounce, (200, "worker0", "worker0"))
     futures = [rpc.rpc_async("worker1", operator.add, (i, 1)) for i in range(200)]
@@ -280,19 +282,19 @@ def _small_pool(rank: int, world_size: int, max_threads: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_threads", [2, 3, 4])
-def test_cycles_deeper_than_the_pools_end_with_an_error(max_threads: int) -> None:
+def test_nested_calls_deeper_than_the_thread_pools_raise_deadlock_error(max_threads: int) -> None:
     rpc_group(_small_pool, 2, max_threads, options={"max_threads": max_threads})
 
 
 def _fifo_gate(path: str, name: str) -> None:
-    """Open a gate when the other end of a FIFO is opened and closed: without a thread of the pool."""
+    """Open a gate when the other end of a FIFO is opened and closed, because no thread of the pool is free."""
     with open(path, "rb") as file:
         file.read()
     _open(name)
 
 
 def _full_pool(rank: int, world_size: int, directory: str) -> None:
-    """Worker1 has one thread for calls, and that one is blocked."""
+    """The only thread for calls of worker1 is blocked."""
     threads._STUCK_S = 1e9  # type: ignore[misc]
     fifo = os.path.join(directory, "gate")
     if rank == 1:
@@ -303,7 +305,7 @@ def _full_pool(rank: int, world_size: int, directory: str) -> None:
     agent = rpc.api.group().agent  # type: ignore[attr-defined]
     first = rpc.rpc_async("worker1", _hold, ("full",))
     peer = agent.peer("worker1")
-    # Queued there and cancelled, or out of time: never run.
+    # Calls that are cancelled, or time out, in the queue of worker1 never run.
     cancelled = [rpc.rpc_async("worker1", _hold, ("cancelled",)) for _ in range(5)]
     for each in cancelled:
         assert each.cancel()
@@ -315,7 +317,7 @@ def _full_pool(rank: int, world_size: int, directory: str) -> None:
     with pytest.raises(TimeoutError):
         rpc.rpc_sync("worker1", _hold, ("late",), timeout=0.05)
 
-    # Back-pressure: the window is 1 MiB, each call has a quarter of one.
+    # Back-pressure: the window is 1 MiB, and each call takes a quarter of it.
     ballast = torch.zeros(64 << 10)
     held = [rpc.rpc_async("worker1", operator.mul, (ballast, 1), timeout=0) for _ in range(4)]
     assert peer.window.full
@@ -324,12 +326,12 @@ def _full_pool(rank: int, world_size: int, directory: str) -> None:
     assert full.value.maybe_executed is False
     with pytest.raises(BackpressureError):
         rpc.rpc_sync("worker1", operator.mul, (ballast, 1), timeout=0.1)
-    # The last that was let in is beyond it by a little.
+    # The last admitted call may exceed the limit slightly.
     assert peer.window.charged <= peer.window.limit + ballast.nbytes // 2
-    # Others are not concerned, and a call made from inside a call never waits.
+    # Other workers are not affected, and a nested call never waits for the window.
     assert torch.equal(rpc.rpc_sync("worker2", operator.mul, (ballast, 1)), ballast)
     rpc.rpc_sync("worker0", _send_from_inside, (ballast,))
-    # A caller without a time-out waits, and goes on when there is room.
+    # A caller without a time-out waits until there is room.
     waiting = threading.Thread(
         target=lambda: held.append(rpc.rpc_async("worker1", operator.mul, (ballast, 1), timeout=0))
     )
@@ -353,14 +355,14 @@ def _send_from_inside(ballast: torch.Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lane", [True, False])
-def test_back_pressure_and_what_is_queued_at_a_worker(tmp_path: Path, lane: bool) -> None:
+def test_a_full_window_blocks_callers_and_queued_calls_can_be_cancelled(tmp_path: Path, lane: bool) -> None:
     os.mkfifo(tmp_path / "gate")
     options = {"max_threads": 2, "window": 1 << 20, "lane": lane}
     rpc_group(_full_pool, 3, str(tmp_path), options=options)
 
 
 def _busy(rank: int, world_size: int) -> None:
-    """Every worker calls every other one, nested, from several threads, for a while."""
+    """Make nested calls through all other workers, from several threads."""
     names = [f"worker{i}" for i in range(world_size)]
     wrong: list[object] = []
 
@@ -382,5 +384,5 @@ def _busy(rank: int, world_size: int) -> None:
     assert not wrong, (wrong[:3], time.monotonic() - begun)
 
 
-def test_everybody_calls_everybody() -> None:
+def test_four_workers_call_each_other_from_several_threads() -> None:
     rpc_group(_busy, 4)

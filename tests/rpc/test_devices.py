@@ -1,6 +1,6 @@
-"""Tensors of GPUs in calls, RRefs and gradients, by a device map between two workers on one GPU.
+"""GPU tensors in calls, RRefs and gradients, with a device map between two workers on one GPU.
 
-The same programs run on the CPU, where the maps are of the CPU: what they compute is right then.
+The same programs also run on the CPU, with maps of the CPU.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tests.ranks import rpc_group
 
 pytestmark = pytest.mark.limit(120)
 
-_LONG = 200_000_000  # clock cycles of a GPU: a tenth of a second, which a copy that does not wait misses
+_LONG = 200_000_000  # GPU clock cycles: a tenth of a second, long enough to reveal a copy that does not wait
 
 
 def between(device: str) -> dict[str, Any]:
-    """Options with which workers 0 and 1 send each other tensors of a device; only worker 0 has a map."""
+    """Return options with which workers 0 and 1 exchange tensors of a device; only worker 0 has a map."""
     return {"device_maps": {"worker1": {device: device}}}
 
 
@@ -44,7 +44,7 @@ def _on_rank_0(rank: int, world_size: int, program: Any, *args: Any) -> Any:
 
 
 def delay(device: torch.device | str) -> None:
-    """Give a GPU so much to do on the current stream that what comes after it is late."""
+    """Queue a slow kernel on the current stream, so that later work on the stream is delayed."""
     if torch.device(device).type == "cuda":
         torch.cuda._sleep(_LONG)
 
@@ -99,7 +99,7 @@ def _calls(device: str) -> None:
     whole = torch.arange(50_000.0, device=device)
     first, second, on_cpu = rpc.rpc_sync("worker1", _echo, ((whole, whole[7:], torch.ones(3)),))
     first[7] = -1.0
-    assert second[0].item() == -1.0  # they share memory, as they did
+    assert second[0].item() == -1.0  # the two tensors still share memory
     assert on_cpu.device.type == "cpu"
     model = rpc.rpc_sync("worker1", _echo, (torch.nn.Linear(3, 3).to(device),))
     assert {str(each.device) for each in model.parameters()} == {device}
@@ -113,7 +113,7 @@ def _many(device: str) -> None:
 
 
 def _made_there(device: str) -> None:
-    # Made over there and sent back: only the caller has a map, which counts the other way for answers.
+    # The caller's map also applies, reversed, to answers.
     made = rpc.rpc_sync("worker1", torch.ones, (3,), {"device": device})
     assert str(made.device) == device
 
@@ -135,12 +135,12 @@ def _from_cpu(there: str) -> None:
 
 
 @pytest.mark.gpu
-def test_from_the_cpu_to_a_gpu_and_back() -> None:
+def test_a_device_map_from_cpu_to_gpu_moves_arguments_and_maps_results_back() -> None:
     run(_from_cpu, "cuda:0", options={"device_maps": {"worker1": {"cpu": "cuda:0"}}})
 
 
 @pytest.mark.gpu
-def test_from_a_gpu_to_the_cpu_and_back() -> None:
+def test_a_device_map_from_gpu_to_cpu_moves_arguments_and_maps_results_back() -> None:
     run(_from_gpu, "cpu", options={"device_maps": {"worker1": {"cuda:0": "cpu"}}})
 
 
@@ -158,7 +158,7 @@ def _without_map(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.gpu
-def test_without_a_map_they_do_not_travel() -> None:
+def test_gpu_tensors_without_a_device_map_raise_serialization_error() -> None:
     rpc_group(_without_map, 2, timeout=100.0)
 
 
@@ -187,8 +187,8 @@ def _slow_ones(device: str, size: int) -> torch.Tensor:
     return made.add_(1.0)
 
 
-class _Side:
-    """A stream besides the default one, as the current one; on the CPU, nothing."""
+class _OtherStream:
+    """Makes a new stream the current stream; has no effect on the CPU."""
 
     def __init__(self, device: str) -> None:
         self._context: Any = None
@@ -204,25 +204,25 @@ class _Side:
             self._context.__exit__(*error)
 
 
-def _slow_on_the_side(device: str, size: int) -> Any:
-    """Return a future that is complete before what it is for has been computed, on a stream of its own."""
+def _slow_on_another_stream(device: str, size: int) -> Any:
+    """Return a future that is completed before its tensor has been computed on another stream."""
     future: Any = rpc.Future(devices=None if device == "cpu" else [device])
-    with _Side(device):
+    with _OtherStream(device):
         future.set_result(_slow_ones(device, size))
     return future
 
 
 @rpc.functions.async_execution
-def _later(device: str, size: int) -> Any:
-    return _slow_on_the_side(device, size)
+def _async_on_another_stream(device: str, size: int) -> Any:
+    return _slow_on_another_stream(device, size)
 
 
 @rpc.functions.async_execution
-def _later_on_a_thread(device: str, size: int) -> Any:
+def _async_on_a_thread(device: str, size: int) -> Any:
     future: Any = rpc.Future(devices=None if device == "cpu" else [device])
 
     def work() -> None:
-        with _Side(device):
+        with _OtherStream(device):
             future.set_result(_slow_ones(device, size))
 
     threading.Thread(target=work).start()
@@ -233,33 +233,33 @@ def _ordered(device: str) -> None:
     size = 300_000
     ones = torch.ones(size, device=device)
     for _ in range(3):
-        with _Side(device):
+        with _OtherStream(device):
             mine = _slow_ones(device, size)
             assert rpc.rpc_sync("worker1", _facts, (mine,)) == (device, size)
             future = rpc.rpc_async("worker1", _echo, (_slow_ones(device, size),))
             assert torch.equal(future.wait(), ones)
         assert torch.equal(rpc.rpc_sync("worker1", _slow_ones, (device, size)), ones)
-        for function in (_later, _later_on_a_thread):
+        for function in (_async_on_another_stream, _async_on_a_thread):
             assert torch.equal(rpc.rpc_sync("worker1", function, (device, size)), ones)
-        # An argument that is changed once the call has been made: what has arrived is what it was.
+        # Changing the argument after the call must not change the sent tensor.
         argument = _slow_ones(device, size)
         future = rpc.rpc_async("worker1", _echo, (argument,))
         argument.zero_()
-        if device != "cpu":  # memory of the CPU leaves as it is when it leaves
+        if device != "cpu":  # on the CPU, the change may be sent
             assert torch.equal(future.wait(), ones)
         future.wait()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_who_waits_for_a_future_waits_for_the_stream_that_it_was_completed_on(device: str) -> None:
+def test_waiting_for_a_future_synchronizes_with_the_stream_that_completed_it(device: str) -> None:
     size = 300_000
     wanted = torch.ones(size, device=device)
     for _ in range(3):
-        future = _slow_on_the_side(device, size)
-        with _Side(device):
+        future = _slow_on_another_stream(device, size)
+        with _OtherStream(device):
             assert torch.equal(future.wait(), wanted)
-        chained = _slow_on_the_side(device, size).then(lambda done: done.value().clone() + 1)
-        with _Side(device):
+        chained = _slow_on_another_stream(device, size).then(lambda done: done.value().clone() + 1)
+        with _OtherStream(device):
             assert torch.equal(chained.wait(), wanted + 1)
 
 
@@ -273,7 +273,7 @@ def _references(device: str) -> None:
     assert rref.rpc_sync().sum().item() == 12.0
     assert str(rref.rpc_sync().add(1).device) == device
     for _ in range(3):
-        with _Side(device):
+        with _OtherStream(device):
             mine = rpc.RRef(_slow_ones(device, 300_000))
         assert rpc.rpc_sync("worker1", _facts_of_fetched, (mine,)) == (device, 300_000.0)
     del rref, mine
@@ -334,7 +334,7 @@ def _all(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.prints("UserWarning: Sparse CSR tensor support is in beta state", *ODD_TENSORS)
-def test_calls_errors_streams_references_and_gradients(device: str) -> None:
+def test_device_tensors_arrive_equal_in_calls_rrefs_and_gradients_from_any_stream(device: str) -> None:
     run(_all, device)
 
 
@@ -353,5 +353,5 @@ def _mixed(kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("here", "there"), [("cuda:0", "cpu"), ("cpu", "cuda:0")])
-def test_gradients_between_a_cpu_and_a_gpu(here: str, there: str) -> None:
+def test_gradients_flow_between_cpu_and_gpu(here: str, there: str) -> None:
     run(_mixed, here, options={"device_maps": {"worker1": {here: there}}})

@@ -1,4 +1,4 @@
-"""Workers that are killed, stopped, busy or forked; time-outs at every stage."""
+"""Calls to workers that are killed, stopped, busy or forked, and time-outs at every stage of a call."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.actors.e2e.kit import until
 from tests.layers import rest_is_slow
 from tests.ranks import Died, rpc_group
 
-# -- what runs on workers ------------------------------------------------------------------------
+# -- functions called on workers -----------------------------------------------------------------
 
-_for_ever = threading.Event()
+_never_set = threading.Event()
 _gates: dict[str, threading.Event] = {}
 _entered: dict[str, threading.Semaphore] = {}
 _runs: list[str] = []
@@ -55,17 +55,17 @@ def _await_entered(name: str) -> None:
     _count(name).acquire()
 
 
-def _tell_and_stay(to: str, name: str) -> None:
-    """Say that this call runs, and never return."""
-    rpc.rpc_sync(to, _tell, (name,))
-    _for_ever.wait()
+def _notify_and_block(to: str, name: str) -> None:
+    """Notify another worker that this call runs, and never return."""
+    rpc.rpc_sync(to, _notify, (name,))
+    _never_set.wait()
 
 
-def _stay() -> None:
-    _for_ever.wait()
+def _block() -> None:
+    _never_set.wait()
 
 
-def _tell(name: str) -> None:
+def _notify(name: str) -> None:
     _count(name).release()
 
 
@@ -98,8 +98,8 @@ def _is_blocked_in_send(thread: threading.Thread, worker: str) -> bool:
 
 
 def _running_there() -> None:
-    future = rpc.rpc_async("worker1", _tell_and_stay, ("worker0", "one"))
-    futures = [rpc.rpc_async("worker1", _stay) for _ in range(5)]
+    future = rpc.rpc_async("worker1", _notify_and_block, ("worker0", "one"))
+    futures = [rpc.rpc_async("worker1", _block) for _ in range(5)]
     _count("one").acquire()
     _kill("worker1")
     with pytest.raises(PeerDiedError, match="worker1") as caught:
@@ -119,7 +119,7 @@ def _running_there() -> None:
 
 
 def _never_called() -> None:
-    """A worker that died before there was any contact: the first call says so."""
+    """The first call to a worker that has died before raises PeerDiedError."""
     os.kill(_pid("worker2"), signal.SIGKILL)
     with pytest.raises(PeerDiedError) as caught:
         rpc.rpc_sync("worker2", operator.add, (1, 1))
@@ -127,7 +127,7 @@ def _never_called() -> None:
 
 
 def _while_fetching() -> None:
-    rref = rpc.remote("worker3", _tell_and_stay, ("worker0", "three"))
+    rref = rpc.remote("worker3", _notify_and_block, ("worker0", "three"))
     _count("three").acquire()
     got: list[BaseException] = []
 
@@ -168,18 +168,18 @@ def _during_a_large_tensor() -> None:
     thread = threading.Thread(target=send)
     thread.start()
     until(lambda: _is_blocked_in_send(thread, "worker4"))
-    assert rpc.rpc_sync("worker5", operator.add, (1, 1)) == 2  # others are not concerned
+    assert rpc.rpc_sync("worker5", operator.add, (1, 1)) == 2  # other workers are not affected
     _kill("worker4")
     thread.join()
     assert [type(error) for error in got] == [PeerDiedError]
 
 
 def _fork_that_lives_on(directory: str) -> None:
-    """The fork of a worker does not hide the worker's death, and has no RPC."""
+    """The fork of a worker does not hide the worker's death, and cannot use RPC."""
     child = rpc.rpc_sync("worker5", _fork, (directory,))
-    future = rpc.rpc_async("worker5", _tell_and_stay, ("worker0", "five"))
+    future = rpc.rpc_async("worker5", _notify_and_block, ("worker0", "five"))
     _count("five").acquire()
-    assert rpc.rpc_sync("worker5", operator.add, (1, 1)) == 2  # the fork has not broken the parent
+    assert rpc.rpc_sync("worker5", operator.add, (1, 1)) == 2  # the parent still works after the fork
     _kill("worker5")
     with pytest.raises(PeerDiedError):
         future.wait()
@@ -213,7 +213,7 @@ def _fork(directory: str) -> int:
 
 
 def _in_the_last_barrier() -> None:
-    """Its function is over: it sits in shutdown when it is killed. Ours ends all the same."""
+    """Kill a worker that waits in shutdown. The shutdown of this worker must still complete."""
     barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
     until(lambda: "worker6" in barrier._arrived.get(0, ()))
     _kill("worker6")
@@ -229,12 +229,12 @@ def _victims(rank: int, world_size: int, directory: str) -> str:
         _in_the_last_barrier()
         return "survived"
     if rank != 6:
-        _for_ever.wait()
+        _never_set.wait()
     return "arrived"
 
 
 @pytest.mark.parametrize("transport", rest_is_slow(["unix", "tcp"]))
-def test_calls_to_killed_workers_end(tmp_path: Path, transport: str) -> None:
+def test_calls_to_killed_workers_raise_peer_died_error(tmp_path: Path, transport: str) -> None:
     os.mkfifo(tmp_path / "end")
     os.mkfifo(tmp_path / "said")
     options = {"lane": False, "transport": transport}
@@ -244,14 +244,14 @@ def test_calls_to_killed_workers_end(tmp_path: Path, transport: str) -> None:
 
 
 def _first_dies(rank: int, world_size: int) -> None:
-    """Worker0, whom all ask at the end, dies while they wait for it."""
+    """Worker0 coordinates the shutdown, and dies while the others wait for it."""
     if rank == 0:
         barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
         until(lambda: len(barrier._arrived.get(0, ())) == world_size - 1)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_shutdown_goes_on_when_the_worker_that_is_asked_dies() -> None:
+def test_shutdown_completes_although_the_coordinating_worker_dies() -> None:
     assert rpc_group(_first_dies, 4, may_die=[0]) == [Died(-signal.SIGKILL), None, None, None]
 
 
@@ -265,12 +265,12 @@ def _hold_the_gil(seconds: float) -> str:
 
 def _stopped_and_busy(rank: int, world_size: int) -> None:
     if rank == 1:
-        _for_ever.wait()
+        _never_set.wait()
     if rank == 0:
-        # Five heartbeats of 0.2 s pass without an answer; but its process runs.
+        # Five heartbeats of 0.2 s pass without an answer, but the process is running.
         assert rpc.rpc_sync("worker2", _hold_the_gil, (2.5,)) == "was busy"
         assert rpc.rpc_sync("worker2", operator.add, (1, 1)) == 2
-        future = rpc.rpc_async("worker1", _tell_and_stay, ("worker0", "stopped"), timeout=0)
+        future = rpc.rpc_async("worker1", _notify_and_block, ("worker0", "stopped"), timeout=0)
         _count("stopped").acquire()
         _kill("worker1", signal.SIGSTOP)
         with pytest.raises(PeerDiedError, match="silent") as caught:
@@ -292,7 +292,7 @@ def _nested_with_own_time(seconds: float) -> None:
     except BaseException as error:
         _errors.append((type(error).__name__, getattr(error, "maybe_executed", None)))
     _count("ended").release()
-    _gate("after nested").wait()  # the caller must not be answered before its time is over
+    _gate("after nested").wait()  # the caller must time out before this call is answered
 
 
 def _nested_errors() -> list[tuple[str, bool | None]]:
@@ -311,7 +311,7 @@ def _timeouts() -> None:
     future = rpc.rpc_async("worker1", _hold, ("running",), timeout=0.05)
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
-    done.wait()  # nobody waits for the future itself
+    done.wait()  # no thread waits for the future itself
     _times_out(future.wait)
     late = rpc.remote("worker1", _hold, ("creation",), timeout=0.05)
     # Until the creation has failed, the time-out is that of to_here(); then it is that of the creation.
@@ -319,7 +319,7 @@ def _timeouts() -> None:
     for name in ("running", "creation"):
         rpc.rpc_sync("worker1", _open, (name,))
 
-    # A nested call ends with the call that it is nested in, whatever time it was given itself.
+    # A nested call ends with its outer call, whatever its own time-out.
     for seconds in (0.0, 100.0):
         _times_out(
             lambda seconds=seconds: rpc.rpc_sync("worker1", _nested_with_own_time, (seconds,), timeout=0.1)
@@ -331,13 +331,13 @@ def _timeouts() -> None:
     rpc.rpc_sync("worker1", _open, ("after nested",))
     rpc.rpc_sync("worker2", _open, ("nested",))
 
-    # A call whose time is over when the worker gets to it is not started.
+    # A call that times out before the worker starts it is never run.
     _kill("worker1", signal.SIGSTOP)
     _await_stop("worker1")
     stopped = rpc.rpc_async("worker1", _note, ("late",), timeout=0.1)
     assert _times_out(stopped.wait).maybe_executed
     _times_out(lambda: rpc.rpc_sync("worker1", _note, ("late",), timeout=0.1))
-    # Blocked in the send of a large tensor.
+    # A time-out while the call blocks in sending a large tensor.
     large = torch.zeros(4 << 20)
     _times_out(lambda: rpc.rpc_sync("worker1", torch.neg, (large,), timeout=0.2))
     _kill("worker1", signal.SIGCONT)
@@ -352,7 +352,7 @@ def _timeout_group(rank: int, world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_time_outs(transport: str) -> None:
+def test_timeouts_end_running_nested_queued_and_blocked_calls(transport: str) -> None:
     rpc_group(_timeout_group, 3, options={"lane": False, "transport": transport, "heartbeat": 30.0})
 
 

@@ -1,4 +1,4 @@
-"""`functions.async_execution`: functions that are answered when their future completes."""
+"""`functions.async_execution`: a call is answered when the returned future completes. Also: errors over max_message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from actorrpc.rpc.functions import async_execution
 from actorrpc.testing import InProcessCluster
 from tests.ranks import rpc_group
 
-_TINY = 0.05  # a time-out that is meant to pass
+_TINY = 0.05  # a time-out that must expire
 _gate: torch.futures.Future[str] = torch.futures.Future()
 _waiting = threading.Semaphore(0)
 
@@ -195,12 +195,12 @@ def _everything(rank: int, world_size: int) -> None:
             raised(lambda call=call: call(fails_in_then, ("worker2",)), ZeroDivisionError, "division")
             raised(lambda call=call: call(fails_there, ("worker2",)), ZeroDivisionError, "division")
             raised(lambda call=call: call(Calculator().bad), TypeError, _NO_FUTURE)
-        # Through proxies of an RRef; torch's own examples do all three.
+        # Through all three proxies of an RRef, as in torch's examples.
         rref = rpc.remote(to, Calculator, (10,))
         for proxy in (
             lambda rref=rref: rref.rpc_sync(),
-            lambda rref=rref: Then(rref.rpc_async(), "wait"),
-            lambda rref=rref: Then(rref.remote(), "to_here"),
+            lambda rref=rref: ChainedProxy(rref.rpc_async(), "wait"),
+            lambda rref=rref: ChainedProxy(rref.remote(), "to_here"),
         ):
             assert torch.equal(proxy().static_add("worker2", x, 1), x + 2)
             assert torch.equal(proxy().class_add("worker2", x, 1), x + 2)
@@ -213,14 +213,14 @@ def _everything(rank: int, world_size: int) -> None:
         with pytest.raises(errors.SerializationError):
             rpc.rpc_sync(to, plain_future)
         assert rpc.rpc_sync(to, nested_async, (30,)) == 30
-        # The call is over in its time, though the future is not.
+        # The call times out although its future is pending.
         raised(
             lambda to=to: rpc.rpc_sync(to, gated, (0,), timeout=_TINY), TimeoutError, "RPC ran for more than"
         )
 
 
-class Then:
-    """Calls a method of a proxy and then one of what it gave."""
+class ChainedProxy:
+    """Calls a method of a proxy, and then a method of its result."""
 
     def __init__(self, proxy: Any, name: str) -> None:
         self._proxy = proxy
@@ -230,12 +230,12 @@ class Then:
         return lambda *args: getattr(getattr(self._proxy, name)(*args), self._name)()
 
 
-def test_async_execution() -> None:
+def test_async_execution_answers_with_the_result_or_error_of_its_future() -> None:
     rpc_group(_everything, 3)
 
 
 def _no_threads(rank: int, world_size: int) -> None:
-    """Twice as many calls as there may be threads are under way at once, each waiting for the last one."""
+    """Ten times as many calls as the pool has threads wait for the last of them to arrive."""
     if rank:
         return
     number = 40
@@ -246,17 +246,17 @@ def _no_threads(rank: int, world_size: int) -> None:
     assert [rref.to_here() for rref in rrefs] == [("open", i) for i in range(number)]
 
 
-def test_pending_futures_keep_no_thread() -> None:
+def test_pending_async_execution_futures_occupy_no_thread() -> None:
     rpc_group(_no_threads, 2, options={"max_threads": 8})
 
 
-def test_locally_it_is_the_function_itself() -> None:
+def test_async_execution_functions_can_be_called_locally_and_keep_their_metadata() -> None:
     assert add_one(1).wait() == 2
     assert Calculator(5).bound_add.__name__ == "bound_add"
     assert add_one.__name__ == "add_one"
     assert add_one.__doc__ == "Add one."
     assert list(inspect.signature(add_one).parameters) == ["x", "cls"]
-    # What tells torch's code that it is marked.
+    # The attribute by which torch's code recognizes the decorator.
     assert hasattr(add_one, "_wrapped_async_rpc_function")
     assert rpc.functions.async_execution is async_execution
     for wrong in (3, None, "name"):
@@ -264,10 +264,10 @@ def test_locally_it_is_the_function_itself() -> None:
             async_execution(wrong)  # type: ignore[type-var]
 
 
-# -- under other workers' eyes -------------------------------------------------------------------
+# -- limits --------------------------------------------------------------------------------------
 
 
-def test_a_definition_over_the_limit_of_messages_is_refused_before_it_is_sent() -> None:
+def test_a_class_definition_over_max_message_is_refused_before_sending() -> None:
     table = b"t" * (3 << 20)
 
     class Large:
@@ -298,13 +298,16 @@ class Streaming:
         _raise_large()
 
 
-def test_an_error_that_is_over_the_limit_of_messages_keeps_its_class() -> None:
+def test_an_exception_group_over_max_message_is_shortened_but_keeps_its_class() -> None:
     with InProcessCluster(2, clock="real", max_message=256 << 10, chunk=64 << 10):
         stream = Streaming.options(worker="worker1").remote().numbers.remote()  # type: ignore[attr-defined]
         assert actorrpc.get(next(stream)) == 1
-        for way in (lambda: rpc.rpc_sync("worker1", _raise_large), lambda: actorrpc.get(next(stream))):
+        for raise_large in (
+            lambda: rpc.rpc_sync("worker1", _raise_large),
+            lambda: actorrpc.get(next(stream)),
+        ):
             with pytest.raises(Wrong, match="several") as caught:
-                way()
+                raise_large()
             assert [str(each) for each in caught.value.exceptions] == [
                 "2 more exceptions of this group are too large to be sent"
             ]

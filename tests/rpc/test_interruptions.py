@@ -1,4 +1,4 @@
-"""Signal handlers that raise, at every step of the library's code: nothing is lost but what they were raised in."""
+"""Signal handlers that raise at every step of the library's code: only the interrupted operation fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.interruptions import Interrupted, Steps, raising
 from tests.layers import rest_is_slow
 from tests.ranks import rpc_group
 
-_OPTIONS = {"rpc_timeout": 8.0}  # a call that is lost ends the test soon
+_OPTIONS = {"rpc_timeout": 8.0}  # a lost call fails the test soon
 
 
 class _Counter:
@@ -55,8 +55,8 @@ def _fail(key: str) -> None:
     raise KeyError(key)
 
 
-class _Aside:
-    """Another thread, which makes calls all the time; what it gets has to be right."""
+class _OtherThread:
+    """Another thread that makes calls and checks their results."""
 
     def __init__(self, to: str) -> None:
         self._to = to
@@ -83,7 +83,7 @@ class _Aside:
             self._done.release()
 
     def check(self, place: str) -> None:
-        """Have a call made, and see that it was right."""
+        """Let the thread make a call, and check its result."""
         self._wanted.release()
         if not self._done.acquire(timeout=10) or self.wrong:
             raise AssertionError(f"after a handler had raised at {place}: {self.wrong or 'no answer'}")
@@ -94,8 +94,8 @@ class _Aside:
         self._thread.join()
 
 
-class _Works:
-    """What is done with every step interrupted, by the names of its methods."""
+class _Operations:
+    """The operations of which every step is interrupted."""
 
     def __init__(self) -> None:
         self._tensor = torch.arange(262_144)
@@ -186,7 +186,7 @@ class _Works:
             loss = rpc.rpc_sync("worker1", torch.mul, (self._trained.local_value(), 2.0)).sum()
             autograd.backward(context_id, [loss])
             self._optimizer.step(context_id)
-        # The step of an earlier time, which was interrupted, may have been under way.
+        # An optimizer step of an interrupted attempt may have been executed, too.
         now = self._trained.local_value().tolist()
         assert all(each <= then - 2.0 for each, then in zip(now, before, strict=True))
 
@@ -194,11 +194,13 @@ class _Works:
         assert actorrpc.get(self._counters.echo.call(3)).values() == (3, 3)
 
 
-# The one that takes the fewest steps comes first: it stands for all in the default layer.
-_WORKS = sorted((name for name in vars(_Works) if not name.startswith("_")), key=lambda name: name != "sync")
+# The operation with the fewest steps comes first: the default layer tests only this one.
+_OPERATIONS = sorted(
+    (name for name in vars(_Operations) if not name.startswith("_")), key=lambda name: name != "sync"
+)
 
 
-class _DataWorks:
+class _DataOperations:
     def __init__(self) -> None:
         self._value = {"a": [1.5, (2, b"3")], "b": {4, 2**70}, "c": torch.ones(3)}
 
@@ -210,34 +212,34 @@ class _DataWorks:
             rpc.rpc_sync("worker1", _fail, ("a",))
 
 
-_DATA_WORKS = [name for name in vars(_DataWorks) if not name.startswith("_")]
+_DATA_OPERATIONS = [name for name in vars(_DataOperations) if not name.startswith("_")]
 
 
 def _interrupted(rank: int, world_size: int, name: str) -> int:
     if rank:
         return 0
     agent = rpc.api.group().agent  # type: ignore[attr-defined]
-    work = getattr(_DataWorks() if name in _DATA_WORKS else _Works(), name)
+    work = getattr(_DataOperations() if name in _DATA_OPERATIONS else _Operations(), name)
     peer = agent.peer("worker1")
-    work()  # the connection is there
+    work()  # opens the connection
     conn = peer.conn
-    aside = _Aside("worker1")
+    other_thread = _OtherThread("worker1")
     count = 0
     try:
         with raising() as raised:
-            count = Steps().at_each(work, raised, aside.check)
+            count = Steps().at_each(work, raised, other_thread.check)
         work()
         assert CURRENT.get() is None
     finally:
-        aside.close()
-        gc.collect()  # frames and what traces them
+        other_thread.close()
+        gc.collect()  # frames and their trace functions
     assert peer.conn is conn
     assert conn.state is not CLOSED
     return count
 
 
 def _values_left(rank: int, world_size: int) -> tuple[int, int]:
-    """Make an RRef with a signal at each step; return how many steps there are, and how many values are still held."""
+    """Create an RRef with a signal at each step; return the number of steps, and the number of values still alive."""
     made: list[weakref.ref[_Value]] = []
 
     def work() -> None:
@@ -247,7 +249,7 @@ def _values_left(rank: int, world_size: int) -> tuple[int, int]:
 
     with raising() as raised:
         count = Steps().at_each(work, raised, lambda place: None)
-    gc.collect()  # frames and what traces them
+    gc.collect()  # frames and their trace functions
     api.references().collect()
     return count, sum(ref() is not None for ref in made)
 
@@ -257,16 +259,16 @@ class _Value:
 
 
 def _descriptors(before: int = 0) -> int:
-    """Return how many there are; what only a reference cycle holds is not counted, where there are more than before."""
+    """Return the number of open descriptors; if there are more than before, collect reference cycles first."""
     count = len(os.listdir("/proc/self/fd"))
-    if count > before:  # a collection takes long at the end of a session
+    if count > before:  # a collection is slow at the end of a session
         gc.collect()
         count = len(os.listdir("/proc/self/fd"))
     return count
 
 
 def _left_at_each(work: Callable[[], Any], every: int) -> tuple[int, list[str]]:
-    """Do the work with a signal sent at each such step; return how many steps there are, and where descriptors were left."""
+    """Do the work with a signal at every ``every``-th step; return the number of steps, and the places of leaked descriptors."""
     left: list[str] = []
     work()
     at, before = 1, _descriptors()
@@ -291,7 +293,7 @@ def _left_at_each(work: Callable[[], Any], every: int) -> tuple[int, list[str]]:
 
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("every", rest_is_slow((101, 7)))
-def test_a_handler_that_raises_while_a_worker_joins_or_leaves_leaves_nothing_open(
+def test_a_raising_signal_handler_during_init_rpc_or_shutdown_leaks_no_descriptor(
     tmp_path: Path, every: int
 ) -> None:
     count = itertools.count()
@@ -307,7 +309,7 @@ def test_a_handler_that_raises_while_a_worker_joins_or_leaves_leaves_nothing_ope
     assert not left
 
 
-def test_a_handler_that_raises_while_a_thread_is_started_does_not_end_the_thread() -> None:
+def test_a_raising_signal_handler_during_a_thread_start_does_not_end_the_thread() -> None:
     ran: list[int] = []
 
     def start() -> None:
@@ -329,34 +331,40 @@ def test_a_handler_that_raises_while_a_thread_is_started_does_not_end_the_thread
     assert not left
 
 
-def test_a_handler_that_raises_while_an_rref_is_made_leaves_no_value() -> None:
+def test_a_raising_signal_handler_during_rref_creation_leaks_no_value() -> None:
     [(count, left)] = rpc_group(_values_left, 1)
     assert count > 10
     assert not left
 
 
-# Of calls whose caller was interrupted before it had their futures.
-_UNSEEN = r"the call of (step|backward \(\w+\)) on 'worker\d' failed and its error was never retrieved"
+# Logged for calls whose caller was interrupted before it got their futures.
+_UNRETRIEVED = r"the call of (step|backward \(\w+\)) on 'worker\d' failed and its error was never retrieved"
 
 
-@pytest.mark.limit(150)  # hundreds of steps, a call and a wait each: beside load, some works take 25 s
-@pytest.mark.prints(_UNSEEN)
-@pytest.mark.parametrize("name", rest_is_slow(_WORKS, 1))
-def test_each_step(name: str) -> None:
+@pytest.mark.limit(
+    150
+)  # hundreds of steps with a call and a wait each; on a loaded machine, some operations take 25 s
+@pytest.mark.prints(_UNRETRIEVED)
+@pytest.mark.parametrize("name", rest_is_slow(_OPERATIONS, 1))
+def test_a_raising_signal_handler_at_any_step_leaves_the_worker_usable(name: str) -> None:
     assert rpc_group(_interrupted, 2, name, timeout=120, options=_OPTIONS)[0] > 30
 
 
 @pytest.mark.slow
-@pytest.mark.limit(150)  # hundreds of steps, a call and a wait each: beside load, some works take 25 s
-@pytest.mark.prints(_UNSEEN)
+@pytest.mark.limit(
+    150
+)  # hundreds of steps with a call and a wait each; on a loaded machine, some operations take 25 s
+@pytest.mark.prints(_UNRETRIEVED)
 @pytest.mark.parametrize("name", ["sync", "tensor", "many", "rref", "stream", "backward"])
-def test_each_step_between_hosts(name: str) -> None:
+def test_a_raising_signal_handler_at_any_step_leaves_the_worker_usable_over_tcp(name: str) -> None:
     options = {"transport": "tcp", "lane": False}
     assert rpc_group(_interrupted, 2, name, timeout=120, options=_OPTIONS | options)[0] > 30
 
 
 @pytest.mark.slow
-@pytest.mark.limit(150)  # hundreds of steps, a call and a wait each: beside load, some works take 25 s
-@pytest.mark.parametrize("name", _DATA_WORKS)
-def test_each_step_with_data_only(name: str) -> None:
+@pytest.mark.limit(
+    150
+)  # hundreds of steps with a call and a wait each; on a loaded machine, some operations take 25 s
+@pytest.mark.parametrize("name", _DATA_OPERATIONS)
+def test_a_raising_signal_handler_at_any_step_leaves_a_data_only_worker_usable(name: str) -> None:
     assert rpc_group(_interrupted, 2, name, timeout=120, options=_OPTIONS | {"data_only": True})[0] > 30

@@ -1,4 +1,4 @@
-"""workers() and on_member_change(): who is there, how they are, and word of every change; shutdown goes by them."""
+"""workers() and on_member_change(): states of workers and reports of changes; shutdown uses the same states."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.cluster.drive import cluster, workers
 from tests.ranks import Died, rpc_group, run_group
 
 
-class _Heard:
-    """A callback that keeps what it is told, and can be waited for."""
+class _Listener:
+    """A callback that records the reported changes."""
 
     def __init__(self) -> None:
         self.changes: list[tuple[str, str, str]] = []
@@ -37,7 +37,7 @@ class _Heard:
         self.changes.append((worker.name, old, new))
 
     def of(self, name: str) -> list[str]:
-        """Return what a worker became, one after the other; on a loaded machine it may be suspect in between."""
+        """Return the successive new states of a worker; on a loaded machine, it may be suspect in between."""
         mine = [(old, new) for worker, old, new in self.changes if worker == name]
         assert [old for old, _ in mine] == ["alive", *(new for _, new in mine[:-1])][: len(mine)]
         return [new for _, new in mine]
@@ -55,7 +55,7 @@ def _pid(name: str) -> int:
     return _row(name).pid
 
 
-_for_ever = threading.Event()
+_never_set = threading.Event()
 _may_leave = threading.Event()
 
 
@@ -68,10 +68,10 @@ def _let_leave() -> None:
 
 def _fixed(rank: int, world_size: int) -> None:
     if rank == 4:
-        _may_leave.wait()  # a worker that calls shutdown gets in touch with the others
+        _may_leave.wait()  # calling shutdown would contact the other workers
         return
     if rank:
-        _for_ever.wait()
+        _never_set.wait()
     rows = actorrpc.workers()
     assert [(row.name, row.rank, row.state) for row in rows] == [(f"worker{i}", i, "alive") for i in range(5)]
     assert rows[0].last_seen == 0.0
@@ -82,53 +82,53 @@ def _fixed(rank: int, world_size: int) -> None:
     seen = _row("worker1").last_seen
     assert seen is not None
 
-    heard, removed, other = _Heard(), _Heard(), _Heard()
-    actorrpc.on_member_change(heard)
+    changes_seen, removed, other = _Listener(), _Listener(), _Listener()
+    actorrpc.on_member_change(changes_seen)
     remove = actorrpc.on_member_change(removed)
     remove()
     remove()
 
     def raises(worker: Any, *_: Any) -> None:
         other(worker, *_)
-        if worker.name != "worker4":  # whose end is heard of, too
+        if worker.name != "worker4":  # the end of worker4 is reported as well
             assert rpc.rpc_sync("worker4", operator.add, (1, 1)) == 2  # calls may be made
         raise ValueError("of a user")
 
     rpc.on_member_change(raises)
-    os.kill(rows[1].pid, signal.SIGKILL)  # there was contact
-    until(lambda: heard.of("worker1")[-1:] == ["dead"])
-    os.kill(rows[2].pid, signal.SIGKILL)  # there was none
-    until(lambda: heard.of("worker2")[-1:] == ["dead"])
+    os.kill(rows[1].pid, signal.SIGKILL)  # a worker with a connection
+    until(lambda: changes_seen.of("worker1")[-1:] == ["dead"])
+    os.kill(rows[2].pid, signal.SIGKILL)  # a worker without a connection
+    until(lambda: changes_seen.of("worker2")[-1:] == ["dead"])
     assert [row.state == "dead" for row in rpc.workers()] == [False, True, True, False, False]
     assert _row("worker1").last_seen is not None
 
     os.kill(rows[3].pid, signal.SIGSTOP)
-    until(lambda: heard.of("worker3")[-1:] == ["suspect"])
+    until(lambda: changes_seen.of("worker3")[-1:] == ["suspect"])
     assert _states()["worker3"] == "suspect"
     os.kill(rows[3].pid, signal.SIGCONT)
-    until(lambda: heard.of("worker3")[-1:] == ["alive"])
+    until(lambda: changes_seen.of("worker3")[-1:] == ["alive"])
     os.kill(rows[3].pid, signal.SIGKILL)
-    until(lambda: heard.of("worker3")[-1:] == ["dead"])
-    assert heard.of("worker3").count("dead") == 1
-    assert all(heard.reasons)
-    until(lambda: len(other.changes) == len(heard.changes))
-    assert other.changes[:5] == heard.changes[:5]
+    until(lambda: changes_seen.of("worker3")[-1:] == ["dead"])
+    assert changes_seen.of("worker3").count("dead") == 1
+    assert all(changes_seen.reasons)
+    until(lambda: len(other.changes) == len(changes_seen.changes))
+    assert other.changes[:5] == changes_seen.changes[:5]
     assert removed.changes == []
-    assert all(name.startswith("actorrpc-") for name in heard.threads | other.threads)
+    assert all(name.startswith("actorrpc-") for name in changes_seen.threads | other.threads)
     with pytest.raises(WrongTypeError, match="callable"):
         rpc.on_member_change(3)  # type: ignore[arg-type]
     rpc.rpc_sync("worker4", _let_leave)
 
 
 @pytest.mark.prints("a listener for changes of members raised.*ValueError: of a user$")
-def test_a_fixed_group() -> None:
-    # Stopped for a while is not dead: 50 heartbeats are the limit here, and 2 make it suspect.
+def test_workers_and_member_changes_of_a_fixed_group_follow_kills_and_stops() -> None:
+    # A stopped worker is suspect after 2 heartbeats, and dead after 50.
     died = [Died(-signal.SIGKILL)] * 3
     options = {"heartbeat": 0.2, "heartbeat_misses": 50}
     assert rpc_group(_fixed, 5, options=options, may_die=[1, 2, 3]) == [None, *died, None]
 
 
-def test_without_a_group() -> None:
+def test_workers_and_on_member_change_raise_without_a_group() -> None:
     for function in (rpc.workers, lambda: rpc.on_member_change(print)):
         with pytest.raises(NotInitializedError):
             function()
@@ -137,7 +137,7 @@ def test_without_a_group() -> None:
 # -- a group that workers join and leave ----------------------------------------------------------------
 
 
-def _meet(path: str, name: str) -> None:
+def _open_fifo(path: str, name: str) -> None:
     with open(os.path.join(path, name), "w"):
         pass
 
@@ -147,35 +147,38 @@ def _wait(path: str, name: str) -> None:
         file.read()
 
 
-def _ends(heard: _Heard) -> list[tuple[str, str]]:
-    """Who has ended, and how; on a crowded machine one may have been suspect before."""
-    return [(name, new) for name, _, new in heard.changes if new in ("left", "dead")]
+def _ends(changes_seen: _Listener) -> list[tuple[str, str]]:
+    """Return the reported ends; changes to and from suspect are left out."""
+    return [(name, new) for name, _, new in changes_seen.changes if new in ("left", "dead")]
 
 
 def _dynamic(rank: int, _: int, path: str) -> None:
     options = rpc.RpcBackendOptions(init_method=f"file://{path}/store")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=None, rpc_backend_options=options)
     if rank:
-        _meet(path, f"{rank} is here")
+        _open_fifo(path, f"{rank} is here")
         _wait(path, f"{rank} leaves")
         rpc.shutdown()
         return
     for other in (1, 2):
         _wait(path, f"{other} is here")
     assert _states() == {f"worker{i}": "alive" for i in range(3)}
-    heard = _Heard()
-    rpc.on_member_change(heard)
+    changes_seen = _Listener()
+    rpc.on_member_change(changes_seen)
     until(lambda: all(row.last_seen is not None for row in rpc.workers()))
-    _meet(path, "1 leaves")
-    until(lambda: _ends(heard))
+    _open_fifo(path, "1 leaves")
+    until(lambda: _ends(changes_seen))
     os.kill(_pid("worker2"), signal.SIGKILL)
-    until(lambda: len(_ends(heard)) == 2)
-    assert _ends(heard) == [("worker1", "left"), ("worker2", "dead")], (heard.changes, heard.reasons)
+    until(lambda: len(_ends(changes_seen)) == 2)
+    assert _ends(changes_seen) == [("worker1", "left"), ("worker2", "dead")], (
+        changes_seen.changes,
+        changes_seen.reasons,
+    )
     assert _states() == {"worker0": "alive", "worker1": "left", "worker2": "dead"}
     rpc.shutdown()
 
 
-def test_a_dynamic_group(tmp_path: Path) -> None:
+def test_member_changes_of_a_dynamic_group_tell_left_workers_from_dead_ones(tmp_path: Path) -> None:
     for name in ("1 is here", "2 is here", "1 leaves", "2 leaves"):
         os.mkfifo(tmp_path / name)
     assert run_group(_dynamic, 3, str(tmp_path), may_die=[2])[0] is None
@@ -186,27 +189,27 @@ def test_a_dynamic_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_of_the_embedded_cluster() -> None:
+def test_member_changes_of_the_embedded_cluster_reach_driver_and_workers() -> None:
     with actorrpc.init():
-        heard = _Heard()
-        actorrpc.on_member_change(heard)
+        changes_seen = _Listener()
+        actorrpc.on_member_change(changes_seen)
         with workers(2) as (first, second):
             assert _states() == {"driver": "alive", first: "alive", second: "alive"}
-            assert rpc.rpc_sync(first, _states) == _states()  # the driver is asked
+            assert rpc.rpc_sync(first, _states) == _states()  # queries the driver
             assert rpc.rpc_sync(first, _watch_here)
             os.kill(_pid(second), signal.SIGKILL)
-            until(lambda: heard.changes)
-            assert heard.changes == [(second, "alive", "dead")]
+            until(lambda: changes_seen.changes)
+            assert changes_seen.changes == [(second, "alive", "dead")]
             assert _states()[second] == "dead"
             until(lambda: rpc.rpc_sync(first, _heard_here) == [(second, "alive", "dead")])
             report = cluster().report(first)
             cluster().release(first)
             report.wait(30)
-            until(lambda: len(heard.changes) == 2)
-            assert heard.changes[1] == (first, "alive", "left")
+            until(lambda: len(changes_seen.changes) == 2)
+            assert changes_seen.changes[1] == (first, "alive", "left")
 
 
-_here = _Heard()
+_here = _Listener()
 
 
 def _watch_here() -> bool:
@@ -223,18 +226,18 @@ def _heard_here() -> list[tuple[str, str, str]]:
 
 
 def _others_still_work(rank: int, world_size: int, path: str) -> None:
-    """A suspect is waited for while somebody else works; when it is back, it is a member like all others."""
+    """Shutdown waits for a suspect worker while another worker still works. When it recovers, it is a member again."""
     group_module.PATIENCE_S = 0.2  # type: ignore[misc]
     if rank == 0:
         rpc.rpc_sync("worker1", operator.add, (1, 1))
         rpc.rpc_sync("worker2", operator.add, (1, 1))
     if rank == 2:
-        # Worker1 waits in shutdown; worker0, whom it asks, is stopped for a while.
-        heard = _Heard()
-        rpc.on_member_change(heard)
+        # Worker1 waits in shutdown; worker0, which coordinates it, is stopped for a while.
+        changes_seen = _Listener()
+        rpc.on_member_change(changes_seen)
         until(lambda: _row("worker0").last_seen is not None)
         os.kill(_pid("worker0"), signal.SIGSTOP)
-        until(lambda: heard.of("worker0")[-1:] == ["suspect"])
+        until(lambda: changes_seen.of("worker0")[-1:] == ["suspect"])
         with pytest.raises(RpcTimeoutError):
             rpc.rpc_sync("worker0", operator.add, (1, 1), timeout=2)
         assert rpc.rpc_sync("worker1", rpc.is_initialized)
@@ -244,6 +247,6 @@ def _others_still_work(rank: int, world_size: int, path: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_suspect_comes_back_while_others_wait_for_all(tmp_path: Path) -> None:
+def test_a_suspect_worker_that_recovers_during_shutdown_is_a_member_again(tmp_path: Path) -> None:
     options = {"heartbeat": 0.1, "heartbeat_misses": 1000}
     assert rpc_group(_others_still_work, 3, str(tmp_path), options=options) == [None, None, None]

@@ -1,4 +1,4 @@
-"""What is done with modules on their owner: what needs no group."""
+"""The functions that handle nn.Modules on their owner, without a group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _moved(value: Any) -> Any:
     return modules.relocate(value, _META)
 
 
-def test_tensors_are_moved_wherever_they_are() -> None:
+def test_relocate_moves_tensors_nested_in_containers() -> None:
     t = torch.ones(2)
     moved = _moved((t, [t, 1], {"a": t, "b": "text"}, Pair(t, None), (t,)))
     assert moved[0].device == _META
@@ -38,7 +38,7 @@ def test_tensors_are_moved_wherever_they_are() -> None:
     assert t.device.type == "cpu"
 
 
-def test_containers_keep_their_classes_and_stay_as_they_were() -> None:
+def test_relocate_keeps_the_classes_of_containers_and_leaves_the_originals_unchanged() -> None:
     ordered, default = OrderedDict(a=torch.ones(1)), defaultdict(list, a=torch.ones(1))
     for value in (ordered, default):
         moved = _moved(value)
@@ -52,34 +52,34 @@ def test_containers_keep_their_classes_and_stay_as_they_were() -> None:
     assert moved.values.device == _META
 
 
-def test_what_is_no_container_of_tensors_stays_itself() -> None:
+def test_relocate_returns_other_objects_unchanged() -> None:
     thing, elsewhere = object(), torch.empty(1, device="meta")
     assert _moved(thing) is thing
     assert _moved(elsewhere) is elsewhere
     assert _moved("text") == "text"
 
 
-def test_gradients_go_the_same_way() -> None:
+def test_relocate_keeps_the_autograd_graph() -> None:
     t = torch.ones(2, requires_grad=True)
     assert _moved(t).grad_fn is not None
 
 
 @pytest.mark.gpu
-def test_packed_sequences() -> None:
+def test_relocate_moves_packed_sequences() -> None:
     packed = pack_sequence([torch.ones(2, 1), torch.ones(1, 1)])
     moved = modules.relocate(packed, torch.device("cuda:0"))
     assert isinstance(moved, PackedSequence)
     assert moved.data.is_cuda
 
 
-def test_modules_are_made() -> None:
+def test_create_builds_a_module_and_refuses_other_classes() -> None:
     made = modules.create(nn.Linear, (2, 3), {"bias": False}, "cpu")
     assert (made.in_features, made.out_features, made.bias) == (2, 3, None)
     with pytest.raises(ValueError, match=r"returns an instance of <class nn.Module>.*<class 'dict'>"):
         modules.create(dict, (), {}, "cpu")
 
 
-def test_they_say_where_they_are() -> None:
+def test_steer_returns_the_device_of_a_module() -> None:
     module = nn.Linear(2, 2)
     assert modules.steer(module, "to", ("meta",), {}) == "meta"
     assert modules.steer(module, "to_empty", (), {"device": "cpu"}) == "cpu"
@@ -88,7 +88,7 @@ def test_they_say_where_they_are() -> None:
     assert modules.steer(norm, "eval", (), {}) == "cpu"
 
 
-def test_only_modules_are_taken() -> None:
+def test_functions_for_state_and_parameters_refuse_objects_that_are_no_module() -> None:
     for function in (modules.state_of, modules.named_parameter_rrefs, modules.parameter_rrefs):
         with pytest.raises(TypeError, match=r"refer to an nn.Module, but refers to a list"):
             function([1])  # type: ignore[operator]

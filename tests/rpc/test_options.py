@@ -1,4 +1,4 @@
-"""Options, and what `init_rpc` says of arguments that cannot be used."""
+"""Backend options, and errors of `init_rpc` for invalid arguments."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def outcome(call: Callable[[], Any]) -> Any:
 # -- the same as torch's -------------------------------------------------------------------------
 
 
-def test_parameters_and_defaults_are_torchs() -> None:
+def test_parameters_and_defaults_of_options_equal_torchs() -> None:
     theirs = inspect.signature(torch_rpc.TensorPipeRpcBackendOptions.__init__).parameters
     ours = inspect.signature(rpc.TensorPipeRpcBackendOptions.__init__).parameters
     for name, parameter in theirs.items():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default)
-    # Those of the base are written in C++.
+    # The base class of torch is written in C++.
     base = list(inspect.signature(rpc.RpcBackendOptions.__init__).parameters.values())[1:]
     assert [(each.name, each.default) for each in base[:2]] == [
         ("rpc_timeout", 60.0),
@@ -57,7 +57,7 @@ def test_parameters_and_defaults_are_torchs() -> None:
         {"_transports": None, "_channels": None},
     ],
 )
-def test_attributes_are_torchs(keywords: dict[str, Any]) -> None:
+def test_attributes_of_options_equal_torchs(keywords: dict[str, Any]) -> None:
     ours, theirs = (
         rpc.TensorPipeRpcBackendOptions(**keywords),
         torch_rpc.TensorPipeRpcBackendOptions(**keywords),
@@ -81,7 +81,7 @@ def test_attributes_are_torchs(keywords: dict[str, Any]) -> None:
         {"unknown": 1},
     ],
 )
-def test_what_torch_refuses_is_refused_with_its_type(keywords: dict[str, Any]) -> None:
+def test_options_that_torch_refuses_raise_torchs_type_and_config_error(keywords: dict[str, Any]) -> None:
     theirs = outcome(lambda: torch_rpc.TensorPipeRpcBackendOptions(**keywords))
     ours = outcome(lambda: rpc.TensorPipeRpcBackendOptions(**keywords))
     assert isinstance(theirs, Exception)
@@ -92,7 +92,7 @@ def test_what_torch_refuses_is_refused_with_its_type(keywords: dict[str, Any]) -
     assert isinstance(ours, ValueError)
 
 
-def test_device_maps_are_merged_as_torchs() -> None:
+def test_device_maps_are_merged_as_in_torch() -> None:
     ours, theirs = rpc.TensorPipeRpcBackendOptions(), torch_rpc.TensorPipeRpcBackendOptions()
     for each in (ours, theirs):
         each.set_device_map("worker1", {"cuda:0": "cuda:1"})
@@ -107,12 +107,12 @@ def test_device_maps_are_merged_as_torchs() -> None:
         with pytest.raises(ValueError, match="only supports 1-to-1 mapping"):
             each.set_device_map("worker3", {"cuda:0": "cuda:0", "cuda:1": "cuda:0"})
     assert ours.device_maps == theirs.device_maps
-    # torch's allow only CUDA devices here; other accelerators, and the CPU, do no harm.
+    # Unlike torch's options, these also accept other accelerators and the CPU.
     ours.set_devices(["cpu"])
     assert ours.devices == [torch.device("cpu")]
 
 
-def test_wrong_devices_and_device_maps() -> None:
+def test_invalid_devices_and_device_maps_raise_config_error() -> None:
     options = rpc.TensorPipeRpcBackendOptions()
     for to, wrong in (
         (3, {}),
@@ -128,7 +128,7 @@ def test_wrong_devices_and_device_maps() -> None:
             options.set_devices(devices)  # type: ignore[arg-type]
 
 
-# -- ours ----------------------------------------------------------------------------------------
+# -- options of actorrpc -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cls", _BOTH)
@@ -164,7 +164,9 @@ def test_wrong_devices_and_device_maps() -> None:
         ("heartbeat", [0.1, 3], [0, -1, "often", True]),
     ],
 )
-def test_options_that_torch_does_not_have(cls: Any, name: str, good: list[Any], bad: list[Any]) -> None:
+def test_options_of_actorrpc_are_checked_and_shown_in_repr(
+    cls: Any, name: str, good: list[Any], bad: list[Any]
+) -> None:
     cls(**{name: None})
     for value in good:
         made = cls(**{name: value})
@@ -175,7 +177,7 @@ def test_options_that_torch_does_not_have(cls: Any, name: str, good: list[Any], 
 
 
 @pytest.mark.parametrize("cls", _BOTH)
-def test_time_outs_and_urls(cls: Any) -> None:
+def test_rpc_timeout_and_init_method_are_checked_whenever_they_are_set(cls: Any) -> None:
     for value, kept in [(0, 0.0), (1.5, 1.5), (float("inf"), 0.0), (torch.tensor(2).numpy()[()], 2.0)]:
         assert cls(rpc_timeout=value).rpc_timeout == kept
     made = cls()
@@ -195,7 +197,7 @@ def test_time_outs_and_urls(cls: Any) -> None:
     assert "3.0" in repr(made)
 
 
-def test_a_key_is_not_shown() -> None:
+def test_the_key_is_not_shown_in_repr_or_errors() -> None:
     made = rpc.RpcBackendOptions(key="a secret of some length")
     assert "secret" not in repr(made)
     with pytest.raises(errors.ConfigError) as caught:
@@ -203,12 +205,12 @@ def test_a_key_is_not_shown() -> None:
     assert "secret" not in str(caught.value).replace("secrets", "")
 
 
-def test_an_unknown_option_is_named_with_those_that_exist() -> None:
+def test_an_unknown_option_raises_an_error_that_lists_the_known_options() -> None:
     with pytest.raises(errors.ConfigError, match=r"'heartbeats'.*heartbeat"):
         rpc.TensorPipeRpcBackendOptions(heartbeats=1)
 
 
-def test_worker_info() -> None:
+def test_worker_info_looks_and_compares_like_torchs() -> None:
     info = rpc.WorkerInfo("worker1", 1)
     theirs = torch_rpc.WorkerInfo("worker1", 1)
     assert (info.name, info.id, repr(info)) == (theirs.name, theirs.id, repr(theirs))
@@ -295,7 +297,7 @@ def _join_wrongly(rank: int, world_size: int, path: str) -> list[str]:
             rpc.shutdown(graceful=False)
         if rpc.is_initialized() or threading.active_count() != before:
             problems.append(f"{name}: something is left running")
-    # None of that has spoilt the store, or this process.
+    # Joining still works afterwards.
     rpc.init_rpc(
         "a", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{path}")
     )
@@ -303,7 +305,7 @@ def _join_wrongly(rank: int, world_size: int, path: str) -> list[str]:
     return problems
 
 
-def test_init_rpc_refuses_what_cannot_be() -> None:
+def test_init_rpc_refuses_invalid_arguments_and_leaves_nothing_running() -> None:
     (found,) = run_group(_join_wrongly, 1, unused_path("wrong"))
     assert not found, "\n".join(found)
 
@@ -316,12 +318,12 @@ def _join_with_torchs_options(rank: int, world_size: int, path: str) -> None:
     rpc.shutdown()
 
 
-def test_torchs_own_options_are_understood() -> None:
+def test_init_rpc_accepts_torchs_own_options() -> None:
     run_group(_join_with_torchs_options, 2, unused_path("options"))
 
 
-def test_all_options_together() -> None:
-    """Every option has a value that is not its default; calls work."""
+def test_calls_work_with_all_options_set() -> None:
+    """Every option has a value other than its default."""
     rpc_group(
         _calls,
         2,

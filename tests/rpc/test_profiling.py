@@ -1,4 +1,4 @@
-"""Calls in torch's profiles, without the drop-in: their ranges, and that nothing is left of them."""
+"""Ranges of calls in torch's profiles, without the drop-in replacement of torch's RPC."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ranks import rpc_group
 pytestmark = pytest.mark.prints(PROFILER)
 
 KINDS = ["old", "modern"]
-_TINY = 0.05  # a time-out that is meant to pass
+_TINY = 0.05  # a time-out that must expire
 
 _gate = threading.Event()
 _on = threading.Event()
@@ -43,11 +43,11 @@ def names_of(found: Any) -> list[str]:
 
 
 def left_over() -> list[Any]:
-    """What profiled calls must not leave behind."""
+    """Return the open ranges and requests; empty after all profiled calls have ended."""
     return [*profiling._open, *profiling._asked.values()]
 
 
-# -- what runs on workers ---------------------------------------------------------------------------------
+# -- functions called on workers --------------------------------------------------------------------------
 
 
 def wait_at_gate() -> str:
@@ -102,7 +102,9 @@ def _every_way(kind: str) -> None:
             "sync#aten::add",
         )
     ]
-    assert not any(event.is_remote for event in events_of(found))  # nobody collects
+    assert not any(
+        event.is_remote for event in events_of(found)
+    )  # remote events are only collected by the drop-in
 
 
 def _ends(kind: str) -> None:
@@ -122,13 +124,13 @@ def _ends(kind: str) -> None:
 
 
 def _under_way(kind: str) -> None:
-    """The ranges of calls that outlive the profile end with it: in a modern profile, ranges that end later are fatal."""
+    """The ranges of unfinished calls end with the profile, because a modern profile crashes if a range ends later."""
     for _ in range(3):
         with profile(kind) as found:
             calls = []
             for _ in range(3):
                 calls.append(rpc.rpc_async("worker1", wait_at_gate))
-                torch.ones(1)  # the old profiler takes equal events one after the other for one
+                torch.ones(1)  # the old profiler merges equal events that follow each other
             kept = rpc.remote("worker1", wait_at_gate)
         names = names_of(found)
         assert not profiling._open
@@ -191,7 +193,7 @@ def _all_threads(rank: int, _: int) -> Any:
     return [event.name for event in found.events()]
 
 
-def test_executions_show_where_all_threads_are_profiled() -> None:
+def test_executions_appear_in_profiles_of_all_threads() -> None:
     names = rpc_group(_all_threads, 2)[1]
     assert "rpc_sync#aten::add(worker0 -> worker1)#execution" in names
     assert "aten::add" in names
@@ -250,8 +252,8 @@ def _every_check(rank: int, _: int, kind: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranges_of_calls(kind: str, tmp_path: Path) -> None:
-    """Each way to call, when ranges end, calls that outlive the profile or fail, traces, threads and forks."""
+def test_profiles_contain_one_range_per_call_that_ends_with_the_call(kind: str, tmp_path: Path) -> None:
+    """All kinds of calls, ends of ranges, calls that outlive the profile or fail, traces, threads and forks."""
     rpc_group(_every_check, 2, kind, str(tmp_path / "trace.json"))
 
 
@@ -275,14 +277,14 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
         ("step", "step"),
     ],
 )
-def test_names(function: Any, name: str) -> None:
+def test_functions_appear_in_profiles_under_their_names(function: Any, name: str) -> None:
     assert profiling.name_of(function) == name
 
 
 # -- profiles of executions ---------------------------------------------------------------------------------
 
 
-def test_a_profile_of_the_programs_own_is_left_alone() -> None:
+def test_observing_an_execution_leaves_a_running_profile_of_the_program_alone() -> None:
     read: list[Any] = []
     with profile("old") as found:
         with profiling.Observation(profiling.ProfilerSettings(), read.extend):

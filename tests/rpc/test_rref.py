@@ -1,6 +1,6 @@
-"""RRefs as users see them: their methods, how they travel, and when their values go.
+"""RRefs: their methods, RRefs as arguments and results, and the lifetime of their values.
 
-torch's own RRefs are the oracle for what both have: one script is run over either.
+For the common interface, the same script runs over torch's RRefs, and the results are compared.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from actorrpc import errors, rpc
 from tests.announced import TORCH_RPC
 from tests.ranks import rpc_group, run_group, unused_path
 
-_TINY = 0.05  # a time-out that is meant to pass
+_TINY = 0.05  # a time-out that must expire
 
-# -- what RRefs refer to -------------------------------------------------------------------------
+# -- values and functions ------------------------------------------------------------------------
 
 
 class Value:
-    """Counts those that are alive, and can tell when none is."""
+    """A value that cannot be sent; the class records the numbers of all living values."""
 
     _change = threading.Condition()
     _alive: ClassVar[set[int]] = set()
 
     def __init__(self, number: int = 0) -> None:
         self.number = number
-        self.lock = threading.Lock()  # so that it cannot travel
+        self.lock = threading.Lock()  # cannot be pickled
         with Value._change:
             Value._alive.add(number)
 
@@ -87,13 +87,13 @@ def alive() -> set[int]:
 
 
 def gone(number: int) -> bool:
-    """Wait until the value with this number is dead; False if it does not die."""
+    """Collect garbage, and wait until the value with this number is freed; return False after 30 s."""
     gc.collect()
     return dead(number)
 
 
 def dead(number: int) -> bool:
-    """The same, for what is no part of a cycle."""
+    """Wait without collecting garbage until the value with this number is freed; return False after 30 s."""
     with Value._change:
         return Value._change.wait_for(lambda: number not in Value._alive, timeout=30)
 
@@ -147,7 +147,7 @@ def use(rref: Any) -> Any:
 
 
 def pass_on(rref: Any, to: list[Any], then: Callable[[Any], Any]) -> Any:
-    """Have another worker do it, by way of those in ``to``."""
+    """Send the RRef from worker to worker along ``to``, and call ``then`` on the last worker."""
     if not to:
         return then(rref)
     return rpc.rpc_sync(to[0], pass_on, (rref, to[1:], then))
@@ -165,7 +165,7 @@ def make_there(number: int) -> Any:
     return rpc.remote("worker2", Value, (number,))
 
 
-# -- the same script over torch and over ours ----------------------------------------------------
+# -- the same script with torch.distributed.rpc and actorrpc.rpc ---------------------------------
 
 
 def outcome(call: Callable[[], Any]) -> tuple[str, Any]:
@@ -176,7 +176,7 @@ def outcome(call: Callable[[], Any]) -> tuple[str, Any]:
 
 
 def _both(module: Any, me: int) -> dict[str, tuple[str, Any]]:
-    """What is looked at on rank 0; the first RRefs of the group, so that ids can be compared."""
+    """Return the results of the script on rank 0. It creates the first RRefs of the group, so ids can be compared."""
     found: dict[str, tuple[str, Any]] = {}
 
     def note(name: str, call: Callable[[], Any]) -> None:
@@ -185,9 +185,9 @@ def _both(module: Any, me: int) -> dict[str, tuple[str, Any]]:
     user = module.remote("worker1", torch.add, (torch.ones(2), 1))
     note("user: repr", lambda: repr(user))
     owner = module.RRef([1, 2])
-    note("owner: repr", lambda: repr(owner))  # now: the loop below makes RRefs, whose numbers follow
+    note("owner: repr", lambda: repr(owner))  # before the loop below creates more RRefs
     note("user: to_here", lambda: user.to_here().tolist())
-    # Soon: the owner's word may come after the value.
+    # The owner's confirmation may arrive after the value.
     note(
         "user: confirmed",
         lambda: any(user.confirmed_by_owner() or user.rpc_sync().sum() < 0 for _ in range(9999)),
@@ -278,9 +278,9 @@ def _over_torch(rank: int, world_size: int, path: str) -> dict[str, tuple[str, A
         torch_rpc.shutdown()
 
 
-# What is meant to differ, and why.
+# Intended differences.
 _BETTER = {
-    # Torch makes a new list each time: `local_value()` is the value itself.
+    # Torch returns a new list each time; here, `local_value()` is the value itself.
     "owner: identity": ("value", True),
 }
 
@@ -288,9 +288,11 @@ _BETTER = {
 @pytest.mark.slow
 @pytest.mark.limit(300)
 @pytest.mark.prints(*TORCH_RPC)
-def test_torchs_rrefs_are_the_oracle() -> None:
+def test_rrefs_give_the_same_results_as_torchs_rrefs() -> None:
     ours = rpc_group(_over_ours, 3)[0]
-    theirs = run_group(_over_torch, 3, unused_path("rref"), leak_wait=None, timeout=240)[0]  # it polls
+    theirs = run_group(_over_torch, 3, unused_path("rref"), leak_wait=None, timeout=240)[
+        0
+    ]  # torch's agent is not checked for leaks
     assert list(ours) == list(theirs)
     problems = []
     for name, (kind, value) in theirs.items():
@@ -299,7 +301,7 @@ def test_torchs_rrefs_are_the_oracle() -> None:
             assert ours[name] == _BETTER[name] != (kind, value)
             continue
         if kind == our_kind == "error":
-            # Ours has the type that torch raises, and is a RuntimeError in any case.
+            # The error has the type that torch raises, and is always a RuntimeError.
             if value[0] not in our_value or "RuntimeError" not in our_value:
                 problems.append(f"{name}: {our_value}, torch {value}")
         elif (our_kind, our_value) != (kind, value):
@@ -315,7 +317,7 @@ def _interface(rank: int, world_size: int) -> None:
         return
     here = rpc.RRef(Value(1))
     there = rpc.remote("worker1", Value, (2,))
-    # Equality: of what is referred to, not of the reference.
+    # RRefs are equal if they refer to the same value.
     back = rpc.rpc_sync("worker1", own, (there,))
     assert back == there
     assert hash(back) == hash(there)
@@ -339,18 +341,18 @@ def _interface(rank: int, world_size: int) -> None:
     assert rpc.rpc_sync("worker2", pass_on, (here, ["worker0"], tell)) == (True, "worker0", True)
     assert rpc.rpc_sync("worker2", tell, (here,)) == (False, "worker0", True)
     assert rpc.rpc_sync("worker2", tell, (there,)) == (False, "worker1", True)
-    # Arriving at its owner, an RRef refers to the very object.
+    # On its owner, an RRef refers to the object itself.
     assert there.rpc_sync().same(there)
     assert here.rpc_sync().same(here)
     with pytest.raises(RuntimeError, match="local_value"):
         there.local_value()
     with pytest.raises(errors.RRefError, match="rref_id="):
         there.local_value()
-    # A value that cannot travel stays; the error says so, and the RRef goes on working.
+    # Fetching a value that cannot be pickled raises; the RRef still works.
     with pytest.raises(errors.SerializationError):
         there.to_here()
     assert there.rpc_sync().get() == 2
-    # An RRef as result, made there, or by a third worker.
+    # An RRef as the result of a call, owned by the callee or by a third worker.
     made = rpc.rpc_sync("worker1", make_here, (11,))
     assert tuple(tell(made)) == (False, "worker1", True)
     assert made.rpc_sync().get() == 11
@@ -359,7 +361,7 @@ def _interface(rank: int, world_size: int) -> None:
     assert third.rpc_sync().get() == 12
     nested = rpc.remote("worker1", make_there, (13,))
     assert nested.to_here().rpc_sync().get() == 13
-    # The method of a proxy as the function, with the RRef among the arguments: the tutorial's line.
+    # The method of a proxy as the called function, with the RRef as argument, as in torch's tutorial.
     assert rpc.rpc_async(there.owner(), there.rpc_sync().same, args=(there,)).wait()
     assert rpc.rpc_sync("worker2", there.rpc_sync().add, (5,), {"times": 2}) == 12
     # Proxies.
@@ -382,11 +384,11 @@ def _interface(rank: int, world_size: int) -> None:
     assert rpc.rpc_async("worker1", own, (there.rpc_async(),)).wait().get().wait() == first
 
 
-def test_interface() -> None:
+def test_rrefs_compare_by_id_know_their_owner_and_refuse_wrong_arguments() -> None:
     rpc_group(_interface, 3)
 
 
-# -- not made yet, or badly ----------------------------------------------------------------------
+# -- pending and failed values -------------------------------------------------------------------
 
 
 def _early(rank: int, world_size: int) -> None:
@@ -404,7 +406,7 @@ def _early(rank: int, world_size: int) -> None:
             with pytest.raises(TimeoutError) as caught:
                 call()
             assert isinstance(caught.value, RuntimeError)
-        # It can be sent before it is there; whoever gets it waits for it.
+        # An RRef can be sent before its value exists; the receiver waits for the value.
         waits = rpc.rpc_async("worker2", fetch, (rref,))
         method = rref.rpc_async().bit_length()
         follows = rref.remote().bit_length()
@@ -414,7 +416,7 @@ def _early(rank: int, world_size: int) -> None:
         assert method.wait() == 3
         assert follows.to_here() == 3
         assert rref.to_here() == 5
-        # -- badly
+        # -- failed
         bad = rpc.remote(to, fail, ("no value",))
         for call in (
             lambda bad=bad: bad.to_here(),
@@ -437,17 +439,16 @@ def _early(rank: int, world_size: int) -> None:
         rpc.remote("worker1", own, (threading.Lock(),))
     with pytest.raises(LookupError, match="of a value"):
         rpc.remote("worker1", Value, (1,)).remote().fail("of a value").to_here()
-    # After all this the worker has nothing left.
     own_bad = rpc.remote("worker0", fail, ("local",))
     with pytest.raises(LookupError, match="local"):
         own_bad.local_value()
 
 
-def test_values_that_are_not_there_yet_or_never() -> None:
+def test_rrefs_of_pending_values_wait_and_rrefs_of_failed_values_raise() -> None:
     rpc_group(_early, 3)
 
 
-# -- creations that fail before there is a value ---------------------------------------------------
+# -- creations that fail before their function runs ------------------------------------------------
 
 
 _entered = threading.Semaphore(0)
@@ -458,7 +459,7 @@ def await_entered() -> None:
 
 
 class Unreadable:
-    """Cannot be opened by whoever gets it, once that worker's gate is open."""
+    """Fails to unpickle when the gate of the receiving worker is opened."""
 
     def __reduce__(self) -> Any:
         return _unreadable, ()
@@ -471,7 +472,7 @@ def _unreadable() -> None:
 
 
 def take_in(rref: Any) -> str:
-    """Use an RRef on whichever worker this is, without any time-out."""
+    """Use an RRef, as its owner or as a user, without a time-out."""
     _entered.release()
     with pytest.raises(errors.RpcError, match="cannot be opened"):
         rref.local_value() if rref.is_owner() else rref.to_here(timeout=0)
@@ -500,7 +501,7 @@ def _unopened(rank: int, world_size: int) -> None:
         with pytest.raises(errors.RpcError, match="cannot be opened"):
             each.wait()
     assert [each.wait() for each in waits[2:]] == ["told", "told"]
-    # And so does everything that comes later.
+    # Later uses fail as well.
     assert not rref.confirmed_by_owner()
     for call in (
         lambda: rref.to_here(timeout=0),
@@ -513,7 +514,7 @@ def _unopened(rank: int, world_size: int) -> None:
             call()
 
 
-def _failed_goes(rank: int, world_size: int) -> None:
+def _fail_and_drop(rank: int, world_size: int) -> None:
     if rank:
         return
     rpc.rpc_sync("worker1", open_gate)
@@ -523,21 +524,21 @@ def _failed_goes(rank: int, world_size: int) -> None:
             rref.to_here()
     trace = weakref.ref(rref)
     del rref
-    assert trace() is None  # the error that is kept for its users does not keep it
+    assert trace() is None  # the stored error does not keep the RRef alive
 
 
 @pytest.mark.limit(60)
-def test_a_failed_rref_goes_although_it_has_raised() -> None:
-    rpc_group(_failed_goes, 2)
+def test_a_failed_rref_is_freed_although_its_error_was_raised() -> None:
+    rpc_group(_fail_and_drop, 2)
 
 
 @pytest.mark.limit(60)
-def test_a_creation_that_fails_before_it_runs_ends_every_wait() -> None:
+def test_a_creation_whose_arguments_cannot_be_unpickled_fails_all_waits() -> None:
     rpc_group(_unopened, 3)
 
 
 class UnreadableAtLength:
-    """Raises a long error where it is unpickled, once that worker's gate is open."""
+    """Raises a long error during unpickling when the gate of the receiving worker is opened."""
 
     def __getstate__(self) -> int:
         return 1
@@ -564,7 +565,7 @@ def _long_errors(rank: int, world_size: int) -> None:
             with pytest.raises(LookupError) as caught:
                 call()
             assert caught.value.args == ("x" * (3 << 20),)
-    # Why it was not made is told its owner, in one frame: that must not be over the limit of frames.
+    # The owner learns the error of the failed creation in one frame, which must not exceed the limit of frames.
     rref = rpc.remote("worker1", own, (UnreadableAtLength(),))
     rpc.rpc_sync("worker1", await_entered)
     told = rpc.rpc_async("worker1", take_in, (rref,))  # must be sent before the error has arrived here
@@ -575,7 +576,7 @@ def _long_errors(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.limit(60)
-def test_errors_longer_than_a_chunk_arrive_whole() -> None:
+def test_error_texts_longer_than_a_chunk_arrive_whole() -> None:
     rpc_group(_long_errors, 2)
 
 
@@ -599,7 +600,7 @@ def _pickling(rank: int, world_size: int) -> None:
         pickle.dumps(rpc.RRef(1))
 
 
-def test_rrefs_are_pickled_by_rpc_only() -> None:
+def test_rrefs_can_only_be_pickled_by_rpc() -> None:
     rpc_group(_pickling, 2)
 
 
@@ -609,16 +610,16 @@ def test_rrefs_are_pickled_by_rpc_only() -> None:
 def _counting(rank: int, world_size: int) -> None:
     if rank:
         return
-    # One user, gone.
+    # A value with one user.
     rref = rpc.remote("worker1", Value, (1,))
     assert rref.rpc_sync().get() == 1
     assert 1 in rpc.rpc_sync("worker1", alive)
     del rref
     assert rpc.rpc_sync("worker1", gone, (1,))
-    # Before it is made, already gone.
+    # An RRef that is dropped before its value is created.
     rpc.remote("worker1", Value, (2,))
     assert rpc.rpc_sync("worker1", gone, (2,))
-    # G1: shared with another, it lives until both are gone; the maker may go first.
+    # G1: a value shared with another worker lives until both have dropped it; the creator may be the first.
     rref = rpc.remote("worker1", Value, (3,))
     rpc.rpc_sync("worker2", keep, ("three", rref))
     del rref
@@ -627,7 +628,7 @@ def _counting(rank: int, world_size: int) -> None:
     assert rpc.rpc_sync("worker2", kept_get, ("three",)) == 3
     rpc.rpc_sync("worker2", drop, ("three",))
     assert rpc.rpc_sync("worker1", gone, (3,))
-    # G2: passed on along a chain, each one letting go at once.
+    # G2: passed along a chain of workers that drop it at once.
     rref = rpc.remote("worker1", Value, (4,))
     future = rpc.rpc_async(
         "worker2", pass_on, (rref, ["worker0", "worker2", "worker1", "worker2"], keep_four)
@@ -637,7 +638,7 @@ def _counting(rank: int, world_size: int) -> None:
     assert rpc.rpc_sync("worker2", kept_get, ("four",)) == 4
     rpc.rpc_sync("worker2", drop, ("four",))
     assert rpc.rpc_sync("worker1", gone, (4,))
-    # Ours: lives while we or anybody holds it.
+    # A value owned here lives while any worker holds it.
     mine = rpc.RRef(Value(5))
     rpc.rpc_sync("worker1", keep, ("five", mine))
     del mine
@@ -646,11 +647,11 @@ def _counting(rank: int, world_size: int) -> None:
     assert rpc.rpc_sync("worker1", kept_get, ("five",)) == 5
     rpc.rpc_sync("worker1", drop, ("five",))
     assert gone(5)
-    # Ours, never shared.
+    # A value owned here and never shared.
     mine = rpc.RRef(Value(6))
     del mine
     assert gone(6)
-    # Held by a call under way, and by what it gave.
+    # A running call and its result hold the RRef.
     rref = rpc.remote("worker1", Value, (7,))
     rpc.rpc_sync("worker2", close_gate)
     future = rpc.rpc_async("worker2", gated, (rref,))
@@ -661,7 +662,7 @@ def _counting(rank: int, world_size: int) -> None:
     assert again.rpc_sync().get() == 7
     del future, again
     assert rpc.rpc_sync("worker1", gone, (7,))
-    # A proxy, its methods and the futures of its calls hold it, too.
+    # A proxy, its methods and the futures of its calls hold the RRef.
     future = rpc.remote("worker1", Value, (8,)).rpc_async().get()
     assert future.wait() == 8
     method = rpc.remote("worker1", Value, (9,)).rpc_sync().get
@@ -669,7 +670,7 @@ def _counting(rank: int, world_size: int) -> None:
     del future, method
     assert rpc.rpc_sync("worker1", gone, (8,))
     assert rpc.rpc_sync("worker1", gone, (9,))
-    # In messages that were not sent, or whose call failed, no reference is lost.
+    # Calls that fail before or after sending lose no reference.
     rref = rpc.remote("worker1", Value, (10,))
     with pytest.raises(errors.SerializationError):
         rpc.rpc_sync("worker2", own, (rref, threading.Lock()))
@@ -683,7 +684,7 @@ def _counting(rank: int, world_size: int) -> None:
     assert rref.rpc_sync().get() == 10
     del rref
     assert rpc.rpc_sync("worker1", gone, (10,))
-    # Many at once, shared in all directions.
+    # Many RRefs, shared in all directions.
     many = [rpc.remote(f"worker{1 + i % 2}", Value, (100 + i,)) for i in range(60)]
     there = [rpc.rpc_async(f"worker{1 + (i + 1) % 2}", use, (each,)) for i, each in enumerate(many)]
     assert [future.wait() for future in there] == [100 + i for i in range(60)]
@@ -691,7 +692,7 @@ def _counting(rank: int, world_size: int) -> None:
     gc.collect()
     for i in range(60):
         assert rpc.rpc_sync(f"worker{1 + i % 2}", dead, (100 + i,))
-    # In a cycle of garbage.
+    # An RRef in a reference cycle.
     loop: list[Any] = [rpc.remote("worker1", Value, (11,))]
     loop.append(loop)
     del loop
@@ -713,11 +714,11 @@ def fail_with(rref: Any) -> None:
 
 
 @pytest.mark.slow
-def test_values_go_with_the_last_reference_and_not_before() -> None:
+def test_values_are_freed_with_their_last_reference_and_not_before() -> None:
     rpc_group(_counting, 3)
 
 
-# -- at the end ----------------------------------------------------------------------------------
+# -- shutdown ------------------------------------------------------------------------------------
 
 
 class _Warnings(logging.Handler):
@@ -739,18 +740,18 @@ def _held_at_the_end(rank: int, world_size: int) -> None:
         rpc.rpc_sync(i, keep, (f"from {me}", [kept("own"), *kept("mine")]))
     rpc.shutdown()
     assert warnings.texts == []
-    # What users still hold is dead; they say so.
+    # RRefs that are still held raise.
     for rref in kept("mine"):
         with pytest.raises(errors.RpcError):
             rref.rpc_sync().get()
-    # Values that others held are gone with the group.
+    # Values that other workers held are freed.
     with Value._change:
         left = {number for number in Value._alive if number // 10 != rank}
     assert left == set()
     _kept.clear()
 
 
-def test_held_at_shutdown_is_let_go_and_nothing_leaks() -> None:
+def test_rrefs_held_at_shutdown_are_released_without_warnings() -> None:
     rpc_group(_held_at_the_end, 3)
 
 
@@ -775,7 +776,7 @@ def _owner_dies(rank: int, world_size: int) -> None:
         mine = rpc.RRef(Value(2))
         rpc.rpc_sync("worker1", keep, ("two", mine))
         del mine
-        rpc.rpc_async("worker1", open_gate).exception()  # it may be gone before it has answered
+        rpc.rpc_async("worker1", open_gate).exception()  # the worker may leave before it answers
         error = last_error(rref.rpc_sync().get)
         assert isinstance(error, errors.PeerDiedError | errors.ShutdownError), repr(error)
         for call in (
@@ -786,7 +787,7 @@ def _owner_dies(rank: int, world_size: int) -> None:
         ):
             with pytest.raises(errors.RpcError):
                 call()
-        # The reference of the one that is gone does not keep our value.
+        # The reference of the worker that left does not keep the value alive.
         assert gone(2)
         rpc.rpc_sync("worker2", open_gate)
     else:
@@ -796,5 +797,5 @@ def _owner_dies(rank: int, world_size: int) -> None:
         drop("one")
 
 
-def test_an_owner_that_leaves() -> None:
+def test_rrefs_of_an_owner_that_left_raise_and_its_references_are_released() -> None:
     rpc_group(_owner_dies, 3)

@@ -1,4 +1,4 @@
-"""RRefs in calls: once a call has been answered, or given up, nothing of them is under way."""
+"""RRefs as arguments: when a call has been answered, has timed out or was cancelled, all RRefs are settled."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.ranks import rpc_group
 _gate = threading.Event()
 
 
-def value(_rref: Any, what: Any) -> Any:
-    return what
+def value(_rref: Any, result: Any) -> Any:
+    return result
 
 
 def fail(_rref: Any) -> None:
@@ -23,7 +23,7 @@ def fail(_rref: Any) -> None:
 
 
 def lock(_rref: Any) -> Any:
-    return threading.Lock()  # which cannot travel
+    return threading.Lock()  # cannot be sent
 
 
 def gated(_rref: Any) -> None:
@@ -35,12 +35,12 @@ def open_gate() -> None:
 
 
 def waiting_for() -> int:
-    """Return how many RRefs that were passed on from here are not known to have arrived."""
+    """Return the number of sent RRefs whose arrival is not confirmed."""
     return api.references().table.pending_counts().children
 
 
 def settled(deadline_s: float = 30.0) -> bool:
-    """Wait until all are."""
+    """Wait until the arrival of all sent RRefs is confirmed."""
     for _ in range(int(deadline_s / 0.01)):
         if not waiting_for():
             return True
@@ -67,7 +67,7 @@ def _without_answers() -> None:
     assert rref.to_here() == "here"
     with pytest.raises(errors.RpcTimeoutError):
         rpc.rpc_sync("worker1", gated, (rref,), timeout=0.5)
-    # It runs on, and its answer will not be wanted; that must not keep what was passed on.
+    # The function still runs, and its answer will be discarded; this must not keep the sent RRef.
     assert settled()
     future = rpc.rpc_async("worker1", gated, (rref,))
     assert future.cancel()
@@ -81,5 +81,5 @@ def _calls(rank: int, _: int) -> None:
         _without_answers()
 
 
-def test_calls_that_are_answered_or_given_up_keep_no_rrefs() -> None:
+def test_answered_timed_out_and_cancelled_calls_keep_no_rrefs() -> None:
     rpc_group(_calls, 3)

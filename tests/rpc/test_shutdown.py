@@ -1,4 +1,4 @@
-"""Leaving: together, by force, and by Ctrl-C in every wait."""
+"""Shutdown, graceful and forced, and Ctrl-C in every wait."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def _join(rank: int, world_size: int, store: str, **options: Any) -> None:
     )
 
 
-# -- together ------------------------------------------------------------------------------------------
+# -- graceful and forced -------------------------------------------------------------------------------
 
 
 def _serve_in_shutdown(rank: int, world_size: int) -> None:
-    """All but worker0 sit in shutdown at once; they serve worker0 and each other as long as it works."""
+    """Workers that wait in shutdown serve the calls of worker0 and of each other."""
     if rank:
         return
     barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
@@ -64,12 +64,12 @@ def _serve_in_shutdown(rank: int, world_size: int) -> None:
     assert torch.equal(rref.to_here(), torch.ones(3))
 
 
-def test_a_worker_in_shutdown_serves_the_others() -> None:
+def test_a_worker_waiting_in_shutdown_serves_calls() -> None:
     rpc_group(_serve_in_shutdown, 3)
 
 
 def _leave_as_asked() -> str:
-    """Have this worker leave, and return only when it is about to."""
+    """Make this worker call shutdown, and return while it is leaving."""
     _open("leave")
     return _hold("is leaving")
 
@@ -107,18 +107,18 @@ def _shut_down_in_a_finally(rank: int, world_size: int, store: str) -> list[str]
         return [each.name for each in traceback.extract_tb(error.__traceback__)]
 
 
-def test_an_exception_keeps_its_traceback_where_shutdown_is_called_in_a_finally(tmp_path: Path) -> None:
+def test_shutdown_in_a_finally_block_keeps_the_traceback_of_the_exception(tmp_path: Path) -> None:
     found = run_group(_shut_down_in_a_finally, 2, str(tmp_path / "store"))
     assert found == 2 * [["_shut_down_in_a_finally"]]
 
 
-def test_the_function_that_has_a_worker_leave_is_answered(tmp_path: Path) -> None:
+def test_a_call_that_makes_its_worker_shut_down_is_answered(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "gate")
     run_group(_is_asked_to_leave, 2, str(tmp_path / "store"), str(tmp_path / "gate"))
 
 
 def _states(rank: int, world_size: int, store: str) -> None:
-    # shutdown before init_rpc does nothing; after it, nothing works, and init_rpc does again.
+    # shutdown before init_rpc does nothing. After shutdown, calls raise, and init_rpc works again.
     rpc.shutdown()
     for attempt in range(2):
         _join(rank, world_size, f"{store}{attempt}")
@@ -128,7 +128,7 @@ def _states(rank: int, world_size: int, store: str) -> None:
         with pytest.raises(NotInitializedError):
             rpc.rpc_sync("worker0", operator.add, (1, 1))
 
-    # Time-out of a graceful shutdown: the other one does not come, and this one is shut down all the same.
+    # A graceful shutdown times out because the other worker does not call it; this worker is shut down nevertheless.
     _join(rank, world_size, f"{store}late")
     if rank == 0:
         with pytest.raises(RpcTimeoutError, match="worker1"):
@@ -137,9 +137,9 @@ def _states(rank: int, world_size: int, store: str) -> None:
         Path(f"{store}gave up").touch()
     else:
         until(Path(f"{store}gave up").exists)
-        rpc.shutdown()  # the only other one has left
+        rpc.shutdown()  # the only other worker has left
 
-    # By force: what is under way fails.
+    # Forced: running calls fail.
     _join(rank, world_size, f"{store}force")
     if rank == 0:
         future = rpc.rpc_async("worker1", _hold, ("force",), timeout=0)
@@ -174,7 +174,7 @@ def _states(rank: int, world_size: int, store: str) -> None:
         rpc.shutdown(graceful=False)
 
 
-def test_shutdown_again_late_and_by_force(tmp_path: Path) -> None:
+def test_shutdown_may_be_repeated_time_out_or_be_forced(tmp_path: Path) -> None:
     run_group(_states, 2, str(tmp_path / "store"))
 
 
@@ -182,7 +182,7 @@ def test_shutdown_again_late_and_by_force(tmp_path: Path) -> None:
 
 
 def _interrupt_in(function: Callable[[], Any], inside: tuple[str, ...]) -> None:
-    """Run `function` on this, the main, thread; Ctrl-C comes when it is in one of these functions of ours."""
+    """Run `function` on the main thread, and send Ctrl-C when it is in one of the functions `inside` of actorrpc."""
     main = threading.main_thread().ident
     assert main is not None
     caught = threading.Event()
@@ -213,7 +213,7 @@ def _interrupt_in(function: Callable[[], Any], inside: tuple[str, ...]) -> None:
 def _interrupts(rank: int, world_size: int, store: str) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if rank == 0:
-        # In init_rpc, while the other one is still to come.
+        # In init_rpc, before the other worker has joined.
         _interrupt_in(lambda: _join(0, 2, f"{store}0"), ("poll", "_wait", "_apart"))
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert not rpc.api.is_initialized()
@@ -233,7 +233,7 @@ def _interrupts(rank: int, world_size: int, store: str) -> None:
         _interrupt_in(own.to_here, waits)
         _interrupt_in(own.local_value, waits)
 
-        # Blocked in send: the connection is in order afterwards.
+        # Blocked in sending; the connection still works afterwards.
         large = torch.ones(16 << 20)
         os.kill(pid, signal.SIGSTOP)
         _interrupt_in(lambda: rpc.rpc_sync("worker1", torch.neg, (large,), timeout=0), ("_wait_writable",))
@@ -243,7 +243,7 @@ def _interrupts(rank: int, world_size: int, store: str) -> None:
         os.kill(pid, signal.SIGCONT)
         assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (large,)), -large)
 
-        # Waiting for room.
+        # Waiting for room in the window.
         peer = agent.peer("worker1")
         peer.window.limit = 1
         held = rpc.rpc_async("worker1", _first, ("c", torch.ones(64)), timeout=0)
@@ -258,7 +258,7 @@ def _interrupts(rank: int, world_size: int, store: str) -> None:
         assert held.wait() == "c"
         assert rref.to_here() == own.to_here() == "c"
 
-        # In the barrier of shutdown: this worker is shut down all the same.
+        # In the barrier of shutdown; this worker is shut down nevertheless.
         _interrupt_in(rpc.shutdown, waits)
         assert not rpc.api.is_initialized()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,4 +1,4 @@
-"""Tensors in calls: every layout and dtype arrives equal, in both directions, over every way that there is."""
+"""Tensors in calls: every layout and dtype arrives equal, in both directions, over every transport."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 _WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 _UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
 _SMALL = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
-_SIZES = (0, 1, 5, 2_000, 30_000)  # in the frame, beside it, in shared memory
+_SIZES = (0, 1, 5, 2_000, 30_000)  # sent in the frame, next to the frame, in shared memory
 
 
-# -- all sorts of tensors ------------------------------------------------------------------------
+# -- kinds of tensors ----------------------------------------------------------------------------
 
 
 def by_dtype() -> Iterator[tuple[str, torch.Tensor]]:
@@ -100,7 +100,7 @@ def by_kind() -> Iterator[tuple[str, torch.Tensor]]:
     yield "leaf", torch.ones(3, requires_grad=True)
     yield "view of a leaf", torch.ones(3, requires_grad=True)[1:].detach().requires_grad_()
     yield "sparse leaf", torch.eye(3).to_sparse().requires_grad_()
-    # The channels of a buffer from numpy, which torch does not own.
+    # A tensor in memory of numpy, which torch does not own.
     yield "from numpy", torch.from_numpy(torch.arange(6.0).numpy().reshape(2, 3).copy())
 
 
@@ -113,12 +113,12 @@ def everything() -> dict[str, torch.Tensor]:
 
 
 def elements(t: torch.Tensor) -> bytes:
-    """The bits of the elements in order: also of NaN, and of dtypes that know no `==`."""
+    """Return the bytes of the elements in order, which also compares NaN and dtypes without `==`."""
     return t.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def describe(t: torch.Tensor) -> dict[str, Any]:
-    """All of a tensor, as plain data that can be compared."""
+    """Return all properties of a tensor as plain data that can be compared."""
     d: dict[str, Any] = {"type": type(t), "dtype": t.dtype, "layout": t.layout, "grad": t.requires_grad}
     bare = t.detach()
     if t.is_nested:
@@ -156,9 +156,9 @@ def describe(t: torch.Tensor) -> dict[str, Any]:
     return d
 
 
-# What arrives otherwise, and why.
+# An intended difference.
 _PACKED = (
-    "only the elements of a tensor are sent that uses less than half of its range: they arrive contiguous"
+    "of a tensor that uses less than half of its range, only the elements are sent: they arrive contiguous"
 )
 
 
@@ -179,7 +179,7 @@ def differences(name: str, sent: torch.Tensor, got: dict[str, Any]) -> list[str]
 
 
 def see(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, dict[str, Any]], dict[str, torch.Tensor]]:
-    """Say what arrived, and send it back."""
+    """Return descriptions of the received tensors, and the tensors."""
     return {name: describe(t) for name, t in tensors.items()}, tensors
 
 
@@ -193,7 +193,7 @@ def _travel(rank: int, world_size: int) -> list[str]:
     problems: list[str] = []
     tensors = everything()
     for to in ("worker1", "worker0"):
-        # All in one message, and each alone.
+        # All tensors in one message, and each in its own message.
         seen, returned = rpc.rpc_sync(to, see, (tensors,))
         alone = {name: rpc.rpc_async(to, see, ({name: t},)) for name, t in tensors.items()}
         assert list(seen) == list(returned) == list(tensors)
@@ -213,7 +213,7 @@ _WAYS: list[dict[str, Any]] = [{}, {"lane": False}, {"transport": "tcp", "lane":
 
 @pytest.mark.parametrize("options", rest_is_slow(_WAYS))
 @pytest.mark.prints(*ODD_TENSORS)
-def test_every_tensor_arrives_equal(options: dict[str, Any]) -> None:
+def test_tensors_of_every_dtype_geometry_and_layout_arrive_equal(options: dict[str, Any]) -> None:
     problems = rpc_group(_travel, 2, options=options)[0]
     assert not problems, f"{len(problems)} differences:\n" + "\n".join(problems[:40])
 
@@ -222,7 +222,7 @@ def test_every_tensor_arrives_equal(options: dict[str, Any]) -> None:
 
 
 def sharing(tensors: list[torch.Tensor], keyword: torch.Tensor) -> list[tuple[bool, bool, int]]:
-    """For each tensor: whether it is the first one, whether it shares its memory, and its offset from it."""
+    """Return for each tensor: whether it is the first tensor, whether it shares its memory, and its offset from it."""
     first = tensors[0]
     start, end = first.untyped_storage().data_ptr(), first.untyped_storage().nbytes()
     return [
@@ -264,19 +264,19 @@ def _share() -> None:
             assert found[3] == (False, True, n // 2)
             assert found[4][0] is False
             assert found[5] == (True, True, 0)
-            # Writing to the one there is writing to the other; here nothing is touched.
+            # Writing to one received tensor changes the others that share its memory, but not the sent tensors.
             got = rpc.rpc_sync(to, write_through, (tensors,))
             assert all(bool((t == 7).all()) for t in got[:4])
             assert torch.equal(got[4], other)
             assert torch.equal(base, torch.arange(n))
-            got[0].zero_()  # and the answer is ours to write to
+            got[0].zero_()  # the returned tensors are writable
             assert not got[2].any()
             one, same, (part, separate) = rpc.rpc_sync(to, fresh, (n,))
             assert one is same
             one.fill_(3)
             assert bool((part == 3).all())
             assert torch.equal(separate, torch.arange(n))
-            # A received tensor is a leaf that may be changed in place and sent on.
+            # A received tensor is a leaf that may be changed in place and sent again.
             assert torch.equal(rpc.rpc_sync(to, add_in_place, (got[4], 1)), other + 1)
             assert torch.equal(rpc.rpc_sync(to, add_in_place, (rpc.rpc_sync(to, back, (base,)), 2)), base + 2)
         tied = rpc.rpc_sync(to, two_layers)
@@ -310,7 +310,7 @@ def _grad() -> None:
     x.sum().backward()
     y = x * 2
     for to in ("worker1", "worker0"):
-        # Outside of an autograd context the graph ends at the call: what arrives is a leaf without a gradient.
+        # Outside of an autograd context, the graph ends at the call: a leaf without a gradient arrives.
         assert rpc.rpc_sync(to, flags, (x,)) == (True, True, True, True)
         assert rpc.rpc_sync(to, flags, (torch.nn.Parameter(torch.ones(2)),)) == (True, True, True, True)
         assert rpc.rpc_sync(to, flags, (torch.ones(3),)) == (False, True, True, True)
@@ -322,7 +322,7 @@ def _grad() -> None:
         assert torch.equal(result, y)
         assert torch.equal(rpc.rpc_sync(to, learn, (x,)), torch.full((3,), 2.0))
         assert torch.equal(x.grad, torch.ones(3))  # type: ignore[arg-type]
-        # The caller's modes are its own.
+        # The caller's modes do not apply to the callee.
         with torch.no_grad():
             assert rpc.rpc_sync(to, in_mode) == (True, False)
             assert rpc.rpc_sync(to, back, (x,)).requires_grad
@@ -375,11 +375,11 @@ def _values(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
-def test_shared_memory_gradients_modes_storages_and_what_cannot_travel() -> None:
+def test_received_tensors_share_memory_as_sent_and_are_leaves_without_the_callers_modes() -> None:
     rpc_group(_values, 2)
 
 
-# -- much ----------------------------------------------------------------------------------------
+# -- many and large tensors ----------------------------------------------------------------------
 
 
 def _many(rank: int, world_size: int) -> None:
@@ -399,12 +399,12 @@ def _many(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_many_and_large_tensors() -> None:
+def test_many_and_large_tensors_in_one_call_arrive_equal() -> None:
     rpc_group(_many, 2)
 
 
 def _kept() -> tuple[int, int]:
-    """Return what this process has: Python's blocks of memory, and KiB of its own."""
+    """Return Python's number of allocated memory blocks, and the anonymous memory of this process in KiB."""
     gc.collect()
     status = Path("/proc/self/status").read_text(encoding="ascii")
     anonymous = next(line for line in status.splitlines() if line.startswith("RssAnon"))
@@ -425,12 +425,12 @@ def _flat(rank: int, world_size: int) -> list[tuple[int, int]]:
     return [(late[0] - early[0], late[1] - early[1]) for early, late in zip(calls(), calls(), strict=True)]
 
 
-_CALLS = NUMBERS_KEPT  # what is remembered of the numbers of calls is as much after each round
+_CALLS = NUMBERS_KEPT  # then each round keeps the same number of call numbers
 
 
 @pytest.mark.slow
-def test_calls_with_tensors_leave_nothing_behind() -> None:
-    """Without the records of the last 32 768 calls, which are kept."""
+def test_calls_with_tensors_leak_no_memory() -> None:
+    """The flight recorder, which keeps the last 32 768 calls, is off."""
     for blocks, kilobytes in rpc_group(_flat, 2, env={"ACTORRPC_RECORDER": "0"})[0]:
-        assert blocks < _CALLS // 10  # one of a call would be ten times that
+        assert blocks < _CALLS // 10  # one leaked block per call would be ten times as many
         assert kilobytes < 500

@@ -1,4 +1,4 @@
-"""Modules that no other process can import, and what messages are made of for their sake."""
+"""Modules that no other process can import, and objects whose pickles refer to them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Rich(Box):
 
 
 class Plain:
-    """What every process can import."""
+    """A class that every process can import."""
 
     def __init__(self, content: Any = None) -> None:
         self.content = content
@@ -70,7 +70,7 @@ class Plain:
 
 
 class Calls:
-    """Travels as a call: what it calls is named nowhere but in what it is reduced to."""
+    """Is pickled as a call of a function, which occurs only in the result of ``__reduce__``."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._reduced = function, arguments
@@ -80,7 +80,7 @@ class Calls:
         return self._reduced
 
     def result(self) -> Any:
-        """Return what it arrives as, always the same."""
+        """Return the object as which it is unpickled, always the same one."""
         if not self._result:
             function, arguments = self._reduced
             self._result.append(function(*arguments))
@@ -94,7 +94,7 @@ def defined(module: ModuleType) -> None:
 
 @contextlib.contextmanager
 def made(*names: str) -> Iterator[list[ModuleType]]:
-    """Have modules of these names, each with the same in it, until the end."""
+    """Create modules of these names with equal content, and remove them at the end."""
     modules = [ModuleType(name) for name in names]
     try:
         for module in modules:
@@ -108,7 +108,7 @@ def made(*names: str) -> Iterator[list[ModuleType]]:
 
 @contextlib.contextmanager
 def registered(*modules: ModuleType) -> Iterator[None]:
-    """Have modules travel by value until the end."""
+    """Register modules to be pickled by value until the end."""
     names = {module.__name__ for module in modules}
     for module in modules:
         cloudpickle.register_pickle_by_value(module)

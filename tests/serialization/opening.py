@@ -1,7 +1,7 @@
-"""Another process, which opens messages and says what is in them. It has no modules but those that all have.
+"""Another process that decodes messages and describes their content. It cannot import the modules of the tests.
 
-As a program: reads length and pickle of ``[(body, buffers, definitions), ...]`` and answers with length and pickle of
-one text for each, what :func:`told` says of the value. A body without definitions may be of any pickler.
+As a program, it reads length and pickle of ``[(body, buffers, definitions), ...]``, and writes length and pickle of one
+text for each, the result of :func:`describe`. A body without definitions may come from any pickler.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from actorrpc.errors import SerializationError
 from actorrpc.serialization.codec import DefinitionStore, decode
 from tests.serialization.beside import Calls
 
-__all__ = ["Message", "Opener", "told"]
+__all__ = ["Message", "Opener", "describe"]
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _LENGTH: Final = struct.Struct("<Q")
 Message = tuple[bytes, Sequence[bytes], dict[bytes, bytes]]
 
 
-def told(value: Any) -> str:
-    """Say what a value is, so that two values are told in the same words if a program cannot tell them apart.
+def describe(value: Any) -> str:
+    """Describe a value, so that two values have the same description if a program cannot distinguish them.
 
-    Functions are called, methods too; what occurs twice (lists, dicts, objects) is told once and referred to.
+    Functions and methods are called. Lists, dicts and objects that occur twice are described once and then referred to.
     """
-    return _tell(value, {}, [])
+    return _describe(value, {}, [])
 
 
-def _tell(value: Any, seen: dict[int, int], kept: list[Any]) -> str:
-    def tell(part: Any) -> str:
-        return _tell(part, seen, kept)
+def _describe(value: Any, seen: dict[int, int], kept: list[Any]) -> str:
+    def describe_part(part: Any) -> str:
+        return _describe(part, seen, kept)
 
     if value is None or isinstance(value, (bool, int, float, str, bytes, enum.Enum)):
         words = repr(value)
@@ -58,36 +58,40 @@ def _tell(value: Any, seen: dict[int, int], kept: list[Any]) -> str:
         names = sorted(name for name in vars(value) if not name.startswith("_"))
         return f"class {value.__module__} {value.__qualname__} {names} {[each.__name__ for each in value.__mro__]}"
     if isinstance(value, types.MethodType):
-        return f"method {tell(value.__self__)} gives {_outcome(value, tell)}"
+        return f"method {describe_part(value.__self__)} gives {_outcome(value, describe_part)}"
     if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-        return f"function {value.__module__} {value.__qualname__} gives {_outcome(value, tell)}"
+        return f"function {value.__module__} {value.__qualname__} gives {_outcome(value, describe_part)}"
     if isinstance(value, (types.ModuleType, typing.TypeVar, torch.dtype, types.GenericAlias)):
         return f"{type(value).__name__} {getattr(value, '__name__', value)}"
     if isinstance(value, Calls):
-        return tell(value.result())
+        return describe_part(value.result())
     if isinstance(value, tuple):
-        return f"{type(value).__qualname__}({', '.join(map(tell, value))})"
+        return f"{type(value).__qualname__}({', '.join(map(describe_part, value))})"
     if id(value) in seen:
         return f"again {seen[id(value)]}"
     seen[id(value)] = len(seen)
-    kept.append(value)  # what methods gave is not kept by others, and its place may be another's soon
+    kept.append(value)  # keeps results of methods alive, so that their id() is not reused
     if isinstance(value, list):
-        return f"[{', '.join(map(tell, value))}]"
+        return f"[{', '.join(map(describe_part, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{tell(key)}: {tell(each)}' for key, each in value.items())}}}"
+        return (
+            f"{{{', '.join(f'{describe_part(key)}: {describe_part(each)}' for key, each in value.items())}}}"
+        )
     if isinstance(value, (set, frozenset)):
-        return f"{type(value).__name__} {sorted(map(tell, value))}"
+        return f"{type(value).__name__} {sorted(map(describe_part, value))}"
     if isinstance(value, functools.partial):
-        return f"partial {tell(value.func)} {tell(value.args)} {tell(value.keywords)}"
-    return f"object of {tell(type(value))} with {tell(getattr(value, '__dict__', None) or str(value))}"
+        return (
+            f"partial {describe_part(value.func)} {describe_part(value.args)} {describe_part(value.keywords)}"
+        )
+    return f"object of {describe_part(type(value))} with {describe_part(getattr(value, '__dict__', None) or str(value))}"
 
 
-def _outcome(function: Any, tell: Any) -> str:
+def _outcome(function: Any, describe_part: Any) -> str:
     try:
         found = function(3)
     except Exception as error:
         return f"{type(error).__name__}"
-    return str(tell(found))
+    return str(describe_part(found))
 
 
 class Opener:
@@ -99,7 +103,7 @@ class Opener:
     @classmethod
     @contextlib.contextmanager
     def started(cls) -> Iterator[Opener]:
-        """Run one until the end."""
+        """Run such a process until the end."""
         with subprocess.Popen(
             [sys.executable, "-m", "tests.serialization.opening"],
             cwd=_ROOT,
@@ -114,7 +118,7 @@ class Opener:
                     process.stdin.close()  # type: ignore[union-attr]
 
     def ask(self, *messages: Message) -> list[str]:
-        """Return what it says of each message; errors in the words of their text."""
+        """Return the description of each message; for an error, its text."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         data = pickle.dumps(messages)
@@ -131,14 +135,14 @@ def _opened(message: Message) -> str:
     for key, data in definitions.items():
         store.add(key, data)
     try:
-        return told(decode(body, [memoryview(bytearray(each)) for each in buffers], definitions=store))
+        return describe(decode(body, [memoryview(bytearray(each)) for each in buffers], definitions=store))
     except SerializationError as error:
         return f"error: {error}"
 
 
 def _serve() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some of the functions that it calls print
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some of the called functions print
     while head := requests.read(_LENGTH.size):
         messages = pickle.loads(requests.read(*_LENGTH.unpack(head)))
         data = pickle.dumps([_opened(message) for message in messages])

@@ -1,4 +1,4 @@
-"""Parts of storages across the codec: no byte is sent that no tensor uses, and tensors that overlap share memory on arrival."""
+"""Views of parts of a storage: unused bytes are not sent, and overlapping tensors share memory after they were received."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def secret(nbytes: int) -> torch.Tensor:
 
 
 def trip(obj: Any) -> tuple[Any, Encoded]:
-    """Send an object to another imaginary process; return what arrives, and the message."""
+    """Encode and decode an object as if for another process; return the result and the message."""
     encoded = encode(obj)
     buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
     return decode(encoded.body, buffers, definitions=None), encoded
 
 
 def memory(tensors: Any) -> bytes:
-    """Return all that is in the storages of tensors, each storage once."""
+    """Return the bytes of the storages of the tensors, each storage once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     return b"".join(
         bytes(torch.empty(0, dtype=torch.uint8).set_(each).tolist()) for each in storages.values()
@@ -34,7 +34,7 @@ def memory(tensors: Any) -> bytes:
 
 
 def mark(base: torch.Tensor, views: list[torch.Tensor]) -> None:
-    """Set all bytes of a storage that the views use."""
+    """Mark all bytes of a storage that the views use."""
     for t in views:
         elements = torch.arange(len(base) // t.itemsize).as_strided(t.shape, t.stride(), t.storage_offset())
         base.view(-1, t.itemsize)[elements.flatten()] = USED
@@ -88,7 +88,7 @@ def test_only_used_bytes_arrive_and_overlapping_views_share_memory(
     for a, b in zip(before, arrived, strict=True):
         assert torch.equal(a, b)
         assert not b._is_view()
-    # A change of one is seen in the others exactly where it is seen at home.
+    # Changing a received tensor changes the same elements of the others as at the sender.
     for here, there in zip(views, arrived, strict=True):
         if here.numel() and 0 not in here.stride():
             here.fill_(5)
@@ -98,7 +98,7 @@ def test_only_used_bytes_arrive_and_overlapping_views_share_memory(
 
 
 @pytest.mark.parametrize("column", range(8))
-def test_a_turned_view_shares_memory_with_a_column_of_its_rows(column: int) -> None:
+def test_a_transposed_view_shares_memory_with_a_column_of_its_rows(column: int) -> None:
     rows = torch.zeros(8 * 32, dtype=torch.uint8).view(8, 32)
     (turned, part), _ = trip([rows[0:2].t(), rows[1:6, column : column + 1]])
     part.fill_(5)
@@ -106,7 +106,7 @@ def test_a_turned_view_shares_memory_with_a_column_of_its_rows(column: int) -> N
 
 
 @pytest.mark.parametrize("rows", [range(0, 64, 2), [5, 3], range(0, 64, 40)])
-def test_of_rows_that_lie_apart_no_others_are_sent(rows: Any) -> None:
+def test_rows_between_the_sent_rows_are_not_sent(rows: Any) -> None:
     base = torch.arange(64 * 2048, dtype=torch.float32).view(64, 2048)
     arrived, encoded = trip({"rows": [base[row] for row in rows]})
     assert encoded.nbytes < len(rows) * base[0].nbytes + 100 * len(rows) + 500
@@ -126,27 +126,27 @@ def test_of_rows_that_lie_apart_no_others_are_sent(rows: Any) -> None:
     ],
     ids=["whole", "rows", "transposed", "all columns", "whole and column", "column blocks"],
 )
-def test_what_has_no_gaps_is_not_copied(view: Any) -> None:
+def test_views_without_gaps_are_sent_without_a_copy(view: Any) -> None:
     base = torch.arange(512.0 * 64).view(512, 64)
     encoded = encode(view(base))
     (span,) = encoded.spans
     assert base.data_ptr() <= span.address < base.data_ptr() + base.nbytes
 
 
-def test_ranges_that_lie_close_are_one_storage_with_zeros_between() -> None:
+def test_ranges_with_small_gaps_become_one_storage_with_zeros_in_the_gaps() -> None:
     base = secret(40_000)
     near, far = [base[:5000], base[6000:11_000]], base[20_000:30_000]
     mark(base, [*near, far])
     (a, b, c), encoded = trip([*near, far])
     assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != c.untyped_storage().data_ptr()
     assert SECRET not in memory([a, b, c])
-    assert int(base[5500]) == SECRET  # the sender's memory stays as it is
+    assert int(base[5500]) == SECRET  # the sender's memory is unchanged
     assert encoded.nbytes < 21_000 + 500
-    sparse, _ = trip([base[n : n + 10] for n in range(0, 40_000, 1000)])  # too little of it is used
+    sparse, _ = trip([base[n : n + 10] for n in range(0, 40_000, 1000)])  # too few bytes are used
     assert len(memory(sparse)) < 2 * 400
 
 
-def test_columns_are_packed_and_overlapping_ones_share_memory() -> None:
+def test_columns_are_packed_and_overlapping_columns_share_memory() -> None:
     base = torch.arange(1000.0 * 3000).view(1000, 3000)
     blocks = {"a": base[:, :4], "b": base[:, 2:6], "c": base[5:900, 100:102]}
     arrived, encoded = trip(blocks)
@@ -158,7 +158,7 @@ def test_columns_are_packed_and_overlapping_ones_share_memory() -> None:
     assert arrived["b"][:, 0].eq(base[:, 2]).all()
 
 
-def test_patches_send_at_most_twice_the_bytes_that_they_use() -> None:
+def test_overlapping_patches_of_an_image_send_at_most_twice_their_bytes() -> None:
     base = secret(1 << 22)
     image = base.view(2048, 2048)
     corners = [(16 * n, 700 * n % 1900) for n in range(100)]
@@ -172,7 +172,7 @@ def test_patches_send_at_most_twice_the_bytes_that_they_use() -> None:
 
 
 @pytest.mark.parametrize("backwards", [False, True])
-def test_autograd_sees_a_change_of_one_overlapping_tensor_in_the_others(backwards: bool) -> None:
+def test_an_inplace_change_raises_the_version_of_all_overlapping_tensors(backwards: bool) -> None:
     base = torch.arange(64.0)
     views = [
         base,
@@ -189,7 +189,7 @@ def test_autograd_sees_a_change_of_one_overlapping_tensor_in_the_others(backward
     assert not any(t._is_view() for t in arrived)
 
 
-def test_a_lone_view_with_gaps() -> None:
+def test_a_single_view_with_gaps_sends_at_most_twice_its_bytes() -> None:
     base = torch.arange(1000.0 * 3000).view(1000, 3000)
     for view in (
         base[:, :2],
@@ -202,11 +202,11 @@ def test_a_lone_view_with_gaps() -> None:
         assert torch.equal(view, arrived)
         used = view.nbytes if 0 not in view.stride() else view[0].nbytes
         assert encoded.nbytes <= 2 * used + 500
-    assert trip(base[:, :2000])[0].stride() == (3000, 1)  # little is wasted
+    assert trip(base[:, :2000])[0].stride() == (3000, 1)  # few bytes are unused, so the view keeps its gaps
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_rows_of_quantised_tensors() -> None:
+def test_a_row_of_a_quantised_tensor_is_sent_without_the_other_rows() -> None:
     whole = torch.quantize_per_tensor(torch.arange(1000.0).repeat(100, 1), 0.1, 0, torch.qint8)
     arrived, encoded = trip(whole[3])
     assert torch.equal(arrived.int_repr(), whole[3].int_repr())

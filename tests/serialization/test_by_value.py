@@ -1,4 +1,4 @@
-"""By value though it could be imported: who takes the slow way, and that nobody goes by a name that others lack."""
+"""Objects of modules that are registered to be pickled by value: they are never sent by a name that other workers lack."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def aside() -> Iterator[types.ModuleType]:
 
 
 def body_of(obj: Any) -> Any:
-    """Encode on the path of every call."""
-    encode_body(0, True, (), None, None)  # this thread has an idle pickler from then on
+    """Encode on the fast path that each call uses."""
+    encode_body(0, True, (), None, None)  # from now on, this thread has an idle pickler
     return encode_body(obj, True, (), None, None)
 
 
-def opened_without(obj: Any, *names: str, by: Callable[[Any], Any] = encode) -> Any:
-    """Send an object to another imaginary process, which has no modules of these names."""
+def decode_without(obj: Any, *names: str, by: Callable[[Any], Any] = encode) -> Any:
+    """Encode an object, and decode it while modules of these names cannot be imported."""
     encoded = by(obj)
     assert isinstance(encoded, codec.Encoded)
     store = DefinitionStore()
@@ -50,10 +50,10 @@ def opened_without(obj: Any, *names: str, by: Callable[[Any], Any] = encode) -> 
 
 
 class Odd(Plain):
-    """Its reducer is with copyreg."""
+    """A class with a reducer in copyreg."""
 
 
-_WITH: dict[str, Callable[[Any], Any]] = {
+_OBJECTS: dict[str, Callable[[Any], Any]] = {
     "a function": lambda aside: aside.outer,
     "a class": lambda aside: aside.Box,
     "an object": lambda aside: aside.Box(1),
@@ -67,27 +67,35 @@ _WITH: dict[str, Callable[[Any], Any]] = {
     "a method bound by hand": lambda aside: types.MethodType(aside.bound, Plain(1)),
     "partial": lambda aside: functools.partial(operator.add, aside.Box(1)),
     "in containers": lambda aside: [{1: (frozenset([aside.inner]),)}],
-    "behind its own name": lambda aside: [aside.__name__, aside.inner.__module__, aside.inner],
+    "behind its own name": lambda aside: [
+        aside.__name__,
+        aside.inner.__module__,
+        aside.inner,
+    ],
     "in a reducer": lambda aside: Calls(aside.Box, 1),
     "in a reducer in a reducer": lambda aside: Calls(Plain, Calls(aside.inner, 1)),
     "a generic alias": lambda aside: aside.Box[int],
     "the module": lambda aside: aside,
     "in a closure": lambda aside: lambda: aside.inner(1),
-    "beside long bytes": lambda aside: [b"x" * 200_000, aside.inner, torch.ones(5000)],
+    "next to long bytes": lambda aside: [
+        b"x" * 200_000,
+        aside.inner,
+        torch.ones(5000),
+    ],
     "an exception's part": lambda aside: ValueError(aside.Box(1)),
 }
 
 
 @pytest.mark.parametrize("by", [encode, body_of])
-@pytest.mark.parametrize("what", _WITH)
-def test_what_is_of_them_needs_no_import(
-    aside: types.ModuleType, what: str, by: Callable[[Any], Any]
+@pytest.mark.parametrize("case", _OBJECTS)
+def test_objects_of_a_registered_module_are_decoded_without_importing_it(
+    aside: types.ModuleType, case: str, by: Callable[[Any], Any]
 ) -> None:
-    opened_without((len, ("abc", _WITH[what](aside)), {}), "aside", by=by)
-    assert body_of((len, (), {})) == codec.encode((len, (), {})).body  # and the pickler is in order
+    decode_without((len, ("abc", _OBJECTS[case](aside)), {}), "aside", by=by)
+    assert body_of((len, (), {})) == codec.encode((len, (), {})).body  # the pickler still works
 
 
-def test_a_method_that_others_gave_to_a_class(
+def test_a_method_assigned_to_an_importable_class_is_sent_by_value(
     aside: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Plain, "bound", aside.bound, raising=False)
@@ -100,34 +108,38 @@ def test_a_method_that_others_gave_to_a_class(
     assert decode(encoded.body, (), definitions=store)(2) == ("bound", "Plain", (2,))
 
 
-def test_submodules_of_a_package(aside: types.ModuleType) -> None:
+def test_submodules_of_a_registered_package_are_sent_by_value(aside: types.ModuleType) -> None:
     with made("aside.deep.below", "asides", "aside_") as (below, *others):
-        assert opened_without(below.inner, "aside", "aside.deep.below")(2) == [2, 1]
+        assert decode_without(below.inner, "aside", "aside.deep.below")(2) == [2, 1]
         for other in others:
             assert not encode(other.inner).definitions
         assert not is_importable(below.inner)
         assert is_importable(others[0].inner)
 
 
-def test_the_name_that_counts_is_the_modules_own(aside: types.ModuleType) -> None:
+def test_the_name_attribute_of_a_module_decides_whether_it_is_registered(
+    aside: types.ModuleType,
+) -> None:
     with made("elsewhere") as (elsewhere,):
         assert not encode(elsewhere.inner).definitions
         elsewhere.__name__ = "aside.moved"
-        assert opened_without(elsewhere.inner, "elsewhere")(2) == [2, 1]
+        assert decode_without(elsewhere.inner, "elsewhere")(2) == [2, 1]
 
 
-def test_a_class_that_says_it_is_from_elsewhere(aside: types.ModuleType) -> None:
+def test_a_class_with_a_wrong_module_attribute_is_sent_by_value(aside: types.ModuleType) -> None:
     aside.Box.__module__ = "nowhere.at.all"
     aside.Rich.__module__ = None
-    assert opened_without(aside.Box(1), "aside").open() == (1, ())
-    assert opened_without(aside.Rich(1), "aside").open() == ("rich", (1, ()))
+    assert decode_without(aside.Box(1), "aside").open() == (1, ())
+    assert decode_without(aside.Rich(1), "aside").open() == ("rich", (1, ()))
     with made("elsewhere") as (elsewhere,):
         elsewhere.Box.__module__ = "aside"
         vars(aside)["Box"] = elsewhere.Box
         assert encode(elsewhere.Box).definitions
 
 
-def test_numbers_instead_of_names(aside: types.ModuleType) -> None:
+def test_a_copyreg_extension_code_does_not_bypass_sending_by_value(
+    aside: types.ModuleType,
+) -> None:
     copyreg.add_extension("aside", "Box", 241)
     try:
         encoded = encode(aside.Box)
@@ -136,29 +148,31 @@ def test_numbers_instead_of_names(aside: types.ModuleType) -> None:
         copyreg.remove_extension("aside", "Box", 241)
 
 
-def test_reducers_of_others(aside: types.ModuleType) -> None:
+def test_copyreg_reducers_that_return_registered_objects_are_sent_by_value(
+    aside: types.ModuleType,
+) -> None:
     copyreg.pickle(Odd, lambda odd: (aside.Box, (odd.content,)))
     try:
-        assert opened_without(Odd(7), "aside").open() == (7, ())
+        assert decode_without(Odd(7), "aside").open() == (7, ())
     finally:
         del copyreg.dispatch_table[Odd]
     copyreg.pickle(types.ModuleType, lambda module: (importlib.import_module, (module.__name__,)))
     try:
-        assert opened_without([aside], "aside")[0].inner(2) == [2, 1]
+        assert decode_without([aside], "aside")[0].inner(2) == [2, 1]
     finally:
         del copyreg.dispatch_table[types.ModuleType]
-    encode(1)  # the table of the fast pickler follows
+    encode(1)  # updates the table of the fast pickler
 
 
-def test_messages_in_messages(aside: types.ModuleType) -> None:
+def test_registered_objects_in_nested_messages_are_sent_by_value(aside: types.ModuleType) -> None:
     class Wraps:
         def __reduce__(self) -> tuple[Any, ...]:
             return codec.loads, (codec.dumps((aside.inner, "x")),)
 
-    assert opened_without([Wraps(), 1], "aside")[0][0](2) == [2, 1]
+    assert decode_without([Wraps(), 1], "aside")[0][0](2) == [2, 1]
 
 
-def test_registered_and_not_while_others_encode(aside: types.ModuleType) -> None:
+def test_modules_may_be_registered_while_other_threads_encode(aside: types.ModuleType) -> None:
     ended = threading.Event()
     errors: list[BaseException] = []
 
@@ -171,7 +185,7 @@ def test_registered_and_not_while_others_encode(aside: types.ModuleType) -> None
     def run() -> None:
         try:
             for n in range(300):
-                function, number = opened_without((aside.inner, n), by=encode)
+                function, number = decode_without((aside.inner, n), by=encode)
                 assert function(number) == [n, 1]
                 assert isinstance(encode_body((operator.add, (n, 1), {}), True, (), None, None), bytes)
         except BaseException as error:
@@ -189,29 +203,29 @@ def test_registered_and_not_while_others_encode(aside: types.ModuleType) -> None
     assert not errors
 
 
-def test_what_counts_is_what_is_registered_now() -> None:
+def test_registering_a_module_affects_only_later_messages() -> None:
     with made("aside") as (aside,):
         message: Any = (aside.inner, (1,), {})
         before = body_of(message)
         with registered(aside):
-            assert opened_without(message, "aside", by=body_of)[0](2) == [2, 1]
+            assert decode_without(message, "aside", by=body_of)[0](2) == [2, 1]
         assert body_of(message) == before
-        assert opened_without([Plain, torch.ones(3)])[0] is Plain
+        assert decode_without([Plain, torch.ones(3)])[0] is Plain
 
 
 class Local:
-    """As if it were of the main module."""
+    """Stands for a class of the main module."""
 
 
 @pytest.mark.parametrize("count", [0, 6_000])
 @pytest.mark.parametrize("long", [b"", b"\x95" * 100_000, bytearray(100_000)])
-def test_the_main_module_is_found_wherever_it_is(
+def test_references_to_the_main_module_are_found_anywhere_in_a_message(
     count: int, long: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Local, "__module__", "__main__")
     monkeypatch.setattr(sys.modules["__main__"], "Local", Local, raising=False)
-    by_value.note_main()  # it has been there from the start
-    texts = [f"text {n}" for n in range(count)]  # frames of their own, from some number on
+    by_value.note_main()  # as if the class had been defined before joining
+    texts = [f"text {n}" for n in range(count)]  # with many texts, the pickle has several frames
     for obj in (
         [texts, long, Local],
         [Local, long, texts],
@@ -225,12 +239,12 @@ def test_the_main_module_is_found_wherever_it_is(
     assert not encode([texts, long, Plain, b"__main__" * 10_000], remote_main=False).definitions
 
 
-def test_an_error_still_names_the_part(aside: types.ModuleType) -> None:
+def test_an_error_in_sending_by_value_names_the_part(aside: types.ModuleType) -> None:
     with pytest.raises(SerializationError, match="argument 1 -> index 0"):
         encode((aside.outer, (1, [threading.Lock()]), {}))
 
 
-class Deaf(Plain):
+class Wrapping(Plain):
     def shown(function: Any) -> Any:
         def wrapper(self: Any) -> Any:
             return function(self)
@@ -238,17 +252,19 @@ class Deaf(Plain):
         return wrapper
 
     @shown
-    def hear(self) -> Any:
+    def get_content(self) -> Any:
         return self.content
 
 
-@pytest.mark.parametrize("method", [types.MethodType(lambda self: self.content, Plain(5)), Deaf(5).hear])
-def test_methods_that_their_objects_do_not_have_by_name(method: Any) -> None:
-    assert opened_without([method])[0]() == 5
-    assert opened_without([Plain(6).show])[0](1) == ("plain", 6, (1,))
+@pytest.mark.parametrize(
+    "method", [types.MethodType(lambda self: self.content, Plain(5)), Wrapping(5).get_content]
+)
+def test_methods_that_are_no_attribute_of_their_object_are_sent_by_value(method: Any) -> None:
+    assert decode_without([method])[0]() == 5
+    assert decode_without([Plain(6).show])[0](1) == ("plain", 6, (1,))
 
 
-def test_an_error_names_the_part_of_what_is_in_the_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_the_part_of_a_class_of_the_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = threading.Lock()
 
     class Holds:

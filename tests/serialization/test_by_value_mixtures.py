@@ -1,6 +1,6 @@
-"""Random mixtures of what travels by name and by value: what the codec sends is what cloudpickle alone would send.
+"""Random mixtures of objects that are sent by name and by value: the codec and plain cloudpickle give the same result.
 
-They are opened in a process that has none of the modules that go by value. Every night there are more of them.
+Messages are decoded in a process that cannot import the modules that are sent by value. The nightly run has more examples.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 
 from actorrpc.serialization.codec import encode, encode_body
 from tests.serialization.beside import Calls, Plain, defined, made, registered
-from tests.serialization.opening import Message, Opener, told
+from tests.serialization.opening import Message, Opener, describe
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[dict[str, types.ModuleType]]:
-    """The modules by what they are to the codec; what is in the main module is there for as long as this is."""
+    """The test modules by name. The content of "main" is added to the real main module during the tests."""
     main, real = types.ModuleType("__main__"), sys.modules["__main__"]
     defined(main)
     added = [name for name in vars(main) if not name.startswith("__") and not hasattr(real, name)]
@@ -51,7 +51,7 @@ def opener() -> Iterator[Opener]:
         yield found
 
 
-# An object is drawn as a way to make it, out of the modules.
+# Objects are drawn as functions that create them from the modules.
 Maker = Callable[[dict[str, types.ModuleType]], Any]
 
 _MEMBERS = (
@@ -127,7 +127,7 @@ _mixtures = st.recursive(_members | _colours | _common, _made_of, max_leaves=8)
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(maker=_mixtures, of_every_call=st.booleans())
-def test_both_ways_open_to_the_same(
+def test_the_codec_and_cloudpickle_decode_to_the_same_value(
     modules: dict[str, types.ModuleType], opener: Opener, maker: Maker, of_every_call: bool
 ) -> None:
     value = maker(modules)
@@ -141,4 +141,4 @@ def test_both_ways_open_to_the_same(
     else:
         fast = sent.body, [bytes(span.view()) for span in sent.spans], dict(sent.definitions)
     alone, ours = opener.ask((cloudpickle.dumps(value), (), {}), fast)
-    assert ours == alone == told(value)
+    assert ours == alone == describe(value)

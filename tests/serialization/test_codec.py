@@ -1,4 +1,4 @@
-"""Objects to bytes and back: nesting, out-of-band buffers, contexts, errors that name the culprit."""
+"""The codec: nesting, out-of-band buffers, contexts, and errors that name the part that cannot be sent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from actorrpc.serialization.tensors import message
 
 
 def trip(obj: Any) -> Any:
-    """Send an object to another imaginary process."""
+    """Encode and decode an object as if for another process."""
     encoded = encode(obj)
     store = DefinitionStore()
     for key, data in encoded.definitions.items():
@@ -84,7 +84,7 @@ values = st.recursive(
 
 @settings(max_examples=75, deadline=None)
 @given(values, st.booleans())
-def test_any_nesting(obj: Any, remote_main: bool) -> None:
+def test_arbitrarily_nested_values_survive(obj: Any, remote_main: bool) -> None:
     encoded = encode(obj, remote_main=remote_main)
     assert decode(encoded.body, (), definitions=None) == obj
     assert decode(memoryview(bytearray(encoded.body)), (), definitions=None) == obj
@@ -92,7 +92,7 @@ def test_any_nesting(obj: Any, remote_main: bool) -> None:
 
 
 class Columns:
-    """Pickles its memory, in Fortran's order, as a buffer."""
+    """Pickles its memory, in Fortran order, as a buffer."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
@@ -102,7 +102,7 @@ class Columns:
 
 
 @pytest.mark.parametrize("remote_main", [True, False])
-def test_long_buffers_in_bytes_that_stand_by_themselves(remote_main: bool) -> None:
+def test_dumps_embeds_long_buffers(remote_main: bool) -> None:
     array = np.arange(20_000).reshape(100, 200)
     columns, again, long = loads(
         dumps([Columns(np.asfortranarray(array)), array, bytearray(100_000)], remote_main=remote_main)
@@ -113,7 +113,7 @@ def test_long_buffers_in_bytes_that_stand_by_themselves(remote_main: bool) -> No
 
 
 @pytest.mark.parametrize("size", [4096, 4097, 65536, 300_000])
-def test_buffers_of_all_sizes(size: int) -> None:
+def test_bytes_texts_arrays_and_tensors_of_all_sizes_survive(size: int) -> None:
     data = random.Random(size).randbytes(size)
     text = "é" * (size // 2)
     array = np.frombuffer(bytearray(data), dtype=np.uint8)
@@ -148,17 +148,17 @@ def test_buffers_of_all_sizes(size: int) -> None:
         assert not large
 
 
-def test_large_bodies_without_buffers() -> None:
+def test_large_bodies_without_buffers_survive() -> None:
     sent = [Record(n, str(n)) for n in range(20_000)]
     encoded = encode(sent)
     assert not encoded.spans
     assert decode(encoded.body, (), definitions=None) == sent
-    # A frame that looks like a header followed by its payload is put together again all the same.
+    # Bytes that look like the header of an out-of-band buffer survive as well.
     tricky = [b"B" + (70_000).to_bytes(4, "little")] * 5 + [bytes(70_000), "x" * 70_000, b"\x8e" * 200_000]
     assert trip(tricky) == tricky
 
 
-def test_numpy_is_built_on_the_buffer() -> None:
+def test_decoded_numpy_arrays_use_the_received_buffer() -> None:
     array = np.arange(5000)
     encoded = encode((array, array))
     memory = bytearray(encoded.spans[0].view())
@@ -168,13 +168,13 @@ def test_numpy_is_built_on_the_buffer() -> None:
     assert memory[0] == 77
 
 
-def test_read_only_arrays_stay_so() -> None:
+def test_read_only_arrays_stay_read_only() -> None:
     array = np.arange(5000)
     array.flags.writeable = False
     assert not trip(array).flags.writeable
 
 
-def test_encoding_reads_memory_when_it_is_sent() -> None:
+def test_encoded_spans_refer_to_the_memory_of_the_tensor() -> None:
     t = torch.zeros(5000)
     encoded = encode(t)
     t.fill_(3)
@@ -186,7 +186,7 @@ def test_encoding_reads_memory_when_it_is_sent() -> None:
 
 
 class Ref:
-    """A type of the upper floors: what it becomes depends on the message."""
+    """A type with a registered reducer that uses the context of the message."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -216,7 +216,7 @@ def count_refs(calls: list[Any]) -> None:
     register(Ref, reduce)
 
 
-def test_registered_types_see_the_context() -> None:
+def test_reducers_of_registered_types_see_the_context_of_the_message() -> None:
     calls: list[Any] = []
     count_refs(calls)
     ref = Ref("a")
@@ -231,7 +231,7 @@ def test_registered_types_see_the_context() -> None:
         pickle.dumps(ref)
 
 
-def test_a_reducer_runs_once_though_pickling_is_tried_twice() -> None:
+def test_a_reducer_runs_once_although_pickling_is_tried_twice() -> None:
     calls: list[Any] = []
     count_refs(calls)
     ref = Ref("a")
@@ -240,14 +240,14 @@ def test_a_reducer_runs_once_though_pickling_is_tried_twice() -> None:
     store = DefinitionStore()
     a, _, function = decode(encoded.body, (), definitions=store, context=2)
     assert function() is a
-    assert not encoded.definitions  # what has a reference inside is no definition
+    assert not encoded.definitions  # a function that captures a reference is no definition
     calls.clear()
     with pytest.raises(SerializationError, match="argument 1: cannot pickle"):
         encode((print, (ref, threading.Lock()), {}))
     assert calls == [("a", None)]
 
 
-def test_messages_within_messages() -> None:
+def test_nested_messages_have_their_own_context() -> None:
     def reduce(ref: Ref) -> tuple[Any, ...]:
         inner = encode([ref.name, torch.ones(2)], context=f"inner {ref.name}") if ref.name else None
         assert current_encoding() == "outer"
@@ -269,7 +269,7 @@ def rebuild_nested(body: bytes) -> Any:
     return name, t, current_decoding()
 
 
-def test_the_stack_survives_errors() -> None:
+def test_an_error_of_a_reducer_restores_the_context() -> None:
     def reduce(ref: Ref) -> tuple[Any, ...]:
         raise RRefError(f"{ref.name} is gone") if ref.name else ValueError("odd")
 
@@ -283,7 +283,7 @@ def test_the_stack_survives_errors() -> None:
         decode(b"\x80\x05garbage.", (), definitions=None, context=1)
 
 
-def test_copyreg_is_followed() -> None:
+def test_changes_in_copyreg_take_effect() -> None:
     class Odd:
         def __reduce__(self) -> Any:
             raise TypeError("not by itself")
@@ -353,12 +353,12 @@ def outer(x: Any) -> Record:
         (threading.Lock(), "^cannot pickle '_thread.lock' object"),
     ],
 )
-def test_the_culprit_is_named(obj: Any, expected: str) -> None:
+def test_the_error_names_the_part_that_cannot_be_sent(obj: Any, expected: str) -> None:
     with pytest.raises(SerializationError, match=expected):
         encode(obj)
 
 
-def test_captured_variables_are_named() -> None:
+def test_the_error_names_a_captured_variable_that_cannot_be_sent() -> None:
     lock = threading.Lock()
 
     def function() -> Any:
@@ -370,13 +370,13 @@ def test_captured_variables_are_named() -> None:
         encode((function, (), {}))
 
 
-def test_the_cause_is_the_users_exception() -> None:
+def test_the_cause_of_the_error_is_the_users_exception() -> None:
     with pytest.raises(SerializationError) as caught:
         encode(Raises())
     assert type(caught.value.__cause__) is KeyError
 
 
-def test_cycles_and_depth() -> None:
+def test_cycles_survive_and_too_deep_nesting_raises_serialization_error() -> None:
     deep: list[Any] = []
     deep.append(deep)
     assert (lambda x: x[0] is x)(trip(deep))
@@ -391,7 +391,7 @@ def test_cycles_and_depth() -> None:
         deep = deep[0]
 
 
-def test_what_cannot_be_rebuilt_says_so() -> None:
+def test_a_failure_to_unpickle_raises_serialization_error_with_its_reason() -> None:
     body = pickle.dumps(operator.add, 5).replace(b"add", b"adx")
     with pytest.raises(SerializationError, match="RPC pickler does not serialize function code"):
         decode(body, (), definitions=None)
@@ -425,14 +425,14 @@ class Picky:
         b"\xff" * 28 + b"\x01",
     ],
 )
-def test_nonsense(body: bytes) -> None:
+def test_malformed_bodies_raise_typed_errors(body: bytes) -> None:
     with pytest.raises((ProtocolError, SerializationError)):
         decode(body, (), definitions=None)
 
 
 @settings(max_examples=75, deadline=None)
 @given(st.binary(max_size=60), st.lists(st.binary(max_size=9), max_size=3))
-def test_random_tables(tail: bytes, buffers: list[bytes]) -> None:
+def test_random_tables_of_buffers_decode_or_raise_protocol_error(tail: bytes, buffers: list[bytes]) -> None:
     body = pickle.dumps(1, 5) + tail + b"\x01"
     try:
         assert decode(body, buffers, definitions=DefinitionStore()) == 1
@@ -441,7 +441,7 @@ def test_random_tables(tail: bytes, buffers: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])
-def test_the_callers_mode_does_not_matter(mode: Any) -> None:
+def test_the_callers_torch_modes_do_not_affect_received_tensors(mode: Any) -> None:
     sent = (torch.ones(3, requires_grad=True), torch.ones(3, 3).to_sparse(), "x" * 70_000)
     with mode():
         dense, sparse, _ = trip(sent)
@@ -451,7 +451,7 @@ def test_the_callers_mode_does_not_matter(mode: Any) -> None:
     (dense * 2).sum().backward()
 
 
-def test_damaged_streams_with_holes() -> None:
+def test_missing_swapped_or_damaged_buffers_raise_typed_errors() -> None:
     encoded = encode([b"x" * 100_000, "y" * 100_000, list(range(50))])
     buffers = [bytes(span.view()) for span in encoded.spans]
     assert len(buffers) == 2
@@ -472,7 +472,7 @@ def test_damaged_streams_with_holes() -> None:
 # -- threads, memory -----------------------------------------------------------------------------------
 
 
-def test_nothing_is_kept_after_encoding() -> None:
+def test_the_codec_keeps_no_reference_to_encoded_objects() -> None:
     t = torch.ones(3)
     record = Record(t)
     refs = [weakref.ref(t), weakref.ref(record)]

@@ -1,4 +1,4 @@
-"""The data-only mode's encoder and decoder, without workers."""
+"""The encoder and decoder of the data-only mode, without workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from actorrpc.serialization.tensors import tensor
 
 
 class _Cut(Exception):
-    """What a handler of the program raises."""
+    """Raised by a signal handler of the program."""
 
 
 def _cut(*_: object) -> Any:
@@ -25,7 +25,7 @@ def _cut(*_: object) -> Any:
     raise error
 
 
-def test_what_a_signal_handler_raises_is_no_failure_of_the_message() -> None:
+def test_an_exception_of_a_signal_handler_during_encoding_is_raised_unchanged() -> None:
     class Thing:
         pass
 
@@ -34,7 +34,7 @@ def test_what_a_signal_handler_raises_is_no_failure_of_the_message() -> None:
 
 
 @pytest.mark.parametrize("make", [set, frozenset, dict.fromkeys, OrderedDict.fromkeys])
-def test_keys_of_one_hash_are_bounded(make: Any) -> None:
+def test_more_than_1000_keys_with_the_same_hash_are_refused(make: Any) -> None:
     most = data_only.MAX_SAME_HASH
     same = [(2**61 - 1) * number for number in range(most + 1)]
     others = [*range(1, 2 * most), *map(str, range(most)), (1, 2), -1.5]
@@ -59,7 +59,7 @@ def test_keys_of_one_hash_are_bounded(make: Any) -> None:
     ],
     ids=ascii,
 )
-def test_odd_values(value: Any) -> None:
+def test_slices_numpy_texts_and_text_arrays_survive(value: Any) -> None:
     found = data_only.loads(data_only.dumps(value, {}))
     assert type(found) is type(value)
     if isinstance(value, np.ndarray):
@@ -70,14 +70,14 @@ def test_odd_values(value: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["<U1", ">U1"])
-def test_texts_of_what_is_no_character_are_refused(dtype: str) -> None:
+def test_text_arrays_with_invalid_characters_are_refused(dtype: str) -> None:
     points = np.array([65, 0x110000], dtype=f"{dtype[0]}u4")
     message = data_only.dumps(points.view(dtype), {})
     with pytest.raises(ProtocolError, match="invalid character"):
         data_only.loads(message)
 
 
-def test_a_refused_tensor_has_its_attributes_named() -> None:
+def test_the_error_for_a_tensor_with_attributes_names_them() -> None:
     with pytest.raises(RefusedError, match=r"attributes \(persistent, _is_buffer\)"):
         data_only.dumps(
             torch.ones(1), {torch.Tensor: lambda _: (tensor, (), {"persistent": 1, "_is_buffer": 1})}
@@ -85,6 +85,6 @@ def test_a_refused_tensor_has_its_attributes_named() -> None:
 
 
 @pytest.mark.parametrize("value", [slice([1], 2), slice(np.int64(1), None)], ids=["list", "int64"])
-def test_slices_of_other_things_are_refused_where_they_are_sent(value: Any) -> None:
+def test_slices_of_other_than_plain_values_are_refused_by_the_sender(value: Any) -> None:
     with pytest.raises(RefusedError, match=r"a slice of (list|int64), of which only plain values can be,"):
         data_only.dumps(value, {})

@@ -1,4 +1,4 @@
-"""Functions and classes by value: what becomes a definition, identity, stores, the main module."""
+"""Functions and classes that are sent by value: definitions and their stores, identity of classes, the main module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.agent.together import in_threads
 
 
 class Peer:
-    """One imaginary peer: what it knows, and its store."""
+    """A simulated peer: its known definitions and its store."""
 
     def __init__(self) -> None:
         self.store = DefinitionStore()
@@ -50,7 +50,7 @@ def peer() -> Peer:
 
 
 def forget(*classes: type) -> None:
-    """Act as if this process had not made these classes."""
+    """Make this process forget that it created these classes."""
     from cloudpickle import cloudpickle
 
     for cls in classes:
@@ -59,21 +59,21 @@ def forget(*classes: type) -> None:
         cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.pop(tracker, None)
 
 
-def test_importable_things_go_by_reference(peer: Peer) -> None:
-    encoded = encode((pickle.dumps, Peer, torch.nn.Linear, test_importable_things_go_by_reference))
+def test_importable_objects_are_sent_by_name(peer: Peer) -> None:
+    encoded = encode((pickle.dumps, Peer, torch.nn.Linear, test_importable_objects_are_sent_by_name))
     assert not encoded.definitions
     assert b"test_definitions" in encoded.body
     assert peer.send(Peer) is Peer
 
 
-def test_a_lambda_is_sent_once(peer: Peer) -> None:
+def test_the_definition_of_a_lambda_is_sent_once(peer: Peer) -> None:
     for n in range(5):
         sent = peer.send((lambda x: x + 1, (n,), {}))
         assert sent[0](*sent[1]) == n + 1
     assert peer.received == 1
 
 
-def test_captured_values_make_different_definitions(peer: Peer) -> None:
+def test_functions_with_different_captured_values_are_different_definitions(peer: Peer) -> None:
     for n in (1, True, 1.0, 0.0, -0.0, "1", b"1", (1, 2), (1, 2.0), None, float("inf")):
         found = peer.send(lambda n=n: (type(n), repr(n)))()
         assert found == (type(n), repr(n))
@@ -82,14 +82,14 @@ def test_captured_values_make_different_definitions(peer: Peer) -> None:
     assert peer.received == 22
 
 
-def test_many_definitions(peer: Peer) -> None:
+def test_1500_definitions_in_one_message_are_sent_once(peer: Peer) -> None:
     functions = [(lambda value: lambda: value)(n) for n in range(1500)]
     assert [f() for f in peer.send(functions)] == list(range(1500))
     assert [f() for f in peer.send(functions)] == list(range(1500))
     assert peer.received == 1500
 
 
-def test_captured_state_is_as_of_the_message(peer: Peer) -> None:
+def test_captured_mutable_state_is_sent_as_of_each_message(peer: Peer) -> None:
     log = [1]
 
     def use() -> list[int]:
@@ -106,7 +106,7 @@ def test_captured_state_is_as_of_the_message(peer: Peer) -> None:
     assert peer.received == 0
 
 
-def test_closures_over_tensors_and_recursion(peer: Peer) -> None:
+def test_recursive_closures_and_closures_over_tensors_survive(peer: Peer) -> None:
     weight = torch.arange(3000.0)
 
     def apply(n: int) -> Any:
@@ -124,7 +124,7 @@ def test_closures_over_tensors_and_recursion(peer: Peer) -> None:
     assert peer.received == 1
 
 
-def test_a_local_class_is_one_class(peer: Peer) -> None:
+def test_a_local_class_that_returns_to_its_process_is_the_same_class(peer: Peer) -> None:
     class Local:
         total = 0
 
@@ -142,7 +142,7 @@ def test_a_local_class_is_one_class(peer: Peer) -> None:
     assert isinstance(a, Local)
     assert type(a) is cls is Local
     assert type(b) is Local
-    assert Local.again is original  # coming home wrote nothing
+    assert Local.again is original  # decoding did not change the class
     assert type(peer.send(a.again())) is Local
     assert peer.received == 1
 
@@ -170,7 +170,7 @@ def test_a_class_is_sent_again_only_if_it_has_changed(peer: Peer) -> None:
     assert peer.received == 3
 
 
-def test_a_class_that_comes_home_in_an_older_state_is_sent_as_it_is_now(peer: Peer) -> None:
+def test_an_older_definition_received_back_does_not_replace_the_current_class(peer: Peer) -> None:
     class Local:
         value = 1
 
@@ -183,7 +183,7 @@ def test_a_class_that_comes_home_in_an_older_state_is_sent_as_it_is_now(peer: Pe
     assert not before.definitions.keys() & encode(Local()).definitions.keys()
 
 
-def test_a_class_made_from_its_definition(peer: Peer) -> None:
+def test_a_received_class_is_created_once_and_sent_on_with_its_definition(peer: Peer) -> None:
     class Base(abc.ABC):
         @abc.abstractmethod
         def name(self) -> str: ...
@@ -202,14 +202,14 @@ def test_a_class_made_from_its_definition(peer: Peer) -> None:
     assert here.name() == "local Local"
     again = decode(encoded.body, (), definitions=store)
     assert type(again) is type(here)
-    # It is sent on under the name under which it came, so that home knows it.
+    # The class is sent on under the hash under which it was received, so that its origin knows it.
     back = encode(again)
     assert back.definitions == encoded.definitions
-    # The same through another message's definition, which has the class inside.
+    # The same with dumps, which embeds the definition.
     assert loads(dumps(type(here))) is type(here)
 
 
-def test_dataclasses_enums_and_classes_with_tensors(peer: Peer) -> None:
+def test_local_dataclasses_enums_and_classes_with_tensors_survive(peer: Peer) -> None:
     @dataclasses.dataclass(frozen=True)
     class Point:
         x: int
@@ -225,10 +225,10 @@ def test_dataclasses_enums_and_classes_with_tensors(peer: Peer) -> None:
     assert peer.send(Colour.RED) is Colour.RED
     assert peer.received == 2
     assert peer.send([Holder, Holder()])[0] is Holder
-    assert peer.received == 2  # not a definition: it has a tensor
+    assert peer.received == 2  # a class with a tensor is no definition
 
 
-def test_local_classes_are_not_kept_alive() -> None:
+def test_sent_local_classes_are_not_kept_alive() -> None:
     def make() -> tuple[weakref.ref[type], bytes]:
         class Local:
             pass
@@ -242,7 +242,7 @@ def test_local_classes_are_not_kept_alive() -> None:
     assert ref() is None
 
 
-def test_missing_definitions_are_named_before_anything_is_unpickled() -> None:
+def test_decoding_lists_all_missing_definitions_before_unpickling() -> None:
     encoded = encode([lambda: 1, lambda: 2])
     store = DefinitionStore()
     with pytest.raises(UnknownDefinitionError, match="unknown definition") as caught:
@@ -257,13 +257,13 @@ def test_missing_definitions_are_named_before_anything_is_unpickled() -> None:
         decode(encoded.body, (), definitions=None)
 
 
-def test_store() -> None:
+def test_the_definition_store_evicts_least_recently_used_and_checks_hashes() -> None:
     store = DefinitionStore(max_definitions=3, max_bytes=1 << 20)
     items = [pickle.dumps(n) for n in range(5)]
     keys = [hash_of(data) for data in items]
     for key, data in zip(keys[:3], items[:3], strict=True):
         store.add(key, data)
-    assert store.get(keys[0]) == 0  # used: the next to go is 1
+    assert store.get(keys[0]) == 0  # used, so definition 1 is evicted next
     store.add(keys[3], items[3])
     assert [key in store for key in keys] == [True, False, True, True, False]
     assert store.missing(keys) == [keys[1], keys[4]]
@@ -279,7 +279,7 @@ def test_store() -> None:
     assert len(store.get(hash_of(large))) == 1 << 20
 
 
-def test_one_object_for_all_threads() -> None:
+def test_threads_that_decode_a_definition_get_the_same_object() -> None:
     class Local:
         def value(self) -> int:
             return 7
@@ -304,7 +304,7 @@ def test_one_object_for_all_threads() -> None:
     assert {total for _, _, total in found} == {14}
 
 
-def test_outside_of_a_message() -> None:
+def test_resolving_a_definition_outside_of_a_message_raises() -> None:
     with pytest.raises(ProtocolError, match="outside of a message"):
         by_value.definition(b"0" * 16)
 
@@ -356,7 +356,7 @@ for name in {names}:
 
 
 def script(folder: Any, name: str, text: str) -> str:
-    """Run a program in a fork, which has torch already, as its main module; return what it printed."""
+    """Run a program as the main module of a fork, which has imported torch already; return its output."""
     path, printed = folder / name, folder / "printed"
     path.write_text(textwrap.dedent(text))
     sys.stdout.flush()
@@ -379,12 +379,12 @@ def script(folder: Any, name: str, text: str) -> str:
 
 @pytest.mark.limit(120)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_main_by_reference_and_by_value(tmp_path: Any) -> None:
+def test_objects_of_the_main_module_are_sent_by_name_or_by_value(tmp_path: Any) -> None:
     path = [entry for entry in sys.path if entry]
     out = str(tmp_path / "message")
     script(tmp_path, "writer.py", SCRIPT.format(path=path, out=out))
     same = SCRIPT.split("if __name__")[0].format()
-    # Another program: only by value. The same program: either way, as its own class by reference.
+    # Another program can only receive by value. The same program can receive both, and gets its own class by name.
     assert script(
         tmp_path, "other.py", READER.format(path=path, out=out, define="", names=["False"])
     ).split() == ["False", "6", "8", "42", "__main__", "False"]
@@ -436,7 +436,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.limit(120)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_the_main_module_of_multiprocessing_children(tmp_path: Any) -> None:
+def test_a_spawned_child_shares_the_main_module_with_its_parent(tmp_path: Any) -> None:
     path = [entry for entry in sys.path if entry]
     lines = script(tmp_path, "spawning.py", SPAWNING.format(path=path)).splitlines()
     assert [line.split() for line in lines] == [

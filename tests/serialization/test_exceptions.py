@@ -1,4 +1,4 @@
-"""Exceptions on the wire: what arrives is what was raised, whatever a user's class does."""
+"""Exceptions as results of calls: the caller gets the raised exception, however unusual its class is."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def send(
 
 
 def both(error: BaseException, **options: Any) -> Any:
-    """Send it and check that it arrives as its own class and RemoteError."""
+    """Send an exception, and check that the result is an instance of both its class and RemoteError."""
     cls = type(error)
     arrived = send(error, **options)
     assert isinstance(arrived, cls)
@@ -107,7 +107,7 @@ def member_values(error: BaseException) -> dict[str, object]:
     st.lists(VALUES, max_size=3),
     st.dictionaries(st.sampled_from(["a", "b", "cause", "worker", "traceback"]), VALUES),
 )
-def test_any_builtin_exception_arrives_as_it_was(
+def test_builtin_exceptions_arrive_with_args_attributes_and_text(
     cls: type[Exception], args: list[Any], attributes: dict[str, Any]
 ) -> None:
     try:
@@ -168,7 +168,7 @@ NATURAL = [
 
 
 @pytest.mark.parametrize("source", NATURAL)
-def test_what_python_raises(source: str) -> None:
+def test_exceptions_raised_by_python_itself_arrive_equal(source: str) -> None:
     error = made_by(source)()
     arrived = both(error)
     assert str(arrived) == str(error)
@@ -181,7 +181,7 @@ def test_what_python_raises(source: str) -> None:
     assert len(arrived.traceback) <= exceptions.MAX_TEXT + 100
 
 
-def test_fields_made_in_c() -> None:
+def test_fields_of_exceptions_implemented_in_c_arrive() -> None:
     assert both(FileNotFoundError(errno.ENOENT, "no", "a", None, "b")).filename2 == "b"
     assert type(original(send(OSError(errno.ENOENT, "no", "a")))) is FileNotFoundError
     assert both(BlockingIOError(errno.EAGAIN, "again", 7)).characters_written == 7
@@ -196,7 +196,7 @@ def test_fields_made_in_c() -> None:
     assert "\\udcff" in str(surrogate)
 
 
-def test_the_object_of_an_attribute_error_stays_behind() -> None:
+def test_the_obj_of_an_attribute_error_is_not_sent() -> None:
     class Model:
         def __reduce__(self) -> Any:
             raise AssertionError
@@ -209,11 +209,11 @@ def test_the_object_of_an_attribute_error_stays_behind() -> None:
     assert arrived.obj is None
 
 
-# -- what must not reach the caller as itself ------------------------------------------------------------
+# -- exceptions that would end the caller ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cls", [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
-def test_what_would_end_the_caller_comes_as_a_cause(cls: type[BaseException]) -> None:
+def test_base_exceptions_arrive_as_the_cause_of_a_remote_error(cls: type[BaseException]) -> None:
     arrived = send(cls(3))
     assert type(arrived) is RemoteError
     assert type(arrived.cause) is cls
@@ -229,11 +229,11 @@ def test_what_would_end_the_caller_comes_as_a_cause(cls: type[BaseException]) ->
     assert send(cls(3), executed=False).maybe_executed is False
 
 
-# -- our own errors --------------------------------------------------------------------------------------
+# -- errors of actorrpc ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(set(errors.__all__) - {"RemoteTraceback", "RemoteError"}))
-def test_our_errors_arrive_as_themselves(name: str) -> None:
+def test_errors_of_actorrpc_arrive_as_their_own_class(name: str) -> None:
     cls = getattr(errors, name)
     arrived = both(cls("text"))
     assert str(arrived) == "text"
@@ -242,7 +242,7 @@ def test_our_errors_arrive_as_themselves(name: str) -> None:
     assert type(pickle.loads(pickle.dumps(arrived))) is cls
 
 
-def test_a_nested_death_keeps_its_fields_and_says_that_this_call_ran() -> None:
+def test_a_nested_peer_died_error_keeps_its_fields_and_the_outer_call_counts_as_executed() -> None:
     arrived = both(errors.PeerDiedError("gone", maybe_executed=False, worker="third"))
     assert issubclass(type(arrived), ConnectionError)
     assert arrived.maybe_executed is True
@@ -258,14 +258,14 @@ def test_a_nested_death_keeps_its_fields_and_says_that_this_call_ran() -> None:
     assert (type(again), again.maybe_executed, again.worker) == (errors.PeerDiedError, False, "third")
 
 
-def test_remote_error_raised_by_hand() -> None:
+def test_base_classes_raised_by_user_code_arrive() -> None:
     for cls in (RemoteError, RuntimeError, Exception, errors.RpcError):
         arrived = both(cls("by hand", 2))
         assert arrived.args == ("by hand", 2)
         assert arrived.type_name.endswith(cls.__name__)
 
 
-# -- awkward classes -------------------------------------------------------------------------------------
+# -- unusual classes -------------------------------------------------------------------------------------
 
 
 class Keyword(Exception):
@@ -464,7 +464,7 @@ def filled(error: Any, **attributes: Any) -> Any:
     return error
 
 
-AWKWARD: dict[str, Callable[[], BaseException]] = {
+UNUSUAL: dict[str, Callable[[], BaseException]] = {
     "keyword": lambda: Keyword(code=3, detail={"a": [1]}),
     "two": lambda: Two(1, 2),
     "new": lambda: NewNeeds(3, "text"),
@@ -492,14 +492,14 @@ AWKWARD: dict[str, Callable[[], BaseException]] = {
 }
 
 
-@pytest.mark.parametrize("name", AWKWARD)
-def test_awkward_classes_arrive_as_both(name: str) -> None:
-    error = AWKWARD[name]()
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_exception_classes_arrive_as_themselves_and_as_remote_error(name: str) -> None:
+    error = UNUSUAL[name]()
     arrived = both(error)
     made: list[Any] = [arrived, original(arrived)]
-    if name != "wall":  # whose __getattribute__ even pickle does not get past
+    if name != "wall":  # its __getattribute__ also breaks pickle
         made.append(pickle.loads(pickle.dumps(arrived)))
-    if name != "callback":  # whose own __copy__ is None
+    if name != "callback":  # its __copy__ is None
         made.append(copy.copy(arrived))
     for other in made:
         base = BaseException.__dict__
@@ -515,7 +515,7 @@ def test_awkward_classes_arrive_as_both(name: str) -> None:
     assert len(text) <= exceptions.MAX_TEXT + 100
 
 
-def test_what_awkward_classes_keep() -> None:
+def test_unusual_exception_classes_keep_their_attributes() -> None:
     assert both(Keyword(code=3, detail=(1, 2))).detail == (1, 2)
     assert both(NewNeeds(3, "text")).code == 3
     assert both(Slots(4)).both() == (4, -4)
@@ -533,21 +533,21 @@ def test_what_awkward_classes_keep() -> None:
     assert str(both(StrOfAnotherKind())) == "text"
 
 
-def test_subclass_hooks_do_not_see_the_raised_class() -> None:
+def test_the_class_created_for_raising_does_not_run_subclass_hooks() -> None:
     before = list(Metaclass.registered), dict(Registered.known)
     both(WithMetaclass("m"))
     both(Special("s"))
     assert before == (Metaclass.registered, Registered.known)
 
 
-def test_a_class_that_says_how_to_be_pickled_is_obeyed() -> None:
+def test_the_reduce_method_of_an_exception_is_used() -> None:
     arrived = both(Reducing(3, secret="hidden"))
     assert arrived.code == 3
     assert arrived.secret == ""
     assert original(pickle.loads(pickle.dumps(arrived))).secret == ""
 
 
-def test_members_of_an_enum_come_as_a_cause() -> None:
+def test_exceptions_that_are_enum_members_arrive_as_a_cause() -> None:
     arrived = send(next(iter(Colour)))
     assert type(arrived) is RemoteError
     assert arrived.cause is next(iter(Colour))
@@ -558,7 +558,7 @@ class Colour(Exception, enum.Enum):
     BLUE = "blue"
 
 
-def test_a_class_that_cannot_be_derived_from() -> None:
+def test_an_exception_class_that_cannot_be_subclassed_arrives_as_a_cause() -> None:
     class Refusing(type):
         def mro(cls) -> list[type]:
             made = super().mro()
@@ -575,7 +575,7 @@ def test_a_class_that_cannot_be_derived_from() -> None:
     assert str(arrived).endswith("Refused: r")
 
 
-def test_a_metaclass_that_hides_everything() -> None:
+def test_an_exception_with_a_metaclass_that_raises_on_any_access_arrives_as_text() -> None:
     class Hiding(type):
         def __getattribute__(cls, name: str) -> Any:
             raise SystemExit(name)
@@ -591,7 +591,7 @@ def test_a_metaclass_that_hides_everything() -> None:
         assert "Hidden" in arrived.traceback
 
 
-def test_cycles_and_shared_values() -> None:
+def test_cycles_and_shared_values_in_attributes_survive() -> None:
     error: Any = ValueError("cycle")
     other: Any = Keyword(code=1, detail=error)
     error.me, error.other, error.shared, error.again = error, other, [1], None
@@ -614,7 +614,7 @@ def test_cycles_and_shared_values() -> None:
     assert deep.shared is deep.again
 
 
-def test_copies_do_not_share_notes() -> None:
+def test_copies_of_an_arrived_exception_do_not_share_notes() -> None:
     error = ValueError("x")
     error.add_note("first")
     arrived = both(error)
@@ -632,10 +632,10 @@ def test_copies_do_not_share_notes() -> None:
     assert both(odd).__notes__ == ["5"]
 
 
-# -- what cannot travel ----------------------------------------------------------------------------------
+# -- parts that cannot be sent ---------------------------------------------------------------------------
 
 
-def test_what_cannot_be_pickled_is_left_behind_and_named() -> None:
+def test_attributes_that_cannot_be_pickled_are_left_out_and_named_in_a_note() -> None:
     error: Any = Two(1, 2)
     error.lock, error.good, error.nested = threading.Lock(), [1], [threading.Lock()]
     error.inner = filled(Keyword(code=1, detail=2), lock=threading.Lock())
@@ -656,7 +656,7 @@ def test_what_cannot_be_pickled_is_left_behind_and_named() -> None:
     assert both(StopIteration(lock)).args == (repr(lock),)
 
 
-def test_what_is_too_large_is_left_behind() -> None:
+def test_attributes_that_are_too_large_are_left_out_and_named_in_a_note() -> None:
     error: Any = ValueError("small", "x" * 200_000)
     error.big, error.small = b"y" * 200_000, 1
     data = dump(error, worker="w", dumps=pickle.dumps, limit=100_000)
@@ -674,7 +674,7 @@ def failing(*_: object) -> Any:
 
 
 @pytest.mark.parametrize("same_main", [True, False])
-def test_large_arrays_and_tensors_arrive(same_main: bool) -> None:
+def test_large_arrays_and_tensors_in_exceptions_arrive(same_main: bool) -> None:
     array, tensor = np.arange(100_000), torch.arange(100_000)
     error = ValueError(array, [array, "text"], tensor)
     error.data = {"array": array}  # type: ignore[attr-defined]
@@ -685,7 +685,7 @@ def test_large_arrays_and_tensors_arrive(same_main: bool) -> None:
     assert np.array_equal(arrived.data["array"], array)
 
 
-def test_long_notes_arrive_whole() -> None:
+def test_long_notes_of_an_exception_arrive_whole_within_the_size_limit() -> None:
     error = ValueError("noted")
     error.add_note("n" * 100_000)
     error.lock = threading.Lock()  # type: ignore[attr-defined]
@@ -697,7 +697,7 @@ def test_long_notes_arrive_whole() -> None:
     assert second.endswith("as it cannot be sent whole: lock")
 
 
-def test_members_of_a_group_share_the_limit() -> None:
+def test_members_of_an_exception_group_share_the_size_limit() -> None:
     group = ExceptionGroup("both", [ValueError("x" * 80_000), ValueError("y" * 80_000), KeyError("small")])
     long, short, small = send(group, limit=100_000).exceptions
     assert long.args == ("x" * 80_000,)
@@ -705,14 +705,14 @@ def test_members_of_a_group_share_the_limit() -> None:
     assert small.args == ("small",)
 
 
-def test_a_group_of_any_number_of_members_keeps_the_limit() -> None:
+def test_an_exception_group_with_too_many_members_is_shortened_to_the_limit() -> None:
     group = ExceptionGroup("many", [ValueError("x" * 5000) for _ in range(3000)])
     arrived = send(group, limit=100_000).exceptions
     assert 10 < len(arrived) < 100
     assert "more exceptions of this group are too large" in str(arrived[-1])
 
 
-def test_a_class_unknown_to_the_caller() -> None:
+def test_an_exception_class_unknown_to_the_caller_arrives_as_remote_error_with_its_text() -> None:
     arrived = send(Keyword(code=3, detail=None), loads=failing)
     assert type(arrived) is RemoteError
     assert arrived.type_name == f"{__name__}.Keyword"
@@ -727,7 +727,7 @@ def test_a_class_unknown_to_the_caller() -> None:
     assert onward.__notes__ == arrived.__notes__
 
 
-def test_a_class_that_cannot_be_pickled() -> None:
+def test_an_exception_class_that_cannot_be_pickled_arrives_as_remote_error_with_its_text() -> None:
     arrived = send(Two(1, 2), dumps=failing)
     assert type(arrived) is RemoteError
     assert str(arrived).endswith("Two: 1-2")
@@ -742,7 +742,7 @@ class Theirs:
         return nothing_to_load, ()
 
 
-def test_a_value_unknown_to_the_caller_costs_only_itself() -> None:
+def test_an_attribute_that_the_caller_cannot_unpickle_is_left_out() -> None:
     error: Any = Two(1, 2)
     error.value = Theirs()
     arrived = both(error)
@@ -756,7 +756,7 @@ class Interrupting:
         raise KeyboardInterrupt
 
 
-def test_user_code_that_raises_worse_than_exceptions() -> None:
+def test_base_exceptions_raised_while_pickling_or_unpickling_are_contained() -> None:
     error: Any = ValueError("x")
     error.bad = Interrupting()
     assert not hasattr(both(error), "bad")
@@ -770,11 +770,11 @@ def test_user_code_that_raises_worse_than_exceptions() -> None:
 
 @hypothesis.settings(max_examples=50)
 @hypothesis.given(st.binary(max_size=200))
-def test_bytes_that_are_no_exception(data: bytes) -> None:
+def test_random_bytes_load_as_remote_error(data: bytes) -> None:
     assert isinstance(load(data, loads=pickle.loads), RemoteError)
 
 
-def test_cut_anywhere() -> None:
+def test_truncated_bytes_load_as_remote_error() -> None:
     data = dump(caught(Two(1, 2)), worker="w", dumps=pickle.dumps)
     for length in range(len(data)):
         assert type(load(data[:length], loads=pickle.loads)) is RemoteError
@@ -799,7 +799,7 @@ class Batch(ExceptionGroup[Exception]):
         return Batch(members, self.code)
 
 
-def test_groups_travel_with_their_members() -> None:
+def test_exception_groups_arrive_with_their_members() -> None:
     inner = ExceptionGroup("inner", [caught(KeyError("k"))])
     group = ExceptionGroup("outer", [Two(1, 2), inner, errors.PeerDiedError("gone", worker="x")])
     group.add_note("noted")
@@ -824,7 +824,7 @@ def test_groups_travel_with_their_members() -> None:
     assert len(original(send(arrived, "middle")).exceptions) == 3
 
 
-def test_group_of_a_users_class() -> None:
+def test_exception_groups_of_a_user_class_arrive_and_split() -> None:
     arrived = both(Batch([Two(1, 2), Keyword(code=1, detail=2)], 5))
     assert arrived.code == 5
     assert arrived.exceptions[1].detail == 2
@@ -832,7 +832,7 @@ def test_group_of_a_users_class() -> None:
     assert (len(matched.exceptions), len(rest.exceptions)) == (1, 1)
 
 
-def test_one_member_that_cannot_be_rebuilt() -> None:
+def test_a_group_member_that_cannot_be_rebuilt_becomes_a_remote_error() -> None:
     def loads(data: bytes) -> Any:
         if b"Two" in data:
             raise ModuleNotFoundError("theirs")
@@ -845,14 +845,14 @@ def test_one_member_that_cannot_be_rebuilt() -> None:
     assert type(second) is KeyError
 
 
-def test_group_of_what_would_end_the_caller() -> None:
+def test_groups_of_base_exceptions_arrive_as_a_cause() -> None:
     arrived = send(BaseExceptionGroup("g", [KeyboardInterrupt(), ValueError("v")]))
     assert type(arrived) is RemoteError
     assert type(arrived.cause) is BaseExceptionGroup
     assert [type(member) for member in arrived.cause.exceptions] == [KeyboardInterrupt, ValueError]
 
 
-def test_very_deep_and_very_wide_groups() -> None:
+def test_very_deep_and_very_wide_exception_groups_arrive() -> None:
     group: Exception = ValueError("deep")
     for _ in range(300):
         group = ExceptionGroup("level", [group])
@@ -871,7 +871,7 @@ def raise_deep(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 50])
-def test_text_is_what_python_would_print(depth: int) -> None:
+def test_the_traceback_text_equals_pythons(depth: int) -> None:
     try:
         try:
             raise_deep(depth)
@@ -883,7 +883,7 @@ def test_text_is_what_python_would_print(depth: int) -> None:
         arrived = load(text, loads=pickle.loads)
         expected = "".join(traceback.format_exception(error))
 
-    def lines(text: str) -> list[str]:  # Python folds lines after the third; and has more kinds of markers
+    def lines(text: str) -> list[str]:  # without lines of markers, which differ
         return [line for line in text.splitlines() if set(line) - set(" ^~")]
 
     got = lines(arrived.traceback)  # type: ignore[attr-defined]
@@ -894,7 +894,7 @@ def test_text_is_what_python_would_print(depth: int) -> None:
         assert f"  [Previous line repeated {depth - 3} more times]" in got
 
 
-def test_long_text_is_cut_in_the_middle() -> None:
+def test_a_long_traceback_text_is_cut_in_the_middle() -> None:
     error = ValueError("last words")
     for _ in range(100):
         error.add_note("n" * 5000)
@@ -904,7 +904,7 @@ def test_long_text_is_cut_in_the_middle() -> None:
     assert len(text) <= exceptions.MAX_TEXT + 100
 
 
-def test_long_chains_and_cyclic_ones() -> None:
+def test_long_and_cyclic_chains_of_exceptions_are_shortened() -> None:
     first = error = ValueError("0")
     for i in range(1000):
         nearer = ValueError(str(i))
@@ -920,7 +920,7 @@ def test_long_chains_and_cyclic_ones() -> None:
     assert "hidden" not in send(quiet).traceback
 
 
-def test_mutual_recursion_is_bounded() -> None:
+def test_tracebacks_of_mutual_recursion_are_shortened() -> None:
     def ping(n: int) -> None:
         pong(n)
 
@@ -938,7 +938,7 @@ def test_mutual_recursion_is_bounded() -> None:
 # -- over several workers --------------------------------------------------------------------------------
 
 
-def test_three_hops() -> None:
+def test_an_exception_passed_through_three_workers_keeps_its_class_and_all_tracebacks() -> None:
     arrived: Any = Keyword(code=1, detail="d")
     for worker in ("c", "b", "a"):
         arrived = send(arrived, worker)
@@ -952,7 +952,7 @@ def test_three_hops() -> None:
     assert len([c for c in type(arrived).__mro__ if c.__name__ == "Keyword"]) == 2
 
 
-def test_wrapped_on_the_way() -> None:
+def test_an_arrived_exception_can_be_the_cause_of_a_sent_exception() -> None:
     arrived = both(Keyword(code=1, detail="d"), worker="far")
     try:
         try:
@@ -968,7 +968,7 @@ def test_wrapped_on_the_way() -> None:
     assert type(both(inner).inner) is Keyword
 
 
-def test_remote_text_is_kept_where_the_cause_was_replaced() -> None:
+def test_the_remote_traceback_survives_replacing_the_cause() -> None:
     arrived = both(ValueError("far"), worker="far")
     try:
         raise arrived from KeyError("why")
@@ -978,7 +978,7 @@ def test_remote_text_is_kept_where_the_cause_was_replaced() -> None:
     assert "why" in text
 
 
-def test_changes_made_on_the_way_travel() -> None:
+def test_changes_to_an_arrived_exception_are_sent_on() -> None:
     arrived = both(Two(1, 2))
     arrived.left = 7
     arrived.args = ("changed",)
@@ -990,7 +990,7 @@ def test_changes_made_on_the_way_travel() -> None:
 # -- the raised class ------------------------------------------------------------------------------------
 
 
-def test_classes_that_come_and_go_are_let_go() -> None:
+def test_classes_created_for_arrived_exceptions_are_freed() -> None:
     references = []
     for i in range(600):
         cls = type(f"Gone{i}", (Exception,), {})
@@ -1004,15 +1004,15 @@ def test_classes_that_come_and_go_are_let_go() -> None:
     assert sum(reference() is not None for reference in references) <= 300
 
 
-def test_uncaught_it_prints_as_the_original() -> None:
+def test_an_uncaught_arrived_exception_prints_the_original_class_and_remote_traceback() -> None:
     arrived = both(Keyword(code=3, detail=None), worker="far")
     printed = "".join(traceback.format_exception(arrived))
     assert printed.rstrip().endswith(f"{__name__}.Keyword: code 3")
     assert "On worker far:" in printed
 
 
-def test_in_parts_and_together_again() -> None:
-    """As messages without pickle have them."""
+def test_exceptions_can_be_taken_apart_and_reassembled_without_pickle() -> None:
+    """The data-only mode sends exceptions in parts."""
 
     def again(error: BaseException) -> Any:
         return exceptions.assemble(*exceptions.parts(error))
@@ -1029,15 +1029,15 @@ def test_in_parts_and_together_again() -> None:
         exceptions.parts(next(iter(Colour)))
 
 
-ANY = st.sampled_from(sorted(AWKWARD))
+ANY = st.sampled_from(sorted(UNUSUAL))
 
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(st.recursive(ANY, lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=6))
-def test_any_nest_of_awkward_exceptions_travels(tree: Any) -> None:
+def test_nested_groups_of_unusual_exceptions_arrive(tree: Any) -> None:
     def grow(part: Any) -> Any:
         if isinstance(part, str):
-            return AWKWARD[part]()
+            return UNUSUAL[part]()
         return ExceptionGroup("group", [grow(item) for item in part])
 
     def shape(error: Any) -> Any:
@@ -1051,12 +1051,12 @@ def test_any_nest_of_awkward_exceptions_travels(tree: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", unruly.KINDS)
-def test_what_has_arrived_can_be_raised_through_anything(kind: str) -> None:
+def test_arrived_exceptions_can_be_raised_through_context_managers(kind: str) -> None:
     error = send(unruly.make(kind))
 
     @contextlib.contextmanager
     def through() -> Any:
-        yield  # what is raised below has its traceback set by this one's end
+        yield  # contextlib sets the traceback of the exception that is raised below
 
     with pytest.raises(RemoteError) as raised, through():
         raise error
@@ -1069,7 +1069,7 @@ def test_what_has_arrived_can_be_raised_through_anything(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", unruly.KINDS)
-def test_the_frames_of_any_exception_can_be_let_go(kind: str) -> None:
+def test_the_frames_of_any_exception_can_be_released(kind: str) -> None:
     error = caught(unruly.make(kind))
     _exception_text.cut_frames(error, __file__)
     _exception_text.add_note(error, "a note")
@@ -1078,14 +1078,14 @@ def test_the_frames_of_any_exception_can_be_let_go(kind: str) -> None:
     assert not _exception_text.is_a(error, KeyError)
 
 
-# -- under another interface's name -----------------------------------------------------------------------------
+# -- errors renamed for another interface -----------------------------------------------------------------------
 
 
 class Named(RemoteError):
-    """Another interface's name for what a called function raised."""
+    """The error class of another interface for exceptions of called functions."""
 
 
-def test_an_arrived_error_under_another_name() -> None:
+def test_an_arrived_exception_can_be_raised_as_another_interfaces_class() -> None:
     arrived = send(OSError(2, "no", "file"))
     named: Any = exceptions.raised_as(arrived, Named)
     original = type(arrived.cause)
@@ -1095,13 +1095,13 @@ def test_an_arrived_error_under_another_name() -> None:
     assert (str(named), named.cause, named.traceback) == (str(arrived), arrived.cause, arrived.traceback)
     assert isinstance(named.__cause__, RemoteTraceback)
     assert type(exceptions.raised_as(arrived, Named)) is type(named)
-    # Sent on, it is the user's.
+    # When it is sent on, it has the original class again.
     further = send(named)
     assert not isinstance(further, Named)
     assert type(further.cause) is original
     assert not isinstance(arrived, Named)
 
 
-def test_what_has_no_other_name_stays_as_it_is() -> None:
+def test_raised_as_returns_base_exceptions_and_local_exceptions_unchanged() -> None:
     for error in (send(SystemExit(3)), ValueError("here")):
         assert exceptions.raised_as(error, Named) is error

@@ -1,4 +1,4 @@
-"""What a script defines after it has joined its group reaches the others that run it, over real processes."""
+"""Classes and functions that a script defines after it has joined its group can be sent to other ranks of the script."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import pytest
 from tests import output
 from tests.cluster.joiners import run_ranks
 
-# What all ranks can import.
+# A module that all ranks can import.
 _SHARED = """
     import threading
 
-    go, came = threading.Event(), threading.Event()
+    go, defined = threading.Event(), threading.Event()
     own = None  # the class as the script of this rank knows it
 
 
-    def let_go():
+    def set_go():
         go.set()
 
 
     def is_own(thing):
-        assert came.wait(20)
+        assert defined.wait(20)
         return isinstance(thing, own)
 """
 
@@ -74,7 +74,7 @@ _DEFINES = """
 
 
     shared.own = Late
-    shared.came.set()
+    shared.defined.set()
     if rank == 0:
 
         class Only(Late):
@@ -121,8 +121,8 @@ _DEFINES = """
             raise AssertionError
 """
 
-# One rank comes to the definitions when it has been sent things of them.
-_COMES_LATER = (
+# Rank 1 executes the definitions after it has received objects that need them.
+_DEFINES_LATER = (
     _JOINS
     + """
     if rank == 1:
@@ -131,7 +131,7 @@ _COMES_LATER = (
     + _DEFINES
     + """
         sent = [rpc.rpc_async("worker1", shared.is_own, (kind(1),)) for kind in (Late, Only)]
-        rpc.rpc_sync("worker1", shared.let_go)
+        rpc.rpc_sync("worker1", shared.set_go)
         assert [each.wait() for each in sent] == [True, True]
         check("worker1")
         check_actor("worker1")
@@ -139,8 +139,8 @@ _COMES_LATER = (
 """
 )
 
-# One rank only serves, from before the definitions; it passes on what it has been sent.
-_NEVER_COMES = (
+# Rank 1 never executes the definitions; it only serves calls, and sends received objects on.
+_NEVER_DEFINES = (
     _JOINS
     + """
     if rank == 1:
@@ -174,11 +174,11 @@ def _run(folder: Path, script: str, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_comes_to_the_definitions_later(tmp_path: Path) -> None:
-    _run(tmp_path, _COMES_LATER, 2)
+def test_a_rank_may_receive_objects_before_it_executes_their_definitions(tmp_path: Path) -> None:
+    _run(tmp_path, _DEFINES_LATER, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.limit(120)
-def test_a_rank_that_never_comes_to_them(tmp_path: Path) -> None:
-    _run(tmp_path, _NEVER_COMES, 3)
+def test_a_rank_that_never_executes_the_definitions_can_use_and_forward_objects(tmp_path: Path) -> None:
+    _run(tmp_path, _NEVER_DEFINES, 3)

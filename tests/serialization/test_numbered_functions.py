@@ -1,4 +1,4 @@
-"""Functions go by a number once the other worker knows it; what is called stays what the name means."""
+"""Functions are sent as a number once the peer knows it; the number still means the current function of that name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def add(a: int, b: int) -> int:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Agent, Peer, Peer]]:
-    """A worker that calls, the one that is called as it sees it, and itself as that one sees it."""
+    """The calling agent, its peer for the called agent, and the peer of the called agent for the caller."""
     with agents(2) as (caller, callee):
         caller.ask(caller.peer("a1"), operator.add, (1, 2), {}, 20.0)
         yield caller, caller.peer("a1"), callee.peer("a0")
@@ -41,7 +41,7 @@ def module() -> Iterator[Any]:
     sys.modules.pop("numbered", None)
 
 
-def test_a_function_goes_by_name_until_a_call_of_it_is_answered(pair: tuple[Agent, Peer, Peer]) -> None:
+def test_a_function_is_sent_by_name_until_its_first_call_was_answered(pair: tuple[Agent, Peer, Peer]) -> None:
     caller, to, back = pair
     sent: list[int] = []
     for _ in range(3):
@@ -54,7 +54,9 @@ def test_a_function_goes_by_name_until_a_call_of_it_is_answered(pair: tuple[Agen
     assert back.functions.names == {0: (__name__, "add")}
 
 
-def test_only_what_goes_by_name_gets_a_number(pair: tuple[Agent, Peer, Peer], module: Any) -> None:
+def test_only_functions_that_are_sent_by_name_get_numbers(
+    pair: tuple[Agent, Peer, Peer], module: Any
+) -> None:
     caller, to, _ = pair
 
     def local() -> int:
@@ -75,23 +77,27 @@ def test_only_what_goes_by_name_gets_a_number(pair: tuple[Agent, Peer, Peer], mo
             assert caller.ask(to, function, arguments, {}, 20.0) == value
     assert to.functions.numbers == {}
     assert to.functions.introduce(wrapped, False) is wrapped  # type: ignore[arg-type]
-    # Another function has taken the name.
+    # The name refers to another function now.
     stale = module.f
     exec("def f():\n    return 'second'\n", module.__dict__)
     assert to.functions.introduce(stale, False) is stale
 
 
-def test_functions_of_the_main_module_have_numbers_where_all_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_the_main_module_get_numbers_if_the_peer_runs_the_same_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     main = sys.modules["__main__"]
     table = NumberedFunctions()
     found: dict[str, Any] = {"__name__": "__main__"}
     exec("def tested():\n    return 1\n", found)
     ours = FunctionType(found["tested"].__code__, vars(main), "tested")
     ours.__module__ = "__main__"
-    # A script that runs in a dict of its own (python -m cProfile) is not the main module, whatever it says.
+    # A script that runs in a separate dict (python -m cProfile) is not the main module, whatever its __name__.
     assert table.introduce(found["tested"], True) is found["tested"]
     monkeypatch.setattr(main, "tested", ours, raising=False)
-    monkeypatch.setattr(by_value, "has_late", lambda: True)  # what others may lack goes by value
+    monkeypatch.setattr(
+        by_value, "has_late", lambda: True
+    )  # the peer may lack late definitions: send by value
     assert table.introduce(ours, True) is ours
     monkeypatch.setattr(by_value, "has_late", lambda: False)
     assert table.introduce(ours, False) is ours
@@ -99,20 +105,20 @@ def test_functions_of_the_main_module_have_numbers_where_all_run_it(monkeypatch:
     assert table.learn((0, "__mp_main__", "tested")) is ours
 
 
-def test_a_number_means_what_the_name_means_there_now(
+def test_a_number_means_the_current_function_of_the_name_at_the_callee(
     pair: tuple[Agent, Peer, Peer], module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both workers are this process: what is said of one side is true of the other as well."""
+    """Both agents are in this process, so they share the module."""
     caller, to, back = pair
     assert [caller.ask(to, module.f, (), {}, 20.0) for _ in range(2)] == ["first", "first"]
     introduced = module.f
     assert to.functions.numbers == {introduced: 0}
-    # With the name taken, the caller's function goes as itself, and has no number any more.
+    # When the name refers to another function, the caller's function is sent by value, without a number.
     exec("def f():\n    return 'second'\n", module.__dict__)
     assert caller.ask(to, introduced, (), {}, 20.0) == "first"
     assert to.functions.numbers == {}
     assert caller.ask(to, module.f, (), {}, 20.0) == "second"
-    # What the callee has under the name as it hears of the number counts then, and no longer.
+    # At each use, the callee looks the name up again.
     assert back.functions.learn((9, "numbered", "f")) is module.f
     with monkeypatch.context() as patched:
         patched.setattr(module, "f", lambda: "patched")
@@ -120,7 +126,7 @@ def test_a_number_means_what_the_name_means_there_now(
     assert back.functions.find(9, "a0")() == "second"
 
 
-def test_a_module_that_is_imported_again_has_other_functions(
+def test_functions_of_a_reimported_module_are_not_confused_with_the_old_ones(
     pair: tuple[Agent, Peer, Peer], module: Any
 ) -> None:
     caller, to, _ = pair
@@ -133,7 +139,7 @@ def test_a_module_that_is_imported_again_has_other_functions(
     assert [caller.ask(to, again.f, (), {}, 20.0) for _ in range(2)] == ["again", "again"]
 
 
-def test_numbers_that_make_no_sense_are_refused(pair: tuple[Agent, Peer, Peer]) -> None:
+def test_unknown_or_malformed_function_numbers_are_refused(pair: tuple[Agent, Peer, Peer]) -> None:
     caller, to, _ = pair
     caller.ask(to, add, (1, 2), {}, 20.0)
     to.functions.numbers[add] = 17
@@ -155,7 +161,7 @@ def test_numbers_that_make_no_sense_are_refused(pair: tuple[Agent, Peer, Peer]) 
     assert table.names == {}
 
 
-def test_workers_that_take_data_only_have_no_numbers() -> None:
+def test_data_only_workers_refuse_function_numbers() -> None:
     with agents(2, data_only=True) as (caller, callee):
         to = caller.peer("a1")
         assert to.functions.introduce(add, to.same_main) is add  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Tensors across the codec: layouts, aliasing, identity, and metas that lie."""
+"""Tensors in the codec: layouts, shared memory, identity, and forged metadata."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from actorrpc.serialization.tensors import TensorSpan
 
 
 def trip(obj: Any, *, tensors: list[Any] | None = None, **options: Any) -> Any:
-    """Send an object to another imaginary process."""
+    """Encode and decode an object as if for another process."""
     encoded = encode(obj, **options)
     store = DefinitionStore()
     for key, data in encoded.definitions.items():
@@ -91,7 +91,7 @@ def strided(draw: Any) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @settings(max_examples=150, deadline=None)
 @given(strided())
-def test_any_view_arrives_as_it_was(t: torch.Tensor) -> None:
+def test_views_of_any_geometry_survive(t: torch.Tensor) -> None:
     arrived = trip(t)
     same(t, arrived)
     if t.is_contiguous() or t.transpose(0, -1).is_contiguous():
@@ -99,7 +99,7 @@ def test_any_view_arrives_as_it_was(t: torch.Tensor) -> None:
     assert not arrived._is_view()
 
 
-def test_one_tensor_twice_stays_one_object() -> None:
+def test_a_tensor_that_occurs_twice_stays_one_object() -> None:
     t = torch.ones(3, requires_grad=True)
     p = torch.nn.Parameter(torch.ones(2000))
     a, b, c = trip([t, {"again": t}, (p, p)])
@@ -107,13 +107,13 @@ def test_one_tensor_twice_stays_one_object() -> None:
     assert c[0] is c[1]
 
 
-def test_small_tensors_own_their_memory() -> None:
+def test_decoded_small_tensors_own_their_memory() -> None:
     encoded = encode(torch.ones(4))
     assert not encoded.spans
     body = bytearray(encoded.body)
     t = decode(memoryview(body), (), definitions=None)
     body[:] = bytes(len(body))
-    body.extend(b"not held any more")
+    body.extend(b"no longer referenced")
     t += 1
     assert t.tolist() == [2.0] * 4
 
@@ -148,7 +148,7 @@ def test_small_tensors_that_share_memory_share_it_on_arrival(large: bool, first:
         (bytearray(16), tensors_module._QUANTISED, (16,)),
     ],
 )
-def test_bytes_that_are_no_small_tensor(data: Any, code: int, shape: tuple[int, ...]) -> None:
+def test_malformed_small_tensors_raise_protocol_error(data: Any, code: int, shape: tuple[int, ...]) -> None:
     with pytest.raises(ProtocolError):
         tensors_module.embedded(data, code, *shape)
 
@@ -164,7 +164,7 @@ SMALL = [(3,), (2, 2), (), (1, 3), (1,)]
         max_size=60,
     )
 )
-def test_small_tensors_that_are_alike_arrive_as_they_were(
+def test_many_small_tensors_of_equal_shape_survive(
     given_: list[tuple[tuple[int, ...], torch.dtype, bool, int]],
 ) -> None:
     tensors = []
@@ -183,14 +183,14 @@ def test_small_tensors_that_are_alike_arrive_as_they_were(
     assert len({each.untyped_storage().data_ptr() for each in found}) == len(found)
 
 
-def test_a_stack_is_as_large_as_it_gets() -> None:
+def test_tensors_of_the_maximum_size_for_stacking_survive() -> None:
     tensors = [torch.full((4096,), n % 100, dtype=torch.int8) for n in range(60)]
     for sent, arrived in zip(tensors, trip(tensors), strict=True):
         same(sent, arrived)
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_members_of_a_stack_that_share_memory_with_others_share_it_on_arrival(large: bool) -> None:
+def test_stacked_tensors_that_share_memory_with_others_share_it_on_arrival(large: bool) -> None:
     base = torch.zeros(5000 if large else 10)
     alike = [torch.full((3,), float(n)) for n in range(20)]
     found = trip([*alike, base[2:5], base])
@@ -200,7 +200,7 @@ def test_members_of_a_stack_that_share_memory_with_others_share_it_on_arrival(la
 
 
 def _variant(kind: str, like: torch.Tensor, before: list[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of the sizes of another one that is in some way unlike it; one that came before for "again"."""
+    """Return a tensor of the same shape as ``like`` that differs in one property, or an earlier tensor for "again"."""
     match kind:
         case "turned":
             return like.t().clone().t()
@@ -261,7 +261,7 @@ ODD = (
 @given(
     st.lists(st.sampled_from(["plain"] * 2 * len(ODD) + list(ODD)), min_size=1, max_size=60), st.booleans()
 )
-def test_what_is_unlike_its_neighbours_stays_so(kinds: list[str], early: bool) -> None:
+def test_tensors_that_differ_from_their_stacked_neighbours_survive(kinds: list[str], early: bool) -> None:
     sent: list[torch.Tensor] = []
     for n, kind in enumerate([*["plain"] * (20 * early), *kinds]):
         like = torch.arange(6.0).view(2, 3) + n
@@ -300,7 +300,7 @@ def test_what_is_unlike_its_neighbours_stays_so(kinds: list[str], early: bool) -
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2), (), (1, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
-def test_members_of_a_stack_are_apart(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_stacked_tensors_do_not_share_memory(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     found = trip([torch.zeros(shape, dtype=dtype) for _ in range(40)])
     found[20].fill_(1)
     assert [bool(t.any()) for t in found] == [n == 20 for n in range(40)]
@@ -310,7 +310,7 @@ def test_members_of_a_stack_are_apart(shape: tuple[int, ...], dtype: torch.dtype
     assert kept.all()
 
 
-def test_what_arrives_within_a_mode_or_a_transform_is_as_outside() -> None:
+def test_decoding_within_a_torch_mode_or_transform_gives_plain_tensors() -> None:
     tensors = [torch.full((6,), float(n)) for n in range(40)]
     message = encode(tensors)
 
@@ -333,7 +333,7 @@ def test_what_arrives_within_a_mode_or_a_transform_is_as_outside() -> None:
             same(sent, each)
 
 
-def test_alike_tensors_are_sent_under_autocast() -> None:
+def test_stacked_tensors_keep_their_dtype_under_autocast() -> None:
     tensors = [torch.full((4,), float(n), dtype=torch.float16) for n in range(40)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         arrived = trip(tensors)
@@ -341,7 +341,7 @@ def test_alike_tensors_are_sent_under_autocast() -> None:
         same(sent, each)
 
 
-def test_a_freed_storage_is_refused() -> None:
+def test_tensors_with_a_freed_storage_raise_serialization_error() -> None:
     lonely = torch.zeros(64, 4096)
     views = [lonely[0], lonely[:, 3], lonely[40]]
     lonely.untyped_storage().resize_(0)
@@ -354,7 +354,7 @@ def test_a_freed_storage_is_refused() -> None:
             encode(tensors)
 
 
-def test_large_tensors_are_built_on_the_buffers() -> None:
+def test_decoded_large_tensors_use_the_received_buffers() -> None:
     t = torch.arange(10000.0)
     encoded = encode((t, t[5:]))
     memory = bytearray(encoded.spans[0].view())
@@ -363,20 +363,20 @@ def test_large_tensors_are_built_on_the_buffers() -> None:
     assert b[0] == -7
     assert struct.unpack_from("f", memory, 20) == (-7.0,)
     with pytest.raises(BufferError):
-        memory.append(1)  # they hold it
+        memory.append(1)  # the tensors hold the buffer
     del a, b
     gc.collect()
     memory.append(1)
 
 
-def test_read_only_buffers_are_copied() -> None:
+def test_tensors_from_read_only_buffers_are_writable_copies() -> None:
     encoded = encode(torch.arange(10000.0))
     t = decode(encoded.body, [encoded.spans[0].view()], definitions=None)
     t += 1
     assert t[0] == 1
 
 
-def test_what_torch_rpc_keeps_of_autograd() -> None:
+def test_tensors_arrive_as_leaves_and_parameters_and_buffers_keep_their_class() -> None:
     leaf = torch.ones(3, requires_grad=True)
     p = torch.nn.Parameter(torch.ones(4, 4))
     p.note = "kept"
@@ -397,7 +397,7 @@ def test_what_torch_rpc_keeps_of_autograd() -> None:
     assert not b.persistent
 
 
-def test_a_module_travels() -> None:
+def test_a_module_survives_with_tied_parameters() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.BatchNorm1d(40))
     module.tied = module[0].weight
     arrived = trip(module)
@@ -408,7 +408,7 @@ def test_a_module_travels() -> None:
     assert isinstance(arrived[0].bias, torch.nn.Parameter)
 
 
-def test_attributes_may_refer_to_the_tensor_itself() -> None:
+def test_a_tensor_attribute_may_refer_to_the_tensor_itself() -> None:
     t = torch.ones(3)
     t.me = t
     arrived = trip(t)
@@ -419,7 +419,7 @@ class Tagged(torch.Tensor):
     """A user's subclass."""
 
 
-def test_subclasses_keep_class_attributes_and_stay_out_of_band() -> None:
+def test_tensor_subclasses_keep_their_attributes_and_are_sent_out_of_band() -> None:
     t = torch.arange(5000.0).as_subclass(Tagged)
     t.tag = ["a"]
     encoded = encode(t)
@@ -434,7 +434,7 @@ def test_subclasses_keep_class_attributes_and_stay_out_of_band() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
-def test_storages() -> None:
+def test_storages_survive_and_share_memory_with_their_tensors() -> None:
     t = torch.arange(2000.0)
     raw, typed, again, empty = trip((t.untyped_storage(), t.storage(), t[3:], torch.UntypedStorage(0)))
     assert raw.nbytes() == 8000
@@ -446,7 +446,7 @@ def test_storages() -> None:
     assert typed[5] == 0.0
 
 
-def test_the_list_of_tensors_is_the_same_on_both_sides() -> None:
+def test_both_sides_list_the_tensors_of_a_message_in_the_same_order() -> None:
     a, b = torch.ones(2, requires_grad=True), torch.zeros(3000)
     c = torch.eye(3).to_sparse()
     sent = {"a": [a, b], "p": torch.nn.Parameter(a.detach()), "c": (c, a), "e": torch.empty(0)}
@@ -459,7 +459,7 @@ def test_the_list_of_tensors_is_the_same_on_both_sides() -> None:
     assert [id(t) for t in found] == [id(t) for t in arrived_in_order]
 
 
-def test_functorch_is_refused() -> None:
+def test_tensors_within_torch_func_transforms_are_refused() -> None:
     def inside(x: torch.Tensor) -> torch.Tensor:
         with pytest.raises(SerializationError, match=r"argument 0: .*torch\.func"):
             encode((print, (x,), {}))
@@ -468,7 +468,7 @@ def test_functorch_is_refused() -> None:
     torch.vmap(inside)(torch.ones(3))
 
 
-def test_a_forward_mode_tangent_is_refused_and_not_lost() -> None:
+def test_forward_mode_dual_tensors_are_refused() -> None:
     with forward_ad.dual_level():
         plain = torch.ones(3)
         dual = forward_ad.make_dual(plain, torch.ones(3))
@@ -478,7 +478,7 @@ def test_a_forward_mode_tangent_is_refused_and_not_lost() -> None:
         same(plain, trip(plain))
 
 
-def test_missing_device_map_is_named() -> None:
+def test_the_error_for_a_missing_device_map_names_the_device() -> None:
     out = tensors_module.Outgoing({"cuda:0": "cuda:1"})
     assert out.target(torch.device("cuda:0")) == "cuda:1"
     with pytest.raises(SerializationError, match=r"only supports CPU tensors by default.*cuda:2"):
@@ -486,7 +486,7 @@ def test_missing_device_map_is_named() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda() -> None:
+def test_cuda_tensors_need_and_follow_a_device_map() -> None:
     t = torch.arange(5000.0, device="cuda:0")
     with pytest.raises(SerializationError, match="argument 0: RPC only supports CPU"):
         encode((print, (t,), {}))
@@ -500,12 +500,12 @@ def test_cuda() -> None:
     trip(torch.nn.Linear(3, 3).cuda(), device_map={"cuda:0": "cuda:0"})
 
 
-def test_more_than_32_storages() -> None:
+def test_a_message_may_have_more_than_32_storages() -> None:
     many = [torch.full((n,), float(n)) for n in range(1, 80)]
     assert [t.sum() for t in trip(many)] == [t.sum() for t in many]
 
 
-# -- metas that lie --------------------------------------------------------------------------------
+# -- forged metadata -------------------------------------------------------------------------------
 
 
 class Decoding:
@@ -533,7 +533,7 @@ FLOAT = tensors_module._CODES[torch.float32]
     st.sampled_from([0, 16]),
     st.sampled_from([0, 2]),
 )
-def test_hostile_metas_never_leave_the_storage(
+def test_forged_metadata_never_gives_access_beyond_the_storage(
     index: int, code: int, offset: int, geometry: list[int], size: int, low: int, kind: int
 ) -> None:
     assume(size)
@@ -570,7 +570,7 @@ def test_hostile_metas_never_leave_the_storage(
         (0, FLOAT | tensors_module._CONJ, 0, 4, 1),
     ],
 )
-def test_lies_are_told_apart(piece: Any, meta: tuple[int, ...]) -> None:
+def test_inconsistent_metadata_raise_protocol_error(piece: Any, meta: tuple[int, ...]) -> None:
     piece(64)
     with pytest.raises(ProtocolError):
         tensors_module.tensor(*meta)
@@ -597,13 +597,15 @@ IN_BODY = tensors_module._IN_BODY
         ((0, FLOAT, 4), IN_BODY, 16),
     ],
 )
-def test_what_is_no_stack(piece: Any, layout: tuple[int, ...], kind: int, low: int) -> None:
+def test_inconsistent_stack_metadata_raise_protocol_error(
+    piece: Any, layout: tuple[int, ...], kind: int, low: int
+) -> None:
     piece(64, kind, low)
     with pytest.raises(ProtocolError):
         next(tensors_module.stacked(*layout))
 
 
-def test_no_byte_of_a_stack_is_taken_twice(piece: Any) -> None:
+def test_no_byte_of_a_stack_can_be_used_twice(piece: Any) -> None:
     piece(64, IN_BODY)
     stack = tensors_module.stacked(0, FLOAT, 2, 4)
     assert [next(stack).shape for _ in range(2)] == [(2, 4)] * 2
@@ -616,7 +618,7 @@ def test_no_byte_of_a_stack_is_taken_twice(piece: Any) -> None:
         tensors_module.tensor(0, FLOAT, 0, 4, 1)
 
 
-def test_hostile_sparse_indices(piece: Any) -> None:
+def test_sparse_tensors_with_indices_out_of_range_are_refused(piece: Any) -> None:
     piece(64)
     tensors_module.message.decoding.arrived[0][0][:8] = b"\xff" * 7 + b"\x7f"
     long = tensors_module._CODES[torch.int64]
@@ -624,15 +626,15 @@ def test_hostile_sparse_indices(piece: Any) -> None:
         tensors_module.sparse_coo((0, long, 0, 1, 2, 2, 1), (0, FLOAT, 4, 2, 1), (3,), False, False)
 
 
-# Where damage leads pickle to a buffer of an object that it drops, CPython itself says so.
+# CPython prints this if the damage makes pickle drop an object whose buffer is exported.
 @pytest.mark.prints("^SystemError: deallocated bytearray object has exported buffers$")
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_damaged_bodies_raise_one_of_our_errors(data: Any) -> None:
+def test_damaged_bodies_raise_typed_errors(data: Any) -> None:
     alike = [torch.ones(2) for _ in range(data.draw(st.sampled_from([0, 20])))]
     encoded = encode((torch.arange(3000.0), torch.ones(3), torch.eye(3).to_sparse(), alike))
     body = bytearray(encoded.body)
-    table = len(body) - 200  # the table and the inline bytes: damage in a pickle may mean anything
+    table = len(body) - 200  # only the table and the inline bytes: a damaged pickle may have any meaning
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(table, len(body) - 1))] = data.draw(st.integers(0, 255))
     buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
@@ -643,7 +645,7 @@ def test_damaged_bodies_raise_one_of_our_errors(data: Any) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20, 29, 30, 60, 100])
-def test_cut_and_swapped_messages(cut: int) -> None:
+def test_truncated_bodies_and_wrong_buffers_raise_typed_errors(cut: int) -> None:
     encoded = encode((torch.arange(3000.0), torch.ones(3000, dtype=torch.int8)))
     buffers = [memoryview(bytearray(span.view())) for span in encoded.spans]
     for body, given_buffers in (
@@ -660,7 +662,7 @@ def test_cut_and_swapped_messages(cut: int) -> None:
 # -- spans -----------------------------------------------------------------------------------------
 
 
-def test_span_views() -> None:
+def test_a_tensor_span_gives_a_read_only_view_and_keeps_its_object_alive() -> None:
     class Array(bytearray):
         pass
 

@@ -1,4 +1,4 @@
-"""Several workers in one process, and time that passes when a test says so."""
+"""InProcessCluster: several workers in one process, with virtual time."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from actorrpc.testing import InProcessCluster
 pytestmark = pytest.mark.limit(60)
 
 _NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
-_ROUNDED = 1e-6  # seconds: sums of moments are rounded, the more the longer the machine has been up
+_ROUNDED = 1e-6  # seconds: the rounding error of sums of monotonic times
 _gates: dict[str, threading.Event] = {}
 _acting: dict[str, Callable[[], AbstractContextManager[object]]] = {}
 _runs: Counter[tuple[int, int]] = Counter()
 
 
-def who() -> str:
+def worker_name() -> str:
     return rpc.get_worker_info().name
 
 
-def who_on_a_thread() -> str:
+def worker_name_on_a_thread() -> str:
     found: list[str] = []
 
     def run() -> None:
         with _acting["way"]():
-            found.append(who())
+            found.append(worker_name())
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -57,8 +57,8 @@ def who_on_a_thread() -> str:
     return found[0]
 
 
-def who_asks(other: str) -> tuple[str, str]:
-    return who(), rpc.rpc_sync(other, who)
+def names_of_self_and(other: str) -> tuple[str, str]:
+    return worker_name(), rpc.rpc_sync(other, worker_name)
 
 
 def add(a: Any, b: Any) -> Any:
@@ -66,7 +66,7 @@ def add(a: Any, b: Any) -> Any:
 
 
 def hold(name: str) -> str:
-    """Block until the test opens the gate, in a way that actorrpc does not see."""
+    """Block until the test opens the gate, without a wait of actorrpc."""
     _gates[name].wait(30.0)
     return name
 
@@ -82,7 +82,7 @@ class Counter:
 
     def add(self) -> tuple[int, str]:
         self.count += 1
-        return self.count, who()
+        return self.count, worker_name()
 
 
 @actorrpc.remote
@@ -92,10 +92,10 @@ class Actor:
 
     def add(self) -> tuple[int, str]:
         self.count += 1
-        return self.count, who()
+        return self.count, worker_name()
 
     async def name(self) -> str:
-        return who()
+        return worker_name()
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def fault_filter() -> Iterator[str]:
 
 @contextlib.contextmanager
 def minutes() -> Iterator[None]:
-    """A block that takes minutes by the virtual clock: the limit of the test sees that it takes none of the real time's."""
+    """Check that the block takes seconds or minutes of virtual time. The limit of the test bounds the real time."""
     begun = _time.now()
     yield
     assert _time.now() - begun > 3.0
@@ -117,38 +117,38 @@ def minutes() -> Iterator[None]:
 # -- workers -------------------------------------------------------------------------------------------
 
 
-def test_each_worker_is_itself() -> None:
+def test_each_worker_calls_and_executes_under_its_own_name() -> None:
     with InProcessCluster(["a", "b", "c"]) as cluster:
         assert [worker.name for worker in cluster] == ["a", "b", "c"]
         assert len(cluster) == 3
         for one in cluster:
-            assert one.run(who) == one.name
+            assert one.run(worker_name) == one.name
             for other in cluster:
-                assert one.rpc_sync(other.name, who) == other.name
-                assert one.rpc_async(other.rank, who).wait() == other.name
-        assert cluster["a"].rpc_sync("b", who_asks, ("c",)) == ("b", "c")
+                assert one.rpc_sync(other.name, worker_name) == other.name
+                assert one.rpc_async(other.rank, worker_name).wait() == other.name
+        assert cluster["a"].rpc_sync("b", names_of_self_and, ("c",)) == ("b", "c")
         ways = {"a": contextlib.nullcontext, "c": lambda: cluster["c"]}
         for name, way in ways.items():
             _acting["way"] = way
-            assert cluster["a"].rpc_sync("b", who_on_a_thread) == name
+            assert cluster["a"].rpc_sync("b", worker_name_on_a_thread) == name
         assert cluster["c"].rpc_sync("a", add, (torch.ones(3), 1)).tolist() == [2.0, 2.0, 2.0]
 
 
-def test_the_test_acts_for_the_first_worker_unless_it_says_otherwise() -> None:
+def test_calls_of_the_test_come_from_the_first_worker_or_the_one_of_a_with_block() -> None:
     with InProcessCluster() as cluster:
         assert rpc.is_initialized()
-        assert who() == "worker0"
+        assert worker_name() == "worker0"
         with cluster["worker1"]:
-            assert who() == "worker1"
+            assert worker_name() == "worker1"
             with cluster["worker0"]:
-                assert who() == "worker0"
-            assert rpc.rpc_sync("worker0", who_asks, ("worker1",)) == ("worker0", "worker1")
-        assert who() == "worker0"
+                assert worker_name() == "worker0"
+            assert rpc.rpc_sync("worker0", names_of_self_and, ("worker1",)) == ("worker0", "worker1")
+        assert worker_name() == "worker0"
         assert [info.name for info in rpc.get_worker_infos()] == ["worker0", "worker1"]
     assert not rpc.is_initialized()
 
 
-def test_actors() -> None:
+def test_actors_run_on_the_worker_that_was_chosen() -> None:
     with InProcessCluster(3) as cluster:
         actor = Actor.options(worker="worker2").remote()  # type: ignore[attr-defined]
         assert actorrpc.get(actor.add.remote()) == (1, "worker2")
@@ -172,8 +172,8 @@ class Layer:
 
 
 @pytest.mark.parametrize("clock", ["virtual", "real"])
-def test_gradients(clock: Any) -> None:
-    """Each worker has contexts and a part in passes of its own; the oracle is local autograd."""
+def test_distributed_autograd_works_among_the_workers(clock: Any) -> None:
+    """The gradients equal those of local autograd."""
     x = torch.linspace(0.1, 0.7, 3, requires_grad=True)
     with InProcessCluster(3, clock=clock):
         layers = [rpc.remote(to, Layer, (weight,)) for to, weight in (("worker1", 0.5), ("worker2", 1.5))]
@@ -191,22 +191,22 @@ def test_gradients(clock: Any) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_shutdown() -> None:
+def test_each_worker_can_be_shut_down_separately() -> None:
     with InProcessCluster(3, clock="real") as cluster:
         cluster["worker1"].run(rpc.shutdown, graceful=False)
         with pytest.raises(NotInitializedError):
-            cluster["worker1"].rpc_sync("worker0", who)
-        assert cluster["worker0"].rpc_sync("worker2", who) == "worker2"
+            cluster["worker1"].rpc_sync("worker0", worker_name)
+        assert cluster["worker0"].rpc_sync("worker2", worker_name) == "worker2"
         left = threading.Thread(target=cluster["worker2"].run, args=(rpc.shutdown,))
         left.start()
-        cluster["worker0"].run(rpc.shutdown)  # the last two wait for each other
+        cluster["worker0"].run(rpc.shutdown)  # the two remaining workers wait for each other
         left.join()
         assert not rpc.is_initialized()
         with pytest.raises(NotInitializedError):
-            rpc.rpc_sync("worker2", who)
+            rpc.rpc_sync("worker2", worker_name)
 
 
-def test_a_time_out_of_a_minute_takes_no_minute(fault_filter: str) -> None:
+def test_a_one_minute_timeout_passes_at_once_with_autojump(fault_filter: str) -> None:
     with InProcessCluster(autojump=True) as cluster, minutes():
         with pytest.raises(RpcTimeoutError, match="60000 ms"):
             cluster["worker0"].rpc_sync("worker1", hold, (fault_filter,), timeout=60.0)
@@ -214,7 +214,7 @@ def test_a_time_out_of_a_minute_takes_no_minute(fault_filter: str) -> None:
         _gates[fault_filter].set()
 
 
-def test_nothing_is_late_before_its_time(fault_filter: str) -> None:
+def test_timeouts_expire_exactly_when_virtual_time_reaches_them(fault_filter: str) -> None:
     with InProcessCluster() as cluster, minutes():
         early = cluster["worker0"].rpc_async("worker1", hold, (fault_filter,), timeout=60.0)
         late = cluster["worker0"].rpc_async("worker1", hold, (fault_filter,), timeout=90.0)
@@ -230,14 +230,14 @@ def test_nothing_is_late_before_its_time(fault_filter: str) -> None:
         assert cluster.clock.elapsed == pytest.approx(60.0, abs=1.0)
 
 
-def test_a_silent_worker_is_dead_after_ten_seconds() -> None:
+def test_a_stopped_worker_is_suspect_and_then_dead_after_ten_virtual_seconds() -> None:
     with InProcessCluster(3) as cluster, minutes():
         seen: list[tuple[str, str, str]] = []
         one = cluster["worker0"]
         one.on_member_change(lambda worker, old, new, why: seen.append((worker.name, old, new)))
-        assert [one.rpc_sync(name, who) for name in ("worker1", "worker2")] == ["worker1", "worker2"]
+        assert [one.rpc_sync(name, worker_name) for name in ("worker1", "worker2")] == ["worker1", "worker2"]
         cluster.stop("worker1")
-        call = one.rpc_async("worker1", who, timeout=0)
+        call = one.rpc_async("worker1", worker_name, timeout=0)
         cluster.clock.advance(3.0)
         assert not seen
         cluster.clock.advance(2.0)
@@ -246,16 +246,16 @@ def test_a_silent_worker_is_dead_after_ten_seconds() -> None:
         assert seen[1:] == [("worker1", "suspect", "dead")]
         with pytest.raises(PeerDiedError, match="silent"):
             call.wait()
-        assert one.rpc_sync("worker2", who) == "worker2"
+        assert one.rpc_sync("worker2", worker_name) == "worker2"
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_a_session_has_ten_seconds_to_come_back(comes_back: bool) -> None:
+def test_a_broken_session_may_resume_within_ten_virtual_seconds(comes_back: bool) -> None:
     with InProcessCluster() as cluster, minutes():
         one = cluster["worker0"]
-        one.rpc_sync("worker1", who)
+        one.rpc_sync("worker1", worker_name)
         cluster.cut("worker0", "worker1")
-        call = one.rpc_async("worker1", who, timeout=60.0)
+        call = one.rpc_async("worker1", worker_name, timeout=60.0)
         assert cluster.reset("worker0", "worker1") == 1
         if comes_back:
             cluster.clock.advance(5.0)
@@ -270,22 +270,25 @@ def test_a_session_has_ten_seconds_to_come_back(comes_back: bool) -> None:
                 call.wait()
 
 
-def test_a_killed_worker_is_dead_at_once() -> None:
+def test_a_killed_worker_is_dead_at_once_for_all_others() -> None:
     with InProcessCluster(3) as cluster:
         one = cluster["worker0"]
-        assert cluster["worker1"].rpc_sync("worker0", who_asks, ("worker2",)) == ("worker0", "worker2")
+        assert cluster["worker1"].rpc_sync("worker0", names_of_self_and, ("worker2",)) == (
+            "worker0",
+            "worker2",
+        )
         cluster.kill("worker1")
         cluster.clock.advance(1.0)
         with pytest.raises(PeerDiedError):
-            one.rpc_sync("worker1", who)
+            one.rpc_sync("worker1", worker_name)
         with pytest.raises(PeerDiedError):
-            cluster["worker2"].rpc_sync("worker1", who)
+            cluster["worker2"].rpc_sync("worker1", worker_name)
         with pytest.raises(ShutdownError):
-            cluster["worker1"].rpc_sync("worker0", who)
-        assert one.rpc_sync("worker2", who) == "worker2"
+            cluster["worker1"].rpc_sync("worker0", worker_name)
+        assert one.rpc_sync("worker2", worker_name) == "worker2"
 
 
-# -- its end -----------------------------------------------------------------------------------------------
+# -- closing the cluster -----------------------------------------------------------------------------------
 
 
 def _threads() -> set[str]:
@@ -296,8 +299,8 @@ def _files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_nothing_is_left_behind() -> None:
-    with InProcessCluster() as cluster:  # what is made once in a process
+def test_closing_the_cluster_leaves_no_threads_descriptors_or_patches() -> None:
+    with InProcessCluster() as cluster:  # creates objects that exist once per process
         cluster["worker0"].rpc_sync("worker1", add, (torch.ones(1 << 16), 1))
     gc.collect()
     threads, files = _threads(), _files()
@@ -315,7 +318,7 @@ def test_nothing_is_left_behind() -> None:
         assert threading.Thread.start.__module__ == "threading"
 
 
-def test_the_real_time_is_given_back_after_an_exception(fault_filter: str) -> None:
+def test_real_time_is_restored_after_an_exception(fault_filter: str) -> None:
     with pytest.raises(ZeroDivisionError), InProcessCluster() as cluster:  # noqa: PT012
         call = cluster["worker0"].rpc_async("worker1", hold, (fault_filter,), timeout=0)
         cluster.clock.advance(100.0)
@@ -330,10 +333,10 @@ def test_the_real_time_is_given_back_after_an_exception(fault_filter: str) -> No
 # -- wrong use -----------------------------------------------------------------------------------------------
 
 
-def test_wrong_use() -> None:
+def test_wrong_use_raises_errors_that_say_why() -> None:
     cluster = InProcessCluster()
     with pytest.raises(RuntimeError, match="is new"):
-        cluster["worker0"].rpc_sync("worker1", who)
+        cluster["worker0"].rpc_sync("worker1", worker_name)
     with cluster:
         with pytest.raises(UnknownWorkerError, match="worker0, worker1"):
             cluster["worker2"]
@@ -355,9 +358,9 @@ def test_wrong_use() -> None:
             cluster.__enter__()
         with pytest.raises(RuntimeError, match="already initialized"):
             rpc.init_rpc("other", rank=0, world_size=1)
-        assert cluster["worker0"].rpc_sync("worker1", who) == "worker1"  # all that did no harm
+        assert cluster["worker0"].rpc_sync("worker1", worker_name) == "worker1"  # the cluster still works
     with pytest.raises(RuntimeError, match="is closed"):
-        cluster["worker0"].rpc_sync("worker1", who)
+        cluster["worker0"].rpc_sync("worker1", worker_name)
     with pytest.raises(RuntimeError, match="is closed"):
         cluster.cut("worker0", "worker1")
     with pytest.raises(RuntimeError, match="not in force"):
@@ -365,12 +368,12 @@ def test_wrong_use() -> None:
     cluster.close()
 
 
-# -- all together ----------------------------------------------------------------------------------------------
+# -- random programs -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(200 if _NIGHTLY else 6))
-def test_every_call_ends_exactly_once(seed: int) -> None:
-    """Calls, cuts, resets and time at random: each call ends, once, by its deadline, and runs once at most."""
+def test_every_call_in_a_random_program_ends_exactly_once(seed: int) -> None:
+    """Random calls, cuts, resets and time steps: each call ends once, by its deadline, and runs at most once."""
     dice = random.Random(seed)
     names = ["a", "b", "c"]
     ends: dict[int, list[float]] = {}
@@ -386,7 +389,7 @@ def test_every_call_ends_exactly_once(seed: int) -> None:
             due[number] = clock.now() + timeout
             try:
                 future = cluster[one].rpc_async(other, run_once, (seed, number), timeout=timeout)
-            except RpcError:  # it is dead, or cannot be reached
+            except RpcError:  # the worker is dead or unreachable
                 ends[number].append(clock.now())
                 return
             futures[number] = future
@@ -394,17 +397,19 @@ def test_every_call_ends_exactly_once(seed: int) -> None:
 
         for step in range(25):
             pair = dice.sample(names, 2)
-            what = dice.choice(["call", "call", "call", "cut", "heal", "heal", "reset", "advance", "advance"])
-            if what == "call":
-                # In the background: a connection to whom it cannot reach takes time, which only this thread lets pass.
+            action = dice.choice(
+                ["call", "call", "call", "cut", "heal", "heal", "reset", "advance", "advance"]
+            )
+            if action == "call":
+                # In another thread, because connecting to an unreachable worker takes time, which only this thread advances.
                 thread = threading.Thread(target=call, args=(step,))
                 thread.start()
                 while thread.is_alive():
                     clock.advance(0.2)
-            elif what == "advance":
+            elif action == "advance":
                 clock.advance(dice.choice([0.1, 1.0, 4.0]))
             else:
-                getattr(cluster, what)(*pair)
+                getattr(cluster, action)(*pair)
         clock.advance(40.0)
         for number, moments_of_end in ends.items():
             assert len(moments_of_end) == 1, f"call {number} of seed {seed} ended {len(moments_of_end)} times"
@@ -416,8 +421,8 @@ def test_every_call_ends_exactly_once(seed: int) -> None:
             assert not any(peer.pending for peer in worker.run(api.group).agent.peers())
 
 
-def test_faults_of_messages_are_refused() -> None:
-    """They are of a process: here they would be in force for nobody, or for the next group of it."""
+def test_message_faults_are_refused_in_an_in_process_cluster() -> None:
+    """Faults of messages apply to a whole process."""
     with (
         InProcessCluster(2),
         pytest.raises(

@@ -1,4 +1,4 @@
-"""What a worker holds, counted in groups of real processes."""
+"""find_leaks(): RRefs and sockets that a worker still holds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def references(rank: int, world_size: int) -> None:
     assert rref.to_here() == 3
     rpc.rpc_sync("worker1", _keep, (rpc.RRef(7),))
     found = leaks.find_leaks(before)
-    assert found.holdings[:2] == [  # worker1 may have called already: that all have come to the end
+    assert found.holdings[:2] == [  # a pending call of worker1's shutdown may follow
         "RRef of a value of another worker (1 of them)",
         "value of this worker that others have an RRef to (1 of them)",
     ]
@@ -46,7 +46,7 @@ def references(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_references_are_counted_and_waited_for() -> None:
+def test_held_rrefs_are_reported_until_they_are_released() -> None:
     rpc_group(references, 2)
 
 
@@ -55,7 +55,7 @@ class _Owner:
         self.sock = sock
 
 
-def test_a_socket_that_is_left_is_described(tmp_path: Path) -> None:
+def test_a_leaked_socket_is_described_with_its_address_and_owner(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         before = leaks.LeakSnapshot.take(whole_session=False)
         path = str(tmp_path / "door")

@@ -1,4 +1,4 @@
-"""The plugin for pytest, as a user has it: in a session of its own, without this repository's conftest."""
+"""The pytest plugin as a user has it: in a separate session, without the conftest of this repository."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def _session(directory: Path, source: str, *options: str) -> tuple[int, str]:
-    """Run tests in a pytest of their own; return its status and output."""
+    """Run tests in a separate pytest process; return its status and output."""
     file = directory / "test_inner.py"
     file.write_text(textwrap.dedent(source))
     (directory / "pytest.ini").write_text(
@@ -36,7 +36,7 @@ def _session(directory: Path, source: str, *options: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_leaks_and_the_limit(tmp_path: Path) -> None:
+def test_the_plugin_fails_tests_that_leak_or_exceed_their_limit(tmp_path: Path) -> None:
     status, output = _session(
         tmp_path,
         """
@@ -110,7 +110,7 @@ def test_leaks_and_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_test_so_many_times(tmp_path: Path) -> None:
+def test_the_option_times_runs_each_test_repeatedly(tmp_path: Path) -> None:
     status, output = _session(
         tmp_path,
         """

@@ -1,4 +1,4 @@
-"""Faults as text."""
+"""Faults as text, such as in the variable ACTORRPC_FAULT."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actorrpc.testing import delay, drop
 from actorrpc.testing.startup import from_environment
 
 
-def test_faults_are_read() -> None:
+def test_faults_are_parsed_from_text() -> None:
     text = """
         drop call,remote times=2 to=worker1,2 on=worker0;
         delay answer seconds=0.5 function=step,Trainer.* probability=0.1 seed=7;;
@@ -41,7 +41,9 @@ def test_faults_are_read() -> None:
         ("drop call; delay x seconds=1", "'x'"),
     ],
 )
-def test_what_cannot_be_read_is_named(text: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_part_of_the_text_is_named_in_the_error(
+    text: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError) as caught:
         testing.faults_of(text)
     assert named in str(caught.value)

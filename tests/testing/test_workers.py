@@ -1,4 +1,4 @@
-"""Faults in groups of real processes: calls, RRefs, autograd, actors; from the environment and from options."""
+"""Faults in groups of real processes: calls, RRefs, autograd, actors; set by the environment and by options."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Counter:
         self.seen: list[int] = []
 
     def add(self, number: int) -> list[int]:
-        """Remember a number; return all."""
+        """Append a number; return all numbers."""
         self.seen.append(number)
         return self.seen
 
@@ -45,7 +45,7 @@ def calls(rank: int, world_size: int) -> None:
     for to in ("worker1", "worker0"):
         assert (
             rpc.rpc_sync(to, operator.mul, (1, 1)) == 1
-        )  # there is a connection: the next calls have little time
+        )  # opens the connection, because the next calls have short time-outs
         with testing.drop("call", function=operator.add, total=2) as lost:
             with pytest.raises(RpcTimeoutError) as caught:
                 rpc.rpc_sync(to, operator.add, (1, 2), timeout=0.03)
@@ -72,7 +72,7 @@ def rrefs(rank: int, world_size: int) -> None:
         rref = rpc.remote(to, Counter)
         with testing.drop(
             "call", function="Counter.add", at_once=True
-        ) as wrong:  # of a proxy, only the method is known
+        ) as wrong:  # of a call through a proxy, only the name of the method is known
             assert rref.rpc_sync().add(1) == [1]
         with testing.drop("call", function="add", at_once=True) as lost, pytest.raises(RpcTimeoutError):
             rref.rpc_sync().add(2)
@@ -82,13 +82,13 @@ def rrefs(rank: int, world_size: int) -> None:
                 with pytest.raises(RpcTimeoutError, match="to_here"):
                     rref.to_here()
             else:
-                rref.to_here()  # it is here: there is no message
+                rref.to_here()  # the value is local, so no message is sent
         assert lost.count == (to == "worker1")
         assert rref.to_here().seen == [1]
 
 
 def deletes(rank: int, world_size: int) -> None:
-    """A message of the protocol that is lost is sent again: by the protocol, or when the fault ends."""
+    """A lost message of the RRef protocol is sent again: by the protocol, or when the fault ends."""
     if rank:
         return
     with testing.drop("rref_delete", times=1) as once:
@@ -118,7 +118,7 @@ def keep(rref: rpc.RRef[Any]) -> Any:
 
 
 def forks(rank: int, world_size: int) -> None:
-    """The RRefs that a lost call, or a lost answer, carries are given back."""
+    """RRefs in lost calls and lost answers are released."""
     if rank:
         return
     mine = rpc.RRef(7)
@@ -134,29 +134,29 @@ def forks(rank: int, world_size: int) -> None:
     until(lambda: not _forks())
 
 
-_elsewhere = testing.drop("answer", function=keep)
+_lost_answers = testing.drop("answer", function=keep)
 
 
-def _lose_answers() -> None:
-    _elsewhere.start()
+def _start_losing_answers() -> None:
+    _lost_answers.start()
 
 
-def _lose_no_more() -> int:
-    _elsewhere.stop()
-    return _elsewhere.count
+def _stop_losing_answers() -> int:
+    _lost_answers.stop()
+    return _lost_answers.count
 
 
 def receipts(rank: int, world_size: int) -> None:
-    """What rides on an answer is not lost with it."""
+    """Confirmations that are attached to an answer are not lost with it."""
     if rank:
         return
-    theirs = rpc.remote("worker1", operator.add, (1, 2))  # that its owner has it is said with the answer
+    theirs = rpc.remote("worker1", operator.add, (1, 2))  # the owner's confirmation is attached to the answer
     assert theirs.to_here() == 3
-    rpc.rpc_sync("worker1", _lose_answers)
+    rpc.rpc_sync("worker1", _start_losing_answers)
     with pytest.raises(RpcTimeoutError):
         rpc.rpc_sync("worker1", keep, (theirs,), timeout=0.5)
     until(lambda: not int(api.references().table.debug_info()["num_pending_children"]))
-    assert rpc.rpc_sync("worker1", _lose_no_more) == 1
+    assert rpc.rpc_sync("worker1", _stop_losing_answers) == 1
 
 
 # -- autograd and actors ---------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def actors(rank: int, world_size: int) -> None:
         ):
             actorrpc.get(counter.add.remote(1))
         assert lost.counts == {"actor_call": 1}
-        # The first is held up, and those behind it wait for it: calls of an actor keep their order.
+        # The first call is delayed, and the calls behind it wait, because calls of an actor keep their order.
         with testing.delay("actor_call", function="add", total=1, seconds=DAY) as late:
             refs = [counter.add.remote(number) for number in range(2, 6)]
             assert late.count == 1
@@ -214,7 +214,7 @@ def everything(rank: int, world_size: int) -> None:
         part(rank, world_size)
 
 
-def test_calls_references_gradients_and_actors() -> None:
+def test_faults_drop_and_delay_messages_of_calls_rrefs_autograd_and_actors() -> None:
     rpc_group(everything, 3)
 
 
@@ -232,7 +232,7 @@ def counted() -> int:
 
 def lossy(rank: int, world_size: int) -> None:
     if rank == 0:
-        while True:  # one that comes late is not executed: it has no answer that could be lost
+        while True:  # a call that times out before it is executed has no answer to be lost
             try:
                 number = rpc.rpc_sync("worker1", counted, timeout=0.03)
                 break
@@ -241,7 +241,7 @@ def lossy(rank: int, world_size: int) -> None:
         assert number > 2
 
 
-def test_faults_from_the_environment() -> None:
+def test_actorrpc_fault_sets_faults_of_workers() -> None:
     rpc_group(lossy, 2, env={"ACTORRPC_FAULT": "drop answer function=counted total=2 on=worker1"})
 
 
@@ -255,7 +255,7 @@ def refused(rank: int, world_size: int, store: str) -> None:
     rpc.shutdown()
 
 
-def test_a_wrong_variable_is_refused() -> None:
+def test_an_invalid_actorrpc_fault_makes_init_rpc_raise() -> None:
     store = f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store"
     run_group(refused, 1, store, env={"ACTORRPC_FAULT": "drop everything"})
 
@@ -275,13 +275,13 @@ def optional(rank: int, world_size: int, store: str) -> None:
                 rpc.rpc_sync(other, operator.add, (1, 2))
         assert rpc.rpc_sync(other, operator.add, (1, 2)) == 3
         rpc.shutdown()
-        # They end with the agent.
+        # The faults end with the agent.
         assert not fault.active
         assert not early.active
     assert (fault.count, early.count) == (2 - 2 * rank, 1)
 
 
-def test_faults_from_options_and_from_before_the_start() -> None:
+def test_faults_from_options_or_started_before_init_rpc_end_at_shutdown() -> None:
     run_group(optional, 2, f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store")
 
 
@@ -298,12 +298,12 @@ def embedded(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_processes_of_the_embedded_cluster_have_those_of_the_environment() -> None:
+def test_processes_of_the_embedded_cluster_use_the_faults_of_the_environment() -> None:
     run_group(embedded, 1)
 
 
 def ended(rank: int, world_size: int) -> None:
-    """An end in good order is not held up; what still is then, is sent."""
+    """Delayed messages do not delay a graceful shutdown; they are sent before it."""
     if rank == 0:
         fault = testing.delay("call", "answer", seconds=DAY).start()
         futures = [rpc.rpc_async(to, operator.add, (1, 2)) for to in ("worker1", "worker0") for _ in range(3)]
@@ -317,7 +317,7 @@ def ended(rank: int, world_size: int) -> None:
 
 
 def forked(rank: int, world_size: int) -> None:
-    """A child has no faults, and no lock of the parent's is in its way."""
+    """A forked child has no faults, and can start new ones."""
     with testing.drop("call", at_once=True) as lost:
         child = os.fork()
         if not child:
@@ -332,6 +332,6 @@ def forked(rank: int, world_size: int) -> None:
         assert lost.active
 
 
-@pytest.mark.parametrize(("what", "workers"), [(ended, 2), (forked, 1)])
-def test_ends(what: Callable[..., None], workers: int) -> None:
-    rpc_group(what, workers)
+@pytest.mark.parametrize(("program", "workers"), [(ended, 2), (forked, 1)])
+def test_faults_end_at_shutdown_and_in_forked_children(program: Callable[..., None], workers: int) -> None:
+    rpc_group(program, workers)

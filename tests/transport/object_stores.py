@@ -1,4 +1,4 @@
-"""Stores of several processes, as far as one process can have them: each with accounts of its own."""
+"""Object stores of several simulated processes in one process, each with its own accounts file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SUFFIX = ".00000000.objects"
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -38,7 +38,7 @@ class Host:
     stores: list[ObjectStore] = field(default_factory=list)
 
     def store(self, limit: int = 256 * MIB, spill_dir: Path | None = None, pid: int = 0) -> ObjectStore:
-        """Return the store of one more process."""
+        """Create the store of another simulated process."""
         name = f"1-{pid or os.getpid()}-{len(self.stores)}-{os.urandom(4).hex()}{SUFFIX}"
         made = ObjectStore(
             ObjectAccounts(str(self.directory / name), SUFFIX, f"w{len(self.stores)}"),
@@ -50,14 +50,14 @@ class Host:
         return made
 
     def pass_time(self, seconds: float) -> None:
-        """Let time pass, with the looks that the scheduler of each process takes meanwhile."""
+        """Let time pass, and trim each store every 0.5 s, as the scheduler of each process does."""
         for _ in range(max(1, round(seconds / 0.5))):
             self.clock.now += 0.5
             for each in self.stores:
                 each.trim()
 
     def close(self) -> None:
-        """End all of them."""
+        """Close all stores."""
         for each in self.stores:
             each.close()
 
@@ -83,7 +83,7 @@ def send(sock: socket.socket, stored: StoredRange) -> None:
 
 
 def receive(sock: socket.socket, store: ObjectStore) -> StoredRange:
-    """Take in an object that was sent."""
+    """Receive an object that was sent."""
     words, fds, _, _ = socket.recv_fds(sock, 1000, 1)
     segment_id, *numbers = words.decode().split()
     size, offset, nbytes = map(int, numbers)
@@ -91,7 +91,7 @@ def receive(sock: socket.socket, store: ObjectStore) -> StoredRange:
 
 
 def hand_over(stored: StoredRange, store: ObjectStore) -> StoredRange:
-    """Have another process of the host hold an object, too."""
+    """Send an object to another store, which then holds it as well."""
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with here, there:
         send(here, stored)
@@ -99,7 +99,7 @@ def hand_over(stored: StoredRange, store: ObjectStore) -> StoredRange:
 
 
 def fork(work: Callable[[], object]) -> int:
-    """Have a child do some work: its exit code is 0 where it did not raise."""
+    """Run ``work`` in a forked child. The child exits with 0 if it did not raise."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -117,7 +117,7 @@ def exit_code(pid: int) -> int:
 
 
 def segments() -> set[int]:
-    """Return the segments that this process has to do with, by their inodes: mapped, or open."""
+    """Return the inodes of the segments that this process has mapped or open."""
     found = set()
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "actorrpc-object" in line:
@@ -129,29 +129,29 @@ def segments() -> set[int]:
 
 
 def inode(stored: StoredRange) -> int:
-    """Return which memory an object is in."""
+    """Return the inode of the segment that contains an object."""
     return os.fstat(stored.fileno()).st_ino
 
 
 def memory_of(stored: StoredRange) -> int:
-    """Return how much memory its segment takes on the host."""
+    """Return the number of bytes that the segment of an object takes on the host."""
     return 512 * os.fstat(stored.fileno()).st_blocks
 
 
 @pytest.fixture(name="host")
 def make_host(tmp_path: Path) -> Iterator[Host]:
-    """Return a host; in the end nothing is left of what was on it."""
+    """Yield a host; then check that no segment and no accounts file is left."""
     before = segments()
     made = Host(tmp_path)
     yield made
     made.close()
-    gc.collect()  # errors that a test has caught hold its frame in a circle
+    gc.collect()  # errors that the test caught may keep its frame in a reference cycle
     assert segments() <= before
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(SUFFIX)]
 
 
 def descriptors() -> int:
-    """Return how many descriptors of segments this process has open."""
+    """Return the number of open descriptors of segments in this process."""
     return sum("actorrpc-object" in link for link in map(_link, os.listdir("/proc/self/fd")))
 
 
@@ -159,16 +159,16 @@ def _link(name: str) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{name}")
     except FileNotFoundError:
-        return ""  # that of the listing itself
+        return ""  # the descriptor of the listing itself
 
 
 def mappings() -> int:
-    """Return how many mappings of segments this process has."""
+    """Return the number of mappings of segments in this process."""
     return Path("/proc/self/maps").read_text().count("actorrpc-object")
 
 
 def memory_by_inode(number: int) -> int:
-    """Return how much memory a segment takes, of which this process has a descriptor."""
+    """Return the number of bytes that a segment takes; 0 if this process has no descriptor of it."""
     for name in os.listdir("/proc/self/fd"):
         if "actorrpc-object" in _link(name):
             status = os.stat(f"/proc/self/fd/{name}")

@@ -1,4 +1,4 @@
-"""Recycled memory: nothing that anybody can still see is ever handed out again."""
+"""The buffer pool: memory is reused only after its last user has released it, and idle memory is freed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BIG = 100_000
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
-        self.hook: Callable[[], object] | None = None  # what is done where the clock is looked at
+        self.hook: Callable[[], object] | None = None  # called whenever the clock is read
 
     def __call__(self) -> float:
         if self.hook is not None:
@@ -51,7 +51,7 @@ def pool() -> Iterator[BufferPool]:
 
 
 @given(st.integers(0, 1 << 45))
-def test_size_classes_waste_a_quarter_at_most(nbytes: int) -> None:
+def test_size_classes_waste_at_most_a_quarter(nbytes: int) -> None:
     size = size_class(nbytes)
     assert nbytes <= size
     assert size <= max(64, nbytes * 5 // 4 + 1)
@@ -59,7 +59,7 @@ def test_size_classes_waste_a_quarter_at_most(nbytes: int) -> None:
     assert size < SMALL or size % 4096 == 0
 
 
-def test_an_impossible_size_is_a_memory_error(pool: BufferPool) -> None:
+def test_a_size_beyond_the_address_space_raises_memory_error(pool: BufferPool) -> None:
     with pytest.raises(MemoryError):
         size_class((1 << 47) + 1)
     for nbytes in (1 << 62, 1 << 47):
@@ -91,7 +91,7 @@ USERS: dict[str, Callable[[memoryview], Any]] = {
 
 
 @pytest.mark.parametrize("kind", USERS)
-def test_whatever_is_built_on_the_memory_keeps_it(pool: BufferPool, kind: str) -> None:
+def test_memory_is_not_reused_while_a_view_array_or_tensor_uses_it(pool: BufferPool, kind: str) -> None:
     view = pool.take(BIG)
     address = address_of(view)
     user = USERS[kind](view)
@@ -106,10 +106,10 @@ def test_whatever_is_built_on_the_memory_keeps_it(pool: BufferPool, kind: str) -
     assert address_of(again) == address
 
 
-def test_memory_that_is_not_used_is_given_back_after_a_while() -> None:
+def test_memory_unused_for_30_seconds_is_freed() -> None:
     clock = Clock()
     pool = BufferPool(1 << 30, clock=clock)
-    for nbytes in (256 << 10, 1 << 20, 4 << 20):  # one at a time, none of which can serve for another
+    for nbytes in (256 << 10, 1 << 20, 4 << 20):  # sizes that cannot replace one another
         for _ in range(3):
             pool.take(nbytes)
     assert pool.stats().free_bytes == (256 << 10) + (1 << 20) + (4 << 20)
@@ -123,7 +123,7 @@ def test_memory_that_is_not_used_is_given_back_after_a_while() -> None:
     assert pool.stats().free_bytes == 0
 
 
-def test_memory_survives_the_pool(pool: BufferPool) -> None:
+def test_tensors_stay_valid_after_the_pool_is_closed_or_deleted(pool: BufferPool) -> None:
     tensor = torch.frombuffer(pool.take(1 << 20), dtype=torch.float32)
     tensor.fill_(3.0)
     pool.close()
@@ -138,7 +138,7 @@ def test_memory_survives_the_pool(pool: BufferPool) -> None:
 
 
 class Witness:
-    """An object in a dead cycle that looks at, and may revive, its view when it is finalised."""
+    """An object in an unreachable cycle whose finaliser reads, and may resurrect, its view."""
 
     def __init__(self, view: memoryview, pool: BufferPool, seen: list[Any], revive: bool) -> None:
         self.view = view
@@ -157,11 +157,13 @@ class Witness:
 
 
 @pytest.mark.parametrize("revive", [False, True])
-def test_a_finaliser_in_a_dead_cycle_still_owns_its_memory(pool: BufferPool, revive: bool) -> None:
+def test_memory_is_not_reused_before_the_finalisers_of_an_unreachable_cycle_have_run(
+    pool: BufferPool, revive: bool
+) -> None:
     view = pool.take(BIG)
     view[:4] = b"mine"
     seen: list[Any] = []
-    for _ in range(20):  # the order in which the collector finalises a cycle is not ours to choose
+    for _ in range(20):  # the collector finalises the objects of a cycle in an unspecified order
         own = pool.take(BIG)
         own[:4] = b"mine"
         Witness(own, pool, seen, revive)
@@ -178,7 +180,7 @@ def test_a_finaliser_in_a_dead_cycle_still_owns_its_memory(pool: BufferPool, rev
     assert pool.stats().lent_bytes == size_class(BIG)
 
 
-def test_a_finaliser_that_the_collector_runs_inside_a_section_gets_plain_memory() -> None:
+def test_a_finaliser_that_runs_while_the_pool_is_locked_gets_a_bytearray() -> None:
     clock = Clock()
     pool = BufferPool(64 << 20, clock=clock)
     taken: list[memoryview] = []
@@ -189,14 +191,14 @@ def test_a_finaliser_that_the_collector_runs_inside_a_section_gets_plain_memory(
         pool.stats()
         taken.append(view)
 
-    pool.take(BIG)  # comes back in the next section, which looks at the clock
+    pool.take(BIG)  # returned to the pool by the next take(), which reads the clock
     clock.hook = finaliser
     outer = pool.take(BIG)
     assert len(outer) == len(taken[0]) == BIG
     assert isinstance(taken[0].obj, bytearray)
 
 
-def test_threads_never_share_memory(pool: BufferPool) -> None:
+def test_threads_never_get_the_same_memory(pool: BufferPool) -> None:
     errors: list[str] = []
 
     def work(mark: int) -> None:
@@ -219,7 +221,7 @@ def test_threads_never_share_memory(pool: BufferPool) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(SMALL - 10, 400_000)), max_size=40))
-def test_live_memory_is_intact_and_kept_memory_bounded(steps: list[tuple[int, int]]) -> None:
+def test_memory_in_use_stays_intact_and_free_memory_stays_bounded(steps: list[tuple[int, int]]) -> None:
     clock = Clock()
     pool = BufferPool(1 << 20, clock=clock)
     live: list[tuple[memoryview, bytes]] = []
@@ -258,7 +260,7 @@ def in_child(work: Callable[[], bool]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_forked_child_keeps_its_tensors_and_returns_nothing(pool: BufferPool) -> None:
+def test_a_forked_child_keeps_its_tensors_and_returns_no_memory_to_the_pool(pool: BufferPool) -> None:
     tensor = torch.frombuffer(pool.take(BIG), dtype=torch.uint8)
     tensor.fill_(7)
     dropped = pool.take(BIG)
@@ -278,7 +280,7 @@ def test_a_forked_child_keeps_its_tensors_and_returns_nothing(pool: BufferPool) 
     del dropped
 
 
-def test_a_large_copy_lets_other_threads_run() -> None:
+def test_a_large_copy_releases_the_gil() -> None:
     size = 32 << 20
     source, target = bytearray(size), bytearray(size)
     span = TensorSpan.of(source)
@@ -286,7 +288,7 @@ def test_a_large_copy_lets_other_threads_run() -> None:
     interval = sys.getswitchinterval()
     seen = False
     try:
-        # Nobody is made to give up the GIL for so long: this thread runs only when the copy does.
+        # With this interval, this thread gets the GIL only if the copy releases it.
         sys.setswitchinterval(60.0)
         for _ in range(100):
             events: list[str] = []

@@ -1,4 +1,4 @@
-"""One agent and those who connect to it: who may come in, and what garbage does."""
+"""One agent and raw peers that connect to it: which peers are refused, and how malformed frames are handled."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def pair() -> Iterator[list[Agent]]:
 
 
 def _works(pair: list[Agent]) -> bool:
-    """Whether the two still talk to each other."""
+    """Return whether calls between the two agents still work."""
     return all(
         bool(pair[i].ask(pair[i].peer(f"a{1 - i}"), operator.add, (i, 1), {}, 0) == i + 1) for i in (0, 1)
     )
 
 
-# -- who may come in -----------------------------------------------------------------------------------
+# -- refused peers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.prints("'stranger' did not prove to worker 'a0'", "these bytes are not an actorrpc handshake")
-def test_the_wrong_key_is_refused_and_so_is_what_is_no_handshake(pair: list[Agent]) -> None:
+def test_a_wrong_key_or_bytes_that_are_no_handshake_are_refused(pair: list[Agent]) -> None:
     stranger = Stranger(pair[0], Key.from_text("quite another key, as long"))
     with pytest.raises((AuthenticationError, ConnectionError)):
         stranger.shake_hands()
@@ -60,7 +60,7 @@ def test_the_wrong_key_is_refused_and_so_is_what_is_no_handshake(pair: list[Agen
     assert _works(pair)
 
 
-def test_whoever_means_another_worker_is_refused(pair: list[Agent]) -> None:
+def test_a_handshake_meant_for_another_worker_is_refused(pair: list[Agent]) -> None:
     for wrong in ({"peer_name": "a1"}, {"peer_incarnation": "f" * 32}):
         stranger = Stranger(pair[0], **wrong)
         with pytest.raises((ProtocolError, ConnectionError)):
@@ -70,7 +70,7 @@ def test_whoever_means_another_worker_is_refused(pair: list[Agent]) -> None:
 
 
 @pytest.mark.prints("the connection to a stranger was closed: 'stranger' introduced itself as 'somebody'")
-def test_a_name_that_was_not_proved_is_refused(pair: list[Agent]) -> None:
+def test_an_introduction_under_another_name_than_in_the_handshake_is_refused(pair: list[Agent]) -> None:
     stranger = Stranger(pair[0])
     stranger.shake_hands()
     other = Stranger(pair[0], name="somebody")
@@ -81,14 +81,14 @@ def test_a_name_that_was_not_proved_is_refused(pair: list[Agent]) -> None:
     assert _works(pair)
 
 
-# -- what they may say ---------------------------------------------------------------------------------
+# -- frames of authenticated peers ---------------------------------------------------------------------
 
 
 def _request(id: int, function: Any, *args: Any) -> bytes:
     return pack_frame(frames.REQUEST, id, pickle.dumps((function, args, {})), remaining=_INF)
 
 
-def test_a_peer_with_the_key_is_served(pair: list[Agent]) -> None:
+def test_a_peer_with_the_key_gets_its_calls_and_pings_answered(pair: list[Agent]) -> None:
     stranger = Stranger(pair[0])
     stranger.shake_hands()
     stranger.introduce()
@@ -98,7 +98,7 @@ def test_a_peer_with_the_key_is_served(pair: list[Agent]) -> None:
         got |= {frame.kind: frame for frame in stranger.frames()}
     assert got[frames.REPLY].id == 5
     assert pickle.loads(got[frames.REPLY].body) == 3
-    # One byte at a time.
+    # The same, one byte at a time.
     for byte in _request(6, operator.mul, 6, 7):
         stranger.sock.sendall(bytes([byte]))
     (frame,) = stranger.frames()
@@ -139,7 +139,9 @@ _GARBAGE = {
 
 @pytest.mark.parametrize("garbage", _GARBAGE.values(), ids=_GARBAGE)
 @pytest.mark.prints("the connection to (a stranger|stranger) was closed: ")
-def test_garbage_ends_its_connection_and_no_other(pair: list[Agent], garbage: bytes | None) -> None:
+def test_a_malformed_frame_closes_its_connection_and_no_other(
+    pair: list[Agent], garbage: bytes | None
+) -> None:
     bystander = Stranger(pair[0], name="bystander")
     bystander.shake_hands()
     bystander.introduce()
@@ -160,7 +162,7 @@ def test_garbage_ends_its_connection_and_no_other(pair: list[Agent], garbage: by
 
 
 @pytest.mark.prints("the connection to a stranger was closed: the peer did not introduce itself")
-def test_messages_before_the_introduction_end_the_connection(pair: list[Agent]) -> None:
+def test_a_frame_before_the_introduction_closes_the_connection(pair: list[Agent]) -> None:
     for data in (_request(1, operator.add, 1, 1), pack_frame(frames.PING), pack_frame(frames.REPLY, 1)):
         stranger = Stranger(pair[0])
         stranger.shake_hands()
@@ -170,7 +172,7 @@ def test_messages_before_the_introduction_end_the_connection(pair: list[Agent]) 
     assert _works(pair)
 
 
-def test_a_request_that_cannot_be_opened_fails_alone(pair: list[Agent]) -> None:
+def test_a_request_that_cannot_be_unpickled_fails_without_closing_the_connection(pair: list[Agent]) -> None:
     stranger = Stranger(pair[0])
     stranger.shake_hands()
     stranger.introduce()
@@ -200,7 +202,7 @@ def test_a_request_that_cannot_be_opened_fails_alone(pair: list[Agent]) -> None:
     assert _works(pair)
 
 
-def test_the_end_of_a_connection_ends_its_calls() -> None:
+def test_closing_a_connection_fails_its_calls_with_peer_died_error() -> None:
     with agents(2, key=KEY) as pair:
         entered, gate = threading.Event(), threading.Event()
         _events.update(entered=entered, gate=gate)

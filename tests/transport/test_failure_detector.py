@@ -1,4 +1,4 @@
-"""Silence and what it means, in virtual time; what a host says of a process; changes are told once, in order."""
+"""The failure detector in virtual time, the state of a process according to its host, and membership events."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from tests.certificates import OVER_TLS
     st.floats(0.0, 0.1),
     st.floats(0.0, 8.0),
 )
-def test_a_peer_that_falls_silent_is_lost_in_time_and_not_before(
+def test_a_silent_peer_is_lost_after_the_configured_number_of_misses_and_not_before(
     heartbeat: float, misses: int, round_trip: float, beats: float
 ) -> None:
-    """It answers after `round_trip` heartbeats, until it hangs after `beats` of them."""
+    """The peer answers after `round_trip` heartbeats, until it hangs after `beats` heartbeats."""
     failure_detector = FailureDetector()
     hangs = beats * heartbeat
     now = heard = 0.0
@@ -64,7 +64,7 @@ def test_a_peer_that_falls_silent_is_lost_in_time_and_not_before(
         assert "suspect" in states
 
 
-def test_it_recovers() -> None:
+def test_a_lost_peer_is_alive_again_when_bytes_arrive() -> None:
     failure_detector = FailureDetector()
     assert failure_detector.look(0.0, 0.0, heartbeat=1.0, misses=5).state == "alive"
     assert failure_detector.look(2.5, 0.0, heartbeat=1.0, misses=5).state == "suspect"
@@ -73,19 +73,19 @@ def test_it_recovers() -> None:
 
 
 @pytest.mark.parametrize("heard", [0.0, 0.5])
-def test_time_in_which_this_process_stood_still_is_nobodys_silence(heard: float) -> None:
-    """The look was due at 1 and comes at 60; whatever came meanwhile has not been read yet."""
+def test_time_in_which_this_process_was_stopped_does_not_count_as_silence(heard: float) -> None:
+    """The check was due at 1 s and happens at 60 s; bytes that arrived meanwhile have not been read yet."""
     failure_detector = FailureDetector()
     assert failure_detector.look(0.0, 0.0, heartbeat=1.0, misses=5).state == "alive"
     late = failure_detector.look(60.0, heard, heartbeat=1.0, misses=5, late=59.0)
     assert late.state == "alive"
-    # From here on, silence counts again.
+    # Afterwards, silence counts again.
     states = [failure_detector.look(60.0 + t, heard, heartbeat=1.0, misses=5).state for t in (1.5, 2.5, 4.6)]
     assert states == ["suspect", "suspect", "lost"]
 
 
-def test_one_who_sends_a_long_message_hears_something_meanwhile() -> None:
-    """Bytes keep coming in, so it is not asked for a sign of life; but it wants one itself."""
+def test_a_peer_is_pinged_while_it_sends_a_long_message() -> None:
+    """Its bytes prove that it is alive, but the peer needs signs of life as well."""
     failure_detector = FailureDetector()
     asked = [
         failure_detector.look(t / 4, t / 4, heartbeat=1.0, misses=5, receiving=True).ask for t in range(1, 41)
@@ -94,12 +94,12 @@ def test_one_who_sends_a_long_message_hears_something_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("given", [{"heartbeat_misses": 1}, {"heartbeat_misses": 0}, {"heartbeat": 0.0}])
-def test_settings_that_make_no_sense(given: dict[str, Any]) -> None:
+def test_heartbeat_settings_out_of_range_raise_config_error(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="heartbeat"):
         Settings(**given)
 
 
-# -- what the host says -----------------------------------------------------------------------------
+# -- the state of a process according to its host ---------------------------------------------------
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     process.communicate()
 
 
-def test_the_state_of_a_process(child: subprocess.Popen[bytes]) -> None:
+def test_process_state_is_running_stopped_or_gone(child: subprocess.Popen[bytes]) -> None:
     assert process_state(os.getpid()) == "running"
     assert process_state(child.pid) == "running"
     child.send_signal(signal.SIGSTOP)
@@ -118,20 +118,22 @@ def test_the_state_of_a_process(child: subprocess.Popen[bytes]) -> None:
     child.send_signal(signal.SIGCONT)
     until(lambda: process_state(child.pid) == "running")
     child.kill()
-    until(lambda: process_state(child.pid) == "gone")  # a zombie: nobody has waited for it
+    until(lambda: process_state(child.pid) == "gone")  # a zombie
     child.wait()
     assert process_state(child.pid) == "gone"
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_whether_something_lies_in_between(child: subprocess.Popen[bytes], family: int) -> None:
+def test_is_direct_tells_a_direct_connection_from_a_relayed_one(
+    child: subprocess.Popen[bytes], family: int
+) -> None:
     with socket.socket(family) as listener:
         listener.bind(("127.0.0.1" if family == socket.AF_INET else "::1", 0))
         listener.listen()
         with socket.create_connection(listener.getsockname()[:2]) as near, listener.accept()[0] as far:
             assert is_direct(near, os.getpid())
             assert is_direct(far, os.getpid())
-            assert not is_direct(near, child.pid)  # its other end belongs to somebody else: a relay
+            assert not is_direct(near, child.pid)  # the other end belongs to another process, such as a relay
         assert not is_direct(near, os.getpid())
     one, other = socket.socketpair()
     with one, other:
@@ -140,20 +142,20 @@ def test_whether_something_lies_in_between(child: subprocess.Popen[bytes], famil
 
 
 class _Far(socket.socket):
-    """A socket that says it leads to another host."""
+    """A socket that pretends to be connected to another host."""
 
     def getpeername(self) -> Any:
         return ("192.0.2.1", 80)
 
 
-def test_tcp_to_another_host_gives_up_in_time() -> None:
+def test_tcp_timeouts_to_another_host_follow_the_heartbeat_settings() -> None:
     with _Far(socket.AF_INET, socket.SOCK_STREAM) as sock:
         set_up_tcp(sock, Settings(heartbeat=0.2))
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
-        set_up_tcp(sock, Settings(heartbeat=1e9, heartbeat_misses=1000))  # within what the kernel takes
+        set_up_tcp(sock, Settings(heartbeat=1e9, heartbeat_misses=1000))  # limited to the kernel's maximum
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 32767000
 
 
@@ -166,7 +168,7 @@ def _peer(name: str = "p1", **changes: Any) -> Peer:
     )
 
 
-def test_changes_are_told_once_in_order_and_the_end_is_final() -> None:
+def test_membership_events_are_reported_once_in_order_and_none_after_the_end() -> None:
     tasks: list[Callable[[], None]] = []
     changes = MembershipEvents(tasks.append)
     told: list[tuple[str, ...]] = []
@@ -180,8 +182,8 @@ def test_changes_are_told_once_in_order_and_the_end_is_final() -> None:
     assert changes.note(peer, "dead", "three")
     assert not changes.note(peer, "alive", "late")
     assert not changes.note(peer, "left", "late")
-    assert told == []  # not on the thread that notes it
-    assert len(tasks) == 1  # and one at a time
+    assert told == []  # listeners do not run on the thread that calls note()
+    assert len(tasks) == 1  # listeners run in one task at a time
     tasks.pop()()
     assert told == [
         ("p1", "suspect", "alive", "one"),
@@ -202,7 +204,7 @@ def test_changes_are_told_once_in_order_and_the_end_is_final() -> None:
 
 @contextlib.contextmanager
 def _stranger(agent: Agent, **changes: Any) -> Iterator[tuple[Stranger, Peer]]:
-    """Connect a worker that says nothing by itself; give it, and how the agent sees it."""
+    """Connect a worker that sends nothing by itself; yield it and the agent's peer for it."""
     with contextlib.closing(Stranger(agent)) as stranger:
         stranger.record = dataclasses.replace(stranger.record, **changes)
         stranger.shake_hands()
@@ -217,7 +219,7 @@ def _call(agent: Agent, peer: Peer, argument: Any = None) -> Future[Any]:
     return future
 
 
-def test_idle_workers_hear_of_each_other() -> None:
+def test_idle_workers_exchange_heartbeats() -> None:
     with agents(2, heartbeat=0.02) as (a0, a1):
         assert a0.ask(a0.peer("a1"), abs, (-1,), {}, 0) == 1
         conn = a0.peer("a1").conn
@@ -228,7 +230,7 @@ def test_idle_workers_hear_of_each_other() -> None:
         assert state_of(a0.peer("a1")) == state_of(a1.peer("a0")) == "alive"
 
 
-class _Told:
+class _Listener:
     """A listener that can be waited for."""
 
     def __init__(self, agent: Agent) -> None:
@@ -241,16 +243,16 @@ class _Told:
         self.came.release()
 
 
-def test_a_silent_peer_of_another_host_dies_and_calls_say_whether_they_may_have_run() -> None:
+def test_a_silent_peer_on_another_host_is_declared_dead_and_errors_say_whether_calls_may_have_run() -> None:
     with agents(1, heartbeat=0.2) as (agent,), _stranger(agent, host="elsewhere") as (_, peer):
-        told = _Told(agent)
+        told = _Listener(agent)
         sent = _call(agent, peer)
-        # It reads nothing: what does not fit into the sockets stays here. Those of TCP grow to some 10 MB.
-        stuck = [_call(agent, peer, b"x" * 50_000) for _ in range(400 if OVER_TLS else 40)]
+        # The peer does not read, so calls that do not fit into the socket buffers are not sent. TCP's grow to about 10 MB.
+        unsent = [_call(agent, peer, b"x" * 50_000) for _ in range(400 if OVER_TLS else 40)]
         with pytest.raises(PeerDiedError, match="silent") as caught:
             sent.wait()
         assert caught.value.maybe_executed is True
-        errors = [each.exception() for each in stuck]
+        errors = [each.exception() for each in unsent]
         assert {type(error) for error in errors} == {PeerDiedError}
         assert errors[-1].maybe_executed is False  # type: ignore[union-attr]
         with pytest.raises(PeerDiedError) as caught:
@@ -261,15 +263,17 @@ def test_a_silent_peer_of_another_host_dies_and_calls_say_whether_they_may_have_
         assert told.changes == [("alive", "suspect"), ("suspect", "dead")]
 
 
-def test_a_busy_peer_of_this_host_is_suspect_until_it_answers() -> None:
-    """Its process is this one, which runs."""
+def test_a_silent_peer_whose_process_runs_on_this_host_is_suspect_until_it_answers() -> None:
+    """The peer's process is this process."""
     with agents(1, heartbeat=0.05) as (agent,):
-        told = _Told(agent)
+        told = _Listener(agent)
         with _stranger(agent) as (stranger, peer):
             call = _call(agent, peer)
             told.came.acquire()
             assert state_of(peer) == "suspect"
-            until(lambda: peer.failure_detector.silent > 0.05 * 10)  # twice what makes it lost
+            until(
+                lambda: peer.failure_detector.silent > 0.05 * 10
+            )  # twice the time after which a remote peer is lost
             assert told.changes == [("alive", "suspect")]
             assert not call.done()
             answering = threading.Thread(target=_answer_pings, args=(stranger,))

@@ -1,6 +1,6 @@
-"""The soft limit of descriptors: raised for those who are in contact with many, and left alone otherwise.
+"""The limit of file descriptors: the soft limit is raised for many connections.
 
-Where the hard limit is reached, those who are in contact stay so, others wait at the door, and it is said why.
+At the hard limit, existing connections keep working, new peers wait or are refused, and the log says why.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ def soft() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_it_is_left_alone_until_it_is_near(soft: int) -> None:
+def test_the_soft_limit_is_doubled_when_more_than_half_of_it_is_needed(soft: int) -> None:
     assert make_room(soft // 2)
     assert _limits()[0] == soft
     assert make_room(soft // 2 + 1)
     assert _limits()[0] == 2 * soft
 
 
-def test_it_stays_within_the_hard_limit(soft: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_soft_limit_is_never_raised_above_the_hard_limit(
+    soft: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft + 10))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
@@ -61,7 +63,7 @@ def test_it_stays_within_the_hard_limit(soft: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.prints(r"the limit is \d+ and cannot be raised \(not allowed to raise maximum limit\)")
-def test_where_it_cannot_be_raised_that_is_said_and_no_error(
+def test_a_soft_limit_that_cannot_be_raised_is_logged_without_an_error(
     soft: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
@@ -82,7 +84,7 @@ def _call() -> int:
 
 def _one_to_all(rank: int, world_size: int) -> tuple[int, int] | None:
     if rank:
-        assert _called.wait(50)  # so that nobody comes to the first one by itself
+        assert _called.wait(50)  # until then, this rank does not connect to rank 0
         return None
     few = len(os.listdir("/proc/self/fd")) + 16
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, _limits()[1]))
@@ -91,7 +93,7 @@ def _one_to_all(rank: int, world_size: int) -> tuple[int, int] | None:
     return few, _limits()[0]
 
 
-def test_a_worker_that_is_in_contact_with_many_has_room_for_them() -> None:
+def test_a_worker_that_calls_many_others_raises_its_soft_limit() -> None:
     few, after = rpc_group(_one_to_all, 4)[0]
     assert after > few
 
@@ -100,38 +102,38 @@ def test_a_worker_that_is_in_contact_with_many_has_room_for_them() -> None:
 
 
 class _Pair:
-    """What two ranks tell each other, through a directory."""
+    """Messages between two ranks, as files in a directory."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
         self._pause = threading.Event()
 
-    def say(self, what: str, data: bytes = b"") -> None:
-        made = self._directory / f"{what}.new"
+    def send(self, name: str, data: bytes = b"") -> None:
+        made = self._directory / f"{name}.new"
         made.write_bytes(data)
-        made.rename(self._directory / what)
+        made.rename(self._directory / name)
 
-    def wait(self, what: str) -> None:
-        while not (self._directory / what).exists():
+    def wait(self, name: str) -> None:
+        while not (self._directory / name).exists():
             self._pause.wait(0.01)
 
-    def hear(self, what: str) -> bytes:
-        self.wait(what)
-        return (self._directory / what).read_bytes()
+    def receive(self, name: str) -> bytes:
+        self.wait(name)
+        return (self._directory / name).read_bytes()
 
 
 _plain = pytest.mark.skipif(certificates.OVER_TLS, reason="its strangers speak no TLS")
 
 
-class _To:
-    """The agent of another process, as strangers look at it."""
+class _RemoteAgent:
+    """Stands for the agent of another process; a Stranger connects to it."""
 
     def __init__(self, record: WorkerRecord) -> None:
         self.record = record
         self.connector: Any = None
 
 
-def _strangers(to: _To, count: int, name: str = "s") -> list[Stranger]:
+def _strangers(to: _RemoteAgent, count: int, name: str = "s") -> list[Stranger]:
     return [Stranger(to, name=f"{name}{number}", attach=os.urandom(16)) for number in range(count)]  # type: ignore[arg-type]
 
 
@@ -147,34 +149,34 @@ def _open() -> int:
 def _serve_many(rank: int, _size: int, directory: str, count: int) -> int:
     pair = _Pair(directory)
     if rank:
-        to = _To(WorkerRecord.from_bytes(pair.hear("there")))
-        found = _strangers(to, count)  # all are at the door before the first has said anything
+        to = _RemoteAgent(WorkerRecord.from_bytes(pair.receive("there")))
+        found = _strangers(to, count)  # all connect before the first sends anything
         for each in found:
             each.shake_hands()
             each.introduce()
         assert all(map(_answers, found))
         for each in found:
             each.close()
-        pair.say("done")
+        pair.send("done")
         return 0
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, min(4096, _limits()[1])))
     with agents(1) as (agent,):
-        pair.say("there", agent.record.to_bytes())
-        pair.hear("done")
+        pair.send("there", agent.record.to_bytes())
+        pair.receive("done")
         assert len(agent.peers()) >= count
     return _limits()[0]
 
 
 @_plain
-def test_many_come_at_once_near_a_tiny_limit(tmp_path: Path) -> None:
-    # More than one step of raising it late would have had room for.
+def test_many_simultaneous_connections_near_a_small_soft_limit_are_all_accepted(tmp_path: Path) -> None:
+    # More connections than one late doubling of the limit would have had room for.
     assert 64 < run_group(_serve_many, 2, str(tmp_path), 64)[0] <= 4096
 
 
 # -- the hard limit ------------------------------------------------------------------------------------------
 
 
-class _Said(logging.Handler):
+class _Recorder(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
@@ -183,23 +185,23 @@ class _Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def _come(rank: int, _size: int, directory: str) -> list[str]:
+def _connect_beyond_the_limit(rank: int, _size: int, directory: str) -> list[str]:
     pair = _Pair(directory)
     if rank:
-        to = _To(WorkerRecord.from_bytes(pair.hear("there")))
+        to = _RemoteAgent(WorkerRecord.from_bytes(pair.receive("there")))
         inside = _strangers(to, 6)
         for each in inside:
             each.shake_hands()
             each.introduce()
         for each in inside:
             assert _answers(each)
-        pair.say("six")
-        pair.hear("limited")
+        pair.send("six")
+        pair.receive("limited")
         waiting = _strangers(to, 12, "late")
-        pair.hear("full")
-        for each in inside:  # those who were there before work as ever
+        pair.receive("full")
+        for each in inside:  # existing connections still work
             assert _answers(each)
-        for number, each in enumerate(waiting):  # each that has gone makes place for another one
+        for number, each in enumerate(waiting):  # each closed connection makes room for another one
             each.shake_hands()
             each.introduce()
             assert _answers(each), number
@@ -207,38 +209,38 @@ def _come(rank: int, _size: int, directory: str) -> list[str]:
         assert all(map(_answers, inside))
         for each in inside:
             each.close()
-        pair.say("done")
+        pair.send("done")
         return []
-    said = _Said()
+    said = _Recorder()
     logging.getLogger("actorrpc.links").addHandler(said)
     with agents(1, handshake_timeout=60.0) as (agent,), pytest.MonkeyPatch.context() as patch:
         patch.setattr(acceptor, "_PATIENCE_S", float("inf"))
-        pair.say("there", agent.record.to_bytes())
-        pair.hear("six")
+        pair.send("there", agent.record.to_bytes())
+        pair.receive("six")
         limit = _open() + SPARE + 8
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-        agent.connector.admission._scarce = True  # it was raised before, and is lower now: only tests do that
-        pair.say("limited")
+        agent.connector.admission._scarce = True  # set by hand, because only a test lowers the limit
+        pair.send("limited")
         pause = threading.Event()
         while not said.lines:
             pause.wait(0.01)
-        pair.say("full")
-        pair.hear("done")
+        pair.send("full")
+        pair.receive("done")
         assert _open() <= limit
     return said.lines
 
 
 @_plain
-def test_at_the_hard_limit_others_wait_and_those_who_are_in_stay(tmp_path: Path) -> None:
-    lines = run_group(_come, 2, str(tmp_path))[0]
+def test_at_the_hard_limit_new_connections_wait_and_existing_ones_keep_working(tmp_path: Path) -> None:
+    lines = run_group(_connect_beyond_the_limit, 2, str(tmp_path))[0]
     assert "accepts no more connections until some have ended" in lines[0]
     assert "RLIMIT_NOFILE" in lines[0]
     assert "ulimit -Hn" in lines[0]
-    assert len(lines) <= 5  # not with each try
+    assert len(lines) <= 5  # not one line for each attempt
 
 
 def _hog() -> list[int]:
-    """Take all descriptors that there are."""
+    """Open files until no descriptor is left."""
     found = []
     with contextlib.suppress(OSError):
         while True:
@@ -250,49 +252,51 @@ def _call_one_that_is_full(rank: int, _size: int, directory: str) -> int:
     pair = _Pair(directory)
     with agents(1) as (agent,):
         if not rank:
-            logging.getLogger("actorrpc.links").addHandler(_Said())
-            pair.say("there", agent.record.to_bytes())
+            logging.getLogger("actorrpc.links").addHandler(_Recorder())
+            pair.send("there", agent.record.to_bytes())
             limit = _open() + SPARE + 8
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
             taken = _hog()
             os.close(taken.pop())
-            pair.say("full")
+            pair.send("full")
             taken += _hog()
             pair.wait("refused")
             for fd in taken:
                 os.close(fd)
-            pair.say("free")
-            pair.hear("done")
+            pair.send("free")
+            pair.receive("done")
             return _open()
-        to = agent.peer_table.adopt(WorkerRecord.from_bytes(pair.hear("there")))
-        pair.hear("full")
+        to = agent.peer_table.adopt(WorkerRecord.from_bytes(pair.receive("there")))
+        pair.receive("full")
         for _ in range(2):
             with pytest.raises(
                 LimitError, match=r"call here: worker 'a0' refused.*ulimit -n.*nothing was sent"
             ):
                 agent.call(to, os.getpid, (), {}, 40.0, label="here")
         assert to.state == "alive"
-        pair.say("refused")
-        pair.hear("free")
+        pair.send("refused")
+        pair.receive("free")
         assert agent.ask(to, os.getpid, (), {}, 40.0) == to.record.pid
-        pair.say("done")
+        pair.send("done")
         return 0
 
 
 @_plain
 @pytest.mark.limit(30)
-def test_who_calls_a_worker_without_descriptors_hears_it_and_can_call_again(tmp_path: Path) -> None:
+def test_calling_a_worker_without_descriptors_raises_limit_error_and_works_again_later(
+    tmp_path: Path,
+) -> None:
     run_group(_call_one_that_is_full, 2, str(tmp_path))
 
 
 @pytest.mark.limit(15)
-def test_a_guest_for_whose_connection_there_is_no_descriptor_hears_it(
+def test_a_refusal_for_lack_of_descriptors_on_the_host_names_fs_file_max(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     eventfd = os.eventfd
 
     def none(*given: Any, **__: Any) -> Any:
-        if threading.current_thread() is threading.main_thread():  # who dials has enough
+        if threading.current_thread() is threading.main_thread():  # the dialling side has enough descriptors
             return eventfd(*given)
         raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
 
@@ -306,7 +310,7 @@ def test_a_guest_for_whose_connection_there_is_no_descriptor_hears_it(
         assert first.ask(first.peer("a1"), os.getpid, (), {}, 10.0) == os.getpid()
 
 
-def test_who_cannot_dial_says_which_limit_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_cannot_open_a_socket_names_rlimit_nofile(monkeypatch: pytest.MonkeyPatch) -> None:
     eventfd, make = os.eventfd, socket.socket.__init__
 
     def no_socket(*given: Any, **named: Any) -> None:
@@ -315,7 +319,9 @@ def test_who_cannot_dial_says_which_limit_it_is(monkeypatch: pytest.MonkeyPatch)
         make(*given, **named)
 
     def none(*given: Any, **__: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():  # whoever accepts has enough
+        if (
+            threading.current_thread() is not threading.main_thread()
+        ):  # the accepting side has enough descriptors
             return eventfd(*given)
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 

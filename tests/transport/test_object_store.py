@@ -1,4 +1,4 @@
-"""Objects in shared memory: written once, each reader's own, gone with the last of them, and within a limit."""
+"""Objects in shared memory: each reader has a private view of one copy, freed with its last reader, within a limit."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def room(store: ObjectStore, nbytes: int, **how: Any) -> Allocation:
 
 
 def fill(store: ObjectStore, nbytes: int, label: str = "a thing") -> StoredRange:
-    """Have an object of which every page takes memory."""
+    """Write an object, so that each of its pages takes memory."""
     return put(store, bytes([len(label)]) * nbytes, label)
 
 
 # -- values ---------------------------------------------------------------------------------------------------
 
 
-def test_any_number_of_readers_share_one_copy(host: Host) -> None:
+def test_any_number_of_readers_share_one_copy_in_memory(host: Host) -> None:
     stored = fill(host.store(), 9 * MIB)
     views = [hand_over(stored, host.store()).map() for _ in range(8)]
     assert sum(view[-1] for view in views) == 8 * len("a thing")
@@ -73,7 +73,7 @@ def test_any_number_of_readers_share_one_copy(host: Host) -> None:
 def test_small_objects_share_descriptors_and_mappings(host: Host) -> None:
     store, reader = host.store(1 << 40), host.store(1 << 40)
     fds, maps = descriptors(), mappings()
-    stored = [room(store, _SMALL).stored for _ in range(1000)]  # nobody writes to them: they take no memory
+    stored = [room(store, _SMALL).stored for _ in range(1000)]  # never written, so they take no memory
     there = [hand_over(each, reader) for each in stored]
     views = [each.map() for each in there]
     assert descriptors() - fds <= 20
@@ -83,8 +83,8 @@ def test_small_objects_share_descriptors_and_mappings(host: Host) -> None:
     )
 
 
-def test_threads_that_write_read_and_drop_are_not_in_each_others_way(host: Host) -> None:
-    # Each of the eight objects that are read at a time may hold a segment of 64 MiB.
+def test_threads_that_write_read_and_drop_objects_always_read_their_own_content(host: Host) -> None:
+    # Each of the eight objects in use at a time may hold a segment of 64 MiB.
     store, reader = host.store(1024 * MIB), host.store(1024 * MIB)
     wrong: list[object] = []
 
@@ -96,13 +96,13 @@ def test_threads_that_write_read_and_drop_are_not_in_each_others_way(host: Host)
             if view != content:
                 wrong.append((number, turn))
             view[:1] = b"\0"
-            reader.trim()  # as its process does, soon after something was let go of there
+            reader.trim()  # as the scheduler of its process does soon after a release
 
     in_threads(work, [(number,) for number in range(4)])
     assert not wrong
 
 
-# -- as long as anybody reads, and no longer -----------------------------------------------------------------
+# -- lifetime of the memory ----------------------------------------------------------------------------------
 
 _READERS: dict[str, Callable[[StoredRange, ObjectStore], Any]] = {
     "a reference": lambda stored, there: stored,
@@ -126,7 +126,9 @@ def _cycle(view: memoryview) -> list[Any]:
 
 @pytest.mark.parametrize("kind", _READERS)
 @pytest.mark.parametrize("nbytes", [_SMALL, OWN_SEGMENT])
-def test_nothing_is_filled_again_under_a_reader(host: Host, kind: str, nbytes: int) -> None:
+def test_memory_is_not_reused_while_a_reader_holds_it_and_is_freed_afterwards(
+    host: Host, kind: str, nbytes: int
+) -> None:
     store, there = host.store(), host.store()
     stored = put(store, b"\5" * nbytes)
     memory = inode(stored)
@@ -145,7 +147,7 @@ def test_nothing_is_filled_again_under_a_reader(host: Host, kind: str, nbytes: i
 
 
 def _content(reader: Any) -> set[int]:
-    """All bytes that a reader finds."""
+    """Return the set of the bytes that a reader reads."""
     if isinstance(reader, StoredRange):
         reader = reader.map()
     if isinstance(reader, list):
@@ -156,7 +158,7 @@ def _content(reader: Any) -> set[int]:
     return {content[0]} if content.count(content[:1]) == len(content) else set(content)
 
 
-def test_what_is_on_its_way_is_read(host: Host) -> None:
+def test_an_object_in_flight_to_another_process_is_not_reused(host: Host) -> None:
     store, reader = host.store(), host.store()
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with here, there:
@@ -172,7 +174,7 @@ def test_what_is_on_its_way_is_read(host: Host) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [_SMALL, OWN_SEGMENT, 20 * MIB])
-def test_memory_that_nobody_reads_is_filled_again(host: Host, nbytes: int) -> None:
+def test_released_memory_is_reused(host: Host, nbytes: int) -> None:
     store, reader = host.store(), host.store()
     used = set()
     for turn in range(200 if nbytes == _SMALL else 5):
@@ -183,11 +185,11 @@ def test_memory_that_nobody_reads_is_filled_again(host: Host, nbytes: int) -> No
     assert len(used) == 1
 
 
-# -- nobody can change, or take away, what others read ----------------------------------------------------------
+# -- protection of readers ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("nbytes", [_SMALL, OWN_SEGMENT])
-def test_sealed_means_sealed(host: Host, nbytes: int) -> None:
+def test_a_stored_object_cannot_be_written_truncated_or_extended(host: Host, nbytes: int) -> None:
     stored = fill(host.store(), nbytes)
     size = stored.segment.size
     again = os.open(f"/proc/self/fd/{stored.fileno()}", os.O_RDWR | os.O_CLOEXEC)
@@ -210,7 +212,7 @@ def test_sealed_means_sealed(host: Host, nbytes: int) -> None:
 
 
 def _punch(fd: int, size: int) -> None:
-    """Make a hole in a file: what was there reads as zeros."""
+    """Punch a hole into a file: its bytes become zeros."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.fallocate(fd, 3, ctypes.c_long(0), ctypes.c_long(size)) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -248,7 +250,7 @@ def _named(directory: Path, flags: int, unlinked: bool) -> int:
     ],
     ids=["unsealed", "grows", "shrinks", "shorter", "named", "written", "folder", "eventfd", "device"],
 )
-def test_memory_that_could_change_is_not_taken(
+def test_adopting_a_descriptor_whose_memory_could_change_is_refused(
     host: Host, tmp_path: Path, make: Callable[[Path], int]
 ) -> None:
     store = host.store()
@@ -259,7 +261,7 @@ def test_memory_that_could_change_is_not_taken(
         os.fstat(fd)
 
 
-def test_places_that_are_none_are_refused(host: Host) -> None:
+def test_ranges_outside_of_a_segment_are_refused(host: Host) -> None:
     stored, reader = fill(host.store(), OWN_SEGMENT), host.store()
     segment = hand_over(stored, reader).segment
     for offset, nbytes in ((-4096, 4096), (0, -1), (1, 10), (segment.size, 1), (0, segment.size + 1)):
@@ -272,7 +274,7 @@ def test_places_that_are_none_are_refused(host: Host) -> None:
 # -- the limit ----------------------------------------------------------------------------------------------------
 
 
-def test_full_says_who_holds_what(host: Host) -> None:
+def test_the_store_full_error_lists_the_objects_and_their_holders(host: Host) -> None:
     store, other = host.store(64 * MIB), host.store(64 * MIB)
     kept = fill(store, 20 * MIB, "an image")
     there = hand_over(kept, other)
@@ -296,8 +298,8 @@ def test_full_says_who_holds_what(host: Host) -> None:
     assert _content(more) == {len("weights")}
 
 
-def test_memory_that_is_kept_is_not_given_back_while_it_is_filled(host: Host) -> None:
-    """Of one size class, and the new object is larger than what was ever written there: there is no room for both."""
+def test_a_kept_segment_can_be_reused_for_a_larger_object_of_its_size_class(host: Host) -> None:
+    """The limit has no room for both objects."""
     store = host.store(59 * MIB)
     fill(store, 50 * MIB)
     found = room(store, 56 * MIB)
@@ -306,7 +308,7 @@ def test_memory_that_is_kept_is_not_given_back_while_it_is_filled(host: Host) ->
     assert _content(found.stored) == {7}
 
 
-def test_who_finds_no_room_waits_for_it(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocate_waits_until_room_is_freed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     store, other = host.store(64 * MIB), host.store(64 * MIB)
     kept = [fill(other, 40 * MIB)]
     slept = []
@@ -322,12 +324,12 @@ def test_who_finds_no_room_waits_for_it(host: Host, monkeypatch: pytest.MonkeyPa
     assert 3 <= len(slept) <= 10
 
 
-def test_who_waits_for_room_keeps_no_free_memory_from_others(
+def test_a_process_waiting_for_room_gives_up_its_own_free_memory(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, other = host.store(64 * MIB), host.store(64 * MIB)
     kept = fill(other, 28 * MIB)
-    fill(store, 33 * MIB)  # of the same size class as what is waited for
+    fill(store, 33 * MIB)  # of the same size class as the object that is waited for
     now = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -342,7 +344,9 @@ def test_who_waits_for_room_keeps_no_free_memory_from_others(
     assert _content(kept) == _content(more) == {len("a thing")}
 
 
-def test_a_wait_for_room_is_over_at_its_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_room_times_out_with_the_store_full_error(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = host.store(64 * MIB)
     kept = fill(store, 40 * MIB)
     now = [0.0]
@@ -354,14 +358,16 @@ def test_a_wait_for_room_is_over_at_its_end(host: Host, monkeypatch: pytest.Monk
     assert _content(kept) == {len("a thing")}
 
 
-def test_what_can_never_have_room_is_not_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_object_larger_than_the_limit_fails_without_waiting(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = host.store(16 * MIB)
     monkeypatch.setattr(_time, "sleep", lambda _: pytest.fail("waited"))
     with pytest.raises(ObjectStoreFullError):
         store.allocate(17 * MIB, label="a thing", until=_time.now() + 60)
 
 
-def test_a_wait_for_room_can_be_interrupted(host: Host) -> None:
+def test_a_wait_for_room_can_be_interrupted_by_ctrl_c(host: Host) -> None:
     store = host.store(16 * MIB)
     kept = fill(store, OWN_SEGMENT)
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -375,7 +381,7 @@ def test_a_wait_for_room_can_be_interrupted(host: Host) -> None:
     fill(store, 12 * MIB)
 
 
-# -- on a disk ----------------------------------------------------------------------------------------------------
+# -- spilling to disk ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["disk", "tmpfs"])
@@ -386,12 +392,14 @@ def spill_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         folder = Path("/dev/shm", f"actorrpc-test-{os.getpid()}")
     folder.mkdir()
     yield folder
-    assert not list(folder.iterdir())  # what is there has no name
+    assert not list(folder.iterdir())  # spilled files have no name
     folder.rmdir()
 
 
 @pytest.mark.parametrize("nbytes", [_SMALL, 3 * MIB, 12 * MIB])
-def test_what_finds_no_room_is_spilled(host: Host, spill_dir: Path, nbytes: int) -> None:
+def test_an_object_without_room_in_memory_is_spilled_to_disk(
+    host: Host, spill_dir: Path, nbytes: int
+) -> None:
     store, reader = host.store(20 * MIB, spill_dir), host.store(20 * MIB, spill_dir)
     kept = fill(store, 20 * MIB)
     fds = descriptors()
@@ -413,7 +421,9 @@ def test_what_finds_no_room_is_spilled(host: Host, spill_dir: Path, nbytes: int)
     assert descriptors() == fds
 
 
-def test_a_full_disk_is_said(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_the_store_full_error_naming_the_directory(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -428,10 +438,10 @@ def test_a_full_disk_is_said(host: Host, tmp_path: Path, monkeypatch: pytest.Mon
     assert _content(kept) == {len("a thing")}
 
 
-# -- what the system does not give --------------------------------------------------------------------------------
+# -- missing resources --------------------------------------------------------------------------------------------
 
 
-def test_without_descriptors_an_object_stays_where_it_is(host: Host) -> None:
+def test_allocating_near_the_descriptor_limit_leaks_no_descriptor_and_keeps_objects(host: Host) -> None:
     store = host.store()
     kept = fill(store, OWN_SEGMENT)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -461,10 +471,10 @@ def test_without_descriptors_an_object_stays_where_it_is(host: Host) -> None:
 
 
 @pytest.mark.parametrize("answer", [9999, 0], ids=["refused", "never free"])
-def test_without_leases_memory_is_given_back_when_it_is_written(
+def test_without_file_leases_released_memory_is_freed_instead_of_reused(
     host: Host, monkeypatch: pytest.MonkeyPatch, answer: int
 ) -> None:
-    """Nothing is filled again, as nobody can say whether it is read."""
+    """Without leases, the store cannot know whether a released segment still has readers."""
     real = fcntl.fcntl
 
     def refusing(fd: int, command: int, *rest: Any) -> Any:
@@ -486,7 +496,7 @@ def test_without_leases_memory_is_given_back_when_it_is_written(
     assert not segments()
 
 
-def test_without_address_space_a_value_is_refused_with_a_limit(
+def test_an_object_that_cannot_be_mapped_raises_limit_error(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = [fill(host.store(), nbytes) for nbytes in (_SMALL, OWN_SEGMENT)]
@@ -506,7 +516,7 @@ def test_without_address_space_a_value_is_refused_with_a_limit(
 # -- several processes ---------------------------------------------------------------------------------------------
 
 
-def test_a_fork_reads_what_it_has_and_owns_nothing(host: Host) -> None:
+def test_a_forked_child_can_read_its_objects_but_owns_none(host: Host) -> None:
     store = host.store()
     stored = [put(store, b"\5" * nbytes) for nbytes in (_SMALL, OWN_SEGMENT)]
     memory = {inode(each) for each in stored}
@@ -516,7 +526,7 @@ def test_a_fork_reads_what_it_has_and_owns_nothing(host: Host) -> None:
     def child() -> None:
         os.close(end)
         store.abandon()
-        os.read(go, 1)  # until the parent is done
+        os.read(go, 1)  # returns when the parent has finished
         for view in views:
             assert set(bytes(view)) == {5}
             view[:] = b"\6" * len(view)
@@ -548,7 +558,7 @@ def test_a_fork_reads_what_it_has_and_owns_nothing(host: Host) -> None:
     assert store.stats().host_bytes == 0
 
 
-def test_values_outlive_the_process_that_wrote_them(host: Host) -> None:
+def test_objects_outlive_the_process_that_wrote_them(host: Host) -> None:
     reader = host.store()
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -558,7 +568,7 @@ def test_values_outlive_the_process_that_wrote_them(host: Host) -> None:
         kept = [put(store, bytes([number]) * nbytes) for number, nbytes in enumerate((_SMALL, OWN_SEGMENT))]
         for each in kept:
             send(there, each)
-        assert there.recv(1) == b"x"  # it is held here until then
+        assert there.recv(1) == b"x"  # this process holds the objects until then
         os.kill(os.getpid(), signal.SIGKILL)
 
     with here:
@@ -573,7 +583,7 @@ def test_values_outlive_the_process_that_wrote_them(host: Host) -> None:
         assert _content(each) == {number}
     assert set(bytes(early)) == {0}
     assert 0 < reader.stats().host_bytes < 2 * OWN_SEGMENT
-    assert len(_accounts(host)) == 1  # the other one was removed
+    assert len(_accounts(host)) == 1  # the file of the killed process was removed
     del stored, early, each
     host.pass_time(2)
     assert not segments()
@@ -584,7 +594,7 @@ def _accounts(host: Host) -> list[str]:
     return [path.name for path in host.directory.iterdir() if path.name.endswith(SUFFIX)]
 
 
-def test_what_a_killed_reader_held_is_free(host: Host) -> None:
+def test_memory_held_by_a_killed_reader_is_reused(host: Host) -> None:
     store = host.store(20 * MIB)
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -613,10 +623,10 @@ def test_what_a_killed_reader_held_is_free(host: Host) -> None:
         assert exit_code(pid) == -signal.SIGKILL
     assert inode(fill(store, 12 * MIB)) == memory
     assert store.stats().held_bytes <= store.stats().host_bytes == memory_of(fill(store, 12 * MIB))
-    assert len(_accounts(host)) == 1  # that of the one that was killed was removed
+    assert len(_accounts(host)) == 1  # the file of the killed reader was removed
 
 
-def test_accounts_of_a_process_that_never_ends_its_start_do_no_harm(host: Host) -> None:
+def test_empty_or_foreign_accounts_files_are_ignored(host: Host) -> None:
     (host.directory / f"1-1-1-00000000{SUFFIX}").touch()
     (host.directory / f"1-1-1-00000001{SUFFIX}").mkdir()
     (host.directory / "1-1-1-00000000.11111111.objects").write_bytes(b"another group's")
@@ -629,10 +639,10 @@ def test_accounts_of_a_process_that_never_ends_its_start_do_no_harm(host: Host) 
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def test_accounts_are_kept_also_where_a_reader_is_there_at_their_start(
+def test_an_accounts_file_read_before_it_is_locked_is_not_lost(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process looks at the file between its making and its lock."""
+    """Another process reads the accounts file after its creation and before its owner has locked it."""
     store, other = host.store(), host.store()
     real = fcntl.flock
     looks = []
@@ -649,7 +659,7 @@ def test_accounts_are_kept_also_where_a_reader_is_there_at_their_start(
     assert _content(stored) == {len("a thing")}
 
 
-def test_without_a_place_for_accounts_a_process_counts_for_itself(tmp_path: Path) -> None:
+def test_without_an_accounts_directory_a_process_counts_only_its_own_memory(tmp_path: Path) -> None:
     host = Host(tmp_path / "missing")
     store = host.store(20 * MIB)
     kept = fill(store, 12 * MIB)

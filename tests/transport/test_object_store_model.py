@@ -1,4 +1,4 @@
-"""Objects in shared memory against a model: random steps of three processes of a host, one of which ends now and then."""
+"""The object store against a model: random steps of three processes of a host, which end and are replaced at random."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _LIMIT = 48 * MIB
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _looks_each_time() -> Iterator[None]:
-    """What is small may be written without a look at what others have written in the last 0.1 s, which never end here."""
+def _read_accounts_each_time() -> Iterator[None]:
+    """Read the accounts of other processes at each step; normally they are read at most every 0.1 s."""
     before, object_store._LOOK_S = object_store._LOOK_S, 0.0  # type: ignore[misc]
     yield
     object_store._LOOK_S = before  # type: ignore[misc]
@@ -40,7 +40,7 @@ _SIZES = st.sampled_from([1, 256 << 10, MIB + 7, 7 * MIB, 8 * MIB, 9 * MIB, 12 *
 
 
 class Objects(RuleBasedStateMachine):
-    """Values stay what they are, nothing takes more memory than may be, and in the end there is nothing left."""
+    """Objects keep their content, memory stays within the limit, and no memory is left at the end."""
 
     @initialize()
     def begin(self) -> None:
@@ -48,16 +48,14 @@ class Objects(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.host = Host(Path(self.folder.name))
         self.stores = [self.host.store(_LIMIT) for _ in range(3)]
-        self.ranges: list[
-            tuple[StoredRange, int, int]
-        ] = []  # what holds it, in which store, filled with what
+        self.ranges: list[tuple[StoredRange, int, int]] = []  # the range, its store, the byte that fills it
         self.rooms: list[tuple[Allocation, int, int]] = []
         self.views: list[tuple[memoryview, dict[int, int], int]] = []
         self.made = 0
 
     @rule(nbytes=_SIZES, store=_ANY)
     def allocate(self, nbytes: int, store: int) -> None:
-        """Have room for a new object, or none."""
+        """Allocate an object, if there is room."""
         store %= len(self.stores)
         try:
             room = self.stores[store].allocate(nbytes, label="a thing", site="here.py:1")
@@ -65,7 +63,7 @@ class Objects(RuleBasedStateMachine):
             return
         assert room is not None
         self.made = self.made % 250 + 1
-        # What has never been filled takes no memory yet; but it counts.
+        # Pages that were never written take no memory, but count.
         for place in _places(nbytes):
             write(room.address + place, bytes([self.made]))
         self.rooms.append((room, store, self.made))
@@ -73,7 +71,7 @@ class Objects(RuleBasedStateMachine):
     @precondition(lambda self: self.rooms)
     @rule(which=_ANY)
     def finish(self, which: int) -> None:
-        """Fill a room."""
+        """Fill an allocation."""
         room, store, content = self.rooms.pop(which % len(self.rooms))
         for place in _places(room.stored.nbytes):
             write(room.address + place, bytes([content]))
@@ -82,13 +80,13 @@ class Objects(RuleBasedStateMachine):
     @precondition(lambda self: self.rooms)
     @rule(which=_ANY)
     def give_up(self, which: int) -> None:
-        """Drop a room."""
+        """Drop an allocation."""
         del self.rooms[which % len(self.rooms)]
 
     @precondition(lambda self: self.ranges)
     @rule(which=_ANY, store=_ANY)
     def hand_over(self, which: int, store: int) -> None:
-        """Hand an object to any of the processes, its own included."""
+        """Send an object to any of the processes, including its own."""
         stored, _, content = self.ranges[which % len(self.ranges)]
         store %= len(self.stores)
         self.ranges.append((hand_over(stored, self.stores[store]), store, content))
@@ -128,7 +126,7 @@ class Objects(RuleBasedStateMachine):
 
     @rule(store=_ANY)
     def end(self, store: int) -> None:
-        """Have a process end: what it has referred to is gone, values of it stay with those who have them."""
+        """End a process: its references are dropped, views of its objects stay valid."""
         store %= len(self.stores)
         self.ranges = [each for each in self.ranges if each[1] != store]
         self.rooms = [each for each in self.rooms if each[1] != store]
@@ -138,14 +136,14 @@ class Objects(RuleBasedStateMachine):
 
     @invariant()
     def values_are_what_they_were(self) -> None:
-        """Each value is what was put, with the changes that were made to it and no others."""
+        """Each view has the content of its object, apart from its own changes."""
         for view, changes, content in getattr(self, "views", []):
             for place in _places(len(view)):
                 assert view[place] == changes.get(place, content)
 
     @invariant()
     def no_more_memory_is_taken_than_may_be(self) -> None:
-        """All segments of these processes, those that are kept to be used again included."""
+        """All segments of the processes together, including free segments, stay within the limit."""
         if hasattr(self, "before"):
             assert sum(memory_by_inode(each) for each in segments() - self.before) <= _LIMIT
             for each in self.stores:
@@ -153,7 +151,7 @@ class Objects(RuleBasedStateMachine):
                 assert stats.held_bytes <= stats.host_bytes <= _LIMIT
 
     def teardown(self) -> None:
-        """Look at all that is held once more, and let go of it."""
+        """Check all ranges, release everything, and check that no memory is left."""
         if not hasattr(self, "before"):
             return
         for stored, _, content in self.ranges:
@@ -175,7 +173,7 @@ class Objects(RuleBasedStateMachine):
 
 
 def _places(nbytes: int) -> list[int]:
-    """Return the places of a value that are looked at: its ends, and each side of some page boundaries."""
+    """Return the offsets that are checked: both ends, the middle, and both sides of some page boundaries."""
     return sorted(
         {0, nbytes - 1, nbytes // 2, *(at for at in (4095, 4096, nbytes // 4096 * 4096) if at < nbytes)}
     )
@@ -188,6 +186,6 @@ TestObjects.settings = settings(max_examples=12, stateful_step_count=30)
 @pytest.mark.slow
 @pytest.mark.limit(600)  # 43 s on an idle machine
 class TestObjectsLonger(Objects.TestCase):  # type: ignore[misc,name-defined]
-    """The same for longer."""
+    """The same with more and longer examples."""
 
     settings = settings(max_examples=400, stateful_step_count=80)

@@ -1,4 +1,4 @@
-"""Resumption: whatever is lost, and wherever a stream is cut, all of it arrives once and in order."""
+"""ReliableStream: all bytes arrive once and in order, although connections break and bytes are lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from actorrpc.transport.stream import Stream
 
 
 class _Wire(Stream):
-    """A wire that takes and gives as many bytes as it is told to."""
+    """A wire with an adjustable number of bytes per write and read."""
 
     def __init__(self) -> None:
         self.room = 1 << 30
@@ -43,7 +43,7 @@ class _Wire(Stream):
 
 
 class _Line:
-    """A stream over wires that break: what was sent and not taken yet is lost then."""
+    """A stream over wires that break. Bytes that were sent but not received are lost."""
 
     def __init__(self) -> None:
         self.wire = _Wire()
@@ -56,7 +56,7 @@ class _Line:
         self.rest.append(memoryview(data))
 
     def push(self, count: int) -> None:
-        """Have the kernel take up to ``count`` bytes."""
+        """Let the kernel accept up to ``count`` bytes."""
         if self.sender.is_full or not self.rest:
             return
         self.wire.room = count
@@ -84,7 +84,7 @@ class _Line:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 30))
-def test_all_arrives_once_and_in_order(seed: int) -> None:
+def test_bytes_arrive_once_and_in_order_over_breaking_wires(seed: int) -> None:
     dice, line = random.Random(seed), _Line()
     sent = bytearray()
     for _ in range(200):
@@ -108,7 +108,7 @@ def test_all_arrives_once_and_in_order(seed: int) -> None:
     assert line.arrived == sent
 
 
-def test_a_writer_that_waits_is_woken() -> None:
+def test_an_acknowledgement_wakes_a_writer_that_waits_for_room() -> None:
     stream = ReliableStream(_Wire(), limit=100)
     stream.send(bytes(100))
     thread = threading.Thread(target=lambda: stream.acknowledged(100))
@@ -119,11 +119,11 @@ def test_a_writer_that_waits_is_woken() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 9, 31, 1 << 63])
-def test_the_other_side_cannot_have_more_or_less(count: int) -> None:
+def test_resuming_at_a_position_that_was_never_sent_or_already_dropped_is_refused(count: int) -> None:
     stream = ReliableStream(_Wire())
     for _ in range(2):
         stream.send(bytes(10))
     stream.acknowledged(10)
-    stream.send(bytes(10))  # what has arrived is not kept any longer
+    stream.send(bytes(10))  # drops the ten acknowledged bytes
     with pytest.raises(ProtocolError, match="bytes"):
         stream.rewind(count)

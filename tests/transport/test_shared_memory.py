@@ -1,4 +1,4 @@
-"""The tensor lane: data is intact while anybody sees it, memory is used again, nothing is left behind."""
+"""The shared-memory lane for tensors: data stays intact while it has readers, memory is reused, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from actorrpc.transport.shared_memory import Borrower, Lender
 from tests.agent.together import in_threads
 
 KIB = 1 << 10
-SEGMENT = 256 * KIB  # the smallest
+SEGMENT = 256 * KIB  # the smallest segment
 
 
 class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
-        self.hook: Callable[[], object] | None = None  # what is done where the clock is looked at
+        self.hook: Callable[[], object] | None = None  # called whenever the clock is read
 
     def __call__(self) -> float:
         if self.hook is not None:
@@ -52,7 +52,7 @@ def span(data: bytes | bytearray) -> MemoryRange:
 
 @dataclass
 class Lane:
-    """Both ends in one process, and what the connection between them does."""
+    """Both ends of a lane in one process, and the messages that their connection would carry."""
 
     lender: Lender
     borrower: Borrower
@@ -86,7 +86,7 @@ class Lane:
         return self.borrower.views(segment, loan, sizes)
 
     def settle(self) -> None:
-        """Exchange what the connection would."""
+        """Exchange the messages about freed and retired segments."""
         self.lender.reclaim(self.borrower.drain_freed())
         self.lender.trim()
         self.borrower.retire(self.lender.drain_retired())
@@ -105,7 +105,7 @@ def lane() -> Iterator[Lane]:
 
 @contextlib.contextmanager
 def full() -> Iterator[None]:
-    """Have this process get no further descriptor."""
+    """Keep this process from opening further descriptors."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
     try:
@@ -122,7 +122,7 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof((ctypes.c_char * 0).from_buffer(view))
 
 
-# -- the ordinary way ---------------------------------------------------------------------------------
+# -- sending and reusing ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
@@ -136,7 +136,7 @@ def test_buffers_arrive_whole_aligned_and_writable(kind: int) -> None:
     lane.close()
 
 
-def test_the_copy_is_made_when_place_returns(lane: Lane) -> None:
+def test_place_copies_the_data_before_it_returns(lane: Lane) -> None:
     source = bytearray(b"old" * 100_000)
     placement = lane.lender.place([TensorSpan.of(source)])
     assert placement is not None
@@ -144,7 +144,7 @@ def test_the_copy_is_made_when_place_returns(lane: Lane) -> None:
     assert bytes(lane.receive(placement, len(source))[0]) == b"old" * 100_000
 
 
-def test_the_threshold_counts_all_buffers_together() -> None:
+def test_the_threshold_applies_to_the_sum_of_all_buffers() -> None:
     lane = Lane.open(threshold=1000)
     assert lane.lender.place([span(b"a" * 999)]) is None
     assert lane.lender.place([]) is None
@@ -152,7 +152,7 @@ def test_the_threshold_counts_all_buffers_together() -> None:
     lane.close()
 
 
-def test_a_segment_is_used_again_when_all_views_are_dead(lane: Lane) -> None:
+def test_a_segment_is_reused_after_all_its_views_were_freed(lane: Lane) -> None:
     first, second = lane.send(b"a" * 100_000, b"b" * 100_000)
     address = address_of(first)
     tensor = torch.frombuffer(first, dtype=torch.uint8)[5:6]
@@ -176,7 +176,7 @@ def test_a_segment_is_used_again_when_all_views_are_dead(lane: Lane) -> None:
     assert mappings() == 2
 
 
-def test_the_last_reader_may_be_an_autograd_graph_or_another_thread(lane: Lane) -> None:
+def test_a_segment_is_freed_when_an_autograd_graph_in_another_thread_drops_it(lane: Lane) -> None:
     loss = torch.frombuffer(lane.send(bytes(4000))[0], dtype=torch.float32).requires_grad_().exp().sum()
     assert not lane.borrower.freed
     loss.backward()
@@ -189,7 +189,7 @@ def test_the_last_reader_may_be_an_autograd_graph_or_another_thread(lane: Lane) 
     assert len(lane.borrower.drain_freed()) == 1
 
 
-def test_a_hand_back_that_comes_twice_frees_nothing_that_was_lent_again(lane: Lane) -> None:
+def test_a_duplicate_return_does_not_free_a_segment_that_was_lent_again(lane: Lane) -> None:
     views = lane.send(b"a" * 1000)
     views.clear()
     freed = lane.borrower.drain_freed()
@@ -203,7 +203,7 @@ def test_a_hand_back_that_comes_twice_frees_nothing_that_was_lent_again(lane: La
     assert lane.lender.stats().lent_bytes == 2 * SEGMENT
 
 
-def test_no_descriptor_is_kept_for_a_segment(lane: Lane) -> None:
+def test_segments_keep_no_descriptor_open(lane: Lane) -> None:
     before = len(os.listdir("/proc/self/fd"))
     views = [lane.send(b"a" * SEGMENT) for _ in range(20)]
     assert len(os.listdir("/proc/self/fd")) == before
@@ -214,7 +214,7 @@ def test_no_descriptor_is_kept_for_a_segment(lane: Lane) -> None:
 # -- limits ---------------------------------------------------------------------------------------------
 
 
-def test_no_more_is_lent_than_the_limit() -> None:
+def test_lent_segments_stay_within_the_limit() -> None:
     lane = Lane.open(limit=4 * SEGMENT)
     assert lane.lender.place([span(b"a" * (4 * SEGMENT + 1))]) is None
     views = [lane.send(b"a" * SEGMENT) for _ in range(4)]
@@ -226,14 +226,14 @@ def test_no_more_is_lent_than_the_limit() -> None:
     lane.close()
 
 
-def test_idle_segments_are_retired_oldest_first() -> None:
+def test_idle_shared_memory_segments_are_freed_oldest_first() -> None:
     lane = Lane.open(limit=8 * SEGMENT)
     views = [lane.send(b"a" * SEGMENT) for _ in range(6)]
     del views[:3]
     lane.settle()
     lane.clock.now += 10
     del views[:]
-    lane.settle()  # more than half of the limit is free, and some of it was for more than 3 s
+    lane.settle()  # more than half of the limit is free, and some segments have been free for more than 3 s
     assert lane.lender.stats().segments == 4
     assert mappings() == 2 * 4
     lane.clock.now += 29
@@ -248,7 +248,7 @@ def test_idle_segments_are_retired_oldest_first() -> None:
     lane.close()
 
 
-def test_retiring_a_segment_that_was_never_used_drops_its_descriptor(lane: Lane) -> None:
+def test_retiring_a_segment_that_was_never_read_drops_its_descriptor(lane: Lane) -> None:
     placement = lane.lender.place([span(b"a" * SEGMENT)])
     assert placement is not None
     lane.lender.reclaim([placement])
@@ -262,7 +262,7 @@ def test_retiring_a_segment_that_was_never_used_drops_its_descriptor(lane: Lane)
     lane.borrower.retire([1, 2, 3])
 
 
-def test_a_segment_retired_under_a_live_view_stays_mapped_until_it_dies(lane: Lane) -> None:
+def test_a_retired_segment_stays_mapped_until_its_last_view_is_freed(lane: Lane) -> None:
     tensor = torch.frombuffer(lane.send(b"a" * 1000)[0], dtype=torch.uint8)
     lane.borrower.retire([1])
     assert mappings() == 2
@@ -276,7 +276,7 @@ def test_a_segment_retired_under_a_live_view_stays_mapped_until_it_dies(lane: La
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
-def test_a_full_descriptor_socket_sends_tensors_over_the_other(kind: int) -> None:
+def test_a_full_descriptor_socket_falls_back_to_the_main_socket(kind: int) -> None:
     lane = Lane.open(kind=kind, sndbuf=4608)
     placements = []
     while placement := lane.lender.place([span(b"a" * 1000)]):
@@ -295,7 +295,9 @@ def test_a_full_descriptor_socket_sends_tensors_over_the_other(kind: int) -> Non
     lane.close()
 
 
-def test_no_memory_sends_tensors_over_the_socket(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_shared_memory_falls_back_to_the_main_socket(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for where, name in ((os, "ftruncate"), (shared_memory, "reserve")):
         for error in (OSError(errno.ENOSPC, "No space left on device"), MemoryError()):
             with monkeypatch.context() as patched:
@@ -306,13 +308,15 @@ def test_no_memory_sends_tensors_over_the_socket(lane: Lane, monkeypatch: pytest
     assert lane.send(b"d" * 1000) == [b"d" * 1000]
 
 
-def test_a_closed_descriptor_socket_sends_tensors_over_the_other(lane: Lane) -> None:
+def test_a_closed_descriptor_socket_falls_back_to_the_main_socket(lane: Lane) -> None:
     lane.theirs.close()
     assert lane.lender.place([span(b"a" * 1000)]) is None
     assert lane.lender.stats().segments == 0
 
 
-def test_no_memfd_sends_tensors_over_the_socket(lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memfd_creation_new_tensors_fall_back_to_the_main_socket(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
 
     def refuse(*args: object) -> int:
@@ -324,15 +328,15 @@ def test_no_memfd_sends_tensors_over_the_socket(lane: Lane, monkeypatch: pytest.
         patched.setattr(os, "memfd_create", refuse)
         assert lane.lender.place([span(b"b" * 1000)]) is None
         assert lane.lender.place([span(b"b" * 1000)]) is None
-        assert len(calls) == 1  # it does not try each time
+        assert len(calls) == 1  # it does not retry at once
         kept.clear()
         lane.settle()
-        kept = lane.send(b"c" * 1000)  # what is there serves on
+        kept = lane.send(b"c" * 1000)  # the existing segment is still used
     lane.clock.now += 2
     assert bytes(lane.send(b"d" * 1000)[0]) == b"d" * 1000
 
 
-def test_a_kernel_that_does_not_know_the_noexec_seal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lane_works_on_kernels_without_the_noexec_seal(monkeypatch: pytest.MonkeyPatch) -> None:
     create = os.memfd_create
 
     def older(name: str, flags: int) -> int:
@@ -346,7 +350,7 @@ def test_a_kernel_that_does_not_know_the_noexec_seal(monkeypatch: pytest.MonkeyP
     lane.close()
 
 
-def test_a_finaliser_inside_a_section_falls_back(lane: Lane) -> None:
+def test_a_finaliser_that_sends_while_the_lane_is_locked_falls_back_to_the_main_socket(lane: Lane) -> None:
     results: list[object] = []
 
     def finaliser() -> None:
@@ -362,7 +366,7 @@ def test_a_finaliser_inside_a_section_falls_back(lane: Lane) -> None:
     lane.clock.hook = None
 
 
-# -- a peer that means harm ----------------------------------------------------------------------------------
+# -- malicious peers -----------------------------------------------------------------------------------------
 
 
 def announce(sock: socket.socket, data: bytes, fds: list[int]) -> None:
@@ -412,10 +416,10 @@ HOSTILE: dict[str, tuple[bytes, Callable[[], list[int]]]] = {
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_announcement_is_refused(case: str, kind: int) -> None:
+def test_a_malformed_segment_announcement_is_refused(case: str, kind: int) -> None:
     lane = Lane.open(kind=kind)
     data, make = HOSTILE[case]
-    # "a pipe" leaves its other end with us: close whatever appeared.
+    # The case "a pipe" leaves its other end open: close all new descriptors.
     before = set(os.listdir("/proc/self/fd"))
     fds = make()
     announce(lane.ours, data, fds)
@@ -431,7 +435,9 @@ def test_a_hostile_announcement_is_refused(case: str, kind: int) -> None:
     lane.close()
 
 
-def test_an_announcement_without_a_descriptor_for_it_waits_for_one(lane: Lane) -> None:
+def test_a_segment_received_without_free_descriptors_raises_limit_error_and_can_be_sent_again(
+    lane: Lane,
+) -> None:
     for _ in range(2):
         placement = lane.lender.place([span(b"a" * (3 << 20))])
         assert placement is not None
@@ -446,7 +452,7 @@ def test_an_announcement_without_a_descriptor_for_it_waits_for_one(lane: Lane) -
     assert lane.lender.stats().segments == 1
 
 
-def test_a_segment_that_is_retired_before_it_could_be_taken_is_not_kept(lane: Lane) -> None:
+def test_a_segment_retired_before_it_was_received_is_dropped(lane: Lane) -> None:
     announce(lane.ours, GOOD, [sealed_memfd(SEGMENT)])
     announce(lane.ours, _announced(2, SEGMENT), [sealed_memfd(SEGMENT)])
     with full():
@@ -455,7 +461,7 @@ def test_a_segment_that_is_retired_before_it_could_be_taken_is_not_kept(lane: La
     assert mappings() == 1
 
 
-def test_a_segment_announced_twice_is_refused(lane: Lane) -> None:
+def test_announcing_a_shared_memory_segment_twice_is_refused(lane: Lane) -> None:
     announce(lane.ours, GOOD, [sealed_memfd(SEGMENT)])
     announce(lane.ours, GOOD, [sealed_memfd(SEGMENT)])
     lane.borrower.views(1, 1, (10,))
@@ -477,26 +483,26 @@ def test_the_number_of_segments_a_peer_may_lend_is_limited(monkeypatch: pytest.M
     "sizes",
     [(SEGMENT + 1,), (SEGMENT, 1), (-1,), (10, -10), (1 << 63, 1 << 63), (1,) * 20_000],
 )
-def test_buffers_outside_of_their_segment_are_refused(lane: Lane, sizes: tuple[int, ...]) -> None:
+def test_buffers_that_exceed_their_segment_are_refused(lane: Lane, sizes: tuple[int, ...]) -> None:
     placement = lane.place(b"a" * 1000)
     with pytest.raises(ProtocolError):
         lane.receive(placement, *sizes)
     assert bytes(lane.receive(placement, 1000)[0]) == b"a" * 1000
 
 
-def test_a_segment_that_is_lent_cannot_be_lent_again(lane: Lane) -> None:
+def test_a_segment_cannot_be_lent_twice_before_it_was_returned(lane: Lane) -> None:
     view = lane.send(b"a" * 1000)
     for loan in (1, 2, 0, -5):
         with pytest.raises(ProtocolError):
             lane.borrower.views(1, loan, (10,))
     view.clear()
-    with pytest.raises(ProtocolError):  # dead, but not handed back
+    with pytest.raises(ProtocolError):  # unused, but not returned yet
         lane.borrower.views(1, 2, (10,))
     lane.settle()
     assert bytes(lane.send(b"b" * 1000)[0]) == b"b" * 1000
 
 
-def test_a_segment_that_was_never_announced_is_an_error_after_a_bounded_wait(
+def test_a_segment_that_was_never_announced_is_an_error_after_a_short_wait(
     lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_memory, "_ANNOUNCEMENT_WAIT", 0.01)
@@ -507,7 +513,7 @@ def test_a_segment_that_was_never_announced_is_an_error_after_a_bounded_wait(
         lane.borrower.views(9, 1, (10,))
 
 
-def test_a_late_announcement_is_waited_for(lane: Lane) -> None:
+def test_views_wait_for_a_late_segment_announcement(lane: Lane) -> None:
     found: list[list[memoryview]] = []
     thread = threading.Thread(target=lambda: found.append(lane.borrower.views(1, 1, (4,))))
     thread.start()
@@ -518,7 +524,7 @@ def test_a_late_announcement_is_waited_for(lane: Lane) -> None:
     found.clear()
 
 
-def test_a_hand_back_that_is_guessed_early_frees_nothing_that_is_being_filled(
+def test_a_forged_return_does_not_free_a_segment_that_is_being_filled(
     lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     guesses = [(segment, loan) for segment in range(1, 4) for loan in range(1, 4)]
@@ -536,7 +542,7 @@ def test_a_hand_back_that_is_guessed_early_frees_nothing_that_is_being_filled(
 # -- the end -----------------------------------------------------------------------------------------------
 
 
-def test_views_outlive_the_lane() -> None:
+def test_received_tensors_stay_valid_after_the_lane_is_closed() -> None:
     lane = Lane.open()
     tensor = torch.frombuffer(lane.send(b"a" * 100_000)[0], dtype=torch.uint8)
     lane.close()
@@ -552,7 +558,7 @@ def test_views_outlive_the_lane() -> None:
     assert mappings() == 0
 
 
-def test_a_closed_lane_refuses_quietly() -> None:
+def test_a_closed_lane_ignores_messages_and_lends_nothing() -> None:
     lane = Lane.open()
     kept = lane.send(b"a" * 1000)
     lane.close()
@@ -571,7 +577,7 @@ def test_a_closed_lane_refuses_quietly() -> None:
 
 
 def in_child(work: Callable[[], bool]) -> int:
-    """Fork; in the child run ``work`` and end. Returns the child's process id."""
+    """Fork, and run ``work`` in the child, which then exits. Return the child's process id."""
     pid = os.fork()
     if pid == 0:
         code = 2
@@ -587,7 +593,7 @@ def exit_code(pid: int) -> int:
 
 
 def fork_as_the_agent_does(lane: Lane, work: Callable[[], bool]) -> int:
-    """Fork with the hooks that the agent registers."""
+    """Fork, and call the hooks that the agent registers."""
 
     def child() -> bool:
         lane.lender.abandon()
@@ -601,7 +607,7 @@ def fork_as_the_agent_does(lane: Lane, work: Callable[[], bool]) -> int:
         lane.borrower.after_fork_in_parent()
 
 
-def test_a_forked_child_owns_nothing_and_keeps_its_tensors(lane: Lane) -> None:
+def test_a_forked_child_keeps_its_tensors_but_owns_no_part_of_the_lane(lane: Lane) -> None:
     tensor = torch.frombuffer(lane.send(b"a" * 1000)[0], dtype=torch.uint8)
     dropped = lane.send(b"b" * 1000)
     free = lane.send(b"c" * 1000)
@@ -629,7 +635,7 @@ def test_a_forked_child_owns_nothing_and_keeps_its_tensors(lane: Lane) -> None:
     assert bytes(lane.send(b"d" * 1000)[0]) == b"d" * 1000
 
 
-def test_what_a_child_inherited_is_not_overwritten_while_the_child_lives(lane: Lane) -> None:
+def test_memory_inherited_by_a_child_is_not_reused_while_the_child_lives(lane: Lane) -> None:
     near, far = socket.socketpair()
     held = [torch.frombuffer(lane.send(b"a" * 1000)[0], dtype=torch.uint8)]
 
@@ -669,7 +675,7 @@ EVENTS = ["send", "send", "send", "drop", "drop", "settle", "twice", "unsent", "
         max_size=40,
     )
 )
-def test_any_order_of_events(steps: list[tuple[str, int]]) -> None:
+def test_random_event_sequences_keep_data_intact_and_memory_bounded(steps: list[tuple[str, int]]) -> None:
     limit = 2 << 20
     lane = Lane.open(limit=limit, threshold=1000)
     live: list[tuple[list[memoryview], list[bytes]]] = []
@@ -715,7 +721,7 @@ def test_any_order_of_events(steps: list[tuple[str, int]]) -> None:
     assert mappings() == 0
 
 
-def test_many_threads_place_and_read(lane: Lane) -> None:
+def test_threads_may_place_and_read_at_the_same_time(lane: Lane) -> None:
     errors: list[str] = []
 
     def work(mark: int) -> None:

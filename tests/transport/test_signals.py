@@ -1,4 +1,4 @@
-"""Signal handlers never leave anything in pieces: sections that they must not cut, and a storm of them beside other calls."""
+"""Deferral of signal handlers in uninterruptible sections, and many interrupts during calls of other threads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _raise_signal() -> None:
 
 @pytest.fixture
 def rings() -> Any:
-    """Shield what is marked; the list counts how often the clock was asked to ring."""
+    """Install the deferral of signals; the list has one item for each time that the clock was asked to ring."""
     asked: list[None] = []
 
     def later() -> None:
@@ -42,7 +42,7 @@ def rings() -> Any:
 
 
 class _Value:
-    """Something that a weak collection may have."""
+    """A value that supports weak references."""
 
 
 def _filled(kind: str, value: _Value) -> Any:
@@ -52,8 +52,8 @@ def _filled(kind: str, value: _Value) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["WeakValueDictionary", "WeakKeyDictionary", "WeakSet"])
-def test_in_the_callback_of_a_weak_collection_it_waits(kind: str, rings: list[None]) -> None:
-    """The interpreter would print and drop the exception."""
+def test_keyboard_interrupt_in_a_weakref_callback_is_deferred(kind: str, rings: list[None]) -> None:
+    """The interpreter would print and discard an exception raised there."""
     value = _Value()
     collection = _filled(kind, value)
     came: list[str] = []
@@ -76,21 +76,23 @@ def test_in_the_callback_of_a_weak_collection_it_waits(kind: str, rings: list[No
         signals.checkpoint()
 
 
-def test_without_a_checkpoint_the_clock_rings(rings: list[None]) -> None:
+def test_without_a_checkpoint_the_clock_delivers_a_deferred_interrupt(rings: list[None]) -> None:
     @signals.uninterruptible
     def section() -> None:
         _raise_signal()
-        signals.ring()  # too early
+        signals.ring()  # still inside the section: too early
         assert len(rings) == 2
 
     section()
     with pytest.raises(KeyboardInterrupt):
         signals.ring()
-    signals.ring()  # it has been raised
+    signals.ring()  # the exception has been raised already
     signals.checkpoint()
 
 
-def test_handlers_of_the_program_are_put_off_and_not_seen(rings: list[None]) -> None:
+def test_handlers_of_the_program_are_deferred_once_per_signal_and_getsignal_returns_them(
+    rings: list[None],
+) -> None:
     @signals.uninterruptible
     def section() -> None:
         for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):
@@ -105,14 +107,14 @@ def test_handlers_of_the_program_are_put_off_and_not_seen(rings: list[None]) -> 
             with pytest.raises(Interrupted):
                 signals.checkpoint()
         signals.checkpoint()
-        assert raised == [signal.SIGUSR1]  # like the kernel, which keeps one of each
+        assert raised == [signal.SIGUSR1]  # one pending signal of each kind, as in the kernel
         with pytest.raises(Interrupted):
             signal.raise_signal(signal.SIGUSR1)
         assert signal.signal(signal.SIGUSR1, handler) is handler
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def test_a_handler_that_was_there_before_is_put_off_and_given_back() -> None:
+def test_a_handler_set_before_install_is_deferred_and_restored_by_uninstall() -> None:
     asked: list[None] = []
 
     def later() -> None:
@@ -136,7 +138,7 @@ def test_a_handler_that_was_there_before_is_put_off_and_given_back() -> None:
     assert len(asked) == 1
 
 
-def test_what_was_put_off_comes_before_the_handler_is_replaced(rings: list[None]) -> None:
+def test_a_deferred_signal_is_delivered_before_its_handler_is_replaced(rings: list[None]) -> None:
     @signals.uninterruptible
     def section() -> None:
         signal.raise_signal(signal.SIGUSR1)
@@ -148,8 +150,8 @@ def test_what_was_put_off_comes_before_the_handler_is_replaced(rings: list[None]
         assert len(raised) == 1
 
 
-def test_the_signal_of_the_clock_is_no_signal_of_the_program(rings: list[None]) -> None:
-    heard: list[int] = []
+def test_the_internal_sigurg_of_the_clock_never_reaches_a_handler_of_the_program(rings: list[None]) -> None:
+    received: list[int] = []
 
     @signals.uninterruptible
     def section() -> None:
@@ -157,21 +159,21 @@ def test_the_signal_of_the_clock_is_no_signal_of_the_program(rings: list[None]) 
 
     assert signal.getsignal(signal.SIGURG) is signal.SIG_DFL
     signal.raise_signal(signal.SIGURG)
-    before = signal.signal(signal.SIGURG, lambda number, _: heard.append(number))
+    before = signal.signal(signal.SIGURG, lambda number, _: received.append(number))
     assert before is signal.SIG_DFL
     try:
         with raising():
             section()
             with pytest.raises(Interrupted):
                 signals.ring()
-        assert not heard
+        assert not received
         signal.raise_signal(signal.SIGURG)
-        assert heard == [signal.SIGURG]
+        assert received == [signal.SIGURG]
     finally:
         signal.signal(signal.SIGURG, before)
 
 
-# -- a storm ---------------------------------------------------------------------------------------------
+# -- many interrupts -------------------------------------------------------------------------------------
 
 
 def _echo(value: Any) -> Any:
@@ -183,7 +185,7 @@ def _interrupt(number: int, _: Any) -> None:
 
 
 def _storm(rank: int, world_size: int, storm: int, large: bool, number: int) -> int | None:
-    """The main thread is interrupted again and again; whatever it does, the other thread's calls are right."""
+    """Interrupt the main thread repeatedly during its calls; the results of all calls must be correct."""
     if rank:
         return None
     main = threading.main_thread().ident
@@ -250,7 +252,7 @@ def _storm(rank: int, world_size: int, storm: int, large: bool, number: int) -> 
         each.join()
     assert not wrong, wrong[:3]
     assert not bad, bad[:3]
-    # Nothing is left in the way, and nothing is kept.
+    # Calls still work, and no call is pending.
     assert [rpc.rpc_sync("worker1", _echo, (i,)) for i in range(100)] == list(range(100))
     agent = rpc.api.group().agent  # type: ignore[attr-defined]
     for peer in agent.peers():
@@ -270,7 +272,7 @@ def _storm(rank: int, world_size: int, storm: int, large: bool, number: int) -> 
     ],
     ids=["unix", "tcp-usr1"],
 )
-def test_a_storm_of_interrupts_does_not_harm_other_threads(
+def test_thousands_of_interrupts_of_the_main_thread_do_not_corrupt_calls(
     storm: int, number: int, options: dict[str, Any]
 ) -> None:
     calls = rpc_group(_storm, 2, storm, bool(options), number, timeout=100, options=options)[0]

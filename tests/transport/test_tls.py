@@ -1,4 +1,4 @@
-"""TLS between workers: what is wrong with certificates is said at the start, and with right ones all goes on as without."""
+"""TLS between workers: wrong certificates are reported at the start; with correct ones, calls work as without TLS."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def pair() -> Iterator[tuple[TlsSocket, TlsSocket]]:
         yield ends
 
 
-def test_a_connection_that_was_reset_before_leaves_no_socket() -> None:
+def test_a_connection_reset_before_its_tls_handshake_leaks_no_socket() -> None:
     loaded = Tls.load(Settings(**files().options))
     assert loaded is not None
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -90,7 +90,7 @@ def _readable(sock: TlsSocket, wait_ms: int = 0) -> bool:
     return bool(poller.poll(wait_ms))
 
 
-def test_bytes_that_were_decrypted_and_not_read_are_pending(pair: tuple[TlsSocket, TlsSocket]) -> None:
+def test_decrypted_unread_bytes_count_as_pending(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
     one.sendall(bytes(range(200)) * 50)
     assert _readable(other, 30_000)
@@ -107,7 +107,7 @@ def test_bytes_that_were_decrypted_and_not_read_are_pending(pair: tuple[TlsSocke
         other.recv_into(buffer)
 
 
-def test_every_byte_arrives_in_order_however_it_is_cut(pair: tuple[TlsSocket, TlsSocket]) -> None:
+def test_bytes_arrive_in_order_for_all_sizes_of_writes_and_reads(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
     one.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
     other.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
@@ -156,7 +156,7 @@ def test_every_byte_arrives_in_order_however_it_is_cut(pair: tuple[TlsSocket, Tl
     assert bytes(got) == data
 
 
-def test_what_came_before_damage_counts(pair: tuple[TlsSocket, TlsSocket]) -> None:
+def test_bytes_before_a_damaged_record_are_delivered(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
     one.sendall(b"good" * 5_000)  # two records
     socket.socket.send(one._ssl, b"\x17\x03\x03\x00\x20" + bytes(32))
@@ -170,16 +170,16 @@ def test_what_came_before_damage_counts(pair: tuple[TlsSocket, TlsSocket]) -> No
         other.recv(100_000)
 
 
-def _take_leave(sock: Any) -> None:
-    """Say TLS's own farewell."""
-    with pytest.raises(ssl.SSLError):  # the answer is not there yet
+def _send_close_notify(sock: Any) -> None:
+    """Send TLS's close_notify."""
+    with pytest.raises(ssl.SSLError):  # the peer has not answered yet
         sock._sslobj.shutdown()
 
 
-def test_what_comes_behind_the_farewell_of_tls_is_not_waited_for(pair: tuple[TlsSocket, TlsSocket]) -> None:
+def test_bytes_after_close_notify_are_ignored(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
     one.sendall(b"last")
-    _take_leave(one.sock)
+    _send_close_notify(one.sock)
     socket.socket.send(one._ssl, b"more of something" * 100)
     assert _readable(other, 30_000)
     buffer = memoryview(bytearray(100))
@@ -187,11 +187,11 @@ def test_what_comes_behind_the_farewell_of_tls_is_not_waited_for(pair: tuple[Tls
     for _ in range(3):
         assert _readable(other, 30_000)
         assert other.recv_into(buffer) == 0
-    other.sendall(b"still")  # only one direction has ended
+    other.sendall(b"still")  # close_notify ends one direction only
 
 
-def test_what_was_closed_says_so_as_a_socket_does(pair: tuple[TlsSocket, TlsSocket]) -> None:
-    """Also to a thread that comes just after, as with guests whose time is over."""
+def test_operations_on_a_closed_tls_socket_raise_os_error(pair: tuple[TlsSocket, TlsSocket]) -> None:
+    """A thread may use the socket just after another thread closed it, as when a guest's time has run out."""
     for sock in pair:
         sock.close()
         sock.close()
@@ -207,8 +207,8 @@ def test_what_was_closed_says_so_as_a_socket_does(pair: tuple[TlsSocket, TlsSock
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
-def test_a_cut_in_the_handshake_is_no_word_about_certificates(part: float) -> None:
-    """The line has failed, not the other side: whoever dials tries again."""
+def test_a_connection_cut_during_the_handshake_is_not_reported_as_a_certificate_error(part: float) -> None:
+    """The dialling side retries after a ConnectionResetError."""
     loaded = Tls.load(Settings(**files().options))
     assert loaded is not None
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -245,7 +245,7 @@ def _write_into_nothing(rank: int, world_size: int, options: dict[str, Any]) -> 
         except BlockingIOError:
             return "the kernel took it all"
         except ConnectionError:
-            # The first has found the connection reset; this one writes to it nevertheless.
+            # Write once more to the connection that is known to be reset.
             with pytest.raises(ConnectionError):
                 one.sendmsg((memoryview(bytes(100)),))
             assert not signal.sigpending()
@@ -253,11 +253,11 @@ def _write_into_nothing(rank: int, world_size: int, options: dict[str, Any]) -> 
             return "refused"
 
 
-def test_a_broken_pipe_is_an_error_and_no_signal() -> None:
+def test_writing_to_a_closed_connection_raises_without_sigpipe() -> None:
     assert run_group(_write_into_nothing, 1, files().options) == ["refused"]
 
 
-def test_waiting_has_an_end(pair: tuple[TlsSocket, TlsSocket]) -> None:
+def test_recv_on_a_tls_socket_honours_its_timeout(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
     one.settimeout(0.05)
     with pytest.raises(TimeoutError):
@@ -276,7 +276,7 @@ def test_waiting_has_an_end(pair: tuple[TlsSocket, TlsSocket]) -> None:
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("kind", rest_is_slow(["reset", "cut"]))
 @pytest.mark.parametrize("seed", range(20 if NIGHTLY else 1))
-def test_calls_survive_what_ends_the_connection(kind: str, seed: int) -> None:
+def test_calls_survive_breaking_tls_connections(kind: str, seed: int) -> None:
     disturbance = getattr(testing, kind)(after=(6_000, 60_000), part=0.5, times=4)
     each = files().options
     with behind(disturbance, seed=seed, each=(each, each)) as ((a0, a1), proxies):
@@ -287,7 +287,7 @@ def test_calls_survive_what_ends_the_connection(kind: str, seed: int) -> None:
         assert sum(proxy.connections for proxy in proxies) > 1
 
 
-def test_damage_is_found_and_what_follows_goes_over_another_socket() -> None:
+def test_a_damaged_tls_record_makes_the_session_resume_over_another_socket() -> None:
     each = files().options
     with behind(each=(each, each)) as ((a0, _), proxies):
         for number in range(5):
@@ -303,8 +303,8 @@ def test_damage_is_found_and_what_follows_goes_over_another_socket() -> None:
         assert sum(proxy.connections for proxy in proxies) > 5
 
 
-def test_the_farewell_of_tls_is_not_ours() -> None:
-    """Only a goodbye of the protocol is one: the end of TLS, said or cut off, is that of a socket."""
+def test_close_notify_does_not_end_the_session() -> None:
+    """Only a GOODBYE frame ends a session. The end of TLS counts as the end of a socket."""
     gate = threading.Event()
     _gates.append(gate)
     each = files().options
@@ -315,7 +315,7 @@ def test_the_farewell_of_tls_is_not_ours() -> None:
         assert there is not None
         waiting = begin(a0, _wait_for_gate)
         with there.writer.lock:
-            _take_leave(there.stream.sock)
+            _send_close_notify(there.stream.sock)
         assert call(a0, operator.add, 2, 2) == 4
         gate.set()
         assert waiting.result(60) == "open"
@@ -329,7 +329,7 @@ def _wait_for_gate() -> str:
     return "open"
 
 
-def test_a_unix_socket_stays_what_it_is() -> None:
+def test_unix_sockets_are_not_encrypted() -> None:
     with agents(2, transport="auto", **files().options) as (a0, _):
         if a0.record.unix_path is None:
             pytest.skip("this run is forced over TCP")
@@ -381,8 +381,10 @@ no CA in it, a key that others can read, the key of another, of another CA, expi
 
 
 @pytest.mark.parametrize("case", [case.strip() for case in _CASES.split(",")])
-def test_the_matrix_of_starts(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is wrong is said before a store is asked or anything listens."""
+def test_wrong_tls_options_are_refused_before_listening(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is raised before a store is opened."""
     for variable in files().environment:
         monkeypatch.delenv(variable, raising=False)
     change, words = _wrong(tmp_path)[case]
@@ -392,7 +394,7 @@ def test_the_matrix_of_starts(case: str, tmp_path: Path, monkeypatch: pytest.Mon
         return
 
     def never(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("this must not be come to")
+        raise AssertionError("this must not be called")
 
     monkeypatch.setattr(socket.socket, "listen", never)
     monkeypatch.setattr(api, "open_store", never)
@@ -410,19 +412,19 @@ def test_the_matrix_of_starts(case: str, tmp_path: Path, monkeypatch: pytest.Mon
         rpc.init_rpc("a", rank=0, world_size=1)
 
 
-def test_options_have_types() -> None:
+def test_tls_options_are_checked_for_their_types_and_completeness() -> None:
     with pytest.raises(WrongTypeError, match="tls_cert"):
         rpc.RpcBackendOptions(tls_cert=3)  # type: ignore[arg-type]
-    # Where only Unix sockets are used, no files are read.
+    # With transport="unix", the files are not read.
     assert Tls.load(Settings(transport="unix", tls_cert="a", tls_key="b", tls_ca="c")) is None
     with pytest.raises(ConfigError, match="is not set"):
         Tls.load(Settings(transport="unix", tls_cert="a"))
 
 
-# -- making them ----------------------------------------------------------------------------------------------
+# -- creating certificates ------------------------------------------------------------------------------------
 
 
-def test_the_command_makes_what_workers_take(
+def test_the_certificates_command_creates_files_that_workers_accept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in files().environment:
@@ -441,7 +443,9 @@ def test_the_command_makes_what_workers_take(
         assert stat.S_IMODE(os.stat(tmp_path / "a b" / name).st_mode) == 0o600
 
 
-def test_without_cryptography_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_cryptography_package_the_error_names_the_tls_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "cryptography", None)
     spec = importlib.util.spec_from_file_location("without_cryptography", making.__file__)
     assert spec is not None

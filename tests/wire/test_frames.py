@@ -1,4 +1,4 @@
-"""Frames: whatever bytes come, in whatever pieces, gives the right frames or a ProtocolError, within the limits."""
+"""FrameReader: any bytes, in pieces of any size, give the right frames or a ProtocolError, within the limits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _chunks = st.builds(
 
 
 class _Sinks:
-    """Gives memory for chunks, and remembers it."""
+    """Provides memory for chunks, and records it."""
 
     def __init__(self) -> None:
         self.got: list[tuple[int, int, bytearray]] = []
@@ -67,7 +67,7 @@ def _reader(sinks: _Sinks | None = None, capacity: int = 1 << 12) -> FrameReader
 
 
 def _feed(reader: FrameReader, data: bytes, sizes: list[int]) -> list[Frame]:
-    """Put bytes in as a socket would: at most so many at a time, and never more than there is room for."""
+    """Feed bytes as a socket would: in pieces of at most the given sizes, and never more than fit."""
     found: list[Frame] = []
     position, turn = 0, 0
     while position < len(data):
@@ -99,7 +99,7 @@ def _no_large_bytes(given: memoryview) -> bytes:
 
 @pytest.mark.parametrize("sizes", [[], [40], [5000]])
 @pytest.mark.parametrize(("flags", "extra"), [(0, b""), (frames.MAIL, b"header")])
-def test_a_message_without_memory_for_its_body_is_told_apart_from_the_others(
+def test_a_message_without_memory_for_its_body_becomes_an_unread_frame(
     monkeypatch: pytest.MonkeyPatch, sizes: list[int], flags: int, extra: bytes
 ) -> None:
     monkeypatch.setattr(frames, "bytes", _no_large_bytes, raising=False)
@@ -111,7 +111,9 @@ def test_a_message_without_memory_for_its_body_is_told_apart_from_the_others(
         assert [frame.body for frame in found.values()] in ([], [b"a", b"b"])
 
 
-def test_what_more_than_one_call_depends_on_needs_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_for_definitions_or_stream_headers_raises_memory_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(frames, "bytes", _no_large_bytes, raising=False)
     for kind, flags in ((frames.DEFINITION, 0), (frames.REQUEST, frames.STREAM)):
         with pytest.raises(MemoryError):
@@ -119,7 +121,7 @@ def test_what_more_than_one_call_depends_on_needs_its_memory(monkeypatch: pytest
 
 
 @given(st.lists(st.one_of(_small, _chunks), max_size=12), st.lists(st.integers(1, 5000), max_size=8))
-def test_frames_come_out_as_they_went_in(
+def test_packed_frames_are_read_back_in_pieces_of_any_size(
     items: list[tuple[Frame, bytes] | tuple[int, int, bytes]], sizes: list[int]
 ) -> None:
     sinks = _Sinks()
@@ -140,7 +142,7 @@ def test_frames_come_out_as_they_went_in(
     assert not reader.mid_frame
 
 
-def test_frames_up_to_the_limit_and_the_buffer_grows_once() -> None:
+def test_frames_of_maximum_size_are_read_and_the_buffer_stays_bounded() -> None:
     body = bytes(range(256)) * (_MAX_FRAME // 256)
     data = pack_frame(frames.REPLY, 1, body)
     for sizes in ([], [1000], [33, 4096]):
@@ -167,7 +169,9 @@ def test_frames_up_to_the_limit_and_the_buffer_grows_once() -> None:
         (2**32 - 1, 0, CHUNK, 0, 1.0, 1, 1),
     ],
 )
-def test_nonsense_is_refused_at_its_prefix(prefix: tuple[int, int, int, int, float, int, int]) -> None:
+def test_an_invalid_prefix_is_refused_before_its_body_is_read(
+    prefix: tuple[int, int, int, int, float, int, int],
+) -> None:
     sinks = _Sinks()
     reader = _reader(sinks)
     with pytest.raises(ProtocolError, match=r"limit|not a frame"):
@@ -194,8 +198,8 @@ def test_flipped_bits_give_frames_or_a_protocol_error(
     assert all(0 < frame.kind <= frames.LAST_KIND for frame in found)
 
 
-def test_noise_that_looks_like_frames() -> None:
-    """Prefixes with plausible kinds and lengths, from a seeded generator: many more than hypothesis would try."""
+def test_random_prefixes_give_frames_or_a_protocol_error_within_the_limits() -> None:
+    """Prefixes with plausible kinds and lengths, more of them than hypothesis would try."""
     rng = random.Random(20)
     outcomes = [0, 0]
     for _ in range(3000):
@@ -224,14 +228,14 @@ def test_noise_that_looks_like_frames() -> None:
     assert all(outcomes)
 
 
-# -- the words ----------------------------------------------------------------------------------------
+# -- fields -------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 10_000), st.integers(0, (1 << 40) - 1))
-def test_positions_are_kept(index: int, offset: int) -> None:
+def test_chunk_positions_survive_packing(index: int, offset: int) -> None:
     assert unpack_position(pack_position(index, offset)) == (index, offset)
 
 
-def test_a_header_over_its_limit_is_not_packed() -> None:
+def test_packing_a_header_over_its_limit_raises_limit_error() -> None:
     with pytest.raises(LimitError):
         pack_frame(frames.REQUEST, extra=bytes(MAX_EXTRA + 1))

@@ -1,4 +1,4 @@
-"""Mutual authentication: it completes only between two that hold the key, whatever is done to the bytes."""
+"""Mutual authentication: it completes only between two holders of the key, even if bytes are changed in transit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INC_A, INC_B, INC_C = "a" * 32, "b" * 32, "c" * 32
 
 @pytest.fixture(autouse=True)
 def _no_pickle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing in a handshake may unpickle."""
+    """Fail the test if a handshake unpickles."""
 
     def forbidden(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a handshake reached pickle")
@@ -46,7 +46,7 @@ def acceptor(**changes: Any) -> Acceptor:
 
 
 def run(one: Dialler, two: Acceptor, piece: int = MAX_MESSAGE) -> None:
-    """Carry bytes between the two, some at a time, until there are none."""
+    """Carry bytes between both sides, in pieces, until none are left."""
     to_two, to_one = one.start(), b""
     while to_two or to_one:
         assert len(to_two) <= MAX_MESSAGE >= len(to_one)
@@ -60,7 +60,7 @@ def run(one: Dialler, two: Acceptor, piece: int = MAX_MESSAGE) -> None:
 
 @pytest.mark.parametrize("piece", [1, 2, 7, 100, MAX_MESSAGE])
 @pytest.mark.parametrize("names", [("alice", "bob"), ("a", "b"), ("x" * 127, "y" * 127)])
-def test_two_that_hold_the_key_agree(piece: int, names: tuple[str, str]) -> None:
+def test_two_sides_with_the_same_key_agree_on_a_session(piece: int, names: tuple[str, str]) -> None:
     token = bytes(range(16))
     one = dialler(
         name=names[0], peer_name=names[1], peer_incarnation=INC_B, purpose=Purpose.RESUME, attach=token
@@ -80,7 +80,7 @@ def test_two_that_hold_the_key_agree(piece: int, names: tuple[str, str]) -> None
     assert len(mine.key) == 32
 
 
-def test_each_connection_has_a_key_and_a_token_of_its_own() -> None:
+def test_each_connection_has_its_own_session_key_and_token() -> None:
     sessions = []
     for _ in range(20):
         one, two = dialler(), acceptor()
@@ -91,7 +91,7 @@ def test_each_connection_has_a_key_and_a_token_of_its_own() -> None:
     assert KEY not in {session.key for session in sessions}
 
 
-def test_a_dialler_wants_nothing_of_what_follows_the_handshake() -> None:
+def test_a_dialler_reads_no_bytes_beyond_the_handshake() -> None:
     one, two = dialler(), acceptor()
     sent = two.feed(one.start())
     while not one.done:
@@ -106,7 +106,7 @@ def test_a_dialler_wants_nothing_of_what_follows_the_handshake() -> None:
         one.feed(b"more")
 
 
-def test_bytes_before_their_turn_are_refused() -> None:
+def test_surplus_bytes_during_the_handshake_are_refused() -> None:
     for extra in (1, 10_000):
         one, two = dialler(), acceptor()
         welcome = two.feed(one.feed(two.feed(one.start())))
@@ -114,7 +114,7 @@ def test_bytes_before_their_turn_are_refused() -> None:
             one.feed(welcome + bytes(extra))
 
 
-def test_the_secrets_are_not_shown() -> None:
+def test_repr_of_handshake_objects_shows_no_secrets() -> None:
     one, two = dialler(), acceptor()
     run(one, two)
     for shown in (repr(one), repr(two), repr(one.result), str(two.result)):
@@ -123,7 +123,7 @@ def test_the_secrets_are_not_shown() -> None:
         assert one.result.key.hex() not in shown
 
 
-def test_a_result_is_there_only_at_the_end() -> None:
+def test_reading_the_result_before_the_end_raises() -> None:
     one = dialler()
     with pytest.raises(ProtocolError):
         _ = one.result
@@ -137,7 +137,7 @@ def test_a_result_is_there_only_at_the_end() -> None:
 # -- the wrong key ---------------------------------------------------------------------------------
 
 
-def test_a_dialler_without_the_key_learns_nothing() -> None:
+def test_a_dialler_with_a_wrong_key_is_refused_for_good() -> None:
     one, two = dialler(key=OTHER), acceptor()
     auth = one.feed(two.feed(one.start()))
     with pytest.raises(AuthenticationError, match=r"'alice'.*'bob'.*ACTORRPC_KEY"):
@@ -147,18 +147,18 @@ def test_a_dialler_without_the_key_learns_nothing() -> None:
         one.feed(two.farewell)
     assert one.refused is Refusal.KEY
     for side in (one, two):
-        with pytest.raises(AuthenticationError):  # it stays so
+        with pytest.raises(AuthenticationError):  # permanently
             side.feed(b"x")
 
 
 @pytest.mark.parametrize("binding", [(b"x", b"y"), (b"", b"y"), (b"x", b"")])
-def test_another_channel_is_refused(binding: tuple[bytes, bytes]) -> None:
+def test_different_channel_bindings_are_refused(binding: tuple[bytes, bytes]) -> None:
     with pytest.raises(AuthenticationError):
         run(dialler(binding=binding[0]), acceptor(binding=binding[1]))
     run(dialler(binding=binding[0]), acceptor(binding=binding[0]))
 
 
-def test_no_key_needs_a_word() -> None:
+def test_a_missing_key_needs_insecure_true() -> None:
     for make in (dialler, acceptor):
         with pytest.raises(ConfigError, match="ACTORRPC_KEY"):
             make(key=b"")
@@ -171,7 +171,7 @@ def test_no_key_needs_a_word() -> None:
     assert one.result.key == two.result.key
 
 
-def test_one_key_is_not_enough() -> None:
+def test_a_side_with_a_key_refuses_a_side_without_one() -> None:
     one, two = dialler(key=b"", insecure=True), acceptor(insecure=True)
     with pytest.raises(AuthenticationError, match="'bob' has a key and 'alice' has none"):
         run(one, two)
@@ -180,7 +180,7 @@ def test_one_key_is_not_enough() -> None:
     one, two = dialler(insecure=True), acceptor(key=b"", insecure=True)
     with pytest.raises(AuthenticationError, match="'alice' has a key and 'bob' has none"):
         run(one, two)
-    # Even one that hides that it has none is found out by the dialler.
+    # The dialler also notices an acceptor that hides that it has no key.
     hello = dialler().start()
     challenge = bytearray(acceptor().feed(hello))
     one = dialler()
@@ -190,7 +190,7 @@ def test_one_key_is_not_enough() -> None:
         one.feed(bytes(challenge))
 
 
-# -- who is there ----------------------------------------------------------------------------------
+# -- identity of the peer --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,9 @@ def test_one_key_is_not_enough() -> None:
         ({"peer_incarnation": INC_C}, "wrong peer"),
     ],
 )
-def test_another_worker_than_the_one_dialled_gets_no_proof(wanted: dict[str, str], says: str) -> None:
+def test_a_dialler_sends_no_proof_to_another_worker_than_the_dialled_one(
+    wanted: dict[str, str], says: str
+) -> None:
     one, two = dialler(**wanted), acceptor()
     challenge = two.feed(one.start())
     with pytest.raises(AuthenticationError, match=says):
@@ -209,7 +211,7 @@ def test_another_worker_than_the_one_dialled_gets_no_proof(wanted: dict[str, str
     assert one.replaced is (wanted.get("peer_name") == "bob")
 
 
-def test_an_acceptor_may_turn_away_who_has_proved_himself() -> None:
+def test_an_acceptor_may_refuse_an_authenticated_worker() -> None:
     asked: list[Session] = []
 
     def admit(session: Session) -> tuple[Refusal, str] | None:
@@ -225,13 +227,13 @@ def test_an_acceptor_may_turn_away_who_has_proved_himself() -> None:
     two = acceptor(admit=admit)
     with pytest.raises(AuthenticationError):
         run(dialler(key=OTHER), two)
-    assert len(asked) == 1  # nobody without the key is asked about
+    assert len(asked) == 1  # admit() is not called for a peer without the key
     one, two = dialler(), acceptor(admit=lambda session: None)
     run(one, two)
     assert two.done
 
 
-def test_too_busy_is_said_before_anything_else() -> None:
+def test_a_busy_refusal_raises_limit_error_with_its_reason() -> None:
     one = dialler(peer_name="bob")
     one.start()
     with pytest.raises(LimitError, match="worker 'bob' refused worker 'alice': too many guests \\?"):
@@ -241,7 +243,7 @@ def test_too_busy_is_said_before_anything_else() -> None:
 
 
 @pytest.mark.parametrize("text", [b"\x1b[31m", b"caf\xc3\xa9", b"a\nb"])
-def test_a_refusal_shows_nothing_but_text(text: bytes) -> None:
+def test_a_refusal_with_control_or_non_ascii_characters_is_not_shown(text: bytes) -> None:
     one = dialler()
     one.start()
     body = struct.pack("!BB", Refusal.KEY, len(text)) + text
@@ -261,7 +263,7 @@ def test_a_refusal_of_an_unknown_kind_is_an_error() -> None:
 # -- reflection, replay, other versions --------------------------------------------------------------
 
 
-def test_a_worker_does_not_talk_to_itself() -> None:
+def test_reflected_messages_are_refused() -> None:
     one, two = dialler(), acceptor(name="alice", incarnation=INC_A)
     with pytest.raises(AuthenticationError, match="reflected"):
         two.feed(one.start())
@@ -281,14 +283,14 @@ def test_a_worker_does_not_talk_to_itself() -> None:
         ((1, 255), (1, 255), 255),
     ],
 )
-def test_the_highest_common_version_is_spoken(ours: Any, theirs: Any, chosen: int) -> None:
+def test_the_highest_common_version_is_chosen(ours: Any, theirs: Any, chosen: int) -> None:
     one, two = dialler(versions=ours), acceptor(versions=theirs)
     run(one, two)
     assert one.result.version == two.result.version == chosen
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [((1, 1), (2, 2)), ((3, 4), (1, 2))])
-def test_no_common_version_is_said_on_both_sides(ours: Any, theirs: Any) -> None:
+def test_without_a_common_version_both_sides_raise_version_error(ours: Any, theirs: Any) -> None:
     one, two = dialler(versions=ours, peer_name="bob"), acceptor(versions=theirs)
     with pytest.raises(VersionError, match="'bob' speaks versions"):
         run(one, two)
@@ -297,12 +299,12 @@ def test_no_common_version_is_said_on_both_sides(ours: Any, theirs: Any) -> None
 
 
 @pytest.mark.parametrize("versions", [(0, 1), (2, 1), (1, 256)])
-def test_versions_are_a_range(versions: tuple[int, int]) -> None:
+def test_an_invalid_range_of_versions_raises_config_error(versions: tuple[int, int]) -> None:
     with pytest.raises(ConfigError):
         dialler(versions=versions)
 
 
-def test_a_side_connection_needs_its_token() -> None:
+def test_invalid_dialler_arguments_raise_config_error() -> None:
     with pytest.raises(ConfigError, match="LANE"):
         dialler(purpose=Purpose.LANE)
     with pytest.raises(ConfigError):
@@ -313,11 +315,11 @@ def test_a_side_connection_needs_its_token() -> None:
         dialler(incarnation="zz")
 
 
-# -- whatever else may come --------------------------------------------------------------------------
+# -- arbitrary bytes ---------------------------------------------------------------------------------
 
 
 def meddle(change: Any) -> tuple[Dialler, Acceptor]:
-    """Let ``change(index, message)`` alter what is sent; both sides must end in a typed error or agree."""
+    """Run a handshake whose messages ``change(index, message)`` alters; both sides must agree or raise a typed error."""
     one, two = dialler(peer_name="bob"), acceptor()
     try:
         challenge = two.feed(change(0, one.start()))
@@ -330,7 +332,7 @@ def meddle(change: Any) -> tuple[Dialler, Acceptor]:
     return one, two
 
 
-def test_never_more_than_one_message_is_held() -> None:
+def test_an_acceptor_buffers_at_most_one_message() -> None:
     for data in (b"x" * (1 << 20), b"aRPC" + b"\xff" * (1 << 20), b"aRPC\x01\xff" + b"\0" * (1 << 20)):
         two = acceptor()
         with pytest.raises(ProtocolError):
@@ -344,7 +346,7 @@ def test_never_more_than_one_message_is_held() -> None:
         assert len(two._buffer) <= MAX_MESSAGE
 
 
-def test_another_protocol_is_named_as_such() -> None:
+def test_the_error_for_another_protocol_says_another_program() -> None:
     for start in (b"GET / HTTP/1.1\r\n", b"\x16\x03\x01", b"aRPX"):
         with pytest.raises(ProtocolError, match="another program"):
             acceptor().feed(start)
@@ -358,7 +360,7 @@ def test_another_protocol_is_named_as_such() -> None:
     ),
     st.integers(1, 64),
 )
-def test_no_change_goes_unnoticed(index: int, changes: list[tuple[int, int]], piece: int) -> None:
+def test_any_changed_byte_fails_the_handshake(index: int, changes: list[tuple[int, int]], piece: int) -> None:
     def change(at: int, message: bytes) -> bytes:
         if at != index:
             return message
@@ -375,11 +377,11 @@ def test_no_change_goes_unnoticed(index: int, changes: list[tuple[int, int]], pi
     assert not two.done or index == 3
 
 
-# -- what it is made of ------------------------------------------------------------------------------
+# -- imports -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", [handshake, identity])
-def test_nothing_that_can_unpickle_is_imported(module: Any) -> None:
+def test_the_handshake_imports_no_module_that_can_unpickle(module: Any) -> None:
     seen: set[str] = set()
     todo = [module.__name__]
     while todo:

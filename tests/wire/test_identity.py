@@ -54,7 +54,7 @@ def _record(**changes: Any) -> WorkerRecord:
     return replace(WorkerRecord(name="a", rank=0, incarnation="0" * 32, host="h"), **changes)
 
 
-def test_worker_info_is_a_value_like_torchs() -> None:
+def test_worker_info_compares_hashes_pickles_and_prints_like_torchs() -> None:
     info = WorkerInfo("worker1", 1)
     assert repr(info) == str(info) == "WorkerInfo(id=1, name=worker1)"
     assert info == WorkerInfo(name="worker1", id=1) != WorkerInfo("worker1", 2)
@@ -65,12 +65,12 @@ def test_worker_info_is_a_value_like_torchs() -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "a-b_c:d", "7", "x" * 127])
-def test_names_that_may_be(name: str) -> None:
+def test_valid_worker_names_are_accepted(name: str) -> None:
     assert check_name(name) == name
 
 
 @pytest.mark.parametrize("name", ["", " ", "abc*", "a.b", "a/b", "é", "a\n", "x" * 128, None, 3, b"a", "٣"])
-def test_names_that_may_not_be(name: Any) -> None:
+def test_invalid_worker_names_raise_torchs_error(name: Any) -> None:
     with pytest.raises(ConfigError, match=r"Worker name must match .*must be non-empty and shorter than 128"):
         check_name(name)
     with pytest.raises(RuntimeError):  # as torch
@@ -78,20 +78,20 @@ def test_names_that_may_not_be(name: Any) -> None:
 
 
 @pytest.mark.parametrize("id", [None, "1", 1.0, True])
-def test_an_id_is_an_integer(id: Any) -> None:
+def test_a_worker_id_that_is_no_integer_raises(id: Any) -> None:
     with pytest.raises(ConfigError):
         WorkerInfo("a", id)
 
 
 @hypothesis.given(_RECORDS)
-def test_a_record_survives_the_way(record: WorkerRecord) -> None:
+def test_a_record_survives_serialization(record: WorkerRecord) -> None:
     assert WorkerRecord.from_bytes(record.to_bytes()) == record
     assert record.info == WorkerInfo(record.name, record.rank)
 
 
 @hypothesis.settings(max_examples=150)
 @hypothesis.given(st.binary(max_size=300))
-def test_nonsense_is_no_record(data: bytes) -> None:
+def test_random_bytes_are_refused_as_a_record(data: bytes) -> None:
     with pytest.raises(RendezvousError):
         WorkerRecord.from_bytes(data)
 
@@ -105,7 +105,7 @@ _ANY = st.recursive(
 
 @hypothesis.settings(max_examples=150)
 @hypothesis.given(_RECORDS, st.integers(0, 10), _ANY)
-def test_a_record_with_one_other_field_is_read_or_refused(
+def test_a_record_with_one_random_field_is_read_or_refused(
     record: WorkerRecord, index: int, value: Any
 ) -> None:
     row = msgpack.unpackb(record.to_bytes())
@@ -138,12 +138,12 @@ def test_a_record_with_one_other_field_is_read_or_refused(
         {"data_only": 1},
     ],
 )
-def test_a_record_is_checked_when_it_is_made(changes: dict[str, Any]) -> None:
+def test_a_record_with_invalid_fields_cannot_be_created(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         _record(**changes)
 
 
-def test_a_record_is_not_read_when_it_is_huge() -> None:
+def test_a_record_over_the_size_limit_is_refused() -> None:
     with pytest.raises(RendezvousError, match="bytes"):
         WorkerRecord.from_bytes(b"\x99" * (1 << 20))
 
@@ -171,7 +171,7 @@ def test_the_host_identity_differs_with_the_namespaces_and_the_user(monkeypatch:
     assert host_identity() != here
 
 
-def test_the_main_identity_goes_by_what_is_in_the_file(
+def test_main_identity_depends_on_the_content_of_the_main_file(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main = sys.modules["__main__"]

@@ -1,4 +1,4 @@
-"""Seals: what comes out is what went in, in its order, or a ProtocolError; whatever is done to the bytes between."""
+"""Seals: frames come out unchanged and in order, or with a ProtocolError, however the bytes in between are changed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _chunks = st.tuples(
 
 
 class _Sinks:
-    """Gives memory for chunks, and remembers it."""
+    """Provides memory for chunks, and records it."""
 
     def __init__(self) -> None:
         self.got: list[tuple[int, int, bytearray]] = []
@@ -55,7 +55,7 @@ class _Sinks:
 
 
 def _seals() -> Seals:
-    """Return the two ends of one direction."""
+    """Return the seals of both ends of one direction."""
     return Seals(Seals.of(_KEY, dialled=True).outgoing, Seals.of(_KEY, dialled=False).incoming)
 
 
@@ -77,7 +77,7 @@ def _pack(seal: Seal, stream: int, position: int, data: bytes) -> bytes:
 def _feed(
     reader: FrameReader, data: bytes, sizes: list[int], found: list[Frame] | None = None
 ) -> list[Frame]:
-    """Put bytes in as a socket would: so many at a time, and never more than there is room for."""
+    """Feed bytes as a socket would: in pieces of the given sizes, and never more than fit."""
     found = [] if found is None else found
     position = 0
     turns = itertools.cycle(sizes or [len(data)])
@@ -98,7 +98,9 @@ def _feed(
 
 
 @given(st.lists(st.one_of(_plain, _chunks), max_size=12), st.lists(st.integers(1, 3000), max_size=8))
-def test_frames_come_out_as_they_went_in(items: list[tuple[Any, ...]], sizes: list[int]) -> None:
+def test_sealed_frames_are_read_back_in_pieces_of_any_size(
+    items: list[tuple[Any, ...]], sizes: list[int]
+) -> None:
     sinks, (outgoing, incoming) = _Sinks(), _seals()
     data, expected, memory = b"", [], []
     for item in items:
@@ -117,11 +119,11 @@ def test_frames_come_out_as_they_went_in(items: list[tuple[Any, ...]], sizes: li
     assert not reader.mid_frame
 
 
-# -- somebody between ------------------------------------------------------------------------------------
+# -- an attacker between both ends -----------------------------------------------------------------------
 
 
 def _conversation() -> tuple[list[bytes], list[Frame]]:
-    """Return sealed frames of all sorts, as they are sent, and what is to come out of them."""
+    """Return sealed frames of all kinds, and the frames that a reader must return for them."""
     seal = _seals().outgoing
     plain = [
         pack_frame(frames.INTRO, body=b"who I am"),
@@ -138,14 +140,14 @@ def _conversation() -> tuple[list[bytes], list[Frame]]:
 
 
 class _Listener:
-    """Takes bytes that were changed, and sees that nothing comes of them but what was said, from its beginning on."""
+    """Reads changed bytes, and checks that only a prefix of the sent frames comes out."""
 
     def __init__(self) -> None:
-        self.units, self.said = _conversation()
+        self.units, self.sent_frames = _conversation()
         self.places = [(1, pack_position(0, 0), 6), (1, pack_position(0, 6), 6)]
 
-    def hear(self, data: bytes, sizes: list[int], seal: Seal | None = None) -> tuple[int, str]:
-        """Return how many frames came out, and how it ended: ``refused``, ``waits`` or ``whole``."""
+    def read(self, data: bytes, sizes: list[int], seal: Seal | None = None) -> tuple[int, str]:
+        """Return the number of frames that came out, and the outcome: ``refused``, ``waits`` or ``whole``."""
         sinks = _Sinks()
         found: list[Frame] = []
         reader, end = _reader(sinks, seal), "whole"
@@ -154,9 +156,9 @@ class _Listener:
             end = "waits" if reader.mid_frame else "whole"
         except ProtocolError:
             end = "refused"
-            with pytest.raises(ProtocolError):  # for good
+            with pytest.raises(ProtocolError):  # permanently
                 reader.fed(0)
-        assert found == self.said[: len(found)]
+        assert found == self.sent_frames[: len(found)]
         places = [(stream, position, len(memory)) for stream, position, memory in sinks.got]
         assert places == self.places[: len(places)]
         told = sum(frame.kind == CHUNK for frame in found)
@@ -166,79 +168,78 @@ class _Listener:
 
 @pytest.mark.limit(60)
 @pytest.mark.parametrize("sizes", rest_is_slow([[], [61]]))
-def test_no_bit_can_be_flipped(sizes: list[int]) -> None:
-    """Every single one: what comes before is heard, and nothing behind it, also where the length is what was changed."""
+def test_every_flipped_bit_is_detected(sizes: list[int]) -> None:
+    """Frames before the flipped bit are read, and none after it, even if the bit belongs to a length."""
     listener = _Listener()
     whole = b"".join(listener.units)
     starts = list(itertools.accumulate(map(len, listener.units), initial=0))
-    # As much again as a short frame has: nobody waits for more than that.
+    # A reader never waits for more bytes than a short frame has.
     more = bytes(SHORT + TAG_SIZE)
     for at in range(len(whole)):
         unit = max(number for number, start in enumerate(starts) if start <= at)
         for bit in range(8):
             changed = bytearray(whole)
             changed[at] ^= 1 << bit
-            count, end = listener.hear(bytes(changed), sizes)
+            count, end = listener.read(bytes(changed), sizes)
             assert count <= unit
             if end != "refused":
-                # The bits of a length that makes a short frame longer, or one that there was room for in what came.
+                # A bit of a length: the frame seems longer, and the reader waits for the rest.
                 assert end == "waits"
                 assert at - starts[unit] < 4
-                assert listener.hear(bytes(changed) + more, sizes)[1] == "refused"
+                assert listener.read(bytes(changed) + more, sizes)[1] == "refused"
 
 
-def test_no_frame_can_be_moved_repeated_or_left_out() -> None:
+def test_swapped_repeated_and_missing_frames_are_detected() -> None:
     listener = _Listener()
     units = listener.units
     numbers = range(len(units))
     for one, other in itertools.combinations(numbers, 2):
         swapped = list(units)
         swapped[one], swapped[other] = swapped[other], swapped[one]
-        assert listener.hear(b"".join(swapped), [])[1] != "whole"
-        assert listener.hear(b"".join(swapped), [20])[0] <= one
+        assert listener.read(b"".join(swapped), [])[1] != "whole"
+        assert listener.read(b"".join(swapped), [20])[0] <= one
     for one in numbers:
         repeated = b"".join([*units[: one + 1], units[one], *units[one + 1 :]])
-        assert listener.hear(repeated, [20])[0] <= one + 1
-        assert listener.hear(repeated, [])[1] == "refused"
+        assert listener.read(repeated, [20])[0] <= one + 1
+        assert listener.read(repeated, [])[1] == "refused"
         without = b"".join([*units[:one], *units[one + 1 :]])
-        assert listener.hear(without, [20])[0] <= one
-        if one < len(units) - 1:  # of what was cut off at the end, nobody knows yet
-            assert listener.hear(without, [])[1] == "refused"
-    assert listener.hear(b"".join(units), [20])[0] == len(units)
+        assert listener.read(without, [20])[0] <= one
+        if one < len(units) - 1:  # a missing last frame cannot be noticed yet
+            assert listener.read(without, [])[1] == "refused"
+    assert listener.read(b"".join(units), [20])[0] == len(units)
 
 
-def test_a_resumption_at_another_byte_splices_nothing() -> None:
-    """The count of what has come is said in clear when a connection goes on: a wrong one gives no other frames."""
+def test_resuming_at_a_wrong_position_yields_no_other_frames() -> None:
+    """The position at which a session resumes is sent unsealed, so an attacker may change it."""
     listener = _Listener()
     whole = b"".join(listener.units)
     starts = list(itertools.accumulate(map(len, listener.units), initial=0))
     for here in range(0, len(whole), 23):
         for there in range(0, len(whole), 17):
-            count, end = listener.hear(whole[:here] + whole[there:], [])
+            count, end = listener.read(whole[:here] + whole[there:], [])
             unit = max(number for number, start in enumerate(starts) if start <= here)
             assert count <= unit or here == there
             assert (end == "whole") == (here == there) or here == 0 or there == len(whole)
 
 
-def test_frames_of_others_are_refused() -> None:
-    """Of the other direction, of another connection, without a seal."""
+def test_frames_of_another_direction_or_connection_or_without_a_seal_are_refused() -> None:
     listener = _Listener()
     whole = b"".join(listener.units)
     dialler, acceptor = Seals.of(_KEY, dialled=True), Seals.of(_KEY, dialled=False)
-    assert listener.hear(whole, [], acceptor.incoming)[1] == "whole"
-    assert listener.hear(whole, [], dialler.incoming) == (0, "refused")
-    assert listener.hear(whole, [], Seals.of(bytes(32), dialled=False).incoming) == (0, "refused")
+    assert listener.read(whole, [], acceptor.incoming)[1] == "whole"
+    assert listener.read(whole, [], dialler.incoming) == (0, "refused")
+    assert listener.read(whole, [], Seals.of(bytes(32), dialled=False).incoming) == (0, "refused")
     bare = b"".join(each[:-TAG_SIZE] for each in listener.units)
-    assert listener.hear(bare, [20])[0] == 0
-    assert listener.hear(bare, []) == (0, "refused")
+    assert listener.read(bare, [20])[0] == 0
+    assert listener.read(bare, []) == (0, "refused")
 
 
-def test_limits_hold_before_anything_is_checked() -> None:
+def test_limits_apply_before_seals_are_checked() -> None:
     for kind, length in ((frames.REQUEST, _MAX_FRAME + 1), (CHUNK, _MAX_CHUNK + 1), (CHUNK, 0)):
         reader = _reader()
         with pytest.raises(ProtocolError):
             _feed(reader, PREFIX.pack(length, 0, kind, 0, math.inf, 1, 0), [])
-    # No room is made for what nobody has proved.
+    # No memory is allocated for a length without a valid seal.
     for kind, length in ((frames.REQUEST, _MAX_FRAME), (CHUNK, _MAX_CHUNK)):
         reader = _reader()
         _feed(reader, PREFIX.pack(length, 0, kind, 0, math.inf, 1, 0), [])
@@ -246,13 +247,13 @@ def test_limits_hold_before_anything_is_checked() -> None:
     reader, frame = _reader(), _seals().outgoing.sealed(pack_frame(frames.REQUEST, body=bytes(_MAX_FRAME)))
     _feed(reader, frame[:80], [])
     assert sum(map(len, reader.target())) == _MAX_FRAME
-    assert PREFIX_SIZE + DIGEST_SIZE + TAG_SIZE == 80  # what SECURITY.md says
+    assert PREFIX_SIZE + DIGEST_SIZE + TAG_SIZE == 80  # as SECURITY.md says
 
 
 # -- connections -----------------------------------------------------------------------------------------
 
 
-def test_calls_that_are_taken_back_before_they_are_sent_leave_nothing_on_the_wire() -> None:
+def test_calls_cancelled_before_sending_do_not_break_the_sequence_of_seals() -> None:
     with tcp_agents(2, frame_integrity=True) as (one, other):
         peer = one.peer(other.name)
         assert one.ask(peer, _echo, (1,), {}, 20.0) == 1
@@ -273,8 +274,7 @@ def _echo(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("wants", [(False, False), (True, False), (False, True), (True, True)])
-def test_one_side_that_wants_them_is_enough(wants: tuple[bool, bool]) -> None:
-    """And where nobody does, connections are as plain as ever."""
+def test_frames_are_sealed_if_either_side_sets_frame_integrity(wants: tuple[bool, bool]) -> None:
     each = [{"frame_integrity": want} for want in wants]
     with tcp_agents(2, each=each) as (a0, a1):
         value = torch.arange(1 << 20)
@@ -286,8 +286,8 @@ def test_one_side_that_wants_them_is_enough(wants: tuple[bool, bool]) -> None:
             assert type(conn.reader) is (SealedReader if any(wants) else FrameReader)
 
 
-def test_on_one_host_the_kernel_is_trusted() -> None:
-    """Unix sockets and shared memory leave no host: nothing is sealed, also where it is wanted."""
+def test_frames_on_one_host_are_not_sealed() -> None:
+    """Bytes in Unix sockets and shared memory do not leave the host, so frame_integrity has no effect on them."""
     with agents(2, frame_integrity=True) as (a0, a1):
         assert a0.ask(a0.peer("a1"), _echo, (5,), {}, 30.0) == 5
         assert all(
@@ -296,7 +296,7 @@ def test_on_one_host_the_kernel_is_trusted() -> None:
 
 
 @pytest.mark.prints("the connection to a stranger was closed: a frame does not carry the seal of its sender")
-def test_a_member_that_does_not_seal_is_cut_off() -> None:
+def test_a_peer_that_stops_sealing_is_disconnected() -> None:
     with tcp_agents(1, frame_integrity=True) as (agent,):
         sock, side = knock(agent), dialler(agent)
         sock.sendall(side.start())

@@ -1,4 +1,4 @@
-"""Keys never show themselves, and nobody else's files are taken for ours."""
+"""Keys: they are never shown, and key files and directories of other users are not trusted."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def swept(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only directory that is swept: in the user's own, workers of other programs die while a test counts."""
+def swept_directory(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Restrict sweeping to a directory of this test; in the user's directory, files of other programs come and go."""
     monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
     return directory
 
@@ -53,7 +53,7 @@ def _name_of(pid: int, start: int, ending: str) -> str:
 # -- the class -------------------------------------------------------------------------------------
 
 
-def test_a_key_does_not_show_itself() -> None:
+def test_a_key_is_never_shown_pickled_or_copied() -> None:
     key = Key.from_text(TEXT)
     secret = key.reveal()
     try:
@@ -79,7 +79,7 @@ def test_a_key_does_not_show_itself() -> None:
     assert copy.copy(key) is copy.deepcopy(key) is key
 
 
-def test_a_key_is_the_same_for_the_same_text_only() -> None:
+def test_keys_are_equal_only_for_the_same_text() -> None:
     key = Key.from_text(TEXT)
     assert key == Key.from_text(f"  {TEXT}\n") == Key.from_text(TEXT.encode())
     assert key != Key.from_text(TEXT + "!")
@@ -89,7 +89,7 @@ def test_a_key_is_the_same_for_the_same_text_only() -> None:
 
 
 @pytest.mark.parametrize("secret", [b"", b"x" * 15, TEXT])
-def test_a_key_has_16_bytes(secret: bytes) -> None:
+def test_a_key_that_is_short_or_no_bytes_is_refused(secret: bytes) -> None:
     with pytest.raises(ConfigError) as caught:
         Key(secret)
     assert TEXT not in str(caught.value)
@@ -98,7 +98,7 @@ def test_a_key_has_16_bytes(secret: bytes) -> None:
 # -- given keys --------------------------------------------------------------------------------------
 
 
-def test_a_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_key_reads_actorrpc_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACTORRPC_KEY_FILE", raising=False)
     monkeypatch.setenv("ACTORRPC_KEY", TEXT)
     assert keys.find_key() == Key.from_text(TEXT)
@@ -115,7 +115,7 @@ def test_a_short_key_is_refused_without_being_shown(text: str, tmp_path: Path) -
         assert text.strip() == "x" or text not in str(caught.value)
 
 
-def test_a_key_of_a_file(tmp_path: Path) -> None:
+def test_find_key_reads_actorrpc_key_file_and_refuses_both_variables(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text(TEXT + "\n")
     path.chmod(0o600)
@@ -128,7 +128,7 @@ def test_a_key_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644])
-def test_a_key_file_that_others_may_touch(mode: int, tmp_path: Path) -> None:
+def test_a_key_file_accessible_to_others_is_refused(mode: int, tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_text(TEXT)
     path.chmod(mode)
@@ -137,7 +137,9 @@ def test_a_key_file_that_others_may_touch(mode: int, tmp_path: Path) -> None:
     assert TEXT not in str(caught.value)
 
 
-def test_a_key_file_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_large_foreign_or_irregular_key_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     (tmp_path / "large").write_bytes(b"x" * (1 << 17))
     (tmp_path / "large").chmod(0o600)
@@ -159,19 +161,23 @@ def test_a_key_file_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # -- the private directory -----------------------------------------------------------------------------
 
 
-def test_the_directory_is_made_for_us_alone(directory: Path) -> None:
+def test_the_runtime_directory_is_created_with_mode_0700(directory: Path) -> None:
     assert keys.runtime_directory() == str(directory)
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert keys.runtime_directory() == str(directory)
 
 
-def test_which_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert keys.DEFAULT_PARENT == "/tmp"  # short
+def test_runtime_directory_prefers_its_variable_then_xdg_then_tmp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert keys.DEFAULT_PARENT == "/tmp"  # short enough for socket paths
     monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
     default = str(tmp_path / f"actorrpc-{os.getuid()}")
     session = tmp_path / "session"
     assert keys.runtime_directory({}) == default
-    assert keys.runtime_directory({"XDG_RUNTIME_DIR": str(session)}) == default  # not there
+    assert (
+        keys.runtime_directory({"XDG_RUNTIME_DIR": str(session)}) == default
+    )  # the directory does not exist
     session.mkdir()
     assert keys.runtime_directory({"XDG_RUNTIME_DIR": str(session)}) == str(session / "actorrpc")
     monkeypatch.chdir(tmp_path)
@@ -200,7 +206,7 @@ def _a_link(path: Path) -> None:
         (lambda path: path.mkdir(mode=0o300), "mode 0300"),
     ],
 )
-def test_a_directory_that_cannot_be_trusted(
+def test_a_runtime_directory_with_a_wrong_mode_or_type_is_refused(
     directory: Path, prepare: Callable[[Path], None], says: str
 ) -> None:
     prepare(directory)
@@ -209,14 +215,16 @@ def test_a_directory_that_cannot_be_trusted(
     assert "set ACTORRPC_RUNTIME_DIR" in str(caught.value)
 
 
-def test_a_directory_of_someone_else(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runtime_directory_of_another_user_is_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory.mkdir(mode=0o700)
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     with pytest.raises(ConfigError, match="belongs to user"):
         keys.runtime_directory()
 
 
-def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_runtime_directory_that_cannot_be_created_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be made"):
         keys.runtime_directory({"ACTORRPC_RUNTIME_DIR": str(tmp_path / "no" / "such")})
 
@@ -235,7 +243,9 @@ def test_socket_paths_are_short_unique_and_usable(directory: Path) -> None:
     os.unlink(path)
 
 
-def test_a_directory_that_is_too_long_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_too_long_for_socket_paths_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     short = tmp_path / f"actorrpc-{os.getuid()}"
     monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
     long = tmp_path / ("x" * 90)
@@ -245,18 +255,18 @@ def test_a_directory_that_is_too_long_for_sockets(tmp_path: Path, monkeypatch: p
     assert stat.S_IMODE(short.stat().st_mode) == 0o700
 
 
-def test_sweeping_takes_what_the_dead_have_left_and_nothing_else(swept: Path, dead_pid: int) -> None:
+def test_sweep_removes_only_files_of_dead_processes(swept_directory: Path, dead_pid: int) -> None:
     folder = Path(keys.runtime_directory())
     own = keys.process_start(os.getpid())
     assert own is not None
     stale = [
         folder / _name_of(dead_pid, 1, "0123abcd.sock"),
         folder / _name_of(dead_pid, 1, "0123456789abcdef.key"),
-        folder / _name_of(os.getpid(), own + 1, "0123abcd.sock"),  # the number was given to another since
+        folder / _name_of(os.getpid(), own + 1, "0123abcd.sock"),  # another process has got the PID since
     ]
     kept = [
         folder / _name_of(os.getpid(), own, "0123abcd.sock"),
-        folder / f"1-{dead_pid}-1-0123abcd.sock",  # another PID namespace: who knows
+        folder / f"1-{dead_pid}-1-0123abcd.sock",  # another PID namespace: cannot be checked
         folder / "notes.txt",
         folder / _name_of(dead_pid, 1, "0123abcd.txt"),
         Path(keys.create_key_file()),
@@ -275,7 +285,7 @@ def test_sweeping_takes_what_the_dead_have_left_and_nothing_else(swept: Path, de
 
 
 @pytest.mark.slow
-def test_a_made_key_is_read_by_the_others_of_this_user(directory: Path) -> None:
+def test_a_created_key_file_can_be_read_by_other_processes_of_this_user(directory: Path) -> None:
     umask = os.umask(0o777)
     try:
         directory.mkdir()
@@ -303,7 +313,7 @@ def test_a_made_key_is_read_by_the_others_of_this_user(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 10])
-def test_a_key_file_on_a_full_disk_is_an_error_and_not_half_a_key(directory: Path, room: int) -> None:
+def test_a_key_file_on_a_full_disk_raises_and_leaves_no_partial_file(directory: Path, room: int) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     keys.runtime_directory()
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
@@ -317,7 +327,7 @@ def test_a_key_file_on_a_full_disk_is_an_error_and_not_half_a_key(directory: Pat
     assert list(directory.iterdir()) == []
 
 
-def test_a_path_from_the_store_leads_nowhere_else(directory: Path, tmp_path: Path) -> None:
+def test_only_key_files_inside_the_runtime_directory_are_read(directory: Path, tmp_path: Path) -> None:
     good = Path(keys.create_key_file())
     outside = tmp_path / good.name
     outside.write_bytes(b"x" * 32)
@@ -343,7 +353,7 @@ def test_a_path_from_the_store_leads_nowhere_else(directory: Path, tmp_path: Pat
         assert len(str(caught.value)) < 800
 
 
-def test_a_key_file_that_was_changed_is_refused(directory: Path, tmp_path: Path) -> None:
+def test_a_replaced_damaged_or_readable_key_file_is_refused(directory: Path, tmp_path: Path) -> None:
     link = Path(keys.create_key_file())
     link.unlink()
     (tmp_path / "elsewhere").write_bytes(b"x" * 32)
@@ -368,16 +378,18 @@ def test_a_key_file_that_was_changed_is_refused(directory: Path, tmp_path: Path)
         keys.read_key_file(str(pipe))
 
 
-def test_a_linked_key_outlives_its_maker(swept: Path) -> None:
+def test_a_linked_key_file_outlives_the_process_that_created_it(swept_directory: Path) -> None:
     path = keys.create_key_file()
     key = keys.read_key_file(path)
-    maker = Path(path).rename(swept / _name_of(2**22 + 5, 1, path[-20:]))  # of a process that has ended
+    maker = Path(path).rename(
+        swept_directory / _name_of(2**22 + 5, 1, path[-20:])
+    )  # of a process that has ended
     link = keys.link_key_file(str(maker))
     assert link is not None
     assert keys.link_key_file(str(maker)) == link
     assert keys.sweep() == 1
     assert not maker.exists()
-    assert keys.read_key_file(str(maker)) == key  # where the store says it is
+    assert keys.read_key_file(str(maker)) == key  # at the path that the store contains
     assert keys.link_key_file(str(maker)) is None or Path(link).exists()
     keys.remove_file(link)
     with pytest.raises(AuthenticationError, match="was removed"):

@@ -1,6 +1,6 @@
-"""A program of torch's RPC that knows nothing of actorrpc: two ranks, started as the argument says.
+"""An unchanged program of torch's RPC with two ranks; the argument is the start method.
 
-It prints what its ranks have found: the module of the agent's class on the other worker, and values.
+It prints the module of the agent's class on the other worker, and results of calls.
 """
 
 import sys

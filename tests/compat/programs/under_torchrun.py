@@ -1,4 +1,4 @@
-"""A program of torch's RPC that knows nothing of actorrpc, for torchrun."""
+"""An unchanged program of torch's RPC for torchrun."""
 
 import os
 

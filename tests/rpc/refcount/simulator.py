@@ -1,17 +1,17 @@
-"""A group of RRef tables in one thread: random programs over a network that reorders, repeats and loses.
+"""A simulated group of RRef tables in one thread: random programs over a network that reorders, repeats and loses messages.
 
-Each worker is an :class:`RRefTable` and the handles that its "user code" holds. A :class:`World` plays one
-random program: creations (here, elsewhere, failing, timed out), RRefs in arguments, results and values,
-drops, fetches, messages that cannot be sent or are not decoded, deaths and restarts. Between any two workers
-messages wait in a queue, and which queue (and, without ``fifo``, which message) moves next is random. Control
-messages are repeated, and lost ones sent again; calls arrive at most once, or never where a worker dies.
+Each worker consists of an :class:`RRefTable` and the handles that its simulated user code holds. A :class:`World` plays a
+random program: creations (local, remote, failing, timed out), RRefs in arguments, results and values, drops, fetches,
+messages that cannot be sent or decoded, deaths and restarts. Messages between two workers wait in a queue. A random queue
+(and, without ``fifo``, a random message of it) moves next. Control messages are repeated, and sent again if lost. Calls arrive
+at most once, or never if a worker dies.
 
-Next to the tables the world keeps its own list of who holds what, and complains (:class:`Violation`) when a
-value dies that somebody still holds, when a fetch through a live handle does not give the value or never
-ends, when a function starts before its RRefs are confirmed, or when something is left after everything was
-dropped. Handles that came from a worker that died on the way may fail, but must neither hang nor leak.
+The world keeps its own list of the holders of each value, and raises :class:`Violation` if a value is freed that a worker still
+holds, if a fetch through a live handle does not return the value or never ends, if a function starts before its RRefs are
+confirmed, or if an entry is left after all handles were dropped. Handles sent by a worker that died before the owner knew them
+may fail, but must neither hang nor leak.
 
-Everything follows from the seed: ``World(Script.of(seed)).play()`` does the same again.
+The seed determines everything: ``World(Script.of(seed)).play()`` repeats a program.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ class Violation(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What kind of program and network to play."""
+    """The kind of program and network to play."""
 
     seed: int
     workers: int = 3
     steps: int = 60
     fifo: bool = True
-    twice: bool = False  # every control message is handled twice on the spot
-    repeats: float = 0.0  # and comes again later
+    twice: bool = False  # every control message is handled twice in succession
+    repeats: float = 0.0  # the probability that a control message arrives again later
     losses: float = 0.0
     deaths: int = 0
     tombstones: int = 10_000
-    eager: float = 0.0  # how often an RRef is dropped as soon as it was sent
+    eager: float = 0.0  # the probability that an RRef is dropped as soon as it was sent
     slow: bool = False  # half of the connections are much slower than the others
-    wire: bool = False  # through bytes
-    deep: bool = False  # look into every table after every step
-    shutdown: bool = False  # end by delete_all_users and close, not by dropping
+    wire: bool = False  # messages are packed into bytes
+    deep: bool = False  # check every table after every step
+    shutdown: bool = False  # end with delete_all_users and close, not with drops
 
     @classmethod
     def of(cls, seed: int) -> Script:
@@ -87,19 +87,19 @@ class Script:
 
 @dataclass(eq=False, slots=True)
 class Token:
-    """The world's own record of one live handle, or of a fork on its way."""
+    """The world's record of a live handle, or of a fork in flight."""
 
     rref_id: RRefId
     holder: WorkerKey
     parent: Token | None
     confirmed: bool = False
-    tainted: bool = False  # it came from a worker that died before the owner knew: it may fail
+    tainted: bool = False  # sent by a worker that died before the owner knew the fork: it may fail
     fork_id: ForkId | None = None
 
 
 @dataclass(eq=False, slots=True)
 class Ref:
-    """What an RRef object would be."""
+    """Stands for an RRef object."""
 
     worker: Worker
     handle: Handle
@@ -115,7 +115,7 @@ class Ref:
 
 
 class Value:
-    """A user's object: must not be compared, hashed or printed; uses RRefs when it dies."""
+    """A user's object: must not be compared, hashed or printed; its finaliser drops RRefs."""
 
     __slots__ = ("__weakref__", "held", "owner", "rref_id")
 
@@ -128,13 +128,13 @@ class Value:
         self.owner.world.freed(self)
 
     def _forbidden(self, *_: object) -> Any:
-        raise AssertionError("the protocol looked at a value")
+        raise AssertionError("the protocol used a value")
 
     __eq__ = __hash__ = __repr__ = __bool__ = __len__ = _forbidden
 
 
 class Worker:
-    """One life of one worker."""
+    """One incarnation of a worker."""
 
     def __init__(self, world: World, key: WorkerKey, table: RRefTable) -> None:
         self.world = world
@@ -142,7 +142,7 @@ class Worker:
         self.table = table
         self.alive = True
         self.refs: list[Ref] = []
-        self.running: list[Callable[[], None]] = []  # functions that have started and not ended
+        self.running: list[Callable[[], None]] = []  # functions that have started and not finished
         self.waiting: dict[int, Any] = {}  # functions that wait for their arguments
         self.fetches: dict[int, tuple[Ref, WorkerKey]] = {}
         self.creations: dict[int, Ref] = {}
@@ -169,7 +169,7 @@ class Call:
     act: Callable[[Worker, list[Ref]], None]
     forks: list[ForkData] | bytes = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
-    first: Callable[[Worker], None] | None = None  # before any argument is looked at
+    first: Callable[[Worker], None] | None = None  # called before the arguments are used
     waits: bool = True
     refusable: bool = False
 
@@ -180,7 +180,7 @@ class Death:
 
 
 class World:
-    """One program. ``table`` makes the tables: a broken one should be caught."""
+    """One program. ``table`` creates the tables; a broken table must raise Violation."""
 
     def __init__(self, script: Script, table: Callable[..., RRefTable] = RRefTable) -> None:
         self.script = script
@@ -194,7 +194,7 @@ class World:
         self.values: dict[int, weakref.ref[Value]] = {}
         self.owners: dict[RRefId, WorkerKey] = {}
         self.failing: set[RRefId] = set()  # creations whose function raises
-        self.late: set[RRefId] = set()  # creations that their creator gave up
+        self.late: set[RRefId] = set()  # creations that timed out at their creator
         self.violations: list[str] = []
         self.quiet = False
         self.quiet_shutdown = False
@@ -289,12 +289,12 @@ class World:
                 message = unpack_message(data) if isinstance(data, bytes) else data
                 worker.run(worker.table.handle(source, message))
         elif isinstance(item, Death):
-            self.mourn(worker, item.worker)
+            self.handle_death(worker, item.worker)
         else:
             self.arrive(worker, source, item)
         return True
 
-    def mourn(self, worker: Worker, dead: WorkerKey) -> None:
+    def handle_death(self, worker: Worker, dead: WorkerKey) -> None:
         error = PeerDiedError(f"worker {dead.rank} died")
         for _ in range(1 + self.script.twice):
             worker.run(worker.table.worker_died(dead, error))
@@ -343,7 +343,7 @@ class World:
             if worker.table.failure(ref.handle) is None and not self.quiet:
                 self.violations.append(f"{ref.handle} used on {worker.key} before the owner knew it")
             elif not ref.token.tainted and self.workers[ref.handle.owner].alive:
-                self.violations.append(f"{ref.handle} failed on {worker.key}, though nobody died")
+                self.violations.append(f"{ref.handle} failed on {worker.key}, though no worker died")
             return
         owner = self.workers[ref.handle.owner]
         if ref.handle.fork_id is not None and owner.alive:
@@ -351,15 +351,17 @@ class World:
                 if not ref.token.tainted:
                     self.violations.append(f"{ref.handle} confirmed on {worker.key}, but not on its owner")
                 return
-        if ref.handle.fork_id is not None or not ref.token.tainted:  # what came home may stand for nothing
+        if (
+            ref.handle.fork_id is not None or not ref.token.tainted
+        ):  # a tainted RRef on its owner may have no value
             ref.token.confirmed = True
 
-    # -- who holds what --------------------------------------------------------------------------
+    # -- holders of values -----------------------------------------------------------------------
 
     def token(self, rref_id: RRefId, holder: WorkerKey, parent: Token | None) -> Token:
         token = Token(rref_id, holder, parent)
         if not self.workers[holder].alive:
-            return token  # it cannot arrive
+            return token  # the fork cannot arrive
         if parent is not None:
             token.tainted = parent.tainted and not parent.confirmed
         self.live.setdefault(rref_id, set()).add(token)
@@ -371,7 +373,7 @@ class World:
     def freed(self, value: Value) -> None:
         self.values.pop(id(value), None)
         self.counters["freed"] += 1
-        # Has an error already.
+        # The creator of a late value has an error already.
         spare = value.rref_id in self.late and value.rref_id.creator == value.owner.key
         if value.owner.alive and not self.quiet_shutdown and not spare:
             for token in self.live.get(value.rref_id, ()):
@@ -385,7 +387,7 @@ class World:
         self.values[id(value)] = weakref.ref(value)
         return value
 
-    # -- what user code does ---------------------------------------------------------------------
+    # -- simulated user code ---------------------------------------------------------------------
 
     def pick(self, worker: Worker) -> Ref | None:
         return self.rng.choice(worker.refs) if worker.refs else None
@@ -411,7 +413,7 @@ class World:
         self, worker: Worker, to: WorkerKey, act: Callable[[Worker, list[Ref]], None], **kw: Any
     ) -> None:
         forks, tokens = self.fork(worker, to)
-        if "first" not in kw and self.rng.random() < 0.05:  # cannot be pickled after all
+        if "first" not in kw and self.rng.random() < 0.05:  # as if pickling the call had failed
             for token in tokens:
                 self.end(token)
             worker.run(worker.table.rollback(forks))
@@ -428,7 +430,7 @@ class World:
                 self.drop(worker, ref)
 
     def drop(self, worker: Worker, ref: Ref) -> None:
-        if ref in worker.refs:  # or it went into a value
+        if ref in worker.refs:  # it may have been moved into a value
             worker.refs.remove(ref)
             ref.drop()
 
@@ -436,25 +438,25 @@ class World:
         rng = self.rng
         workers = self.living()
         worker = workers[int(rng.random() * len(workers))]
-        what = rng.random()
-        if what < 0.45:
+        dice = rng.random()
+        if dice < 0.45:
             self.deliver()
-        elif what < 0.55:
+        elif dice < 0.55:
             worker.run(worker.table.collect())
-        elif what < 0.59:
+        elif dice < 0.59:
             if worker.running:
                 worker.running.pop(rng.randrange(len(worker.running)))()
-        elif what < 0.69:
+        elif dice < 0.69:
             self.create(worker, rng.choice(workers))
-        elif what < 0.71:
+        elif dice < 0.71:
             self.create_here(worker)
-        elif what < 0.83:
+        elif dice < 0.83:
             self.call(worker, rng.choice(workers).key, self.function, refusable=True)
-        elif what < 0.90:
+        elif dice < 0.90:
             ref = self.pick(worker)
             if ref is not None:
                 self.drop(worker, ref)
-        elif what < 0.985 or not self.deaths:
+        elif dice < 0.985 or not self.deaths:
             ref = self.pick(worker)
             if ref is not None:
                 self.fetch(worker, ref)
@@ -464,7 +466,7 @@ class World:
             self.kill(worker)
 
     def function(self, worker: Worker, refs: list[Ref]) -> None:
-        """The body of an ordinary call: keeps, passes on, returns."""
+        """The body of an ordinary call: keeps, sends or returns its RRefs."""
         caller = refs[0].token.parent.holder if refs and refs[0].token.parent else None
         worker.refs += refs
         if not self.quiet:
@@ -484,7 +486,7 @@ class World:
         worker.refs.append(Ref(worker, handle, self.token(handle.rref_id, worker.key, None)))
 
     def take_some(self, worker: Worker) -> list[Ref]:
-        """Move a handle into a value: RRefs of RRefs, and cycles of them."""
+        """Move a handle into a value, for RRefs of RRefs and cycles of RRefs."""
         ref = self.pick(worker)
         if ref is None or self.rng.random() < 0.6:
             return []
@@ -572,7 +574,7 @@ class World:
             self.send(worker.key, ref.handle.owner, Call(act))
 
     def give_up(self, worker: Worker, number: int) -> None:
-        """End a fetch by its deadline, on both sides."""
+        """Let a fetch time out on both sides."""
         ref, owner = worker.fetches.pop(number)
         waiter = self.waiters.pop(number, None)
         if waiter is not None and self.workers[owner].alive:
@@ -614,7 +616,7 @@ class World:
                 for token in tokens:
                     if token.confirmed and not token.tainted and owner.alive:
                         if owner.table.holders(rref_id) is None:
-                            self.violations.append(f"{rref_id} is gone, but {token.holder} holds it")
+                            self.violations.append(f"{rref_id} was freed, but {token.holder} holds it")
         if self.violations:
             raise Violation(f"{self.script}: " + "; ".join(self.violations[:3]))
 
@@ -632,7 +634,7 @@ class World:
         return self
 
     def settle(self) -> None:
-        """Let everything that is under way come to its end."""
+        """Deliver all messages, and finish all running functions."""
         busy = True
         while busy:
             busy = False
@@ -646,14 +648,14 @@ class World:
                 effects = worker.table.collect()
                 busy = busy or bool(effects)
                 worker.run(effects)
-                del effects  # values die here, and drop what they held
+                del effects  # values are freed here, and drop the RRefs that they held
                 busy = busy or worker.table.pending_counts().drops > 0
 
     def drain_fetches(self) -> None:
         self.settle()
         for worker in self.living():
             for number, (ref, _) in list(worker.fetches.items()):
-                if ref.token.tainted:  # of a value that was never made, or long forgotten
+                if ref.token.tainted:  # its value may never have been created
                     self.give_up(worker, number)
 
     def drain(self) -> None:
@@ -676,7 +678,7 @@ class World:
                 break
 
     def leave(self) -> None:
-        """Leave as a group: everybody lets go of everything, then nothing may be left."""
+        """Shut the group down: all workers drop all RRefs; then no entry may be left."""
         self.drain_fetches()
         self.quiet_shutdown = True
         for worker in self.living():
@@ -704,9 +706,9 @@ class World:
 
 
 def play(seed: int, table: Callable[..., RRefTable] = RRefTable, **changes: Any) -> World:
-    """Play the program of a seed; ``changes`` replace what the seed gives.
+    """Play the program of a seed; ``changes`` replace fields of its script.
 
     Raises:
-        Violation: a promise was broken.
+        Violation: a promise of the protocol was broken.
     """
     return World(replace(Script.of(seed), **changes), table).play()

@@ -1,4 +1,4 @@
-"""What workers tell each other about RRefs, as bytes: nothing is lost, nothing else gets in."""
+"""The encoding of reference-counting messages: they survive packing, and malformed bytes raise ProtocolError."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ messages = st.one_of(
 
 
 @given(messages)
-def test_messages_survive_the_wire(message: Message) -> None:
+def test_messages_survive_packing(message: Message) -> None:
     again = unpack_message(pack_message(message))
     assert again == message
     assert [type(cell) for row in again.items for cell in row] == [
@@ -55,13 +55,13 @@ def test_messages_survive_the_wire(message: Message) -> None:
 
 
 @given(st.lists(st.builds(ForkData, keys, rref_ids, fork_ids), max_size=20))
-def test_forks_survive_the_wire(forks: list[ForkData]) -> None:
+def test_forks_survive_packing(forks: list[ForkData]) -> None:
     again = unpack_forks(pack_forks(forks))
     assert again == forks
     assert all(type(data.owner) is WorkerKey and type(data.rref_id) is RRefId for data in again)
 
 
-def test_messages_are_small() -> None:
+def test_a_full_batch_takes_less_than_600_bytes() -> None:
     items = tuple((RRefId(3, n, "0123456789abcdef"), ForkId(7, n, "fedcba9876543210")) for n in range(BATCH))
     assert len(pack_message(UserDelete(items))) < 600
 
@@ -99,7 +99,7 @@ def test_messages_are_small() -> None:
         [[[0, "a"]], [0, 0, 0, 1, 0]],
     ],
 )
-def test_messages_that_make_no_sense(parts: Any) -> None:
+def test_malformed_messages_raise_protocol_error(parts: Any) -> None:
     data = msgpack.packb(parts)
     with pytest.raises(ProtocolError):
         unpack_message(data)
@@ -108,7 +108,7 @@ def test_messages_that_make_no_sense(parts: Any) -> None:
 
 
 @given(st.binary(max_size=200), st.binary(max_size=8), messages, st.integers(0, 1000))
-def test_damaged_bytes_never_raise_anything_else(
+def test_damaged_bytes_raise_nothing_but_protocol_error(
     noise: bytes, patch: bytes, message: Message, at: int
 ) -> None:
     packed = bytearray(pack_message(message))
@@ -121,7 +121,7 @@ def test_damaged_bytes_never_raise_anything_else(
                 pass
 
 
-def test_too_many_forks_in_one_call() -> None:
+def test_too_many_rrefs_in_one_call_raise_rref_error() -> None:
     data = ForkData(WorkerKey(0, "a"), RRefId(0, 0, "a"), ForkId(0, 1, "a"))
     with pytest.raises(RRefError):
         pack_forks([data] * 65_537)

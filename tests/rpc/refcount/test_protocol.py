@@ -1,4 +1,4 @@
-"""The RRef protocol: groups in the simulator, broken tables that it must catch, and the table on its own."""
+"""The RRef protocol: random programs in the simulator, broken tables that it must detect, and single tables."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_random_programs_neither_leak_nor_free_early() -> None:
     for seed in range(SCRIPTS):
         for name, count in play(seed).counters.items():
             done[name] = done.get(name, 0) + count
-    # the programs must have done something, or they prove nothing
+    # The programs must have done enough, or the test has checked nothing.
     assert done["shared"] > 10 * SCRIPTS
     assert done["freed"] > 5 * SCRIPTS
     assert done["fetched"] > SCRIPTS
@@ -79,15 +79,15 @@ def test_random_programs_neither_leak_nor_free_early() -> None:
     deep=st.just(True),
     shutdown=st.booleans(),
 )
-def test_any_program_in_any_network(seed: int, **changes: Any) -> None:
+def test_generated_programs_and_networks_neither_leak_nor_free_early(seed: int, **changes: Any) -> None:
     play(seed, **changes)
 
 
-def test_same_seed_same_program() -> None:
+def test_the_simulator_plays_the_same_program_for_the_same_seed() -> None:
     assert play(7).counters == play(7).counters
 
 
-# A test that cannot fail is worthless: each of these tables breaks one rule, and must be caught.
+# Each of these tables breaks one rule. The simulator must detect it.
 
 
 class KeepsNoParent(RRefTable):
@@ -153,7 +153,7 @@ class ReleasesBeforeCreation(RRefTable):
 
 
 class DeletesByCount(RRefTable):
-    """Takes any fork away where the named one is not there: a repeated delete counts twice."""
+    """Removes an arbitrary fork if the named fork is missing, so that a repeated delete counts twice."""
 
     def handle(self, from_: WorkerKey, message: Message) -> Effects:
         if isinstance(message, UserDelete):
@@ -176,7 +176,7 @@ class RemembersNothing(RRefTable):
 
 
 class RegistersLate(RRefTable):
-    """The owner waits to be told by the receiver, who does not: forks from the owner come confirmed."""
+    """The owner does not register forks that it sends, and receivers do not register them either."""
 
     def fork(self, handle: Handle, to: WorkerKey) -> ForkData:
         data = super().fork(handle, to)
@@ -222,7 +222,9 @@ class SameIdsInEachLife(RRefTable):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_broken_tables_are_caught(broken: Callable[..., RRefTable], changes: dict[str, Any]) -> None:
+def test_the_simulator_detects_broken_tables(
+    broken: Callable[..., RRefTable], changes: dict[str, Any]
+) -> None:
     def many() -> None:
         for seed in range(500):
             play(seed, broken, **changes)
@@ -231,11 +233,11 @@ def test_broken_tables_are_caught(broken: Callable[..., RRefTable], changes: dic
         many()
 
 
-# -- a small group by hand -----------------------------------------------------------------------
+# -- a small group without the simulator ---------------------------------------------------------
 
 
 class Group:
-    """Tables whose messages are carried by hand; each message is handled twice."""
+    """Tables whose messages the test delivers; each message is handled twice."""
 
     def __init__(self, *keys: WorkerKey, **options: Any) -> None:
         self.tables = {key: RRefTable(key, **options) for key in keys}
@@ -251,7 +253,7 @@ class Group:
         return [message for _, message in effects.messages]
 
     def carry(self, kind: type | None = None) -> list[str]:
-        """Carry messages (of a kind) until there are none; give the names of those carried."""
+        """Deliver messages (of a kind) until none is left; return their names."""
         names: list[str] = []
         while True:
             now = [entry for entry in self.sent if kind is None or isinstance(entry[2], kind)]
@@ -262,7 +264,7 @@ class Group:
                 names.append(type(message).__name__)
                 self.run(to, self[to].handle(source, unpack_message(pack_message(message))))
                 again = self[to].handle(source, message)
-                if isinstance(message, ForkRequest):  # asked twice, answered twice
+                if isinstance(message, ForkRequest):  # a repeated request is answered again
                     assert [type(reply) for _, reply in again.messages] == [ForkAck]
                 else:
                     assert not again
@@ -293,7 +295,7 @@ class Group:
             assert table.leaks() == []
 
 
-def test_child_that_overtakes_the_creation() -> None:
+def test_a_child_may_be_registered_before_the_creation_arrives() -> None:
     group = Group(A, B, C)
     handle = group[A].create_user(B)
     assert handle.fork_id is not None
@@ -311,7 +313,7 @@ def test_child_that_overtakes_the_creation() -> None:
     group.assert_empty()
 
 
-def test_released_value_gives_errors_not_waits() -> None:
+def test_fetching_a_released_value_gives_an_error_instead_of_waiting() -> None:
     group = Group(A, B, C)
     handle = group.create(A, B)
     home = group.share(handle, A, B)
@@ -325,7 +327,7 @@ def test_released_value_gives_errors_not_waits() -> None:
     assert isinstance(outcome.error, RRefError)
     with pytest.raises(RRefError, match="released"):
         group[B].fork(home, C)
-    received = group[B].receive([late], A)  # was under way when its sender died
+    received = group[B].receive([late], A)  # in flight when its sender died
     gone = group[B].known_outcome(handle.rref_id)
     assert gone is not None
     assert isinstance(gone.error, RRefError)
@@ -335,7 +337,7 @@ def test_released_value_gives_errors_not_waits() -> None:
 
 
 @pytest.mark.parametrize("order", ["overtakes", "dropped before", "runs"])
-def test_creation_that_fails_on_its_way(order: str) -> None:
+def test_a_creation_that_fails_before_it_runs_fails_its_waiters(order: str) -> None:
     group = Group(A, B)
     handle = group[A].create_user(B)
     assert handle.fork_id is not None
@@ -349,7 +351,7 @@ def test_creation_that_fails_on_its_way(order: str) -> None:
         group.drop(A, handle)
         group.carry()
     group.run(B, group[B].creation_given_up(*ids, A, error))
-    if runs:  # its own outcome is what counts
+    if runs:  # the outcome of the function counts
         assert not seen
         group.run(B, group[B].set_value(handle.rref_id, 1))
         assert [outcome.value for outcome in seen] == [1]
@@ -363,7 +365,7 @@ def test_creation_that_fails_on_its_way(order: str) -> None:
     group.assert_empty()
 
 
-def test_creation_with_foreign_ids_is_refused() -> None:
+def test_a_creation_with_ids_of_another_worker_is_refused() -> None:
     with pytest.raises(ProtocolError):
         RRefTable(B).creation_arrived(RRefId(0, 0, "a"), ForkId(2, 0, "c"), A)
     with pytest.raises(ProtocolError):
@@ -378,8 +380,8 @@ def test_deletes_by_others_than_the_holder_are_ignored() -> None:
     assert group[B].holders(handle.rref_id) == {handle.fork_id: A}
 
 
-def test_value_is_released_outside_of_the_table() -> None:
-    """A value whose end uses the table from another thread would wait for ever under the lock."""
+def test_a_value_is_freed_without_the_lock_of_the_table() -> None:
+    """A finaliser that waits for another thread which uses the table would otherwise deadlock."""
     table = RRefTable(A)
 
     class Value:
@@ -399,11 +401,11 @@ def test_value_is_released_outside_of_the_table() -> None:
 # -- leaving -------------------------------------------------------------------------------------
 
 
-def test_what_an_owner_that_does_not_answer_has_not_confirmed_is_no_leak_of_the_one_who_leaves() -> None:
+def test_forks_unconfirmed_by_an_unresponsive_owner_are_no_leak_of_a_leaving_worker() -> None:
     group = Group(A, B, C)
     handle = group.create(A, B)
     data = group[A].fork(handle, C)
-    received = group[C].receive([data], A)  # and the owner, B, is stopped: it never reads what C asks
+    received = group[C].receive([data], A)  # the owner, B, is stopped, and never reads the request of C
     assert not received.pending.done
     assert group[C].leaks() == [Leak(handle.rref_id, data.fork_id, C)]
     group[C].delete_all_users()
@@ -414,8 +416,8 @@ def test_what_an_owner_that_does_not_answer_has_not_confirmed_is_no_leak_of_the_
 # -- threads and the garbage collector -----------------------------------------------------------
 
 
-def test_garbage_collector_may_enter_again() -> None:
-    """Finalisers that use the table run at any allocation, also inside of the table."""
+def test_finalisers_may_use_the_rref_table_while_it_runs() -> None:
+    """The collector may run finalisers at any allocation, also inside of the table."""
     group = Group(A, B)
     kept: list[Handle] = []
     entered = 0
@@ -450,7 +452,7 @@ def test_garbage_collector_may_enter_again() -> None:
     finally:
         gc.set_threshold(*thresholds)
     gc.collect()
-    assert entered > 10  # it did happen in the middle of a step
+    assert entered > 10  # finalisers did run during operations of the table
     group.drop(A, *kept)
     for _ in range(4):
         for key in (A, B):
@@ -461,8 +463,8 @@ def test_garbage_collector_may_enter_again() -> None:
     group.assert_empty()
 
 
-def test_many_threads() -> None:
-    """Threads share, fetch and drop at once; messages are handled by whoever caused them."""
+def test_threads_may_share_fetch_and_drop_rrefs_at_the_same_time() -> None:
+    """Each message is handled by the thread that caused it."""
     tables = {key: RRefTable(key) for key in (A, B, C)}
     failures: list[BaseException] = []
 

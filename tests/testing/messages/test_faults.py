@@ -1,4 +1,4 @@
-"""Faults by themselves: which messages they take, how often, and what they are told."""
+"""Fault objects without workers: the messages that they match, how often, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def message(type: str = "call", called: Any = step, to: str = "worker1", content
 
 
 @pytest.mark.parametrize("names", [("calls",), ("call", "x*"), ()])
-def test_unknown_types_are_refused_and_the_known_ones_listed(names: tuple[str, ...]) -> None:
+def test_unknown_message_types_are_refused_and_the_known_types_are_listed(names: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         drop(*names)
     assert all(name in str(caught.value) for name in MESSAGES)
@@ -61,28 +61,28 @@ def test_unknown_types_are_refused_and_the_known_ones_listed(names: tuple[str, .
         lambda: testing.FaultyRpcBackendOptions(faults=[], colour="red"),
     ],
 )
-def test_what_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
+def test_invalid_fault_arguments_raise_config_error(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError):
         make()
 
 
-def test_times_are_counted_for_each_message() -> None:
+def test_times_limits_the_losses_of_each_message_separately() -> None:
     fault = drop("call", times=2)
     assert [fault.takes(message(contents=b"a")) for _ in range(3)] == [True, True, False]
     assert fault.takes(message(contents=b"b"))
     assert fault.takes(message(contents=b"a", to="worker2"))
-    # The first has got through: the same again is another message.
+    # The first message was sent after its losses; an equal message counts as a new message.
     assert [fault.takes(message(contents=b"a")) for _ in range(3)] == [True, True, False]
     assert fault.count == 6
 
 
-def test_never() -> None:
+def test_zero_times_total_or_probability_drops_nothing() -> None:
     assert not drop("call", times=0).takes(message())
     assert not drop("call", total=0).takes(message())
     assert not drop("call", probability=0.0).takes(message())
 
 
-def test_total_counts_messages_of_any_kind() -> None:
+def test_total_limits_all_matching_messages_together() -> None:
     fault = drop("call", "remote", total=3)
     taken = [fault.takes(message(type, contents=b"%d" % n)) for n, type in enumerate(["call", "remote"] * 3)]
     assert taken == [True] * 3 + [False] * 3
@@ -104,13 +104,13 @@ def test_total_counts_messages_of_any_kind() -> None:
         ((), False),
     ],
 )
-def test_workers(to: Any, taken: bool) -> None:
+def test_to_matches_names_patterns_and_ranks_of_workers(to: Any, taken: bool) -> None:
     assert drop("call", to=to).takes(message()) is taken
 
 
 def local() -> Any:
     def step() -> None:
-        """Bear the same name."""
+        """A function with the same name."""
 
     return step
 
@@ -130,7 +130,7 @@ def local() -> Any:
         ("Trainer.step", Trainer.step, True),
         (Trainer.step, Trainer.step, True),
         (Trainer.step, step, False),
-        ("Trainer.step", "Trainer.step", True),  # an actor's method: only its name is known
+        ("Trainer.step", "Trainer.step", True),  # of an actor's method, only the name is known
         ("step", "Trainer.step", True),
         (Trainer.step, "Trainer.step", True),
         (step, "Trainer.step", False),
@@ -142,11 +142,13 @@ def local() -> Any:
         ("*", None, False),
     ],
 )
-def test_functions(function: Any, called: Any, taken: bool) -> None:
+def test_function_matches_functions_methods_and_name_patterns(
+    function: Any, called: Any, taken: bool
+) -> None:
     assert drop("call", function=function).takes(message(called=called)) is taken
 
 
-def test_chance_is_the_same_for_the_same_seed() -> None:
+def test_the_same_seed_drops_the_same_messages() -> None:
     def taken(seed: int) -> list[bool]:
         fault = drop("call", probability=0.5, seed=seed)
         return [fault.takes(message()) for _ in range(200)]
@@ -155,7 +157,7 @@ def test_chance_is_the_same_for_the_same_seed() -> None:
     assert 50 < sum(taken(1)) < 150
 
 
-def test_it_can_be_started_before_there_is_an_agent_and_once_at_a_time() -> None:
+def test_a_fault_can_be_started_before_init_rpc_but_only_once_at_a_time() -> None:
     fault = drop("call")
     assert not fault.active
     with fault as same:
@@ -169,7 +171,7 @@ def test_it_can_be_started_before_there_is_an_agent_and_once_at_a_time() -> None
         assert fault.active
 
 
-def test_it_is_pickled_without_its_counters() -> None:
+def test_a_fault_is_pickled_without_its_counters() -> None:
     fault = delay(
         "call", "rref_*", seconds=2, times=3, to=[1], function=step, probability=0.5, seed=4, on="w*"
     )

@@ -1,4 +1,4 @@
-"""Kill points: which there are, that each is reached, and what happens there."""
+"""Kill points: their names, that each is reached, and the actions at a point."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NEVER = 1 << 60
 
 
 @pytest.mark.parametrize("name", ["call", "call.before", "sent", "", "shutdown"])
-def test_unknown_points_are_refused_and_the_known_ones_listed(name: str) -> None:
+def test_unknown_kill_points_are_refused_and_the_known_points_are_listed(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         kill_at(name)
     assert all(each in str(caught.value) for each in POINTS)
@@ -53,12 +53,12 @@ def test_unknown_points_are_refused_and_the_known_ones_listed(name: str) -> None
         lambda: faults_of("kill call.sent nth=often"),
     ],
 )
-def test_what_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
+def test_invalid_kill_point_arguments_raise_config_error(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError):
         make()
 
 
-def test_only_the_nth_time_and_only_while_it_stands_there() -> None:
+def test_a_kill_point_acts_only_at_the_nth_time_and_only_while_active() -> None:
     with kill_at("shutdown.*", nth=3, action="raise") as kill:
         hooks.reach("shutdown.called")
         hooks.reach("actor.made")
@@ -96,7 +96,7 @@ class Keeper:
         return self.number
 
     def restore(self, state: int) -> None:
-        """Take up a state."""
+        """Restore a state."""
         self.number = state
 
 
@@ -111,7 +111,7 @@ def _hold(rref: Any) -> None:
     _held.append(rref)
 
 
-def _let_go() -> None:
+def _drop_held() -> None:
     _held.clear()
 
 
@@ -129,7 +129,7 @@ def _everything(rank: int) -> None:
     rpc.rpc_sync("worker2", _hold, (rref,))
     rpc.rpc_sync("worker2", _hold, (rpc.RRef(7),))
     for number in (1, 2):
-        rpc.rpc_sync(f"worker{number}", _let_go)
+        rpc.rpc_sync(f"worker{number}", _drop_held)
     del rref
     leaf = torch.ones(3, requires_grad=True)
     for fast in (False, True):
@@ -154,8 +154,8 @@ def _member(rank: int, world_size: int, store: str) -> dict[str, int]:
     return {name: kill.count for name, kill in zip(POINTS, kills, strict=True)}
 
 
-def test_every_point_is_reached() -> None:
-    """Those of messages on the worker that they are of; the restart of an actor is tried below."""
+def test_every_kill_point_is_reached() -> None:
+    """Except the point of the restart of an actor, which the next test checks."""
     each = run_group(_member, 3, f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store")
     missed = {name for name in POINTS if not any(counts[name] for counts in each)}
     assert missed == {"actor.restoring"}
@@ -165,9 +165,9 @@ def test_every_point_is_reached() -> None:
         assert counts["shutdown.called"] == counts["shutdown.together"] == counts["shutdown.closed"] == 1
     for name in POINTS:
         before, _, stage = name.partition(".")
-        if stage == "sent":  # nobody has dropped any, and nobody has died
+        if stage == "sent":  # no message was dropped, and no worker died
             sent, sending = sum(c[name] for c in each), sum(c[f"{before}.sending"] for c in each)
-            # The last ones may be on their way when their worker has counted already, at the end.
+            # The last messages may be in flight when their worker has already counted.
             late = sending if before == "rref_delete" else len(each)
             assert 0 < sent <= sending <= sent + late, name
 
@@ -187,15 +187,15 @@ def restarted(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_restart_of_an_actor_that_fails() -> None:
+def test_an_error_at_the_restoring_point_fails_the_restart_of_the_actor() -> None:
     run_group(restarted, 1)
 
 
-# -- what happens ----------------------------------------------------------------------------------
+# -- actions ---------------------------------------------------------------------------------------
 
 
 def calling(rank: int, world_size: int) -> str:
-    """Make three calls; return how they ended: "a" for answered, else whether they may have run: "p" for perhaps, "n" for no."""
+    """Make three calls; return for each "a" (answered), or for an error whether it may have run: "p" (perhaps) or "n" (no)."""
     if rank:
         rpc.shutdown()
         return ""
@@ -215,11 +215,13 @@ def calling(rank: int, world_size: int) -> str:
     [
         ("kill call.starting nth=2 on=worker1 code=7", "apn", 7),
         ("kill answer.sending nth=2 function=add action=kill on=worker1", "apn", -signal.SIGKILL),
-        # The first answer has left; another thread may answer further calls before the process has ended.
+        # The first answer was sent; another thread may answer further calls before the process has ended.
         ("kill answer.sent nth=1 function=add on=worker1", "a+p?n*", 1),
     ],
 )
-def test_processes_end_there(fault: str, ends: str, code: int) -> None:
+def test_a_kill_point_ends_its_process_and_errors_say_whether_calls_may_have_run(
+    fault: str, ends: str, code: int
+) -> None:
     found, died = rpc_group(calling, 2, env={"ACTORRPC_FAULT": fault}, may_die={1}, leak_wait=None)
     assert re.fullmatch(ends, found)
     assert died == Died(code)
@@ -236,12 +238,12 @@ def stopped(rank: int, world_size: int) -> None:
     pid = rpc.rpc_sync("worker1", _pid_before_stopping)
     future = rpc.rpc_async("worker1", operator.add, (1, 2))
     until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-    assert not future.done()  # what is found out about a stopped process is, at the earliest, seconds later
+    assert not future.done()  # a stopped process is noticed some seconds later at the earliest
     os.kill(pid, signal.SIGCONT)
     assert future.wait() == 3
 
 
-def test_processes_stop_there() -> None:
+def test_a_kill_point_with_action_stop_stops_its_process() -> None:
     rpc_group(stopped, 2)
 
 
@@ -264,7 +266,7 @@ def sending(rank: int, world_size: int) -> bool:
     return False
 
 
-def test_what_is_sent_has_left() -> None:
+def test_a_message_at_the_sent_point_arrives_although_its_process_dies() -> None:
     assert rpc_group(sending, 2, may_die={0}) == [Died(1), True]
 
 
@@ -299,11 +301,11 @@ def raised(rank: int, world_size: int) -> None:
     with testing.drop("call", function="add", total=1), kill_at("call.sent", nth=_NEVER) as kill:
         with pytest.raises(RpcTimeoutError):
             rpc.rpc_sync("worker1", operator.add, (1, 2), timeout=0.03)
-        assert kill.count == 0  # it was dropped, not sent
+        assert kill.count == 0  # the call was dropped, not sent
         tensor = torch.arange(100_000)
         assert rpc.rpc_sync("worker1", torch.add, (tensor, 1)).sum() == tensor.sum() + len(tensor)
         assert kill.count == 1
 
 
-def test_errors_and_sleep_there() -> None:
+def test_kill_points_may_raise_or_sleep_in_the_caller_or_callee() -> None:
     rpc_group(raised, 2)

@@ -1,4 +1,4 @@
-"""The fault proxy: alone between plain sockets, and before workers."""
+"""The fault proxy between plain sockets, and between workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOBODY = ("127.0.0.1", 1)
 
 
 class Echo:
-    """Sends back what it gets, and remembers it; the end of each connection, too."""
+    """Sends received bytes back, and records them and how each connection ended."""
 
     def __init__(self, family: int = socket.AF_INET, address: Any = ("127.0.0.1", 0)) -> None:
         self._listener = socket.socket(family, socket.SOCK_STREAM)
@@ -91,7 +91,7 @@ def _dial(proxy: FaultProxy) -> socket.socket:
 
 
 def _read(sock: socket.socket, count: int) -> bytes:
-    """Read so many bytes, or what there is until the end: that is a reset where what was sent had not been read over there."""
+    """Read ``count`` bytes, or less at the end of the connection, which is a reset if the peer had unread bytes."""
     found = b""
     with contextlib.suppress(ConnectionResetError):
         while len(found) < count and (data := sock.recv(count - len(found))):
@@ -107,7 +107,7 @@ def _rest(sock: socket.socket) -> bytes:
 
 
 def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
+    """Poll until the condition holds; the limit of the test bounds the wait."""
     pause = threading.Event()
     while not condition():
         pause.wait(0.002)
@@ -116,7 +116,7 @@ def _until(condition: Callable[[], Any]) -> None:
 # -- between sockets -------------------------------------------------------------------------------
 
 
-def test_it_relays_and_counts(echo: Echo) -> None:
+def test_the_proxy_relays_bytes_and_counts_them(echo: Echo) -> None:
     data = os.urandom(3_000_000)
     with FaultProxy(echo.address) as proxy:
         with _dial(proxy) as sock:
@@ -126,28 +126,28 @@ def test_it_relays_and_counts(echo: Echo) -> None:
             sender.join()
             assert (proxy.connections, proxy.live) == (1, 1)
             sock.shutdown(socket.SHUT_WR)
-            assert sock.recv(1) == b""  # the end of one stream passes, and then that of the other
+            assert sock.recv(1) == b""  # the end of one direction is relayed, and then the end of the other
         _until(lambda: not proxy.live)
         assert proxy.relayed == 2 * len(data)
         assert not proxy.struck
         assert echo.await_end() == "end"
 
 
-def test_over_ipv6(echo: Echo) -> None:
+def test_the_proxy_works_over_ipv6(echo: Echo) -> None:
     with FaultProxy(echo.address, host="::1") as proxy, _dial(proxy) as sock:
         assert proxy.address.startswith("[::1]:")
         sock.sendall(b"hello")
         assert _read(sock, 5) == b"hello"
 
 
-def test_what_is_late_stays_in_order(echo: Echo) -> None:
+def test_latency_keeps_the_order_of_bytes(echo: Echo) -> None:
     late = testing.latency(0.05, jitter=0.05, direction="to")
     with FaultProxy(echo.address, disturbances=[late]) as proxy, _dial(proxy) as sock:
         begun = time.monotonic()
         for number in range(20):
             sock.sendall(bytes([number]) * 10)
         assert _read(sock, 200) == b"".join(bytes([number]) * 10 for number in range(20))
-        assert time.monotonic() - begun >= 0.05  # at least: how much later it is, nobody promises
+        assert time.monotonic() - begun >= 0.05  # at least
 
 
 def test_a_throttle_slows_the_sender(echo: Echo) -> None:
@@ -161,27 +161,29 @@ def test_a_throttle_slows_the_sender(echo: Echo) -> None:
 
 @pytest.mark.parametrize("action", ["reset", "cut", "half_close"])
 @pytest.mark.parametrize("pieces", [1, 10])
-def test_what_strikes_after_so_many_bytes(echo: Echo, action: str, pieces: int) -> None:
-    """However the bytes come, exactly so many pass."""
+def test_reset_cut_and_half_close_strike_after_the_given_number_of_bytes(
+    echo: Echo, action: str, pieces: int
+) -> None:
+    """Exactly the given number of bytes passes, whatever the sizes of the writes."""
     strike = getattr(testing, action)(after=700, direction="to")
     with FaultProxy(echo.address, disturbances=[strike]) as proxy, _dial(proxy) as sock:
-        heard = False  # the kernel says it once: to whoever is first, sending or reading
+        got_reset = False  # the kernel reports a reset once, to the next send or read
         for _ in range(pieces):
             try:
                 sock.sendall(bytes(1000 // pieces))
             except ConnectionError as error:
-                heard = heard or isinstance(error, ConnectionResetError)
+                got_reset = got_reset or isinstance(error, ConnectionResetError)
         if action == "reset":
-            if not heard:
+            if not got_reset:
                 with pytest.raises(ConnectionResetError):
                     _rest(sock)
             assert echo.await_end() == "ConnectionResetError"
         elif action == "cut":
-            with contextlib.suppress(ConnectionError):  # what it sent to the closed end is answered so
+            with contextlib.suppress(ConnectionError):  # sending to a closed end causes a reset
                 assert len(_rest(sock)) <= 700
             assert echo.await_end() in ("end", "BrokenPipeError", "ConnectionResetError")
         else:
-            assert _rest(sock) == bytes(700)  # the other stream still runs until echo ends it
+            assert _rest(sock) == bytes(700)  # the other direction stays open until echo closes it
             assert echo.await_end() == "end"
         if action == "reset":
             assert len(echo.got[0]) <= 700  # a reset discards bytes that were not read yet
@@ -190,7 +192,7 @@ def test_what_strikes_after_so_many_bytes(echo: Echo, action: str, pieces: int) 
         assert proxy.struck == {action: 1}
 
 
-def test_a_cut_in_the_middle_of_what_is_sent_at_once(echo: Echo) -> None:
+def test_a_cut_may_pass_a_part_of_a_write(echo: Echo) -> None:
     strike = testing.cut(after=4, part=0.5, direction="to")
     with FaultProxy(echo.address, disturbances=[strike]) as proxy, _dial(proxy) as sock:
         sock.sendall(b"1234")
@@ -202,7 +204,7 @@ def test_a_cut_in_the_middle_of_what_is_sent_at_once(echo: Echo) -> None:
     assert echo.got == [b"1234abc"]
 
 
-def test_a_stall_ends(echo: Echo) -> None:
+def test_a_stall_delays_bytes_for_its_duration(echo: Echo) -> None:
     with FaultProxy(echo.address, disturbances=[testing.stall(0.1, after=3)]) as proxy, _dial(proxy) as sock:
         begun = time.monotonic()
         sock.sendall(b"123456")
@@ -211,7 +213,7 @@ def test_a_stall_ends(echo: Echo) -> None:
         assert proxy.struck == {"stall": 2}
 
 
-def test_only_so_many_streams_and_only_these_connections(echo: Echo) -> None:
+def test_times_and_connections_limit_where_a_fault_strikes(echo: Echo) -> None:
     faults = [testing.cut(connections=[1, 2], direction="to", times=1)]
     with FaultProxy(echo.address, disturbances=faults) as proxy:
         for number in range(4):
@@ -238,12 +240,12 @@ def _flipped(seed: int, size: int) -> bytes:
         echo.close()
 
 
-def test_the_same_seed_disturbs_the_same_bytes() -> None:
+def test_bit_flips_of_the_same_seed_change_the_same_bytes() -> None:
     assert _flipped(1, 20_000) == _flipped(1, 313)
     assert _flipped(1, 20_000) != _flipped(2, 20_000)
 
 
-def test_where_it_strikes_is_drawn_from_the_seed(echo: Echo) -> None:
+def test_the_position_of_a_strike_follows_from_the_seed(echo: Echo) -> None:
     def lengths(seed: int) -> list[int]:
         before = len(echo.got)
         strike = testing.half_close(after=(1, 1000), direction="to")
@@ -259,7 +261,7 @@ def test_where_it_strikes_is_drawn_from_the_seed(echo: Echo) -> None:
     assert lengths(3) == first != lengths(4)
 
 
-def test_the_hand_at_the_switch(echo: Echo) -> None:
+def test_a_running_proxy_can_stall_refuse_reset_cut_and_change_its_faults(echo: Echo) -> None:
     with FaultProxy(echo.address) as proxy:
         with _dial(proxy) as sock:
             proxy.stall()
@@ -298,7 +300,7 @@ def test_the_hand_at_the_switch(echo: Echo) -> None:
         assert proxy.struck == {"half_close": 1, "reset": 2, "cut": 1}
 
 
-def test_it_refuses_where_nobody_listens_behind_it() -> None:
+def test_the_proxy_refuses_connections_while_its_target_does_not_listen() -> None:
     with FaultProxy(_NOBODY) as proxy:
 
         def dialled() -> str:
@@ -309,10 +311,10 @@ def test_it_refuses_where_nobody_listens_behind_it() -> None:
                 return type(error).__name__
 
         _until(lambda: dialled() == "ConnectionRefusedError")
-        _until(lambda: dialled() == "ConnectionResetError")  # it has tried again
+        _until(lambda: dialled() == "ConnectionResetError")  # the proxy has dialled its target again
 
 
-def test_unix_sockets_with_descriptors() -> None:
+def test_the_proxy_replaces_a_unix_socket_and_restores_it() -> None:
     directory = tempfile.mkdtemp(dir=processes.scratch())
     path = os.path.join(directory, "s")
     echo = Echo(socket.AF_UNIX, path)
@@ -325,7 +327,7 @@ def test_unix_sockets_with_descriptors() -> None:
                 assert _rest(sock) in (b"", b"1234567890")
             assert echo.await_end()
         assert echo.got == [b"1234567890"]
-        with socket.socket(socket.AF_UNIX) as sock:  # back in its place
+        with socket.socket(socket.AF_UNIX) as sock:  # the original socket is back at its path
             sock.connect(path)
             sock.sendall(b"x")
             assert sock.recv(1) == b"x"
@@ -359,12 +361,12 @@ def test_unix_sockets_with_descriptors() -> None:
         lambda: FaultProxy(host="192.0.2.1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(make: Callable[[], object]) -> None:
+def test_invalid_proxy_arguments_raise_config_error(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError):
         make()
 
 
-def test_one_life(echo: Echo) -> None:
+def test_a_proxy_can_be_started_once_and_raises_when_it_does_not_run(echo: Echo) -> None:
     proxy = FaultProxy(echo.address)
     with pytest.raises(RuntimeError, match="does not run"):
         proxy.reset()
@@ -379,7 +381,7 @@ def test_one_life(echo: Echo) -> None:
         FaultProxy("/nowhere/at/all").start()
 
 
-# -- before workers --------------------------------------------------------------------------------
+# -- between workers -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -392,7 +394,7 @@ def test_one_life(echo: Echo) -> None:
         ("[fe80::1%eth0]:65535", ("fe80::1%eth0", 65535)),
     ],
 )
-def test_addresses(text: str, parts: tuple[str, int | None]) -> None:
+def test_host_and_port_parses_addresses(text: str, parts: tuple[str, int | None]) -> None:
     assert host_and_port(text) == parts
 
 
@@ -437,7 +439,7 @@ def calls(rank: int) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("by_variables", [False, True])
-def test_workers_dial_the_proxies_of_each_other(by_variables: bool) -> None:
+def test_workers_with_proxies_reach_each_other_through_the_proxies(by_variables: bool) -> None:
     faults = [testing.latency(0.001, jitter=0.002), testing.throttle(2e8)]
     with FaultProxy(disturbances=faults) as zero, FaultProxy(disturbances=faults) as one:
         dialled = _behind(calls, zero, one, by_variables=by_variables)
@@ -447,7 +449,7 @@ def test_workers_dial_the_proxies_of_each_other(by_variables: bool) -> None:
 
 
 def broken(rank: int) -> int:
-    """Call until a call fails, or for long enough."""
+    """Call until a call fails, at most 300 times."""
     try:
         for count in range(0 if rank else 300):
             assert rpc.rpc_sync("worker1", operator.add, (count, 2), timeout=10) == count + 2
@@ -457,15 +459,15 @@ def broken(rank: int) -> int:
 
 
 @pytest.mark.parametrize("action", ["reset", "cut", "half_close"])
-def test_connections_that_break_under_calls(action: str) -> None:
-    """In the middle of a frame, too; whichever of the two has dialled. Calls end well, or say that they did not."""
+def test_calls_over_breaking_connections_succeed_or_raise_peer_died_error(action: str) -> None:
+    """Connections may break in the middle of a frame, whichever worker has dialled."""
     strike = getattr(testing, action)(after=5_000, part=0.5, times=2)
     with FaultProxy(disturbances=[strike]) as zero, FaultProxy(disturbances=[strike]) as one:
         assert _behind(broken, zero, one)[1] == 0
         assert set(zero.struck + one.struck) == {action}
 
 
-def test_before_a_worker_that_runs() -> None:
+def test_a_proxy_can_be_put_before_a_running_worker() -> None:
     with agents(2) as (first, second), pytest.MonkeyPatch.context() as patch:
 
         class Group:
@@ -475,7 +477,9 @@ def test_before_a_worker_that_runs() -> None:
         with FaultProxy.before("a1") as proxy:
             peer = first.peer("a1")
             assert first.ask(peer, operator.add, (1, 2), {}, 20.0) == 3
-            tensor = torch.arange(100_000)  # through shared memory: its descriptor passes, too
+            tensor = torch.arange(
+                100_000
+            )  # sent through shared memory, whose descriptor passes through the proxy
             assert first.ask(peer, torch.sum, (tensor,), {}, 20.0) == tensor.sum()
             assert proxy.connections == 2
             assert proxy.reset() == 2
@@ -484,7 +488,7 @@ def test_before_a_worker_that_runs() -> None:
         assert os.path.exists(second.record.unix_path)
 
 
-def test_before_a_worker_elsewhere() -> None:
+def test_a_proxy_cannot_be_put_before_a_worker_without_a_unix_socket() -> None:
     with agents(2, unix=False, transport="tcp") as (first, _), pytest.MonkeyPatch.context() as patch:
 
         class Group:

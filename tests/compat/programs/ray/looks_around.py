@@ -1,4 +1,4 @@
-"""What a library does that only may have Ray: looks for it, and asks for names that are not there."""
+"""Detects Ray like a library that uses it optionally, and imports names that do not exist."""
 
 import importlib
 import importlib.util

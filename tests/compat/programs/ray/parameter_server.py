@@ -1,4 +1,4 @@
-"""A parameter server, and workers that give it gradients as they come."""
+"""A parameter server with synchronous and asynchronous workers."""
 
 import numpy as np
 import ray

@@ -1,4 +1,4 @@
-"""Stages that hand references on, with a limit on what is under way."""
+"""Stages that pass references on, with at most two items in flight."""
 
 import ray
 

@@ -1,4 +1,4 @@
-"""Tasks and actors that die and are made again."""
+"""Tasks that are retried and actors that are restarted."""
 
 import os
 import sys
