@@ -1,4 +1,4 @@
-"""The actor layer without actors: what references and streams need, over the RPC that is in force."""
+"""A runtime without actors: what object references and streams need, on top of the running RPC layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _in_force = threading.Event()
 
 @contextlib.contextmanager
 def bare() -> Iterator[Runtime]:
-    """Put a runtime into force that knows nothing but calls, references and streams."""
+    """Install a runtime that supports only calls, references and streams."""
     references = rrefs.runtime()
     before = current()
     made = Runtime(references.agent, references)
@@ -65,7 +65,7 @@ _outcomes: list[BaseException | None] = []
 
 def begin(make: Callable[..., Any], limit: int, *args: Any) -> StreamTicket:
     """Run a generator on a thread of its own and return the ticket of its stream. Called by RPC."""
-    _in_force.wait()  # the caller may have its own already, and call before this worker has
+    _in_force.wait()  # the caller may have installed its runtime and call before this worker has
     runtime = current()
     assert runtime is not None
     producer = runtime.streams.open(limit)
@@ -85,7 +85,7 @@ def begin(make: Callable[..., Any], limit: int, *args: Any) -> StreamTicket:
 
 
 def ended() -> list[BaseException | None]:
-    """Wait until all generators of this process are over; return what produce() raised, in order."""
+    """Wait until all generators of this process have ended; return what produce() raised, in order."""
     for thread in _threads:
         thread.join()
     _threads.clear()
@@ -95,7 +95,7 @@ def ended() -> list[BaseException | None]:
 
 
 def here(make: Callable[..., Any], limit: int, *args: Any, to: Any = 0) -> ObjectRefGenerator[Any]:
-    """Stream from a worker, where it has begun."""
+    """Start a generator on a worker and return the consumer's end of its stream."""
     call = rpc.rpc_async(to, begin, (make, limit, *args))
     call.wait()
     return ObjectRefGenerator(call, label=make.__name__)
