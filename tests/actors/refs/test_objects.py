@@ -383,11 +383,11 @@ class Programs(RuleBasedStateMachine):
 _run = settings(max_examples=10, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow])
 
 
-class TestPrograms(Programs.TestCase):  # type: ignore[name-defined,misc]
+class TestRandomPrograms(Programs.TestCase):  # type: ignore[name-defined,misc]
     settings = _run
 
 
 @pytest.mark.slow
 @pytest.mark.limit(900)
-class TestManyPrograms(Programs.TestCase):  # type: ignore[name-defined,misc]
+class TestManyRandomPrograms(Programs.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(_run, max_examples=300, stateful_step_count=60)
