@@ -17,7 +17,7 @@ from actorrpc.agent.context import current_worker
 from actorrpc.rpc import rref as rrefs
 from tests import processes
 
-__all__ = ["alone", "bare", "begin", "ended", "here"]
+__all__ = ["alone", "bare", "join_generators", "open_stream", "start_generator"]
 
 
 _in_force = threading.Event()
@@ -40,7 +40,7 @@ def bare() -> Iterator[Runtime]:
     finally:
         _in_force.clear()
         made.streams.close()
-        ended()
+        join_generators()
         worker.actors = before
 
 
@@ -63,7 +63,7 @@ _threads: list[threading.Thread] = []
 _outcomes: list[BaseException | None] = []
 
 
-def begin(make: Callable[..., Any], limit: int, *args: Any) -> StreamTicket:
+def start_generator(make: Callable[..., Any], limit: int, *args: Any) -> StreamTicket:
     """Run a generator on a thread of its own and return the ticket of its stream. Called by RPC."""
     _in_force.wait()  # the caller may have installed its runtime and call before this worker has
     runtime = current()
@@ -84,7 +84,7 @@ def begin(make: Callable[..., Any], limit: int, *args: Any) -> StreamTicket:
     return producer.ticket()
 
 
-def ended() -> list[BaseException | None]:
+def join_generators() -> list[BaseException | None]:
     """Wait until all generators of this process have ended; return what produce() raised, in order."""
     for thread in _threads:
         thread.join()
@@ -94,8 +94,8 @@ def ended() -> list[BaseException | None]:
     return found
 
 
-def here(make: Callable[..., Any], limit: int, *args: Any, to: Any = 0) -> ObjectRefGenerator[Any]:
+def open_stream(make: Callable[..., Any], limit: int, *args: Any, to: Any = 0) -> ObjectRefGenerator[Any]:
     """Start a generator on a worker and return the consumer's end of its stream."""
-    call = rpc.rpc_async(to, begin, (make, limit, *args))
+    call = rpc.rpc_async(to, start_generator, (make, limit, *args))
     call.wait()
     return ObjectRefGenerator(call, label=make.__name__)

@@ -27,7 +27,7 @@ from tests.actors.e2e.kit import row_of, until
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     things.Counter.gate.clear()
     with alone(tmp_path):
         yield
@@ -35,7 +35,7 @@ def here(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def counter(here: None) -> ActorHandle[Any]:
+def counter(one_worker: None) -> ActorHandle[Any]:
     return things.Counter.remote(3)
 
 
@@ -69,7 +69,7 @@ def two_nodes() -> tuple[Node, Node]:
     ids=["actor", "task", "part", "put"],
 )
 def test_a_value_that_refers_to_its_own_reference_can_be_collected(
-    here: None, make: Callable[[], Any]
+    one_worker: None, make: Callable[[], Any]
 ) -> None:
     ref = make()
     value = get(ref)
@@ -92,7 +92,7 @@ def test_torch_futures_functions_accept_the_future_of_a_call_through_an_rref(
 # -- finding -------------------------------------------------------------------------------------------------------
 
 
-def test_get_actor_finds_an_actor_by_name_and_namespace(here: None) -> None:
+def test_get_actor_finds_an_actor_by_name_and_namespace(one_worker: None) -> None:
     named = things.Counter.options(name="one", namespace="space").remote(3)
     found = actorrpc.get_actor("one", "space")
     assert found == named
@@ -146,7 +146,7 @@ def _until_running(counter: ActorHandle[Any]) -> list[actorrpc.actors.ActorInfo]
             return rows
 
 
-def test_list_actors_does_not_list_tasks(here: None) -> None:
+def test_list_actors_does_not_list_tasks(one_worker: None) -> None:
     assert get(things.add.remote(1)) == 3
     assert actorrpc.list_actors() == []
 
@@ -225,7 +225,7 @@ def test_monitor_reports_the_death_of_an_actor_once(counter: ActorHandle[Any]) -
         actorrpc.monitor(counter, 3)  # type: ignore[arg-type]
 
 
-def test_monitor_does_not_keep_the_actor_alive(here: None) -> None:
+def test_monitor_does_not_keep_the_actor_alive(one_worker: None) -> None:
     ended = actorrpc.monitor(things.Counter.remote())
     gc.collect()
     assert isinstance(ended.wait(20), ActorDiedError)
@@ -257,7 +257,7 @@ def test_call_runs_a_plain_function_with_the_instance(counter: ActorHandle[Any])
         get(actorrpc.call(counter, getattr, "nothing"))
 
 
-def test_the_runtime_context_describes_worker_actor_and_caller(here: None) -> None:
+def test_the_runtime_context_describes_worker_actor_and_caller(one_worker: None) -> None:
     outside = actorrpc.get_runtime_context()
     assert (outside.worker.name, outside.actor_id, outside.caller) == ("w0", None, None)
     assert outside.get_actor_id() is None
@@ -288,5 +288,5 @@ def _in_a_task() -> Any:
         return context.actor_id, str(error)
 
 
-def test_current_actor_raises_in_a_task(here: None) -> None:
+def test_current_actor_raises_in_a_task(one_worker: None) -> None:
     assert get(_in_a_task.remote()) == (None, "current_actor() was called outside of an actor")

@@ -26,7 +26,7 @@ Remote: Any = actorrpc.remote
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path):
         yield
 
@@ -101,7 +101,7 @@ def test_wrong_uses_of_remote_raise_with_advice(call: Any, text: str) -> None:
 # -- as torch's function ---------------------------------------------------------------------------------------------
 
 
-def test_remote_with_a_worker_calls_a_function_as_in_torch(here: None) -> None:
+def test_remote_with_a_worker_calls_a_function_as_in_torch(one_worker: None) -> None:
     info = actorrpc.get_worker_info()
     for to in ("w0", 0, info):
         rref = Remote(to, operator.add, (1, 2))

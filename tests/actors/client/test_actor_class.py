@@ -34,7 +34,7 @@ from tests.actors.alone import alone
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path):
         yield
 
@@ -209,7 +209,7 @@ def test_contradictory_actor_options_are_refused() -> None:
         things.Chatty.options(concurrency_groups={"cpu": 1}).remote()
 
 
-def test_inherited_generic_async_and_module_classes_run_as_actors(here: None) -> None:
+def test_inherited_generic_async_and_module_classes_run_as_actors(one_worker: None) -> None:
     get = actorrpc.get
     assert get(things.Counter.remote(1, step=2).add.remote(3)) == 7
     double = things.DoubleCounter.remote(10)
@@ -435,7 +435,7 @@ def test_a_local_actor_subclass_is_pickled_by_value_with_its_options() -> None:
 # -- actors --------------------------------------------------------------------------------------------------------
 
 
-def test_actors_of_an_actor_subclass_answer_all_kinds_of_calls(here: None) -> None:
+def test_actors_of_an_actor_subclass_answer_all_kinds_of_calls(one_worker: None) -> None:
     counter: Any = Counter.remote(10)
     assert isinstance(counter, actorrpc.ActorHandle)
     assert actorrpc.get(counter.add.remote(2)) == 12
@@ -451,7 +451,7 @@ def test_actors_of_an_actor_subclass_answer_all_kinds_of_calls(here: None) -> No
     actorrpc.kill(counter)
 
 
-def test_dataclasses_generics_and_modules_that_inherit_from_actor_run_as_actors(here: None) -> None:
+def test_dataclasses_generics_and_modules_that_inherit_from_actor_run_as_actors(one_worker: None) -> None:
     more = More.remote(1)
     assert actorrpc.get(more.add.remote(1, more=3)) == 5
     assert actorrpc.get(Point.remote(2).sum.remote()) == 3
@@ -463,7 +463,7 @@ def test_dataclasses_generics_and_modules_that_inherit_from_actor_run_as_actors(
     assert list(actorrpc.get(group.sum.call())) == [5, 5]
 
 
-def test_decorated_classes_and_actor_subclasses_can_inherit_from_each_other(here: None) -> None:
+def test_decorated_classes_and_actor_subclasses_can_inherit_from_each_other(one_worker: None) -> None:
     assert ClassInfo.of(Based).methods["value"].options.priority == 3
     assert actorrpc.get(Based.remote().twice.remote()) == 2
     above: Any = Above
@@ -475,7 +475,7 @@ def test_decorated_classes_and_actor_subclasses_can_inherit_from_each_other(here
 # -- docstrings and signatures of methods ----------------------------------------------------------------------------
 
 
-def test_a_method_of_a_handle_shows_the_docstring_and_the_signature(here: None) -> None:
+def test_a_method_of_a_handle_shows_the_docstring_and_the_signature(one_worker: None) -> None:
     counter: Any = Counter.remote(1)
     for shown in (counter.add, counter.add.options(timeout=3), counter.add.remote):
         assert shown.__doc__ == "Add it."

@@ -30,7 +30,7 @@ Handle = ActorHandle[Any]
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     things.Counter.gate.clear()
     with alone(tmp_path):
         yield
@@ -38,7 +38,7 @@ def here(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def counter(here: None) -> Handle:
+def counter(one_worker: None) -> Handle:
     return things.Counter.remote(3)
 
 
@@ -192,7 +192,7 @@ def _through(rref: RRef[Any], style: str, name: str, *args: Any) -> Any:
 _STYLES = ("rpc_sync", "rpc_async", "remote")
 
 
-def test_calls_through_an_rref_run_on_the_actors_thread(here: None) -> None:
+def test_calls_through_an_rref_run_on_the_actors_thread(one_worker: None) -> None:
     actor, aio = things.Recorder.remote(), things.Aio.remote()
     assert isinstance(actor.rref, RRef)
     assert actor.rref is actor.rref
@@ -202,7 +202,7 @@ def test_calls_through_an_rref_run_on_the_actors_thread(here: None) -> None:
         assert _through(aio.rref, style, "add", 4) == 5
 
 
-def test_calls_through_an_rref_and_a_handle_keep_the_order_of_their_caller(here: None) -> None:
+def test_calls_through_an_rref_and_a_handle_keep_the_order_of_their_caller(one_worker: None) -> None:
     actor = things.Recorder.remote()
     rref = actor.rref
     made = [
@@ -250,7 +250,7 @@ def test_calls_through_an_rref_raise_errors_of_the_method_timeouts_and_death(cou
 # -- functions of the handle --------------------------------------------------------------------------------------------
 
 
-def test_methods_of_the_class_take_precedence_over_functions_of_the_handle(here: None) -> None:
+def test_methods_of_the_class_take_precedence_over_functions_of_the_handle(one_worker: None) -> None:
     own = things.Own.remote()
     for name in ("ready", "is_alive", "options", "remote", "rpc_sync", "kill", "actor_id", "rref"):
         method: Any = getattr(own, name)
@@ -286,7 +286,7 @@ def test_handles_of_the_same_actor_are_equal(counter: Handle) -> None:
     assert copy.deepcopy([counter])[0] is counter
 
 
-def test_repr_shows_class_name_and_actor_id(here: None) -> None:
+def test_repr_shows_class_name_and_actor_id(one_worker: None) -> None:
     named = things.Counter.options(name="one").remote()
     assert repr(named) == f"<ActorHandle of Counter 'one' {named.actor_id:016x}>"
     assert repr(things.Counter.remote()).startswith("<ActorHandle of Counter ")
@@ -313,7 +313,7 @@ def test_handles_and_their_methods_can_be_arguments_and_results(counter: Handle)
     assert actorrpc.rpc_sync("w0", operator.eq, (counter, counter))
 
 
-def test_the_actor_ends_with_its_last_handle(here: None) -> None:
+def test_the_actor_ends_with_its_last_handle(one_worker: None) -> None:
     counter = things.Counter.remote()
     ended = actorrpc.monitor(counter)
     method = counter.add

@@ -46,13 +46,13 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path):
         yield
 
 
 @pytest.fixture
-def model(here: None) -> Handle:
+def model(one_worker: None) -> Handle:
     return Model.remote()
 
 
@@ -91,7 +91,7 @@ class Blocking(nn.Module):
         return things.Counter.gate.wait(20)
 
 
-def test_call_options_apply_to_direct_calls_of_a_module_actor(here: None) -> None:
+def test_call_options_apply_to_direct_calls_of_a_module_actor(one_worker: None) -> None:
     things.Counter.gate.clear()
     blocking = Blocking.remote()
     try:
@@ -126,7 +126,7 @@ def test_parameters_are_rrefs_to_the_parameters_of_the_actor(model: Handle) -> N
         assert all(isinstance(rref.local_value(), nn.Parameter) for _, rref in named)
 
 
-def test_a_reference_to_a_parameter_outlives_the_actor(here: None) -> None:
+def test_a_reference_to_a_parameter_outlives_the_actor(one_worker: None) -> None:
     model = Model.remote()
     weights = model.parameters()
     actorrpc.kill(model)
@@ -175,7 +175,7 @@ _CONVERSIONS: list[tuple[Callable[[Any], Any], torch.dtype]] = [
 ]
 
 
-def test_dtype_conversions_change_the_actor_and_keep_its_parameters(here: None) -> None:
+def test_dtype_conversions_change_the_actor_and_keep_its_parameters(one_worker: None) -> None:
     for change, dtype in _CONVERSIONS:
         model = Model.remote()
         before = get(model.parts.remote())
@@ -253,7 +253,7 @@ class Own(nn.Module):
         return x
 
 
-def test_overridden_module_methods_are_the_ones_that_are_called(here: None) -> None:
+def test_overridden_module_methods_are_the_ones_that_are_called(one_worker: None) -> None:
     own = Own.remote()
     assert own.train("x", 2) == ["x", "x"]
     assert own.train(False) == own
@@ -279,7 +279,7 @@ class Async(nn.Module):
         return x
 
 
-def test_an_async_forward_cannot_be_called_directly(here: None) -> None:
+def test_an_async_forward_cannot_be_called_directly(one_worker: None) -> None:
     handle = Async.remote()
     with pytest.raises(TypeError, match=r"cannot be called directly"):
         handle(1)
@@ -290,7 +290,7 @@ def test_an_async_forward_cannot_be_called_directly(here: None) -> None:
 # -- other classes --------------------------------------------------------------------------------------------------
 
 
-def test_handles_of_other_classes_have_no_module_methods(here: None) -> None:
+def test_handles_of_other_classes_have_no_module_methods(one_worker: None) -> None:
     counter, box = things.Counter.remote(), things.Box.remote(1)
     for handle in (counter, box):
         assert not hasattr(handle, "remote_parameters")

@@ -36,7 +36,7 @@ class Target:
 
 
 @pytest.mark.limit(60)
-def test_a_reserved_call_whose_connection_has_closed_fails_as_not_executed(
+def test_a_call_with_a_pending_argument_fails_as_not_executed_if_its_connection_closes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _released.clear()
@@ -90,7 +90,7 @@ class Value:
 
 @pytest.mark.limit(60)
 @pytest.mark.parametrize("where", ["worker0", "worker1"])
-def test_a_reserved_call_that_is_cancelled_while_it_is_sent_leaves_nothing_behind(
+def test_a_call_that_is_cancelled_while_it_is_sent_releases_its_arguments(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1. Thread A encodes the message. 2. Thread B cancels the call. 3. A notices this and does not send. 4. B finishes."""

@@ -30,7 +30,7 @@ class Timers:
         self.runs.append(run)
 
 
-def made() -> tuple[Generations, Any]:
+def make_meetings() -> tuple[Generations, Any]:
     """Return meetings and their agent, which only collects submitted tasks."""
     agent = SimpleNamespace(on_peer_end=[], submitted=[], clock=Timers())
     agent.submit = agent.submitted.append
@@ -39,7 +39,7 @@ def made() -> tuple[Generations, Any]:
 
 class TestMeetings:
     def test_gather_gives_every_rank_the_values_of_all(self) -> None:
-        meetings, _ = made()
+        meetings, _ = make_meetings()
         meeting = meetings.open("it", 3)
         early = [meetings.gather(meeting.key, rank, SLOTS[rank], f"from {rank}") for rank in (2, 0)]
         assert not any(each.done() for each in early)
@@ -47,7 +47,7 @@ class TestMeetings:
         assert [each.value() for each in (*early, late)] == [["from 0", "from 1", "from 2"]] * 3
 
     def test_take_waits_until_all_keys_are_set(self) -> None:
-        meetings, _ = made()
+        meetings, _ = make_meetings()
         key = meetings.open("it", 1).key
         waiting = meetings.take(key, ["a", "b"])
         meetings.change(key, "put", "a", b"1")
@@ -62,8 +62,8 @@ class TestMeetings:
         assert meetings.change(key, "drop", "a") is True
         assert meetings.change(key, "has", ["a"]) is False
 
-    def test_the_death_of_a_worker_breaks_a_meeting_once(self) -> None:
-        meetings, agent = made()
+    def test_the_death_of_a_member_fails_all_waits_of_its_collective_once(self) -> None:
+        meetings, agent = make_meetings()
         meeting = meetings.open("it", 3)
         waiting = [meetings.gather(meeting.key, rank, SLOTS[rank], None) for rank in (0, 1)]
         asked = meetings.take(meeting.key, ["never"])
@@ -83,7 +83,7 @@ class TestMeetings:
         assert len(agent.submitted) == 1
 
     def test_a_failed_operation_reports_the_loss_of_a_rank_if_one_is_known(self) -> None:
-        meetings, agent = made()
+        meetings, agent = make_meetings()
         meeting = meetings.open("it", 2)
         for rank in range(2):
             meetings.gather(meeting.key, rank, SLOTS[rank], None)
@@ -99,8 +99,8 @@ class TestMeetings:
         agent.submitted[-1]()
         assert answer.value() == "timed out"
 
-    def test_a_closed_meeting_refuses_requests(self) -> None:
-        meetings, _ = made()
+    def test_a_destroyed_collective_refuses_requests(self) -> None:
+        meetings, _ = make_meetings()
         meeting = meetings.open("it", 2)
         meetings.close(meeting)
         with pytest.raises(CollectiveError, match="destroyed, or rebuilt"):
@@ -169,7 +169,7 @@ def in_threads(runs: list[Any]) -> None:
 
 def make_groups(name: str) -> list[tuple[Any, groups.CallStore]]:
     """Return both ranks of a process group."""
-    meetings, _ = made()
+    meetings, _ = make_meetings()
     key = meetings.open(name, 2).key
     found: dict[int, Any] = {}
 

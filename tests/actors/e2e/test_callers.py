@@ -212,17 +212,17 @@ def _in_fork(work: Callable[[], Any]) -> str:
     if pid == 0:
         try:
             try:
-                said = str(work())
+                outcome = str(work())
             except BaseException as error:
-                said = f"{type(error).__name__}: {error}"
-            os.write(writes, said.encode())
+                outcome = f"{type(error).__name__}: {error}"
+            os.write(writes, outcome.encode())
         finally:
             os._exit(0)
     os.close(writes)
     with open(reads) as file:
-        said = file.read()
+        outcome = file.read()
     assert os.waitpid(pid, 0)[1] == 0
-    return said
+    return outcome
 
 
 async def _await(ref: Any) -> Any:

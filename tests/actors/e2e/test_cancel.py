@@ -37,13 +37,13 @@ class Busy:
         finally:
             self.log.append("out")
 
-    def sleepy(self) -> None:
+    def sleep_repeatedly(self) -> None:
         """Runs C code in short steps."""
-        self.log.append("sleepy")
+        self.log.append("sleep_repeatedly")
         while True:
             time.sleep(0.001)
 
-    def asks(self, other: Any) -> None:
+    def call_repeatedly(self, other: Any) -> None:
         try:
             while True:
                 actorrpc.get(other.note.remote("asked"))
@@ -55,7 +55,7 @@ class Busy:
                 time.sleep(0.001)
             self.log.append("tidied")
 
-    def loops(self, running: str) -> None:
+    def run_event_loop(self, running: str) -> None:
         """Run callbacks of a private event loop, which catches most exceptions that they raise."""
 
         async def run() -> None:
@@ -72,16 +72,16 @@ class Busy:
 
         asyncio.run(run())
 
-    def stubborn(self, gate: str) -> str:
+    def block_in_c(self, gate: str) -> str:
         """Wait in C code until the gate opens."""
-        self.log.append("stubborn")
+        self.log.append("block_in_c")
         pass_gate(gate)
         for _ in range(1000):
             pass
         self.log.append("passed")
         return "passed"
 
-    def catches(self) -> None:
+    def catch_exceptions(self) -> None:
         while True:
             try:
                 time.sleep(0.0001)
@@ -187,7 +187,7 @@ class Async:
         finally:
             await log.note.remote("clean")
 
-    async def keep_on(self) -> str:
+    async def suppress_cancellation(self) -> str:
         try:
             self.log.append("wait")
             await asyncio.Event().wait()
@@ -217,7 +217,7 @@ class Async:
 
 
 @actorrpc.remote
-class Made:
+class GatedConstructor:
     """Its constructor waits until its gate is opened, each time."""
 
     def __init__(self, gate: str) -> None:
@@ -232,7 +232,7 @@ class Made:
 
 
 @actorrpc.remote
-class Occupied:
+class NeverAnswers:
     """Counts the calls of wait(), which never returns."""
 
     def __init__(self) -> None:
@@ -280,7 +280,7 @@ def test_unpickling_an_argument_is_interrupted_by_cancel(tmp_path: Path) -> None
 
 def test_cancel_interrupts_a_running_method() -> None:
     actor = Busy.remote()
-    for method in ("spin", "sleepy", "catches"):
+    for method in ("spin", "sleep_repeatedly", "catch_exceptions"):
         for _ in range(3):
             ref = getattr(actor, method).remote()
             _wait_until_running(actor, ref)
@@ -312,7 +312,9 @@ def _interrupt_get() -> None:
     [
         lambda actor: actorrpc.get(actor.spin.remote(), cancel_on_interrupt=True),
         lambda actor: actorrpc.get(actor.spin.remote(), timeout=60, cancel_on_interrupt=True),
-        lambda actor: actorrpc.get([actor.spin.remote(), actor.sleepy.remote()], cancel_on_interrupt=True),
+        lambda actor: actorrpc.get(
+            [actor.spin.remote(), actor.sleep_repeatedly.remote()], cancel_on_interrupt=True
+        ),
         lambda actor: actorrpc.get(actor.spin.remote()),
     ],
     ids=["one", "bounded", "several", "in a notebook"],
@@ -337,7 +339,7 @@ def test_a_method_that_waits_for_a_call_is_interrupted_only_once() -> None:
     actor, other, log = Busy.remote(), Busy.remote(), []
     for _ in range(5):
         asked = len(actorrpc.get(other.all.remote()))
-        ref = actor.asks.remote(other)
+        ref = actor.call_repeatedly.remote(other)
         while len(actorrpc.get(other.all.remote())) == asked:
             pass  # a nested call has run since
         assert actorrpc.cancel(ref)
@@ -351,7 +353,7 @@ def test_cancel_interrupts_an_event_loop_that_a_method_runs(tmp_path: Path) -> N
     actor = Busy.remote()
     for n in range(3):
         running = tmp_path / str(n)
-        ref = actor.loops.remote(str(running))
+        ref = actor.run_event_loop.remote(str(running))
         until(running.exists)  # earlier, Python would warn that a coroutine was never awaited
         assert actorrpc.cancel(ref)
         with pytest.raises(actorrpc.CancelledError):
@@ -361,7 +363,7 @@ def test_cancel_interrupts_an_event_loop_that_a_method_runs(tmp_path: Path) -> N
 
 def test_a_cancelled_method_in_c_code_blocks_its_actor_until_it_returns(gate: Path) -> None:
     actor = Busy.remote()
-    ref = actor.stubborn.remote(str(gate))
+    ref = actor.block_in_c.remote(str(gate))
     _wait_until_running(actor, ref)
     assert actorrpc.cancel(ref)
     with pytest.raises(actorrpc.CancelledError):
@@ -372,7 +374,7 @@ def test_a_cancelled_method_in_c_code_blocks_its_actor_until_it_returns(gate: Pa
 
 def test_a_call_that_is_cancelled_in_the_queue_never_runs(gate: Path) -> None:
     actor = Busy.remote()
-    busy = actor.stubborn.remote(str(gate))
+    busy = actor.block_in_c.remote(str(gate))
     refs = [actor.note.remote(str(n)) for n in range(10)]
     until(lambda: row_of(actor).pending_calls == 10)
     assert actorrpc.cancel(refs[::2])
@@ -423,7 +425,7 @@ def test_killing_an_actor_in_a_shared_process_cancels_its_nested_calls(cls: Any)
 def test_cancelling_a_coroutine_cancels_its_call_to_an_actor_that_is_starting_or_restarting(
     gate: Path,
 ) -> None:
-    made = Made.options(max_restarts=-1).remote(str(gate))
+    made = GatedConstructor.options(max_restarts=-1).remote(str(gate))
     for state in ("PENDING", "RESTARTING"):
         actor = Async.remote()
         if state == "RESTARTING":
@@ -455,7 +457,7 @@ def test_cancelling_a_coroutine_cancels_its_call_to_an_actor_that_is_starting_or
 def test_a_nested_call_that_starts_while_its_caller_is_cancelled_is_cancelled_too(
     caller: Any, method: str, count: int
 ) -> None:
-    actor, other = caller.remote(), Occupied.remote()
+    actor, other = caller.remote(), NeverAnswers.remote()
     rng, data = random.Random(count), bytes(200_000)
     assert actorrpc.get([actor.all.remote(), other.count.remote()]) == [[], 0]
     for _ in range(count):
@@ -469,7 +471,7 @@ def test_a_nested_call_that_starts_while_its_caller_is_cancelled_is_cancelled_to
     until(
         lambda: (
             not any(
-                each.class_name == "Occupied" and each.state == "ALIVE"
+                each.class_name == "NeverAnswers" and each.state == "ALIVE"
                 for each in actorrpc.actors.list_actors()
             )
         )
@@ -518,9 +520,9 @@ def test_a_coroutine_that_times_out_can_make_calls_while_it_cleans_up() -> None:
 
 
 def test_a_coroutine_that_suppresses_its_cancellation_still_ends_as_cancelled() -> None:
-    catches, fails = Async.remote(), Async.remote()
-    refs = [catches.keep_on.remote(), fails.fail.remote()]
-    for actor, ref in zip((catches, fails), refs, strict=True):
+    suppresses, fails = Async.remote(), Async.remote()
+    refs = [suppresses.suppress_cancellation.remote(), fails.fail.remote()]
+    for actor, ref in zip((suppresses, fails), refs, strict=True):
         _wait_until_awaiting(actor, ref)
         assert actorrpc.cancel(ref)
     with pytest.raises(actorrpc.CancelledError):
@@ -561,7 +563,7 @@ def test_cancelling_a_waiting_call_does_not_interrupt_the_running_one() -> None:
 def test_functions_can_be_traced_after_a_method_was_interrupted() -> None:
     """CPython 3.11 never enters a traced function while an asynchronous exception is still pending."""
     actor = Busy.remote()
-    ref = actor.sleepy.remote()
+    ref = actor.sleep_repeatedly.remote()
     _wait_until_running(actor, ref)
     assert actorrpc.cancel(ref)
     with pytest.raises(actorrpc.CancelledError):
@@ -572,7 +574,7 @@ def test_functions_can_be_traced_after_a_method_was_interrupted() -> None:
 def test_an_actor_survives_cancellations_at_random_moments() -> None:
     actor = Busy.remote()
     for n in range(60):
-        ref = actor.sleepy.remote() if n % 2 else actor.note.remote("x")
+        ref = actor.sleep_repeatedly.remote() if n % 2 else actor.note.remote("x")
         if n % 3:
             actorrpc.wait([ref], timeout=0.001 * (n % 4))
         actorrpc.cancel(ref)

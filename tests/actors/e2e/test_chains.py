@@ -347,7 +347,7 @@ def test_calls_come_back_through_threaded_actors() -> None:
 
 
 @actorrpc.remote
-class Homely:
+class ThreadBound:
     """Uses objects that work on one thread only."""
 
     def __init__(self) -> None:
@@ -393,7 +393,7 @@ class Homely:
 
 
 def test_a_serial_actor_runs_everything_on_one_thread() -> None:
-    a, b = Homely.remote(), Homely.remote()
+    a, b = ThreadBound.remote(), ThreadBound.remote()
     refs = [a.add.remote(n) for n in range(10)]
     refs += [a.nested.remote(b, a, n) for n in range(10, 20)]
     assert actorrpc.get(refs) == [True] * 20
@@ -408,7 +408,7 @@ def is_on_home_thread(actor: Any) -> bool:
 
 
 def test_grad_mode_of_a_serial_actor_is_not_inherited_from_callers() -> None:
-    a, b = Homely.remote(), Homely.remote()
+    a, b = ThreadBound.remote(), ThreadBound.remote()
     assert actorrpc.get(a.no_grad_nested.remote(b, a)) == [True, False, True, False, True]
     # A mode that a serial actor sets stays set, as on any thread: inference servers disable gradients in their
     # constructors.

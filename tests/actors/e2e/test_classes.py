@@ -56,7 +56,7 @@ def test_methods_are_called_even_if_attributes_shadow_them() -> None:
 
 @dataclass
 @actorrpc.remote
-class Shown:
+class WithRepr:
     number: int
 
     def fail(self) -> None:
@@ -64,13 +64,13 @@ class Shown:
 
 
 @actorrpc.remote
-class Unshown(nn.Linear):
+class LinearModule(nn.Linear):
     def fail(self) -> None:
         raise ValueError("no")
 
 
 @actorrpc.remote
-class Unsayable:
+class BrokenRepr:
     def __repr__(self) -> str:
         raise SystemExit(3)
 
@@ -79,15 +79,15 @@ class Unsayable:
 
 
 def test_a_remote_traceback_shows_the_repr_of_the_actor() -> None:
-    for actor, said in (
-        (Shown.remote(3), ", actor Shown(number=3):\n"),
-        (Unshown.remote(2, 2), ":\nTraceback"),
-        (Unsayable.remote(), ":\nTraceback"),
+    for actor, expected in (
+        (WithRepr.remote(3), ", actor WithRepr(number=3):\n"),
+        (LinearModule.remote(2, 2), ":\nTraceback"),
+        (BrokenRepr.remote(), ":\nTraceback"),
     ):
         with pytest.raises(ValueError, match="no") as caught:
             actorrpc.get(actor.fail.remote())
         assert isinstance(caught.value, actorrpc.RemoteError)
-        assert caught.value.traceback.startswith(f"On worker {caught.value.worker}{said}")
+        assert caught.value.traceback.startswith(f"On worker {caught.value.worker}{expected}")
         del caught
 
 

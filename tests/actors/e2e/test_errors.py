@@ -27,7 +27,7 @@ class Odd(Exception):
         self.detail = detail
 
 
-class Sealed:
+class Unpicklable:
     """Cannot be pickled."""
 
     def __reduce__(self) -> Any:
@@ -75,13 +75,13 @@ class Faulty:
         return what
 
     def sealed_error(self) -> Any:
-        raise ValueError(Sealed())
+        raise ValueError(Unpicklable())
 
     def leaving(self) -> Any:
-        return Leaving()
+        return ExitsWhenUnpickled()
 
     def leaving_items(self) -> Any:
-        yield Leaving()
+        yield ExitsWhenUnpickled()
 
     def local_class(self) -> Any:
         class Local(Exception):
@@ -105,7 +105,7 @@ class Kept:
     pass
 
 
-def _collected(reference: Any) -> None:
+def _wait_until_collected(reference: Any) -> None:
     """Wait until an object is collected: another thread may still be dropping the call."""
 
     def is_collected() -> bool:
@@ -124,7 +124,7 @@ def test_an_error_that_refers_to_its_own_reference_can_be_collected() -> None:
         caught.value.values += (ref, here)
         return weakref.ref(here)
 
-    _collected(read())
+    _wait_until_collected(read())
 
 
 def test_errors_of_an_argument_and_of_its_task_can_be_collected() -> None:
@@ -138,7 +138,7 @@ def test_errors_of_an_argument_and_of_its_task_can_be_collected() -> None:
                 actorrpc.get(ref)
         return weakref.ref(here)
 
-    _collected(read())
+    _wait_until_collected(read())
 
 
 # -- the constructor ---------------------------------------------------------------------------------------------
@@ -239,11 +239,11 @@ def test_base_exceptions_of_methods_do_not_end_the_worker(method: str) -> None:
 def test_an_unpicklable_argument_raises_at_the_call_even_before_the_actor_exists() -> None:
     actor = Faulty.remote()
     with pytest.raises(SerializationError):
-        actor.give.remote(Sealed())
+        actor.give.remote(Unpicklable())
     assert actorrpc.get(actor.ping.remote()) == "pong"
 
 
-class Leaving:
+class ExitsWhenUnpickled:
     """Calls sys.exit() where it is unpickled."""
 
     def __reduce__(self) -> Any:
@@ -254,14 +254,14 @@ def test_sys_exit_during_unpickling_is_a_serialization_error() -> None:
     actor = Faulty.remote()
     for call in (
         lambda: actorrpc.get(actor.leaving.remote()),
-        lambda: actorrpc.get(actorrpc.put(Leaving())),
-        lambda: actorrpc.get(actor.give.remote(Leaving())),
-        lambda: actorrpc.get(actor.give.remote(actorrpc.put(Leaving()))),
+        lambda: actorrpc.get(actorrpc.put(ExitsWhenUnpickled())),
+        lambda: actorrpc.get(actor.give.remote(ExitsWhenUnpickled())),
+        lambda: actorrpc.get(actor.give.remote(actorrpc.put(ExitsWhenUnpickled()))),
         lambda: [actorrpc.get(ref) for ref in actor.leaving_items.remote()],
     ):
         with pytest.raises(SerializationError, match="SystemExit: 3"):
             call()
-    never = Faulty.remote(Leaving())
+    never = Faulty.remote(ExitsWhenUnpickled())
     with pytest.raises(actorrpc.ActorDiedError, match="SystemExit: 3"):
         actorrpc.get(never.ping.remote())
     assert actorrpc.get(actor.ping.remote()) == "pong"

@@ -230,7 +230,7 @@ def test_gradients_pass_through_calls_made_before_the_actors_exist(way: str) -> 
     check(way, Layer.remote(1), Layer.remote(2), (1, 2))
 
 
-def test_gradients_through_coroutines() -> None:
+def test_gradients_pass_through_coroutines() -> None:
     layers = AsyncLayer.remote(1), AsyncLayer.remote(2)
     for way in ("references", "from actor to actor", "a stream"):
         check(way, *layers, (1, 2))

@@ -132,7 +132,7 @@ def _holders(segments: set[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kill_all", [False, True], ids=["the driver", "all of them"])
+@pytest.mark.parametrize("kill_all", [False, True], ids=["the driver", "all processes"])
 def test_killed_processes_leave_no_shared_memory(kill_all: bool) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

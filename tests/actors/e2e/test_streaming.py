@@ -235,7 +235,7 @@ def test_a_tasks_stream_fails_if_its_process_dies() -> None:
 
 
 @actorrpc.remote(max_retries=1)
-def count_in_the_end(path: str, after: int) -> Any:
+def exit_at_the_first_run(path: str, after: int) -> Any:
     yield from range(after)
     if not os.path.exists(path):
         with open(path, "w"):
@@ -244,7 +244,7 @@ def count_in_the_end(path: str, after: int) -> Any:
 
 
 @actorrpc.remote
-class Leaver:
+class ExitsOnce:
     def once(self, path: str) -> Any:
         if not os.path.exists(path):
             with open(path, "w"):
@@ -253,11 +253,11 @@ class Leaver:
 
 
 def test_a_stream_is_retried_if_its_process_dies_before_the_first_item(tmp_path: Path) -> None:
-    assert _values(count_in_the_end.remote(str(tmp_path / "one"), 0)) == [0, 1, 2]
-    stream = count_in_the_end.options(max_retries=0).remote(str(tmp_path / "two"), 0)
+    assert _values(exit_at_the_first_run.remote(str(tmp_path / "one"), 0)) == [0, 1, 2]
+    stream = exit_at_the_first_run.options(max_retries=0).remote(str(tmp_path / "two"), 0)
     with pytest.raises(actorrpc.PeerDiedError, match=r"is not run \(again\)"):
         next(stream.values())
-    stream = Leaver.options(max_restarts=1).remote().once.options(max_task_retries=1)
+    stream = ExitsOnce.options(max_restarts=1).remote().once.options(max_task_retries=1)
     assert list(stream.remote(str(tmp_path / "three")).values()) == ["again"]
 
 
@@ -504,7 +504,7 @@ def test_a_paused_stream_without_a_reader_is_reported_as_a_deadlock_after_a_dela
         idle.join()
 
 
-def _last_first(streams: list[Any]) -> None:
+def _read_last_stream_first(streams: list[Any]) -> None:
     values = [each.values() for each in reversed(streams)]
     assert [next(each) for each in values] == [0] * len(streams)
     assert [list(each) for each in values] == [[1, 2]] * len(streams)
@@ -515,4 +515,4 @@ def _last_first(streams: list[Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"backpressure": 1}], ids=["bytes", "items"])
 def test_an_async_actor_can_have_thousands_of_open_streams(options: dict[str, Any]) -> None:
     actor = AsyncProducer.remote()
-    _last_first([actor.numbers.options(**options).remote(3) for _ in range(5000)])
+    _read_last_stream_first([actor.numbers.options(**options).remote(3) for _ in range(5000)])

@@ -88,7 +88,7 @@ class Saving(Child):
         self.seen = seen
 
 
-def _again(call: Callable[[], Any]) -> Any:
+def _retry(call: Callable[[], Any]) -> Any:
     """Repeat a call until it is not interrupted by a death."""
     while True:
         try:
@@ -101,7 +101,7 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().split("\n")[:-1]
 
 
-def _family(path: Path, names: str, cls: Any = Child) -> list[Any]:
+def _make_children(path: Path, names: str, cls: Any = Child) -> list[Any]:
     children = [cls.remote(name, str(path)) for name in names]
     actorrpc.get([actorrpc.ready(child) for child in children])
     path.write_text("")
@@ -135,7 +135,7 @@ def test_a_strategy_restarts_its_children_in_order_and_end_stops_them_in_reverse
     tmp_path: Path, strategy: Any, others: list[str], born: list[str]
 ) -> None:
     path = tmp_path / "log"
-    children = _family(path, "abc")
+    children = _make_children(path, "abc")
     group = actorrpc.supervise(children, strategy=strategy)
     _die(children[1])
     until(lambda: group.restarts == len(born) and group.state == "up")
@@ -161,7 +161,7 @@ def test_handles_between_children_stay_valid_over_restarts(tmp_path: Path) -> No
             before = row_of(front).restarts
             _die(store)
             until(lambda before=before: row_of(front).restarts > before and row_of(front).state == "ALIVE")
-            assert _again(front.ask.remote) == number
+            assert _retry(front.ask.remote) == number
     assert not actorrpc.is_alive(store)
     assert not actorrpc.is_alive(front)
 
@@ -169,14 +169,14 @@ def test_handles_between_children_stay_valid_over_restarts(tmp_path: Path) -> No
 @pytest.mark.prints("supervision group 'brittle': it has given up after 1 restart within 60 s")
 def test_a_group_gives_up_after_max_restarts_and_reports_it_once(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    children = _family(path, "ab")
+    children = _make_children(path, "ab")
     told: list[SupervisionError] = []
     fired: list[ActorDiedError] = []
     group = actorrpc.supervise(children, max_restarts=1, name="brittle", on_failure=told.append)
     for child in children:
         actorrpc.monitor(child, fired.append)
     _die(children[0])
-    assert _again(children[0].add.remote) == 1
+    assert _retry(children[0].add.remote) == 1
     until(lambda: group.state == "up")
     _die(children[0])
     error = group.monitor().wait(20)
@@ -217,7 +217,7 @@ def test_a_supervised_actor_can_supervise_children_of_its_own(tmp_path: Path) ->
     until(lambda: actorrpc.get(manager.state.remote()) == ("up", 2))
     assert actorrpc.get([_.add.remote() for _ in (x, y)]) == [1, 1]
     _die(manager)
-    others = _again(manager.family.remote)
+    others = _retry(manager.family.remote)
     assert actorrpc.get([_.add.remote() for _ in others]) == [1, 1]
     assert top.restarts == 1
     if not row_of(manager).worker.startswith("worker"):
@@ -228,13 +228,13 @@ def test_a_supervised_actor_can_supervise_children_of_its_own(tmp_path: Path) ->
 @pytest.mark.prints(r"supervision group #\d+: it has given up.* its restore\(\) raised KeyError: 'thirteen'")
 def test_a_restore_that_raises_is_a_death_in_a_group_and_otherwise_final(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    alone, child = _family(path, "xy", Saving)
+    alone, child = _make_children(path, "xy", Saving)
     group = actorrpc.supervise([child], max_restarts=2, backoff=0.01)
     for actor in (alone, child):
         assert actorrpc.get([actor.add.remote() for _ in range(13)])[-1] == 13
         _die(actor)
         with pytest.raises(ActorDiedError, match=r"its restore\(\) raised KeyError: 'thirteen'") as caught:
-            _again(actor.add.remote)
+            _retry(actor.add.remote)
         if actor is alone:
             assert type(caught.value.cause) is KeyError
     text = str(group.monitor().wait(10))
@@ -246,7 +246,7 @@ def test_a_restore_that_raises_is_a_death_in_a_group_and_otherwise_final(tmp_pat
 def test_calls_run_at_most_once_over_many_restarts(tmp_path: Path) -> None:
     """No number is written twice, and none whose call was reported as not executed."""
     path = tmp_path / "log"
-    children = _family(path, "ab")
+    children = _make_children(path, "ab")
     group = actorrpc.supervise(children, strategy="one_for_all", max_restarts=1000, backoff=0.0)
     outcome: dict[int, bool | None] = {}
     ended = threading.Event()
@@ -308,7 +308,7 @@ def _counts() -> dict[str, int]:
 def test_repeated_deaths_leave_nothing_behind(place: str, tmp_path: Path) -> None:
     """After each death, measure the time until the first call is answered."""
     path = tmp_path / "log"
-    (actor,) = _family(path, "k", Saving)
+    (actor,) = _make_children(path, "k", Saving)
     group = actorrpc.supervise([actor], max_restarts=10_000, period=1e6, backoff=0.0)
     before: dict[str, int] = {}
     took: list[float] = []
@@ -319,7 +319,7 @@ def test_repeated_deaths_leave_nothing_behind(place: str, tmp_path: Path) -> Non
         began = time.perf_counter()
         _die(actor)
         until(lambda restarts=restarts: group.restarts > restarts)
-        assert _again(actor.pid.remote) > 0
+        assert _retry(actor.pid.remote) > 0
         took.append(time.perf_counter() - began)
     grown: dict[str, int] = {}
 

@@ -62,7 +62,7 @@ def wait_for(gate: Any) -> None:
 def test_the_error_of_an_unpicklable_argument_names_argument_method_and_path() -> None:
     actor = Speaker.remote()
     actorrpc.get(actor.take.remote(1))
-    for call, said in (
+    for call, expected in (
         (lambda: actor.take.remote(_lock), "argument 'first' of Speaker.take(): cannot pickle"),
         (lambda: actor.take.remote(1, 2, [_lock]), "argument number 3 of Speaker.take() -> index 0: cannot"),
         (
@@ -76,19 +76,19 @@ def test_the_error_of_an_unpicklable_argument_names_argument_method_and_path() -
     ):
         with pytest.raises(SerializationError) as caught:
             call()
-        assert str(caught.value).startswith(said), str(caught.value)
+        assert str(caught.value).startswith(expected), str(caught.value)
 
 
 def test_the_error_of_an_unpicklable_result_names_method_and_path() -> None:
     actor = Speaker.remote()
-    for call, said in (
+    for call, expected in (
         (actor.give, "the result of Speaker.give cannot be sent: key 'a' -> index 0 -> attribute 'lock': "),
         (actor.give_later, "the result of Speaker.give_later cannot be sent: attribute 'lock': "),
         (give, "the result of task give cannot be sent: attribute 'lock': "),
     ):
         with pytest.raises(SerializationError) as caught:
             actorrpc.get(call.remote())
-        assert str(caught.value).startswith(said), str(caught.value)
+        assert str(caught.value).startswith(expected), str(caught.value)
     with pytest.raises(SerializationError, match="item 1 of the stream cannot be sent: attribute 'lock'"):
         list(actor.stream.remote().values())
 

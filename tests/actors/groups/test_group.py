@@ -60,7 +60,7 @@ def _clean() -> Iterator[None]:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path):
         yield
 
@@ -113,7 +113,7 @@ class Worker:
 
 
 @pytest.fixture
-def workers(here: None) -> Iterator[ActorGroup[Any]]:
+def workers(one_worker: None) -> Iterator[ActorGroup[Any]]:
     made: ActorGroup[Any] = spawn({"hosts": 2, "gpus": 3}, Worker, 100)
     get(made.ready())
     yield made
@@ -150,11 +150,11 @@ class Plain:
         return current_rank().rank
 
 
-def test_spawn_accepts_an_undecorated_class(here: None) -> None:
+def test_spawn_accepts_an_undecorated_class(one_worker: None) -> None:
     assert list(get(spawn(2, Plain).where.call())) == [0, 1]
 
 
-def test_per_rank_and_options_functions_set_arguments_and_options_of_each_member(here: None) -> None:
+def test_per_rank_and_options_functions_set_arguments_and_options_of_each_member(one_worker: None) -> None:
     made = spawn(
         {"x": 3},
         Worker,
@@ -169,7 +169,7 @@ def test_per_rank_and_options_functions_set_arguments_and_options_of_each_member
     assert list(get(both.add.call(0))) == [50, 51]
 
 
-def test_wrong_sizes_arguments_and_options_of_a_group_are_refused(here: None) -> None:
+def test_wrong_sizes_arguments_and_options_of_a_group_are_refused(one_worker: None) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         spawn(0, Worker)
     with pytest.raises(TypeError, match="unexpected keyword"):
@@ -185,7 +185,7 @@ def test_wrong_sizes_arguments_and_options_of_a_group_are_refused(here: None) ->
     assert caught.value.__notes__ == ["while rank 0 (rank=0) of a group of 2 was made"]
 
 
-def test_current_rank_raises_outside_of_a_group(here: None) -> None:
+def test_current_rank_raises_outside_of_a_group(one_worker: None) -> None:
     with pytest.raises(ActorError, match="no actor runs here"):
         current_rank()
     alone_made = ActorClass(Plain).remote()
@@ -193,7 +193,7 @@ def test_current_rank_raises_outside_of_a_group(here: None) -> None:
         get(alone_made.where.remote())
 
 
-def test_ready_fails_with_the_error_of_a_failed_constructor_and_names_its_rank(here: None) -> None:
+def test_ready_fails_with_the_error_of_a_failed_constructor_and_names_its_rank(one_worker: None) -> None:
     made = spawn(3, Worker, per_rank=lambda point: (("no",) if point.rank == 1 else (), {"extra": 1}))
     with pytest.raises(ActorDiedError, match="TypeError") as caught:
         get(made.ready())
@@ -399,7 +399,7 @@ def test_a_group_can_be_sent_to_an_actor_but_not_restarted_there(workers: ActorG
         get(one.restart_group.remote(workers))
 
 
-def test_a_slice_keeps_its_members_alive(here: None) -> None:
+def test_a_slice_keeps_its_members_alive(one_worker: None) -> None:
     made: ActorGroup[Any] = spawn(2, Worker)
     get(made.ready())
     part = made.slice(rank=1)

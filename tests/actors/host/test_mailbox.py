@@ -18,7 +18,7 @@ def _configured(limits: dict[str, int], **how: bool) -> Mailbox:
     return mailbox
 
 
-class Seat:
+class SimulatedRunner:
     """A runner that the simulator steps."""
 
     def __init__(self, world: World, queue: GroupQueue) -> None:
@@ -80,8 +80,8 @@ class Seat:
         world.executions += 1
         self.frames.append((entry, world.executions))
         world.mailbox.running[world.executions] = self
-        slots = [slot for slot in world.slots if slot.queue is self.queue and not slot.resting]
-        top = sum(1 for slot in slots if slot.frames) - world.waiting * self.queue.yielding
+        runners = [runner for runner in world.runners if runner.queue is self.queue and not runner.resting]
+        top = sum(1 for runner in runners if runner.frames) - world.waiting * self.queue.yielding
         assert top <= self.queue.limit, "more calls run than the limit allows"
 
 
@@ -102,7 +102,7 @@ class World:
         self.waiting = 0  # number of waiting bystanders
         for queue in self.mailbox.queues.values():
             queue.bystanders = self
-        self.slots: list[Seat] = []
+        self.runners: list[SimulatedRunner] = []
         self.entries: list[Entry] = []
         self.started: list[Entry] = []
         self.finished: list[Entry] = []
@@ -117,10 +117,10 @@ class World:
     def do(self, todo: Wakeups | None) -> None:
         if todo is None:
             return
-        for slot in todo.wake:
-            slot.parked = False
+        for runner in todo.wake:
+            runner.parked = False
         for queue in todo.start:
-            self.slots.append(Seat(self, queue))
+            self.runners.append(SimulatedRunner(self, queue))
 
     def make(self, path: tuple[int, ...] = ()) -> None:
         pick = self.random
@@ -195,8 +195,8 @@ class World:
                 self.do(todo)
             else:
                 assert entry in self.started or entry in self.cancelled
-        elif self.slots:
-            self.random.choice(self.slots).step()
+        elif self.runners:
+            self.random.choice(self.runners).step()
 
     def run(self) -> None:
         for _ in range(600):
@@ -209,8 +209,8 @@ class World:
                 self.do(self.mailbox.ready(entry))
             if len(self.finished) + len(self.cancelled) == len(self.entries):
                 break
-            for slot in list(self.slots):
-                slot.step()
+            for runner in list(self.runners):
+                runner.step()
 
 
 def _overtaken(world: World) -> list[tuple[Entry, Entry]]:

@@ -197,7 +197,7 @@ def test_an_interruption_is_not_lost_in_finalizers_and_callbacks(
         del actor, ref
 
 
-class Own:
+class EndlessCall:
     """Whether the endless method has begun, and whether it was interrupted."""
 
     begun = threading.Event()
@@ -234,11 +234,11 @@ class Calls:
         }
         try:
             while True:
-                Own.begun.set()
+                EndlessCall.begun.set()
                 with contextlib.suppress(Exception):
                     calls[how]()
         except Interrupted:
-            Own.interrupted.set()
+            EndlessCall.interrupted.set()
             raise
 
 
@@ -263,11 +263,11 @@ def test_a_method_is_interrupted_inside_calls_of_the_library(
     with alone(tmp_path):
         actor, other = Calls.remote(), Calls.remote()
         for how in _CALLS:
-            Own.begun.clear()
-            Own.interrupted.clear()
+            EndlessCall.begun.clear()
+            EndlessCall.interrupted.clear()
             get([actor.ready.remote(), other.ready.remote()])
             ref = actor.calls.remote(how, actor, other)
-            assert Own.begun.wait(20), how
+            assert EndlessCall.begun.wait(20), how
             with monkeypatch.context() as patch:
                 # Inspection from another thread always finds it in the library's code.
                 patch.setattr(
@@ -278,14 +278,14 @@ def test_a_method_is_interrupted_inside_calls_of_the_library(
                 assert cancel(ref)
                 with pytest.raises(CancelledError):
                     get(ref)
-                assert Own.interrupted.wait(20), how
+                assert EndlessCall.interrupted.wait(20), how
             get(actor.ready.remote())
             until(lambda: not INTERRUPTED)  # the stream is cancelled as well
         del actor, other, ref
 
 
 @actorrpc.remote
-class Moves:
+class MovesOn:
     """Runs user code until it is inspected, and then waits for another actor."""
 
     begun, looked_at, asked = threading.Event(), threading.Event(), threading.Event()
@@ -293,14 +293,14 @@ class Moves:
     raised_in: ClassVar[list[str]] = []
 
     def waits(self, other: Any) -> None:
-        Moves.ident = threading.get_ident()
-        Moves.begun.set()
-        Moves.looked_at.wait()
+        MovesOn.ident = threading.get_ident()
+        MovesOn.begun.set()
+        MovesOn.looked_at.wait()
         try:
             get(other.never.remote())
         except Interrupted as error:
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-            Moves.raised_in.append(frame.f_globals["__name__"])
+            MovesOn.raised_in.append(frame.f_globals["__name__"])
             raise
 
     def asks(self, other: Any) -> str:
@@ -310,7 +310,7 @@ class Moves:
 @actorrpc.remote
 class Other:
     async def never(self) -> None:
-        Moves.asked.set()
+        MovesOn.asked.set()
         await asyncio.Event().wait()
 
     async def answer(self) -> str:
@@ -324,23 +324,23 @@ def test_a_thread_that_enters_the_library_while_it_is_inspected_is_not_interrupt
 
     def look(frame: FrameType | None) -> bool:
         found = bears_interruption(frame)
-        if found and not Moves.looked_at.is_set():
-            Moves.looked_at.set()
-            assert Moves.asked.wait(20)
-            until(lambda: _module_of(Moves.ident).startswith("actorrpc."))
+        if found and not MovesOn.looked_at.is_set():
+            MovesOn.looked_at.set()
+            assert MovesOn.asked.wait(20)
+            until(lambda: _module_of(MovesOn.ident).startswith("actorrpc."))
         return found
 
     with InProcessCluster(3, clock="real"):
-        actor, other = Moves.options(worker="worker1").remote(), Other.options(worker="worker2").remote()
+        actor, other = MovesOn.options(worker="worker1").remote(), Other.options(worker="worker2").remote()
         assert get(actor.asks.remote(other)) == "here"
         ref = actor.waits.remote(other)
-        assert Moves.begun.wait(20)
+        assert MovesOn.begun.wait(20)
         monkeypatch.setattr("actorrpc.actors.host.threads.bears_interruption", look)
         assert cancel(ref)
         with pytest.raises(CancelledError):
             get(ref)
         assert get(actor.asks.remote(other)) == "here"
-        assert Moves.raised_in == [
+        assert MovesOn.raised_in == [
             "actorrpc.actors.host.threads"
         ]  # raised by the thread itself where it is allowed
         del actor, other, ref
@@ -380,7 +380,7 @@ def test_an_import_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found == [False, True]
 
 
-class _Cut:
+class _InterruptAtStep:
     """Raises Interrupted at the n-th step at which ``asyncio.run`` may be interrupted before or after its coroutine."""
 
     def __init__(self, at: int) -> None:
@@ -426,7 +426,7 @@ def test_interrupting_asyncio_run_as_it_starts_or_ends_prints_nothing(
 ) -> None:
     before = sys.gettrace()
     for at in itertools.count(1):
-        cut = _Cut(at)
+        cut = _InterruptAtStep(at)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             sys.settrace(cut.trace)

@@ -21,7 +21,7 @@ from actorrpc.errors import ActorDiedError, RpcTimeoutError, ShutdownError
 from tests.actors.alone import alone
 
 
-class _Lab:
+class _Simulation:
     """An instance of the queue's actor class on an event loop whose clock the test advances."""
 
     def __init__(self, maxsize: int) -> None:
@@ -69,72 +69,72 @@ class _Lab:
 
 
 @pytest.fixture
-def lab(request: pytest.FixtureRequest) -> Iterator[_Lab]:
-    lab = _Lab(getattr(request, "param", 0))
-    yield lab
-    lab.close()
+def simulation(request: pytest.FixtureRequest) -> Iterator[_Simulation]:
+    simulation = _Simulation(getattr(request, "param", 0))
+    yield simulation
+    simulation.close()
 
 
-_room_for_one = pytest.mark.parametrize("lab", [1], indirect=True)
+_room_for_one = pytest.mark.parametrize("simulation", [1], indirect=True)
 
 
 # -- inside the actor ---------------------------------------------------------------------------------------
 
 
 @_room_for_one
-def test_a_later_put_does_not_overtake_waiting_puts(lab: _Lab) -> None:
-    lab.put(0)
-    waiting = lab.put(1)
-    lab.start(lab.queue.get(lab.ticket(), None, ()))
-    lab.put(2)
+def test_a_later_put_does_not_overtake_waiting_puts(simulation: _Simulation) -> None:
+    simulation.put(0)
+    waiting = simulation.put(1)
+    simulation.start(simulation.queue.get(simulation.ticket(), None, ()))
+    simulation.put(2)
     assert waiting.result() is True
-    assert [lab.get().result() for _ in range(2)] == [(1,), (2,)]
+    assert [simulation.get().result() for _ in range(2)] == [(1,), (2,)]
 
 
-def test_an_item_put_at_the_deadline_of_a_get_is_not_lost(lab: _Lab) -> None:
-    task = lab.get(timeout=5)
+def test_an_item_put_at_the_deadline_of_a_get_is_not_lost(simulation: _Simulation) -> None:
+    task = simulation.get(timeout=5)
     # In one iteration of the loop, the item is handed to the waiting get and its deadline passes.
-    lab.start(lab.queue.put("a", lab.ticket(), None))
-    lab.now += 6
-    lab.step()
-    assert task.result() == ("a",) or lab.rest() == ["a"]
+    simulation.start(simulation.queue.put("a", simulation.ticket(), None))
+    simulation.now += 6
+    simulation.step()
+    assert task.result() == ("a",) or simulation.rest() == ["a"]
 
 
-def test_an_item_for_a_cancelled_get_goes_to_the_next_one(lab: _Lab) -> None:
-    first, second = lab.get(), lab.get()
-    lab.do(
-        lab.queue.put("a", lab.ticket(), None)
+def test_an_item_for_a_cancelled_get_goes_to_the_next_one(simulation: _Simulation) -> None:
+    first, second = simulation.get(), simulation.get()
+    simulation.do(
+        simulation.queue.put("a", simulation.ticket(), None)
     )  # the future of the first get has it, but its task has not run
     first.cancel()
-    lab.step()
+    simulation.step()
     assert first.cancelled()
     assert second.result() == ("a",)
 
 
-def test_withdrawn_items_return_to_their_position(lab: _Lab) -> None:
-    lab.do(lab.queue.put_batch(list(range(5))))
-    tickets = [lab.ticket() for _ in range(4)]
+def test_withdrawn_items_return_to_their_position(simulation: _Simulation) -> None:
+    simulation.do(simulation.queue.put_batch(list(range(5))))
+    tickets = [simulation.ticket() for _ in range(4)]
     for ticket in tickets:
-        lab.do(lab.queue.get(ticket, None, ()))
-    lab.do(lab.queue.withdraw(tickets[2]))
-    lab.do(lab.queue.withdraw(tickets[0]))
-    lab.do(lab.queue.withdraw(tickets[0]))  # has no effect
-    lab.do(lab.queue.withdraw(tickets[3]))
-    assert lab.rest() == [0, 2, 3, 4]
+        simulation.do(simulation.queue.get(ticket, None, ()))
+    simulation.do(simulation.queue.withdraw(tickets[2]))
+    simulation.do(simulation.queue.withdraw(tickets[0]))
+    simulation.do(simulation.queue.withdraw(tickets[0]))  # has no effect
+    simulation.do(simulation.queue.withdraw(tickets[3]))
+    assert simulation.rest() == [0, 2, 3, 4]
 
 
 @pytest.mark.slow
 @given(st.data(), st.integers(0, 3))
 def test_every_item_is_in_the_queue_or_with_exactly_one_caller(data: st.DataObject, maxsize: int) -> None:
-    lab = _Lab(maxsize)
+    simulation = _Simulation(maxsize)
     try:
-        _play(data, lab, maxsize)
+        _play(data, simulation, maxsize)
     finally:
-        lab.close()
+        simulation.close()
 
 
-def _play(data: st.DataObject, lab: _Lab, maxsize: int) -> None:
-    queue = lab.queue
+def _play(data: st.DataObject, simulation: _Simulation, maxsize: int) -> None:
+    queue = simulation.queue
     gets: dict[Ticket, asyncio.Task[Any]] = {}
     puts: dict[Ticket, tuple[int, asyncio.Task[bool]]] = {}
     given_up: set[Ticket] = set()
@@ -146,23 +146,23 @@ def _play(data: st.DataObject, lab: _Lab, maxsize: int) -> None:
             st.sampled_from(["put", "get", "cancel", "withdraw", "time", "receive", "batch"]), label="what"
         )
         timeout = data.draw(st.sampled_from([None, 0, 1.0, 2.0]), label="timeout")
-        ticket = lab.ticket()
+        ticket = simulation.ticket()
         if what == "put":
             item = next(items)
-            puts[ticket] = (item, lab.start(queue.put(item, ticket, timeout)))
+            puts[ticket] = (item, simulation.start(queue.put(item, ticket, timeout)))
         elif what == "get":
             arrived, received = tuple(received), []
             acknowledged.update(arrived)
-            gets[ticket] = lab.start(queue.get(ticket, timeout, arrived))
+            gets[ticket] = simulation.start(queue.get(ticket, timeout, arrived))
         elif what == "time":
-            lab.now += 1.5
+            simulation.now += 1.5
         elif what == "batch":
             count = data.draw(st.integers(0, 2), label="count")
             batch = [next(items) for _ in range(count)]
-            task = lab.start(queue.put_batch(batch))
-            lab.step()
+            task = simulation.start(queue.put_batch(batch))
+            simulation.step()
             if task.result() is None:
-                puts.update({(2, item): (item, lab.start(_true())) for item in batch})
+                puts.update({(2, item): (item, simulation.start(_true())) for item in batch})
         elif what == "receive":
             received = [
                 each
@@ -176,9 +176,9 @@ def _play(data: st.DataObject, lab: _Lab, maxsize: int) -> None:
             given_up.add(chosen)
             if what == "cancel":
                 gets[chosen].cancel()
-            lab.start(queue.withdraw(chosen))
-        lab.step(data.draw(st.integers(0, 3), label="turns"))
-    lab.step(10)
+            simulation.start(queue.withdraw(chosen))
+        simulation.step(data.draw(st.integers(0, 3), label="turns"))
+    simulation.step(10)
 
     inside = [item for _, item in queue._items]
     numbers = [number for number, _ in queue._items]
@@ -204,13 +204,13 @@ async def _true() -> bool:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path):
         yield
 
 
 @pytest.fixture
-def queue(here: None, request: pytest.FixtureRequest) -> Iterator[Queue[Any]]:
+def queue(one_worker: None, request: pytest.FixtureRequest) -> Iterator[Queue[Any]]:
     made: Queue[Any] = Queue(maxsize=getattr(request, "param", 0))
     yield made
     made.shutdown(force=True)
@@ -360,7 +360,7 @@ def test_no_item_is_lost_if_a_method_that_waits_for_it_times_out(queue: Queue[An
     assert queue.get(timeout=10) == "a"
 
 
-def test_shutdown_ends_the_actor_and_waiting_callers(here: None) -> None:
+def test_shutdown_ends_the_actor_and_waiting_callers(one_worker: None) -> None:
     queue: Queue[int] = Queue()
     user = User.remote()
     other = get(user.give.remote(queue, [1]))
@@ -378,7 +378,7 @@ def test_shutdown_ends_the_actor_and_waiting_callers(here: None) -> None:
     other.shutdown()  # the actor is already dead
 
 
-def test_actor_options_are_applied_to_the_queues_actor(here: None) -> None:
+def test_actor_options_are_applied_to_the_queues_actor(one_worker: None) -> None:
     queue: Queue[int] = Queue(actor_options={"name": "the-queue", "worker": "w0"})
     queue.put(1)
     assert get(get_actor("the-queue").qsize.remote()) == 1

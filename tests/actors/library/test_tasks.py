@@ -32,7 +32,7 @@ Remote: Any = actorrpc.remote
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path):
         yield
 
@@ -40,7 +40,7 @@ def here(tmp_path: Path) -> Iterator[None]:
 # -- results (on one worker) ----------------------------------------------------------------------------------------
 
 
-def test_plain_async_generator_local_and_partial_functions_run_as_tasks(here: None) -> None:
+def test_plain_async_generator_local_and_partial_functions_run_as_tasks(one_worker: None) -> None:
     assert get(things.add.remote(1)) == 3
     assert get(things.add.remote(1, b=5)) == 6
     assert get(things.later.remote(4)) == 4
@@ -130,7 +130,7 @@ def test_the_error_of_an_argument_lost_with_an_actor_names_the_actor_and_is_no_d
 
 
 def test_a_function_of_main_is_not_confused_with_a_later_function_of_the_same_name(
-    here: None, monkeypatch: pytest.MonkeyPatch
+    one_worker: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def define(number: int) -> Any:
         def which() -> int:
@@ -258,7 +258,7 @@ class Plain:
 
 
 @Remote
-class Letters:
+class Signal:
     def __init__(self) -> None:
         self.event = asyncio.Event()
 
@@ -331,7 +331,7 @@ def _correspond(mails: Any) -> Any:
 @pytest.mark.limit(60)
 def test_tasks_that_wait_for_other_tasks_do_not_deadlock_on_one_process() -> None:
     with actorrpc.init(num_cpus=1):
-        plain, mails = Plain.remote(), Letters.remote()
+        plain, mails = Plain.remote(), Signal.remote()
         assert get(_outer.remote(plain)) == 3
         assert get(_outer_in_a_thread.remote(plain)) == 3
         assert get(_fib.remote(4)) == 3

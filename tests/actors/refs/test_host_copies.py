@@ -104,7 +104,7 @@ def _copies() -> int:
     return len(runtime().host_copies._fetched)
 
 
-def _once() -> None:
+def _check_one_copy_is_shared() -> None:
     ref = actorrpc.put(torch.ones(_LARGE))
     first = rpc.rpc_sync("worker1", _read, args=([ref],))
     assert first == (_LARGE, False)
@@ -124,7 +124,7 @@ def _once() -> None:
 
 
 def test_readers_on_a_host_share_the_copy_that_the_first_one_fetched() -> None:
-    _run(_once, 4)
+    _run(_check_one_copy_is_shared, 4)
 
 
 @actorrpc.remote
@@ -153,7 +153,7 @@ class Gate:
         self.opened.set()
 
 
-def _at_once() -> None:
+def _check_pending_readers_share() -> None:
     gate = Gate.options(worker="worker0").remote()
     ref = gate.make.remote()
     found = [rpc.rpc_async(f"worker{rank}", _read, args=([ref],)) for rank in (1, 2, 3)]
@@ -165,14 +165,14 @@ def _at_once() -> None:
 
 @pytest.mark.slow
 def test_readers_that_ask_before_the_value_exists_share_one_copy() -> None:
-    _run(_at_once, 4)
+    _run(_check_pending_readers_share, 4)
 
 
 def _exit() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _first_dies() -> None:
+def _check_death_of_holder() -> None:
     ref = actorrpc.put(torch.ones(_LARGE))
     assert rpc.rpc_sync("worker1", _read, args=([ref],))[0] == _LARGE
     left = rpc.rpc_sync("worker1", _put, args=(2.0,))
@@ -188,10 +188,10 @@ def _first_dies() -> None:
 
 @pytest.mark.slow
 def test_a_value_is_fetched_again_if_the_worker_with_the_copy_dies() -> None:
-    _run(_first_dies, 4, may_die=(1,))
+    _run(_check_death_of_holder, 4, may_die=(1,))
 
 
-def _dies_while_it_fetches() -> None:
+def _check_death_of_first_reader() -> None:
     asked = threading.Semaphore(0)
     fetch = rrefs._fetch
 
@@ -218,17 +218,17 @@ def _dies_while_it_fetches() -> None:
 
 @pytest.mark.slow
 def test_other_readers_get_the_value_if_the_first_one_dies_while_fetching() -> None:
-    _run(_dies_while_it_fetches, 4, may_die=(1,))
+    _run(_check_death_of_first_reader, 4, may_die=(1,))
 
 
-def _held() -> None:
+def _check_dropped_copies_are_released() -> None:
     ref = actorrpc.put(torch.ones(_LARGE))
     for worker in ("worker1", "worker2"):
         rpc.rpc_sync(worker, _read, args=([ref], False))
     assert rpc.rpc_sync("worker1", _copies) == rpc.rpc_sync("worker2", _copies) == 0
 
 
-def _small() -> None:
+def _check_small_values_have_no_copies() -> None:
     small = actorrpc.put([1, 2])
     for worker in ("worker1", "worker2", "worker1"):
         assert rpc.rpc_sync(worker, actorrpc.get, args=(small,)) == [1, 2]
@@ -239,22 +239,22 @@ def _small() -> None:
         with pytest.raises(ValueError, match="made up"):
             rpc.rpc_sync(worker, _read, args=([failed],))
     assert not _answers["CopyOnHost"], _answers
-    _held()
+    _check_dropped_copies_are_released()
 
 
 @pytest.mark.slow
 def test_small_failed_and_dropped_values_leave_no_host_copy() -> None:
-    _run(_small, 3)
+    _run(_check_small_values_have_no_copies, 3)
 
 
 # -- separate hosts: network namespaces ------------------------------------------------------------------------------
 
 
-def _across(rank: int, world_size: int) -> None:
+def _check_two_hosts(rank: int, world_size: int) -> None:
     _count()
     if rank:
         return
-    _once()
+    _check_one_copy_is_shared()
     workers = [f"worker{each}" for each in range(1, world_size)]
     _answers.clear()
     readers = [Maker.options(worker=each).remote() for each in workers]
@@ -271,10 +271,10 @@ def _across(rank: int, world_size: int) -> None:
 @pytest.mark.limit(90)
 def test_a_large_object_is_sent_once_to_another_host() -> None:
     with Network("a", "b") as network:
-        host_group(_across, network, ["a", "b", "b", "b"])
+        host_group(_check_two_hosts, network, ["a", "b", "b", "b"])
 
 
-def _lost(rank: int, world_size: int) -> None:
+def _check_loss_of_host(rank: int, world_size: int) -> None:
     if rank:
         return
     fetched, left = rpc.rpc_sync("worker1", _put, args=(1.0,)), rpc.rpc_sync("worker1", _put, args=(2.0,))
@@ -292,4 +292,4 @@ def _lost(rank: int, world_size: int) -> None:
 @pytest.mark.limit(90)
 def test_a_value_without_a_copy_elsewhere_is_lost_with_its_host() -> None:
     with Network("a", "b") as network:
-        host_group(_lost, network, ["a", "b", "b"], may_die=(1, 2))
+        host_group(_check_loss_of_host, network, ["a", "b", "b"], may_die=(1, 2))

@@ -35,7 +35,7 @@ def group() -> Iterator[None]:
         yield
 
 
-def _kept(value: Any) -> StoredResult:
+def _stored(value: Any) -> StoredResult:
     return StoredResult(rpc.RRef(Snapshot.of(value)))
 
 
@@ -216,7 +216,7 @@ def test_each_holder_of_a_pending_reference_gets_a_separate_value(group: None, k
 
 def test_the_future_of_a_reference_works_with_concurrent_futures_and_asyncio(group: None) -> None:
     future, ref = _pending()
-    kept: ObjectRef[Any] = ObjectRef.of(_kept(_large()))
+    kept: ObjectRef[Any] = ObjectRef.of(_stored(_large()))
     work = [ref.future(), kept.future(), ObjectRef.failed(LookupError("gone")).future()]
     future.set_result(1)
     assert {each.exception() is None for each in concurrent.futures.as_completed(work)} == {True, False}
@@ -264,7 +264,7 @@ def test_a_reference_can_be_awaited(group: None) -> None:
     future, ref = _pending()
 
     async def main() -> tuple[Any, Any, Any]:
-        kept: ObjectRef[Any] = ObjectRef.of(_kept(_large()))
+        kept: ObjectRef[Any] = ObjectRef.of(_stored(_large()))
         asyncio.get_running_loop().call_soon(future.set_result, 4)
         first, second = await asyncio.gather(ref, kept)
         with pytest.raises(ValueError, match="bad"):
@@ -294,13 +294,13 @@ def test_cancelling_a_reference_or_its_future_cancels_the_call(group: None) -> N
 # -- copies of values ----------------------------------------------------------------------------------------
 
 
-def _came(value: Any) -> ObjectRef[Any]:
+def _from_reply(value: Any) -> ObjectRef[Any]:
     """Return an ObjectRef whose result came with a reply."""
     return ObjectRef.of(value)
 
 
 def test_changing_a_result_does_not_change_later_gets(group: None) -> None:
-    ref = _came([1, {"a": torch.ones(2)}])
+    ref = _from_reply([1, {"a": torch.ones(2)}])
     get(ref).append(3)
     get([ref])[0][1]["a"].zero_()
 
@@ -321,16 +321,21 @@ def test_the_last_get_of_a_reference_returns_the_value_without_a_copy(group: Non
     value = [1]
 
     async def wait_for() -> Any:
-        return await _came(value)
+        return await _from_reply(value)
 
     # Not inside assert statements, because pytest keeps their parts.
-    found = [get(_came(value)), get([_came(value)])[0], get([[_came(value)]])[0][0], asyncio.run(wait_for())]
+    found = [
+        get(_from_reply(value)),
+        get([_from_reply(value)])[0],
+        get([[_from_reply(value)]])[0][0],
+        asyncio.run(wait_for()),
+    ]
     assert all(each is value for each in found)
-    kept = _came(value)
+    kept = _from_reply(value)
     found = [get(kept), get(kept)]
     assert found[0] is not found[1]
 
 
 def test_a_tensor_with_gradients_is_not_copied_by_get(group: None) -> None:
-    ref = _came(torch.ones(2, requires_grad=True) * 2)
+    ref = _from_reply(torch.ones(2, requires_grad=True) * 2)
     assert get(ref) is get(ref)

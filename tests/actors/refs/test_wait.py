@@ -58,12 +58,12 @@ class _Work:
             self.futures[number].set_result(number)
 
 
-def _kept(value: Any) -> StoredResult:
+def _stored(value: Any) -> StoredResult:
     return StoredResult(rpc.RRef(Snapshot.of(value)))
 
 
 @pytest.fixture
-def often() -> Iterator[None]:
+def frequent_switches() -> Iterator[None]:
     """Make the interpreter switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -72,10 +72,12 @@ def often() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_large_result_that_arrives_as_get_checks_for_it_is_fetched(often: None, others: int) -> None:
+def test_a_large_result_that_arrives_as_get_checks_for_it_is_fetched(
+    frequent_switches: None, others: int
+) -> None:
     for _ in range(50):
         late: Future[Any] = Future()
-        thread = _started(partial(late.set_result, _kept([7] * 3)))
+        thread = _start_thread(partial(late.set_result, _stored([7] * 3)))
         assert get([ObjectRef.of(1)] * others + [ObjectRef(late)]) == [1] * others + [[7] * 3]
         thread.join()
 
@@ -111,7 +113,7 @@ class _Fetched:
     def flush(self) -> None: ...
 
     def submit(self, task: Any) -> None:
-        _started(task)
+        _start_thread(task)
 
 
 @pytest.mark.parametrize("wanted", [get, lambda refs: gather(refs, "all").wait()], ids=["get", "gather"])
@@ -120,7 +122,7 @@ def test_a_large_result_given_several_times_is_complete_when_it_has_been_fetched
     found: list[Any] = []
     again = ObjectRef(work.futures[0])  # the same result with a fetch of its own
     refs = [work.refs[0], work.refs[1], work.refs[0], again, work.refs[2]]
-    thread = _started(lambda: found.append(wanted(refs)))
+    thread = _start_thread(lambda: found.append(wanted(refs)))
     until(lambda: all(future._parked or future.callbacks for future in work.futures))
     work.futures[0].set_result(StoredResult(_Fetched(fetch)))
     work.end(1, 2)
@@ -131,7 +133,7 @@ def test_a_large_result_given_several_times_is_complete_when_it_has_been_fetched
     assert found == [["large", 1, "large", "large", 2]]
 
 
-def _started(target: Any) -> threading.Thread:
+def _start_thread(target: Any) -> threading.Thread:
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     return thread
@@ -187,7 +189,7 @@ def test_get_raises_the_first_failure_without_waiting_for_the_rest() -> None:
         _until_watched(work.futures[2])
         work.futures[2].set_exception(ValueError("third"))
 
-    thread = _started(fail)
+    thread = _start_thread(fail)
     with pytest.raises(ValueError, match="third"):
         get(work.refs)
     thread.join()
@@ -262,7 +264,7 @@ def test_failures_of_references_given_to_a_failed_get_are_not_reported(when: str
         for number in (1, 2):
             futures[number].set_exception(ValueError(f"number {number}"))
 
-    thread = _started(partial(fail, work.futures))
+    thread = _start_thread(partial(fail, work.futures))
     if when == "before":
         thread.join()
     with pytest.raises(ValueError, match=r"number [12]"):
@@ -397,7 +399,7 @@ def test_get_returns_all_values_or_raises_a_failure_in_random_order(data: st.Dat
     order = data.draw(st.permutations(range(len(outcomes))))
     early = data.draw(st.integers(0, len(outcomes)))
     work = _Work(len(outcomes))
-    results: dict[str, Any] = {"value": lambda n: n, "kept": lambda n: _kept(n)}
+    results: dict[str, Any] = {"value": lambda n: n, "kept": lambda n: _stored(n)}
 
     def end(number: int) -> None:
         if outcomes[number] == "error":
@@ -407,7 +409,7 @@ def test_get_returns_all_values_or_raises_a_failure_in_random_order(data: st.Dat
 
     for number in order[:early]:
         end(number)
-    thread = _started(lambda: [end(number) for number in order[early:]])
+    thread = _start_thread(lambda: [end(number) for number in order[early:]])
     if "error" in outcomes:
         with pytest.raises(LookupError):
             get(work.refs)
@@ -430,14 +432,14 @@ def test_wait_returns_ready_references_in_the_order_of_the_list() -> None:
     assert wait(work.refs) == ([b], [a, c, d])
     assert wait(work.refs, num_returns=4, timeout=0) == ([b, d], [a, c])
     assert wait(work.refs, num_returns=3, timeout=_TINY) == ([b, d], [a, c])
-    thread = _started(lambda: (_until_watched(work.futures[2]), work.end(2)))
+    thread = _start_thread(lambda: (_until_watched(work.futures[2]), work.end(2)))
     assert wait(work.refs, num_returns=3) == ([b, c, d], [a])
     thread.join()
     assert wait([]) == ([], [])
 
 
 def test_wait_fetches_large_values_unless_fetch_local_is_false() -> None:
-    ref: ObjectRef[Any] = ObjectRef.of(_kept(torch.ones(50_000)))
+    ref: ObjectRef[Any] = ObjectRef.of(_stored(torch.ones(50_000)))
     assert wait([ref], fetch_local=False, timeout=0) == ([ref], [])
     assert "elsewhere" in repr(ref)
     assert wait([ref]) == ([ref], [])
@@ -564,7 +566,7 @@ def test_as_completed_yields_references_in_order_of_completion() -> None:
     assert next(completed) is work.refs[1]
     work.end(2)
     assert next(completed) is work.refs[2]
-    thread = _started(lambda: work.futures[0].set_exception(ValueError("last")))
+    thread = _start_thread(lambda: work.futures[0].set_exception(ValueError("last")))
     (last,) = completed
     thread.join()
     assert last is work.refs[0]
@@ -576,7 +578,7 @@ def test_as_completed_yields_references_in_order_of_completion() -> None:
 def test_as_completed_accepts_futures_and_fetches_large_values() -> None:
     mine: Future[int] = Future()
     mine.set_result(2)
-    ref: ObjectRef[Any] = ObjectRef.of(_kept(torch.ones(50_000)))
+    ref: ObjectRef[Any] = ObjectRef.of(_stored(torch.ones(50_000)))
     assert set(as_completed([mine, ref])) == {mine, ref}
     assert "fetched" in repr(ref)
     assert list(as_completed([])) == []
@@ -606,7 +608,7 @@ def test_as_completed_yields_each_reference_once_with_concurrent_completions(asy
     async def gathered() -> list[Any]:
         return [ref async for ref in as_completed(work.refs)]
 
-    threads = [_started(lambda start=start: end(start)) for start in range(4)]
+    threads = [_start_thread(lambda start=start: end(start)) for start in range(4)]
     found = asyncio.run(gathered()) if asynchronous else list(as_completed(work.refs))
     for thread in threads:
         thread.join()
@@ -647,7 +649,7 @@ def test_a_timed_out_wait_leaves_no_reference_cycles(waits: Callable[..., Any]) 
 
 
 @pytest.fixture(autouse=True)
-def _no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_monitor_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable tqdm's monitor thread, which lives as long as the process."""
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
 

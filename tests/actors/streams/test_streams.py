@@ -31,7 +31,7 @@ from actorrpc.actors.streams.spread import spread
 from actorrpc.futures import Future, Progress
 from actorrpc.serialization import codec
 from actorrpc.testing import InProcessCluster
-from tests.actors.bare import alone, bare, begin, ended, here
+from tests.actors.bare import alone, bare, join_generators, open_stream, start_generator
 from tests.ranks import rpc_group
 
 _TINY = 0.05  # a timeout that is expected to expire
@@ -147,7 +147,7 @@ def _one_example(items: list[Any], limit: int, fails: bool, wants: int | None) -
     _made.append(generate)
     found: list[Any] = []
     error: BaseException | None = None
-    with here(_next_made, limit) as stream:
+    with open_stream(_next_made, limit) as stream:
         values = stream.values()
         while wants is None or taken < wants:
             # Counted before the request: the producer may receive the request before this thread continues.
@@ -158,7 +158,7 @@ def _one_example(items: list[Any], limit: int, fails: bool, wants: int | None) -
                 break
             except LookupError as caught:
                 error = caught
-    assert ended() == [None]
+    assert join_generators() == [None]
     assert found == items[:wants]
     assert (error is not None) == (fails and (wants is None or wants > len(items)))
     assert most <= limit
@@ -185,18 +185,18 @@ def test_a_streaming_call_that_returns_no_generator_raises_type_error(runtime: R
 
 
 def test_get_returns_all_remaining_items_of_a_stream(runtime: Runtime) -> None:
-    stream = here(count, 2, 20)
+    stream = open_stream(count, 2, 20)
     assert get(next(stream)) == 0
     ref: ObjectRef[Any] = ObjectRef.of("x")
-    assert get([ref, stream, [here(count, 0, 0), ref]]) == ["x", list(range(1, 20)), [[], "x"]]
+    assert get([ref, stream, [open_stream(count, 0, 0), ref]]) == ["x", list(range(1, 20)), [[], "x"]]
     assert get(stream) == []
     assert stream.is_finished()
-    assert ended() == [None, None]
-    stream = here(count, 0, 3)
+    assert join_generators() == [None, None]
+    stream = open_stream(count, 0, 3)
     stream.close()
     with pytest.raises(errors.CancelledError, match="was closed before its end"):
         get(stream)
-    ended()
+    join_generators()
 
 
 def sized(n: int, size: int) -> Generator[torch.Tensor, None, None]:
@@ -210,10 +210,10 @@ def test_get_of_a_stream_is_not_limited_by_back_pressure(
 ) -> None:
     for module in (consumer_module, producer_module):
         monkeypatch.setattr(module, "WINDOW_BYTES", 1 << 16)
-    stream = here(sized, 2, 40, 1 << 14)
+    stream = open_stream(sized, 2, 40, 1 << 14)
     _log.wait_for(1)
     assert [each[0].item() for each in get(stream)] == list(range(40))
-    assert ended() == [None]
+    assert join_generators() == [None]
 
 
 _release = threading.Event()
@@ -228,25 +228,25 @@ def held(first: int, n: int = 0) -> Generator[int, None, None]:
 
 def test_items_can_be_read_after_get_timed_out_or_failed(runtime: Runtime) -> None:
     _release.clear()
-    stream = here(held, 0, 3)
+    stream = open_stream(held, 0, 3)
     for _ in range(2):
         with pytest.raises(errors.RpcTimeoutError, match="the end of held was not complete within"):
             get([stream, ObjectRef.of(1)], timeout=_TINY)
     assert get(next(stream)) == 0
     _release.set()
     assert get(stream) == [1, 2]
-    broken = here(failing, 0, 2)
+    broken = open_stream(failing, 0, 2)
     with pytest.raises(LookupError, match="after 2"):
         get(broken)
     assert get([next(broken), next(broken)]) == [0, 1]
     with pytest.raises(LookupError, match="after 2"):
         get(next(broken))
-    ended()
+    join_generators()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_as_completed_yields_the_items_of_streams(runtime: Runtime, asynchronous: bool) -> None:
-    one, other = here(count, 1, 5), here(count, 0, 3)
+    one, other = open_stream(count, 1, 5), open_stream(count, 0, 3)
     late: Future[Any] = Future()
     ref: ObjectRef[Any] = ObjectRef(late)
 
@@ -270,12 +270,12 @@ def test_as_completed_yields_the_items_of_streams(runtime: Runtime, asynchronous
     assert found.pop() is ref
     assert sorted(found) == sorted([*range(5), *range(3)])
     assert [each for each in found if each > 2] == [3, 4]
-    assert ended() == [None, None]
+    assert join_generators() == [None, None]
 
 
 def test_as_completed_skips_an_item_that_another_reader_has_taken(runtime: Runtime) -> None:
     _release.clear()
-    stream = here(held, 0, 1, 2)
+    stream = open_stream(held, 0, 1, 2)
     completed = as_completed([stream], timeout=_TINY)
     assert wait([stream])[0] == [stream]
     assert get(next(stream)) == 0
@@ -283,12 +283,12 @@ def test_as_completed_skips_an_item_that_another_reader_has_taken(runtime: Runti
         next(completed)
     _release.set()
     assert get(list(as_completed([stream]))) == [1]
-    ended()
+    join_generators()
 
 
 def test_next_ready_waits_for_the_next_item(runtime: Runtime) -> None:
     _release.clear()
-    stream = here(held, 0, 0, 1)
+    stream = open_stream(held, 0, 0, 1)
     assert not stream.next_ready()
     assert not stream.next_ready(timeout=_TINY)
     _release.set()
@@ -298,7 +298,7 @@ def test_next_ready_waits_for_the_next_item(runtime: Runtime) -> None:
     assert list(stream) == []
     with pytest.raises(errors.ConfigError):
         stream.next_ready(-1)
-    ended()
+    join_generators()
 
 
 # -- timeouts ------------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ def test_a_stream_continues_after_the_timeout_of_next(runtime: Runtime) -> None:
         yield 2
 
     _made.append(slow)
-    stream = here(_next_made, 4)
+    stream = open_stream(_next_made, 4)
     assert get(stream.next(timeout=10)) == 1
     with pytest.raises(errors.RpcTimeoutError, match=r"item 1 of _next_made was not there within 0.05 s"):
         stream.next(timeout=_TINY)
@@ -345,7 +345,7 @@ def test_an_item_that_cannot_be_unpickled_fails_alone(runtime: Runtime) -> None:
         yield 3
 
     _made.append(bad)
-    first, second, third = here(_next_made, 4)
+    first, second, third = open_stream(_next_made, 4)
     assert get([first, third]) == [1, 3]
     with pytest.raises(errors.SerializationError, match="cannot be rebuilt"):
         get(second)
@@ -363,10 +363,10 @@ def test_an_error_of_a_generator_that_is_closed_is_logged(
             raise LookupError("while closing")
 
     _made.append(stubborn)
-    stream = here(_next_made, 1)
+    stream = open_stream(_next_made, 1)
     assert get(next(stream)) == 1
     stream.close()
-    assert ended() == [None]
+    assert join_generators() == [None]
     assert "raised while it was closed" in caplog.text
 
 
@@ -375,7 +375,7 @@ def test_an_error_of_a_generator_that_is_closed_is_logged(
 
 def test_cancelling_one_of_several_results_cancels_the_others(runtime: Runtime) -> None:
     _release.clear()
-    first, second, third = spread(here(held, 0, 1, 3), 3)
+    first, second, third = spread(open_stream(held, 0, 1, 3), 3)
     assert get(first) == 0
     assert third.cancel()
     _release.set()
@@ -383,20 +383,20 @@ def test_cancelling_one_of_several_results_cancels_the_others(runtime: Runtime) 
         with pytest.raises(errors.CancelledError, match="held was cancelled"):
             get(each)
     assert not second.cancel()
-    ended()
+    join_generators()
     _until_empty(runtime)
 
 
 @pytest.mark.prints("failing has given 2 values .*, and then raised LookupError")
 def test_an_error_of_a_generator_after_its_last_result_is_logged(runtime: Runtime) -> None:
-    assert get(spread(here(failing, 0, 2), 2)) == [0, 1]
-    ended()
+    assert get(spread(open_stream(failing, 0, 2), 2)) == [0, 1]
+    join_generators()
 
 
 def test_shutdown_fails_only_the_missing_results_of_a_generator(runtime: Runtime) -> None:
     """For a generator whose results are complete, the shutdown is not logged."""
     _release.clear()
-    complete, (first, second) = spread(here(held, 0, 2, 3), 2), spread(here(held, 0, 1, 2), 2)
+    complete, (first, second) = spread(open_stream(held, 0, 2, 3), 2), spread(open_stream(held, 0, 1, 2), 2)
     assert get([*complete, first]) == [0, 1, 0]
     runtime.streams.close()
     _release.set()
@@ -409,7 +409,7 @@ def test_shutdown_fails_only_the_missing_results_of_a_generator(runtime: Runtime
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_dropping_a_stream_closes_its_generator(runtime: Runtime, taken: int) -> None:
-    stream = here(logged, 2, 100)
+    stream = open_stream(logged, 2, 100)
     values = stream.values()
     for number in range(taken):
         assert next(values) == number
@@ -418,7 +418,7 @@ def test_dropping_a_stream_closes_its_generator(runtime: Runtime, taken: int) ->
         _log.wait_for(0)
     del values
     gc.collect()
-    assert ended() == [None]
+    assert join_generators() == [None]
     assert _log.take()[-2:] == ["closed", "finally"]
 
 
@@ -430,23 +430,23 @@ def test_a_stream_that_is_closed_before_its_call_is_answered_closes_its_generato
     future.source = Source()
     stream: ObjectRefGenerator[Any] = ObjectRefGenerator(future, label="f")
     stream.close()
-    future.set_result(begin(logged, 2, 100))
-    assert ended() == [None]
+    future.set_result(start_generator(logged, 2, 100))
+    assert join_generators() == [None]
     assert len(runtime.streams) == 0
 
 
 def test_shutdown_closes_generators_and_fails_their_readers() -> None:
     with alone() as made:
-        stream = here(logged, 2, 100)
+        stream = open_stream(logged, 2, 100)
         assert get(next(stream)) == 0
         made.streams.close()
-        (error,) = ended()
+        (error,) = join_generators()
         assert isinstance(error, errors.ShutdownError)
         assert _log.take()[-2:] == ["closed", "finally"]
         with pytest.raises(errors.RpcError):
             list(stream.values())
-        ticket = begin(logged, 2, 100)
-        assert isinstance(ended()[0], errors.ShutdownError)
+        ticket = start_generator(logged, 2, 100)
+        assert isinstance(join_generators()[0], errors.ShutdownError)
         with pytest.raises(errors.ShutdownError):
             pull(ticket.stream, 0)
 
@@ -483,7 +483,7 @@ def _nowhere() -> StreamTicket:
 
 
 def test_a_stream_cannot_be_pickled_or_copied(runtime: Runtime) -> None:
-    stream = here(count, 4, 3)
+    stream = open_stream(count, 4, 3)
     for send in (codec.dumps, copy.copy, lambda each: rpc.rpc_sync(0, str, (each,))):
         with pytest.raises(errors.SerializationError, match="take its items here"):
             send(stream)
@@ -595,16 +595,16 @@ def _deaths(rank: int, world_size: int) -> Any:
             _over.set()
             threading.Event().wait()
         if rank == 2:
-            stream = here(logged, 2, 1000, to=1)
+            stream = open_stream(logged, 2, 1000, to=1)
             next(stream)
             rpc.rpc_sync(0, _set_over)
             threading.Event().wait()
         _over.wait()
-        stream = here(count, 2, 1000, to=1)
+        stream = open_stream(count, 2, 1000, to=1)
         got = [next(stream.values()) for _ in range(3)]
         with pytest.raises(errors.PeerDiedError):
             rpc.rpc_sync(2, _die)
-        rpc.rpc_sync(1, _over_there)
+        rpc.rpc_sync(1, _wait_until_over)
         with pytest.raises(errors.PeerDiedError):
             rpc.rpc_sync(1, _die)
         *_, last = stream
@@ -614,7 +614,7 @@ def _deaths(rank: int, world_size: int) -> Any:
         return got
 
 
-def _over_there() -> None:
+def _wait_until_over() -> None:
     _over.wait()
 
 
@@ -625,7 +625,7 @@ def test_a_stream_ends_if_its_reader_or_its_producer_dies() -> None:
 
 def test_a_stream_can_be_closed_while_another_thread_reads_it(runtime: Runtime) -> None:
     for round_number in range(30):
-        stream = here(count, 3, 100)
+        stream = open_stream(count, 3, 100)
         found: list[int] = []
 
         def take(stream: Any = stream, found: list[int] = found) -> None:
@@ -638,7 +638,7 @@ def test_a_stream_can_be_closed_while_another_thread_reads_it(runtime: Runtime) 
         stream.close()
         taker.join()
         assert found == list(range(len(found)))
-        assert ended() == [None]
+        assert join_generators() == [None]
         _until_empty(runtime)
 
 

@@ -143,7 +143,7 @@ def test_a_placement_on_a_dead_worker_is_repeated_without_counting_as_restart(
 # -- ends ------------------------------------------------------------------------------------------------------------
 
 
-def test_monitors_fire_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_monitors_fire_exactly_once_if_the_actor_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(40):
         world = World(monkeypatch, seed, spawner=seed % 2 == 0)
         driver, _, other = world.workers
