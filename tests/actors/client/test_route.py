@@ -76,7 +76,7 @@ def test_a_call_to_an_actor_under_construction_times_out_as_not_executed(
 # -- deaths ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["before it is taken back", "as it is taken back", "after that"])
+@pytest.mark.parametrize("moment", ["before the takeover", "during the takeover", "after the takeover"])
 def test_a_call_that_is_cancelled_while_its_actor_dies_is_not_repeated(
     monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -89,17 +89,17 @@ def test_a_call_that_is_cancelled_while_its_actor_dies_is_not_repeated(
     cancelled: list[bool] = []
 
     def catching(queue: CallQueue, failed: ResultFuture, error: BaseException) -> bool:
-        if moment == "before it is taken back":
+        if moment == "before the takeover":
             cancelled.append(failed.cancel())
         monkeypatch.setattr(PendingCall, "rest", resting)
         found = caught(queue, failed, error)
-        if moment == "after that":
+        if moment == "after the takeover":
             cancelled.append(failed.cancel())
         return found
 
     def resting(pending: PendingCall) -> None:
         rest(pending)
-        if moment == "as it is taken back":
+        if moment == "during the takeover":
             assert pending.future is not None
             cancelled.append(pending.future.cancel())
 

@@ -105,7 +105,7 @@ def test_an_actor_still_answers_after_asyncio_timeouts_and_cancellation() -> Non
     asyncio.run(main())
 
 
-def test_a_call_outlives_the_event_loop_that_awaited_it() -> None:
+def test_get_ends_for_a_call_whose_event_loop_has_ended() -> None:
     gate = Gate.remote()
 
     async def main() -> Any:

@@ -394,7 +394,7 @@ def test_get_and_wait_end_with_the_time_of_the_running_call() -> None:
 
 @given(st.data())
 @settings(max_examples=60)
-def test_get_returns_all_values_or_raises_a_failure_in_random_order(data: st.DataObject) -> None:
+def test_get_returns_all_values_or_raises_a_failure_in_any_order_of_completion(data: st.DataObject) -> None:
     outcomes = data.draw(st.lists(st.sampled_from(["value", "kept", "error"]), min_size=1, max_size=6))
     order = data.draw(st.permutations(range(len(outcomes))))
     early = data.draw(st.integers(0, len(outcomes)))
