@@ -319,7 +319,7 @@ def _interrupt_get() -> None:
     ],
     ids=["one", "bounded", "several", "in a notebook"],
 )
-def test_ctrl_c_in_get_cancels_the_calls_if_requested_or_in_a_notebook(
+def test_ctrl_c_in_get_cancels_the_calls_if_requested_or_in_ipython(
     wait: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     if "notebook" in request.node.name:
