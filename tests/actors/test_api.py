@@ -203,24 +203,24 @@ def test_cancel_refuses_other_arguments_and_options(counter: ActorHandle[Any]) -
 
 
 def test_monitor_reports_the_death_of_an_actor_once(counter: ActorHandle[Any]) -> None:
-    told: list[Any] = []
-    rung = threading.Event()
+    reported: list[Any] = []
+    was_called = threading.Event()
 
     def ring(error: Any) -> None:
-        told.append(error)
-        rung.set()
+        reported.append(error)
+        was_called.set()
 
     future = actorrpc.monitor(counter, ring)
     other = actorrpc.monitor(counter)
     assert not future.done()
-    assert told == []
+    assert reported == []
     actorrpc.kill(counter)
     assert isinstance(future.wait(10), ActorDiedError)
     assert isinstance(other.wait(10), ActorDiedError)
-    assert rung.wait(10)
+    assert was_called.wait(10)
     late = actorrpc.monitor(counter)
     assert isinstance(late.wait(10), ActorDiedError)
-    assert [type(each) for each in told] == [ActorDiedError]
+    assert [type(each) for each in reported] == [ActorDiedError]
     with pytest.raises(TypeError, match="callback must be callable"):
         actorrpc.monitor(counter, 3)  # type: ignore[arg-type]
 

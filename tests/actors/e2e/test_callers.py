@@ -197,9 +197,9 @@ def test_a_call_in_a_forked_data_loader_raises_at_once() -> None:
     actor = Adder.remote(1)
     actorrpc.get(actor.add.remote(0))
     loader = DataLoader(FromActor(actor), num_workers=1, multiprocessing_context="fork", batch_size=None)
-    told = list(loader)
-    assert len(told) == 4
-    assert all("fork" in each for each in told)
+    messages = list(loader)
+    assert len(messages) == 4
+    assert all("fork" in each for each in messages)
     assert actorrpc.get(actor.add.remote(1)) == 2
     # Without a fork it works.
     assert [int(each) for each in DataLoader(FromActor(actor))] == [1, 2, 3, 4]
@@ -258,10 +258,10 @@ def test_waiting_in_a_fork_for_results_of_its_parent_raises() -> None:
         lambda: future.wait(),
         lambda: next(stream),
     ):
-        told = _in_fork(wait)
+        messages = _in_fork(wait)
         assert re.match(
-            r"NotInitializedError: .* was not over when this process was forked .*'spawn'", told
-        ), told
+            r"NotInitializedError: .* was not over when this process was forked .*'spawn'", messages
+        ), messages
     assert _in_fork(lambda: actorrpc.get([over, over])) == "[2, 2]"
     # The parent process receives all results.
     actorrpc.get(gate.open.remote())

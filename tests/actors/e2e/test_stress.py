@@ -162,11 +162,11 @@ def test_at_least_one_of_two_chains_that_need_each_others_actors_gets_deadlock_e
     refs = [a.cross.remote(b, gate, count), b.cross.remote(a, gate, count)]
     until(lambda: actorrpc.get(gate.count.remote()) == 2)
     actorrpc.get(gate.open.remote())
-    told = 0
+    deadlocks = 0
     for ref in refs:
         try:
             assert actorrpc.get(ref, timeout=_BOUND) == "pong"
         except actorrpc.DeadlockError:
-            told += 1
-    assert told
+            deadlocks += 1
+    assert deadlocks
     assert actorrpc.get([a.ping.remote(), b.ping.remote()]) == ["pong"] * 2

@@ -170,9 +170,9 @@ def test_handles_between_children_stay_valid_over_restarts(tmp_path: Path) -> No
 def test_a_group_gives_up_after_max_restarts_and_reports_it_once(tmp_path: Path) -> None:
     path = tmp_path / "log"
     children = _make_children(path, "ab")
-    told: list[SupervisionError] = []
+    failures: list[SupervisionError] = []
     fired: list[ActorDiedError] = []
-    group = actorrpc.supervise(children, max_restarts=1, name="brittle", on_failure=told.append)
+    group = actorrpc.supervise(children, max_restarts=1, name="brittle", on_failure=failures.append)
     for child in children:
         actorrpc.monitor(child, fired.append)
     _die(children[0])
@@ -185,8 +185,8 @@ def test_a_group_gives_up_after_max_restarts_and_reports_it_once(tmp_path: Path)
     assert str(error).count("\n    ") >= 2
     for child in children:
         assert "supervision group 'brittle'" in str(_error(child.add.remote()))
-    until(lambda: told and len(fired) == 2)
-    assert told == [error]
+    until(lambda: failures and len(fired) == 2)
+    assert failures == [error]
     assert "-b" in _lines(path)
 
 

@@ -82,7 +82,7 @@ class Other:
 @pytest.mark.usefixtures("runtime")
 def test_each_method_that_blocks_the_event_loop_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     actor = Held.remote()
-    said = 0
+    logged = 0
     for method, name in (
         ("plain", ".plain()"),
         ("coroutine", ".coroutine()"),
@@ -94,8 +94,8 @@ def test_each_method_that_blocks_the_event_loop_is_logged_once(caplog: pytest.Lo
         group = "io" if method.endswith("_in_group") else None
         ref = getattr(actor, method).options(concurrency_group=group).remote()
         if name:
-            said += 1
-            found = _messages(caplog, "has held the event loop", said)
+            logged += 1
+            found = _messages(caplog, "has held the event loop", logged)
             assert name in found[-1].partition(" has held")[0]
             assert f"in {'task' if method == 'in_a_task' else method}\n" in found[-1]
             assert "threading.Thread" not in found[-1]
@@ -105,7 +105,7 @@ def test_each_method_that_blocks_the_event_loop_is_logged_once(caplog: pytest.Lo
         _Holds.gate.set()
         actorrpc.get(ref)
     actorrpc.get(actor.sleep.remote())
-    assert len(_messages(caplog, "has held the event loop", said)) == said
+    assert len(_messages(caplog, "has held the event loop", logged)) == logged
     del actor
 
 
@@ -116,12 +116,12 @@ def test_a_blocking_get_on_the_event_loop_is_logged_once(caplog: pytest.LogCaptu
     for _ in range(2):
         _Holds.gate.clear()
         refs = [actor.get_from.remote(other), actor.tick.remote()]
-        said = _messages(caplog, "waits (get() and the like)", 1)
+        logged = _messages(caplog, "waits (get() and the like)", 1)
         _Holds.gate.set()
         assert actorrpc.get(refs) == ["waited", None]
-    assert len(said) == 1
-    assert "get_from() of actor Held" in said[0]
-    assert "@method(thread=True)" in said[0]
+    assert len(logged) == 1
+    assert "get_from() of actor Held" in logged[0]
+    assert "@method(thread=True)" in logged[0]
     del actor, other
 
 

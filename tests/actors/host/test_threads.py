@@ -56,7 +56,7 @@ class Dropped:
 
     dropping = threading.Event()
     looked = threading.Semaphore(0)
-    told = threading.Event()
+    may_end = threading.Event()
 
     @classmethod
     def linger(cls, *_: object) -> None:
@@ -105,7 +105,7 @@ class Drops:
 
     def drops(self, drop: Callable[[], None]) -> None:
         drop()
-        while not Dropped.told.is_set():
+        while not Dropped.may_end.is_set():
             time.sleep(0.001)
 
 
@@ -173,7 +173,7 @@ def test_an_interruption_is_not_lost_in_finalizers_and_callbacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop: Callable[[], None]
 ) -> None:
     """The interpreter ignores exceptions there, so the method would not end."""
-    for event in (Dropped.dropping, Dropped.told):
+    for event in (Dropped.dropping, Dropped.may_end):
         event.clear()
     interrupt = Runner.interrupt
 
@@ -193,7 +193,7 @@ def test_an_interruption_is_not_lost_in_finalizers_and_callbacks(
         try:
             get(actor.ready.remote(), timeout=20)
         finally:
-            Dropped.told.set()
+            Dropped.may_end.set()
         del actor, ref
 
 
@@ -427,7 +427,7 @@ def test_interrupting_asyncio_run_as_it_starts_or_ends_prints_nothing(
     before = sys.gettrace()
     for at in itertools.count(1):
         cut = _InterruptAtStep(at)
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always")
             sys.settrace(cut.trace)
             try:
@@ -436,7 +436,7 @@ def test_interrupting_asyncio_run_as_it_starts_or_ends_prints_nothing(
                 pass
             finally:
                 sys.settrace(before)
-        assert not [each for each in said if each.category is RuntimeWarning], at
+        assert not [each for each in caught_warnings if each.category is RuntimeWarning], at
         if cut.left > 0:
             break
     assert at > 20

@@ -37,9 +37,9 @@ def test_a_group_gives_up_after_max_restarts_and_ends_all_its_children(
     monkeypatch: pytest.MonkeyPatch, strategy: Any, spawner: bool
 ) -> None:
     scene = Scene(monkeypatch, 3, spawner=spawner)
-    told: list[SupervisionError] = []
+    failures: list[SupervisionError] = []
     group = scene.group(
-        0, 1, 2, strategy=strategy, max_restarts=2, period=1000.0, name="web", on_failure=told.append
+        0, 1, 2, strategy=strategy, max_restarts=2, period=1000.0, name="web", on_failure=failures.append
     )
     over, watched = group.monitor(), [route.watch() for route in scene.routes]
     for _ in range(2):
@@ -52,7 +52,7 @@ def test_a_group_gives_up_after_max_restarts_and_ends_all_its_children(
     assert scene.settled_events() == ["-1", "-2", "-0"]
     assert scene.living() == []
     assert group.state == "failed"
-    (error,) = told
+    (error,) = failures
     assert over.value() is error
     text = str(error)
     assert text.startswith("supervision group 'web': it has given up after 2 restarts within 1000 s")
@@ -69,7 +69,7 @@ def test_a_group_gives_up_after_max_restarts_and_ends_all_its_children(
     scene.world.settle()
     assert "max_restarts=2" in str(error_of(late))
     assert group.monitor().value() is error
-    assert len(told) == 1
+    assert len(failures) == 1
 
 
 @pytest.mark.prints(r"supervision group .*: it has given up after .* its constructor raised")
@@ -230,9 +230,9 @@ def test_a_child_that_exits_or_is_killed_leaves_its_group(monkeypatch: pytest.Mo
 def test_end_stops_all_children_in_reverse_order_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(20):
         scene = Scene(monkeypatch, 4, seed, spawner=seed % 2 == 0)
-        told: list[Any] = []
+        failures: list[Any] = []
         inner = scene.group(2, 3)
-        group = scene.group(0, 1, inner, on_failure=told.append)
+        group = scene.group(0, 1, inner, on_failure=failures.append)
         with pytest.raises(ConfigError, match="is a child of"):
             inner.end()
         if seed % 3 == 0:
@@ -251,7 +251,7 @@ def test_end_stops_all_children_in_reverse_order_and_is_no_failure(monkeypatch: 
         late = scene.world.call(scene.driver, scene.routes[2], 1)
         scene.world.settle()
         assert "which it belongs to, was ended" in str(error_of(late))
-        assert not told
+        assert not failures
         monkeypatch.undo()
 
 
@@ -269,15 +269,15 @@ class _Settles:
 
 def test_shutdown_of_the_supervisor_ends_the_group_without_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, 2)
-    told: list[Any] = []
-    group = scene.group(0, 1, strategy="one_for_all", on_failure=told.append)
+    failures: list[Any] = []
+    group = scene.group(0, 1, strategy="one_for_all", on_failure=failures.append)
     monkeypatch.setattr(
         "actorrpc.actors.supervision.supervisor.collect_all", lambda futures: _Settles(scene.world)
     )
     scene.driver.runtime.supervisor.close(True)
     scene.world.settle()
     assert group.monitor().value() is None
-    assert (scene.living(), told) == ([], [])
+    assert (scene.living(), failures) == ([], [])
 
 
 def test_a_group_keeps_its_children_alive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,9 +226,9 @@ def test_the_supervisor_remembers_a_limited_number_of_dead_actors(monkeypatch: p
     assert driver.runtime.supervisor.page(0, 5, dead=1) == ([last], False)
     assert driver.runtime.supervisor.page(0, 1, dead=5) == ([last], True)
     assert driver.runtime.supervisor.page(1, 1, dead=5) == ([before], False)
-    told = [str(route.watch().value()) for route in routes]
-    assert "does not know it any more" in told[0]
-    assert "it was killed with kill()" in told[2]
+    causes = [str(route.watch().value()) for route in routes]
+    assert "does not know it any more" in causes[0]
+    assert "it was killed with kill()" in causes[2]
 
 
 def test_a_caller_that_cannot_reach_a_living_actor_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
