@@ -140,7 +140,7 @@ class DoubleCounter(Counter):
 
 @actorrpc.remote
 class Own:
-    """Defines all methods and properties that handles have."""
+    """Defines methods with the names of the functions of handles."""
 
     def ready(self) -> str:
         return "ready"

@@ -147,5 +147,5 @@ def test_killed_processes_leave_no_shared_memory(kill_all: bool) -> None:
         driver.wait()
     until(lambda: not any(map(alive, others)))
     assert _holders(segments) == []
-    # Remove the files of dead processes, as the next cluster would; some processes may still be ending now.
+    # Remove the files of the dead processes. Earlier sweeps may have found some of these processes still ending.
     keys.sweep()
