@@ -16,7 +16,7 @@ __all__ = ["alone"]
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[Runtime]:
-    """Join a group of one; leave it at the end. What tests hold of actors must be gone by then."""
+    """Join a group of one worker and leave it at the end. Tests must drop their actors before that."""
     init_rpc(
         "w0",
         rank=0,

@@ -1,4 +1,4 @@
-"""The actor layer without actors: what references and streams need, over the RPC that is in force."""
+"""A runtime without actors: what object references and streams need, on top of the running RPC layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from actorrpc.agent.context import current_worker
 from actorrpc.rpc import rref as rrefs
 from tests import processes
 
-__all__ = ["alone", "bare", "begin", "ended", "here"]
+__all__ = ["alone", "bare", "join_generators", "open_stream", "start_generator"]
 
 
 _in_force = threading.Event()
@@ -25,7 +25,7 @@ _in_force = threading.Event()
 
 @contextlib.contextmanager
 def bare() -> Iterator[Runtime]:
-    """Put a runtime into force that knows nothing but calls, references and streams."""
+    """Install a runtime that supports only calls, references and streams."""
     references = rrefs.runtime()
     before = current()
     made = Runtime(references.agent, references)
@@ -40,7 +40,7 @@ def bare() -> Iterator[Runtime]:
     finally:
         _in_force.clear()
         made.streams.close()
-        ended()
+        join_generators()
         worker.actors = before
 
 
@@ -63,9 +63,9 @@ _threads: list[threading.Thread] = []
 _outcomes: list[BaseException | None] = []
 
 
-def begin(make: Callable[..., Any], limit: int, *args: Any) -> StreamTicket:
+def start_generator(make: Callable[..., Any], limit: int, *args: Any) -> StreamTicket:
     """Run a generator on a thread of its own and return the ticket of its stream. Called by RPC."""
-    _in_force.wait()  # the caller may have its own already, and call before this worker has
+    _in_force.wait()  # the caller may have installed its runtime and call before this worker has
     runtime = current()
     assert runtime is not None
     producer = runtime.streams.open(limit)
@@ -84,8 +84,8 @@ def begin(make: Callable[..., Any], limit: int, *args: Any) -> StreamTicket:
     return producer.ticket()
 
 
-def ended() -> list[BaseException | None]:
-    """Wait until all generators of this process are over; return what produce() raised, in order."""
+def join_generators() -> list[BaseException | None]:
+    """Wait until all generators of this process have ended; return what produce() raised, in order."""
     for thread in _threads:
         thread.join()
     _threads.clear()
@@ -94,8 +94,8 @@ def ended() -> list[BaseException | None]:
     return found
 
 
-def here(make: Callable[..., Any], limit: int, *args: Any, to: Any = 0) -> ObjectRefGenerator[Any]:
-    """Stream from a worker, where it has begun."""
-    call = rpc.rpc_async(to, begin, (make, limit, *args))
+def open_stream(make: Callable[..., Any], limit: int, *args: Any, to: Any = 0) -> ObjectRefGenerator[Any]:
+    """Start a generator on a worker and return the consumer's end of its stream."""
+    call = rpc.rpc_async(to, start_generator, (make, limit, *args))
     call.wait()
     return ObjectRefGenerator(call, label=make.__name__)

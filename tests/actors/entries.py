@@ -1,4 +1,4 @@
-"""Entries of mailboxes, as tests make them."""
+"""Mailbox entries for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Call"]
 
 
 class Call(Entry):
-    """A call in a mailbox, which is told who called, what runs it, and in which fields it differs."""
+    """A mailbox entry with a given caller, payload and fields."""
 
     caller: object = None  # type: ignore[assignment]
 

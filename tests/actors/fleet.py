@@ -1,8 +1,8 @@
-"""A group of workers in one thread: real routes and supervisors over a network, actors and processes that are not.
+"""A simulated group of workers in one thread: real routes and supervisors, with fake network, actors and processes.
 
-Everything that would run on a thread of its own is a task of the world; which task runs next, and which connection
-delivers next, is random and follows from the seed. Messages of one connection keep their order, deaths are heard of
-at any time. Time passes only when there is nothing else to do.
+Everything that would run on a thread is a task of the world. The seed determines which task runs next and which
+connection delivers next. Messages of a connection keep their order, deaths may be noticed at any time, and time
+passes only when no task is left.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["Counter", "FakeRRef", "Resident", "Worker", "World"]
 
 
 class Counter:
-    """The class of the actors here; actors only pretend to be of it."""
+    """The class of all simulated actors, which are never instances of it."""
 
     def step(self, number: int = 0) -> int:
         return number
@@ -57,13 +57,13 @@ INFO = ClassInfo.of(Counter)
 
 
 def raised_there(error: BaseException, worker: str, *, executed: bool = True) -> BaseException:
-    """An error as it arrives from another worker."""
+    """Return an error as it arrives from another worker."""
     data = exceptions.dump(error, worker=worker, dumps=codec.dumps, executed=executed)
     return exceptions.load(data, loads=codec.loads)
 
 
 class FakeRRef:
-    """An RRef without a protocol."""
+    """An RRef without a protocol behind it."""
 
     __slots__ = ("__weakref__", "value")
 
@@ -85,7 +85,7 @@ class Clock(VirtualClock):
 
 
 class FakePeer:
-    """One worker as another sees it."""
+    """A worker as another worker sees it."""
 
     def __init__(self, owner: Worker, target: Worker) -> None:
         self.owner = owner
@@ -111,7 +111,7 @@ class FakePeer:
 
 
 class FakeCall(Progress):
-    """A call on its way; the source of its future."""
+    """A call in flight, which is the source of its future."""
 
     def __init__(self, peer: FakePeer, id: int, label: str, future: Future[Any]) -> None:
         self.peer, self.id, self.label, self.future = peer, id, label, future
@@ -271,7 +271,7 @@ class FakeAgent:
         if call.future.claim():
             call.future.conclude(value, error, self.submit)
         call.done = True
-        for worker in self.world.workers:  # it may be what arguments are waited for
+        for worker in self.world.workers:  # arguments of other calls may wait for it
             for hosted in worker.actors_here.values():
                 self.world.tasks.append((worker, hosted.work))
 
@@ -287,11 +287,11 @@ class FakeAgent:
 
 
 class Dead(BaseException):
-    """Ends a task of a worker that is dead."""
+    """Ends a task of a dead worker."""
 
 
 class Resident:
-    """An actor that writes down what it was asked to do."""
+    """An actor that logs its calls."""
 
     def __init__(self, worker: Worker, spec: Any) -> None:
         self.worker = worker
@@ -302,11 +302,11 @@ class Resident:
 
     @property
     def waiting(self) -> list[Entry]:
-        """The calls that wait."""
+        """The waiting calls."""
         return self.queue.entries()
 
     def post(self, caller: Worker, header: dict[str, Any], args: Any, answer: Any, id: int) -> None:
-        """Take a call."""
+        """Put a call into the mailbox."""
         entry = Call(
             caller,
             (caller, header, args, answer),
@@ -345,7 +345,7 @@ class Resident:
 
 
 class Worker:
-    """One process."""
+    """A simulated process."""
 
     def __init__(self, world: World, name: str, rank: int) -> None:
         self.world = world
@@ -354,7 +354,7 @@ class Worker:
         self.dead = False
         self.forgotten = False
         self.actors_here: dict[int, Resident] = {}
-        self.making: dict[int, Any] = {}  # what is about to be constructed: how to answer
+        self.making: dict[int, Any] = {}  # actors under construction, and how to answer
         self.agent = FakeAgent(self)
         self.runtime: Any = SimpleNamespace(
             agent=self.agent,
@@ -386,7 +386,7 @@ class Worker:
 
     def _construct(self, spec: Any, answer: Any) -> None:
         if self.making.pop(spec.instance_id, None) is None:
-            return  # ended before
+            return  # ended during construction
         failure = self.world.constructor(spec)
         if failure is not None:
             answer(None, failure)
@@ -395,7 +395,7 @@ class Worker:
         answer(1000 + self.record.rank, None)
 
     def get(self, instance_id: int) -> Any:
-        """As Residents.get, for ``registry.end``."""
+        """Like ActorRegistry.get, for ``registry.end``."""
         hosted = self.actors_here.get(instance_id)
         if hosted is None:
             return (
@@ -421,19 +421,19 @@ class Worker:
         return SimpleNamespace(end=end)
 
     def _give_up(self, instance_id: int, how: str, why: str) -> Future[None]:
-        """End an actor that is about to be constructed."""
+        """End an actor under construction."""
         over: Future[None] = Future()
         self.making.pop(instance_id)(None, HostedActorGoneError(instance_id, why), False)
         over.set_result(None)
         return over
 
     def die(self) -> None:
-        """End at once; the others hear of it some time."""
+        """End at once; the other workers notice it later."""
         if self.dead:
             return
         self.dead = True
         for peer in self.agent.peers.values():
-            # What was written may still arrive, or not.
+            # Any number of the messages that were sent may still arrive.
             keep = self.world.random.randint(0, len(peer.out))
             while len(peer.out) > keep:
                 peer.out.pop()
@@ -441,21 +441,21 @@ class Worker:
             if other is not self:
                 seen = other.agent.peers.get(self.record.rank)
                 if seen is not None:
-                    self.world.tasks.append((other, partial(self._heard, other, seen)))
+                    self.world.tasks.append((other, partial(self._notice_death, other, seen)))
         done = self.world.reports.pop(self.record.name, None)
         if done is not None:
             done.set_result(DeathReport(worker=self.record.name, pid=7, signal=9, stderr=("last words",)))
 
-    def _heard(self, other: Worker, seen: FakePeer) -> None:
+    def _notice_death(self, other: Worker, seen: FakePeer) -> None:
         back = self.agent.peers.get(other.record.rank)
-        if back is not None and back.out:  # the stream is read to its end first
-            self.world.tasks.append((other, partial(self._heard, other, seen)))
+        if back is not None and back.out:  # messages are delivered first
+            self.world.tasks.append((other, partial(self._notice_death, other, seen)))
             return
         other.agent.peer_ended(seen)
 
 
 class Spawner:
-    """Starts workers of the world."""
+    """Starts simulated workers."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -498,14 +498,14 @@ class Spawner:
 
 
 class World:
-    """The group, and what happens in it.
+    """The simulated group.
 
     Attributes:
-        log: ``(actor_id, epoch, caller, first argument)`` of each call that was executed, in order.
-        behaviour: gives what a method returns, or the exception that it raises.
-        is_there: says whether the arguments of a call are there.
-        constructor: gives the exception that a constructor raises, or None.
-        jitter: what restarts draw, from 0 to 1.
+        log: ``(actor_id, epoch, caller, first argument)`` of each executed call, in order.
+        behaviour: returns the result of a method, or the exception that it raises.
+        is_there: returns whether the arguments of a call are ready.
+        constructor: returns the exception that a constructor raises, or None.
+        jitter: the number from 0 to 1 that back-off draws.
     """
 
     def __init__(self, monkeypatch: Any, seed: int, workers: int = 3, spawner: bool = False) -> None:
@@ -535,10 +535,10 @@ class World:
         self.workers.append(worker)
         return worker
 
-    # -- what users do ----------------------------------------------------------------------------------
+    # -- actions of users -------------------------------------------------------------------------------
 
     def on(self, worker: Worker) -> None:
-        """What follows is done by this worker."""
+        """Make this worker the current one."""
         self.current = worker
         set_worker(worker.in_force)
 
@@ -554,10 +554,10 @@ class World:
         given = CALL if not options else CallOptions().merged(**options)
         return route.call(INFO.methods[method], given, args, {}, refs=True)
 
-    # -- how time passes ---------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Let one thing happen; False if nothing can without time passing."""
+        """Run one task or deliver one message; return False if there is none."""
         links = [
             (worker, peer) for worker in self.workers for peer in worker.agent.peers.values() if peer.out
         ]
@@ -588,7 +588,7 @@ class World:
                 self.on(before)
 
     def settle(self, seconds: float = 60.0) -> None:
-        """Let everything happen that happens within so much time."""
+        """Run everything that happens within a number of seconds."""
         until = self.clock.now() + seconds
         while True:
             while self.step():

@@ -1,4 +1,4 @@
-"""A driver with some actors in supervision groups, over a network that follows a seed; what happens is written down."""
+"""A scene of supervision tests: a driver and its actors in the simulation, with a log of their starts and ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Scene", "error_of"]
 
 
 class Scene:
-    """A driver with some actors, which it can put into groups; what happens to their incarnations is written down."""
+    """A driver with actors that tests put into supervision groups; starts and ends of incarnations are logged in ``events``."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Scene:
         monkeypatch.setattr(Worker, "die", die)
 
     def scatter(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have actions done at any time later, as threads would that are held up."""
+        """Run supervision actions at random later times, as delayed threads would."""
 
         def perform(actions: list[Callable[[], object]]) -> None:
             def first() -> None:
@@ -82,7 +82,7 @@ class Scene:
         found = [self.handle(each) if isinstance(each, int) else each for each in children]
         return supervise(found, **options)
 
-    def where(self, number: int) -> Resident:
+    def resident(self, number: int) -> Resident:
         actor_id = self.routes[number].actor_id
         return next(
             hosted
@@ -93,11 +93,11 @@ class Scene:
         )
 
     def kill(self, number: int) -> None:
-        """As if it had died by itself."""
+        """End the actor as an unexpected death."""
         self.world.on(self.driver)
         self.routes[number].kill(no_restart=False)
 
-    def lives(self) -> list[int]:
+    def living(self) -> list[int]:
         return sorted(
             self.names[hosted.spec.actor_id]
             for worker in self.world.workers
@@ -105,7 +105,7 @@ class Scene:
             for hosted in worker.actors_here.values()
         )
 
-    def happened(self, seconds: float = 60.0) -> list[str]:
+    def settled_events(self, seconds: float = 60.0) -> list[str]:
         self.world.settle(seconds)
         events, self.events = self.events, []
         return events

@@ -1,4 +1,4 @@
-"""Functions on actors: finding, watching, ending and listing them, and what code inside of one can ask."""
+"""Functions of the API: finding, watching, cancelling, killing and listing actors, and the runtime context."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.actors.e2e.kit import row_of, until
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     things.Counter.gate.clear()
     with alone(tmp_path):
         yield
@@ -35,7 +35,7 @@ def here(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def counter(here: None) -> ActorHandle[Any]:
+def counter(one_worker: None) -> ActorHandle[Any]:
     return things.Counter.remote(3)
 
 
@@ -43,7 +43,7 @@ def counter(here: None) -> ActorHandle[Any]:
 
 
 class Node:
-    """A value that can lead to any other one."""
+    """A value that can refer to another one."""
 
     to: Any = None
 
@@ -68,7 +68,9 @@ def two_nodes() -> tuple[Node, Node]:
     ],
     ids=["actor", "task", "part", "put"],
 )
-def test_a_value_that_leads_to_its_own_reference_is_collected(here: None, make: Callable[[], Any]) -> None:
+def test_a_value_that_refers_to_its_own_reference_can_be_collected(
+    one_worker: None, make: Callable[[], Any]
+) -> None:
     ref = make()
     value = get(ref)
     value.to = ref
@@ -78,7 +80,9 @@ def test_a_value_that_leads_to_its_own_reference_is_collected(here: None, make: 
     assert found() is None
 
 
-def test_torch_functions_take_what_a_call_through_an_rref_gives(counter: ActorHandle[Any]) -> None:
+def test_torch_futures_functions_accept_the_future_of_a_call_through_an_rref(
+    counter: ActorHandle[Any],
+) -> None:
     given = counter.rref.rpc_async().add()
     assert torch.futures.wait_all([given]) == [4]
     (same,) = torch.futures.collect_all([given]).wait()
@@ -88,7 +92,7 @@ def test_torch_functions_take_what_a_call_through_an_rref_gives(counter: ActorHa
 # -- finding -------------------------------------------------------------------------------------------------------
 
 
-def test_by_name(here: None) -> None:
+def test_get_actor_finds_an_actor_by_name_and_namespace(one_worker: None) -> None:
     named = things.Counter.options(name="one", namespace="space").remote(3)
     found = actorrpc.get_actor("one", "space")
     assert found == named
@@ -104,7 +108,7 @@ def test_by_name(here: None) -> None:
             actorrpc.get_actor(wrong)  # type: ignore[arg-type]
 
 
-def test_nothing_runs() -> None:
+def test_functions_that_need_a_runtime_raise_before_init() -> None:
     with pytest.raises(NotInitializedError):
         actorrpc.get_actor("one")
     with pytest.raises(NotInitializedError):
@@ -113,9 +117,9 @@ def test_nothing_runs() -> None:
         actorrpc.get_runtime_context()
 
 
-def test_list(counter: ActorHandle[Any]) -> None:
+def test_list_actors_shows_state_calls_and_death_cause(counter: ActorHandle[Any]) -> None:
     named = things.Box.options(name="box", namespace="space").remote(1)
-    # The supervisor hears of it after the calls could run.
+    # The supervisor learns that an actor is alive after its calls can already run.
     get([actorrpc.ready(named), actorrpc.ready(counter)])
     blocked, waits = counter.wait.remote(), counter.add.remote()
     rows = {row.actor_id: row for row in _until_running(counter)}
@@ -133,7 +137,7 @@ def test_list(counter: ActorHandle[Any]) -> None:
 
 
 def _until_running(counter: ActorHandle[Any]) -> list[actorrpc.actors.ActorInfo]:
-    # A call that is answered counts as running until its thread has looked for the next one: both may still wait.
+    # An answered call counts as running until its thread looks for the next call, so both calls may still wait.
     while True:
         rows = actorrpc.list_actors()
         if any(
@@ -142,19 +146,19 @@ def _until_running(counter: ActorHandle[Any]) -> list[actorrpc.actors.ActorInfo]
             return rows
 
 
-def test_tasks_are_no_actors(here: None) -> None:
+def test_list_actors_does_not_list_tasks(one_worker: None) -> None:
     assert get(things.add.remote(1)) == 3
     assert actorrpc.list_actors() == []
 
 
-# -- ending ----------------------------------------------------------------------------------------------------------
+# -- killing and cancelling ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "function",
     [actorrpc.kill, actorrpc.ready, actorrpc.is_alive, actorrpc.monitor, lambda x: actorrpc.call(x, len)],
 )
-def test_functions_of_handles_take_handles(function: Any, counter: ActorHandle[Any]) -> None:
+def test_functions_of_handles_refuse_other_arguments(function: Any, counter: ActorHandle[Any]) -> None:
     with pytest.raises(TypeError, match="takes the handle of an actor, not a int"):
         function(3)
     with pytest.raises(TypeError, match=r"a call is cancelled with cancel\(ref\)"):
@@ -163,15 +167,17 @@ def test_functions_of_handles_take_handles(function: Any, counter: ActorHandle[A
         function(counter.add)
 
 
-def test_cancel(counter: ActorHandle[Any]) -> None:
+def test_cancel_prevents_a_waiting_call_and_returns_false_for_a_finished_one(
+    counter: ActorHandle[Any],
+) -> None:
     blocked, waits = counter.wait.remote(), counter.add.remote()
     assert actorrpc.cancel(waits)
     with pytest.raises(CancelledError):
         get(waits)
-    until(lambda: row_of(counter).pending_calls == 0)  # its worker hears of it behind the caller
+    until(lambda: row_of(counter).pending_calls == 0)  # the cancellation reaches the worker later
     things.Counter.gate.set()
     assert get(blocked)
-    assert get(counter.add.remote(0)) == 3  # it was not started
+    assert get(counter.add.remote(0)) == 3  # the cancelled call was not started
     assert not actorrpc.cancel(blocked)
     parts: Any = counter.two.remote()
     get(parts)
@@ -181,7 +187,7 @@ def test_cancel(counter: ActorHandle[Any]) -> None:
     assert not actorrpc.cancel(future)
 
 
-def test_what_cannot_be_cancelled(counter: ActorHandle[Any]) -> None:
+def test_cancel_refuses_other_arguments_and_options(counter: ActorHandle[Any]) -> None:
     with pytest.raises(TypeError, match="takes what remote"):
         actorrpc.cancel(3)
     with pytest.raises(TypeError, match=r"an actor is ended with kill\(handle\)"):
@@ -196,50 +202,52 @@ def test_what_cannot_be_cancelled(counter: ActorHandle[Any]) -> None:
 # -- watching ----------------------------------------------------------------------------------------------------------
 
 
-def test_monitor_tells_once(counter: ActorHandle[Any]) -> None:
-    told: list[Any] = []
-    rung = threading.Event()
+def test_monitor_reports_the_death_of_an_actor_once(counter: ActorHandle[Any]) -> None:
+    reported: list[Any] = []
+    was_called = threading.Event()
 
     def ring(error: Any) -> None:
-        told.append(error)
-        rung.set()
+        reported.append(error)
+        was_called.set()
 
     future = actorrpc.monitor(counter, ring)
     other = actorrpc.monitor(counter)
     assert not future.done()
-    assert told == []
+    assert reported == []
     actorrpc.kill(counter)
     assert isinstance(future.wait(10), ActorDiedError)
     assert isinstance(other.wait(10), ActorDiedError)
-    assert rung.wait(10)
+    assert was_called.wait(10)
     late = actorrpc.monitor(counter)
     assert isinstance(late.wait(10), ActorDiedError)
-    assert [type(each) for each in told] == [ActorDiedError]
+    assert [type(each) for each in reported] == [ActorDiedError]
     with pytest.raises(TypeError, match="callback must be callable"):
         actorrpc.monitor(counter, 3)  # type: ignore[arg-type]
 
 
-def test_monitor_keeps_nobody_alive(here: None) -> None:
+def test_monitor_does_not_keep_the_actor_alive(one_worker: None) -> None:
     ended = actorrpc.monitor(things.Counter.remote())
     gc.collect()
     assert isinstance(ended.wait(20), ActorDiedError)
 
 
-# -- inside --------------------------------------------------------------------------------------------------------------
+# -- inside an actor -----------------------------------------------------------------------------------------------------
 
 
 def _sum(counter: Any, x: int, *, y: int = 0) -> int:
     return int(counter.n + x + y)
 
 
-def test_call(counter: ActorHandle[Any]) -> None:
+def test_call_runs_a_plain_function_with_the_instance(counter: ActorHandle[Any]) -> None:
     assert get(actorrpc.call(counter, _sum, 1)) == 4
     assert get(actorrpc.call(counter, _sum, 1, y=2)) == 6
     assert get(actorrpc.call(counter, lambda actor: type(actor).__name__)) == "Counter"
     assert get(actorrpc.call(counter, getattr, "n")) == 3
     get(actorrpc.call(counter, setattr, "n", 10))
     assert counter.rpc_sync().n == 10
-    assert get(actorrpc.call(counter, _sum, counter.add.remote())) == 22  # a ref is resolved here, too
+    assert (
+        get(actorrpc.call(counter, _sum, counter.add.remote())) == 22
+    )  # references are replaced by their values
     for function in (things.later.__wrapped__, things.tick.__wrapped__, things.count_to.__wrapped__):
         with pytest.raises(TypeError, match=r"takes a plain function, and .* only returns a"):
             actorrpc.call(counter, function)  # type: ignore[arg-type]
@@ -249,7 +257,7 @@ def test_call(counter: ActorHandle[Any]) -> None:
         get(actorrpc.call(counter, getattr, "nothing"))
 
 
-def test_context(here: None) -> None:
+def test_the_runtime_context_describes_worker_actor_and_caller(one_worker: None) -> None:
     outside = actorrpc.get_runtime_context()
     assert (outside.worker.name, outside.actor_id, outside.caller) == ("w0", None, None)
     assert outside.get_actor_id() is None
@@ -280,5 +288,5 @@ def _in_a_task() -> Any:
         return context.actor_id, str(error)
 
 
-def test_a_task_is_in_no_actor(here: None) -> None:
+def test_current_actor_raises_in_a_task(one_worker: None) -> None:
     assert get(_in_a_task.remote()) == (None, "current_actor() was called outside of an actor")

@@ -1,4 +1,4 @@
-"""``remote``: which of its meanings is meant, and what is said where none is."""
+"""``remote`` as a decorator of classes and functions, as torch's function, and its errors."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Remote: Any = actorrpc.remote
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path):
         yield
 
 
-# -- a decorator ---------------------------------------------------------------------------------------------------
+# -- as a decorator ------------------------------------------------------------------------------------------------
 
 
 class Plain:
@@ -43,7 +43,7 @@ def plain(a: int, b: int = 2) -> int:
     return a + b
 
 
-def test_on_classes_and_functions() -> None:
+def test_remote_makes_actor_classes_of_classes_and_tasks_of_callables() -> None:
     assert isinstance(Remote(Plain), ActorClass)
     assert isinstance(Remote(plain), RemoteFunction)
     assert isinstance(Remote(lambda: 1), RemoteFunction)
@@ -51,7 +51,7 @@ def test_on_classes_and_functions() -> None:
     assert isinstance(Remote(partial(plain, 1)), RemoteFunction)
 
 
-def test_with_options() -> None:
+def test_options_of_remote_are_set_and_combined() -> None:
     assert Remote(num_cpus=2, name="x")(Plain)._actorrpc_options == ActorOptions(num_cpus=2, name="x")
     assert Remote(max_retries=1)(plain)._options == TaskOptions(max_retries=1)
     assert Remote(timeout=3)(Remote(num_cpus=1)(Plain))._actorrpc_options == ActorOptions(
@@ -61,7 +61,7 @@ def test_with_options() -> None:
     assert Remote(Remote(plain))._options == TaskOptions()
 
 
-def test_wrong_options_are_refused_at_once() -> None:
+def test_wrong_options_of_remote_raise_at_once() -> None:
     with pytest.raises(ConfigError, match="'nam' is not an option"):
         Remote(nam="x")
     with pytest.raises(ConfigError, match="makes no sense here"):
@@ -70,7 +70,7 @@ def test_wrong_options_are_refused_at_once() -> None:
         Remote(num_cpus="2")
     with pytest.raises(ConfigError, match=r"'labels' places actors.*method of an actor.*worker="):
         Remote(labels={"zone": "a"})(plain)
-    # Of the one or the other: known when it is seen what it is for.
+    # Options of the other kind raise when the object is known.
     with pytest.raises(ConfigError, match=r"not an option of a task.* option of an actor"):
         Remote(max_restarts=1)(plain)
     with pytest.raises(ConfigError, match=r"not an option of an actor.* option of a task"):
@@ -93,15 +93,15 @@ def test_wrong_options_are_refused_at_once() -> None:
         (lambda: Remote(func=len), "no worker to call it on"),
     ],
 )
-def test_what_it_is_not_for(call: Any, text: str) -> None:
+def test_wrong_uses_of_remote_raise_with_advice(call: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         call()
 
 
-# -- torch's function ------------------------------------------------------------------------------------------------
+# -- as torch's function ---------------------------------------------------------------------------------------------
 
 
-def test_torchs_remote(here: None) -> None:
+def test_remote_with_a_worker_calls_a_function_as_in_torch(one_worker: None) -> None:
     info = actorrpc.get_worker_info()
     for to in ("w0", 0, info):
         rref = Remote(to, operator.add, (1, 2))
@@ -110,11 +110,11 @@ def test_torchs_remote(here: None) -> None:
     assert Remote("w0", plain, (1,), {"b": 5}, 10).to_here() == 6
     assert Remote(to="w0", func=plain, args=(1,), kwargs={"b": 4}, timeout=5).to_here() == 5
     assert Remote("w0", func=plain, args=(1,)).to_here() == 3
-    # A class is a function as any other, to torch.
+    # As in torch, a class can be called like a function.
     assert Remote("w0", dict, (), {"a": 1}).to_here() == {"a": 1}
 
 
-def test_torchs_signature_is_still_there() -> None:
+def test_rpc_remote_has_the_signature_of_torchs_function() -> None:
     import inspect
 
     theirs = inspect.signature(torch.distributed.rpc.remote).parameters
@@ -122,10 +122,10 @@ def test_torchs_signature_is_still_there() -> None:
     assert list(theirs) == list(ours) == ["to", "func", "args", "kwargs", "timeout"]
 
 
-# -- tasks, as far as nothing runs ----------------------------------------------------------------------------------
+# -- tasks, without a runtime ---------------------------------------------------------------------------------------
 
 
-def test_a_task_looks_like_its_function() -> None:
+def test_a_task_has_the_name_and_docstring_of_its_function() -> None:
     assert (things.add.__name__, things.add.__doc__, things.add.__module__) == (  # type: ignore[attr-defined]
         "add",
         "Add.",
@@ -135,18 +135,18 @@ def test_a_task_looks_like_its_function() -> None:
     assert things.add.__wrapped__(1, 2) == 3
 
 
-def test_calling_it_says_what_to_do() -> None:
+def test_calling_a_task_directly_raises_and_names_remote() -> None:
     with pytest.raises(TypeError, match=r"instead of add\(...\) write add.remote\(...\)"):
         things.add(1, 2)
 
 
-def test_wrong_arguments_of_a_task_are_found_before_anything_is_sent() -> None:
+def test_wrong_arguments_of_a_task_raise_before_anything_is_sent() -> None:
     with pytest.raises(TypeError, match=r"add\(\) missing 1 required positional argument: 'a'"):
         things.add.remote()  # type: ignore[call-arg]
     assert not actorrpc.is_initialized()
 
 
-def test_options_of_a_task() -> None:
+def test_options_of_a_task_return_a_new_task() -> None:
     changed = things.add.options(max_retries=0, name="x")
     assert changed is not things.add
     assert changed._options == TaskOptions(max_retries=0, name="x")
@@ -155,7 +155,7 @@ def test_options_of_a_task() -> None:
         things.add.options(max_restarts=1)
 
 
-def test_tasks_travel() -> None:
+def test_tasks_are_pickled_by_name_or_value_with_their_options() -> None:
     assert pickle.loads(pickle.dumps(things.add)) is things.add
     changed = codec.loads(codec.dumps(things.add.options(max_retries=7)))
     assert changed._options == TaskOptions(max_retries=7)

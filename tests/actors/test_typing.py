@@ -1,4 +1,4 @@
-"""What mypy knows of actors and tasks with the plugin; `typing/` has the checkers without it. Comments say what is expected."""
+"""Types of actors and tasks in mypy with the plugin (``typing/`` has tests without it). Comments are the expected results."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def _check(folder: Path, source: str) -> list[str]:
     path = folder / "snippet.py"
     path.write_text("\n".join(lines))
     settings = "[mypy]\nstrict = True\nplugins = actorrpc.mypy_plugin\n"
-    settings += "[mypy-torch.*]\nfollow_imports = skip\n"  # a minute of work, for nothing that is asked here
+    settings += "[mypy-torch.*]\nfollow_imports = skip\n"  # skipped: torch would take a minute, and no test needs its types
     (folder / "mypy.ini").write_text(settings)
-    # In a process of its own: the half a million objects that it leaves would slow every later test down.
+    # In a separate process, because mypy leaves half a million objects, which would slow down later tests.
     ran = subprocess.run(
         [
             *(sys.executable, "-m", "mypy"),
@@ -165,5 +165,5 @@ def _short(text: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.limit(180)
-def test_what_mypy_knows_with_the_plugin(tmp_path: Path) -> None:
+def test_mypy_with_the_plugin_infers_the_types_of_actors_and_tasks(tmp_path: Path) -> None:
     assert _check(tmp_path, _SNIPPET) == []

@@ -1,4 +1,4 @@
-"""Actor classes and tasks of the tests of the surface, which other processes can import."""
+"""Actor classes and tasks for tests of the public interface; other processes can import them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Counter:
 
     @classmethod
     def made(cls, n: int) -> str:
-        return f"{cls.__name__}{cls(n).n}"  # inside, it is the plain class
+        return f"{cls.__name__}{cls(n).n}"  # inside the method, cls is the plain class
 
     def is_one(self) -> tuple[bool, bool]:
         return isinstance(self, Counter), isinstance(self, DoubleCounter)
@@ -112,7 +112,7 @@ class Counter:
 
 @actorrpc.remote
 class Recorder:
-    """Says on which thread it is called, and in which order."""
+    """Returns its thread and records the order of its calls."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -140,7 +140,7 @@ class DoubleCounter(Counter):
 
 @actorrpc.remote
 class Own:
-    """A class that has everything that handles offer."""
+    """Defines methods with the names of the functions of handles."""
 
     def ready(self) -> str:
         return "ready"
@@ -269,5 +269,5 @@ def process() -> int:
 
 @actorrpc.remote
 def slowly() -> None:
-    for _ in range(600):  # in pieces: what waits in C cannot be interrupted
+    for _ in range(600):  # in short steps: a thread that waits in C code cannot be interrupted
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Actor classes: what the decorator makes of a class, and making actors."""
+"""Actor classes made by ``@remote`` or by inheriting from ``actorrpc.Actor``: attributes, options, pickling, creation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.actors.alone import alone
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path):
         yield
 
@@ -42,7 +42,7 @@ def here(tmp_path: Path) -> Iterator[None]:
 # -- as a class --------------------------------------------------------------------------------------------------
 
 
-def test_it_looks_like_its_class() -> None:
+def test_an_actor_class_shows_the_attributes_of_the_decorated_class() -> None:
     Counter = things.Counter
     assert isinstance(Counter, ActorClass)
     assert (Counter.__name__, Counter.__qualname__, Counter.__module__) == (
@@ -66,12 +66,12 @@ def test_it_looks_like_its_class() -> None:
     assert not issubclass(Counter, things.DoubleCounter)  # type: ignore[misc, arg-type]
 
 
-def test_calling_it_says_what_to_do() -> None:
+def test_calling_an_actor_class_directly_raises_and_names_remote() -> None:
     with pytest.raises(TypeError, match=r"instead of Counter\(...\) write Counter.remote\(...\)"):
         things.Counter(1)  # type: ignore[operator]
 
 
-def test_attributes_are_set_on_the_class() -> None:
+def test_setting_an_attribute_of_an_actor_class_sets_it_on_the_decorated_class() -> None:
     @actorrpc.remote
     class Actor:
         pass
@@ -82,7 +82,7 @@ def test_attributes_are_set_on_the_class() -> None:
     assert not hasattr(Actor.__actor_class__, "x")
 
 
-def test_annotations_with_it() -> None:
+def test_an_actor_class_can_be_used_in_annotations() -> None:
     Counter: Any = things.Counter
     plain = Counter.__actor_class__
     assert Counter | None == typing.Optional[plain]  # noqa: UP045
@@ -91,13 +91,13 @@ def test_annotations_with_it() -> None:
     assert typing.Optional[Counter]  # noqa: UP045
 
 
-def test_inheritance_between_actor_classes() -> None:
+def test_an_actor_class_can_inherit_from_an_actor_class() -> None:
     Counter, Double = things.Counter.__actor_class__, things.DoubleCounter.__actor_class__
     assert Double.__mro__[1] is Counter
 
     class Plain(things.Counter):  # type: ignore[misc]
         def __init__(self) -> None:
-            things.Counter.__init__(self, 7)  # as code of before super() has it
+            things.Counter.__init__(self, 7)  # the explicit form, without super()
 
     assert Plain().n == 7
     assert issubclass(Plain, Counter)
@@ -105,7 +105,7 @@ def test_inheritance_between_actor_classes() -> None:
     assert made.STEP == 1
 
 
-def test_a_generic_class() -> None:
+def test_a_generic_actor_class_can_be_subscripted_and_subclassed() -> None:
     Box: Any = things.Box
     alias = Box[int]
     assert isinstance(alias, ActorClass)
@@ -118,7 +118,7 @@ def test_a_generic_class() -> None:
     assert Ints.__orig_bases__[0] is alias
 
 
-def test_options_make_another_one() -> None:
+def test_options_return_a_new_actor_class() -> None:
     named = things.Counter.options(name="x", max_restarts=2)
     assert named is not things.Counter
     assert named != things.Counter
@@ -133,7 +133,7 @@ def test_options_make_another_one() -> None:
 # -- pickling ----------------------------------------------------------------------------------------------------
 
 
-def test_pickling_goes_by_name_where_the_module_has_it() -> None:
+def test_an_actor_class_of_a_module_is_pickled_by_name() -> None:
     assert pickle.loads(pickle.dumps(things.Counter)) is things.Counter
     assert codec.loads(codec.dumps(things.Counter)) is things.Counter
     named = codec.loads(codec.dumps(things.Counter.options(name="x")))
@@ -143,11 +143,11 @@ def test_pickling_goes_by_name_where_the_module_has_it() -> None:
     assert copy.deepcopy(things.Counter) is things.Counter
 
 
-def test_a_local_class_goes_by_value() -> None:
+def test_a_local_actor_class_is_pickled_by_value() -> None:
     @actorrpc.remote
     class Local:
         def other(self) -> Any:
-            return Local  # itself, by the name that it has where it is defined
+            return Local  # refers to itself by its local name
 
     arrived = codec.loads(codec.dumps(Local.options(num_cpus=1)))
     assert arrived.__qualname__ == Local.__qualname__
@@ -156,7 +156,7 @@ def test_a_local_class_goes_by_value() -> None:
     assert opened().other().__actor_class__ is opened
 
 
-def test_a_class_of_the_main_module_stays_itself_when_its_name_goes_to_another(
+def test_a_class_of_main_is_not_confused_with_a_later_class_of_the_same_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def define() -> ActorClass[Any, Any]:
@@ -180,8 +180,8 @@ def test_a_class_of_the_main_module_stays_itself_when_its_name_goes_to_another(
 # -- making actors -------------------------------------------------------------------------------------------------
 
 
-def test_wrong_arguments_are_found_before_anything_is_sent() -> None:
-    # Nothing is started for these: that would be seen as left behind.
+def test_wrong_constructor_arguments_raise_before_anything_is_sent() -> None:
+    # No runtime is started: the leak check would report it.
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'stat'"):
         things.Counter.remote(stat=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'value'"):
@@ -189,7 +189,7 @@ def test_wrong_arguments_are_found_before_anything_is_sent() -> None:
     assert not actorrpc.is_initialized()
 
 
-def test_hooks_that_cannot_be_used_are_refused() -> None:
+def test_an_async_checkpoint_method_is_refused() -> None:
     @actorrpc.remote
     class Keeps:
         async def checkpoint(self) -> int:
@@ -202,14 +202,14 @@ def test_hooks_that_cannot_be_used_are_refused() -> None:
         Keeps.remote()
 
 
-def test_options_that_do_not_go_together_are_refused() -> None:
+def test_contradictory_actor_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="needs a name="):
         things.Counter.options(get_if_exists=True).remote()
     with pytest.raises(ConfigError, match=r"Chatty.io is in the concurrency group 'io'"):
         things.Chatty.options(concurrency_groups={"cpu": 1}).remote()
 
 
-def test_kinds_of_classes(here: None) -> None:
+def test_inherited_generic_async_and_module_classes_run_as_actors(one_worker: None) -> None:
     get = actorrpc.get
     assert get(things.Counter.remote(1, step=2).add.remote(3)) == 7
     double = things.DoubleCounter.remote(10)
@@ -232,7 +232,7 @@ def test_kinds_of_classes(here: None) -> None:
     assert get(net.forward.remote(x)).shape == (2, 1)
 
 
-def test_nothing_runs_and_nothing_can_be_started() -> None:
+def test_creating_an_actor_without_init_raises_if_autostart_is_off() -> None:
     start = runtimes.set_autostart(None)
     try:
         with pytest.raises(NotInitializedError, match=r"call actorrpc.init\(\)"):
@@ -338,7 +338,7 @@ def options(cls: Any) -> ActorOptions:
 # -- as a class ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_a_remote_method_of_it() -> None:
+def test_remote_methods_of_an_actor_subclass_do_not_include_those_of_actor() -> None:
     assert set(ClassInfo.of(Counter).methods) == {"add", "two", "stream", "static", "plain"}
     assert ClassInfo.of(Counter).methods["two"].options.num_returns == 2
     assert set(ClassInfo.of(Point).methods) >= {"sum"}
@@ -354,13 +354,13 @@ def test_what_is_a_remote_method_of_it() -> None:
     class Beside(Named, actorrpc.Actor):
         pass
 
-    assert "group" not in ClassInfo.of(Below).methods  # on an instance that is the base's
+    assert "group" not in ClassInfo.of(Below).methods  # the instance would find Actor.group first
     assert "group" in ClassInfo.of(Beside).methods
 
 
-def test_options_of_the_class() -> None:
+def test_class_keywords_set_options_and_are_inherited_except_the_name() -> None:
     assert options(Counter) == ActorOptions(num_cpus=1, name="one", get_if_exists=True)
-    # A name is that of one actor, and not of those of another class.
+    # A subclass does not inherit name and get_if_exists: a name belongs to one actor.
     assert options(More) == ActorOptions(num_cpus=1, max_restarts=2)
     assert options(Point) == ActorOptions(timeout=7)
     assert options(Model) == ActorOptions()
@@ -372,7 +372,7 @@ def test_options_of_the_class() -> None:
     assert again == made
 
 
-def test_wrong_options_are_refused_where_the_class_is_made() -> None:
+def test_wrong_class_keywords_raise_at_the_class_definition() -> None:
     with pytest.raises(ConfigError, match=r"'num_cpu' is not an option of an actor.*num_cpus"):
 
         class Wrong(actorrpc.Actor, num_cpu=1):
@@ -385,14 +385,14 @@ def test_wrong_options_are_refused_where_the_class_is_made() -> None:
 
 
 @pytest.mark.parametrize("name", ["remote", "options"])
-def test_names_that_it_needs_itself(name: str) -> None:
+def test_a_method_or_attribute_called_remote_or_options_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=f"Odd has a '{name}' of its own.*give it another name"):
         type("Odd", (actorrpc.Actor,), {name: lambda self: 1})
     with pytest.raises(TypeError, match=name):
         type("Odd", (type("Old", (), {name: 1}), actorrpc.Actor), {})
 
 
-def test_wrong_arguments_of_the_base_are_found_before_anything_is_sent() -> None:
+def test_wrong_constructor_arguments_of_an_actor_subclass_raise_before_anything_is_sent() -> None:
     with pytest.raises(TypeError, match=r"Counter.__init__\(\) got an unexpected keyword argument 'stop'"):
         Counter.remote(stop=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
@@ -410,19 +410,19 @@ def test_wrong_arguments_of_the_base_are_found_before_anything_is_sent() -> None
 # -- pickling --------------------------------------------------------------------------------------------------------
 
 
-def test_pickling() -> None:
+def test_an_actor_subclass_of_a_module_is_pickled_by_name() -> None:
     assert pickle.loads(pickle.dumps(Counter)) is Counter
     made = pickle.loads(pickle.dumps(Counter.options(num_cpus=3)))
     assert made == Counter.options(num_cpus=3)
 
 
-def test_a_local_class_goes_by_value_with_its_options() -> None:
+def test_a_local_actor_subclass_is_pickled_by_value_with_its_options() -> None:
     class Local(actorrpc.Actor, num_cpus=2):
         def one(self) -> int:
             return 1
 
     copied = pickle.loads(cloudpickle.dumps(Local))
-    assert copied is Local  # cloudpickle knows its own
+    assert copied is Local  # cloudpickle tracks the classes of its own process
     there = cloudpickle.dumps(Local)
     cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.clear()
     copied = pickle.loads(there)
@@ -435,7 +435,7 @@ def test_a_local_class_goes_by_value_with_its_options() -> None:
 # -- actors --------------------------------------------------------------------------------------------------------
 
 
-def test_actors_of_it(here: None) -> None:
+def test_actors_of_an_actor_subclass_answer_all_kinds_of_calls(one_worker: None) -> None:
     counter: Any = Counter.remote(10)
     assert isinstance(counter, actorrpc.ActorHandle)
     assert actorrpc.get(counter.add.remote(2)) == 12
@@ -445,13 +445,13 @@ def test_actors_of_it(here: None) -> None:
     assert actorrpc.get([counter.static.remote(4), counter.plain.remote()]) == [8, "plain"]
     with pytest.raises(TypeError, match=r"write handle.add.remote\(...\)"):
         counter.add(2)
-    assert Counter.remote(99) == counter  # its name, and get_if_exists
+    assert Counter.remote(99) == counter  # because of name= and get_if_exists=
     assert actorrpc.get_actor("one") == counter
     assert actorrpc.get(actorrpc.call(counter, Counter.add, 1)) == 42
     actorrpc.kill(counter)
 
 
-def test_kinds_of_classes_with_the_base(here: None) -> None:
+def test_dataclasses_generics_and_modules_that_inherit_from_actor_run_as_actors(one_worker: None) -> None:
     more = More.remote(1)
     assert actorrpc.get(more.add.remote(1, more=3)) == 5
     assert actorrpc.get(Point.remote(2).sum.remote()) == 3
@@ -463,7 +463,7 @@ def test_kinds_of_classes_with_the_base(here: None) -> None:
     assert list(actorrpc.get(group.sum.call())) == [5, 5]
 
 
-def test_a_decorated_and_a_based_class_inherit_from_each_other(here: None) -> None:
+def test_decorated_classes_and_actor_subclasses_can_inherit_from_each_other(one_worker: None) -> None:
     assert ClassInfo.of(Based).methods["value"].options.priority == 3
     assert actorrpc.get(Based.remote().twice.remote()) == 2
     above: Any = Above
@@ -472,10 +472,10 @@ def test_a_decorated_and_a_based_class_inherit_from_each_other(here: None) -> No
     assert actorrpc.get(above.options(num_cpus=1).remote(1).own.remote()) == 6
 
 
-# -- what is shown of methods ----------------------------------------------------------------------------------------
+# -- docstrings and signatures of methods ----------------------------------------------------------------------------
 
 
-def test_a_method_of_a_handle_shows_the_docstring_and_the_signature(here: None) -> None:
+def test_a_method_of_a_handle_shows_the_docstring_and_the_signature(one_worker: None) -> None:
     counter: Any = Counter.remote(1)
     for shown in (counter.add, counter.add.options(timeout=3), counter.add.remote):
         assert shown.__doc__ == "Add it."
@@ -489,14 +489,14 @@ def test_a_method_of_a_handle_shows_the_docstring_and_the_signature(here: None) 
     assert {"add", "two", "stream", "kill"} <= set(dir(counter))
     assert "add" in dir(counter.rpc_sync())
     assert "remote" in dir(counter.add)
-    # The class itself is documented as ever.
+    # ActorMethod keeps its own docstring.
     assert (ActorMethod.__doc__ or "").startswith("A method of an actor")
 
 
-def test_where_the_class_is_not_known_the_names_are_shown() -> None:
+def test_a_signature_shows_parameter_names_where_the_class_cannot_be_imported() -> None:
     info = pickle.loads(pickle.dumps(ClassInfo.of(Counter)))
     assert info is not ClassInfo.of(Counter)
-    assert info.function("add") is vars(Counter)["add"]  # by its module
+    assert info.function("add") is vars(Counter)["add"]  # imported from its module
     assert pickle.loads(pickle.dumps(ClassInfo.of(Above.__actor_class__))).function("own").__name__ == "own"  # type: ignore[attr-defined]
     info.module = "nowhere"
     assert info.function("add") is None

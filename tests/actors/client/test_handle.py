@@ -1,4 +1,4 @@
-"""Handles: methods, proxies, attributes, and how they travel."""
+"""Actor handles: Ray's calls, torch's proxies and RRefs, functions of the handle, pickling."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Handle = ActorHandle[Any]
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     things.Counter.gate.clear()
     with alone(tmp_path):
         yield
@@ -38,14 +38,14 @@ def here(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.fixture
-def counter(here: None) -> Handle:
+def counter(one_worker: None) -> Handle:
     return things.Counter.remote(3)
 
 
-# -- Ray's way -------------------------------------------------------------------------------------------------------
+# -- Ray's interface -------------------------------------------------------------------------------------------------
 
 
-def test_calls(counter: Handle) -> None:
+def test_a_remote_call_returns_an_object_ref(counter: Handle) -> None:
     ref = counter.add.remote(2)
     assert isinstance(ref, ObjectRef)
     assert get(ref) == 5
@@ -55,7 +55,7 @@ def test_calls(counter: Handle) -> None:
     assert repr(counter.add).startswith("<remote method Counter.add of Counter#")
 
 
-def test_wrong_arguments_raise_at_the_call(counter: Handle) -> None:
+def test_wrong_arguments_raise_at_the_call_and_do_not_run(counter: Handle) -> None:
     with pytest.raises(
         TypeError, match=r"Counter.add\(\) takes from 1 to 2 positional arguments but 3 were given"
     ):
@@ -65,7 +65,7 @@ def test_wrong_arguments_raise_at_the_call(counter: Handle) -> None:
     assert get(counter.add.remote(0)) == 3
 
 
-def test_a_method_that_is_not_there(counter: Handle) -> None:
+def test_an_unknown_method_raises_and_suggests_similar_names(counter: Handle) -> None:
     with pytest.raises(AttributeError, match=r"Counter has no method 'ad'; did you mean 'add'"):
         counter.ad.remote()
     with pytest.raises(AttributeError, match=r"its methods are: add, boom"):
@@ -75,7 +75,7 @@ def test_a_method_that_is_not_there(counter: Handle) -> None:
     assert not hasattr(counter, "__array__")
 
 
-def test_calling_a_method_directly_says_what_to_do(counter: Handle) -> None:
+def test_calling_a_method_directly_raises_and_names_remote(counter: Handle) -> None:
     with pytest.raises(TypeError, match=r"instead of handle.add\(...\) write handle.add.remote\(...\)"):
         counter.add(1)  # type: ignore[operator]
     with pytest.raises(
@@ -86,7 +86,7 @@ def test_calling_a_method_directly_says_what_to_do(counter: Handle) -> None:
         counter.n = 4
 
 
-def test_several_results(counter: Handle) -> None:
+def test_num_returns_gives_one_reference_per_result(counter: Handle) -> None:
     refs: Any = counter.two.remote()
     assert [type(each) for each in refs] == [ObjectRef, ObjectRef]
     assert get(refs[0]) == 1
@@ -103,20 +103,20 @@ def test_several_results(counter: Handle) -> None:
         get(three[2])
 
 
-def test_options_of_a_call(counter: Handle) -> None:
+def test_timeout_of_one_call_and_unknown_call_options(counter: Handle) -> None:
     blocked = counter.wait.remote()
     with pytest.raises(RpcTimeoutError):
         get(counter.add.options(timeout=0.01).remote())
     things.Counter.gate.set()
     assert get(blocked)
-    assert get(counter.add.remote(0)) == 3  # the late call was not started
+    assert get(counter.add.remote(0)) == 3  # the call that timed out was not started
     with pytest.raises(ConfigError, match="not an option of a method"):
         counter.add.options(max_restarts=1)
     with pytest.raises(ConfigError, match="has no concurrency group 'io'; it has: none"):
         counter.add.options(concurrency_group="io")
 
 
-def test_options_of_all_calls_of_a_handle(counter: Handle) -> None:
+def test_handle_options_apply_to_all_its_calls(counter: Handle) -> None:
     blocked = counter.wait.remote()
     hurried = counter.options(timeout=0.01)
     assert hurried == counter
@@ -129,7 +129,7 @@ def test_options_of_all_calls_of_a_handle(counter: Handle) -> None:
     assert get(hurried.options(timeout=20).add.remote(0)) == 3
 
 
-def test_refs_as_arguments(counter: Handle) -> None:
+def test_top_level_references_are_replaced_by_values_and_nested_ones_are_not(counter: Handle) -> None:
     ref = counter.add.remote()
     assert get(counter.echo.remote(ref)) == 4
     assert get(counter.kinds.remote(ref, [ref], x=ref, y=[ref])) == (
@@ -141,17 +141,17 @@ def test_refs_as_arguments(counter: Handle) -> None:
     assert get(inner[0]) == 4
 
 
-# -- torch's way -----------------------------------------------------------------------------------------------------
+# -- torch's interface -----------------------------------------------------------------------------------------------
 
 
-def test_proxies(counter: Handle) -> None:
+def test_rpc_sync_rpc_async_and_remote_proxies_call_methods(counter: Handle) -> None:
     assert counter.rpc_sync().add(1) == 4
     assert counter.rpc_sync(timeout=10).add(times=1) == 5
     future = counter.rpc_async().add()
     assert isinstance(future, Future)
     assert future.wait() == 6
     assert get(counter.remote().add()) == 7
-    assert counter.rpc_sync().two()[0] == 1  # torch knows nothing of several results
+    assert counter.rpc_sync().two()[0] == 1  # num_returns does not apply to torch's proxies
     assert counter.rpc_async().two().wait()[1].sum() == 100_000
     assert [get(ref) for ref in counter.rpc_sync().stream(2)] == [0, 1]
     assert counter.rpc_sync()(4) == 5
@@ -165,7 +165,7 @@ def test_proxies(counter: Handle) -> None:
         things.Picky.remote(fail=False).rpc_sync()()
 
 
-def test_attributes_are_read_through_proxies(counter: Handle) -> None:
+def test_proxies_read_attributes_of_the_actor(counter: Handle) -> None:
     assert counter.rpc_sync().n == 3
     assert counter.rpc_sync().half == 1.5
     assert counter.rpc_sync().STEP == 1
@@ -176,13 +176,13 @@ def test_attributes_are_read_through_proxies(counter: Handle) -> None:
     assert not hasattr(counter.rpc_sync(), "__array__")
 
 
-def test_a_proxys_method_is_a_function_that_travels(counter: Handle) -> None:
+def test_a_method_of_a_proxy_can_be_sent_as_a_function(counter: Handle) -> None:
     assert actorrpc.rpc_sync("w0", counter.rpc_sync().add, (2,)) == 5
     assert actorrpc.rpc_async("w0", counter.rpc_sync().add).wait() == 6
 
 
 def _through(rref: RRef[Any], style: str, name: str, *args: Any) -> Any:
-    """Call a method through an RRef, and wait for what it returns."""
+    """Call a method through an RRef and wait for its result."""
     made = getattr(getattr(rref, style)(), name)(*args)
     return {"rpc_sync": lambda: made, "rpc_async": lambda: made.wait(), "remote": lambda: made.to_here()}[
         style
@@ -192,7 +192,7 @@ def _through(rref: RRef[Any], style: str, name: str, *args: Any) -> Any:
 _STYLES = ("rpc_sync", "rpc_async", "remote")
 
 
-def test_calls_through_an_rref_run_on_the_actors_thread(here: None) -> None:
+def test_calls_through_an_rref_run_on_the_actors_thread(one_worker: None) -> None:
     actor, aio = things.Recorder.remote(), things.Aio.remote()
     assert isinstance(actor.rref, RRef)
     assert actor.rref is actor.rref
@@ -202,7 +202,7 @@ def test_calls_through_an_rref_run_on_the_actors_thread(here: None) -> None:
         assert _through(aio.rref, style, "add", 4) == 5
 
 
-def test_calls_through_an_rref_keep_the_order_of_their_caller(here: None) -> None:
+def test_calls_through_an_rref_and_a_handle_keep_the_order_of_their_caller(one_worker: None) -> None:
     actor = things.Recorder.remote()
     rref = actor.rref
     made = [
@@ -219,7 +219,7 @@ def test_calls_through_an_rref_keep_the_order_of_their_caller(here: None) -> Non
     assert get(actor.recorded.remote()) == list(range(40))
 
 
-def test_what_a_method_returns_to_an_rref_stays_where_it_is(counter: Handle) -> None:
+def test_rref_remote_leaves_the_result_on_the_worker_of_the_actor(counter: Handle) -> None:
     rref = counter.rref
     parts = rref.remote().parts_themselves()
     assert parts.owner() == rref.owner()
@@ -227,7 +227,7 @@ def test_what_a_method_returns_to_an_rref_stays_where_it_is(counter: Handle) -> 
     assert rref.remote().add(counter.add.remote()).to_here() == 8  # a reference is replaced by its value
 
 
-def test_failures_of_calls_through_an_rref(counter: Handle) -> None:
+def test_calls_through_an_rref_raise_errors_of_the_method_timeouts_and_death(counter: Handle) -> None:
     rref = counter.rref
     for style in _STYLES:
         with pytest.raises(KeyError, match="there"):
@@ -247,15 +247,15 @@ def test_failures_of_calls_through_an_rref(counter: Handle) -> None:
             _through(rref, style, "add")
 
 
-# -- what a handle has by itself ----------------------------------------------------------------------------------------
+# -- functions of the handle --------------------------------------------------------------------------------------------
 
 
-def test_the_class_wins(here: None) -> None:
+def test_methods_of_the_class_take_precedence_over_functions_of_the_handle(one_worker: None) -> None:
     own = things.Own.remote()
     for name in ("ready", "is_alive", "options", "remote", "rpc_sync", "kill", "actor_id", "rref"):
         method: Any = getattr(own, name)
         assert get(method.remote()) == name
-    # And ours are still to be had.
+    # The module's functions still work.
     assert actorrpc.is_alive(own)
     assert get(actorrpc.ready(own)) is None
     assert own.rpc_async().ready().wait() == "ready"
@@ -263,7 +263,7 @@ def test_the_class_wins(here: None) -> None:
     assert not actorrpc.is_alive(own)
 
 
-def test_ours_where_the_class_has_none(counter: Handle) -> None:
+def test_a_handle_has_functions_that_its_class_does_not_define(counter: Handle) -> None:
     assert counter.is_alive()
     assert get(counter.ready()) is None
     assert isinstance(counter.actor_id, int)
@@ -276,7 +276,7 @@ def test_ours_where_the_class_has_none(counter: Handle) -> None:
     assert isinstance(ended.wait(10), ActorDiedError)
 
 
-def test_equality_and_hash(counter: Handle) -> None:
+def test_handles_of_the_same_actor_are_equal(counter: Handle) -> None:
     other = things.Counter.remote()
     assert counter == counter.options(timeout=1)
     assert counter != other
@@ -286,22 +286,22 @@ def test_equality_and_hash(counter: Handle) -> None:
     assert copy.deepcopy([counter])[0] is counter
 
 
-def test_repr(here: None) -> None:
+def test_repr_shows_class_name_and_actor_id(one_worker: None) -> None:
     named = things.Counter.options(name="one").remote()
     assert repr(named) == f"<ActorHandle of Counter 'one' {named.actor_id:016x}>"
     assert repr(things.Counter.remote()).startswith("<ActorHandle of Counter ")
 
 
-# -- travelling ----------------------------------------------------------------------------------------------------------
+# -- pickling and lifetime -----------------------------------------------------------------------------------------------
 
 
-def test_pickling_it_says_what_to_do_where_it_cannot_be_done(counter: Handle) -> None:
+def test_pickling_a_handle_with_an_exception_raises_and_names_get_actor(counter: Handle) -> None:
     with pytest.raises(SerializationError, match=r"not with an exception.*get_actor"):
         codec.dumps(counter)
     assert pickle.loads(pickle.dumps(counter)) == counter
 
 
-def test_in_arguments_and_results(counter: Handle) -> None:
+def test_handles_and_their_methods_can_be_arguments_and_results(counter: Handle) -> None:
     back: Any = get(counter.echo.remote(counter))
     assert isinstance(back, ActorHandle)
     assert back == counter
@@ -313,14 +313,14 @@ def test_in_arguments_and_results(counter: Handle) -> None:
     assert actorrpc.rpc_sync("w0", operator.eq, (counter, counter))
 
 
-def test_the_actor_ends_with_its_last_handle(here: None) -> None:
+def test_the_actor_ends_with_its_last_handle(one_worker: None) -> None:
     counter = things.Counter.remote()
     ended = actorrpc.monitor(counter)
     method = counter.add
     weak = weakref.ref(counter)
     del counter
-    assert weak() is None  # at once: there is no cycle through methods and proxies
-    assert get(method.remote()) == 1  # which keep the actor as well
+    assert weak() is None  # at once: methods and proxies form no cycle with the handle
+    assert get(method.remote()) == 1  # a method keeps the actor alive as well
     assert not ended.done()
     del method
     gc.collect()

@@ -1,4 +1,4 @@
-"""Actors whose class is an nn.Module, in a group of this process alone. Local modules are the oracle."""
+"""Actors whose class is an nn.Module, compared with local modules, in a group of one worker."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path):
         yield
 
 
 @pytest.fixture
-def model(here: None) -> Handle:
+def model(one_worker: None) -> Handle:
     return Model.remote()
 
 
 def local_of(handle: Handle) -> nn.Module:
-    """The same module, here."""
+    """Return a local module with the state of the actor."""
     local: nn.Module = Model.__actor_class__()
     local.load_state_dict(handle.state_dict())
     return local
@@ -66,7 +66,7 @@ def local_of(handle: Handle) -> nn.Module:
 # -- calling -------------------------------------------------------------------------------------------------------
 
 
-def test_the_handle_is_called(model: Handle) -> None:
+def test_calling_the_handle_runs_forward(model: Handle) -> None:
     local, x = local_of(model), torch.randn(4, 3)
     expected = local(x)
     assert torch.equal(model(x), expected)
@@ -86,31 +86,31 @@ def test_the_handle_is_called(model: Handle) -> None:
 
 
 @actorrpc.remote
-class Stuck(nn.Module):
+class Blocking(nn.Module):
     def forward(self) -> bool:
         return things.Counter.gate.wait(20)
 
 
-def test_options_of_calls_hold(here: None) -> None:
+def test_call_options_apply_to_direct_calls_of_a_module_actor(one_worker: None) -> None:
     things.Counter.gate.clear()
-    stuck = Stuck.remote()
+    blocking = Blocking.remote()
     try:
-        held = stuck.forward.remote()  # the calls below wait behind this one, and time out
-        with pytest.raises(RpcTimeoutError, match=r"Stuck.__call__"):
-            stuck.options(timeout=0.05)()  # one that is meant to pass
-        with pytest.raises(RpcTimeoutError, match=r"Stuck.state_dict"):
-            stuck.state_dict.options(timeout=0.05)()
+        held = blocking.forward.remote()  # the calls below wait behind this one, and time out
+        with pytest.raises(RpcTimeoutError, match=r"Blocking.__call__"):
+            blocking.options(timeout=0.05)()
+        with pytest.raises(RpcTimeoutError, match=r"Blocking.state_dict"):
+            blocking.state_dict.options(timeout=0.05)()
     finally:
         things.Counter.gate.set()
     assert get(held) is True
-    assert stuck.options(num_returns=2)() is True  # only of what remote() gives
-    assert stuck.options(num_returns=2).state_dict() == {}
+    assert blocking.options(num_returns=2)() is True  # num_returns applies to remote() only
+    assert blocking.options(num_returns=2).state_dict() == {}
 
 
 # -- parameters -----------------------------------------------------------------------------------------------------
 
 
-def test_parameters(model: Handle) -> None:
+def test_parameters_are_rrefs_to_the_parameters_of_the_actor(model: Handle) -> None:
     ids = get(model.parts.remote())
     for found in (model.parameters(), model.remote_parameters()):
         assert isinstance(found, list)
@@ -126,19 +126,19 @@ def test_parameters(model: Handle) -> None:
         assert all(isinstance(rref.local_value(), nn.Parameter) for _, rref in named)
 
 
-def test_a_reference_to_a_parameter_outlives_the_actor(here: None) -> None:
+def test_a_reference_to_a_parameter_outlives_the_actor(one_worker: None) -> None:
     model = Model.remote()
     weights = model.parameters()
     actorrpc.kill(model)
     with pytest.raises(actorrpc.ActorDiedError):
         model.parameters()
-    assert weights[0].to_here().shape == (1,)  # in its worker, which goes on
+    assert weights[0].to_here().shape == (1,)  # its worker still runs
 
 
 # -- state ----------------------------------------------------------------------------------------------------------
 
 
-def test_state(model: Handle) -> None:
+def test_state_dict_is_loaded_saved_and_checked_as_by_torch(model: Handle) -> None:
     state = model.state_dict()
     assert set(state) == set(Model.__actor_class__().state_dict())
     assert state["layer.weight"].data_ptr() == state["again.weight"].data_ptr()
@@ -159,7 +159,7 @@ def test_state(model: Handle) -> None:
     assert model.load_state_dict(state, strict=False).missing_keys == ["scale"]
 
 
-# -- what changes it --------------------------------------------------------------------------------------------------
+# -- conversions and modes --------------------------------------------------------------------------------------------
 
 
 _CONVERSIONS: list[tuple[Callable[[Any], Any], torch.dtype]] = [
@@ -175,16 +175,16 @@ _CONVERSIONS: list[tuple[Callable[[Any], Any], torch.dtype]] = [
 ]
 
 
-def test_conversions(here: None) -> None:
+def test_dtype_conversions_change_the_actor_and_keep_its_parameters(one_worker: None) -> None:
     for change, dtype in _CONVERSIONS:
         model = Model.remote()
         before = get(model.parts.remote())
         assert change(model) == model
         assert model.state_dict()["layer.weight"].dtype is dtype
-        assert get(model.parts.remote()) == before  # references to parameters stay good
+        assert get(model.parts.remote()) == before  # RRefs to parameters stay valid
 
 
-def test_modes_and_gradients(model: Handle) -> None:
+def test_train_eval_requires_grad_and_zero_grad_act_on_the_actor(model: Handle) -> None:
     assert isinstance(model.eval(), ActorHandle)
     assert model.rpc_sync().training is False
     assert model.train().rpc_sync().training is True
@@ -202,7 +202,7 @@ def test_modes_and_gradients(model: Handle) -> None:
         model.train(True, True)
 
 
-def test_functions_inside(model: Handle) -> None:
+def test_apply_runs_a_function_on_the_submodules_of_the_actor(model: Handle) -> None:
     value = 0.5
     assert (
         model.apply(lambda each: isinstance(each, nn.BatchNorm1d) and nn.init.constant_(each.bias, value))
@@ -211,12 +211,12 @@ def test_functions_inside(model: Handle) -> None:
     assert torch.all(model.state_dict()["norm.bias"] == 0.5)
 
 
-# -- the class's own win --------------------------------------------------------------------------------------------
+# -- methods that the class overrides -------------------------------------------------------------------------------
 
 
 @actorrpc.remote
 class Own(nn.Module):
-    """Defines what torch's modules have, its own way."""
+    """Overrides methods of nn.Module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Own(nn.Module):
         return x
 
 
-def test_what_the_class_defines_is_what_is_called(here: None) -> None:
+def test_overridden_module_methods_are_the_ones_that_are_called(one_worker: None) -> None:
     own = Own.remote()
     assert own.train("x", 2) == ["x", "x"]
     assert own.train(False) == own
@@ -279,7 +279,7 @@ class Async(nn.Module):
         return x
 
 
-def test_an_async_forward_is_not_called_on_the_handle(here: None) -> None:
+def test_an_async_forward_cannot_be_called_directly(one_worker: None) -> None:
     handle = Async.remote()
     with pytest.raises(TypeError, match=r"cannot be called directly"):
         handle(1)
@@ -290,7 +290,7 @@ def test_an_async_forward_is_not_called_on_the_handle(here: None) -> None:
 # -- other classes --------------------------------------------------------------------------------------------------
 
 
-def test_other_classes_have_nothing_of_it(here: None) -> None:
+def test_handles_of_other_classes_have_no_module_methods(one_worker: None) -> None:
     counter, box = things.Counter.remote(), things.Box.remote(1)
     for handle in (counter, box):
         assert not hasattr(handle, "remote_parameters")
@@ -310,7 +310,7 @@ def test_other_classes_have_nothing_of_it(here: None) -> None:
         box.__call__.remote(1)
 
 
-def test_only_what_modules_have_is_called_on_the_handle(model: Handle) -> None:
+def test_only_certain_module_methods_can_be_called_directly(model: Handle) -> None:
     for method in (model.forward, model.parts, model.buffers, model.named_modules, model.register_buffer):
         with pytest.raises(TypeError, match="cannot be called directly"):
             method()
@@ -320,11 +320,11 @@ def test_only_what_modules_have_is_called_on_the_handle(model: Handle) -> None:
         model.remote_parameters.remote()
 
 
-# -- in a local module ------------------------------------------------------------------------------------------------
+# -- as a part of a local module --------------------------------------------------------------------------------------
 
 
 class Outer(nn.Module):
-    """A local module with an actor for a part."""
+    """A local module with an actor as an attribute."""
 
     def __init__(self, actor: Any) -> None:
         super().__init__()
@@ -337,13 +337,13 @@ class Outer(nn.Module):
 
 
 @pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
-def test_a_local_module_with_an_actor_in_it(model: Handle) -> None:
+def test_a_local_module_can_hold_an_actor_without_owning_its_parameters(model: Handle) -> None:
     outer = Outer(model)
     model.eval()
     x = torch.randn(2, 3)
     local = local_of(model).eval()
     assert torch.equal(outer(x), local(outer.local(x)))
-    assert list(outer.state_dict()) == ["local.weight", "local.bias"]  # an actor is no part of it
+    assert list(outer.state_dict()) == ["local.weight", "local.bias"]  # the actor's state is not included
     assert len(list(outer.parameters())) == 2
     outer.train().double().to("cpu")
     assert model.rpc_sync().training is False

@@ -1,4 +1,4 @@
-"""Calls with pending arguments that end before, or while, they are sent."""
+"""Calls with pending arguments whose connection closes, or which are cancelled, while they are sent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Target:
 
 
 @pytest.mark.limit(60)
-def test_a_reserved_call_whose_connection_has_closed_ends_as_an_ordinary_call(
+def test_a_call_with_a_pending_argument_fails_as_not_executed_if_its_connection_closes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _released.clear()
@@ -75,7 +75,7 @@ def test_a_reserved_call_whose_connection_has_closed_ends_as_an_ordinary_call(
 
 
 class Pickled:
-    """An argument that is pickled when its call is made, and again when the call is sent."""
+    """An argument that is pickled when its call is made and again when the call is sent."""
 
     def __reduce__(self) -> Any:
         for each in _pickling:
@@ -90,10 +90,10 @@ class Value:
 
 @pytest.mark.limit(60)
 @pytest.mark.parametrize("where", ["worker0", "worker1"])
-def test_a_reserved_call_that_is_cancelled_while_it_is_sent_leaves_nothing_behind(
+def test_a_call_that_is_cancelled_while_it_is_sent_releases_its_arguments(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1. Thread A encodes the message. 2. Thread B takes the call out. 3. A finds that, and does not send. 4. B goes on."""
+    """1. Thread A encodes the message. 2. Thread B cancels the call. 3. A notices this and does not send. 4. B finishes."""
     _released.clear()
     encoding, taken, unsent = threading.Event(), threading.Event(), threading.Event()
     withdraw = Call.withdraw
@@ -113,8 +113,8 @@ def test_a_reserved_call_that_is_cancelled_while_it_is_sent_leaves_nothing_behin
         agent = worker.agent
         send = agent.send
 
-        def sending(call: Call, *args: Any) -> None:
-            again = call.id != 0  # it has reserved its place
+        def send_and_note(call: Call, *args: Any) -> None:
+            again = call.id != 0  # the call has reserved its place in the order
             try:
                 send(call, *args)
             finally:
@@ -123,7 +123,7 @@ def test_a_reserved_call_that_is_cancelled_while_it_is_sent_leaves_nothing_behin
 
         argument = source.later.remote()
         call = target.note.remote(argument, Pickled(), value)
-        monkeypatch.setattr(agent, "send", sending)
+        monkeypatch.setattr(agent, "send", send_and_note)
         monkeypatch.setattr(Call, "withdraw", withdraw_later)
         monkeypatch.setattr(sys.modules[__name__], "_pickling", [encoding.set, partial(taken.wait, 20)])
         _released.set()

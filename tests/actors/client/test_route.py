@@ -1,4 +1,4 @@
-"""Routes and queues of calls: each call ends once, in order, and is made again only where that is allowed."""
+"""Routes and their call queues: every call ends once and in order, and is repeated only where its options allow it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _outcome(future: Future[Any]) -> Any:
     return future.error if future.error is not None else future.value_or_none
 
 
-# -- the plain way -----------------------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------------
 
 
 def _settled(world: World, future: Future[Any]) -> Future[Any]:
@@ -50,10 +50,12 @@ def _settled(world: World, future: Future[Any]) -> Future[Any]:
     return future
 
 
-# -- limits, deadlines, cancellation -------------------------------------------------------------------------
+# -- deadlines -----------------------------------------------------------------------------------------------
 
 
-def test_a_waiting_call_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_to_an_actor_under_construction_times_out_as_not_executed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(monkeypatch, 8, spawner=True)
     driver = world.workers[0]
     route = world.create(driver)
@@ -74,8 +76,8 @@ def test_a_waiting_call_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- deaths ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["before it is taken back", "as it is taken back", "after that"])
-def test_a_call_that_is_cancelled_as_its_actor_dies_is_not_made_again(
+@pytest.mark.parametrize("moment", ["before the takeover", "during the takeover", "after the takeover"])
+def test_a_call_that_is_cancelled_while_its_actor_dies_is_not_repeated(
     monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     world = World(monkeypatch, 12)
@@ -87,17 +89,17 @@ def test_a_call_that_is_cancelled_as_its_actor_dies_is_not_made_again(
     cancelled: list[bool] = []
 
     def catching(queue: CallQueue, failed: ResultFuture, error: BaseException) -> bool:
-        if moment == "before it is taken back":
+        if moment == "before the takeover":
             cancelled.append(failed.cancel())
         monkeypatch.setattr(PendingCall, "rest", resting)
         found = caught(queue, failed, error)
-        if moment == "after that":
+        if moment == "after the takeover":
             cancelled.append(failed.cancel())
         return found
 
     def resting(pending: PendingCall) -> None:
         rest(pending)
-        if moment == "as it is taken back":
+        if moment == "during the takeover":
             assert pending.future is not None
             cancelled.append(pending.future.cancel())
 
@@ -112,7 +114,7 @@ def test_a_call_that_is_cancelled_as_its_actor_dies_is_not_made_again(
     assert route.pending == 0
     later = world.call(driver, route, 2)
     world.settle()
-    assert _outcome(later) == 2  # the queue goes on
+    assert _outcome(later) == 2  # the queue still works
 
 
 def test_actor_errors_keep_their_attributes_on_the_wire() -> None:
@@ -141,7 +143,9 @@ def test_actor_errors_keep_their_attributes_on_the_wire() -> None:
         assert str(each.cause.__cause__).strip() == "the lines of another worker"
 
 
-def test_the_supervisor_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_without_its_supervisor_serves_callers_that_have_its_location(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for seed in range(10):
         world = World(monkeypatch, seed)
         driver, place, other = world.workers
@@ -154,7 +158,7 @@ def test_the_supervisor_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         watched = there.watch()
         driver.die()
         world.settle()
-        # Until somebody ends it, it serves those who know where it is.
+        # The actor lives on and serves callers that already have its location.
         assert _outcome(_settled(world, world.call(other, there, 2))) == 2
         assert isinstance(watched.value(), ActorDiedError)
         assert "'w0', its supervisor, has ended" in str(watched.value())
@@ -164,7 +168,9 @@ def test_the_supervisor_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "'w0', its supervisor, has ended" in str(error)
 
 
-def test_the_supervisor_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_end_with_shutdown_error_when_the_supervisor_leaves_its_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(monkeypatch, 3)
     driver, _, other = world.workers
     route = world.create(driver)
@@ -175,14 +181,14 @@ def test_the_supervisor_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor_client, "current", lambda: None)
     _settled(world, future)
     assert future._report is not None
-    assert future._report.seen  # its caller ends as well: that nobody has looked is not told
+    assert future._report.seen  # not reported as never retrieved: its caller ends as well
     error = _outcome(future)
     assert isinstance(error, ShutdownError)
     assert "leaves its group, and its actors end with it" in str(error)
 
 
-def test_a_stream_whose_worker_is_not_known_to_be_dead_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connection is known to be broken before: what has become of the actor is asked, not guessed."""
+def test_a_broken_stream_asks_the_supervisor_why_before_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream's connection has failed, but its worker is not known to be dead: the route asks for the state of the actor."""
     world = World(monkeypatch, 1, workers=3)
     driver = world.workers[0]
     route = world.create(driver)
@@ -191,7 +197,7 @@ def test_a_stream_whose_worker_is_not_known_to_be_dead_yet(monkeypatch: pytest.M
     location, peer = route.queue.place
     explain = partial(route.explain, INFO.methods["step"], CallOptions())
     error = peer.died("the stream", maybe_executed=True)
-    found = explain(error, driver.agent.peer("w0"))  # of an incarnation before the one that lives
+    found = explain(error, driver.agent.peer("w0"))  # the error comes from an earlier incarnation
     assert isinstance(found, ActorUnavailableError)
     assert "it has been restarted" in str(found)
     found = explain(error, peer)
@@ -205,7 +211,9 @@ def test_a_stream_whose_worker_is_not_known_to_be_dead_yet(monkeypatch: pytest.M
     assert location.worker_name in str(died)
 
 
-def test_a_late_call_asks_again_where_its_actor_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_call_that_finds_its_actor_gone_looks_up_the_location_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(monkeypatch, 1)
     driver, place, other = world.workers
     route = world.create(driver, worker="w1", max_restarts=1)
@@ -222,15 +230,17 @@ def test_a_late_call_asks_again_where_its_actor_is(monkeypatch: pytest.MonkeyPat
         arrived.append(name)
         world.tasks += [(place, hosted.work) for hosted in place.actors_here.values()]
         world.settle()
-        assert isinstance(_outcome(future), ActorUnavailableError)  # its supervisor can reach it
+        assert isinstance(_outcome(future), ActorUnavailableError)  # its supervisor still reaches the actor
 
 
-# -- thousands of interleavings --------------------------------------------------------------------------------
+# -- random interleavings --------------------------------------------------------------------------------------
 
 
 @pytest.mark.limit(100)
 @pytest.mark.parametrize("block", rest_is_slow(range(10), 3))
-def test_every_call_ends_once_and_in_order(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_every_call_ends_once_and_in_order_with_random_deaths(
+    monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
     for seed in range(block * 200, block * 200 + 200):
         _play(monkeypatch, seed)
 
@@ -316,7 +326,7 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         value = argument[0] if isinstance(argument, list) else argument
         executed[value] = executed.get(value, 0) + 1
         values = order.setdefault((epoch, caller), [])
-        if value not in values:  # what is made again comes later
+        if value not in values:  # repeated calls come later
             values.append(value)
     for name, which, future in futures:
         context = f"seed {seed}, call {which} of {name}"

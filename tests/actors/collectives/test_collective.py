@@ -1,4 +1,4 @@
-"""The parts of collectives: meetings on made-up workers, and groups of torch in one process."""
+"""Parts of collectives: meetings of simulated workers, and torch process groups whose ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Timers:
         self.runs.append(run)
 
 
-def made() -> tuple[Generations, Any]:
-    """Meetings at an agent that runs what it is to submit when it is told to."""
+def make_meetings() -> tuple[Generations, Any]:
+    """Return meetings and their agent, which only collects submitted tasks."""
     agent = SimpleNamespace(on_peer_end=[], submitted=[], clock=Timers())
     agent.submit = agent.submitted.append
     return Generations(agent, lambda key, rank, why: None), agent  # type: ignore[arg-type]
 
 
 class TestMeetings:
-    def test_all_hear_what_all_say(self) -> None:
-        meetings, _ = made()
+    def test_gather_gives_every_rank_the_values_of_all(self) -> None:
+        meetings, _ = make_meetings()
         meeting = meetings.open("it", 3)
         early = [meetings.gather(meeting.key, rank, SLOTS[rank], f"from {rank}") for rank in (2, 0)]
         assert not any(each.done() for each in early)
         late = meetings.gather(meeting.key, 1, SLOTS[1], "from 1")
         assert [each.value() for each in (*early, late)] == [["from 0", "from 1", "from 2"]] * 3
 
-    def test_values_are_waited_for(self) -> None:
-        meetings, _ = made()
+    def test_take_waits_until_all_keys_are_set(self) -> None:
+        meetings, _ = make_meetings()
         key = meetings.open("it", 1).key
         waiting = meetings.take(key, ["a", "b"])
         meetings.change(key, "put", "a", b"1")
@@ -62,8 +62,8 @@ class TestMeetings:
         assert meetings.change(key, "drop", "a") is True
         assert meetings.change(key, "has", ["a"]) is False
 
-    def test_the_end_of_a_worker_breaks_it_once(self) -> None:
-        meetings, agent = made()
+    def test_the_death_of_a_member_fails_all_waits_of_its_collective_once(self) -> None:
+        meetings, agent = make_meetings()
         meeting = meetings.open("it", 3)
         waiting = [meetings.gather(meeting.key, rank, SLOTS[rank], None) for rank in (0, 1)]
         asked = meetings.take(meeting.key, ["never"])
@@ -76,14 +76,14 @@ class TestMeetings:
         for each in (*waiting, asked):
             with pytest.raises(CollectiveError, match=r"it is broken: rank 1 was lost: its worker 'w1'"):
                 each.value()
-        assert len(agent.submitted) == 1  # rank 0 is told; rank 2 has never been there
+        assert len(agent.submitted) == 1  # rank 0 is notified; rank 2 has not joined
         with pytest.raises(CollectiveError, match="rank 1 was lost"):
             meetings.gather(meeting.key, 2, SLOTS[2], None)
         tell(ended)
         assert len(agent.submitted) == 1
 
-    def test_a_failed_operation_waits_for_the_reason(self) -> None:
-        meetings, agent = made()
+    def test_a_failed_operation_reports_the_loss_of_a_rank_if_one_is_known(self) -> None:
+        meetings, agent = make_meetings()
         meeting = meetings.open("it", 2)
         for rank in range(2):
             meetings.gather(meeting.key, rank, SLOTS[rank], None)
@@ -92,15 +92,15 @@ class TestMeetings:
         assert not answer.done()
         meetings.gone(meeting.key, 1, "it was killed", True)
         assert answer.value() == meeting.why == "rank 1 was lost: it was killed"
-        # Where nothing is heard of, the first reason it is.
+        # Without a lost rank, the first reported reason is the answer.
         other = meetings.open("it", 2)
         answer = meetings.gone(other.key, 0, "timed out", False)
         agent.clock.runs[-1]()
         agent.submitted[-1]()
         assert answer.value() == "timed out"
 
-    def test_a_meeting_that_was_closed_is_not_known(self) -> None:
-        meetings, _ = made()
+    def test_a_destroyed_collective_refuses_requests(self) -> None:
+        meetings, _ = make_meetings()
         meeting = meetings.open("it", 2)
         meetings.close(meeting)
         with pytest.raises(CollectiveError, match="destroyed, or rebuilt"):
@@ -109,7 +109,7 @@ class TestMeetings:
 
 
 class TestGroups:
-    def test_backends(self) -> None:
+    def test_unavailable_backends_are_refused(self) -> None:
         assert groups.check_backend("gloo") == "gloo"
         with pytest.raises(ConfigError, match="not None"):
             groups.check_backend(None)
@@ -117,18 +117,18 @@ class TestGroups:
             with pytest.raises(ConfigError, match="nccl"):
                 groups.check_devices("nccl")
 
-    def test_a_store_gives_itself_for_its_clone(self) -> None:
-        """NCCL has threads that want a store of their own: this one may be asked by any thread."""
+    def test_the_clone_of_a_store_writes_to_the_same_store(self) -> None:
+        """NCCL's threads clone the store. A CallStore is thread-safe, so its clone is the store itself."""
         asked: list[Any] = []
         store = groups.CallStore(lambda *args: asked.append(args))
         dist.PrefixStore("some", store.clone()).set("key", "value")
         assert asked == [("put", "some/key", b"value")]
-        with contextlib.suppress(AttributeError):  # a torch that asks no store for a clone
+        with contextlib.suppress(AttributeError):  # older versions of torch do not call clone()
             dist.PrefixStore("some", store).clone().set("other", "value")
             assert asked[-1] == ("put", "some/other", b"value")
 
     @pytest.mark.limit(20)
-    def test_a_cut_ends_what_waits_and_leaves_other_groups_alone(self) -> None:
+    def test_cutting_a_group_ends_its_waiting_operations_and_no_other_groups(self) -> None:
         first, second = make_groups("first"), make_groups("second")
         ended: list[BaseException] = []
 
@@ -141,7 +141,7 @@ class TestGroups:
         waiting = threading.Thread(target=wait)
         waiting.start()
         group, store = first[0]
-        # Both ends of the one connection are here, one may see the other.
+        # Both ends of the connection are in this process, and either may close first.
         assert groups.cut(group, store, "gloo") >= 1
         waiting.join()
         assert len(ended) == 1
@@ -159,7 +159,7 @@ class TestGroups:
 
 
 def in_threads(runs: list[Any]) -> None:
-    """Run functions at the same time."""
+    """Run functions concurrently."""
     threads = [threading.Thread(target=run) for run in runs]
     for each in threads:
         each.start()
@@ -168,8 +168,8 @@ def in_threads(runs: list[Any]) -> None:
 
 
 def make_groups(name: str) -> list[tuple[Any, groups.CallStore]]:
-    """Two members of a group, both here."""
-    meetings, _ = made()
+    """Return both ranks of a process group."""
+    meetings, _ = make_meetings()
     key = meetings.open(name, 2).key
     found: dict[int, Any] = {}
 

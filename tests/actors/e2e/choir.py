@@ -1,4 +1,4 @@
-"""Actors that are in collectives, and what they are compared with."""
+"""Actors for tests of collectives, and the local computations with which their results are compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Async", "Maker", "Member", "equal", "make_batch", "make_model", "tot
 
 
 def make_model() -> nn.Module:
-    """Make the same one each time: from dice of its own, for other actors of the process use torch's meanwhile."""
+    """Return the same model each time, from its own generator: other actors of the process use torch's global one."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     dice = torch.Generator().manual_seed(5)
     for each in model.parameters():
@@ -77,7 +77,8 @@ class Member:
         model = make_model()
         batch, wanted = (each.chunk(group.size())[group.rank()] for each in make_batch())
         train(DistributedDataParallel(model, process_group=group), batch, wanted, steps)
-        # Where several threads leave forward() of theirs in another order than they came, torch keeps one of them here.
+        # If several threads leave forward() of their DDP models out of order, torch leaves one of the models in
+        # this attribute.
         DistributedDataParallel._active_ddp_module = None
         return [each.detach() for each in model.parameters()]
 
@@ -98,18 +99,18 @@ class Member:
 
     def die(self) -> None:
         actorrpc.kill(actorrpc.current_actor(), no_restart=False)
-        self.wait_for(0)  # until that has been done
+        self.wait_for(0)  # until this actor is killed
 
     def state(self) -> tuple[Any, ...]:
         return self.weights["a"], self.weights["b"][0], self.model.weight.detach(), self.model.bias.detach()
 
     def resources(self) -> tuple[int, int]:
-        """How many descriptors there are, and threads that are not Python's: actorrpc's pool may grow at any time."""
+        """Count file descriptors, and threads that are not Python's (actorrpc's pool may grow at any time)."""
         gc.collect()
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")) - threading.active_count()
 
     def default_group(self) -> tuple[bool, float, int]:
-        """Has a default group, of one, made and used beside the collective."""
+        """Use a default group of one rank next to the collective."""
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             theirs = actorrpc.collective_group()
@@ -124,7 +125,7 @@ class Member:
 
 @actorrpc.remote
 class Maker:
-    """Makes a collective of others, with itself or without."""
+    """Makes a collective of other actors, with or without itself."""
 
     def total(self, others: list[Any]) -> list[float]:
         self.collective = actorrpc.collective([actorrpc.current_actor(), *others], name="of one of them")
@@ -151,5 +152,5 @@ def equal(found: Any, wanted: Any) -> None:
 
 
 def totals(refs: list[Any]) -> list[float]:
-    """What the members of a collective have computed together, each."""
+    """Return the results of the members as numbers."""
     return [each.item() for each in get(refs)]

@@ -1,4 +1,4 @@
-"""One cluster, or one group, for all tests of a module, and what holds for tests that share one."""
+"""One cluster or group for all tests of a module, and a leak check that suits shared clusters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def embedded() -> Iterator[None]:
 
 @pytest.fixture
 def gates(tmp_path: Path) -> Callable[[], Path]:
-    """Makes gates of the file system. At each of them, one at a time may wait."""
+    """Return a function that makes gates in the file system. At most one thread may wait at each."""
     numbers = itertools.count()
 
     def make() -> Path:
@@ -49,7 +49,7 @@ def gates(tmp_path: Path) -> Callable[[], Path]:
 
 @pytest.fixture
 def gate(gates: Callable[[], Path]) -> Path:
-    """A gate of the file system."""
+    """A gate in the file system."""
     return gates()
 
 
@@ -64,9 +64,9 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing: None) -> Iterator[None]:
-    """In place of the fixture of that name: actors must be dead, the cluster may grow.
+    """Replaces the fixture of the same name: the test's actors must be dead, but the cluster may have grown.
 
-    The module is checked for everything, as all modules are.
+    The complete leak check runs once per module.
     """
     for name in ("place", "embedded"):
         if name in request.fixturenames:

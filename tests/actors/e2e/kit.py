@@ -1,7 +1,7 @@
-"""Where the end-to-end tests run, and what they share.
+"""The clusters and groups in which the end-to-end tests run, and the actors and gates that they share.
 
-The tests are plain functions of a driver: this process. They run twice: on the embedded cluster, and as a member of an
-``init_rpc`` group whose two other workers only serve.
+The tests are plain functions of a driver, which is this process. They run twice: on the embedded cluster, and as worker 0 of
+an ``init_rpc`` group whose two other workers only serve.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ __all__ = ["Gate", "Log", "alive", "group", "open_gate", "pass_gate", "row_of", 
 
 
 def until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
+    """Poll until a condition holds; the test's time limit is the only bound."""
     pause = threading.Event()
     while not condition():
         pause.wait(0.005)
 
 
 def row_of(actor: Any) -> actorrpc.actors.api.ActorInfo:
-    """What ``list_actors`` says of an actor."""
+    """Return the row of ``list_actors`` for an actor."""
     return next(row for row in actorrpc.list_actors() if row.actor_id == actor.actor_id)
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-# -- gates of the file system: a thread that waits there is in C code, outside of our waits ------------------
+# -- gates in the file system: a thread that waits at a gate is in C code, where it cannot be interrupted ----
 
 
 def pass_gate(path: str) -> str:
-    """Wait until somebody opens the gate; return what they said."""
+    """Wait until the gate is opened; return the word that open_gate() wrote."""
     with open(path) as file:
         return file.read()
 
 
 def open_gate(path: Path, word: str = "go") -> None:
-    """Wait until somebody waits at the gate, and let them pass.
+    """Wait until a thread waits at the gate, and let it pass.
 
-    Somebody who was cancelled may leave between the opening and the reading: then nobody hears the word.
+    A cancelled reader may leave between open and read; the word is then lost.
     """
     with contextlib.suppress(BrokenPipeError), open(path, "w") as file:
         file.write(word)
@@ -69,7 +69,7 @@ def open_gate(path: Path, word: str = "go") -> None:
 
 @actorrpc.remote
 class Log:
-    """Keeps what it is told."""
+    """Keeps the lines that it is given."""
 
     def __init__(self) -> None:
         self.lines: list[Any] = []
@@ -84,7 +84,7 @@ class Log:
 
 @actorrpc.remote
 class Gate:
-    """Lets those who wait pass once it is open."""
+    """Holds callers of wait() until open() is called."""
 
     def __init__(self) -> None:
         import asyncio
@@ -107,11 +107,11 @@ class Gate:
         return self.waiting
 
 
-# -- where ---------------------------------------------------------------------------------------------------------
+# -- clusters and groups -------------------------------------------------------------------------------------------
 
 
 def _serve(rank: int, world_size: int, store: str) -> None:
-    """What the other workers of a group do: whatever they are asked to."""
+    """Join the group and serve until all workers have shut down."""
     rpc.init_rpc(
         f"worker{rank + 1}",
         rank=rank + 1,
@@ -164,7 +164,7 @@ def _nothing(number: int) -> int:
 
 @contextlib.contextmanager
 def running(where: str) -> Iterator[None]:
-    """Run the body on an embedded cluster or in a group, whose processes for tasks are there already."""
+    """Run the body on an embedded cluster or in a group, after the processes for tasks have started."""
     if where == "embedded":
         with actorrpc.init():
             assert len(set(actorrpc.get([_nothing.remote(n) for n in range(8)]))) >= 1

@@ -1,4 +1,4 @@
-"""Who calls actors: asyncio, threads, actors, tasks, and processes that cannot."""
+"""Callers of actors: asyncio, threads, actors, tasks, and forked processes, which cannot call."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Adder:
         raise ValueError("boom")
 
     def child(self, depth: int) -> int:
-        """Make an actor that makes an actor..."""
+        """Create a chain of actors of a given depth."""
         if not depth:
             return 1
         self.children.append(Adder.remote(depth))
@@ -57,7 +57,7 @@ class Adder:
         return os.getpid(), threading.get_ident()
 
     def threads_of(self, other: Any) -> list[tuple[int, int]]:
-        """Say on which threads another actor is called through its RRef, also on its own worker and by its own call."""
+        """Return the threads on which another actor runs calls through its RRef, also made on its worker and by itself."""
         return [
             other.rpc_sync().thread(),
             other.rpc_async().thread().wait(),
@@ -74,7 +74,7 @@ def _thread_of(rref: Any) -> Any:
 # -- asyncio -------------------------------------------------------------------------------------------------------
 
 
-def test_asyncio_callers() -> None:
+def test_asyncio_coroutines_can_await_calls_of_actors() -> None:
     actor = Adder.remote(100)
 
     async def main() -> None:
@@ -88,7 +88,7 @@ def test_asyncio_callers() -> None:
     asyncio.run(main())
 
 
-def test_asyncio_time_outs_and_cancellation() -> None:
+def test_an_actor_still_answers_after_asyncio_timeouts_and_cancellation() -> None:
     gate = Gate.remote()
 
     async def main() -> None:
@@ -105,7 +105,7 @@ def test_asyncio_time_outs_and_cancellation() -> None:
     asyncio.run(main())
 
 
-def test_an_event_loop_that_ends_before_its_results() -> None:
+def test_get_ends_for_a_call_whose_event_loop_has_ended() -> None:
     gate = Gate.remote()
 
     async def main() -> Any:
@@ -126,7 +126,7 @@ def test_an_event_loop_that_ends_before_its_results() -> None:
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
-def test_one_ref_that_many_threads_want() -> None:
+def test_many_threads_can_get_the_same_reference() -> None:
     gate = Gate.remote()
     ref = gate.wait.remote()
     found: list[Any] = []
@@ -139,15 +139,15 @@ def test_one_ref_that_many_threads_want() -> None:
     assert found == ["open"] * 8
 
 
-# -- actors and tasks that make more -------------------------------------------------------------------------------------
+# -- actors that create actors -------------------------------------------------------------------------------------------
 
 
-def test_actors_make_actors() -> None:
+def test_actors_can_create_actors() -> None:
     actor = Adder.remote()
     assert actorrpc.get(actor.child.remote(4)) == 5
 
 
-def test_references_travel() -> None:
+def test_references_can_be_passed_between_actors() -> None:
     a, b = Adder.remote(1), Adder.remote(2)
     assert actorrpc.get(a.get_ref.remote([b.add.remote(1)])) == 3
     gate = Gate.remote()
@@ -164,7 +164,7 @@ def test_references_travel() -> None:
         actorrpc.get(b.get_ref.remote([b.boom.remote()]))
 
 
-def test_an_actors_rref_makes_the_same_calls_wherever_it_is() -> None:
+def test_calls_through_an_rref_run_on_the_actors_thread_from_any_worker() -> None:
     a, b = Adder.remote(1), Adder.remote(2)
     thread, rref = actorrpc.get(b.thread.remote()), b.rref
     assert actorrpc.get(a.threads_of.remote(rref)) == [thread] * 5
@@ -177,7 +177,7 @@ def test_an_actors_rref_makes_the_same_calls_wherever_it_is() -> None:
 
 
 class FromActor(Dataset[Any]):
-    """Says what became of a call, rather than to raise: torch takes seconds to get rid of workers that raised."""
+    """Returns the error of a call instead of raising it: torch takes seconds to end workers that raised."""
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -193,15 +193,15 @@ class FromActor(Dataset[Any]):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_data_loader_is_told() -> None:
+def test_a_call_in_a_forked_data_loader_raises_at_once() -> None:
     actor = Adder.remote(1)
     actorrpc.get(actor.add.remote(0))
     loader = DataLoader(FromActor(actor), num_workers=1, multiprocessing_context="fork", batch_size=None)
-    told = list(loader)
-    assert len(told) == 4
-    assert all("fork" in each for each in told)
+    messages = list(loader)
+    assert len(messages) == 4
+    assert all("fork" in each for each in messages)
     assert actorrpc.get(actor.add.remote(1)) == 2
-    # In this process it works.
+    # Without a fork it works.
     assert [int(each) for each in DataLoader(FromActor(actor))] == [1, 2, 3, 4]
 
 
@@ -212,17 +212,17 @@ def _in_fork(work: Callable[[], Any]) -> str:
     if pid == 0:
         try:
             try:
-                said = str(work())
+                outcome = str(work())
             except BaseException as error:
-                said = f"{type(error).__name__}: {error}"
-            os.write(writes, said.encode())
+                outcome = f"{type(error).__name__}: {error}"
+            os.write(writes, outcome.encode())
         finally:
             os._exit(0)
     os.close(writes)
     with open(reads) as file:
-        said = file.read()
+        outcome = file.read()
     assert os.waitpid(pid, 0)[1] == 0
-    return said
+    return outcome
 
 
 async def _await(ref: Any) -> Any:
@@ -236,7 +236,7 @@ def _items(gate: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_is_told_that_what_its_parent_waits_for_never_comes_to_it() -> None:
+def test_waiting_in_a_fork_for_results_of_its_parent_raises() -> None:
     actor, gate = Adder.remote(1), Gate.remote()
     over = actor.add.remote(1)
     assert actorrpc.get(over) == 2
@@ -258,12 +258,12 @@ def test_a_fork_is_told_that_what_its_parent_waits_for_never_comes_to_it() -> No
         lambda: future.wait(),
         lambda: next(stream),
     ):
-        told = _in_fork(wait)
+        messages = _in_fork(wait)
         assert re.match(
-            r"NotInitializedError: .* was not over when this process was forked .*'spawn'", told
-        ), told
+            r"NotInitializedError: .* was not over when this process was forked .*'spawn'", messages
+        ), messages
     assert _in_fork(lambda: actorrpc.get([over, over])) == "[2, 2]"
-    # They all come to this process.
+    # The parent process receives all results.
     actorrpc.get(gate.open.remote())
     assert [*actorrpc.get(pending), future.wait(), actorrpc.get(next(stream))] == ["open", "open", "open", 2]
 
@@ -279,13 +279,13 @@ def _with_a_group_of_its_own(folder: Path) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_with_a_group_of_its_own_waits_for_its_own_calls(tmp_path: Path) -> None:
+def test_a_fork_that_joins_its_own_group_can_make_calls(tmp_path: Path) -> None:
     actorrpc.get(Adder.remote(1).add.remote(1))
     assert _in_fork(partial(_with_a_group_of_its_own, tmp_path)) == "9"
 
 
 class _Forks:
-    """Methods that fork, and do the same in both processes from there on, but for how the child ends."""
+    """Methods that fork and go on in both processes; the child ends as it is told."""
 
     def _end(self, how: str) -> int:
         pid = os.fork()
@@ -319,7 +319,7 @@ class PlainForks(_Forks):
         return self._end(how)
 
     async def other(self) -> None:
-        """Has the plain methods run on the event loop."""
+        """Makes the actor async, so that plain methods run on its event loop."""
 
 
 _ENDS = {"return": 0, "raise": 1, "exit": 4}
@@ -327,7 +327,7 @@ _ENDS = {"return": 0, "raise": 1, "exit": 4}
 
 @pytest.mark.prints("failed in a fork of .*ValueError: in the child")
 @pytest.mark.parametrize("cls", [SerialForks, AsyncForks, PlainForks])
-def test_a_fork_ends_with_the_method_that_made_it(cls: Any) -> None:
+def test_a_forked_child_exits_when_the_method_that_forked_it_ends(cls: Any) -> None:
     actor = cls.remote()
     for how, status in _ENDS.items():
         assert actorrpc.get(actor.end.remote(how)) == status
@@ -339,6 +339,6 @@ def _forks(how: str) -> int:
 
 
 @pytest.mark.prints("failed in a fork of .*ValueError: in the child")
-def test_a_fork_ends_with_the_task_that_made_it() -> None:
+def test_a_forked_child_exits_when_the_task_that_forked_it_ends() -> None:
     for how, status in _ENDS.items():
         assert actorrpc.get(actorrpc.remote(_forks).remote(how)) == status

@@ -1,4 +1,4 @@
-"""Calls that are cancelled or late: those that wait, those that run, and all that they wait for."""
+"""Cancelled and timed-out calls: waiting calls, running methods, coroutines, streams, tasks, and their nested calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Busy:
         self.log: list[str] = []
 
     def spin(self) -> None:
-        """Busy in Python."""
+        """Runs Python code."""
         self.log.append("spin")
         try:
             while True:
@@ -37,13 +37,13 @@ class Busy:
         finally:
             self.log.append("out")
 
-    def sleepy(self) -> None:
-        """In C code, for short times."""
-        self.log.append("sleepy")
+    def sleep_repeatedly(self) -> None:
+        """Runs C code in short steps."""
+        self.log.append("sleep_repeatedly")
         while True:
             time.sleep(0.001)
 
-    def asks(self, other: Any) -> None:
+    def call_repeatedly(self, other: Any) -> None:
         try:
             while True:
                 actorrpc.get(other.note.remote("asked"))
@@ -55,8 +55,8 @@ class Busy:
                 time.sleep(0.001)
             self.log.append("tidied")
 
-    def loops(self, running: str) -> None:
-        """In the callbacks of an event loop of its own, which catches most of what they raise."""
+    def run_event_loop(self, running: str) -> None:
+        """Run callbacks of a private event loop, which catches most exceptions that they raise."""
 
         async def run() -> None:
             loop = asyncio.get_running_loop()
@@ -72,16 +72,16 @@ class Busy:
 
         asyncio.run(run())
 
-    def stubborn(self, gate: str) -> str:
-        """In C code, until the gate opens."""
-        self.log.append("stubborn")
+    def block_in_c(self, gate: str) -> str:
+        """Wait in C code until the gate opens."""
+        self.log.append("block_in_c")
         pass_gate(gate)
         for _ in range(1000):
             pass
         self.log.append("passed")
         return "passed"
 
-    def catches(self) -> None:
+    def catch_exceptions(self) -> None:
         while True:
             try:
                 time.sleep(0.0001)
@@ -108,7 +108,7 @@ class Busy:
         return word
 
     def traced(self) -> list[str]:
-        """Run a function as a debugger or coverage does."""
+        """Trace a function as debuggers and coverage do; return the events."""
         seen: list[str] = []
 
         def trace(_frame: Any, event: str, _arg: Any) -> Any:
@@ -167,7 +167,7 @@ class Async:
         await answer
 
     async def words_of(self, other: Any) -> list[str]:
-        """Return what the other was told; the call comes behind those that this actor has made before."""
+        """Return the other actor's log. This call arrives after all earlier calls of this actor."""
         words: list[str] = await other.all.remote()
         return words
 
@@ -187,7 +187,7 @@ class Async:
         finally:
             await log.note.remote("clean")
 
-    async def keep_on(self) -> str:
+    async def suppress_cancellation(self) -> str:
         try:
             self.log.append("wait")
             await asyncio.Event().wait()
@@ -217,8 +217,8 @@ class Async:
 
 
 @actorrpc.remote
-class Made:
-    """Is made when somebody opens its gate, each time."""
+class GatedConstructor:
+    """Its constructor waits until its gate is opened, each time."""
 
     def __init__(self, gate: str) -> None:
         pass_gate(gate)
@@ -232,8 +232,8 @@ class Made:
 
 
 @actorrpc.remote
-class Occupied:
-    """Counts those who wait here for ever."""
+class NeverAnswers:
+    """Counts the calls of wait(), which never returns."""
 
     def __init__(self) -> None:
         self.waiting = 0
@@ -249,7 +249,7 @@ class Occupied:
         return self.waiting
 
 
-def _started(actor: Any, ref: Any) -> None:
+def _wait_until_running(actor: Any, ref: Any) -> None:
     until(lambda: row_of(actor).state == "ALIVE" and row_of(actor).running_calls == 1)
     assert not ref.done()
 
@@ -266,7 +266,7 @@ class Endless:
             time.sleep(0.001)
 
 
-def test_an_argument_that_is_unpickled_for_ever_is_interrupted(tmp_path: Path) -> None:
+def test_unpickling_an_argument_is_interrupted_by_cancel(tmp_path: Path) -> None:
     actor = Busy.remote()
     entered = tmp_path / "entered"
     actorrpc.get(actor.note.remote("made"))
@@ -278,12 +278,12 @@ def test_an_argument_that_is_unpickled_for_ever_is_interrupted(tmp_path: Path) -
     assert actorrpc.get(actor.note.remote("alive")) == "alive"
 
 
-def test_a_running_method_is_interrupted() -> None:
+def test_cancel_interrupts_a_running_method() -> None:
     actor = Busy.remote()
-    for method in ("spin", "sleepy", "catches"):
+    for method in ("spin", "sleep_repeatedly", "catch_exceptions"):
         for _ in range(3):
             ref = getattr(actor, method).remote()
-            _started(actor, ref)
+            _wait_until_running(actor, ref)
             assert actorrpc.cancel(ref)
             with pytest.raises(actorrpc.CancelledError):
                 actorrpc.get(ref)
@@ -312,12 +312,14 @@ def _interrupt_get() -> None:
     [
         lambda actor: actorrpc.get(actor.spin.remote(), cancel_on_interrupt=True),
         lambda actor: actorrpc.get(actor.spin.remote(), timeout=60, cancel_on_interrupt=True),
-        lambda actor: actorrpc.get([actor.spin.remote(), actor.sleepy.remote()], cancel_on_interrupt=True),
+        lambda actor: actorrpc.get(
+            [actor.spin.remote(), actor.sleep_repeatedly.remote()], cancel_on_interrupt=True
+        ),
         lambda actor: actorrpc.get(actor.spin.remote()),
     ],
     ids=["one", "bounded", "several", "in a notebook"],
 )
-def test_ctrl_c_in_get_cancels_the_calls_where_that_is_wanted(
+def test_ctrl_c_in_get_cancels_the_calls_if_requested_or_in_ipython(
     wait: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     if "notebook" in request.node.name:
@@ -329,17 +331,17 @@ def test_ctrl_c_in_get_cancels_the_calls_where_that_is_wanted(
     with pytest.raises(KeyboardInterrupt):
         wait(actor)
     interrupter.join()
-    assert actorrpc.get(actor.note.remote("alive")) == "alive"  # else the actor would be busy for ever
+    assert actorrpc.get(actor.note.remote("alive")) == "alive"  # otherwise the actor would still be busy
 
 
-def test_a_method_that_waits_is_told_once() -> None:
-    """Not by the error of the call that it waits for, too, while it cleans up."""
+def test_a_method_that_waits_for_a_call_is_interrupted_only_once() -> None:
+    """The nested call is cancelled too, but its error must not interrupt the method's clean-up."""
     actor, other, log = Busy.remote(), Busy.remote(), []
     for _ in range(5):
         asked = len(actorrpc.get(other.all.remote()))
-        ref = actor.asks.remote(other)
+        ref = actor.call_repeatedly.remote(other)
         while len(actorrpc.get(other.all.remote())) == asked:
-            pass  # it has not come to where it tidies up
+            pass  # a nested call has run since
         assert actorrpc.cancel(ref)
         with pytest.raises(actorrpc.CancelledError):
             actorrpc.get(ref)
@@ -347,22 +349,22 @@ def test_a_method_that_waits_is_told_once() -> None:
     assert log == ["Interrupted", "tidied"] * 5
 
 
-def test_an_event_loop_in_a_method_is_interrupted(tmp_path: Path) -> None:
+def test_cancel_interrupts_an_event_loop_that_a_method_runs(tmp_path: Path) -> None:
     actor = Busy.remote()
     for n in range(3):
         running = tmp_path / str(n)
-        ref = actor.loops.remote(str(running))
-        until(running.exists)  # before, Python itself complains of a coroutine that is never awaited
+        ref = actor.run_event_loop.remote(str(running))
+        until(running.exists)  # earlier, Python would warn that a coroutine was never awaited
         assert actorrpc.cancel(ref)
         with pytest.raises(actorrpc.CancelledError):
             actorrpc.get(ref)
         assert actorrpc.get(actor.note.remote("alive")) == "alive"
 
 
-def test_a_method_in_c_code_goes_on_until_it_is_out(gate: Path) -> None:
+def test_a_cancelled_method_in_c_code_blocks_its_actor_until_it_returns(gate: Path) -> None:
     actor = Busy.remote()
-    ref = actor.stubborn.remote(str(gate))
-    _started(actor, ref)
+    ref = actor.block_in_c.remote(str(gate))
+    _wait_until_running(actor, ref)
     assert actorrpc.cancel(ref)
     with pytest.raises(actorrpc.CancelledError):
         actorrpc.get(ref)
@@ -370,9 +372,9 @@ def test_a_method_in_c_code_goes_on_until_it_is_out(gate: Path) -> None:
     assert actorrpc.get(actor.note.remote("after")) == "after"
 
 
-def test_a_call_that_waits_never_runs(gate: Path) -> None:
+def test_a_call_that_is_cancelled_in_the_queue_never_runs(gate: Path) -> None:
     actor = Busy.remote()
-    busy = actor.stubborn.remote(str(gate))
+    busy = actor.block_in_c.remote(str(gate))
     refs = [actor.note.remote(str(n)) for n in range(10)]
     until(lambda: row_of(actor).pending_calls == 10)
     assert actorrpc.cancel(refs[::2])
@@ -387,16 +389,16 @@ def test_a_call_that_waits_never_runs(gate: Path) -> None:
 
 
 @pytest.mark.parametrize("cls", [Busy, Async])
-def test_a_stream(cls: Any) -> None:
+def test_cancelling_a_stream_closes_its_generator(cls: Any) -> None:
     actor = cls.remote()
     stream = actor.stream.remote()
     assert [actorrpc.get(next(stream)) for _ in range(40)] == list(range(40))
     actorrpc.cancel(stream)
-    assert len(list(stream.values())) < 100  # it ends; what had come already may be read
+    assert len(list(stream.values())) < 100  # the stream ends after the items that have already arrived
     until(lambda: "closed" in actorrpc.get(actor.all.remote()))
 
 
-def test_all_calls_of_a_chain_are_given_up() -> None:
+def test_cancelling_a_call_cancels_its_nested_calls_on_other_actors() -> None:
     actors, gate = [Busy.remote() for _ in range(3)], Gate.remote()
     ref = actors[0].wait_deep.remote(actors[1:], gate)
     until(lambda: actorrpc.get(gate.count.remote()) == 1)
@@ -408,7 +410,7 @@ def test_all_calls_of_a_chain_are_given_up() -> None:
 
 
 @pytest.mark.parametrize("cls", [Busy, Async])
-def test_what_a_method_waits_for_is_given_up_when_its_actor_is_killed_and_its_process_lives(cls: Any) -> None:
+def test_killing_an_actor_in_a_shared_process_cancels_its_nested_calls(cls: Any) -> None:
     neighbour, gate = Busy.remote(), Gate.remote()
     actor = cls.options(worker=neighbour).remote()
     ref = actor.wait_at.remote(gate)
@@ -420,15 +422,17 @@ def test_what_a_method_waits_for_is_given_up_when_its_actor_is_killed_and_its_pr
     assert actorrpc.get(neighbour.note.remote("alive")) == "alive"
 
 
-def test_a_call_to_an_actor_that_is_made_or_restarted_is_given_up_with_its_coroutine(gate: Path) -> None:
-    made = Made.options(max_restarts=-1).remote(str(gate))
+def test_cancelling_a_coroutine_cancels_its_call_to_an_actor_that_is_starting_or_restarting(
+    gate: Path,
+) -> None:
+    made = GatedConstructor.options(max_restarts=-1).remote(str(gate))
     for state in ("PENDING", "RESTARTING"):
         actor = Async.remote()
         if state == "RESTARTING":
             actorrpc.kill(made, no_restart=False)
             until(lambda: row_of(made).state == "RESTARTING")
         ref = actor.ask.remote(made)
-        _begun(actor, ref)
+        _wait_until_awaiting(actor, ref)
         assert actorrpc.cancel(ref)
         with pytest.raises(actorrpc.CancelledError):
             actorrpc.get(ref)
@@ -449,11 +453,11 @@ def test_a_call_to_an_actor_that_is_made_or_restarted_is_given_up_with_its_corou
         quick=2,
     ),
 )
-@pytest.mark.limit(300)  # a slow machine takes 35 ms for each
-def test_a_nested_call_that_begins_while_its_caller_is_cancelled_occupies_nobody(
+@pytest.mark.limit(300)  # a slow machine takes 35 ms for each call
+def test_a_nested_call_that_starts_while_its_caller_is_cancelled_is_cancelled_too(
     caller: Any, method: str, count: int
 ) -> None:
-    actor, other = caller.remote(), Occupied.remote()
+    actor, other = caller.remote(), NeverAnswers.remote()
     rng, data = random.Random(count), bytes(200_000)
     assert actorrpc.get([actor.all.remote(), other.count.remote()]) == [[], 0]
     for _ in range(count):
@@ -467,7 +471,7 @@ def test_a_nested_call_that_begins_while_its_caller_is_cancelled_occupies_nobody
     until(
         lambda: (
             not any(
-                each.class_name == "Occupied" and each.state == "ALIVE"
+                each.class_name == "NeverAnswers" and each.state == "ALIVE"
                 for each in actorrpc.actors.list_actors()
             )
         )
@@ -477,19 +481,19 @@ def test_a_nested_call_that_begins_while_its_caller_is_cancelled_occupies_nobody
 # -- coroutines that clean up ----------------------------------------------------------------------------------------
 
 
-def _begun(actor: Any, ref: Any) -> None:
+def _wait_until_awaiting(actor: Any, ref: Any) -> None:
     until(lambda: actorrpc.get(actor.all.remote()) == ["wait"])
     assert not ref.done()
 
 
-def test_a_coroutine_may_make_calls_when_it_is_cancelled_and_its_caller_waits_for_it() -> None:
+def test_a_cancelled_coroutine_can_make_calls_while_it_cleans_up() -> None:
     actor, log, gate = Async.remote(), Busy.remote(), Gate.remote()
     ref = actor.clean_up.remote(log, gate)
-    _begun(actor, ref)
+    _wait_until_awaiting(actor, ref)
     assert actorrpc.cancel(ref)
     until(lambda: actorrpc.get(gate.count.remote()) == 1)
     assert not ref.done()
-    assert actorrpc.cancel(ref)  # once more changes nothing
+    assert actorrpc.cancel(ref)  # a second cancellation has no effect
     actorrpc.get(gate.open.remote())
     with pytest.raises(actorrpc.CancelledError):
         actorrpc.get(ref)
@@ -497,7 +501,7 @@ def test_a_coroutine_may_make_calls_when_it_is_cancelled_and_its_caller_waits_fo
     assert not actorrpc.cancel(ref)
 
 
-def test_what_a_coroutine_awaits_is_given_up_and_what_it_calls_then_is_not() -> None:
+def test_cancelling_a_coroutine_cancels_its_awaited_call_but_not_its_later_calls() -> None:
     actor, log, gate = Async.remote(), Busy.remote(), Gate.remote()
     ref = actor.wait_and_clean_up.remote(gate, log)
     until(lambda: actorrpc.get(gate.count.remote()) == 1)
@@ -507,7 +511,7 @@ def test_what_a_coroutine_awaits_is_given_up_and_what_it_calls_then_is_not() -> 
     assert actorrpc.get([gate.count.remote(), log.all.remote()]) == [0, ["clean"]]
 
 
-def test_a_late_coroutine_may_make_calls() -> None:
+def test_a_coroutine_that_times_out_can_make_calls_while_it_cleans_up() -> None:
     actor, log, gate = Async.remote(), Busy.remote(), Gate.remote()
     actorrpc.get([actor.all.remote(), log.all.remote(), gate.open.remote()])
     with pytest.raises(actorrpc.RpcTimeoutError, match="its coroutine is cancelled"):
@@ -515,11 +519,11 @@ def test_a_late_coroutine_may_make_calls() -> None:
     until(lambda: actorrpc.get(log.all.remote()) == ["cleaning", "clean"])
 
 
-def test_a_coroutine_that_catches_its_cancellation_or_raises_another_error() -> None:
-    catches, fails = Async.remote(), Async.remote()
-    refs = [catches.keep_on.remote(), fails.fail.remote()]
-    for actor, ref in zip((catches, fails), refs, strict=True):
-        _begun(actor, ref)
+def test_a_coroutine_that_suppresses_its_cancellation_still_ends_as_cancelled() -> None:
+    suppresses, fails = Async.remote(), Async.remote()
+    refs = [suppresses.suppress_cancellation.remote(), fails.fail.remote()]
+    for actor, ref in zip((suppresses, fails), refs, strict=True):
+        _wait_until_awaiting(actor, ref)
         assert actorrpc.cancel(ref)
     with pytest.raises(actorrpc.CancelledError):
         actorrpc.get(refs[0])
@@ -527,14 +531,14 @@ def test_a_coroutine_that_catches_its_cancellation_or_raises_another_error() -> 
         actorrpc.get(refs[1])
 
 
-def test_a_cancelled_call_is_not_made_again() -> None:
+def test_a_cancelled_call_is_not_retried_after_a_restart() -> None:
     actor, log, gate = (
         Async.options(max_restarts=-1, max_task_retries=-1).remote(),
         Busy.remote(),
         Gate.remote(),
     )
     ref = actor.clean_up.remote(log, gate)
-    _begun(actor, ref)
+    _wait_until_awaiting(actor, ref)
     assert actorrpc.cancel(ref)
     until(lambda: actorrpc.get(gate.count.remote()) == 1)
     actorrpc.kill(actor, no_restart=False)
@@ -544,34 +548,33 @@ def test_a_cancelled_call_is_not_made_again() -> None:
     actorrpc.get(gate.open.remote())
 
 
-def test_cancelling_in_a_nested_call_leaves_the_outer_one_alone() -> None:
-    """The interruption must hit the call that it is for."""
+def test_cancelling_a_waiting_call_does_not_interrupt_the_running_one() -> None:
     actor, gate, other = Busy.remote(), Gate.remote(), Busy.remote()
     outer = actor.wait_at.remote(gate)
     until(lambda: actorrpc.get(gate.count.remote()) == 1)
     waiting = actor.note.remote("never")
     assert actorrpc.cancel(waiting)
-    until(lambda: row_of(actor).pending_calls == 0)  # it has heard of it
+    until(lambda: row_of(actor).pending_calls == 0)  # the cancellation has arrived
     assert actorrpc.get(gate.open.remote()) is None
     assert actorrpc.get(outer) == "open"
     assert actorrpc.get([actor.all.remote(), other.all.remote()]) == [["waiting", "waited"], []]
 
 
-def test_functions_can_be_traced_after_an_interruption() -> None:
-    """CPython 3.11 never gets into a traced function while an asynchronous exception is on its way to no one."""
+def test_functions_can_be_traced_after_a_method_was_interrupted() -> None:
+    """CPython 3.11 never enters a traced function while an asynchronous exception is still pending."""
     actor = Busy.remote()
-    ref = actor.sleepy.remote()
-    _started(actor, ref)
+    ref = actor.sleep_repeatedly.remote()
+    _wait_until_running(actor, ref)
     assert actorrpc.cancel(ref)
     with pytest.raises(actorrpc.CancelledError):
         actorrpc.get(ref)
     assert actorrpc.get(actor.traced.remote(), timeout=10) == ["call", "line", "return"]
 
 
-def test_cancel_many_times_at_random_moments() -> None:
+def test_an_actor_survives_cancellations_at_random_moments() -> None:
     actor = Busy.remote()
     for n in range(60):
-        ref = actor.sleepy.remote() if n % 2 else actor.note.remote("x")
+        ref = actor.sleep_repeatedly.remote() if n % 2 else actor.note.remote("x")
         if n % 3:
             actorrpc.wait([ref], timeout=0.001 * (n % 4))
         actorrpc.cancel(ref)
@@ -582,10 +585,10 @@ def test_cancel_many_times_at_random_moments() -> None:
     assert actorrpc.get(actor.note.remote("alive")) == "alive"
 
 
-# -- tasks ---------------------------------------------------------------------------------------------------------
+# -- coroutines at random moments ----------------------------------------------------------------------------------
 
 
-def test_cancel_of_coroutines_at_random_moments() -> None:
+def test_coroutines_that_are_cancelled_at_random_moments_all_end() -> None:
     actor = Async.remote()
     for n in range(100):
         ref = actor.wait.remote()
@@ -603,7 +606,7 @@ def test_cancel_of_coroutines_at_random_moments() -> None:
 
 
 def left() -> float:
-    """How many seconds the call has left that this runs in."""
+    """Return how many seconds the running call has left."""
     execution = CURRENT.get()
     assert execution is not None
     return execution.deadline - time.monotonic()
@@ -667,7 +670,7 @@ class Patient:
 
 @actorrpc.remote
 class OnLoop:
-    """Has an event loop."""
+    """An actor with an event loop."""
 
     async def alive(self) -> bool:
         return True
@@ -676,13 +679,13 @@ class OnLoop:
         word = pass_gate(path)
         for _ in range(1000):  # an interruption would arrive here
             pass
-        return self.said(word)
+        return self.say(word)
 
-    def said(self, word: str) -> str:
+    def say(self, word: str) -> str:
         self.word = word
         return word
 
-    def word_said(self) -> str:
+    def last_word(self) -> str:
         return self.word
 
 
@@ -692,7 +695,7 @@ class AsyncNested:
         return await others[0].nested.remote(others[1:]) if others else left()
 
 
-def test_a_late_call_is_not_started(gate: Path) -> None:
+def test_a_call_that_times_out_in_the_queue_is_not_started(gate: Path) -> None:
     actor = Worker.remote()
     busy = actor.block.remote(str(gate))
     late = actor.run.options(timeout=0.05).remote("late")
@@ -701,7 +704,7 @@ def test_a_late_call_is_not_started(gate: Path) -> None:
     assert isinstance(caught.value, TimeoutError)
     with pytest.raises(TimeoutError):
         actor.rpc_sync(timeout=0.05).run("late, too")
-    until(lambda: row_of(actor).pending_calls == 0)  # it has heard so
+    until(lambda: row_of(actor).pending_calls == 0)  # the timeout has arrived
     open_gate(gate)
     assert actorrpc.get(busy) == "go"
     actorrpc.get(actor.run.remote("in time"))
@@ -709,7 +712,7 @@ def test_a_late_call_is_not_started(gate: Path) -> None:
     del caught
 
 
-def test_nested_calls_inherit_what_is_left() -> None:
+def test_nested_calls_inherit_the_remaining_time() -> None:
     a, b, c = Worker.remote(), AsyncNested.remote(), Worker.remote()
     assert actorrpc.get(a.nested.remote([b, c])) == float("inf")
     for way in ([], [b], [b, c], [c, b, a]):
@@ -720,18 +723,18 @@ def test_nested_calls_inherit_what_is_left() -> None:
 
 
 @pytest.mark.slow
-def test_a_wait_inside_of_a_call_ends_with_the_call() -> None:
+def test_an_actor_is_free_again_after_a_call_that_waits_has_timed_out() -> None:
     actor, gate = Worker.remote(), Gate.remote()
     actorrpc.get([actor.all.remote(), gate.count.remote()])
     with pytest.raises(actorrpc.RpcTimeoutError):
         actorrpc.get(actor.wait_for.options(timeout=0.3).remote(gate))
-    # And the actor goes on.
+    # The actor answers other calls.
     ran = actorrpc.get(actor.all.remote())
     assert ran[0] == "waiting"
     assert actorrpc.get(gate.open.remote()) is None
 
 
-def test_the_time_of_a_wait_is_not_the_calls(gate: Path) -> None:
+def test_the_timeout_of_a_wait_does_not_end_the_call(gate: Path) -> None:
     actor = Worker.remote()
     actorrpc.get(actor.all.remote())
     ref = actor.block.remote(str(gate))
@@ -751,7 +754,7 @@ def test_the_time_of_a_wait_is_not_the_calls(gate: Path) -> None:
 # -- interrupt=True --------------------------------------------------------------------------------------------------
 
 
-def test_a_late_method_is_interrupted_where_its_caller_says_so() -> None:
+def test_a_method_that_times_out_is_interrupted_if_its_caller_asks_for_it() -> None:
     actor = Worker.remote()
     for n in range(3):
         assert actorrpc.get(actor.all.remote()) == ["out"] * n
@@ -762,7 +765,7 @@ def test_a_late_method_is_interrupted_where_its_caller_says_so() -> None:
     assert actorrpc.get(actor.all.remote()) == ["out"] * 3
 
 
-def test_a_method_may_say_so_itself_of_the_actors_own_timeout() -> None:
+def test_a_method_can_be_declared_to_be_interrupted_at_the_actors_timeout() -> None:
     actor = Patient.options(timeout=0.3).remote()
     assert actorrpc.get(actor.alive.options(timeout=0).remote())
     with pytest.raises(actorrpc.RpcTimeoutError):
@@ -770,7 +773,7 @@ def test_a_method_may_say_so_itself_of_the_actors_own_timeout() -> None:
     assert actorrpc.get(actor.alive.options(timeout=0).remote())
 
 
-def test_otherwise_it_goes_on(gate: Path) -> None:
+def test_a_method_that_times_out_runs_to_its_end_by_default(gate: Path) -> None:
     actor = Patient.remote()
     assert actorrpc.get(actor.alive.remote())
     with pytest.raises(actorrpc.RpcTimeoutError, match="it runs to its end, and other calls wait for that"):
@@ -781,13 +784,13 @@ def test_otherwise_it_goes_on(gate: Path) -> None:
     assert actorrpc.get(after)
 
 
-def test_never_on_an_event_loop(gate: Path) -> None:
+def test_a_timeout_does_not_interrupt_plain_methods_on_an_event_loop(gate: Path) -> None:
     actor = OnLoop.remote()
     assert actorrpc.get(actor.alive.remote())
     with pytest.raises(actorrpc.RpcTimeoutError):
         actorrpc.get(actor.count_down.options(timeout=0.1, interrupt=True).remote(str(gate)))
     open_gate(gate)
-    assert actorrpc.get(actor.word_said.remote()) == "go"
+    assert actorrpc.get(actor.last_word.remote()) == "go"
 
 
 @actorrpc.remote
@@ -801,7 +804,7 @@ def quick_task() -> str:
     return "quick"
 
 
-def test_a_late_task_is_interrupted_where_its_caller_says_so() -> None:
+def test_a_task_that_times_out_is_interrupted_if_its_caller_asks_for_it() -> None:
     with pytest.raises(actorrpc.RpcTimeoutError):
         actorrpc.get(spin_task.options(timeout=0.3, interrupt=True).remote())
     assert actorrpc.get([quick_task.remote() for _ in range(8)]) == ["quick"] * 8

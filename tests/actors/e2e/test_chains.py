@@ -1,4 +1,4 @@
-"""Calls that come back to an actor which waits for them: A -> B -> A, and what must not get in between."""
+"""Reentrant calls (A -> B -> A): which calls may run while an actor waits, and detection of deadlocks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
 
-# -- cycles of all kinds -----------------------------------------------------------------------------------------
+# -- cycles ------------------------------------------------------------------------------------------------------
 
 
 @actorrpc.remote
 class Node:
-    """Passes a call on along a list of actors."""
+    """Forwards a call along a list of actors."""
 
     def __init__(self) -> None:
         self.home = threading.get_ident()
@@ -60,7 +60,7 @@ class Node:
         return self.deepest
 
     def begin(self, other: Any, me: Any, gate: Any) -> list[Any]:
-        """While this waits at the gate, others want in."""
+        """Wait at the gate, while other calls arrive."""
         self.log.append("begin")
         actorrpc.get(gate.wait.remote())
         self.log.append("end")
@@ -76,14 +76,14 @@ class Node:
         return actorrpc.get(task_back.remote(me, "task"))
 
     def through_argument(self, other: Any, me: Any) -> Any:
-        """The call that comes back is an argument of the one that is waited for."""
+        """The call back to this actor is an argument of the call that it waits for."""
         return actorrpc.get(other.note.remote(other.note.remote(me.note.remote("argument"))))
 
     def through_call(self, me: Any) -> Any:
         return actorrpc.get(actorrpc.call(me, Node.__actor_class__.note, "called"))
 
     def through_thread(self, me: Any) -> Any:
-        """A thread of its own is not part of the chain, unless it takes the context along."""
+        """Call back from a thread to which the context was copied: other threads are not part of the chain."""
         import contextvars
 
         found: list[Any] = []
@@ -119,7 +119,7 @@ def task_back(node: Any, line: Any) -> Any:
 
 
 @pytest.mark.parametrize("style", ["sync", "async"])
-def test_cycles(style: str) -> None:
+def test_calls_back_to_a_waiting_actor_run_on_its_own_thread(style: str) -> None:
     a, b = Node.remote(), Node.remote()
     assert actorrpc.get(a.visit.remote([b, a], style)) == [True] * 3
     assert actorrpc.get(a.visit.remote([a], style)) == [True] * 2
@@ -127,14 +127,14 @@ def test_cycles(style: str) -> None:
     assert actorrpc.get(a.peak.remote()) == 5
 
 
-def test_a_chain_that_never_ends_is_an_error_and_not_a_crash() -> None:
+def test_too_deep_recursion_raises_and_does_not_crash() -> None:
     node = Node.remote()
     with pytest.raises(RecursionError):
         actorrpc.get(node.visit.remote([node] * 300))
     assert actorrpc.get(node.note.remote("alive")) == "alive"
 
 
-def test_back_through_other_things() -> None:
+def test_calls_come_back_through_workers_tasks_queues_arguments_and_threads() -> None:
     node, other = Node.remote(), Node.remote()
     me = actorrpc.get_worker_info().name
     assert actorrpc.get(node.through_worker.remote(me, node)) == "back"
@@ -148,10 +148,10 @@ def test_back_through_other_things() -> None:
     assert actorrpc.get(node.through_thread.remote(node)) == ["thread"]
 
 
-# -- who may come in ---------------------------------------------------------------------------------------------
+# -- which calls may run -----------------------------------------------------------------------------------------
 
 
-def test_others_wait_their_turn() -> None:
+def test_calls_outside_the_chain_wait_until_the_method_ends() -> None:
     node, other, gate = Node.remote(), Node.remote(), Gate.remote()
     outer = node.begin.remote(other, node, gate)
     until(lambda: actorrpc.get(gate.count.remote()) == 1)
@@ -166,7 +166,7 @@ def test_others_wait_their_turn() -> None:
 
 @actorrpc.remote
 class Siblings:
-    """Two calls of one chain must not be inside of it at the same time, and no call runs between two of its steps."""
+    """Checks that calls of one chain neither overlap nor interrupt each other."""
 
     def __init__(self) -> None:
         self.inside = 0
@@ -174,7 +174,7 @@ class Siblings:
         self.log: list[str] = []
 
     def start(self, me: Any, others: list[Any]) -> Any:
-        refs = [each.poke.remote(me, name) for each, name in zip(others, "ab", strict=True)]
+        refs = [each.call_many.remote(me, name) for each, name in zip(others, "ab", strict=True)]
         actorrpc.get(refs)
         return self.overlap, sorted(self.log)
 
@@ -189,19 +189,19 @@ class Siblings:
 
 
 @actorrpc.remote
-class Poker:
-    def poke(self, target: Any, name: str) -> None:
+class Caller:
+    def call_many(self, target: Any, name: str) -> None:
         actorrpc.get([target.touch.remote(name) for _ in range(20)])
 
 
-def test_siblings_of_a_chain_come_one_at_a_time() -> None:
-    target, others = Siblings.remote(), [Poker.remote(), Poker.remote()]
+def test_nested_calls_of_one_chain_run_one_at_a_time() -> None:
+    target, others = Siblings.remote(), [Caller.remote(), Caller.remote()]
     assert actorrpc.get(target.start.remote(target, others)) == (False, ["a"] * 20 + ["b"] * 20)
 
 
 @actorrpc.remote
 class Branch:
-    """A -> B and A -> C -> B: the second is no descendant of the first, and must wait for it."""
+    """A -> B and A -> C -> B: the second call does not descend from the first and must wait for it."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -227,10 +227,12 @@ class Branch:
         return list(self.log)
 
 
-def test_a_sibling_does_not_enter_a_call_that_it_does_not_descend_from(gates: Callable[[], Path]) -> None:
+def test_a_call_does_not_run_within_a_waiting_call_that_it_does_not_descend_from(
+    gates: Callable[[], Path],
+) -> None:
     a, b, c, opener = Branch.remote(), Branch.remote(), Branch.remote(), Gate.remote()
     actorrpc.get([actorrpc.ready(each) for each in (a, b, c)])
-    # Two of them: who is still at the first would hear the second word, too.
+    # Two gates: a thread that is still at the first one would also read the second word.
     first, second = gates(), gates()
     found = a.root.remote(b, c, [str(first), str(second)], opener)
     open_gate(first)
@@ -239,11 +241,11 @@ def test_a_sibling_does_not_enter_a_call_that_it_does_not_descend_from(gates: Ca
     assert actorrpc.get(found) == [None, ["hold", "held", "relayed"]]
 
 
-_MET = threading.Barrier(2)  # of two actors in one process
+_MET = threading.Barrier(2)  # for two actors of one process
 
 
-def _check_that_it_is_found(calls: list[Any]) -> None:
-    """Of the calls of a circle, one at least ends with the error; the others go on then."""
+def _check_that_a_deadlock_is_found(calls: list[Any]) -> None:
+    """Check that at least one call fails with DeadlockError and that the others succeed."""
     errors, values = [], []
     for call in calls:
         try:
@@ -258,7 +260,7 @@ def _check_that_it_is_found(calls: list[Any]) -> None:
 class BlockingMeeting:
     async def meet(self, other: Any) -> Any:
         _MET.wait(20)
-        return actorrpc.get(other.answer.remote())  # and holds its event loop
+        return actorrpc.get(other.answer.remote())  # blocks the event loop
 
     async def answer(self) -> str:
         return "here"
@@ -266,12 +268,12 @@ class BlockingMeeting:
 
 @pytest.mark.slow
 @pytest.mark.prints("blocks all coroutines|has held the event loop")
-def test_a_circle_through_serial_event_loops_that_are_held_is_found() -> None:
-    # Such an execution is found twice, by its thread and by its task.
+def test_a_deadlock_between_two_blocked_event_loops_is_found() -> None:
+    # Such an execution is registered twice: by its thread and by its asyncio task.
     here = rpc.get_worker_info().name
     first, second = (BlockingMeeting.options(worker=here, max_concurrency=1).remote() for _ in range(2))
     calls = [first.meet.remote(second), second.meet.remote(first)]
-    _check_that_it_is_found(calls)
+    _check_that_a_deadlock_is_found(calls)
 
 
 @actorrpc.remote
@@ -292,11 +294,11 @@ class Giving:
 
 
 @pytest.mark.slow
-def test_a_circle_through_an_argument_that_comes_from_this_process_is_found() -> None:
+def test_a_deadlock_through_a_pending_argument_of_this_process_is_found() -> None:
     here = rpc.get_worker_info().name
     first, second, taker = (Giving.options(worker=here).remote() for _ in range(3))
     calls = [first.give.remote(taker, second), second.ask.remote(first)]
-    _check_that_it_is_found(calls)
+    _check_that_a_deadlock_is_found(calls)
 
 
 # -- async and threaded actors in a chain ----------------------------------------------------------------------
@@ -312,7 +314,7 @@ class AsyncNode:
             return 1
         return 1 + int(await way[0].visit.remote(way[1:]))
 
-    @actorrpc.method(thread=True)  # on the loop it would wait for visit(), which needs that
+    @actorrpc.method(thread=True)  # on the loop it would block visit()
     def sync(self, way: list[Any]) -> int:
         return 1 + int(actorrpc.get(way[0].visit.remote(way[1:])))
 
@@ -324,7 +326,7 @@ class Counting:
 
 
 @pytest.mark.slow
-def test_chains_through_async_actors() -> None:
+def test_calls_come_back_through_async_actors() -> None:
     a, b, s = AsyncNode.remote(), AsyncNode.options(max_concurrency=1).remote(), Counting.remote()
     assert actorrpc.get(a.visit.remote([b, a, b, a])) == 5
     assert actorrpc.get(s.visit.remote([a, s, b, s, a, b, s])) == 8
@@ -335,18 +337,18 @@ def test_chains_through_async_actors() -> None:
     assert actorrpc.get(refs) == [4] * 40
 
 
-def test_chains_through_threaded_actors() -> None:
+def test_calls_come_back_through_threaded_actors() -> None:
     t, s = Counting.options(max_concurrency=2).remote(), Counting.remote()
     refs = [t.visit.remote([s, t, s, t, t]) for _ in range(12)] + [t.visit.remote([t, s]) for _ in range(12)]
     assert actorrpc.get(refs) == [6] * 12 + [3] * 12
 
 
-# -- one thread, and its state -------------------------------------------------------------------------------------
+# -- threads of serial actors --------------------------------------------------------------------------------------
 
 
 @actorrpc.remote
-class Homely:
-    """Needs its own thread."""
+class ThreadBound:
+    """Uses objects that work on one thread only."""
 
     def __init__(self) -> None:
         self.home = threading.get_ident()
@@ -390,25 +392,26 @@ class Homely:
         torch.set_grad_enabled(False)
 
 
-def test_a_serial_actor_has_one_thread() -> None:
-    a, b = Homely.remote(), Homely.remote()
+def test_a_serial_actor_runs_everything_on_one_thread() -> None:
+    a, b = ThreadBound.remote(), ThreadBound.remote()
     refs = [a.add.remote(n) for n in range(10)]
     refs += [a.nested.remote(b, a, n) for n in range(10, 20)]
     assert actorrpc.get(refs) == [True] * 20
     assert actorrpc.get([b.visit_add.remote(a, n) for n in range(20, 30)]) == [True] * 10
     assert actorrpc.get(a.count.remote()) == 30
     assert [actorrpc.get(ref) for ref in a.stream.remote()] == [(n, True) for n in range(30)]
-    assert actorrpc.get(actorrpc.call(a, home_is_here)) is True
+    assert actorrpc.get(actorrpc.call(a, is_on_home_thread)) is True
 
 
-def home_is_here(actor: Any) -> bool:
+def is_on_home_thread(actor: Any) -> bool:
     return bool(actor.home == threading.get_ident())
 
 
-def test_grad_mode_is_the_actors_own() -> None:
-    a, b = Homely.remote(), Homely.remote()
+def test_grad_mode_of_a_serial_actor_is_not_inherited_from_callers() -> None:
+    a, b = ThreadBound.remote(), ThreadBound.remote()
     assert actorrpc.get(a.no_grad_nested.remote(b, a)) == [True, False, True, False, True]
-    # What a serial actor sets itself stays set, as on any thread: inference servers do so when they are made.
+    # A mode that a serial actor sets stays set, as on any thread: inference servers disable gradients in their
+    # constructors.
     actorrpc.get(a.leave_grad_off.remote())
     assert actorrpc.get(a.grad.remote()) is False
     assert actorrpc.get(b.grad.remote()) is True

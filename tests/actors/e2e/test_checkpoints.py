@@ -1,4 +1,4 @@
-"""Checkpoints of real actors: what a caller has been told is in the state that the next incarnation starts from."""
+"""Checkpoints of actors: a restarted actor has the state of every call that was answered."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Counter(_Counting):
 
     def refuse(self) -> int:
         self.seen += 1
-        raise ValueError("it does not want to")
+        raise ValueError("refused by the test")
 
     def count(self, more: int) -> Iterator[int]:
         for _ in range(more):
@@ -66,12 +66,12 @@ class AsyncCounter(_Counting):
 
 
 class Gate:
-    """Holds checkpoints where their supervisor, the driver, is about to take note of them.
+    """Delays the first checkpoint before the supervisor (the driver) stores it.
 
     Attributes:
-        first: the first one has come.
-        second: another one has been taken note of.
-        open: the first one may go on.
+        first: set when the first checkpoint has arrived.
+        second: set when another checkpoint has been stored.
+        open: set by the test to let the first checkpoint continue.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,13 +101,13 @@ def _die(actor: Any) -> None:
     actorrpc.kill(actor, no_restart=False)
 
 
-def _next(actor: Any) -> int:
-    """What the next incarnation answers."""
-    return _asked(actor.add.remote)[0]
+def _next_answer(actor: Any) -> int:
+    """Return the answer of the next incarnation."""
+    return _retry(actor.add.remote)[0]
 
 
-def _asked(call: Callable[[], Any]) -> tuple[int, int]:
-    """What is answered at last, and how many attempts before that may have been executed as well."""
+def _retry(call: Callable[[], Any]) -> tuple[int, int]:
+    """Retry a call; return its answer and how many failed attempts may have been executed."""
     unsure = 0
     while True:
         try:
@@ -117,37 +117,36 @@ def _asked(call: Callable[[], Any]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("cls", [Counter, AsyncCounter])
-def test_what_was_answered_is_there_again(cls: Any) -> None:
+def test_a_restarted_actor_has_the_state_of_all_answered_calls(cls: Any) -> None:
     actor = cls.remote()
     for number in range(1, 3):
-        assert _next(actor) == number
+        assert _next_answer(actor) == number
         _die(actor)
     assert actorrpc.get([actor.add.remote() for _ in range(20)]) == list(range(3, 23))
     _die(actor)
-    assert _next(actor) == 23
+    assert _next_answer(actor) == 23
 
 
-def test_what_another_worker_was_answered_is_there_again() -> None:
+def test_a_restarted_actor_has_the_state_of_calls_answered_to_another_worker() -> None:
     actor, front = Counter.remote(), Counter.remote()
     known = 0
     for _ in range(2):
-        # Who is killed here may still take a call from there.
-        found, unsure = _asked(lambda: front.ask.remote(actor))
+        # The killed incarnation may still execute a call from the other worker.
+        found, unsure = _retry(lambda: front.ask.remote(actor))
         assert known < found <= known + 1 + unsure
         known = found
         _die(actor)
 
 
-def test_an_actor_in_the_process_of_its_supervisor() -> None:
+def test_checkpoints_work_in_the_process_of_the_supervisor() -> None:
     actor = Counter.options(worker=runtime().agent.name).remote()
     for number in range(1, 3):
-        assert _next(actor) == number
+        assert _next_answer(actor) == number
         _die(actor)
 
 
 @pytest.mark.parametrize("cls", [Counter, AsyncCounter])
-def test_no_answer_before_its_checkpoint(cls: Any, gate: Gate) -> None:
-    """An actor that dies before its supervisor has the state has not answered the call."""
+def test_a_call_is_not_answered_before_its_checkpoint_is_stored(cls: Any, gate: Gate) -> None:
     actor = cls.remote()
     ref = actor.add.remote()
     assert gate.first.wait(30)
@@ -156,12 +155,12 @@ def test_no_answer_before_its_checkpoint(cls: Any, gate: Gate) -> None:
         actorrpc.get(ref)
     assert caught.value.maybe_executed is True
     until(lambda: row_of(actor).restarts == 1)
-    gate.open.set()  # the dead one's state comes now: too late to be anybody's
-    assert _next(actor) == 1
+    gate.open.set()  # the checkpoint of the dead incarnation arrives now and must be ignored
+    assert _next_answer(actor) == 1
 
 
 @pytest.mark.parametrize("cls", [Counter, AsyncCounter])
-def test_no_end_of_a_stream_before_its_checkpoint(cls: Any, gate: Gate) -> None:
+def test_a_stream_does_not_end_before_its_checkpoint_is_stored(cls: Any, gate: Gate) -> None:
     actor = cls.remote()
     items = iter(actor.count.remote(2))
     assert [actorrpc.get(next(items)) for _ in range(2)] == [1, 2]
@@ -173,11 +172,11 @@ def test_no_end_of_a_stream_before_its_checkpoint(cls: Any, gate: Gate) -> None:
     until(lambda: row_of(actor).restarts == 1)
     assert [actorrpc.get(each) for each in actor.count.remote(3)] == [1, 2, 3]
     _die(actor)
-    assert _next(actor) == 4
+    assert _next_answer(actor) == 4
 
 
 @pytest.mark.parametrize("cls", [Counter, AsyncCounter])
-def test_the_last_checkpoint_counts_in_whatever_order_they_come(cls: Any, gate: Gate) -> None:
+def test_the_newest_checkpoint_is_kept_even_if_an_older_one_arrives_later(cls: Any, gate: Gate) -> None:
     actor = cls.options(max_concurrency=2).remote()
     first = actor.add.remote()
     assert gate.first.wait(30)
@@ -187,28 +186,28 @@ def test_the_last_checkpoint_counts_in_whatever_order_they_come(cls: Any, gate: 
     gate.open.set()
     assert actorrpc.get(first) == 1
     _die(actor)
-    assert _next(actor) == 3
+    assert _next_answer(actor) == 3
 
 
-def test_few_checkpoints_answer_many_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_checkpoint_can_cover_many_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     noted: list[int] = []
     note = Supervisor.note_checkpoint
 
-    def noticed(here: Supervisor, actor_id: int, epoch: int, number: int, state: Any) -> bool:
+    def note_and_count(here: Supervisor, actor_id: int, epoch: int, number: int, state: Any) -> bool:
         noted.append(number)
         return note(here, actor_id, epoch, number, state)
 
-    monkeypatch.setattr(Supervisor, "note_checkpoint", noticed)
+    monkeypatch.setattr(Supervisor, "note_checkpoint", note_and_count)
     actor = Counter.remote()
     refs = [actor.wait.remote(tmp_path / "note"), *(actor.add.remote() for _ in range(200))]
     (tmp_path / "note").touch()
     assert actorrpc.get(refs) == list(range(1, 202))
     assert len(noted) < 100
     _die(actor)
-    assert _next(actor) == 202
+    assert _next_answer(actor) == 202
 
 
-def test_an_answer_does_not_wait_for_the_calls_behind_it(tmp_path: Path) -> None:
+def test_an_answer_does_not_wait_for_later_calls(tmp_path: Path) -> None:
     actor = Counter.remote()
     first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
     refs = [actor.wait.remote(note) for note in (first, second, third)]
@@ -216,10 +215,12 @@ def test_an_answer_does_not_wait_for_the_calls_behind_it(tmp_path: Path) -> None
         note.touch()
         assert actorrpc.get(refs[number - 1], timeout=20) == number
     _die(actor)
-    assert _next(actor) == 4
+    assert _next_answer(actor) == 4
 
 
-def test_answers_that_are_held_come_before_the_end_of_the_actor(gate: Gate, tmp_path: Path) -> None:
+def test_answers_that_wait_for_a_checkpoint_are_sent_before_the_actor_ends(
+    gate: Gate, tmp_path: Path
+) -> None:
     actor = Counter.remote()
     refs = [actor.wait.remote(tmp_path / "note"), *(actor.add.remote() for _ in range(10))]
     (tmp_path / "note").touch()
@@ -230,7 +231,7 @@ def test_answers_that_are_held_come_before_the_end_of_the_actor(gate: Gate, tmp_
 
 
 class _Full(_Counting):
-    """Whose state cannot be kept from the second call on."""
+    """Its checkpoint() fails at a count of 2 and returns an object that cannot be pickled from 4 on."""
 
     full = 2
 
@@ -274,30 +275,32 @@ class AsyncFull(_Full):
 
 
 @pytest.mark.parametrize("cls", [Full, AsyncFull])
-def test_a_call_whose_state_cannot_be_kept_is_not_answered_as_if_it_were(cls: Any) -> None:
+def test_a_call_fails_if_its_checkpoint_fails(cls: Any) -> None:
     actor = cls.remote()
     assert actorrpc.get(actor.add.remote()) == 1
     with pytest.raises(CheckpointError, match="OSError: no room") as caught:
         actorrpc.get(actor.add.remote())
     assert caught.value.maybe_executed
-    assert actorrpc.get(actor.add.remote()) == 3  # it goes on, and what has been done is in it
+    assert actorrpc.get(actor.add.remote()) == 3  # the actor lives on with its state
     with pytest.raises(CheckpointError, match="lock"):
         actorrpc.get(actor.add.remote())
     _die(actor)
-    assert _asked(actor.value.remote)[0] == 3
+    assert _retry(actor.value.remote)[0] == 3
 
 
-def test_calls_behind_others_hear_of_it_as_well_and_are_not_made_again(tmp_path: Path) -> None:
+def test_a_failed_checkpoint_fails_only_its_own_call_which_is_not_retried(tmp_path: Path) -> None:
     actor = Full.remote()
     first = actor.wait.remote(tmp_path / "note")
-    refs = [actor.eager.remote() for _ in range(3)]  # answers are held while others wait for the thread
+    refs = [
+        actor.eager.remote() for _ in range(3)
+    ]  # while other calls wait for the thread, answers are delayed
     (tmp_path / "note").touch()
     assert actorrpc.get([first, refs[0], refs[2]]) == [0, 1, 3]
     with pytest.raises(CheckpointError):
         actorrpc.get(refs[1])
 
 
-def test_a_stream_whose_state_cannot_be_kept_ends_with_that() -> None:
+def test_a_stream_fails_if_its_checkpoint_fails() -> None:
     actor = Full.remote()
     items = actor.count.remote(2)
     assert [actorrpc.get(next(items)) for _ in range(2)] == [1, 2]
@@ -306,37 +309,37 @@ def test_a_stream_whose_state_cannot_be_kept_ends_with_that() -> None:
     assert actorrpc.get(actor.add.remote()) == 3
 
 
-def test_every_so_many_calls_that_have_not_raised() -> None:
+def test_checkpoint_every_counts_only_calls_that_did_not_raise() -> None:
     actor = Counter.options(checkpoint_every=2).remote()
     assert actorrpc.get(actor.add.remote()) == 1
     with pytest.raises(ValueError):
         actorrpc.get(actor.refuse.remote())
-    assert actorrpc.get(actor.add.remote()) == 3  # the second one
+    assert actorrpc.get(actor.add.remote()) == 3  # the second successful call
     assert actorrpc.get(actor.add.remote()) == 4
     _die(actor)
-    assert _next(actor) == 4
+    assert _next_answer(actor) == 4
 
 
-def test_a_stream_that_nobody_wants_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_is_closed_early_is_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
     noted = threading.Event()
     note = Supervisor.note_checkpoint
 
-    def noticed(*args: Any) -> bool:
+    def note_and_count(*args: Any) -> bool:
         kept = note(*args)
         noted.set()
         return kept
 
-    monkeypatch.setattr(Supervisor, "note_checkpoint", noticed)
+    monkeypatch.setattr(Supervisor, "note_checkpoint", note_and_count)
     actor = Counter.remote()
     items = iter(actor.count.remote(1000))
     assert actorrpc.get(next(items)) == 1
     items.close()
     assert noted.wait(30)
     _die(actor)
-    assert _next(actor) > 1
+    assert _next_answer(actor) > 1
 
 
-def test_an_actor_that_is_killed_for_good_while_it_saves(gate: Gate) -> None:
+def test_a_call_fails_if_its_actor_is_killed_while_it_saves_a_checkpoint(gate: Gate) -> None:
     actor = Counter.remote()
     ref = actor.add.remote()
     assert gate.first.wait(30)

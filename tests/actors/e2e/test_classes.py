@@ -1,4 +1,4 @@
-"""What may be an actor, and how its parts are reached."""
+"""Classes of actors: shadowed methods, reprs, local and large definitions, and classes that are nn.Modules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Shadowed:
         return "the class's"
 
 
-def test_an_attribute_that_has_the_name_of_a_method() -> None:
+def test_methods_are_called_even_if_attributes_shadow_them() -> None:
     actor = Shadowed.remote()
     calls = [actor.plain, actor.static, actor.of_class, actor.coroutine, actor.called]
     found = actorrpc.get([each.remote() for each in calls])
@@ -56,7 +56,7 @@ def test_an_attribute_that_has_the_name_of_a_method() -> None:
 
 @dataclass
 @actorrpc.remote
-class Shown:
+class WithRepr:
     number: int
 
     def fail(self) -> None:
@@ -64,13 +64,13 @@ class Shown:
 
 
 @actorrpc.remote
-class Unshown(nn.Linear):
+class LinearModule(nn.Linear):
     def fail(self) -> None:
         raise ValueError("no")
 
 
 @actorrpc.remote
-class Unsayable:
+class BrokenRepr:
     def __repr__(self) -> str:
         raise SystemExit(3)
 
@@ -78,20 +78,20 @@ class Unsayable:
         raise ValueError("no")
 
 
-def test_the_repr_of_an_actor_is_in_its_tracebacks() -> None:
-    for actor, said in (
-        (Shown.remote(3), ", actor Shown(number=3):\n"),
-        (Unshown.remote(2, 2), ":\nTraceback"),
-        (Unsayable.remote(), ":\nTraceback"),
+def test_a_remote_traceback_shows_the_repr_of_the_actor() -> None:
+    for actor, expected in (
+        (WithRepr.remote(3), ", actor WithRepr(number=3):\n"),
+        (LinearModule.remote(2, 2), ":\nTraceback"),
+        (BrokenRepr.remote(), ":\nTraceback"),
     ):
         with pytest.raises(ValueError, match="no") as caught:
             actorrpc.get(actor.fail.remote())
         assert isinstance(caught.value, actorrpc.RemoteError)
-        assert caught.value.traceback.startswith(f"On worker {caught.value.worker}{said}")
+        assert caught.value.traceback.startswith(f"On worker {caught.value.worker}{expected}")
         del caught
 
 
-def test_classes_of_functions_travel_by_value() -> None:
+def test_a_class_defined_in_a_function_is_sent_by_value() -> None:
     factor = 3
 
     @actorrpc.remote
@@ -106,7 +106,7 @@ def test_classes_of_functions_travel_by_value() -> None:
     assert actorrpc.get(Local.remote().times.remote(4)) == 12
 
 
-def test_a_definition_that_is_larger_than_a_frame_is_sent() -> None:
+def test_a_class_definition_larger_than_a_frame_is_sent() -> None:
     table = b"t" * 6_000_000
 
     class Plain:
@@ -142,7 +142,7 @@ def test_a_definition_that_is_larger_than_a_frame_is_sent() -> None:
 
 @actorrpc.remote
 class Layer(nn.Module):
-    """A layer that says where it is."""
+    """A layer that returns its process id and its gradients."""
 
     def __init__(self, size: int = 3) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """A local module of two actors and a part of its own between them."""
+    """A local module with two actors and a local layer between them."""
 
     def __init__(self, first: Any, second: Any) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Model(nn.Module):
         return out
 
 
-def test_parameters_are_references_to_where_the_actor_is() -> None:
+def test_parameters_are_rrefs_owned_by_the_worker_of_the_actor() -> None:
     layer = Layer.remote()
     assert get(layer.pid.remote()) != 0
     state = layer.state_dict()
@@ -186,7 +186,7 @@ def test_parameters_are_references_to_where_the_actor_is() -> None:
     assert len(layer.remote_parameters()) == 2
 
 
-def test_gradients_go_through_handles() -> None:
+def test_distributed_autograd_passes_through_module_actors() -> None:
     first, second = Layer.remote(), Layer.remote()
     model = Model(first, second)
     local = Model(Layer.__actor_class__(), Layer.__actor_class__())

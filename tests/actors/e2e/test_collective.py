@@ -1,4 +1,4 @@
-"""Collectives in use: operations, training, several at once, and wrong use. In a group, where actors share processes."""
+"""Collectives: operations, training, several collectives at a time, and wrong use; in a group, where actors share processes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _running(place: str) -> None:
-    """Everything here runs there."""
+    """Run all tests of this module in the group."""
 
 
 class TestUse:
-    def test_operations_give_what_one_process_would_compute(self) -> None:
+    def test_operations_give_the_results_of_a_local_computation(self) -> None:
         actors = Member.group(4)
         for size in (2, 3, 4):
             collective = actorrpc.collective(actors.slice(rank=slice(0, size)), timeout=20)
@@ -37,7 +37,7 @@ class TestUse:
                 assert found["things"] == [{"rank": other} for other in range(size)]
             collective.destroy()
 
-    def test_ordinary_calls_use_it_too(self) -> None:
+    def test_ordinary_calls_of_members_can_use_the_collective(self) -> None:
         actors = Member.group(3)
         collective = actorrpc.collective(actors)
         assert list(collective.members) == list(actors)
@@ -46,7 +46,7 @@ class TestUse:
         for found in get(actors.total.call([1.0, 2.0])):
             equal(found, torch.tensor([6.0, 12.0]))
 
-    def test_training_in_parallel_is_training_on_the_whole_batch(self) -> None:
+    def test_data_parallel_training_equals_training_on_the_whole_batch(self) -> None:
         collective = actorrpc.collective([Member.remote() for _ in range(3)])
         model = make_model()
         train(model, *make_batch(), steps=4)
@@ -54,7 +54,7 @@ class TestUse:
             equal(parameters, [each.detach() for each in model.parameters()])
         collective.destroy()
 
-    def test_broadcast_copies_tensors_wherever_they_are(self) -> None:
+    def test_broadcast_copies_attributes_parameters_and_modules(self) -> None:
         actors = [Member.remote(float(rank)) for rank in range(3)]
         collective = actorrpc.collective(actors)
         get(collective.broadcast("weights", src=2))
@@ -70,7 +70,7 @@ class TestUse:
         with pytest.raises(actorrpc.errors.ConfigError, match="rank from 0 to 2"):
             collective.broadcast("weights", src=3)
 
-    def test_two_collectives_share_actors(self) -> None:
+    def test_two_collectives_can_share_an_actor(self) -> None:
         first, second, third = (Member.remote() for _ in range(3))
         left = actorrpc.collective([first, second], name="left")
         right = actorrpc.collective([second, third], name="right")
@@ -81,7 +81,7 @@ class TestUse:
             get(second.total.remote([1.0]))
         with pytest.raises(actorrpc.NameTakenError, match="in a collective 'left' already"):
             actorrpc.collective([second, third], name="left")
-        # An operation that fails breaks its own collective, and no other.
+        # A failed operation breaks only its own collective.
         waiting = second.wait_for.remote(0, "left")
         get(third.keep.remote())
         left.destroy(timeout=0)
@@ -89,28 +89,29 @@ class TestUse:
             get(waiting)
         assert right.broken is None
         assert totals(right.call("total", [10.0])) == [30.0, 30.0]
-        # Nor is it torch's word about a group that is not registered, where a method had the group before.
+        # A method that kept the group gets this error, not torch's error about an unregistered group.
         right.destroy()
         with pytest.raises(CollectiveError, match="collective 'right'"):
             get(third.receive_from_kept.remote(0))
-        # Each has a name of its own, also one that lies where another one lay, in this process or in one that was forked.
+        # Each collective has a unique name, even if it reuses the memory of an earlier one, also in a forked
+        # process.
         names = [actorrpc.collective([first]).name for _ in range(3)]
         assert len(set(names)) == 3
 
-    def test_a_default_group_is_left_alone(self) -> None:
+    def test_a_member_can_use_a_default_process_group_at_the_same_time(self) -> None:
         collective = actorrpc.collective([Member.remote() for _ in range(2)])
         first, second = collective.members
         refs = [first.default_group.remote(), second.total.remote([0.5])]
         assert get(refs[0]) == (True, 2.0, 1)
         assert totals(collective.call("total", [1.0])) == [3.0, 3.0]
 
-    def test_a_member_makes_it(self) -> None:
+    def test_a_member_can_create_the_collective(self) -> None:
         maker = Maker.remote()
         assert get(maker.total.remote([Member.remote(), Member.remote()])) == [3.0, 3.0, 3.0]
 
 
 class TestWrongUse:
-    def test_what_cannot_be_a_collective(self) -> None:
+    def test_invalid_members_backends_and_timeouts_are_refused(self) -> None:
         actor = Member.remote()
         error = actorrpc.errors.ConfigError
         with pytest.raises(error, match="at least one actor"):
@@ -137,7 +138,7 @@ class TestWrongUse:
         with pytest.raises(CollectiveError, match="is in no collective"):
             get(actor.total.remote([1.0]))
 
-    def test_a_dead_actor(self) -> None:
+    def test_a_collective_with_a_dead_actor_is_refused(self) -> None:
         actors = [Member.remote() for _ in range(2)]
         actors[1].kill()
         with pytest.raises(actorrpc.ActorDiedError):
@@ -145,7 +146,7 @@ class TestWrongUse:
         with pytest.raises(CollectiveError, match="no collective"):
             get(actors[0].total.remote([1.0]))
 
-    def test_a_member_that_is_busy(self, gate: Path) -> None:
+    def test_creation_times_out_if_a_member_is_busy_and_can_be_repeated(self, gate: Path) -> None:
         actors = [Member.remote() for _ in range(2)]
         busy = actors[1].block.remote(str(gate))
         with pytest.raises(actorrpc.RpcTimeoutError, match="not all members joined in time"):
@@ -154,14 +155,14 @@ class TestWrongUse:
         get(busy)
         assert totals(actorrpc.collective(actors).call("total", [1.0])) == [3.0] * 2
 
-    def test_an_operation_that_others_take_no_part_in(self) -> None:
+    def test_an_operation_times_out_if_another_rank_does_not_take_part(self) -> None:
         actors = [Member.remote() for _ in range(2)]
         collective = actorrpc.collective(actors, timeout=0.2)
         with pytest.raises(CollectiveError, match=r"rank 0.*Timed out"):
             get(actors[0].total.remote([1.0]))
         assert totals(collective.call("total", [1.0])) == [3.0] * 2
 
-    def test_it_stays_where_it_is(self) -> None:
+    def test_a_collective_cannot_be_sent_to_an_actor(self) -> None:
         collective = actorrpc.collective([actor := Member.remote()])
         with pytest.raises(actorrpc.errors.SerializationError, match="stays in the process"):
             actor.total.remote(collective)

@@ -1,4 +1,4 @@
-"""Collectives whose members, or makers, end: what becomes of the others, and of the next generation."""
+"""Collectives whose members or creators end: errors of the other members, and the next generation."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ embedded = pytest.mark.parametrize("place", ["embedded"], indirect=True, scope="
 
 @pytest.fixture(autouse=True)
 def _running(place: str) -> None:
-    """Everything here runs there; what is not marked, in both places."""
+    """Run each test in its marked place; unmarked tests run in both."""
 
 
 def resources_of(actors: list[Any]) -> list[tuple[int, int]]:
-    """How many descriptors and threads their processes have."""
+    """Return the numbers of descriptors and threads of the actors' processes."""
     return get([each.resources.remote() for each in actors])
 
 
 @embedded
-def test_a_restarted_member_that_nobody_has_missed_is_found() -> None:
+def test_a_member_that_restarted_unnoticed_joins_again_at_the_next_call() -> None:
     actors = [Member.options(max_restarts=1).remote() for _ in range(2)]
     collective = actorrpc.collective(actors)
     get([each.keep.remote() for each in actors])
     actors[1].kill(no_restart=False)
     assert totals(collective.call("total", [1.0])) == [3.0] * 2
-    # What is left of the old generation leads nowhere.
+    # The group of the old generation fails.
     with pytest.raises(CollectiveError, match="failed"):
         get(actors[0].use_kept.remote())
 
 
 @embedded
-def test_what_was_asked_before_the_rebuilding_belongs_to_the_old_generation(gate: Path) -> None:
+def test_calls_made_before_a_rebuild_fail_with_the_old_generation(gate: Path) -> None:
     actors = [Member.options(max_restarts=1).remote() for _ in range(3)]
     collective = actorrpc.collective(actors)
     busy = actors[1].block.remote(str(gate))
@@ -62,7 +62,7 @@ def test_what_was_asked_before_the_rebuilding_belongs_to_the_old_generation(gate
 
 
 @embedded
-def test_it_ends_with_its_maker() -> None:
+def test_a_collective_ends_with_its_creator() -> None:
     actors = [Member.remote() for _ in range(2)]
     maker = Maker.options(max_restarts=0).remote()
     get(maker.make.remote(actors))
@@ -80,9 +80,9 @@ def test_it_ends_with_its_maker() -> None:
 
 @pytest.mark.slow
 @embedded
-def test_nothing_is_left() -> None:
+def test_destroying_a_collective_leaves_no_threads_or_descriptors() -> None:
     actors = [Member.remote() for _ in range(3)]
-    once = actorrpc.collective(actors)  # whatever is made once in a process
+    once = actorrpc.collective(actors)  # creates what is kept once per process
     get(once.call("train", 1))
     once.destroy()
     before = resources_of(actors)
@@ -100,10 +100,10 @@ def test_nothing_is_left() -> None:
         get(actors[0].total.remote([1.0]))
 
 
-def test_the_end_of_a_member_ends_what_others_do() -> None:
+def test_the_death_of_a_member_fails_operations_of_the_others() -> None:
     actors = [Member.options(max_restarts=1).remote() for _ in range(3)]
     collective = actorrpc.collective(actors, name="mortal")
-    waiting = actors[0].wait_for.remote(1)  # which lives, and never sends
+    waiting = actors[0].wait_for.remote(1)  # rank 1 lives and never sends
     dying = actors[2].die.remote()
     with pytest.raises(CollectiveError, match=r"'mortal' \(generation 1\).*rank 2 was lost") as caught:
         get(waiting)
@@ -113,13 +113,13 @@ def test_the_end_of_a_member_ends_what_others_do() -> None:
     with pytest.raises(CollectiveError, match=r"is broken: |rank 2 was lost"):
         get(actors[1].total.remote([1.0]))
     assert "rank 2 was lost" in (collective.broken or "")
-    # The next call waits until it has been restarted, and all meet again.
+    # The next call waits for the restart, and all members join again.
     assert totals(collective.call("total", [1.0])) == [6.0] * 3
     assert (collective.generation, collective.broken) == (2, None)
 
 
 @in_group
-def test_a_member_that_does_not_come_back() -> None:
+def test_a_call_fails_if_a_dead_member_is_not_restarted() -> None:
     actors = [Member.remote() for _ in range(3)]
     collective = actorrpc.collective(actors)
     actors[0].kill()
@@ -130,7 +130,7 @@ def test_a_member_that_does_not_come_back() -> None:
 
 
 @in_group
-def test_a_group_that_replaces_its_member() -> None:
+def test_a_collective_of_an_actor_group_includes_a_replaced_member() -> None:
     actors = Member.group(2)
     collective = actorrpc.collective(actors)
     made = actors.restart(1)
@@ -139,7 +139,7 @@ def test_a_group_that_replaces_its_member() -> None:
 
 
 @in_group
-def test_nothing_is_left_where_actors_end_and_processes_stay() -> None:
+def test_killed_members_leave_no_threads_or_descriptors_in_shared_processes() -> None:
     watchers = [Member.options(worker=f"worker{rank}").remote() for rank in (1, 2)]
     threads = [each[1] for each in resources_of(watchers)]
 
@@ -155,7 +155,7 @@ def test_nothing_is_left_where_actors_end_and_processes_stay() -> None:
 
     once()
     until(is_over)
-    files = [each[0] for each in resources_of(watchers)]  # with connections that the workers keep
+    files = [each[0] for each in resources_of(watchers)]  # includes connections that the workers keep
     once()
     until(is_over)
     until(lambda: all(now[0] <= then for now, then in zip(resources_of(watchers), files, strict=True)))

@@ -1,4 +1,4 @@
-"""Actors on GPUs: the devices that they see, what they compute there, and collectives of NCCL among them."""
+"""Actors on GPUs: visible devices, computations, and NCCL collectives."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ pytestmark = pytest.mark.limit(150)
 
 @pytest.fixture(scope="module")
 def embedded() -> Iterator[None]:
-    """A cluster that gives away the GPUs that there are."""
+    """A cluster with the GPUs of this machine."""
     with actorrpc.init(log_to_driver=False):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _running(embedded: None) -> None:
-    """Everything here runs there."""
+    """Run all tests of this module in the cluster."""
 
 
 @actorrpc.remote
 class Worker:
-    """Computes on a device; what it sends is on the CPU."""
+    """Computes on a device and returns CPU tensors."""
 
     def __init__(self, device: str = "cuda:0") -> None:
         self.device = device
 
     def visible(self) -> tuple[str | None, int]:
-        """Return what the process sees."""
+        """Return CUDA_VISIBLE_DEVICES and the number of visible GPUs."""
         return os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
 
     def product(self, size: int) -> tuple[str, torch.Tensor]:
-        """Multiply."""
+        """Multiply a matrix by itself."""
         one = torch.arange(float(size * size)).view(size, size).to(self.device)
         return str(one.device), (one @ one).cpu()
 
     def too_much(self) -> None:
-        """Ask for more than there is."""
+        """Allocate more memory than the device has."""
         torch.empty(1 << 50, dtype=torch.uint8, device=self.device)
 
     def operations(self) -> dict[str, torch.Tensor]:
-        """Use the collective in each way that a group of one has."""
+        """Run each operation of the collective, of which this is the only rank."""
         group = actorrpc.collective_group()
         assert (group.rank(), group.size()) == (0, 1)
         mine = torch.arange(4.0, device=self.device)
@@ -69,7 +69,7 @@ class Worker:
         return {"reduced": reduced.cpu(), "copied": copied.cpu(), "gathered": gathered[0].cpu()}
 
     def train(self, steps: int) -> list[torch.Tensor]:
-        """Train a copy of the model that others train, by DistributedDataParallel."""
+        """Train the model of make_model() with DistributedDataParallel."""
         model = make_model().to(self.device)
         batch, wanted = (each.to(self.device) for each in make_batch())
         parallel = DistributedDataParallel(model, process_group=actorrpc.collective_group())
@@ -78,7 +78,7 @@ class Worker:
 
 
 def needs(device: str) -> dict[str, Any]:
-    """Options of an actor that uses a device: a quarter of a GPU, so that several have room on one."""
+    """Return options of an actor that uses a device: a quarter of a GPU, so that several fit on one."""
     return {"num_gpus": 0.25} if device != "cpu" else {"num_gpus": 0}
 
 
@@ -92,7 +92,7 @@ def test_actors_compute_on_their_devices(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_process_sees_the_gpus_that_were_asked_for() -> None:
+def test_an_actor_sees_only_the_gpus_that_it_requested() -> None:
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     none = Worker.options(num_gpus=0).remote("cpu")
     assert get(none.visible.remote()) == ("", 0)
@@ -111,8 +111,8 @@ def test_out_of_memory_is_an_error_of_the_call() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_collective_of_one(device: str) -> None:
-    """One GPU has room for one rank of NCCL."""
+def test_collective_operations_work_with_one_rank(device: str) -> None:
+    """NCCL allows one rank for each GPU."""
     actor = Worker.options(**needs(device)).remote(device)
     for _ in range(2):  # a second group in the same process
         collective = actorrpc.collective([actor], backend="gloo" if device == "cpu" else "nccl")
@@ -123,7 +123,7 @@ def test_a_collective_of_one(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_training_in_a_collective_of_one(device: str) -> None:
+def test_data_parallel_training_with_one_rank_equals_local_training(device: str) -> None:
     actor = Worker.options(**needs(device)).remote(device)
     collective = actorrpc.collective([actor], backend="gloo" if device == "cpu" else "nccl")
     model: nn.Module = make_model()

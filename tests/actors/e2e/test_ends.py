@@ -1,4 +1,4 @@
-"""How drivers end, and that nothing is left of what they had."""
+"""Ends of drivers: a driver that is killed, interrupted, or ends leaves no processes and no files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def task(): return os.getpid()
 
 
 class Script:
-    """A driver in a process of its own."""
+    """A driver in its own process."""
 
     def __init__(self, folder: Path, source: str) -> None:
         path = folder / "driver.py"
@@ -59,7 +59,7 @@ class Script:
         )
 
     def pids(self) -> list[int]:
-        """Read the line of process ids that it prints."""
+        """Return the process ids that the driver prints."""
         assert self.process.stdout is not None
         line = ""
         while not line.startswith("pids"):
@@ -101,7 +101,7 @@ print("pids", *pids, flush=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", rest_is_slow([signal.SIGKILL, signal.SIGTERM]))
-def test_a_killed_driver_takes_everything_along(scripts: Any, how: int) -> None:
+def test_a_killed_driver_leaves_no_processes_and_files(scripts: Any, how: int) -> None:
     script = scripts(_PIDS + "\nthreading.Event().wait()\n")
     pids = script.pids()
     assert len(set(pids)) == 7
@@ -111,7 +111,7 @@ def test_a_killed_driver_takes_everything_along(scripts: Any, how: int) -> None:
     script.is_tidy(pids)
 
 
-def test_a_class_of_a_script_can_make_actors_of_itself(scripts: Any) -> None:
+def test_an_actor_of_a_scripts_class_can_create_actors_of_that_class(scripts: Any) -> None:
     script = scripts("""
         worker = Worker.remote()
         print("child", actorrpc.get(worker.nest.remote()) != actorrpc.get(worker.pid.remote()))
@@ -122,7 +122,7 @@ def test_a_class_of_a_script_can_make_actors_of_itself(scripts: Any) -> None:
 
 
 @pytest.mark.slow
-def test_the_interpreter_ends_without_shutdown(scripts: Any) -> None:
+def test_a_driver_that_exits_without_shutdown_leaves_nothing(scripts: Any) -> None:
     script = scripts(_PIDS)
     pids = script.pids()
     code, _, err = script.end()
@@ -131,7 +131,7 @@ def test_the_interpreter_ends_without_shutdown(scripts: Any) -> None:
 
 
 @pytest.mark.slow
-def test_hooks_run_at_a_graceful_end(scripts: Any) -> None:
+def test_on_stop_runs_at_a_graceful_shutdown(scripts: Any) -> None:
     script = scripts("""
     worker = Worker.remote()
     print("pids", actorrpc.get(worker.pid.remote()), flush=True)
@@ -157,7 +157,7 @@ def test_hooks_run_at_a_graceful_end(scripts: Any) -> None:
         1,
     ),
 )
-def test_ctrl_c_in_a_wait(scripts: Any, wait: str) -> None:
+def test_after_ctrl_c_in_a_wait_the_driver_can_go_on(scripts: Any, wait: str) -> None:
     script = scripts(f"""
     async def asyncio_main():
         await busy[0]

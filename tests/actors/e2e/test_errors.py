@@ -1,4 +1,4 @@
-"""What goes wrong in an actor, and how its callers hear of it."""
+"""Errors in actors, as their callers see them: constructors, methods, arguments, results, long exceptions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
 
 class Odd(Exception):
-    """A user's exception that cannot be made from its args."""
+    """An exception that cannot be created from its args."""
 
     def __init__(self, code: int, *, detail: str) -> None:
         super().__init__(f"{code}: {detail}")
@@ -27,7 +27,7 @@ class Odd(Exception):
         self.detail = detail
 
 
-class Sealed:
+class Unpicklable:
     """Cannot be pickled."""
 
     def __reduce__(self) -> Any:
@@ -75,13 +75,13 @@ class Faulty:
         return what
 
     def sealed_error(self) -> Any:
-        raise ValueError(Sealed())
+        raise ValueError(Unpicklable())
 
     def leaving(self) -> Any:
-        return Leaving()
+        return ExitsWhenUnpickled()
 
     def leaving_items(self) -> Any:
-        yield Leaving()
+        yield ExitsWhenUnpickled()
 
     def local_class(self) -> Any:
         class Local(Exception):
@@ -105,8 +105,8 @@ class Kept:
     pass
 
 
-def _collected(reference: Any) -> None:
-    """Wait until an object is collected: another thread may be about to drop the call."""
+def _wait_until_collected(reference: Any) -> None:
+    """Wait until an object is collected: another thread may still be dropping the call."""
 
     def is_collected() -> bool:
         gc.collect()
@@ -115,7 +115,7 @@ def _collected(reference: Any) -> None:
     until(is_collected)
 
 
-def test_an_error_that_its_reader_gives_the_reference_keeps_nothing() -> None:
+def test_an_error_that_refers_to_its_own_reference_can_be_collected() -> None:
     def read() -> Any:
         here = Kept()
         ref = collecting.remote()
@@ -124,10 +124,10 @@ def test_an_error_that_its_reader_gives_the_reference_keeps_nothing() -> None:
         caught.value.values += (ref, here)
         return weakref.ref(here)
 
-    _collected(read())
+    _wait_until_collected(read())
 
 
-def test_raising_the_error_of_an_argument_and_that_of_its_task_keeps_nothing() -> None:
+def test_errors_of_an_argument_and_of_its_task_can_be_collected() -> None:
     def read() -> Any:
         here = Kept()
         actor = Faulty.remote("of the constructor")
@@ -138,13 +138,13 @@ def test_raising_the_error_of_an_argument_and_that_of_its_task_keeps_nothing() -
                 actorrpc.get(ref)
         return weakref.ref(here)
 
-    _collected(read())
+    _wait_until_collected(read())
 
 
 # -- the constructor ---------------------------------------------------------------------------------------------
 
 
-def test_what_the_constructor_raised_reaches_every_call() -> None:
+def test_an_error_of_the_constructor_is_the_cause_of_every_failed_call() -> None:
     actor = Faulty.remote("of the constructor")
     early = actor.ping.remote()
     for call in (
@@ -157,7 +157,7 @@ def test_what_the_constructor_raised_reaches_every_call() -> None:
         assert isinstance(caught.value.cause, KeyError)
         assert caught.value.__cause__ is caught.value.cause
         assert caught.value.maybe_executed is False
-        assert "__init__" in str(caught.value.__cause__.__cause__)  # the traceback of the other worker
+        assert "__init__" in str(caught.value.__cause__.__cause__)  # the traceback on the other worker
     with pytest.raises(actorrpc.ActorDiedError) as caught:
         actorrpc.get(actorrpc.ready(actor))
     assert isinstance(caught.value.cause, KeyError)
@@ -179,13 +179,13 @@ class Exits:
 
 
 @pytest.mark.parametrize("how", ["exit", "interrupt", "exit_actor"])
-def test_a_constructor_that_wants_to_leave(how: str) -> None:
+def test_a_constructor_that_exits_leaves_a_dead_actor(how: str) -> None:
     actor = Exits.remote(how)
     with pytest.raises(actorrpc.ActorDiedError):
         actorrpc.get(actor.ping.remote())
 
 
-def test_a_constructor_whose_argument_failed() -> None:
+def test_an_actor_whose_constructor_argument_failed_is_dead() -> None:
     failing = Faulty.remote()
     actor = Faulty.remote(failing.boom.remote("of the argument"))
     with pytest.raises(actorrpc.ActorDiedError, match="of the argument"):
@@ -195,7 +195,7 @@ def test_a_constructor_whose_argument_failed() -> None:
 # -- exceptions of methods -----------------------------------------------------------------------------------------
 
 
-def test_exceptions_have_both_types() -> None:
+def test_a_remote_exception_is_a_remote_error_and_has_the_original_type() -> None:
     actor = Faulty.remote()
     ref = actor.boom.remote("both")
     with pytest.raises(ValueError, match="both") as caught:
@@ -222,7 +222,7 @@ def test_exceptions_have_both_types() -> None:
 
 
 @pytest.mark.parametrize("method", ["base", "async_base"])
-def test_no_exception_ends_the_worker(method: str) -> None:
+def test_base_exceptions_of_methods_do_not_end_the_worker(method: str) -> None:
     actor = Faulty.remote()
     names = {"interrupt": "KeyboardInterrupt", "generator": "GeneratorExit", "stop": "", "base": ""}
     for kind, name in names.items():
@@ -236,32 +236,32 @@ def test_no_exception_ends_the_worker(method: str) -> None:
 # -- arguments and results -------------------------------------------------------------------------------------------
 
 
-def test_an_argument_that_cannot_be_sent_while_the_actor_is_made() -> None:
+def test_an_unpicklable_argument_raises_at_the_call_even_before_the_actor_exists() -> None:
     actor = Faulty.remote()
     with pytest.raises(SerializationError):
-        actor.give.remote(Sealed())
+        actor.give.remote(Unpicklable())
     assert actorrpc.get(actor.ping.remote()) == "pong"
 
 
-class Leaving:
+class ExitsWhenUnpickled:
     """Calls sys.exit() where it is unpickled."""
 
     def __reduce__(self) -> Any:
         return sys.exit, (3,)
 
 
-def test_unpickling_that_exits_ends_nothing() -> None:
+def test_sys_exit_during_unpickling_is_a_serialization_error() -> None:
     actor = Faulty.remote()
     for call in (
         lambda: actorrpc.get(actor.leaving.remote()),
-        lambda: actorrpc.get(actorrpc.put(Leaving())),
-        lambda: actorrpc.get(actor.give.remote(Leaving())),
-        lambda: actorrpc.get(actor.give.remote(actorrpc.put(Leaving()))),
+        lambda: actorrpc.get(actorrpc.put(ExitsWhenUnpickled())),
+        lambda: actorrpc.get(actor.give.remote(ExitsWhenUnpickled())),
+        lambda: actorrpc.get(actor.give.remote(actorrpc.put(ExitsWhenUnpickled()))),
         lambda: [actorrpc.get(ref) for ref in actor.leaving_items.remote()],
     ):
         with pytest.raises(SerializationError, match="SystemExit: 3"):
             call()
-    never = Faulty.remote(Leaving())
+    never = Faulty.remote(ExitsWhenUnpickled())
     with pytest.raises(actorrpc.ActorDiedError, match="SystemExit: 3"):
         actorrpc.get(never.ping.remote())
     assert actorrpc.get(actor.ping.remote()) == "pong"
@@ -295,7 +295,7 @@ def _items(method: Any) -> list[Any]:
     return [actorrpc.get(ref) for ref in method.options(num_returns="streaming").remote()]
 
 
-def test_generators_that_a_decorator_hides() -> None:
+def test_an_undetected_generator_method_raises_an_error_that_names_the_option() -> None:
     actor, on_loop = Decorated.remote(), DecoratedOnLoop.remote()
     for method in (actor.plain, on_loop.plain, decorated_task):
         with pytest.raises(SerializationError, match=r'call it with \.options\(num_returns="streaming"\)'):
@@ -311,7 +311,7 @@ def test_generators_that_a_decorator_hides() -> None:
     assert _items(on_loop.coroutine) == [1]
 
 
-def test_a_name_that_was_defined_after_its_class_was_sent() -> None:
+def test_a_name_defined_after_its_class_was_sent_raises_with_a_hint() -> None:
     space: dict[str, Any] = {"__name__": "__main__", "actorrpc": actorrpc}
     exec("@actorrpc.remote\nclass Cell:\n    def call(self):\n        return helper()", space)
     actor = space["Cell"].remote()
@@ -350,7 +350,7 @@ def _made(kind: str) -> BaseException:
 
 
 def _check(kind: str, error: BaseException) -> None:
-    """Assert that ``error`` is what :func:`_made` gives."""
+    """Assert that ``error`` equals :func:`_made` of the same kind."""
     if kind == "text":
         assert error.args == ("x" * _LONG,)
     elif kind == "attribute":

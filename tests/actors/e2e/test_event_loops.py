@@ -1,4 +1,4 @@
-"""Actors with event loops: where methods run, what blocks a loop, what may run meanwhile, and loops of groups and methods."""
+"""Async actors: the thread of each method, blocked event loops, deadlocks, loops of concurrency groups and of methods."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Async:
     async def loop_thread(self) -> int:
         return threading.get_ident()
 
-    # -- plain ones
+    # -- plain methods --
 
     def thread(self) -> int:
         return threading.get_ident()
@@ -47,7 +47,7 @@ class Async:
         return asyncio.get_running_loop() is not None
 
     @actorrpc.method(thread=True)
-    def all_beside(self) -> list[Any]:
+    def all_in_thread(self) -> list[Any]:
         return self.log
 
     def items(self, count: int) -> Any:
@@ -83,7 +83,7 @@ class Async:
         self.log.append("held")
         return pass_gate(path)
 
-    # -- async ones
+    # -- coroutines --
 
     async def wait(self) -> str:
         await self.event.wait()
@@ -97,7 +97,7 @@ class Async:
     async def tick(self) -> str:
         return "tick"
 
-    # -- that wait with get()
+    # -- methods that wait with get() --
 
     async def get_plain(self, me: Any) -> int:
         return get(me.thread.remote())
@@ -112,10 +112,10 @@ class Async:
 
     async def get_begun(self, me: Any) -> Any:
         begun = me.wait.remote()
-        await me.tick.remote()  # behind it
+        await me.tick.remote()  # it runs after ``begun``
         return get(begun)
 
-    async def get_due(self, me: Any) -> Any:
+    async def get_scheduled(self, me: Any) -> Any:
         waiting = me.thread.remote()
         await asyncio.sleep(0)
         return get(waiting)
@@ -160,10 +160,10 @@ def _made() -> Any:
     return made
 
 
-# -- where -----------------------------------------------------------------------------------------------------
+# -- threads of methods ----------------------------------------------------------------------------------------
 
 
-def test_plain_methods_run_on_the_loop() -> None:
+def test_plain_methods_of_an_async_actor_run_on_its_event_loop() -> None:
     actor = _made()
     loop = get(actor.loop_thread.remote())
     assert get(actor.thread.remote()) == loop
@@ -174,7 +174,7 @@ def test_plain_methods_run_on_the_loop() -> None:
     assert [get(each) for each in actor.listed.options(num_returns="streaming").remote(20)] == list(range(20))
 
 
-def test_events_of_asyncio_can_be_set_by_plain_methods() -> None:
+def test_a_plain_method_can_set_an_asyncio_event() -> None:
     actor = _made()
     for _ in range(60):
         waiting = actor.wait.remote()
@@ -182,18 +182,18 @@ def test_events_of_asyncio_can_be_set_by_plain_methods() -> None:
         assert get(waiting) == "set"
 
 
-def test_calls_start_in_order_whatever_they_are() -> None:
+def test_plain_and_async_calls_start_in_the_order_of_their_caller() -> None:
     actor = _made()
     get([actor.put_twice.remote(n, None) if n % 2 else actor.put.remote(n) for n in range(100)])
     assert [each for each in get(actor.all.remote()) if each is not None] == list(range(100))
 
 
-def test_what_one_sets_for_itself_others_do_not_see() -> None:
+def test_calls_do_not_share_context_variables() -> None:
     actor = _made()
     assert get([actor.mark.remote("a"), actor.mark.remote("b")]) == ["", ""]
 
 
-def test_a_future_as_the_answer() -> None:
+def test_async_execution_methods_do_not_block_the_event_loop() -> None:
     actor = _made()
     gate = Gate.remote()
     answer = actor.later.remote(gate)
@@ -202,7 +202,7 @@ def test_a_future_as_the_answer() -> None:
     assert get(answer) == "open"
 
 
-def test_a_plain_generator_lets_others_go_on() -> None:
+def test_a_plain_generator_lets_other_calls_run_between_its_items() -> None:
     actor = _made()
     stream = actor.items.options(max_buffered_items=4).remote(100)
     first = next(stream)
@@ -211,14 +211,14 @@ def test_a_plain_generator_lets_others_go_on() -> None:
     assert len(list(stream)) == 99
 
 
-# -- waits on the loop -------------------------------------------------------------------------------------------
+# -- waits on the event loop -------------------------------------------------------------------------------------
 
 
-def test_plain_calls_of_its_own_chain_run_within_a_wait() -> None:
+def test_plain_calls_of_the_same_chain_run_during_a_blocking_wait() -> None:
     actor = _made()
     loop = get(actor.loop_thread.remote())
     assert get(actor.get_plain.remote(actor)) == loop
-    assert get(actor.get_due.remote(actor)) == loop
+    assert get(actor.get_scheduled.remote(actor)) == loop
     assert get(actor.get_from_task.remote(actor)) == loop
     assert get(actor.fibonacci.remote(actor, 6)) == 8
     others = [Plain.remote(), Plain.remote()]
@@ -226,7 +226,7 @@ def test_plain_calls_of_its_own_chain_run_within_a_wait() -> None:
     assert get(actor.via_without_grad.remote(others[0], actor)) is True
 
 
-def test_waiting_for_a_coroutine_of_its_own_ends_at_once() -> None:
+def test_blocking_on_a_coroutine_of_the_same_event_loop_raises_deadlock_error() -> None:
     actor = _made()
     assert len(get(actor.wait_for_tick.remote(actor))[0]) == 1
     for method in (actor.get_tick, actor.get_begun, actor.get_items):
@@ -237,7 +237,7 @@ def test_waiting_for_a_coroutine_of_its_own_ends_at_once() -> None:
         assert get(actor.tick.remote()) == "tick"
 
 
-def test_waiting_for_a_coroutine_that_another_call_has_begun() -> None:
+def test_blocking_on_a_running_coroutine_of_the_same_event_loop_raises_deadlock_error() -> None:
     actor = _made()
     get(actor.keep.remote(actor))
     with pytest.raises(actorrpc.DeadlockError):
@@ -246,7 +246,7 @@ def test_waiting_for_a_coroutine_that_another_call_has_begun() -> None:
 
 
 @pytest.mark.slow
-def test_a_circle_through_other_actors_is_found() -> None:
+def test_a_deadlock_of_an_event_loop_through_other_actors_is_found() -> None:
     actor = _made()
     others = [Plain.remote(), Plain.remote()]
     with pytest.raises(actorrpc.DeadlockError, match=r"Plain.*\.ask\(\) -> "):
@@ -257,10 +257,10 @@ def test_a_circle_through_other_actors_is_found() -> None:
 # -- ends ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_plain_call_that_is_cancelled_before_its_turn_never_runs(gate: Path) -> None:
+def test_a_plain_call_that_is_cancelled_in_the_queue_of_an_event_loop_never_runs(gate: Path) -> None:
     actor = _made()
     held = actor.hold.remote(str(gate))
-    until(lambda: get(actor.all_beside.remote()) == ["held"])
+    until(lambda: get(actor.all_in_thread.remote()) == ["held"])
     waiting = actor.put.remote("never")
     until(lambda: row_of(actor).pending_calls == 1)
     assert actorrpc.cancel(waiting)
@@ -280,7 +280,7 @@ class Grouped:
     def __init__(self) -> None:
         self.held = ""
         self.ended = ""
-        self.loops: dict[int, asyncio.AbstractEventLoop] = {}  # keeps them, and so their ids their own
+        self.loops: dict[int, asyncio.AbstractEventLoop] = {}  # references keep the ids unique
         self.task: Any = None
 
     async def where(self) -> tuple[int, int]:
@@ -307,7 +307,7 @@ class Grouped:
     def forget(self) -> None:
         self.held = ""
 
-    # -- what blocks the loop
+    # -- methods that block the loop --
 
     async def hold(self, path: str) -> str:
         self.held = "held"
@@ -316,7 +316,7 @@ class Grouped:
     async def get_from(self, me: Any, group: str | None, method: str, *args: Any) -> Any:
         return get(getattr(me, method).options(concurrency_group=group).remote(*args))
 
-    # -- what ends
+    # -- methods that end or exit --
 
     async def wait(self) -> str:
         try:
@@ -348,10 +348,10 @@ _IO = {"concurrency_group": "io"}
 _COMPUTE = {"concurrency_group": "compute"}
 
 
-# -- where -----------------------------------------------------------------------------------------------------
+# -- threads of groups -----------------------------------------------------------------------------------------
 
 
-def test_each_group_has_a_loop_and_a_thread() -> None:
+def test_each_concurrency_group_has_its_own_event_loop_and_thread() -> None:
     actor = Grouped.remote()
     found = get(
         [
@@ -368,7 +368,7 @@ def test_each_group_has_a_loop_and_a_thread() -> None:
     assert [get(each) for each in actor.items.options(**_IO).remote(3)] == [found[1]] * 3
 
 
-def test_calls_of_one_caller_start_in_order_within_a_group() -> None:
+def test_calls_of_one_caller_start_in_order_within_a_concurrency_group() -> None:
     actor = Grouped.options(concurrency_groups={"io": 1, "compute": 3}).remote()
     gate = Gate.remote()
     refs = [actor.get_from.options(**_IO).remote(gate, None, "wait"), actor.tick.options(**_IO).remote()]
@@ -379,25 +379,25 @@ def test_calls_of_one_caller_start_in_order_within_a_group() -> None:
     assert get(refs) == ["open", "tick"]
 
 
-def test_a_loop_that_is_held_holds_no_other(gate: Path) -> None:
+def test_a_blocked_event_loop_does_not_block_the_loops_of_other_groups(gate: Path) -> None:
     actor = Grouped.remote()
-    for holder in (None, "io"):
-        held = actor.hold.options(concurrency_group=holder).remote(str(gate))
+    for blocked_group in (None, "io"):
+        held = actor.hold.options(concurrency_group=blocked_group).remote(str(gate))
         until(lambda: get(actor.look.remote())[0] == "held")
-        others = [group for group in (None, "io", "compute") if group != holder]
+        others = [group for group in (None, "io", "compute") if group != blocked_group]
         ticks = [actor.tick.options(concurrency_group=each).remote() for each in others]
         assert get(ticks) == ["tick", "tick"]
-        late = actor.tick.options(concurrency_group=holder).remote()
+        late = actor.tick.options(concurrency_group=blocked_group).remote()
         assert not actorrpc.wait([late], timeout=0)[0]
         open_gate(gate)
         assert get([held, late]) == ["go", "tick"]
         get(actor.forget.remote())
 
 
-# -- waits on a loop ---------------------------------------------------------------------------------------------
+# -- waits between groups ----------------------------------------------------------------------------------------
 
 
-def test_a_coroutine_of_another_group_can_be_waited_for_and_one_of_the_own_cannot() -> None:
+def test_blocking_is_possible_on_a_coroutine_of_another_group_but_not_of_the_same() -> None:
     actor = Grouped.remote()
     for waiter, waited in ((None, "io"), ("io", None), ("io", "compute")):
         assert get(actor.get_from.options(concurrency_group=waiter).remote(actor, waited, "tick")) == "tick"
@@ -408,7 +408,7 @@ def test_a_coroutine_of_another_group_can_be_waited_for_and_one_of_the_own_canno
     assert get(actor.tick.options(**_IO).remote()) == "tick"
 
 
-def test_a_circle_through_the_loop_of_another_group_is_found() -> None:
+def test_a_deadlock_through_the_event_loop_of_another_group_is_found() -> None:
     actor = Grouped.remote()
     for first, second in ((None, "io"), ("io", None)):
         call = actor.get_from.options(concurrency_group=first)
@@ -420,7 +420,7 @@ def test_a_circle_through_the_loop_of_another_group_is_found() -> None:
         assert get(ticks) == ["tick", "tick"]
 
 
-def test_a_plain_method_runs_within_a_wait_of_the_default_group_below_another() -> None:
+def test_a_plain_method_runs_during_a_blocking_wait_on_the_main_loop_through_another_group() -> None:
     actor = Grouped.remote()
     _, loop = get(actor.where.remote())
     assert get(actor.get_from.remote(actor, "io", "get_from", actor, None, "plain")) == loop
@@ -430,12 +430,12 @@ def test_a_plain_method_runs_within_a_wait_of_the_default_group_below_another() 
 # -- ends ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_coroutine_is_cancelled_on_the_loop_of_its_group(gate: Path) -> None:
+def test_a_coroutine_is_cancelled_on_the_event_loop_of_its_group(gate: Path) -> None:
     actor = Grouped.remote()
     _, thread = get(actor.where.options(**_IO).remote())
     waiting = actor.wait.options(**_IO).remote()
     until(lambda: get(actor.look.remote())[0] == "waits")
-    held = actor.hold.remote(str(gate))  # the main loop has no part in it
+    held = actor.hold.remote(str(gate))  # the main loop is blocked and takes no part
     until(lambda: get(actor.look.remote())[0] == "held")
     assert actorrpc.cancel(waiting)
     with pytest.raises(actorrpc.CancelledError):
@@ -446,7 +446,7 @@ def test_a_coroutine_is_cancelled_on_the_loop_of_its_group(gate: Path) -> None:
 
 
 @pytest.mark.parametrize(("how", "method"), [("exit_actor", "leave"), ("sys.exit", "leave_in_a_task")])
-def test_an_exit_on_the_loop_of_a_group_ends_the_actor(how: str, method: str) -> None:
+def test_an_exit_on_the_event_loop_of_a_group_ends_the_actor(how: str, method: str) -> None:
     actor = Grouped.remote()
     others = [actor.wait.remote(), actor.wait.options(**_COMPUTE).remote()]
     get([actor.tick.remote(), actor.tick.options(**_COMPUTE).remote()])
@@ -459,7 +459,7 @@ def test_an_exit_on_the_loop_of_a_group_ends_the_actor(how: str, method: str) ->
     del others, ref
 
 
-def test_calls_end_with_their_actor_also_where_the_loop_of_a_group_is_held(place: str, gate: Path) -> None:
+def test_calls_end_with_a_killed_actor_even_if_an_event_loop_is_blocked(place: str, gate: Path) -> None:
     actor = Grouped.remote()
     held = actor.hold.options(**_IO).remote(str(gate))
     until(lambda: get(actor.look.remote())[0] == "held")
@@ -469,11 +469,11 @@ def test_calls_end_with_their_actor_also_where_the_loop_of_a_group_is_held(place
         with pytest.raises(actorrpc.ActorDiedError):
             get(each, timeout=10)
     del held, waiting, each
-    if place == "group":  # otherwise its process is gone
+    if place == "group":  # on the embedded cluster its process has ended
         open_gate(gate)
 
 
-# -- sync methods that run event loops of their own ----------------------------------------------------------
+# -- serial actors whose methods run event loops -------------------------------------------------------------
 
 
 async def _await(ref: Any) -> Any:
@@ -526,7 +526,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 @actorrpc.remote
 class Serial:
-    """Waits in all ways for what comes back to it."""
+    """Waits in each way for a call that comes back to it."""
 
     def __init__(self) -> None:
         self.home = threading.get_ident()
@@ -539,10 +539,10 @@ class Serial:
         return [here, *WAYS[how](head.visit.remote(rest, how))]
 
     def made_before(self, me: Any) -> bool:
-        ref = me.is_home.remote()
+        ref = me.is_on_home_thread.remote()
         return bool(asyncio.run(_await(ref)))
 
-    def is_home(self) -> bool:
+    def is_on_home_thread(self) -> bool:
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop()
             raise AssertionError("a loop below is not this method's")
@@ -550,7 +550,7 @@ class Serial:
 
     def items(self, me: Any) -> Iterator[bool]:
         for _ in range(3):
-            yield get(me.is_home.remote())
+            yield get(me.is_on_home_thread.remote())
 
     def take_items(self, other: Any, me: Any) -> list[bool]:
         async def take() -> list[bool]:
@@ -560,30 +560,30 @@ class Serial:
 
 
 @pytest.mark.limit(60)
-def test_calls_that_come_back_run_while_a_method_waits_in_whatever_way() -> None:
+def test_calls_back_to_a_serial_actor_run_during_every_kind_of_wait() -> None:
     a, b = Serial.remote(), Serial.remote()
     for how in WAYS:
         assert get(a.visit.remote([a], how), timeout=15) == [True] * 2, how
         assert get(a.visit.remote([b, a, b, a], how), timeout=15) == [True] * 5, how
 
 
-def test_a_call_that_was_made_before_the_loop() -> None:
+def test_a_call_made_before_asyncio_run_can_be_awaited_in_it() -> None:
     a = Serial.remote()
     assert get(a.made_before.remote(a)) is True
 
 
-def test_a_stream_whose_generator_calls_back() -> None:
+def test_a_generator_can_call_back_to_the_actor_that_awaits_its_items() -> None:
     a, b = Serial.remote(), Serial.remote()
     assert get(a.take_items.remote(b, a)) == [True] * 3
 
 
-def test_without_reentrancy_a_circle_is_reported() -> None:
+def test_without_reentrancy_a_call_back_raises_deadlock_error() -> None:
     a, b = Serial.options(reentrant=False, name="first").remote(), Serial.remote()
     for how in ("get", "await", "get within"):
         for way in ([b, a], [a]):
             with pytest.raises(actorrpc.DeadlockError, match="first"):
                 get(a.visit.remote(way, how), timeout=15)
-    assert get(a.is_home.remote()) is True
+    assert get(a.is_on_home_thread.remote()) is True
 
 
 @actorrpc.remote
@@ -592,7 +592,7 @@ class OneAtATime:
         return 1 + (int(await way[0].visit.remote(way[1:])) if way else 0)
 
 
-def test_an_async_actor_that_executes_one_call_at_a_time() -> None:
+def test_an_async_actor_with_max_concurrency_1_is_reentrant_unless_disabled() -> None:
     a, b = OneAtATime.options(max_concurrency=1).remote(), OneAtATime.remote()
     assert get(a.visit.remote([b, a, a])) == 4
     closed = OneAtATime.options(max_concurrency=1, reentrant=False, name="closed").remote()

@@ -1,4 +1,4 @@
-"""Actors that end themselves: exit_actor(), for good, and sys.exit(), after which they may be made again."""
+"""Actors that end themselves: exit_actor() is final, and after sys.exit() an actor may be restarted."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tests.actors.e2e.kit import Gate, open_gate, pass_gate, until
 pytestmark = [
     pytest.mark.usefixtures("place"),
     pytest.mark.limit(30),
-    # asyncio's own word where exit_actor() was called on another thread, and the actor's end has reached the loop before that.
-    # On the standard error of another process it is two entries.
+    # asyncio prints this if exit_actor() was called on another thread and the actor ended before its loop read the
+    # future. On the standard error of another process it is two entries.
     pytest.mark.prints(
         "^Future exception was never retrieved", "^future: <Future finished exception=ActorExit"
     ),
 ]
 
 
-class _Leaves:
-    """How both kinds of actors leave."""
+class _Exits:
+    """Methods that exit, for serial and async actors."""
 
     def __init__(self, path: str = "") -> None:
         self.task: Any = None
@@ -53,13 +53,13 @@ def _leave(how: str) -> None:
 
 
 @actorrpc.remote
-class Serial(_Leaves):
+class Serial(_Exits):
     def in_thread(self, how: str) -> None:
         asyncio.run(asyncio.to_thread(_leave, how))
 
 
 @actorrpc.remote
-class Async(_Leaves):
+class Async(_Exits):
     async def leave_async(self, how: str) -> None:
         await asyncio.sleep(0)
         _leave(how)
@@ -98,7 +98,7 @@ class Async(_Leaves):
         await asyncio.Event().wait()
 
 
-_SAID = {"exit_actor": r"exit_actor\(\) was called in it", "sys.exit": r"sys\.exit\(3\) was called in it"}
+_MESSAGE = {"exit_actor": r"exit_actor\(\) was called in it", "sys.exit": r"sys\.exit\(3\) was called in it"}
 _WAYS: list[tuple[Any, str, str]] = [
     *((Serial, method, "sys.exit") for method in ("leave", "in_thread")),
     *((Async, method, "sys.exit") for method in ("leave", "leave_async", "begin", "call_soon", "gathered")),
@@ -109,12 +109,12 @@ _WAYS: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("cls", "method", "how"), _WAYS)
-def test_the_actor_is_dead(cls: Any, method: str, how: str) -> None:
+def test_an_actor_that_exits_is_dead_and_its_calls_fail(cls: Any, method: str, how: str) -> None:
     actor = cls.remote()
     get(actor.ping.remote())
-    with pytest.raises(actorrpc.ActorDiedError, match=_SAID[how]):
+    with pytest.raises(actorrpc.ActorDiedError, match=_MESSAGE[how]):
         get(getattr(actor, method).remote(how))
-    with pytest.raises(actorrpc.ActorDiedError, match=_SAID[how]):
+    with pytest.raises(actorrpc.ActorDiedError, match=_MESSAGE[how]):
         get(actor.ping.remote())
 
 
@@ -122,21 +122,21 @@ def test_the_actor_is_dead(cls: Any, method: str, how: str) -> None:
     ("cls", "method", "how"),
     [(Serial, "yields", "exit_actor"), (Async, "yields", "sys.exit"), (Async, "yields_async", "exit_actor")],
 )
-def test_in_a_stream(cls: Any, method: str, how: str) -> None:
+def test_a_stream_fails_if_its_generator_exits(cls: Any, method: str, how: str) -> None:
     actor = cls.remote()
     stream = getattr(actor, method).remote(how)
     assert get(next(stream)) == 1
-    with pytest.raises(actorrpc.ActorDiedError, match=_SAID[how]):
+    with pytest.raises(actorrpc.ActorDiedError, match=_MESSAGE[how]):
         get(next(stream))
 
 
-def test_in_a_task_whose_call_is_over() -> None:
+def test_an_exit_in_a_background_task_ends_the_actor() -> None:
     actor = Async.remote()
     assert get(actor.begin_and_end.remote("sys.exit")) == "begun"
     until(lambda: not actorrpc.is_alive(actor))
 
 
-def test_all_calls_of_an_async_actor_end_with_it() -> None:
+def test_running_and_waiting_calls_of_an_async_actor_fail_if_it_exits() -> None:
     how = "exit_actor"
     actor, gate = Async.options(max_concurrency=3).remote(), Gate.remote()
     refs = [actor.wait_and_leave.remote(gate, how), actor.wait.remote(), actor.wait.remote()]
@@ -144,26 +144,26 @@ def test_all_calls_of_an_async_actor_end_with_it() -> None:
     until(lambda: get(gate.count.remote()) == 1)
     get(gate.open.remote())
     for ref in refs:
-        with pytest.raises(actorrpc.ActorDiedError, match=_SAID[how]):
+        with pytest.raises(actorrpc.ActorDiedError, match=_MESSAGE[how]):
             get(ref)
     del refs, ref
 
 
 @pytest.mark.parametrize("cls", [Serial, Async])
-def test_sys_exit_is_followed_by_a_restart(cls: Any, tmp_path: Path) -> None:
+def test_an_actor_is_restarted_after_sys_exit_but_not_after_exit_actor(cls: Any, tmp_path: Path) -> None:
     actor = cls.options(max_restarts=1).remote(str(tmp_path / "made"))
     get(actor.ping.remote())
-    with pytest.raises(actorrpc.ActorUnavailableError, match=_SAID["sys.exit"]):
+    with pytest.raises(actorrpc.ActorUnavailableError, match=_MESSAGE["sys.exit"]):
         get(actor.leave.remote("sys.exit"))
     assert get(actor.ping.remote()) == "pong"
     assert (tmp_path / "made").read_text() == "made\n" * 2
-    with pytest.raises(actorrpc.ActorDiedError, match=_SAID["exit_actor"]):
+    with pytest.raises(actorrpc.ActorDiedError, match=_MESSAGE["exit_actor"]):
         get(actor.leave.remote("exit_actor"))
 
 
-def test_calls_are_made_again_after_sys_exit(tmp_path: Path) -> None:
+def test_a_call_that_exits_is_retried_up_to_max_task_retries(tmp_path: Path) -> None:
     actor = Serial.options(max_restarts=2, max_task_retries=2).remote(str(tmp_path / "made"))
-    with pytest.raises(actorrpc.ActorDiedError, match=_SAID["sys.exit"]):
+    with pytest.raises(actorrpc.ActorDiedError, match=_MESSAGE["sys.exit"]):
         get(actor.leave.remote("sys.exit"))
     assert (tmp_path / "made").read_text() == "made\n" * 3
 
@@ -178,9 +178,9 @@ def leaving_task(path: str) -> str:
     return "done"
 
 
-def test_a_task_is_run_again_after_sys_exit(tmp_path: Path) -> None:
+def test_a_task_that_exits_is_retried_up_to_max_retries(tmp_path: Path) -> None:
     assert get(leaving_task.options(max_retries=2).remote(str(tmp_path / "runs"))) == "done"
-    with pytest.raises(actorrpc.PeerDiedError, match=_SAID["sys.exit"]):
+    with pytest.raises(actorrpc.PeerDiedError, match=_MESSAGE["sys.exit"]):
         get(leaving_task.options(max_retries=1).remote(str(tmp_path / "others")))
 
 
@@ -189,7 +189,7 @@ def no_actor() -> None:
     actorrpc.exit_actor()
 
 
-def test_a_task_is_no_actor() -> None:
+def test_exit_actor_raises_in_a_task() -> None:
     with pytest.raises(RuntimeError, match="called in task no_actor, which is not an actor"):
         get(no_actor.remote())
 
@@ -202,15 +202,15 @@ class Crashes:
         os._exit(1)
 
 
-def test_a_stream_that_breaks_off_while_calls_are_held_back(place: str, gate: Path) -> None:
+def test_a_stream_fails_if_its_process_dies_while_calls_are_held_back(place: str, gate: Path) -> None:
     if place == "group":
-        pytest.skip("it would take a worker of the group along")
+        pytest.skip("it would end a worker of the group")
     actor = Crashes.remote()
     stream = actor.yields.remote(str(gate))
     assert get(next(stream)) == 1
     queue = route_to(actor, "the test").queue
     with queue._lock:
-        queue._hold_back()  # as while it sends what has queued
+        queue._hold_back()  # as while the queue sends its calls
     open_gate(gate)
     with pytest.raises(actorrpc.ActorDiedError):
         get(next(stream))

@@ -1,4 +1,4 @@
-"""Gradients through actors: whichever way a tensor takes, they are those of the same computation in one process."""
+"""Gradients of computations through actors equal those of the same computations in one process."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.actors.e2e import kit
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
-    # AsyncLayer's plain methods ask for gradients: said once of each actor.
+    # AsyncLayer calls get() on its event loop, which is logged once per actor.
     pytest.mark.prints(r"waits \(get\(\) and the like\) on the actor's event loop"),
 ]
 
 WIDTH = 6
-LARGE = 32  # repeated so often in both directions, a result is more than what rides on a reply
+LARGE = 32  # repeated this often in both directions, a result is too large for the reply
 
 
 def weight(seed: int) -> torch.nn.Parameter:
@@ -32,7 +32,7 @@ def weight(seed: int) -> torch.nn.Parameter:
 
 @actorrpc.remote
 class Layer:
-    """A layer whose methods hand tensors out in every way that there is."""
+    """A layer whose methods take and return tensors in every way."""
 
     def __init__(self, seed: int) -> None:
         self.weight = weight(seed)
@@ -70,7 +70,7 @@ class Layer:
         return autograd.get_gradients(context).get(self.weight)
 
     def learn(self, other: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Be the origin of a pass."""
+        """Run a forward and backward pass that starts in this actor."""
         with autograd.context() as context:
             loss = actorrpc.get(other.forward.remote(x @ self.weight)).sum()
             autograd.backward(context, [loss])
@@ -110,7 +110,7 @@ def values(refs: Any) -> torch.Tensor:
     return total
 
 
-# How a tensor gets from the driver through two actors and back, and the same in one process.
+# For each way: a computation with two actors, and the same computation with local tensors.
 WAYS: dict[str, tuple[Callable[[Any, Any, torch.Tensor], torch.Tensor], Local]] = {
     "references": (
         lambda a, b, x: actorrpc.get(b.forward.remote(a.forward.remote(x))),
@@ -157,7 +157,7 @@ WAYS: dict[str, tuple[Callable[[Any, Any, torch.Tensor], torch.Tensor], Local]] 
         lambda a, b, x: actorrpc.get(actorrpc.get(a.ref_of.remote(b, x))[0]),
         lambda x, wa, wb: forward(x @ wa, wb),
     ),
-    "what was put": (
+    "values that were put": (
         lambda a, b, x: (
             lambda small, large: (
                 actorrpc.get(a.forward.remote(small))
@@ -167,7 +167,7 @@ WAYS: dict[str, tuple[Callable[[Any, Any, torch.Tensor], torch.Tensor], Local]] 
         )(actorrpc.put(x * 3), actorrpc.put((x * 2).repeat(LARGE, LARGE))),
         lambda x, wa, wb: forward(x * 3, wa) + 2 * (x * 2 @ wb),
     ),
-    "a result that nobody uses": (
+    "an unused result": (
         lambda a, b, x: (
             actorrpc.get(b.large.remote(x)),
             actorrpc.get(b.forward.remote(a.forward.remote(x))),
@@ -219,25 +219,25 @@ def layers(place: str) -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients(layers: tuple[Any, Any], way: str) -> None:
+def test_gradients_equal_those_of_a_local_computation(layers: tuple[Any, Any], way: str) -> None:
     check(way, *layers, (1, 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["references", "from actor to actor", "a large result that stays"])
-def test_calls_that_are_made_before_the_actors_are_there(way: str) -> None:
-    # What they carry waits as a copy.
+def test_gradients_pass_through_calls_made_before_the_actors_exist(way: str) -> None:
+    # The arguments of such calls are kept as copies.
     check(way, Layer.remote(1), Layer.remote(2), (1, 2))
 
 
-def test_gradients_through_coroutines() -> None:
+def test_gradients_pass_through_coroutines() -> None:
     layers = AsyncLayer.remote(1), AsyncLayer.remote(2)
     for way in ("references", "from actor to actor", "a stream"):
         check(way, *layers, (1, 2))
 
 
 @pytest.mark.slow
-def test_an_argument_for_many() -> None:
+def test_gradients_of_an_argument_of_a_group_call_are_summed() -> None:
     group = Layer.group(10, 4)
     x = torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True)
     big = torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -255,7 +255,7 @@ def test_an_argument_for_many() -> None:
         torch.testing.assert_close(got, w.grad)
 
 
-def test_an_actor_as_the_origin() -> None:
+def test_an_actor_can_run_a_backward_pass() -> None:
     x = torch.randn(WIDTH, WIDTH, dtype=torch.float64)
     mine, theirs = actorrpc.get(Layer.remote(1).learn.remote(Layer.remote(2), x))
     w, v = weight(1), weight(2)
@@ -264,7 +264,7 @@ def test_an_actor_as_the_origin() -> None:
     torch.testing.assert_close(theirs, v.grad)
 
 
-def test_two_contexts_in_one_loop() -> None:
+def test_coroutines_of_one_event_loop_have_separate_autograd_contexts() -> None:
     layer = AsyncLayer.remote(1)
 
     async def learn(factor: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -286,7 +286,7 @@ def test_two_contexts_in_one_loop() -> None:
         torch.testing.assert_close(theirs, w.grad)
 
 
-def test_tasks() -> None:
+def test_gradients_pass_through_tasks() -> None:
     @actorrpc.remote
     def twice(x: torch.Tensor) -> torch.Tensor:
         return torch.sin(x) * 2
@@ -303,12 +303,12 @@ def _knows(_layer: Any, context: int) -> bool:
     return startup.contexts().live.get(context) is not None
 
 
-def test_contexts_are_forgotten() -> None:
+def test_an_autograd_context_is_released_on_the_worker_when_it_ends() -> None:
     layer = Layer.remote(1)
     for _ in range(3):
         with autograd.context() as context:
             actorrpc.get(
                 layer.large.remote(torch.ones(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True))
             )
-        # The word of its end travels on the same connection, and is heard by another thread.
+        # The message about its end is sent on the same connection, but is handled by another thread.
         kit.until(lambda id=context: not actorrpc.get(actorrpc.call(layer, _knows, id)))

@@ -1,6 +1,6 @@
-"""A subset of the end-to-end tests with this process as a member of an ``init_rpc`` group: one of each promise.
+"""One end-to-end test of each promise, with this process as a member of an ``init_rpc`` group.
 
-All of them run so in the slow layer (``place`` in ``conftest.py``).
+In the slow layer all of them run so (``place`` in ``conftest.py``).
 """
 
 from __future__ import annotations
@@ -10,29 +10,36 @@ from collections.abc import Iterator
 import pytest
 
 from tests.actors.e2e import kit
-from tests.actors.e2e.test_callers import test_actors_make_actors, test_references_travel
-from tests.actors.e2e.test_cancel import test_a_call_that_waits_never_runs
-from tests.actors.e2e.test_errors import test_exceptions_have_both_types
-from tests.actors.e2e.test_gradients import test_an_actor_as_the_origin
-from tests.actors.e2e.test_lifetimes import test_kill_and_restart, test_names, test_the_last_handle
-from tests.actors.e2e.test_order import test_each_actor_that_calls_keeps_its_order
+from tests.actors.e2e.test_callers import (
+    test_actors_can_create_actors,
+    test_references_can_be_passed_between_actors,
+)
+from tests.actors.e2e.test_cancel import test_a_call_that_is_cancelled_in_the_queue_never_runs
+from tests.actors.e2e.test_errors import test_a_remote_exception_is_a_remote_error_and_has_the_original_type
+from tests.actors.e2e.test_gradients import test_an_actor_can_run_a_backward_pass
+from tests.actors.e2e.test_lifetimes import (
+    test_a_named_actor_is_found_and_its_name_is_unique,
+    test_an_actor_ends_with_its_last_handle,
+    test_kill_with_restart_resets_the_actor_up_to_max_restarts,
+)
+from tests.actors.e2e.test_order import test_calls_of_each_actor_run_in_order
 from tests.actors.e2e.test_results import (
-    test_generators_stream,
-    test_large_results_are_handed_over_as_they_were,
+    test_generator_methods_stream_their_items,
+    test_large_results_keep_the_value_at_their_return,
 )
 
 __all__ = [
-    "test_a_call_that_waits_never_runs",
-    "test_actors_make_actors",
-    "test_an_actor_as_the_origin",
-    "test_each_actor_that_calls_keeps_its_order",
-    "test_exceptions_have_both_types",
-    "test_generators_stream",
-    "test_kill_and_restart",
-    "test_large_results_are_handed_over_as_they_were",
-    "test_names",
-    "test_references_travel",
-    "test_the_last_handle",
+    "test_a_call_that_is_cancelled_in_the_queue_never_runs",
+    "test_a_named_actor_is_found_and_its_name_is_unique",
+    "test_a_remote_exception_is_a_remote_error_and_has_the_original_type",
+    "test_actors_can_create_actors",
+    "test_an_actor_can_run_a_backward_pass",
+    "test_an_actor_ends_with_its_last_handle",
+    "test_calls_of_each_actor_run_in_order",
+    "test_generator_methods_stream_their_items",
+    "test_kill_with_restart_resets_the_actor_up_to_max_restarts",
+    "test_large_results_keep_the_value_at_their_return",
+    "test_references_can_be_passed_between_actors",
 ]
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
@@ -40,6 +47,6 @@ pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[str]:
-    """A group."""
+    """Run the tests in a group."""
     with kit.running("group"):
         yield "group"

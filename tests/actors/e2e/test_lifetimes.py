@@ -1,4 +1,4 @@
-"""How long actors live, what happens when they end, and how they are found by name."""
+"""Lifetimes of actors: handles, owners, names, kill(), exit_actor(), and calls before and after."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
 @actorrpc.remote
 class Mortal:
-    """Writes down, in a file, how it ended."""
+    """Writes to a file how it ended."""
 
     def __init__(self, path: str, big: Any = None) -> None:
         self.path = path
@@ -87,7 +87,7 @@ def paths(tmp_path: Path) -> list[str]:
     return [str(tmp_path / f"end{n}") for n in range(4)]
 
 
-def test_the_last_handle(place: str, tmp_path: Path) -> None:
+def test_an_actor_ends_with_its_last_handle(place: str, tmp_path: Path) -> None:
     path = tmp_path / "end"
     actor = Mortal.remote(str(path))
     pid = actorrpc.get(actor.pid.remote())
@@ -100,7 +100,7 @@ def test_the_last_handle(place: str, tmp_path: Path) -> None:
         until(lambda: not alive(pid))
 
 
-def test_a_pending_call_keeps_it(tmp_path: Path, gate: Path) -> None:
+def test_pending_calls_keep_their_actor_alive(tmp_path: Path, gate: Path) -> None:
     path = tmp_path / "end"
     first = Mortal.remote(str(path)).ping.remote()
     assert actorrpc.get(first) == "pong"
@@ -115,18 +115,17 @@ def test_a_pending_call_keeps_it(tmp_path: Path, gate: Path) -> None:
     until(lambda: _ended(path))
 
 
-def test_a_large_result_is_there_when_its_process_was_to_end(tmp_path: Path) -> None:
-    """The last handle goes long before somebody asks for the result."""
+def test_a_large_result_outlives_the_last_handle_of_its_actor(tmp_path: Path) -> None:
     path = tmp_path / "end"
     actor = Mortal.remote(str(path))
     ref = actor.big.remote()
     actorrpc.wait([ref], fetch_local=False)
     del actor
-    until(lambda: path.exists())  # its hooks have run
+    until(lambda: path.exists())  # on_stop() has run
     assert float(actorrpc.get(ref).sum()) == 1 << 20
 
 
-def test_handles_in_containers_closures_and_other_actors(paths: list[str]) -> None:
+def test_handles_in_containers_closures_and_other_actors_keep_the_actor_alive(paths: list[str]) -> None:
     actor, holder = Mortal.remote(paths[0]), Mortal.remote(paths[1])
     actorrpc.get(holder.keep.remote(actor))
     same = actorrpc.get(holder.give.remote())
@@ -158,7 +157,7 @@ def call_it(function: Any) -> Any:
     return function()
 
 
-def test_a_handle_on_its_way_keeps_the_actor(paths: list[str], gate: Path) -> None:
+def test_a_handle_in_a_message_keeps_the_actor_alive(paths: list[str], gate: Path) -> None:
     holder = Mortal.remote(paths[1])
     busy = holder.block.remote(str(gate))
     kept = holder.keep.remote(Mortal.remote(paths[0]))
@@ -168,11 +167,11 @@ def test_a_handle_on_its_way_keeps_the_actor(paths: list[str], gate: Path) -> No
     assert actorrpc.get(holder.use.remote()) == "pong"
 
 
-def test_actors_that_hold_themselves_by_name_end(paths: list[str]) -> None:
+def test_a_handle_from_current_actor_does_not_keep_the_actor_alive(paths: list[str]) -> None:
     actor = Mortal.remote(paths[0])
     me = actorrpc.get(actor.me.remote())
     assert me == actor
-    actorrpc.get(actor.keep.remote(me))  # weak: it does not count
+    actorrpc.get(actor.keep.remote(me))  # weak: it does not keep the actor alive
     del actor, me
     until(lambda: _ended(Path(paths[0])))
 
@@ -194,7 +193,7 @@ def test_detached_actors_live_until_they_are_killed(place: str, paths: list[str]
         actorrpc.get_actor("stays")
 
 
-def test_owned_actors_end_with_their_owner(paths: list[str]) -> None:
+def test_an_actor_ends_when_the_actor_that_created_it_ends(paths: list[str]) -> None:
     maker = Mortal.remote(paths[1])
     pid = actorrpc.get(maker.make_and_keep.remote(paths[0]))
     child = actorrpc.get(maker.give.remote())
@@ -206,7 +205,7 @@ def test_owned_actors_end_with_their_owner(paths: list[str]) -> None:
     until(lambda: _ended(Path(paths[1])) and os.path.exists(paths[0]))
 
 
-def test_an_actor_whose_owner_is_killed_is_dead(place: str, paths: list[str]) -> None:
+def test_an_actor_ends_when_the_actor_that_created_it_is_killed(place: str, paths: list[str]) -> None:
     if place == "group":
         pytest.skip("kill() of an actor does not end a worker of a group, which owns its actors")
     maker = Mortal.remote(paths[1])
@@ -218,7 +217,7 @@ def test_an_actor_whose_owner_is_killed_is_dead(place: str, paths: list[str]) ->
         actorrpc.get(child.ping.remote())
 
 
-def test_exit_actor(place: str, paths: list[str]) -> None:
+def test_exit_actor_ends_the_actor_and_its_later_calls(place: str, paths: list[str]) -> None:
     actor = Mortal.remote(paths[0])
     pid = actorrpc.get(actor.pid.remote())
     leaving, late = actor.leave.remote(), actor.ping.remote()
@@ -231,7 +230,7 @@ def test_exit_actor(place: str, paths: list[str]) -> None:
     assert not actorrpc.is_alive(actor)
 
 
-def test_an_actor_that_is_dropped_at_once(paths: list[str]) -> None:
+def test_an_actor_whose_handle_is_dropped_at_once_ends(paths: list[str]) -> None:
     for path in paths:
         Mortal.remote(path)
     for path in paths:
@@ -239,12 +238,12 @@ def test_an_actor_that_is_dropped_at_once(paths: list[str]) -> None:
     until(lambda: all(row.state == "DEAD" for row in actorrpc.list_actors()))
 
 
-def test_a_name_is_free_when_its_last_handle_is_gone(paths: list[str], gate: Path) -> None:
+def test_a_name_is_free_again_after_the_last_handle_was_dropped(paths: list[str], gate: Path) -> None:
     for path in paths[:2]:
         actor = Mortal.options(name="again").remote(path)
         actorrpc.get(actor.ping.remote())
         del actor
-    Mortal.options(name="again").remote(paths[2])  # and is gone before it was made
+    Mortal.options(name="again").remote(paths[2])  # dropped before the actor was constructed
     actor = Mortal.options(name="again", get_if_exists=True).remote(paths[3])
     blocked = actor.block.remote(str(gate))
     with pytest.raises(actorrpc.NameTakenError) as caught:
@@ -257,11 +256,13 @@ def test_a_name_is_free_when_its_last_handle_is_gone(paths: list[str], gate: Pat
     assert actorrpc.get(actor.make_and_keep.remote(paths[3], name="another")) > 0
     assert actorrpc.get(actor.make_and_keep.remote(paths[3], name="more")) > 0
     actorrpc.get(actor.keep.remote(None))
-    assert actorrpc.get(actor.make_and_keep.remote(paths[3], name="more")) > 0  # dropped where it was made
+    assert (
+        actorrpc.get(actor.make_and_keep.remote(paths[3], name="more")) > 0
+    )  # the handle was dropped on the creating worker
 
 
-def test_arguments_of_the_constructor_are_let_go(place: str, paths: list[str]) -> None:
-    """An actor given to a constructor lives as long as that actor may be restarted, or holds it."""
+def test_constructor_arguments_are_released_with_the_actor(place: str, paths: list[str]) -> None:
+    """An actor that is a constructor argument lives as long as the other actor may be restarted or holds it."""
     inner = Mortal.remote(paths[0])
     outer = Mortal.remote(paths[1], inner)
     actorrpc.get(outer.ping.remote())
@@ -271,7 +272,7 @@ def test_arguments_of_the_constructor_are_let_go(place: str, paths: list[str]) -
     until(lambda: _ended(Path(paths[0])))
 
 
-def test_a_stream_keeps_its_actor(paths: list[str]) -> None:
+def test_a_stream_keeps_its_actor_alive(paths: list[str]) -> None:
     stream = Mortal.remote(paths[0]).stream.remote(100)
     gc.collect()
     assert [actorrpc.get(ref) for ref in stream] == list(range(100))
@@ -279,20 +280,24 @@ def test_a_stream_keeps_its_actor(paths: list[str]) -> None:
     until(lambda: _ended(Path(paths[0])))
 
 
-def test_a_worker_option(place: str, paths: list[str]) -> None:
+def test_the_worker_option_places_an_actor_on_a_worker_or_next_to_an_actor(
+    place: str, paths: list[str]
+) -> None:
     here = Mortal.options(worker=0).remote(paths[0])
     assert actorrpc.get(here.pid.remote()) == os.getpid()
     first = Mortal.remote(paths[1])
-    beside = Mortal.options(worker=first).remote(paths[2])
-    assert actorrpc.get(beside.pid.remote()) == actorrpc.get(first.pid.remote())
-    del beside, here
+    neighbour = Mortal.options(worker=first).remote(paths[2])
+    assert actorrpc.get(neighbour.pid.remote()) == actorrpc.get(first.pid.remote())
+    del neighbour, here
     until(lambda: _ended(Path(paths[0])) and _ended(Path(paths[2])))
     assert actorrpc.get(first.ping.remote()) == "pong"
     with pytest.raises(actorrpc.RpcError, match="nobody"):
         Mortal.options(worker="nobody").remote(paths[3])
 
 
-def test_two_actors_of_one_process_end_one_by_one(place: str, paths: list[str]) -> None:
+def test_the_process_of_an_actor_ends_with_it_and_not_with_a_second_actor(
+    place: str, paths: list[str]
+) -> None:
     first = Mortal.remote(paths[0])
     pid = actorrpc.get(first.pid.remote())
     second = Mortal.options(worker=first).remote(paths[1])
@@ -301,18 +306,18 @@ def test_two_actors_of_one_process_end_one_by_one(place: str, paths: list[str]) 
     until(lambda: _ended(Path(paths[0])))
     if place == "group":
         assert actorrpc.get(second.ping.remote()) == "pong"
-    else:  # the process was the first one's own
+    else:  # the process belongs to the first actor
         until(lambda: not actorrpc.is_alive(second))
         with pytest.raises(actorrpc.ActorDiedError):
             actorrpc.get(second.ping.remote())
 
 
-# -- actors that are killed, exit and come back --------------------------------------------------------------
+# -- kill, restart, names ------------------------------------------------------------------------------------
 
 
 @actorrpc.remote
 class Fragile:
-    """Counts; where it is given a gate, it is made when that opens."""
+    """Counts calls; its constructor waits at a gate if one is given."""
 
     def __init__(self, start: int = 0, path: str = "") -> None:
         if path:
@@ -331,18 +336,18 @@ class Fragile:
 
 
 def error_of(ref: Any) -> BaseException:
-    """What getting a result raises."""
+    """Return the exception that get() raises."""
     with pytest.raises(Exception) as caught:
         actorrpc.get(ref, timeout=30)
     return caught.value
 
 
-def test_calls_before_it_is_there() -> None:
+def test_calls_made_before_the_actor_exists_run_in_order() -> None:
     fragile = Fragile.remote()
     assert actorrpc.get([fragile.step.remote() for _ in range(200)]) == list(range(1, 201))
 
 
-def test_kill_is_for_good(gate: Path) -> None:
+def test_a_killed_actor_is_not_restarted_and_all_its_calls_fail(gate: Path) -> None:
     fragile = Fragile.options(max_restarts=-1).remote()
     fired: list[Any] = []
     actors.monitor(fragile).add_done_callback(lambda done: fired.append(done.value()))
@@ -357,12 +362,12 @@ def test_kill_is_for_good(gate: Path) -> None:
     until(lambda: fired)
     assert len(fired) == 1
     assert not actors.is_alive(fragile)
-    # Where it shared a worker, its thread is still at the gate.
+    # If it shared a worker, its thread still waits at the gate.
     descriptor = os.open(gate, os.O_RDWR)
     os.close(descriptor)
 
 
-def test_kill_and_restart() -> None:
+def test_kill_with_restart_resets_the_actor_up_to_max_restarts() -> None:
     fragile = Fragile.options(max_restarts=2).remote(5)
     for _ in range(3):
         assert actorrpc.get([fragile.step.remote(), fragile.step.remote()]) == [6, 7]
@@ -372,7 +377,7 @@ def test_kill_and_restart() -> None:
     assert "max_restarts is 2" in str(error)
 
 
-def test_names() -> None:
+def test_a_named_actor_is_found_and_its_name_is_unique() -> None:
     fragile = Fragile.options(name="one").remote(1)
     assert actorrpc.get(actors.get_actor("one").step.remote()) == 2
     with pytest.raises(NameTakenError):
@@ -386,7 +391,7 @@ def test_names() -> None:
         actors.get_actor("one")
 
 
-def test_a_weak_handle_does_not_keep_it() -> None:
+def test_a_handle_from_get_actor_does_not_keep_the_actor_alive() -> None:
     strong = Fragile.options(name="weak").remote()
     weak = actors.get_actor("weak")
     assert actorrpc.get(weak.step.remote()) == 1
@@ -397,7 +402,7 @@ def test_a_weak_handle_does_not_keep_it() -> None:
     assert isinstance(error_of(weak.step.remote()), ActorDiedError)
 
 
-def test_deadlines_and_cancellation_while_it_is_made(gate: Path) -> None:
+def test_calls_can_be_cancelled_and_time_out_during_construction(gate: Path) -> None:
     blocked = Fragile.remote(path=str(gate))
     refs = [blocked.step.remote() for _ in range(4)]
     assert actorrpc.actors.cancel(refs[1])
@@ -412,7 +417,7 @@ def test_deadlines_and_cancellation_while_it_is_made(gate: Path) -> None:
     assert actorrpc.get([refs[0], refs[2], refs[3]]) == [1, 2, 3]
 
 
-def test_max_pending_calls(gate: Path) -> None:
+def test_a_call_beyond_max_pending_calls_is_refused(gate: Path) -> None:
     fragile = Fragile.options(max_pending_calls=2).remote()
     refs = [fragile.block.remote(str(gate)), fragile.step.remote()]
     with pytest.raises(PendingCallsLimitExceeded, match="max_pending_calls=2"):

@@ -1,4 +1,4 @@
-"""Large results of another host, which are lost with the process that made them: here, of one that shares no memory."""
+"""Large results on another host are lost with the process that made them. Workers without shared memory stand for hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.actors.e2e.test_words import Speaker, take
 pytestmark = pytest.mark.limit(60)
 
 
-def test_a_result_that_nobody_has_fetched_ends_with_its_actor() -> None:
+def test_a_result_that_was_not_fetched_is_lost_with_its_actor() -> None:
     with actorrpc.init(lane=False):
         actor = Speaker.remote()
         lost, fetched = actor.big.remote(), actor.big.remote()

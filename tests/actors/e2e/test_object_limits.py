@@ -1,4 +1,4 @@
-"""The memory for large objects that the processes of a cluster may use together, and what they are told when it is full."""
+"""The limit on shared memory for large objects of all processes of a cluster, and the errors when it is full."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def keepers() -> Iterator[list[Any]]:
         made.clear()
 
 
-def test_who_holds_what_is_said(keepers: list[Any]) -> None:
+def test_a_full_object_store_names_the_holders(keepers: list[Any]) -> None:
     pids = actorrpc.get([each.keep.remote(32) for each in keepers])
     with pytest.raises(actorrpc.ObjectStoreFullError) as caught:
-        actorrpc.put(np.ones(100 * _MIB, np.uint8))  # more than there can ever be: it is not waited for
+        actorrpc.put(np.ones(100 * _MIB, np.uint8))  # more than the limit, so put() does not wait
     for pid in pids:
         assert f"(pid {pid})" in str(caught.value)
     assert str(caught.value).count("'Keeper-") == 2
@@ -62,7 +62,7 @@ def test_who_holds_what_is_said(keepers: list[Any]) -> None:
     assert of_call.value.maybe_executed is True
 
 
-def test_who_waits_goes_on_when_another_process_lets_go(keepers: list[Any]) -> None:
+def test_put_waits_until_another_process_releases_memory(keepers: list[Any]) -> None:
     actorrpc.get([each.keep.remote(32) for each in keepers])
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(actorrpc.put(np.full(40 * _MIB, 7, np.uint8))))
@@ -72,24 +72,24 @@ def test_who_waits_goes_on_when_another_process_lets_go(keepers: list[Any]) -> N
     assert actorrpc.get(found[0])[-1] == 7
 
 
-def test_who_is_killed_has_let_go(keepers: list[Any]) -> None:
+def test_the_memory_of_a_killed_process_is_released(keepers: list[Any]) -> None:
     pid, _ = actorrpc.get([each.keep.remote(32) for each in keepers])
     os.kill(int(pid), signal.SIGKILL)
     assert actorrpc.get(actorrpc.put(np.full(40 * _MIB, 7, np.uint8)))[-1] == 7
 
 
-def test_what_finds_no_room_is_a_file(tmp_path: Any) -> None:
+def test_objects_beyond_the_limit_are_written_to_files(tmp_path: Any) -> None:
     with actorrpc.init(num_cpus=2, object_memory=64 * _MIB, spill_dir=str(tmp_path)):
         keeper = Keeper.remote()
         actorrpc.get([keeper.keep.remote(24) for _ in range(4)])
         here = [actorrpc.put(np.full(24 * _MIB, number, np.uint8)) for number in range(3)]
         assert [int(actorrpc.get(each)[-1]) for each in here] == [0, 1, 2]
         assert actorrpc.get(keeper.make.remote(24)).sum() == 24 * _MIB
-        assert os.listdir(tmp_path) == []  # without a name from the start
+        assert os.listdir(tmp_path) == []  # the files never had names
         del keeper, here
 
 
-# -- everything is killed --------------------------------------------------------------------------------------------
+# -- killed processes ------------------------------------------------------------------------------------------------
 
 _PROGRAM = """
 import json, os, sys
@@ -107,7 +107,7 @@ sys.stdin.read()
 
 
 def _objects_of(pid: int) -> set[int]:
-    """Return the numbers of the segments that a process has open."""
+    """Return the inodes of the shared segments that a process has open."""
     found = set()
     for name in os.listdir(f"/proc/{pid}/fd"):
         path = f"/proc/{pid}/fd/{name}"
@@ -123,13 +123,17 @@ def _holders(segments: set[int]) -> list[int]:
         try:
             if segments & _objects_of(pid):
                 found.append(pid)
-        except (FileNotFoundError, PermissionError, ProcessLookupError):  # it has ended, or is another user's
+        except (
+            FileNotFoundError,
+            PermissionError,
+            ProcessLookupError,
+        ):  # it has ended, or belongs to another user
             continue
     return found
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["the driver", "all of them"])
-def test_nothing_is_left_where_processes_are_killed(whole: bool) -> None:
+@pytest.mark.parametrize("kill_all", [False, True], ids=["the driver", "all processes"])
+def test_killed_processes_leave_no_shared_memory(kill_all: bool) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as driver:
@@ -138,10 +142,10 @@ def test_nothing_is_left_where_processes_are_killed(whole: bool) -> None:
         segments = set().union(*map(_objects_of, [driver.pid, *others]))
         assert len(segments) >= 3
         assert len(_holders(segments)) >= 3
-        for pid in [driver.pid, *(others if whole else ())]:
+        for pid in [driver.pid, *(others if kill_all else ())]:
             os.kill(pid, signal.SIGKILL)
         driver.wait()
     until(lambda: not any(map(alive, others)))
     assert _holders(segments) == []
-    # What starts next sweeps the files of the dead; who does so as the group ends may find some of its processes dying still.
+    # Remove the files of the dead processes. Earlier sweeps may have found some of these processes still ending.
     keys.sweep()

@@ -1,4 +1,4 @@
-"""Large objects between processes: each has values of its own, no bytes move, and the memory goes when all have let go."""
+"""Large objects between processes: every get returns a separate value, no bytes are sent, and memory is released."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from actorrpc.errors import LimitError
 from actorrpc.transport.object_store import Segment
 from tests.actors.e2e.kit import alive, open_gate, pass_gate, until
 
-# Processes are killed: each is one actor's.
+# Tests kill processes, so each actor has its own.
 pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(60)]
 
-_COUNT = 1 << 17  # numbers of eight bytes
+_COUNT = 1 << 17  # float64 numbers
 
 
 @actorrpc.remote
@@ -64,7 +64,7 @@ class Keeper:
 
     def open(self, at: int) -> float:
         self.values[at] = actorrpc.get(self.refs[at])
-        return _only(self.values[at])
+        return _common_value(self.values[at])
 
     def put(self, at: int, count: int, number: float) -> None:
         self.refs[at] = actorrpc.put(torch.full((count,), number, dtype=torch.float64))
@@ -73,26 +73,26 @@ class Keeper:
         self.values[at][...] = number
 
     def look(self) -> dict[int, float]:
-        return {at: _only(value) for at, value in self.values.items()}
+        return {at: _common_value(value) for at, value in self.values.items()}
 
     def drop(self, at: int) -> None:
         self.refs.pop(at, None)
         self.values.pop(at, None)
 
     def argument(self, value: Any) -> float:
-        found = _only(value)
+        found = _common_value(value)
         value[...] = -1
         return found
 
     def fork(self, at: int, path: str) -> float:
-        """Have a child look at a value after this process has let go of it."""
+        """Fork a child that reads a value after this process has released it."""
         value = self.values[at]
         ours, theirs = os.pipe()
         child = os.fork()
         if not child:
             try:
                 pass_gate(path)
-                os.write(theirs, str(_only(value)).encode())
+                os.write(theirs, str(_common_value(value)).encode())
             finally:
                 os._exit(0)
         os.close(theirs)
@@ -111,14 +111,14 @@ class Keeper:
             os.waitpid(child, 0)
 
 
-def _only(value: Any) -> float:
-    """Return the number that all numbers are; nan where they are not all the same."""
+def _common_value(value: Any) -> float:
+    """Return the value of all elements; nan if they differ."""
     array = np.asarray(value)
     return float(array[0]) if (array == array[0]).all() else float("nan")
 
 
 def _host_bytes() -> int:
-    """Return what objects take on this host, of all processes of the group."""
+    """Return the shared memory that objects of all processes of the group use on this host."""
     gc.collect()
     worker = current_worker()
     assert worker is not None
@@ -127,19 +127,19 @@ def _host_bytes() -> int:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_held() -> Any:
-    """Each test leaves nothing in the memory of the host."""
+    """Check that no shared memory is used before and after each test."""
     until(lambda: not _host_bytes())
     yield
     until(lambda: not _host_bytes())
 
 
-def _moved() -> int:
-    """Return how many bytes all workers have sent so far, over sockets and through lent memory."""
+def _sent_bytes() -> int:
+    """Return how many bytes all workers have sent so far, over sockets and through shared buffers."""
     state = actorrpc.state(30)
     return sum(each.sent + each.placed for worker in state.workers for each in worker.connections)
 
 
-def test_a_result_outlives_its_actor_and_its_process() -> None:
+def test_a_large_result_outlives_the_process_of_its_actor() -> None:
     maker, keeper = Keeper.remote(), Keeper.remote()
     pid = actorrpc.get(maker.pid.remote())
     first, second = maker.make.remote(_COUNT, 1.0), maker.make.remote(_COUNT, 2.0)
@@ -148,58 +148,58 @@ def test_a_result_outlives_its_actor_and_its_process() -> None:
     del second
     os.kill(pid, signal.SIGKILL)
     until(lambda: not alive(pid))
-    assert _only(actorrpc.get(first)) == 1
+    assert _common_value(actorrpc.get(first)) == 1
     assert actorrpc.get(keeper.open.remote(2)) == 2
     assert actorrpc.get(keeper.argument.remote(first)) == 1
-    assert _only(actorrpc.get(first)) == 1
+    assert _common_value(actorrpc.get(first)) == 1
 
 
-def test_no_bytes_move() -> None:
+def test_large_objects_are_not_copied_between_processes() -> None:
     maker, keeper = Keeper.remote(), Keeper.remote()
     actorrpc.get([maker.pid.remote(), keeper.pid.remote()])
-    before = _moved()
+    before = _sent_bytes()
     result = maker.make.remote(32 * _COUNT, 1.0)  # 32 MiB
     actorrpc.wait([result])
     put = actorrpc.put(np.full(32 * _COUNT, 2.0))
     actorrpc.get([keeper.take.remote(1, [result]), maker.take.remote(2, [put])])
     assert actorrpc.get([keeper.open.remote(1), maker.open.remote(2)]) == [1, 2]
     assert actorrpc.get(keeper.argument.remote(put)) == 2
-    assert _only(actorrpc.get(result)) == 1
-    assert _moved() - before < 4 << 20
+    assert _common_value(actorrpc.get(result)) == 1
+    assert _sent_bytes() - before < 4 << 20
     assert _host_bytes() <= 1.1 * (64 << 20)
 
 
-def test_a_reference_to_a_long_text_is_sent_without_it() -> None:
+def test_a_reference_to_a_long_string_is_sent_without_the_string() -> None:
     keeper = Keeper.remote()
     actorrpc.get(keeper.pid.remote())
-    before = _moved()
+    before = _sent_bytes()
     ref = actorrpc.put("x" * (32 << 20))
     actorrpc.get([keeper.take.remote(1, [ref]), keeper.take.remote(2, [ref])])
-    assert _moved() - before < 4 << 20
-    del ref  # it is the actor's now
+    assert _sent_bytes() - before < 4 << 20
+    del ref  # the actor holds the other reference
 
 
-def test_items_of_a_stream_are_written_once() -> None:
+def test_large_items_of_a_stream_are_written_to_memory_once() -> None:
     keeper = Keeper.remote()
     items = keeper.several.remote(3, 4 * _COUNT)
     refs = list(items)
-    assert [_only(actorrpc.get(each)) for each in refs] == [0, 1, 2]
+    assert [_common_value(actorrpc.get(each)) for each in refs] == [0, 1, 2]
     mine = actorrpc.get(refs[1])
     mine[...] = 7
-    assert [_only(each) for each in actorrpc.get(refs)] == [0, 1, 2]
+    assert [_common_value(each) for each in actorrpc.get(refs)] == [0, 1, 2]
     del mine
     assert _host_bytes() <= 1.1 * 3 * 4 * 8 * _COUNT
-    assert [_only(each) for each in keeper.several.remote(2, _COUNT).values()] == [0, 1]
+    assert [_common_value(each) for each in keeper.several.remote(2, _COUNT).values()] == [0, 1]
 
 
-def test_the_arguments_of_a_call_that_has_failed_do_not_wait_for_the_collector() -> None:
+def test_arguments_of_a_failed_call_are_released_without_the_garbage_collector() -> None:
     worker = current_worker()
     assert worker is not None
     objects = worker.agent.objects
     gc.collect()
     gc.disable()
     try:
-        # Its arguments are kept, as an object, until the actor is made.
+        # The arguments are kept in shared memory until the actor exists.
         with contextlib.suppress(ValueError):
             actorrpc.get(Keeper.remote().fail.remote(np.full(_COUNT, 1.0)))
         until(lambda: not objects.stats().host_bytes)
@@ -207,7 +207,7 @@ def test_the_arguments_of_a_call_that_has_failed_do_not_wait_for_the_collector()
         gc.enable()
 
 
-def test_a_reader_that_is_killed_holds_nothing() -> None:
+def test_the_memory_of_a_killed_reader_is_released() -> None:
     keeper = Keeper.remote()
     pid = actorrpc.get(keeper.pid.remote())
     ref = actorrpc.put(np.full(_COUNT, 1.0))
@@ -219,26 +219,26 @@ def test_a_reader_that_is_killed_holds_nothing() -> None:
     until(lambda: not _host_bytes())
 
 
-def test_a_fork_keeps_what_it_has_mapped(gate: Path) -> None:
+def test_a_forked_child_can_read_a_value_that_its_parent_released(gate: Path) -> None:
     keeper = Keeper.remote()
     ref = actorrpc.put(np.full(2 * _COUNT, 1.0))
     actorrpc.get(keeper.take.remote(1, [ref]))
     assert actorrpc.get(keeper.open.remote(1)) == 1
     del ref
     actorrpc.get(keeper.fork.remote(1, str(gate)))
-    # The child alone has it: what is written now must not be in its place.
+    # Only the child maps the value: new objects must not overwrite it.
     others = [actorrpc.put(np.full(2 * _COUNT, float(number))) for number in range(2, 6)]
     open_gate(gate)
     assert actorrpc.get(keeper.joined.remote()) == 1
-    assert [_only(actorrpc.get(each)) for each in others] == [2, 3, 4, 5]
+    assert [_common_value(actorrpc.get(each)) for each in others] == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 22))])
-def test_random_programs(seed: int) -> None:
-    """Objects are made, handed on, opened, changed and dropped, and processes are killed: all values are what they should be."""
+def test_all_values_are_correct_in_random_programs_with_killed_processes(seed: int) -> None:
+    """Objects are created, passed on, opened, changed and dropped, and processes are killed; each value must be as expected."""
     dice = random.Random(seed)
     keepers: list[Any] = [Keeper.remote() for _ in range(3)]
-    refs: dict[int, tuple[Any, float]] = {}  # of this process, and what they refer to
+    refs: dict[int, tuple[Any, float]] = {}  # references of this process and their values
     there: list[dict[int, float]] = [{} for _ in keepers]  # references of the actors
     values: list[dict[int, float]] = [{} for _ in keepers]
     sizes = [1000, _COUNT // 4, _COUNT // 4 + 1, _COUNT, 9 * _COUNT]
@@ -284,7 +284,7 @@ def test_random_programs(seed: int) -> None:
                 there[which].pop(at, None)
                 values[which].pop(at, None)
         if step % 20 == 0:
-            # What was handed to this process, it holds itself, but for small results that are not here yet.
+            # Wait for pending small results, which would be lost with their process; this process holds all others.
             actorrpc.wait([ref for ref, _ in refs.values()], num_returns=len(refs)) if refs else None
             pid = actorrpc.get(keeper.pid.remote())
             os.kill(pid, signal.SIGKILL)
@@ -292,11 +292,11 @@ def test_random_programs(seed: int) -> None:
             keepers[which], there[which], values[which] = Keeper.remote(), {}, {}
         assert [actorrpc.get(each.look.remote()) for each in keepers] == values
         for ref, wanted in refs.values():
-            assert _only(actorrpc.get(ref)) == wanted
+            assert _common_value(actorrpc.get(ref)) == wanted
 
 
-def _each_by_itself(context: MessageContext, segment: Segment) -> int:
-    """Send a segment's descriptor along once more for each object in it, as if each had one of its own."""
+def _own_segment_for_each(context: MessageContext, segment: Segment) -> int:
+    """Send the segment's descriptor once for each object, as if each object had its own segment."""
     if context.objects is None:
         context.objects = []
     context.objects.append(segment)
@@ -304,10 +304,12 @@ def _each_by_itself(context: MessageContext, segment: Segment) -> int:
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["in few segments", "each in one"])
-def test_many_objects_in_one_message(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More descriptors than a socket takes before they are read."""
+def test_one_message_can_refer_to_more_objects_than_a_socket_passes_descriptors(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket accepts only a limited number of descriptors before the receiver reads some."""
     if apart:
-        monkeypatch.setattr(MessageContext, "place_of", _each_by_itself)
+        monkeypatch.setattr(MessageContext, "place_of", _own_segment_for_each)
     keeper = Keeper.remote()
     refs = [actorrpc.put(np.full(LARGE // 8, number, np.float64)) for number in range(400)]
     assert actorrpc.get(keeper.count.remote(refs)) == sum(range(400))

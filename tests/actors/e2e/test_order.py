@@ -1,4 +1,4 @@
-"""In which order calls run, how many at a time, and what pending arguments change."""
+"""The order of calls, how many run at a time, and the effect of pending arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
 @actorrpc.remote
 class Recorder:
-    """Writes down what it is given, in the order of its calls."""
+    """Records its arguments in the order of its calls."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -43,7 +43,7 @@ def _size(payload: Any) -> int:
     return payload.numel() if isinstance(payload, torch.Tensor) else payload
 
 
-def test_a_call_whose_argument_failed_is_left_out_and_the_order_of_the_others_is_kept(gate: Path) -> None:
+def test_a_failed_argument_does_not_change_the_order_of_the_other_calls(gate: Path) -> None:
     recorder = Recorder.remote()
     refs: list[Any] = []
     for n in range(20):
@@ -62,7 +62,7 @@ def fail() -> None:
     raise KeyError("of the argument")
 
 
-def test_large_tensors_among_small_calls_keep_the_order() -> None:
+def test_large_and_small_arguments_arrive_in_order() -> None:
     recorder = Recorder.remote()
     seed = random.Random(3)
     sizes = [seed.choice([1, 1, 10, 5_000, 60_000, 700_000, 3_000_000]) for _ in range(80)]
@@ -71,7 +71,7 @@ def test_large_tensors_among_small_calls_keep_the_order() -> None:
     assert actorrpc.get(recorder.all.remote()) == list(enumerate(sizes))
 
 
-def test_each_thread_that_calls_keeps_its_order() -> None:
+def test_calls_of_each_thread_run_in_order() -> None:
     recorder = Recorder.remote()
 
     def call(thread: int) -> None:
@@ -98,7 +98,7 @@ class Sender:
         return [n for _, n in actorrpc.get([to.note.remote((name, n)) for n in range(count)])]
 
 
-def test_each_actor_that_calls_keeps_its_order() -> None:
+def test_calls_of_each_actor_run_in_order() -> None:
     recorder = Recorder.remote()
     senders = [Sender.remote() for _ in range(4)]
     done = actorrpc.get([s.send.remote(recorder, f"s{n}", 100) for n, s in enumerate(senders)])
@@ -127,7 +127,7 @@ class AsyncAdder:
     [(Adder,), (Adder, Adder), (AsyncAdder.options(allow_out_of_order_execution=False),)],
     ids=["one", "two in turn", "async in order"],
 )
-def test_each_of_many_calls_takes_the_result_of_the_one_before(kinds: Any, links: int) -> None:
+def test_a_long_chain_of_dependent_calls_ends_with_the_right_result(kinds: Any, links: int) -> None:
     actors = [kind.remote() for kind in kinds]
     last = actorrpc.put(0)
     for number in range(links):
@@ -135,7 +135,7 @@ def test_each_of_many_calls_takes_the_result_of_the_one_before(kinds: Any, links
     assert actorrpc.get(last, timeout=50) == links
 
 
-def test_priorities_overtake_what_waits(gate: Path) -> None:
+def test_calls_with_a_higher_priority_overtake_waiting_calls(gate: Path) -> None:
     recorder = Recorder.remote()
     busy = recorder.block.remote(str(gate))
     until(lambda: row_of(recorder).state == "ALIVE" and row_of(recorder).running_calls == 1)
@@ -147,10 +147,10 @@ def test_priorities_overtake_what_waits(gate: Path) -> None:
     assert seen == sorted(((n % 3, n) for n in range(12)), key=lambda each: (-each[0], each[1]))
 
 
-# -- out of order ------------------------------------------------------------------------------------------------
+# -- execution out of order --------------------------------------------------------------------------------------
 
 
-def test_out_of_order_execution(gate: Path) -> None:
+def test_a_call_with_a_pending_argument_is_overtaken_if_order_is_not_required(gate: Path) -> None:
     recorder = Recorder.options(allow_out_of_order_execution=True).remote()
     slow = recorder.note.remote(later.remote(str(gate), "slow"))
     assert actorrpc.get([recorder.note.remote(n) for n in range(10)]) == list(range(10))
@@ -160,7 +160,7 @@ def test_out_of_order_execution(gate: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["threads", "async"])
-def test_where_several_run_at_a_time_whatever_is_ready_runs(gate: Path, kind: str) -> None:
+def test_threaded_and_async_actors_run_calls_whose_arguments_are_ready_first(gate: Path, kind: str) -> None:
     actor: Any = Recorder.options(max_concurrency=2).remote() if kind == "threads" else AsyncRecorder.remote()
     slow = actor.note.remote(later.remote(str(gate), "slow"))
     assert actorrpc.get([actor.note.remote(n) for n in range(10)]) == list(range(10))
@@ -174,7 +174,7 @@ class AsyncRecorder:
         return number
 
 
-def test_several_at_a_time_are_kept_in_order_where_that_is_wanted(gate: Path) -> None:
+def test_a_threaded_actor_can_be_told_to_keep_the_order(gate: Path) -> None:
     recorder = Recorder.options(max_concurrency=2, allow_out_of_order_execution=False).remote()
     slow = recorder.note.remote(later.remote(str(gate), "slow"))
     fast = recorder.note.remote("fast")
@@ -183,12 +183,12 @@ def test_several_at_a_time_are_kept_in_order_where_that_is_wanted(gate: Path) ->
     assert actorrpc.get([slow, fast]) == ["slow", "fast"]
 
 
-# -- who keeps an order ------------------------------------------------------------------------------------------
+# -- order of each caller ----------------------------------------------------------------------------------------
 
 
 @actorrpc.remote
 class Caller:
-    """Calls another one."""
+    """Calls another actor."""
 
     def inner(self, to: Any) -> Any:
         return actorrpc.get(to.note.remote("inner"))
@@ -196,24 +196,24 @@ class Caller:
     def outer(self, to: Any, through: Any) -> Any:
         return actorrpc.get(to.note.remote(through.inner.remote(to)))
 
-    def leave(self, to: Any, path: str) -> Any:
-        """Make a call whose argument comes later, and do not wait for it."""
+    def start_pending(self, to: Any, path: str) -> Any:
+        """Make a call with a pending argument and do not wait for it."""
         return [to.note.remote(later.remote(path, "first"))]
 
     def follow(self, to: Any) -> Any:
         return actorrpc.get(to.note.remote("second"))
 
 
-def test_actors_that_share_a_worker_do_not_stand_in_each_others_way() -> None:
+def test_actors_of_one_worker_are_separate_callers() -> None:
     recorder, first = Recorder.remote(), Caller.remote()
     second = Caller.options(worker=first).remote()
     assert actorrpc.get(first.outer.remote(recorder, second)) == "inner"
     assert actorrpc.get(second.outer.remote(recorder, first)) == "inner"
 
 
-def test_the_calls_of_one_actor_keep_their_order_from_method_to_method(gate: Path) -> None:
+def test_calls_from_different_methods_of_an_actor_run_in_order(gate: Path) -> None:
     recorder, caller = Recorder.remote(), Caller.remote()
-    (left,) = actorrpc.get(caller.leave.remote(recorder, str(gate)))
+    (left,) = actorrpc.get(caller.start_pending.remote(recorder, str(gate)))
     second = caller.follow.remote(recorder)
     until(lambda: row_of(recorder).pending_calls == 2)
     open_gate(gate)
@@ -222,8 +222,8 @@ def test_the_calls_of_one_actor_keep_their_order_from_method_to_method(gate: Pat
 
 
 @pytest.mark.slow
-def test_a_call_behind_one_that_waits_for_it_is_a_deadlock_and_said_so() -> None:
-    """``inner`` runs while ``outer`` waits: what it calls comes after what ``outer`` has called, which needs its result."""
+def test_a_call_ordered_behind_a_call_that_needs_its_result_raises_deadlock_error() -> None:
+    """``inner`` runs while ``outer`` waits. Its call is ordered behind that of ``outer``, which needs the result of ``inner``."""
     recorder, caller = Recorder.remote(), Caller.remote()
     with pytest.raises(actorrpc.DeadlockError, match=r"note\(\).*inner\(\).*earlier call of the same caller"):
         actorrpc.get(caller.outer.remote(recorder, caller))
@@ -232,7 +232,7 @@ def test_a_call_behind_one_that_waits_for_it_is_a_deadlock_and_said_so() -> None
     assert actorrpc.get(caller.outer.remote(free, caller)) == "inner"
 
 
-# -- calls that are made again -------------------------------------------------------------------------------------
+# -- retried calls -------------------------------------------------------------------------------------------------
 
 
 @actorrpc.remote
@@ -251,7 +251,7 @@ class Moody:
 
 
 @pytest.mark.parametrize("how", [{}, {"max_concurrency": 2}], ids=str)
-def test_a_call_that_is_made_again_goes_before_what_waits_for_it(how: dict[str, Any]) -> None:
+def test_a_retried_call_runs_before_the_calls_that_need_its_result(how: dict[str, Any]) -> None:
     moody = Moody.options(**how).remote()
     for turn in (30, 60):
         work = moody.work.options(retry_exceptions=True, max_task_retries=5).remote()
@@ -277,11 +277,11 @@ class Held:
 
 
 @pytest.mark.slow
-def test_a_call_that_is_to_be_made_again_within_one_that_waits_for_it_is_a_deadlock() -> None:
+def test_a_retry_behind_a_running_call_that_waits_for_it_raises_deadlock_error() -> None:
     held = Held.remote()
     work = held.work.options(retry_exceptions=True, max_task_retries=5).remote()
     waits = held.wait_for.remote([work])
-    actorrpc.get(held.release.remote())  # it comes behind the call that waits
+    actorrpc.get(held.release.remote())  # runs after wait_for() has started
     with pytest.raises(actorrpc.DeadlockError, match="wait_for"):
         actorrpc.get(waits)
 
@@ -310,7 +310,7 @@ class Threaded:
         return self.most
 
 
-def test_threaded_actors_run_as_many_calls_as_they_say() -> None:
+def test_a_threaded_actor_runs_max_concurrency_calls_at_a_time() -> None:
     actor = Threaded.remote()
     idents = actorrpc.get([actor.meet.remote() for _ in range(16)])
     assert len(set(idents)) == 4
@@ -343,7 +343,7 @@ def test_concurrency_groups_do_not_wait_for_each_other() -> None:
     assert actorrpc.get([actor.io.remote() for _ in range(4)]) == ["io"] * 4
     assert actorrpc.get(actor.release.remote()) == "released"
     assert actorrpc.get(computing) == [True] * 3
-    # A call may choose another group than the method's own.
+    # A call can select another group than that of its method.
     assert actorrpc.get(actor.release.options(concurrency_group="io").remote()) == "released"
     with pytest.raises(ValueError, match=r"no concurrency group 'oi'.*'io', 'compute'"):
         actor.release.options(concurrency_group="oi")
@@ -360,7 +360,7 @@ class Async:
         self.threads: set[int] = set()
 
     async def gather(self, count: int) -> int:
-        """Return when ``count`` calls are in here at a time."""
+        """Return when ``count`` calls run at the same time."""
         if self.event is None:
             self.event = asyncio.Event()
         self.threads.add(threading.get_ident())
@@ -378,14 +378,14 @@ class Async:
         return pass_gate(path)
 
 
-def test_thousands_of_awaits_at_a_time() -> None:
+def test_an_async_actor_runs_thousands_of_coroutines_at_a_time() -> None:
     actor = Async.options(max_concurrency=2500).remote()
     refs = [actor.gather.remote(2000) for _ in range(2000)]
     assert actorrpc.get(refs) == [2000] * 2000
     assert actorrpc.get(actor.loops.remote()) == 1
 
 
-# -- calls whose arguments are results that are not there yet ------------------------------------------------
+# -- calls with pending arguments ----------------------------------------------------------------------------
 
 
 @actorrpc.remote
@@ -397,7 +397,7 @@ def later(path: str, value: Any) -> Any:
 
 
 class Notes:
-    """Writes down its arguments in the order of its calls."""
+    """Records its arguments in the order of its calls."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -416,7 +416,7 @@ class Notes:
         return os.getpid()
 
 
-def test_the_failure_of_an_argument_is_the_failure_of_the_call(gates: Callable[[], Path]) -> None:
+def test_a_call_fails_with_the_error_of_its_argument(gates: Callable[[], Path]) -> None:
     notes: Any = actorrpc.remote(Notes).remote()
     fails, never = gates(), gates()
     call = notes.note.remote(
@@ -444,7 +444,7 @@ def test_a_cancelled_call_whose_argument_is_pending_has_not_run(gate: Path) -> N
     assert actorrpc.get(notes.all.remote()) == [("after",)]
 
 
-def test_a_call_whose_argument_comes_too_late_has_not_run(gate: Path) -> None:
+def test_a_call_that_times_out_before_its_argument_is_ready_has_not_run(gate: Path) -> None:
     notes: Any = actorrpc.remote(Notes).remote()
     call = notes.note.options(timeout=0.2).remote(later.remote(str(gate), 1))
     after = notes.note.remote("after")
@@ -456,7 +456,7 @@ def test_a_call_whose_argument_comes_too_late_has_not_run(gate: Path) -> None:
     assert actorrpc.get(notes.all.remote()) == [("after",)]
 
 
-def test_a_killed_actor_has_not_run_the_calls_whose_arguments_were_pending(gate: Path) -> None:
+def test_calls_with_pending_arguments_have_not_run_if_the_actor_is_killed(gate: Path) -> None:
     notes: Any = actorrpc.remote(Notes).remote()
     call = notes.note.remote(later.remote(str(gate), 1))
     actorrpc.get(notes.pid.options(allow_out_of_order=True).remote())
@@ -467,19 +467,19 @@ def test_a_killed_actor_has_not_run_the_calls_whose_arguments_were_pending(gate:
     open_gate(gate)
 
 
-def test_a_restarted_actor_gets_the_calls_whose_arguments_were_pending(gate: Path) -> None:
+def test_calls_with_pending_arguments_run_on_the_restarted_actor(gate: Path) -> None:
     notes: Any = actorrpc.remote(Notes).options(max_restarts=1).remote()
     actorrpc.get(notes.pid.remote())
     call = notes.note.remote(later.remote(str(gate), 7), more=[1])
     actorrpc.kill(notes, no_restart=False)
-    # Answered by the next life only: before that, the message might leave for the one that was killed.
+    # Wait for an answer of the restarted actor: earlier, the call might be sent to the killed incarnation.
     actorrpc.get(notes.pid.options(allow_out_of_order=True, max_task_retries=-1).remote())
     open_gate(gate)
     assert actorrpc.get(call) == 1
     assert actorrpc.get(notes.all.remote()) == [(7, [1])]
 
 
-def test_the_other_arguments_are_taken_as_of_the_call(gate: Path) -> None:
+def test_the_other_arguments_of_a_pending_call_are_copied_at_the_call(gate: Path) -> None:
     notes: Any = actorrpc.remote(Notes).remote()
     others, tensor = [1, 2], torch.ones(3)
     call = notes.note.remote(later.remote(str(gate), 1), others, named=tensor)
@@ -491,7 +491,7 @@ def test_the_other_arguments_are_taken_as_of_the_call(gate: Path) -> None:
     assert (value, numbers, sent.tolist()) == (1, [1, 2], [1, 1, 1])
 
 
-def test_an_argument_that_cannot_be_sent_is_refused_at_once(gate: Path) -> None:
+def test_an_unpicklable_argument_next_to_a_pending_one_raises_at_the_call(gate: Path) -> None:
     notes: Any = actorrpc.remote(Notes).remote()
     pending = later.remote(str(gate), 1)
     with pytest.raises(errors.SerializationError):
@@ -500,7 +500,7 @@ def test_an_argument_that_cannot_be_sent_is_refused_at_once(gate: Path) -> None:
     assert actorrpc.get(notes.note.remote(pending)) == 1
 
 
-def test_a_failure_ends_all_calls_that_depend_on_it() -> None:
+def test_a_failure_fails_a_long_chain_of_dependent_calls() -> None:
     notes: Any = actorrpc.remote(Notes).remote()
     ref = notes.add.remote("no number")
     for _ in range(1000):
@@ -510,7 +510,7 @@ def test_a_failure_ends_all_calls_that_depend_on_it() -> None:
     assert actorrpc.get(notes.add.remote(1)) == 2
 
 
-def test_an_actor_calls_its_own_process_with_pending_arguments() -> None:
+def test_dependent_calls_work_between_actors_of_one_process() -> None:
     class Parent:
         def run(self) -> int:
             child = actorrpc.remote(Notes).options(worker=actorrpc.rpc.get_worker_info().name).remote()

@@ -38,7 +38,7 @@ def names_of(found: Any) -> list[str]:
     return [event.name for event in events if event.name.startswith("actor#")]
 
 
-def test_calls_of_an_actor(gate: Path) -> None:
+def test_a_torch_profile_has_one_event_for_each_call_of_an_actor(gate: Path) -> None:
     adder = Adder.options(name="adder").remote()
     assert actorrpc.get(adder.add.remote(1)) == 1
     with torch.profiler.profile() as found:
@@ -57,7 +57,7 @@ def test_calls_of_an_actor(gate: Path) -> None:
     assert all(name.endswith(" -> Adder('adder'))") for name in names_of(found))
 
 
-def test_a_call_that_outlives_the_profile(gate: Path) -> None:
+def test_a_call_that_outlives_the_torch_profile_is_in_it(gate: Path) -> None:
     adder = Adder.remote()
     with torch.profiler.profile() as found:
         waiting = adder.wait.remote(gate)

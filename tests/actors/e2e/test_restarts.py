@@ -1,4 +1,4 @@
-"""Actors that die and are made again."""
+"""Restarts of actors whose process dies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Phoenix:
         return actorrpc.get(refs[0])
 
 
-def _eventually(call: Any) -> Any:
+def _retry(call: Any) -> Any:
     while True:
         try:
             return actorrpc.get(call())
@@ -69,7 +69,7 @@ def _eventually(call: Any) -> Any:
             pass
 
 
-def test_the_constructors_arguments_again() -> None:
+def test_a_restarted_actor_is_constructed_with_the_same_arguments() -> None:
     actor = Phoenix.options(max_restarts=2).remote(10)
     assert actorrpc.get(actor.add.remote(1)) == 11
     pids = set()
@@ -78,7 +78,7 @@ def test_the_constructors_arguments_again() -> None:
         with pytest.raises(actorrpc.ActorUnavailableError, match="exited with code 3") as caught:
             actorrpc.get(actor.die.remote())
         assert caught.value.maybe_executed
-        assert _eventually(lambda: actor.add.remote(1)) == 11
+        assert _retry(lambda: actor.add.remote(1)) == 11
         assert row_of(actor).restarts == n + 1
         assert actorrpc.get(actor.again.remote()) is True
     pids.add(actorrpc.get(actor.pid.remote()))
@@ -92,7 +92,7 @@ def test_the_constructors_arguments_again() -> None:
 
 @actorrpc.remote(max_restarts=1)
 class Slow:
-    """Waits at a gate when it is made again."""
+    """Waits at a gate when it is restarted."""
 
     def __init__(self, path: str, gate: str) -> None:
         if os.path.exists(path):
@@ -115,10 +115,10 @@ class Asker:
             return error.actor_id, error.maybe_executed
 
 
-def test_calls_that_do_not_wait_for_a_restart(tmp_path: Path, gate: Path) -> None:
+def test_a_call_without_retries_fails_at_once_during_a_restart(tmp_path: Path, gate: Path) -> None:
     actor = Slow.remote(str(tmp_path / "made"), str(gate))
     now = actor.pid.options(max_task_retries=0)
-    before = actorrpc.get(now.remote())  # an actor that is being made for the first time is waited for
+    before = actorrpc.get(now.remote())  # the call waits for the first construction
     with pytest.raises(actorrpc.ActorUnavailableError):
         actorrpc.get(actor.die.remote())
     with pytest.raises(
@@ -138,7 +138,7 @@ def test_calls_that_do_not_wait_for_a_restart(tmp_path: Path, gate: Path) -> Non
     del caught, died
 
 
-def test_retries(tmp_path: Path) -> None:
+def test_max_task_retries_repeats_calls_after_deaths_and_listed_exceptions(tmp_path: Path) -> None:
     actor = Phoenix.options(max_restarts=1, max_task_retries=1).remote(path=str(tmp_path / "died"))
     assert actorrpc.get(actor.die_once.remote()) == "second"
     other = Phoenix.remote(path=str(tmp_path / "failed"))
@@ -154,14 +154,14 @@ def test_a_restarted_actor_keeps_its_name_and_its_handles() -> None:
     watched = actorrpc.monitor(actor)
     with pytest.raises(actorrpc.ActorUnavailableError):
         actorrpc.get(actor.die.remote())
-    assert _eventually(lambda: actorrpc.get_actor("phoenix").add.remote(1)) == 2
+    assert _retry(lambda: actorrpc.get_actor("phoenix").add.remote(1)) == 2
     assert not watched.done()
     with pytest.raises(actorrpc.ActorDiedError):
         actorrpc.get(actor.die.remote())
     assert "code 3" in str(watched.wait(10))
 
 
-def test_a_death_report_says_what_is_known() -> None:
+def test_actor_died_error_reports_method_exit_code_and_signal() -> None:
     actor = Phoenix.remote()
     actorrpc.get(actor.pid.remote())
     with pytest.raises(actorrpc.ActorDiedError) as caught:
@@ -180,7 +180,7 @@ def test_a_death_report_says_what_is_known() -> None:
 
 
 @pytest.mark.slow
-def test_calls_that_may_be_made_again_survive_many_kills_in_a_row() -> None:
+def test_retried_calls_survive_repeated_kills() -> None:
     actor = Phoenix.options(max_restarts=-1, restart_backoff_s=0.0, max_task_retries=-1).remote()
     for _ in range(5):
         pid = actorrpc.get(actor.pid.remote())
@@ -191,7 +191,7 @@ def test_calls_that_may_be_made_again_survive_many_kills_in_a_row() -> None:
 
 
 @pytest.mark.prints("^these are my last words$")
-def test_the_last_words_are_in_the_report() -> None:
+def test_actor_died_error_includes_the_last_lines_of_stderr() -> None:
     actor = LastWords.remote()
     with pytest.raises(actorrpc.ActorDiedError, match="these are my last words"):
         actorrpc.get(actor.die.remote())
@@ -205,7 +205,7 @@ class LastWords:
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
-def test_references_to_a_process_that_has_died_fail_their_calls_alone(max_restarts: int) -> None:
+def test_a_lost_argument_fails_its_call_and_not_the_actor(max_restarts: int) -> None:
     source, target = Phoenix.remote(), Phoenix.options(max_restarts=max_restarts).remote()
     refs, rref = actorrpc.get(source.ask.remote(target)), source.rref
     with pytest.raises(actorrpc.ActorDiedError):
@@ -219,7 +219,7 @@ def test_references_to_a_process_that_has_died_fail_their_calls_alone(max_restar
     assert actorrpc.get(target.add.remote(1)) == 2
 
 
-def test_a_text_that_was_fetched_is_handed_on_after_the_death_of_its_process() -> None:
+def test_a_fetched_string_can_be_passed_on_after_its_process_died() -> None:
     source, target = Phoenix.remote(), Phoenix.remote()
     refs = actorrpc.get(source.text.remote(1_000_000))
     text = actorrpc.get(refs[0])
@@ -228,7 +228,7 @@ def test_a_text_that_was_fetched_is_handed_on_after_the_death_of_its_process() -
     assert actorrpc.get(target.first.remote(refs)) == text
 
 
-def test_a_call_is_made_again_whose_argument_arrives_at_the_death_of_its_process(
+def test_a_call_whose_argument_becomes_ready_as_the_actor_dies_runs_after_the_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = Phoenix.options(max_restarts=1).remote()

@@ -1,4 +1,4 @@
-"""Results of real actors: where they stay, how they are handed over, what streams, and parts of large tensors."""
+"""Results of actors: where they are kept, how they are passed on, streams, and parts of large tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LARGE = 1 << 18
 
 
 class Thing:
-    """An object with much in it."""
+    """An object of a given size."""
 
     def __init__(self, nbytes: int) -> None:
         self.content = bytearray(nbytes)
@@ -61,7 +61,7 @@ def _parts(kind: str, sizes: list[int]) -> list[Any]:
 
 @actorrpc.remote
 class Source:
-    """Makes values and streams, and remembers what became of them."""
+    """Makes values and streams and logs the progress of its generators."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -112,7 +112,7 @@ class Source:
 
 @actorrpc.remote
 class Sink:
-    """Takes what others have made."""
+    """Uses results of other actors."""
 
     def total(self, tensor: Any, other: Any = None) -> float:
         assert isinstance(tensor, torch.Tensor)
@@ -137,11 +137,11 @@ class Sink:
 
 
 @pytest.mark.slow
-def test_large_results_are_handed_over_as_they_were() -> None:
+def test_large_results_keep_the_value_at_their_return() -> None:
     source, sink = Source.remote(), Sink.remote()
     first, second = source.next_state.remote(), source.next_state.remote()
     assert actorrpc.get(sink.total.remote(first, other=second)) == 3 * _LARGE
-    assert repr(first).endswith(", complete)")  # it is here: a descriptor
+    assert repr(first).endswith(", complete)")  # only a descriptor is here
     assert actorrpc.get(sink.total_inside.remote([first, second])) == 3 * _LARGE
     assert float(actorrpc.get(first).sum()) == _LARGE
     (back,) = actorrpc.get(sink.pass_on.remote([first]))
@@ -149,7 +149,7 @@ def test_large_results_are_handed_over_as_they_were() -> None:
     assert float(actorrpc.get(back).sum()) == _LARGE
 
 
-def test_what_the_caller_changes_those_who_got_the_pending_result_do_not_see(
+def test_changes_of_a_result_are_not_seen_by_other_holders_of_its_reference(
     gates: Callable[[], Path],
 ) -> None:
     source, sink, streaming, near = Source.remote(), Sink.remote(), Sink.remote(), Sink.remote()
@@ -159,7 +159,7 @@ def test_what_the_caller_changes_those_who_got_the_pending_result_do_not_see(
     items = streaming.yield_later.remote(str(yielded), [ref])
     (came_home,) = actorrpc.get(near.pass_on.remote([ref]))
     open_gate(made)
-    actorrpc.wait([came_home])  # the value is there for all that have the reference
+    actorrpc.wait([came_home])  # the value is ready for all holders
     actorrpc.get(ref).append(9)
     open_gate(read)
     open_gate(yielded)
@@ -169,7 +169,7 @@ def test_what_the_caller_changes_those_who_got_the_pending_result_do_not_see(
 
 
 @pytest.mark.parametrize("how", ["actor", "task", "stream"])
-def test_parts_of_a_result_may_have_any_size(how: str) -> None:
+def test_results_of_num_returns_can_have_any_size_and_type(how: str) -> None:
     source = Source.remote()
     method: Any = {"actor": source.parts, "task": _parts, "stream": source.items}[how]
     for kind, make in _KINDS.items():
@@ -180,7 +180,7 @@ def test_parts_of_a_result_may_have_any_size(how: str) -> None:
                 assert torch.equal(found, wanted) if kind == "tensor" else found == wanted
 
 
-def test_parts_of_a_result_share_no_object() -> None:
+def test_results_of_num_returns_share_no_object() -> None:
     first, second = Source.remote().twice.options(num_returns=2).remote()
     actorrpc.get(first).append(3)
     assert actorrpc.get(second) == [1, 2]
@@ -189,14 +189,14 @@ def test_parts_of_a_result_share_no_object() -> None:
 # -- streams -----------------------------------------------------------------------------------------------
 
 
-def test_generators_stream() -> None:
+def test_generator_methods_stream_their_items() -> None:
     source = Source.remote()
     assert list(source.count.remote(100).values()) == list(range(100))
     assert actorrpc.get(list(source.count.remote(5))) == [0, 1, 2, 3, 4]
     assert list(source.ticks.remote(40).values()) == list(range(40))
 
 
-def test_dropped_before_they_begin(gate: Path) -> None:
+def test_a_stream_that_is_dropped_before_it_starts_does_not_run(gate: Path) -> None:
     source = Source.remote()
     blocking = source.gated.remote(str(gate))
     stream = source.count.remote(100)
@@ -207,9 +207,9 @@ def test_dropped_before_they_begin(gate: Path) -> None:
     assert actorrpc.get(source.logged.remote())[-1:] in ([], ["finally"])
 
 
-def test_a_stream_is_not_taken_up_again_after_a_restart(place: str) -> None:
+def test_a_stream_ends_with_the_process_of_its_actor(place: str) -> None:
     if place != "embedded":
-        pytest.skip("it would take a worker of the group along")
+        pytest.skip("it would end a worker of the group")
     source = Source.options(max_restarts=1).remote()
     values = source.pids.options(max_buffered_items=2).remote(100).values()
     os.kill(next(values), signal.SIGKILL)
@@ -218,17 +218,17 @@ def test_a_stream_is_not_taken_up_again_after_a_restart(place: str) -> None:
     assert len(list(source.pids.remote(3))) == 3
 
 
-def test_replies_of_several_workers_are_read_as_soon_as_somebody_waits(
+def test_replies_of_several_workers_are_read_by_the_waiting_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The clock listens after a while to what nobody reads: without it, nothing may be missing but the time."""
+    """Every kind of wait reads the replies itself. The clock, which reads unattended connections after a delay, is disabled."""
     sources = [Source.remote() for _ in range(3)]
     actorrpc.get([actorrpc.ready(each) for each in sources])
     here = current_worker()
     assert here is not None
     monkeypatch.setattr(
         here.agent.scheduler, "expected", SimpleNamespace(active=True)
-    )  # and never does anything
+    )  # a clock that never reads
 
     def asked() -> list[actorrpc.ObjectRef[list[Any]]]:
         return [each.logged.remote() for each in sources]
@@ -245,14 +245,14 @@ def test_replies_of_several_workers_are_read_as_soon_as_somebody_waits(
     assert [each.value() for each in collect_all([each.future() for each in asked()]).wait()] == answers
 
 
-# -- parts of a large tensor: the receiver finds no byte that was not sent -----------------------------------
+# -- parts of a large tensor: the receiver gets no byte that was not sent ------------------------------------
 
 SECRET, USED = 0xAA, 0x11
 Parts = dict[str, torch.Tensor]
 
 
 def large() -> tuple[torch.Tensor, Parts]:
-    """Return a large tensor, and some rows and columns of it."""
+    """Return a large tensor and some of its rows and columns."""
     base = torch.full((256, 1 << 14), SECRET, dtype=torch.uint8)
     rows = {f"row {n}": base[n] for n in range(0, 256, 8)}
     columns = {"left": base[:, 100:130], "overlapping": base[:, 120:150], "right": base[:, 5000:5010]}
@@ -262,7 +262,7 @@ def large() -> tuple[torch.Tensor, Parts]:
 
 
 def unsent(parts: Parts) -> list[str]:
-    """Return the names of parts in whose memory more was found than what was sent."""
+    """Return the names of parts whose memory contains bytes that were not sent."""
     found = []
     for name, t in parts.items():
         memory = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
@@ -273,7 +273,7 @@ def unsent(parts: Parts) -> list[str]:
 
 @actorrpc.remote
 class Worker:
-    """Receives parts, and sends parts of its own."""
+    """Receives and sends parts of tensors."""
 
     def look(self, parts: Parts) -> list[str]:
         return unsent(parts)
@@ -324,13 +324,13 @@ def check(parts: Parts) -> None:
         assert bool(parts["overlapping"][:, :10].eq(7).all())
 
 
-def test_the_receiver_of_parts_finds_nothing_else() -> None:
+def test_the_receiver_of_a_view_gets_no_other_bytes_of_its_tensor() -> None:
     worker = Worker.remote()
     for way in (_arguments, _results, _stream, _put):
         way(worker)
 
 
-def test_the_senders_tensor_stays_as_it_is() -> None:
+def test_sending_views_does_not_change_the_tensor() -> None:
     base, _ = large()
     before = base.clone()
     near = {"a": base[0, :3000], "b": base[0, 4000:9000], "c": base[:, 100:130]}

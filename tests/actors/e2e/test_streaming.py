@@ -1,4 +1,4 @@
-"""Generator methods: as iterators, with back-pressure, errors in mid-stream and early ends."""
+"""Streams of generator methods: iteration, backpressure, errors, early ends, retries and deadlocks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Producer:
             yield actorrpc.get(ref) * 10
 
     def back(self, other: Any, me: Any) -> list[int]:
-        """A stream of another actor that calls this one for each item."""
+        """Read a stream of another actor, which calls this actor for each item."""
         return [actorrpc.get(ref) for ref in other.of_refs.remote(me, 40)]
 
     def add(self, a: int, b: int) -> int:
@@ -97,7 +97,7 @@ both = pytest.mark.parametrize("cls", [Producer, AsyncProducer])
 
 
 @both
-def test_for_and_async_for(cls: Any) -> None:
+def test_streams_are_iterated_with_for_and_async_for(cls: Any) -> None:
     actor = cls.remote()
     assert [actorrpc.get(ref) for ref in actor.numbers.remote(200)] == list(range(200))
     assert [actorrpc.get(ref) for ref in actor.numbers.remote(0)] == []
@@ -109,7 +109,7 @@ def test_for_and_async_for(cls: Any) -> None:
 
 
 @both
-def test_errors_come_in_their_place(cls: Any) -> None:
+def test_an_error_of_a_generator_is_raised_after_its_items(cls: Any) -> None:
     actor = cls.remote()
     stream = actor.breaks.remote(50)
     assert [actorrpc.get(next(stream)) for _ in range(50)] == list(range(50))
@@ -118,7 +118,7 @@ def test_errors_come_in_their_place(cls: Any) -> None:
     assert [actorrpc.get(ref) for ref in actor.numbers.remote(3)] == [0, 1, 2]
 
 
-def test_back_pressure() -> None:
+def test_max_buffered_items_limits_how_far_a_generator_runs_ahead() -> None:
     actor, other = AsyncProducer.remote(), Producer.options(max_concurrency=2).remote()
     for each in (actor, other):
         stream = each.numbers.options(max_buffered_items=5).remote(1000)
@@ -130,7 +130,7 @@ def test_back_pressure() -> None:
 
 
 @both
-def test_early_ends(cls: Any) -> None:
+def test_closing_leaving_or_dropping_a_stream_closes_its_generator(cls: Any) -> None:
     actor = cls.remote()
     for n, how in enumerate(["close", "break", "drop"]):
         stream = actor.numbers.options(backpressure=16).remote(1_000_000)
@@ -147,19 +147,19 @@ def test_early_ends(cls: Any) -> None:
     assert actorrpc.get(actor.seen.remote())[0] < 1000
 
 
-def test_streams_of_streams() -> None:
+def test_a_generator_can_forward_a_stream_of_another_actor() -> None:
     a, b = Producer.remote(), AsyncProducer.remote()
     expected = [n * 10 for n in range(50)]
     assert [actorrpc.get(ref) for ref in a.relay.remote(b, 50)] == expected
     assert [actorrpc.get(ref) for ref in b.relay.remote(a, 50)] == expected
 
 
-def test_a_stream_whose_producer_calls_its_reader() -> None:
+def test_a_generator_can_call_the_actor_that_reads_it() -> None:
     a, b = Producer.remote(), Producer.remote()
     assert actorrpc.get(a.back.remote(b, a)) == [n + 1 for n in range(40)]
 
 
-def test_the_producer_dies_in_mid_stream() -> None:
+def test_a_stream_fails_if_its_actor_is_killed() -> None:
     actor = Producer.remote()
     stream = actor.numbers.remote(10_000_000)
     assert actorrpc.get(next(stream)) == 0
@@ -175,7 +175,7 @@ def count(to: int) -> Any:
 
 @actorrpc.remote
 class Failing:
-    """Its streams fail as often as it has been told, after so many items."""
+    """Its streams fail a given number of times, after a given number of items."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -201,7 +201,7 @@ def _values(stream: Any) -> list[Any]:
     return found
 
 
-def test_streams_that_fail_are_made_again() -> None:
+def test_a_stream_that_fails_before_its_first_item_is_retried() -> None:
     actor = Failing.remote(2)
     retried = actor.plain.options(max_task_retries=3, retry_exceptions=True)
     assert _values(retried.remote(0)) == [0, 1, 2, 3, 4, 5]
@@ -214,7 +214,7 @@ def test_streams_that_fail_are_made_again() -> None:
     assert _values(other.remote(0)) == ["call 1"]
 
 
-def test_a_stream_that_has_given_something_is_not_made_again() -> None:
+def test_a_stream_that_fails_after_an_item_is_not_retried() -> None:
     actor = Failing.remote(1)
     retried = actor.plain.options(max_task_retries=3, retry_exceptions=True)
     assert _values(retried.remote(2)) == [0, 1, "call 1"]
@@ -227,7 +227,7 @@ def count_and_leave(to: int) -> Any:
     sys.exit(3)
 
 
-def test_the_process_of_a_tasks_stream_dies() -> None:
+def test_a_tasks_stream_fails_if_its_process_dies() -> None:
     with pytest.raises(
         actorrpc.PeerDiedError, match=r"^task count_and_leave was not finished, and is not run"
     ):
@@ -235,7 +235,7 @@ def test_the_process_of_a_tasks_stream_dies() -> None:
 
 
 @actorrpc.remote(max_retries=1)
-def count_in_the_end(path: str, after: int) -> Any:
+def exit_at_the_first_run(path: str, after: int) -> Any:
     yield from range(after)
     if not os.path.exists(path):
         with open(path, "w"):
@@ -244,7 +244,7 @@ def count_in_the_end(path: str, after: int) -> Any:
 
 
 @actorrpc.remote
-class Leaver:
+class ExitsOnce:
     def once(self, path: str) -> Any:
         if not os.path.exists(path):
             with open(path, "w"):
@@ -252,40 +252,40 @@ class Leaver:
         yield "again"
 
 
-def test_a_tasks_stream_that_has_given_nothing_is_made_again_when_its_process_dies(tmp_path: Path) -> None:
-    assert _values(count_in_the_end.remote(str(tmp_path / "one"), 0)) == [0, 1, 2]
-    stream = count_in_the_end.options(max_retries=0).remote(str(tmp_path / "two"), 0)
+def test_a_stream_is_retried_if_its_process_dies_before_the_first_item(tmp_path: Path) -> None:
+    assert _values(exit_at_the_first_run.remote(str(tmp_path / "one"), 0)) == [0, 1, 2]
+    stream = exit_at_the_first_run.options(max_retries=0).remote(str(tmp_path / "two"), 0)
     with pytest.raises(actorrpc.PeerDiedError, match=r"is not run \(again\)"):
         next(stream.values())
-    stream = Leaver.options(max_restarts=1).remote().once.options(max_task_retries=1)
+    stream = ExitsOnce.options(max_restarts=1).remote().once.options(max_task_retries=1)
     assert list(stream.remote(str(tmp_path / "three")).values()) == ["again"]
 
 
-def test_streams_among_what_is_waited_for(gate: Path) -> None:
+def test_wait_returns_streams_whose_next_item_is_ready(gate: Path) -> None:
     actor = Producer.remote()
-    stuck, stream = actor.blocks.remote(str(gate)), count.remote(2)
+    blocked, stream = actor.blocks.remote(str(gate)), count.remote(2)
     found: list[int] = []
-    assert actorrpc.get(next(stuck)) == 0
-    left: list[Any] = [stuck, stream, actorrpc.put(7)]
+    assert actorrpc.get(next(blocked)) == 0
+    left: list[Any] = [blocked, stream, actorrpc.put(7)]
     assert actorrpc.wait(left, num_returns=2)[0] == left[1:]
     while stream in left:
-        assert actorrpc.wait([stuck, stream])[0] == [stream]
+        assert actorrpc.wait([blocked, stream])[0] == [stream]
         assert stream.next_ready()
         try:
             found.append(actorrpc.get(next(stream)))
         except StopIteration:
             left.remove(stream)
     assert found == [0, 1]
-    assert not stuck.next_ready()
-    assert actorrpc.wait([stuck], timeout=0) == ([], [stuck])
+    assert not blocked.next_ready()
+    assert actorrpc.wait([blocked], timeout=0) == ([], [blocked])
     open_gate(gate)
-    assert actorrpc.wait([stuck])[0] == [stuck]
+    assert actorrpc.wait([blocked])[0] == [blocked]
 
 
-def test_get_takes_a_stream_and_a_call_that_waits_behind_it() -> None:
+def test_get_takes_a_stream_together_with_a_call_queued_behind_it() -> None:
     actor = Producer.remote()
     stream = actor.numbers.options(backpressure=2).remote(40)
-    behind = actor.add.remote(1, 2)  # the generator holds the actor, and would pause for ever
+    behind = actor.add.remote(1, 2)  # waits for the generator, which pauses until its items are taken
     assert actorrpc.get([behind, stream]) == [3, list(range(40))]
     with pytest.raises(ValueError, match="in mid-stream"):
         actorrpc.get(actor.breaks.remote(2))
@@ -293,12 +293,12 @@ def test_get_takes_a_stream_and_a_call_that_waits_behind_it() -> None:
     assert sorted(actorrpc.get(refs)) == [0, 0, 1, 1, 2, 9]
 
 
-def test_a_number_of_results() -> None:
+def test_num_returns_takes_the_first_items_of_a_generator() -> None:
     actor = Producer.remote()
     assert actorrpc.get(actor.numbers.options(num_returns=3).remote(3)) == [0, 1, 2]
     assert actorrpc.get(count.options(num_returns=2).remote(2)) == [0, 1]
     first, second = actor.numbers.options(num_returns=2).remote(1 << 30)
-    assert actorrpc.get(actor.add.remote(first, second)) == 1  # it is closed, and its actor is free
+    assert actorrpc.get(actor.add.remote(first, second)) == 1  # the generator is closed and its actor is free
     given, missing = actor.breaks.options(num_returns=2).remote(1)
     assert actorrpc.get(given) == 0
     with pytest.raises(ValueError, match="in mid-stream"):
@@ -310,25 +310,25 @@ def test_a_number_of_results() -> None:
             actorrpc.get(each)
 
 
-def test_an_item_that_is_here_is_not_waited_for(gates: Callable[[], Path]) -> None:
-    """Whoever waits for an item gets it, even if the next ones are asked for in this very moment."""
+def test_a_ready_item_is_returned_without_waiting_for_the_next(gates: Callable[[], Path]) -> None:
+    """A waiting reader gets its item even if the pool requests the next items at the same moment."""
     waiting = [gates() for _ in range(4)]
     actors = [Producer.remote() for _ in waiting]
     streams = [iter(actor.blocks.remote(str(gate))) for actor, gate in zip(actors, waiting, strict=True)]
-    # The pool takes the first items up, while this thread looks what there is to wait for.
+    # Threads of the pool handle the first items while this thread decides what to wait for.
     assert [actorrpc.get(next(items)) for items in streams] == [0] * 4
     for gate in waiting:
         open_gate(gate)
     assert [list(items) for items in streams] == [[]] * 4
 
 
-# -- circles -------------------------------------------------------------------------------------------------------
+# -- deadlocks -----------------------------------------------------------------------------------------------------
 
 
 @actorrpc.remote
 class Reader:
     def between(self, other: Any) -> list[int]:
-        """A call to the producing actor for each of its items."""
+        """Call the producing actor for each of its items."""
         stream = other.numbers.options(backpressure=2).remote(40)
         return [actorrpc.get(other.add.remote(actorrpc.get(ref), 1)) for ref in stream]
 
@@ -352,7 +352,7 @@ def between(other: Any) -> list[int]:
     return [actorrpc.get(other.add.remote(n, 1)) for n in stream.values()]
 
 
-def test_what_streams_buffer_is_in_nobodys_way() -> None:
+def test_a_reader_can_call_the_producing_actor_while_its_stream_is_buffered() -> None:
     actor = Producer.remote()
     assert [actorrpc.get(actor.add.remote(n, 1)) for n in actor.numbers.remote(300).values()] == list(
         range(1, 301)
@@ -365,7 +365,7 @@ def test_what_streams_buffer_is_in_nobodys_way() -> None:
     assert list(stream.values()) == list(range(300))
 
 
-def test_who_waits_for_an_actor_that_its_stream_holds() -> None:
+def test_waiting_for_a_call_behind_ones_own_paused_stream_raises_deadlock_error() -> None:
     actor = Producer.remote()
     values = actor.numbers.options(backpressure=2).remote(40).values()
     assert next(values) == 0
@@ -393,7 +393,7 @@ def _in_asyncio(actor: Any) -> Any:
     return asyncio.run(main())
 
 
-_CIRCLES = {
+_DEADLOCKS = {
     "zip": _zipped,
     "asyncio": _in_asyncio,
     "actor": lambda actor: actorrpc.get(Reader.remote().between.remote(actor)),
@@ -404,18 +404,18 @@ _CIRCLES = {
 
 @pytest.mark.slow
 @pytest.mark.limit(60)
-@pytest.mark.parametrize("how", _CIRCLES)
-def test_circles(how: str) -> None:
+@pytest.mark.parametrize("how", _DEADLOCKS)
+def test_a_deadlock_through_a_paused_stream_is_found(how: str) -> None:
     actor = Producer.remote()
     with pytest.raises(actorrpc.DeadlockError, match=r"pauses until its reader .*wait for each other"):
-        _CIRCLES[how](actor)
+        _DEADLOCKS[how](actor)
     assert actorrpc.get(actor.add.remote(1, 1)) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.limit(60)
 @pytest.mark.parametrize("cls", [Producer, AsyncProducer])
-def test_circles_through_all_places_of_an_actor(cls: Any) -> None:
+def test_a_deadlock_is_found_if_paused_streams_use_all_of_max_concurrency(cls: Any) -> None:
     actor = cls.options(max_concurrency=2).remote()
     assert _zipped(actor, 2) == [(n, n) for n in range(40)]
     with pytest.raises(actorrpc.DeadlockError, match=r"numbers\(\) can never run"):
@@ -424,7 +424,7 @@ def test_circles_through_all_places_of_an_actor(cls: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.limit(60)
-def test_a_reader_below_its_own_stream() -> None:
+def test_a_deadlock_is_found_if_a_method_reads_a_stream_of_its_own_actor() -> None:
     reader = Reader.remote()
     with pytest.raises(actorrpc.DeadlockError, match="can never go on"):
         actorrpc.get(reader.own.remote(reader))
@@ -433,8 +433,10 @@ def test_a_reader_below_its_own_stream() -> None:
 
 @pytest.mark.slow
 @pytest.mark.limit(60)
-def test_an_end_that_waits_for_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stalls, "PATIENCE_S", 1.0)  # threads of other tests may have read streams
+def test_waiting_for_the_end_of_ones_own_paused_stream_raises_deadlock_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stalls, "PATIENCE_S", 1.0)  # threads of earlier tests may have read streams
     actor = Producer.remote()
     stream = actor.numbers.options(backpressure=2).remote(40)
     with pytest.raises(actorrpc.DeadlockError, match=r"the end of .* can never come"):
@@ -448,14 +450,16 @@ def test_an_end_that_waits_for_who_waits_for_it(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 @pytest.mark.limit(60)
 @pytest.mark.parametrize("took", [False, True], ids=["handed on", "reads"])
-def test_what_another_thread_reads_is_no_circle(monkeypatch: pytest.MonkeyPatch, took: bool) -> None:
-    """The search asks again and again, and leaves a reader alone that is only slow."""
+def test_a_stream_that_another_thread_reads_slowly_is_not_a_deadlock(
+    monkeypatch: pytest.MonkeyPatch, took: bool
+) -> None:
+    """The deadlock search runs repeatedly and does not report a slow reader."""
     asked, begun, enough = [0], threading.Event(), threading.Event()
     found: list[int] = []
 
     class Consumers(weakref.WeakValueDictionary[Any, Any]):
         def get(self, key: Any, default: Any = None) -> Any:
-            """As the search does to go on with what a stream's reader waits for."""
+            """Count the lookups by which the search finds the reader of a stream."""
             asked[0] += 1
             if asked[0] == 4:
                 enough.set()
@@ -482,7 +486,9 @@ def test_what_another_thread_reads_is_no_circle(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.slow
 @pytest.mark.limit(60)
-def test_what_nobody_comes_to_read_is_a_circle_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paused_stream_without_a_reader_is_reported_as_a_deadlock_after_a_delay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(stalls, "PATIENCE_S", 2.0)
     over = threading.Event()
     idle = threading.Thread(target=over.wait)
@@ -498,7 +504,7 @@ def test_what_nobody_comes_to_read_is_a_circle_after_a_while(monkeypatch: pytest
         idle.join()
 
 
-def _last_first(streams: list[Any]) -> None:
+def _read_last_stream_first(streams: list[Any]) -> None:
     values = [each.values() for each in reversed(streams)]
     assert [next(each) for each in values] == [0] * len(streams)
     assert [list(each) for each in values] == [[1, 2]] * len(streams)
@@ -507,6 +513,6 @@ def _last_first(streams: list[Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.limit(300)
 @pytest.mark.parametrize("options", [{}, {"backpressure": 1}], ids=["bytes", "items"])
-def test_thousands_of_streams_of_an_async_actor(options: dict[str, Any]) -> None:
+def test_an_async_actor_can_have_thousands_of_open_streams(options: dict[str, Any]) -> None:
     actor = AsyncProducer.remote()
-    _last_first([actor.numbers.options(**options).remote(3) for _ in range(5000)])
+    _read_last_stream_first([actor.numbers.options(**options).remote(3) for _ in range(5000)])

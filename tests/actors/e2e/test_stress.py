@@ -1,4 +1,4 @@
-"""Random graphs of actors that call each other, with cancels and kills: every ObjectRef ends within its bound."""
+"""Random graphs of calls between actors, with cancellations and kills: every ObjectRef completes in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.actors.e2e.kit import Gate, until
 pytestmark = [
     pytest.mark.usefixtures("place"),
     pytest.mark.limit(60),
-    # Methods look at their calls one after the other, and not at those behind one that fails.
+    # A method gets its results in order and leaves the later ones unread if one fails.
     pytest.mark.prints(
         r"^the call of \w+\.run( on '[\w-]+')? failed and its error was never retrieved: Actor(Died|Unavailable)Error",
         r"^the call of Crossing\.ping on '[\w-]+' failed and its error was never retrieved: DeadlockError",
@@ -28,7 +28,7 @@ class _Node:
         self.calls = 0
 
     def plan(self, plan: list[Any]) -> list[Any]:
-        """Start the calls of a plan: (actor, its own plan, whether to wait at once)."""
+        """Start the calls of a plan, which lists (actor, its own plan, whether to wait at once)."""
         self.calls += 1
         refs = []
         for actor, inner, at_once in plan:
@@ -69,7 +69,7 @@ class Mortal(_Node):
 
 
 def _plan(seed: random.Random, actors: list[Any], below: int, depth: int) -> tuple[list[Any], int]:
-    """A plan whose calls go to actors of higher numbers, or back to one of the chain: so nothing can deadlock."""
+    """Return a plan whose calls go only to actors of higher numbers or back into the chain, so that nothing can deadlock."""
     if not depth:
         return [], 0
     plan, size = [], 0
@@ -83,7 +83,7 @@ def _plan(seed: random.Random, actors: list[Any], below: int, depth: int) -> tup
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_random_graphs(number: int) -> None:
+def test_random_call_graphs_end_with_the_right_results(number: int) -> None:
     seed = random.Random(number)
     actors = [seed.choice([Serial, Threaded, Async]).remote() for _ in range(6)]
     expected, refs = [], []
@@ -97,7 +97,7 @@ def test_random_graphs(number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [11, 12])
-def test_random_graphs_with_cancels(number: int) -> None:
+def test_random_call_graphs_end_while_calls_are_cancelled(number: int) -> None:
     seed = random.Random(number)
     actors = [seed.choice([Serial, Threaded, Async]).remote() for _ in range(6)]
     refs, expected, cancelled = [], [], set()
@@ -121,7 +121,7 @@ def test_random_graphs_with_cancels(number: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [21, 22])
-def test_random_graphs_with_kills(number: int) -> None:
+def test_random_call_graphs_end_while_actors_are_killed(number: int) -> None:
     seed = random.Random(number)
     actors = [seed.choice([Serial, Threaded, Async, Mortal]).remote() for _ in range(6)]
     refs, expected = [], []
@@ -139,7 +139,7 @@ def test_random_graphs_with_kills(number: int) -> None:
         try:
             assert actorrpc.get(ref, timeout=_BOUND) == value
         except (actorrpc.ActorError, actorrpc.PeerDiedError):
-            pass  # how many do depends on the moment
+            pass  # the number of failed calls depends on timing
 
 
 @actorrpc.remote
@@ -156,17 +156,17 @@ class Crossing:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
-def test_two_chains_that_want_each_others_actors(count: int) -> None:
-    """As two threads with two locks: one of them is told."""
+def test_at_least_one_of_two_chains_that_need_each_others_actors_gets_deadlock_error(count: int) -> None:
+    """Like two threads that take two locks in opposite order."""
     a, b, gate = Crossing.remote(), Crossing.remote(), Gate.remote()
     refs = [a.cross.remote(b, gate, count), b.cross.remote(a, gate, count)]
     until(lambda: actorrpc.get(gate.count.remote()) == 2)
     actorrpc.get(gate.open.remote())
-    told = 0
+    deadlocks = 0
     for ref in refs:
         try:
             assert actorrpc.get(ref, timeout=_BOUND) == "pong"
         except actorrpc.DeadlockError:
-            told += 1
-    assert told
+            deadlocks += 1
+    assert deadlocks
     assert actorrpc.get([a.ping.remote(), b.ping.remote()]) == ["pong"] * 2

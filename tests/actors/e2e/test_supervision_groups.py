@@ -1,4 +1,4 @@
-"""Supervision groups of real actors: on the embedded cluster and in a group; and what a thousand deaths leave behind."""
+"""Supervision groups of actors, on the embedded cluster and in a group, and leaks after a thousand deaths."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.actors.e2e.kit import pass_gate, row_of, until
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 CYCLES = 1000 if NIGHTLY else 20
-REPORT = os.environ.get("ACTORRPC_FIGURES")  # a file to which figures are added
+REPORT = os.environ.get("ACTORRPC_FIGURES")  # a file to which measurements are appended
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
     pytest.mark.limit(1800 if NIGHTLY else 30),
-    # A child that is ended is interrupted anywhere, also between open() and its `with`.
+    # A child that is ended may be interrupted anywhere, also between open() and its ``with``.
     pytest.mark.prints(
         r"ResourceWarning: unclosed file <_io\.FileIO name='[^']*/log'",
         r"^ResourceWarning: Enable tracemalloc",
@@ -38,7 +38,7 @@ pytestmark = [
 
 @actorrpc.remote(max_restarts=-1)
 class Child:
-    """Writes down when it begins and ends, into a file: one line each."""
+    """Appends a line to a file when it starts and when it ends."""
 
     def __init__(self, name: str, path: str, *, peer: Any = None) -> None:
         self.name, self.path, self.peer = name, path, peer
@@ -47,10 +47,10 @@ class Child:
         if os.path.exists(f"{path}.gate.{name}"):
             pass_gate(f"{path}.gate.{name}")
         if os.path.exists(f"{path}.refuse.{name}"):
-            raise ValueError("it does not want to")
+            raise ValueError("refused by the test")
 
     def note(self, what: str) -> None:
-        # One write for a line; a method may be interrupted anywhere, and the file closes itself.
+        # One write call for each line: a method may be interrupted anywhere, and the file object closes itself.
         with open(self.path, "ab", buffering=0) as file:
             file.write(f"{what}{self.name}\n".encode())
 
@@ -77,7 +77,7 @@ class Child:
 
 @actorrpc.remote(max_restarts=-1)
 class Saving(Child):
-    """Carries its count over restarts; a count of 13 cannot be restored."""
+    """Keeps its count over restarts; a count of 13 cannot be restored."""
 
     def checkpoint(self) -> int:
         return self.seen
@@ -88,8 +88,8 @@ class Saving(Child):
         self.seen = seen
 
 
-def _again(call: Callable[[], Any]) -> Any:
-    """Call until it is not cut short by a death any more."""
+def _retry(call: Callable[[], Any]) -> Any:
+    """Repeat a call until it is not interrupted by a death."""
     while True:
         try:
             return actorrpc.get(call())
@@ -101,7 +101,7 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().split("\n")[:-1]
 
 
-def _family(path: Path, names: str, cls: Any = Child) -> list[Any]:
+def _make_children(path: Path, names: str, cls: Any = Child) -> list[Any]:
     children = [cls.remote(name, str(path)) for name in names]
     actorrpc.get([actorrpc.ready(child) for child in children])
     path.write_text("")
@@ -109,7 +109,7 @@ def _family(path: Path, names: str, cls: Any = Child) -> list[Any]:
 
 
 def _die(child: Any) -> None:
-    """As it happens: its process is killed where it has one to itself, the actor alone where it has not."""
+    """Kill the process of a child, or only the child if it shares a worker."""
     row = row_of(child)
     if row.worker.startswith("worker"):
         actorrpc.kill(child, no_restart=False)
@@ -131,13 +131,15 @@ def _error(ref: Any) -> BaseException:
         pytest.param("rest_for_one", ["-c"], ["+b", "+c"], marks=pytest.mark.slow),
     ],
 )
-def test_strategies(tmp_path: Path, strategy: Any, others: list[str], born: list[str]) -> None:
+def test_a_strategy_restarts_its_children_in_order_and_end_stops_them_in_reverse(
+    tmp_path: Path, strategy: Any, others: list[str], born: list[str]
+) -> None:
     path = tmp_path / "log"
-    children = _family(path, "abc")
+    children = _make_children(path, "abc")
     group = actorrpc.supervise(children, strategy=strategy)
     _die(children[1])
     until(lambda: group.restarts == len(born) and group.state == "up")
-    # The one that was killed says nothing, or late, where it shares a process.
+    # In a shared process the killed child may still write its line.
     assert [line for line in _lines(path) if line != "-b"] == [*others, *born]
     assert actorrpc.get([child.add.remote() for child in children]) == [1, 1, 1]
     path.write_text("")
@@ -149,7 +151,7 @@ def test_strategies(tmp_path: Path, strategy: Any, others: list[str], born: list
 
 
 @pytest.mark.slow
-def test_handles_of_each_other_stay_valid(tmp_path: Path) -> None:
+def test_handles_between_children_stay_valid_over_restarts(tmp_path: Path) -> None:
     path = tmp_path / "log"
     store = Saving.remote("s", str(path))
     front = Child.remote("f", str(path), peer=store)
@@ -159,22 +161,22 @@ def test_handles_of_each_other_stay_valid(tmp_path: Path) -> None:
             before = row_of(front).restarts
             _die(store)
             until(lambda before=before: row_of(front).restarts > before and row_of(front).state == "ALIVE")
-            assert _again(front.ask.remote) == number
+            assert _retry(front.ask.remote) == number
     assert not actorrpc.is_alive(store)
     assert not actorrpc.is_alive(front)
 
 
 @pytest.mark.prints("supervision group 'brittle': it has given up after 1 restart within 60 s")
-def test_a_group_gives_up(tmp_path: Path) -> None:
+def test_a_group_gives_up_after_max_restarts_and_reports_it_once(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    children = _family(path, "ab")
-    told: list[SupervisionError] = []
+    children = _make_children(path, "ab")
+    failures: list[SupervisionError] = []
     fired: list[ActorDiedError] = []
-    group = actorrpc.supervise(children, max_restarts=1, name="brittle", on_failure=told.append)
+    group = actorrpc.supervise(children, max_restarts=1, name="brittle", on_failure=failures.append)
     for child in children:
         actorrpc.monitor(child, fired.append)
     _die(children[0])
-    assert _again(children[0].add.remote) == 1
+    assert _retry(children[0].add.remote) == 1
     until(lambda: group.state == "up")
     _die(children[0])
     error = group.monitor().wait(20)
@@ -183,14 +185,14 @@ def test_a_group_gives_up(tmp_path: Path) -> None:
     assert str(error).count("\n    ") >= 2
     for child in children:
         assert "supervision group 'brittle'" in str(_error(child.add.remote()))
-    until(lambda: told and len(fired) == 2)
-    assert told == [error]
+    until(lambda: failures and len(fired) == 2)
+    assert failures == [error]
     assert "-b" in _lines(path)
 
 
 @actorrpc.remote(max_restarts=-1)
 class Manager:
-    """Makes children and supervises them where it lives."""
+    """Creates children and supervises them in its own process."""
 
     def __init__(self, path: str) -> None:
         self.children = [Child.remote(name, path) for name in "xy"]
@@ -204,8 +206,8 @@ class Manager:
 
 
 @pytest.mark.slow
-def test_a_group_in_an_actor(tmp_path: Path) -> None:
-    """A group lives where it was made: its children end with that process, and the next manager makes others."""
+def test_a_supervised_actor_can_supervise_children_of_its_own(tmp_path: Path) -> None:
+    """A group belongs to its process: its children end with it, and the next manager creates new ones."""
     path = tmp_path / "log"
     manager = Manager.remote(str(path))
     top = actorrpc.supervise([manager])
@@ -215,7 +217,7 @@ def test_a_group_in_an_actor(tmp_path: Path) -> None:
     until(lambda: actorrpc.get(manager.state.remote()) == ("up", 2))
     assert actorrpc.get([_.add.remote() for _ in (x, y)]) == [1, 1]
     _die(manager)
-    others = _again(manager.family.remote)
+    others = _retry(manager.family.remote)
     assert actorrpc.get([_.add.remote() for _ in others]) == [1, 1]
     assert top.restarts == 1
     if not row_of(manager).worker.startswith("worker"):
@@ -224,16 +226,15 @@ def test_a_group_in_an_actor(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.prints(r"supervision group #\d+: it has given up.* its restore\(\) raised KeyError: 'thirteen'")
-def test_restore_that_raises(tmp_path: Path) -> None:
-    """Of an actor by itself it is the end, as with a constructor; in a group it is one more death."""
+def test_a_restore_that_raises_is_a_death_in_a_group_and_otherwise_final(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    alone, child = _family(path, "xy", Saving)
+    alone, child = _make_children(path, "xy", Saving)
     group = actorrpc.supervise([child], max_restarts=2, backoff=0.01)
     for actor in (alone, child):
         assert actorrpc.get([actor.add.remote() for _ in range(13)])[-1] == 13
         _die(actor)
         with pytest.raises(ActorDiedError, match=r"its restore\(\) raised KeyError: 'thirteen'") as caught:
-            _again(actor.add.remote)
+            _retry(actor.add.remote)
         if actor is alone:
             assert type(caught.value.cause) is KeyError
     text = str(group.monitor().wait(10))
@@ -242,10 +243,10 @@ def test_restore_that_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_reaches_the_wrong_incarnation(tmp_path: Path) -> None:
-    """Numbers are written down by whoever gets them: none twice, none that its caller knows not to have run."""
+def test_calls_run_at_most_once_over_many_restarts(tmp_path: Path) -> None:
+    """No number is written twice, and none whose call was reported as not executed."""
     path = tmp_path / "log"
-    children = _family(path, "ab")
+    children = _make_children(path, "ab")
     group = actorrpc.supervise(children, strategy="one_for_all", max_restarts=1000, backoff=0.0)
     outcome: dict[int, bool | None] = {}
     ended = threading.Event()
@@ -287,14 +288,13 @@ def test_nothing_reaches_the_wrong_incarnation(tmp_path: Path) -> None:
 
 
 def _counts() -> dict[str, int]:
-    """What may not grow: processes, threads and descriptors, shared memory, references, and what supervisors know."""
+    """Return the counts that must not grow: processes, threads, descriptors, files, actors, peers and references."""
     gc.collect()
     here = runtime()
     now = leaks.LeakSnapshot.take()
     found = {
         "processes": len(now.processes),
-        "threads": len(now.threads)
-        - len(here.agent.pool.threads),  # the pool keeps some that had work at a time
+        "threads": len(now.threads) - len(here.agent.pool.threads),  # the pool keeps some idle threads
         "descriptors": sum(now.descriptors.values()),
         "files": len(now.files),
         "actors": sum(row.state != "DEAD" for row in actorrpc.list_actors()),
@@ -305,10 +305,10 @@ def _counts() -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_kill_cycles(place: str, tmp_path: Path) -> None:
-    """Deaths one after the other leave nothing behind; each time, the first call is answered soon."""
+def test_repeated_deaths_leave_nothing_behind(place: str, tmp_path: Path) -> None:
+    """After each death, measure the time until the first call is answered."""
     path = tmp_path / "log"
-    (actor,) = _family(path, "k", Saving)
+    (actor,) = _make_children(path, "k", Saving)
     group = actorrpc.supervise([actor], max_restarts=10_000, period=1e6, backoff=0.0)
     before: dict[str, int] = {}
     took: list[float] = []
@@ -319,7 +319,7 @@ def test_kill_cycles(place: str, tmp_path: Path) -> None:
         began = time.perf_counter()
         _die(actor)
         until(lambda restarts=restarts: group.restarts > restarts)
-        assert _again(actor.pid.remote) > 0
+        assert _retry(actor.pid.remote) > 0
         took.append(time.perf_counter() - began)
     grown: dict[str, int] = {}
 

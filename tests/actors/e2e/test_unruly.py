@@ -1,4 +1,4 @@
-"""Whatever users' objects do: no thread of ours ends of it, and nobody waits for ever."""
+"""Misbehaving user objects: no thread of the package ends because of them, and no caller waits without end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(60)]
 
 @actorrpc.remote
 class Unruly:
-    """Raises what it is told to, in each way that a method can."""
+    """Raises an exception of a given kind, in each way that a method can."""
 
     def __init__(self, kind: str = "") -> None:
         self.kind = kind
@@ -51,7 +51,7 @@ class AsyncUnruly:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [Unruly, AsyncUnruly])
-def test_exceptions_that_refuse_attributes_are_the_callers(cls: Any) -> None:
+def test_exceptions_that_refuse_attributes_reach_the_caller(cls: Any) -> None:
     actor = cls.remote()
     for kind in unruly.KINDS:
         with pytest.raises(RemoteError):
@@ -65,7 +65,7 @@ def test_exceptions_that_refuse_attributes_are_the_callers(cls: Any) -> None:
 
 
 @pytest.mark.slow
-def test_constructors_that_raise_such() -> None:
+def test_a_constructor_whose_exception_refuses_attributes_leaves_a_dead_actor() -> None:
     actors = [(kind, Unruly.remote(kind)) for kind in unruly.KINDS]
     for kind, actor in actors:
         with pytest.raises(ActorDiedError, match="constructor raised"):
@@ -78,7 +78,7 @@ def test_constructors_that_raise_such() -> None:
 
 @actorrpc.remote
 class Looping:
-    """Ends, or stops, the loop that its methods run on."""
+    """Stops the event loop on which its methods run."""
 
     async def stop(self) -> str:
         asyncio.get_running_loop().stop()
@@ -90,7 +90,7 @@ class Looping:
 
 
 @pytest.mark.prints("stopped the event loop, which all of its methods need: the loop is started again")
-def test_a_loop_that_is_stopped_goes_on() -> None:
+def test_an_event_loop_that_a_method_stops_is_started_again() -> None:
     actor = Looping.remote()
     assert actorrpc.get(actor.stop.remote()) == "went on"
     assert actorrpc.get(actor.ping.remote()) == "pong"
@@ -98,7 +98,7 @@ def test_a_loop_that_is_stopped_goes_on() -> None:
 
 @actorrpc.remote
 class Breaking:
-    """Breaks what runs its calls, as a fault of this package would."""
+    """Damages the state of its executor, as a bug of the package would."""
 
     def damage(self, what: str) -> str:
         from actorrpc.agent.calls import CURRENT
@@ -119,7 +119,7 @@ class Breaking:
 
 
 @pytest.mark.prints("is ended: a thread of it ended unexpectedly\nTraceback")
-def test_the_end_of_a_station_is_the_actors() -> None:
+def test_an_actor_ends_if_one_of_its_threads_ends_unexpectedly() -> None:
     actor = Breaking.remote()
     assert actorrpc.get(actor.damage.remote("runner")) == "damaged"
     with pytest.raises(ActorDiedError, match="a thread of it ended unexpectedly"):
@@ -131,7 +131,7 @@ def test_the_end_of_a_station_is_the_actors() -> None:
 
 @actorrpc.remote(concurrency_groups={"io": 2})
 class Crowded:
-    """Lives where the system has no thread left."""
+    """Simulates a system that cannot start more threads."""
 
     @actorrpc.method(thread=True)
     def fill(self, spare: int) -> None:
@@ -163,7 +163,7 @@ class Crowded:
 
 
 @pytest.mark.slow
-def test_calls_that_need_a_thread_are_refused_where_there_is_none() -> None:
+def test_calls_that_need_a_new_thread_raise_limit_error_if_none_can_be_started() -> None:
     actor = Crowded.remote()
     actorrpc.get(actor.fill.remote(0))
     for _ in range(2):
@@ -180,7 +180,7 @@ def test_calls_that_need_a_thread_are_refused_where_there_is_none() -> None:
     assert actorrpc.get(actor.coroutine.remote()) == "coroutine"
 
 
-def test_calls_of_a_group_that_has_one_thread_of_two_wait_for_it() -> None:
+def test_a_group_that_gets_fewer_threads_than_its_limit_still_runs_its_calls() -> None:
     actor = Crowded.remote()
     actorrpc.get(actor.fill.remote(1))
     assert actorrpc.get(actor.other.remote()) == "other"

@@ -1,4 +1,4 @@
-"""What errors say to one who has never seen the source: which argument of what, whose result, which task."""
+"""Messages of serialization and task errors name the argument, the method, the result or the task."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def wait_for(gate: Any) -> None:
     actorrpc.get(gate.wait.remote())
 
 
-def test_arguments_that_cannot_be_sent() -> None:
+def test_the_error_of_an_unpicklable_argument_names_argument_method_and_path() -> None:
     actor = Speaker.remote()
     actorrpc.get(actor.take.remote(1))
-    for call, said in (
+    for call, expected in (
         (lambda: actor.take.remote(_lock), "argument 'first' of Speaker.take(): cannot pickle"),
         (lambda: actor.take.remote(1, 2, [_lock]), "argument number 3 of Speaker.take() -> index 0: cannot"),
         (
@@ -76,19 +76,19 @@ def test_arguments_that_cannot_be_sent() -> None:
     ):
         with pytest.raises(SerializationError) as caught:
             call()
-        assert str(caught.value).startswith(said), str(caught.value)
+        assert str(caught.value).startswith(expected), str(caught.value)
 
 
-def test_results_that_cannot_be_sent() -> None:
+def test_the_error_of_an_unpicklable_result_names_method_and_path() -> None:
     actor = Speaker.remote()
-    for call, said in (
+    for call, expected in (
         (actor.give, "the result of Speaker.give cannot be sent: key 'a' -> index 0 -> attribute 'lock': "),
         (actor.give_later, "the result of Speaker.give_later cannot be sent: attribute 'lock': "),
         (give, "the result of task give cannot be sent: attribute 'lock': "),
     ):
         with pytest.raises(SerializationError) as caught:
             actorrpc.get(call.remote())
-        assert str(caught.value).startswith(said), str(caught.value)
+        assert str(caught.value).startswith(expected), str(caught.value)
     with pytest.raises(SerializationError, match="item 1 of the stream cannot be sent: attribute 'lock'"):
         list(actor.stream.remote().values())
 
@@ -98,7 +98,7 @@ def occupy(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def test_tasks_are_called_by_their_names() -> None:
+def test_errors_of_tasks_name_the_task() -> None:
     gate = Gate.remote()
     with pytest.raises(actorrpc.RpcTimeoutError, match=r"the call of task occupy .*timed out"):
         actorrpc.get(occupy.options(timeout=0.1).remote(1.0))

@@ -1,4 +1,4 @@
-"""Groups of actors: on one worker, where tests can hold members up with events; the fan-out on real processes."""
+"""Actor groups: on one worker, where tests hold members up with events, and large arguments between processes."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from tests.actors.e2e.kit import until
 from tests.layers import rest_is_slow
 from tests.ranks import rpc_group
 
-# Actors of the tests with one worker live in this process: what is here is common to them and the tests.
+# With one worker the actors live in this process and share these objects with the tests.
 
 
 class _Gates(dict[Any, threading.Event]):
-    """Made where they are first looked for, which may be on two threads at once: both get the one that was there first."""
+    """Events that are created at their first use. Two threads that use a key at the same time get the same event."""
 
     def __missing__(self, key: Any) -> threading.Event:
         return self.setdefault(key, threading.Event())
@@ -60,14 +60,14 @@ def _clean() -> Iterator[None]:
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path):
         yield
 
 
 @ActorClass
 class Worker:
-    """Knows its place, counts, fails, and waits for the test."""
+    """Returns its rank, counts, fails, and waits for the test."""
 
     def __init__(self, base: int = 0, *, extra: int = 0) -> None:
         self.rank = current_rank().rank
@@ -93,7 +93,7 @@ class Worker:
         return self.rank
 
     def hold(self, *ranks: int) -> int:
-        """Wait for the test if this is one of the ranks."""
+        """Wait for the test if this member has one of the ranks."""
         if self.rank in ranks:
             _gates["holding", self.rank].set()
             assert _gates[self.rank].wait(30)
@@ -113,7 +113,7 @@ class Worker:
 
 
 @pytest.fixture
-def workers(here: None) -> Iterator[ActorGroup[Any]]:
+def workers(one_worker: None) -> Iterator[ActorGroup[Any]]:
     made: ActorGroup[Any] = spawn({"hosts": 2, "gpus": 3}, Worker, 100)
     get(made.ready())
     yield made
@@ -122,7 +122,7 @@ def workers(here: None) -> Iterator[ActorGroup[Any]]:
 
 
 def _until_dead(handle: Any) -> None:
-    """Return when calls to an actor that was killed fail: one that is on its way may still be executed."""
+    """Return when calls to a killed actor fail: calls that were already sent may still run."""
     try:
         while True:
             get(handle.where.remote())
@@ -130,31 +130,31 @@ def _until_dead(handle: Any) -> None:
         pass
 
 
-# -- making groups ------------------------------------------------------------------------------------------
+# -- creating groups ----------------------------------------------------------------------------------------
 
 
-def test_members_know_their_places(workers: ActorGroup[Any]) -> None:
+def test_current_rank_gives_members_their_rank_and_coordinates(workers: ActorGroup[Any]) -> None:
     places = get(workers.where.call())
     assert [place.rank for place in places] == list(range(6))
     assert [dict(place) for place in places] == [
         {"hosts": host, "gpus": gpu} for host in range(2) for gpu in range(3)
     ]
     assert all(place.size == 6 and place.extents == {"hosts": 2, "gpus": 3} for place in places)
-    assert list(get(workers.add.call(0))) == [100 + rank for rank in range(6)]  # the constructor knew it
+    assert list(get(workers.add.call(0))) == [100 + rank for rank in range(6)]  # known in the constructor
 
 
 class Plain:
-    """Not decorated."""
+    """A class without @remote."""
 
     def where(self) -> int:
         return current_rank().rank
 
 
-def test_a_group_of_a_class_that_is_not_decorated(here: None) -> None:
+def test_spawn_accepts_an_undecorated_class(one_worker: None) -> None:
     assert list(get(spawn(2, Plain).where.call())) == [0, 1]
 
 
-def test_arguments_and_options_by_rank(here: None) -> None:
+def test_per_rank_and_options_functions_set_arguments_and_options_of_each_member(one_worker: None) -> None:
     made = spawn(
         {"x": 3},
         Worker,
@@ -169,7 +169,7 @@ def test_arguments_and_options_by_rank(here: None) -> None:
     assert list(get(both.add.call(0))) == [50, 51]
 
 
-def test_wrong_groups_are_refused(here: None) -> None:
+def test_wrong_sizes_arguments_and_options_of_a_group_are_refused(one_worker: None) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         spawn(0, Worker)
     with pytest.raises(TypeError, match="unexpected keyword"):
@@ -185,7 +185,7 @@ def test_wrong_groups_are_refused(here: None) -> None:
     assert caught.value.__notes__ == ["while rank 0 (rank=0) of a group of 2 was made"]
 
 
-def test_current_rank_is_for_members(here: None) -> None:
+def test_current_rank_raises_outside_of_a_group(one_worker: None) -> None:
     with pytest.raises(ActorError, match="no actor runs here"):
         current_rank()
     alone_made = ActorClass(Plain).remote()
@@ -193,7 +193,7 @@ def test_current_rank_is_for_members(here: None) -> None:
         get(alone_made.where.remote())
 
 
-def test_ready_fails_with_the_first_constructor_that_does(here: None) -> None:
+def test_ready_fails_with_the_error_of_a_failed_constructor_and_names_its_rank(one_worker: None) -> None:
     made = spawn(3, Worker, per_rank=lambda point: (("no",) if point.rank == 1 else (), {"extra": 1}))
     with pytest.raises(ActorDiedError, match="TypeError") as caught:
         get(made.ready())
@@ -207,7 +207,7 @@ def test_ready_fails_with_the_first_constructor_that_does(here: None) -> None:
 # -- calling all --------------------------------------------------------------------------------------------
 
 
-def test_calls_by_name_and_by_function(workers: ActorGroup[Any]) -> None:
+def test_group_methods_can_be_called_by_attribute_name_and_function(workers: ActorGroup[Any]) -> None:
     assert list(get(workers.call("add", 1))) == list(get(workers.call(Worker.add, 1)))
     assert list(get(workers.endpoint("add").call(value=1))) == list(get(workers.add.call(1)))
     assert get(workers.slice(hosts=0, gpus=0).call_one(Worker.add, 1)) == 101
@@ -215,11 +215,13 @@ def test_calls_by_name_and_by_function(workers: ActorGroup[Any]) -> None:
     assert sorted(get(ref) for _, ref in workers.stream("add", 1)) == list(range(101, 107))
 
 
-def test_the_first_failure_comes_at_once(workers: ActorGroup[Any]) -> None:
+def test_a_group_call_raises_the_first_failure_without_waiting_for_other_members(
+    workers: ActorGroup[Any],
+) -> None:
     held = workers.slice(gpus=0).hold.call(0)
     assert _gates["holding", 0].wait(30)
     with pytest.raises(KeyError, match="rank 4") as caught:
-        get(workers.fail_at.call(4))  # rank 0 has not answered
+        get(workers.fail_at.call(4))  # rank 0 has not answered yet
     assert caught.value.rank == 4  # type: ignore[attr-defined]
     assert caught.value.__notes__ == ["raised by rank 4 (hosts=1, gpus=1), of 6 Worker (hosts=2, gpus=3)"]
     _gates[0].set()
@@ -236,7 +238,7 @@ def test_a_failure_in_a_slice_names_both_ranks(workers: ActorGroup[Any]) -> None
     )
 
 
-def test_exceptions_among_the_results(workers: ActorGroup[Any]) -> None:
+def test_return_exceptions_gives_exceptions_as_values(workers: ActorGroup[Any]) -> None:
     for ref in (
         workers.fail_at.options(return_exceptions=True).call(4),
         workers.options(return_exceptions=True).call("fail_at", 4),
@@ -250,7 +252,7 @@ def test_exceptions_among_the_results(workers: ActorGroup[Any]) -> None:
         get(workers.options(return_exceptions=True).fail_at.options(return_exceptions=False).call(4))
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent(workers: ActorGroup[Any]) -> None:
+def test_wrong_arguments_of_group_calls_raise_before_anything_is_sent(workers: ActorGroup[Any]) -> None:
     for call in (workers.note.call, workers.note.broadcast, workers.note.stream, workers.note.choose):
         with pytest.raises(TypeError, match="missing 1 required positional argument"):
             call()
@@ -260,7 +262,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(workers: ActorGroup
     assert {what for _, what in _notes} == {"sent"}
 
 
-def test_cancelling_cancels_all(workers: ActorGroup[Any]) -> None:
+def test_cancelling_a_group_call_cancels_the_calls_of_all_members(workers: ActorGroup[Any]) -> None:
     held = workers.hold.call(*range(6))
     for rank in range(6):
         assert _gates["holding", rank].wait(30)
@@ -268,7 +270,7 @@ def test_cancelling_cancels_all(workers: ActorGroup[Any]) -> None:
     assert behind.cancel()
     with pytest.raises(CancelledError):
         get(behind)
-    while any(info.pending_calls for info in list_actors()):  # they leave the mailboxes
+    while any(info.pending_calls for info in list_actors()):  # until they have left the mailboxes
         pass
     for rank in range(6):
         _gates[rank].set()
@@ -276,7 +278,7 @@ def test_cancelling_cancels_all(workers: ActorGroup[Any]) -> None:
     assert list(get(workers.increment.call())) == [1] * 6
 
 
-def test_calls_of_one_caller_keep_their_order(workers: ActorGroup[Any]) -> None:
+def test_calls_to_a_group_and_to_its_slices_keep_their_order(workers: ActorGroup[Any]) -> None:
     for number in range(20):
         (workers if number % 2 else workers.slice(gpus=1)).note.broadcast(number)
     get(workers.note.call("end"))
@@ -289,7 +291,7 @@ def test_calls_of_one_caller_keep_their_order(workers: ActorGroup[Any]) -> None:
 # -- other ways of calling ----------------------------------------------------------------------------------
 
 
-def test_call_one_is_for_one(workers: ActorGroup[Any]) -> None:
+def test_call_one_requires_a_group_of_one_member(workers: ActorGroup[Any]) -> None:
     assert get(workers.slice(hosts=1, gpus=2).add.call_one(1)) == 106
     assert get(workers(hosts=1, gpus=slice(2, 3)).add.call_one(1)) == 106
     with pytest.raises(ConfigError, match="has 6"):
@@ -298,12 +300,12 @@ def test_call_one_is_for_one(workers: ActorGroup[Any]) -> None:
         workers.slice(gpus=slice(0, 0)).add.call_one(1)
 
 
-def test_choose_takes_turns(workers: ActorGroup[Any]) -> None:
+def test_choose_distributes_calls_evenly(workers: ActorGroup[Any]) -> None:
     found = [get(workers.add.choose(0)) for _ in range(12)]
     assert sorted(found) == sorted([100 + rank for rank in range(6)] * 2)
 
 
-def test_choose_takes_the_least_busy(workers: ActorGroup[Any]) -> None:
+def test_choose_selects_the_least_busy_member(workers: ActorGroup[Any]) -> None:
     held = [workers.hold.choose(*range(6)) for _ in range(5)]
     for rank in range(5):
         assert _gates["holding", rank].wait(30)
@@ -313,7 +315,7 @@ def test_choose_takes_the_least_busy(workers: ActorGroup[Any]) -> None:
     assert sorted(get(held)) == [0, 1, 2, 3, 4]
 
 
-def test_choose_leaves_out_the_dead(workers: ActorGroup[Any]) -> None:
+def test_choose_skips_dead_members(workers: ActorGroup[Any]) -> None:
     workers.slice(hosts=0).kill()
     for handle in workers.slice(hosts=0):
         _until_dead(handle)
@@ -323,14 +325,16 @@ def test_choose_leaves_out_the_dead(workers: ActorGroup[Any]) -> None:
 
 
 @pytest.mark.prints(r"broadcast of Worker\.fail_at of 6 Worker .* failed for rank 4 .*KeyError\('rank 4'\)")
-def test_broadcast_reaches_all_and_logs_failures(
+def test_broadcast_calls_all_members_and_logs_failures(
     workers: ActorGroup[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR, "actorrpc"):
         assert workers.fail_at.broadcast(4) is None
         assert workers.broadcast("increment") is None
         assert list(get(workers.increment.call())) == [2] * 6
-        until(lambda: bool(caplog.records))  # logged on a thread of the pool, maybe behind the later answers
+        until(
+            lambda: bool(caplog.records)
+        )  # a pool thread logs the failure, possibly after the later answers
         gc.collect()
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1
@@ -338,7 +342,7 @@ def test_broadcast_reaches_all_and_logs_failures(
     assert "rank 4 (hosts=1, gpus=1)" in lines[0]
 
 
-def test_stream_gives_results_as_they_come(workers: ActorGroup[Any]) -> None:
+def test_group_stream_yields_results_as_they_complete(workers: ActorGroup[Any]) -> None:
     stream = workers.hold.stream(0, 5)
     first = [next(stream) for _ in range(4)]
     assert sorted(point.rank for point, _ in first) == [1, 2, 3, 4]
@@ -350,7 +354,7 @@ def test_stream_gives_results_as_they_come(workers: ActorGroup[Any]) -> None:
     assert [point.rank for point, _ in stream] == [0]
 
 
-def test_methods_that_stream_are_called_one_by_one(workers: ActorGroup[Any]) -> None:
+def test_generator_methods_cannot_be_called_on_a_whole_group(workers: ActorGroup[Any]) -> None:
     for call in (workers.numbers.call, workers.numbers.broadcast, workers.numbers.stream):
         with pytest.raises(WrongTypeError, match="one by one"):
             call()
@@ -360,7 +364,7 @@ def test_methods_that_stream_are_called_one_by_one(workers: ActorGroup[Any]) -> 
 # -- slices, names, sending ---------------------------------------------------------------------------------
 
 
-def test_slices_share_members(workers: ActorGroup[Any]) -> None:
+def test_slices_of_a_group_share_its_members(workers: ActorGroup[Any]) -> None:
     get(workers.slice(hosts=1).increment.call())
     assert list(get(workers.increment.call())) == [1, 1, 1, 2, 2, 2]
     part = workers.slice(hosts=1, gpus=slice(None, None, 2))
@@ -372,7 +376,7 @@ def test_slices_share_members(workers: ActorGroup[Any]) -> None:
         workers.slice(racks=1)
 
 
-def test_names_that_are_not_there(workers: ActorGroup[Any]) -> None:
+def test_unknown_methods_of_a_group_raise_with_a_suggestion(workers: ActorGroup[Any]) -> None:
     with pytest.raises(AttributeError, match="did you mean 'increment'"):
         workers.incremnt  # noqa: B018
     with pytest.raises(AttributeError, match="no method 'nothing'"):
@@ -386,7 +390,7 @@ def test_names_that_are_not_there(workers: ActorGroup[Any]) -> None:
     assert repr(workers.add) == "<add of <ActorGroup of 6 Worker (hosts=2, gpus=3)>>"
 
 
-def test_a_group_can_be_sent(workers: ActorGroup[Any]) -> None:
+def test_a_group_can_be_sent_to_an_actor_but_not_restarted_there(workers: ActorGroup[Any]) -> None:
     caller = ActorClass(Worker.__actor_class__)
     one = spawn(1, caller).handles[0]
     assert get(one.call_group.remote(workers)) == list(range(101, 107))
@@ -395,7 +399,7 @@ def test_a_group_can_be_sent(workers: ActorGroup[Any]) -> None:
         get(one.restart_group.remote(workers))
 
 
-def test_members_live_as_long_as_a_slice(here: None) -> None:
+def test_a_slice_keeps_its_members_alive(one_worker: None) -> None:
     made: ActorGroup[Any] = spawn(2, Worker)
     get(made.ready())
     part = made.slice(rank=1)
@@ -408,10 +412,10 @@ def test_members_live_as_long_as_a_slice(here: None) -> None:
         assert _gates["stopped", rank].wait(30)
 
 
-# -- members that end ---------------------------------------------------------------------------------------
+# -- restarting members -------------------------------------------------------------------------------------
 
 
-def test_a_member_is_restarted(workers: ActorGroup[Any]) -> None:
+def test_restart_replaces_a_member_in_the_group_and_its_slices(workers: ActorGroup[Any]) -> None:
     part = workers.slice(hosts=1)
     get(workers.increment.call())
     old = workers.handles[4]
@@ -425,7 +429,7 @@ def test_a_member_is_restarted(workers: ActorGroup[Any]) -> None:
     _until_dead(old)
 
 
-def test_a_dead_member_is_restarted_by_coordinates(workers: ActorGroup[Any]) -> None:
+def test_restart_accepts_a_rank_or_coordinates(workers: ActorGroup[Any]) -> None:
     workers.slice(hosts=1, gpus=1).kill()
     _until_dead(workers.handles[4])
     with pytest.raises(ActorDiedError) as caught:
@@ -441,11 +445,11 @@ def test_a_dead_member_is_restarted_by_coordinates(workers: ActorGroup[Any]) -> 
         workers.restart(hosts=1)
 
 
-# -- fan-out ------------------------------------------------------------------------------------------------
+# -- distribution of large arguments ------------------------------------------------------------------------
 
 
 @given(st.integers(1, 500))
-def test_the_tree_is_one(count: int) -> None:
+def test_parent_of_describes_a_tree_of_limited_width(count: int) -> None:
     children: defaultdict[int | None, int] = defaultdict(int)
     for place in range(count):
         parent = broadcast.parent_of(place)
@@ -454,7 +458,7 @@ def test_the_tree_is_one(count: int) -> None:
     assert max(children.values()) <= broadcast.WIDTH
 
 
-def test_how_large_an_argument_is() -> None:
+def test_weight_of_counts_the_bytes_of_plain_tensors_arrays_and_bytes() -> None:
     tensor = torch.zeros(1000)
     assert broadcast.weight_of(tensor) == 4000
     assert broadcast.weight_of([tensor, {"a": (tensor,)}, b"12345", "xyz"]) == 8008
@@ -471,7 +475,7 @@ def test_how_large_an_argument_is() -> None:
 
 @ActorClass
 class Receiver:
-    """Gets large arguments."""
+    """Takes large arguments."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -479,7 +483,7 @@ class Receiver:
     def take(self, tensor: torch.Tensor, *, more: torch.Tensor | None = None) -> tuple[int, int, float]:
         rank = current_rank().rank
         before = float(tensor.sum())
-        tensor.add_(rank)  # ours alone
+        tensor.add_(rank)  # changes only this member's copy
         self.seen.append("large")
         return rank, os.getpid(), before + (0.0 if more is None else float(more.sum()))
 
@@ -495,7 +499,7 @@ _LARGE = 1 << 19  # elements: 2 MiB
 
 
 class _Counted:
-    """How often a large snapshot has been packed to be sent, in this process."""
+    """Counts how often this process pickles a large snapshot."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -521,7 +525,7 @@ def _fan_out(rank: int, world_size: int) -> None:
         return
     counted = _Counted()
     made = _receivers(2, world_size - 1)
-    # At once, before the members are there; in the caller's order all the same.
+    # Called before the members exist; the order of the caller is kept nevertheless.
     first = made.take.call(torch.ones(_LARGE))
     then = made.small.call()
     found = get(first)
@@ -531,21 +535,21 @@ def _fan_out(rank: int, world_size: int) -> None:
     assert counted.count == broadcast.WIDTH, counted.count
     tensor = torch.ones(_LARGE)
     second = made.take.call(tensor, more=torch.ones(_LARGE))
-    tensor.zero_()  # it was taken as it was
+    tensor.zero_()  # the call has copied it
     assert [each[2] for each in get(second)] == [2.0 * _LARGE] * made.size
     assert counted.count == 3 * broadcast.WIDTH, counted.count
-    # Few members: directly.
+    # With few members the argument is sent directly.
     few = made.slice(each=0)
     assert few.size <= broadcast.DIRECT
     get(few.take.call(torch.ones(_LARGE)))
     assert counted.count == 3 * broadcast.WIDTH, counted.count
 
 
-_APART: dict[str, Any] = {"lane": False}  # as hosts: nobody shares memory with others
+_APART: dict[str, Any] = {"lane": False}  # like separate hosts: no shared memory
 
 
 @pytest.mark.limit(120)
-def test_a_large_argument_leaves_the_caller_a_few_times() -> None:
+def test_the_caller_sends_a_large_argument_to_a_few_members_only() -> None:
     rpc_group(_fan_out, 7, options=_APART)
 
 
@@ -558,7 +562,7 @@ def _fail(above: Any, root: Any) -> Any:
 
 
 def _broken_tree(rank: int, world_size: int, how: str) -> None:
-    if rank == 1:  # the first in the tree: above two others
+    if rank == 1:  # the first worker in the tree, which has two children
         broadcast._fetch_copy = _die if how == "die" else _fail
     if rank:
         return
@@ -575,11 +579,11 @@ def _broken_tree(rank: int, world_size: int, how: str) -> None:
 
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("how", rest_is_slow(["die", "fail"]))
-def test_those_below_a_lost_worker_get_the_argument(how: str) -> None:
+def test_workers_below_a_lost_worker_still_get_a_large_argument(how: str) -> None:
     rpc_group(_broken_tree, 7, how, may_die=(1,) if how == "die" else (), options=_APART)
 
 
-def _brought(rank: int, world_size: int, apart: bool) -> None:
+def _broadcast_value(rank: int, world_size: int, apart: bool) -> None:
     if rank:
         return
     counted = _Counted()
@@ -587,14 +591,14 @@ def _brought(rank: int, world_size: int, apart: bool) -> None:
     ref = actorrpc.put(torch.ones(_LARGE))
     near = actorrpc.broadcast(ref, made)
     assert actorrpc.wait(near, num_returns=made.size, fetch_local=False)[1] == []
-    if apart:  # a tree of one copy for each worker, of which the first ones have come from here
+    if apart:  # one copy for each worker; this process sends only the first few
         assert counted.count == broadcast.WIDTH, counted.count
     else:
         assert counted.count == 0, counted.count
     found = get([actor.take.remote(each) for actor, each in zip(made, near, strict=True)])
     assert [each[0] for each in found] == list(range(made.size))
-    assert {each[2] for each in found} == {float(_LARGE)}  # what each has added stays its own
-    # What is elsewhere comes from there: nothing leaves this process.
+    assert {each[2] for each in found} == {float(_LARGE)}  # each member has changed only its own copy
+    # A value on another worker is sent from there, not from this process.
     before = counted.count
     there = made.handles[-1].large.remote()
     near = actorrpc.broadcast(there, [*made, made.handles[0]])
@@ -606,11 +610,11 @@ def _brought(rank: int, world_size: int, apart: bool) -> None:
 
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("apart", rest_is_slow([True, False]), ids=["hosts", "one host"])
-def test_a_value_is_brought_to_all(apart: bool) -> None:
-    rpc_group(_brought, 6, apart, options=_APART if apart else {})
+def test_broadcast_copies_a_large_value_to_all_workers(apart: bool) -> None:
+    rpc_group(_broadcast_value, 6, apart, options=_APART if apart else {})
 
 
-def test_what_can_be_brought(workers: ActorGroup[Any]) -> None:
+def test_broadcast_takes_references_to_small_pending_and_failed_values(workers: ActorGroup[Any]) -> None:
     handles = list(workers)
     for value in (7, "text", [1, 2], torch.ones(3), torch.ones(1 << 17)):
         near = actorrpc.broadcast(actorrpc.put(value), handles)

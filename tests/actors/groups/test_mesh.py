@@ -1,4 +1,4 @@
-"""Meshes against numpy, whose indexing they follow."""
+"""Meshes, compared with numpy, whose indexing rules they follow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EXTENTS = st.dictionaries(st.sampled_from(string.ascii_lowercase), st.integers(
 
 @st.composite
 def _meshes_and_slices(draw: st.DrawFn, steps: int = 3) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """A mesh, and slices to be taken one of the other."""
+    """Draw the extents of a mesh and slices to be applied one after the other."""
     extents = draw(_EXTENTS)
     shape, slices = dict(extents), []
     for _ in range(draw(st.integers(0, steps))):
@@ -42,7 +42,7 @@ def _numpy_slice(array: np.ndarray[Any, Any], labels: list[str], where: dict[str
 
 
 @given(_meshes_and_slices())
-def test_slices_are_those_of_numpy(case: tuple[dict[str, int], list[dict[str, Any]]]) -> None:
+def test_slices_select_the_same_ranks_as_numpy(case: tuple[dict[str, int], list[dict[str, Any]]]) -> None:
     extents, slices = case
     mesh, labels = Mesh(extents), list(extents)
     array = np.arange(mesh.size).reshape(tuple(extents.values()))
@@ -78,7 +78,7 @@ def test_ranks_and_coordinates_are_row_major(case: tuple[dict[str, int], list[di
 
 
 @given(_meshes_and_slices(2))
-def test_values_are_sliced_as_the_mesh_is(case: tuple[dict[str, int], list[dict[str, Any]]]) -> None:
+def test_a_value_mesh_is_sliced_like_its_mesh(case: tuple[dict[str, int], list[dict[str, Any]]]) -> None:
     extents, slices = case
     mesh = Mesh(extents)
     values = ValueMesh(mesh, (f"v{rank}" for rank in range(mesh.size)))
@@ -90,7 +90,7 @@ def test_values_are_sliced_as_the_mesh_is(case: tuple[dict[str, int], list[dict[
     assert list(values.items()) == list(zip(mesh, values.values(), strict=True))
 
 
-def test_slices_of_the_same_extents_differ_by_origin() -> None:
+def test_slices_with_the_same_extents_differ_if_their_ranks_differ() -> None:
     mesh = Mesh({"a": 2, "b": 3})
     assert mesh.slice(a=0) != mesh.slice(a=1)
     assert mesh.slice(a=0) == mesh(a=0) == mesh.slice(a=-2)
@@ -115,7 +115,7 @@ def test_wrong_extents_are_refused(extents: Any, error: type[Exception], words: 
         Mesh(extents)
 
 
-def test_wrong_places_are_refused() -> None:
+def test_wrong_ranks_coordinates_and_slices_are_refused() -> None:
     mesh = Mesh({"hosts": 2, "gpus": 4})
     with pytest.raises(ConfigError, match=r"no dimension 'gpu'; it has 'hosts', 'gpus'"):
         mesh.slice(gpu=1)
@@ -154,7 +154,7 @@ def test_a_point_is_an_immutable_mapping() -> None:
     assert hash(point) == hash(Mesh({"hosts": 2, "gpus": 4}).coords_of(6))
 
 
-def test_all_of_it_can_be_pickled() -> None:
+def test_meshes_points_and_values_can_be_pickled() -> None:
     mesh = Mesh({"hosts": 2, "gpus": 4}).slice(gpus=slice(None, None, 2))
     assert pickle.loads(pickle.dumps(mesh)) == mesh
     point = mesh.coords_of(3)
@@ -163,7 +163,7 @@ def test_all_of_it_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(values)) == values
 
 
-def test_values_behave_like_a_sequence() -> None:
+def test_a_value_mesh_behaves_like_a_sequence() -> None:
     values = ValueMesh(Mesh({"x": 2, "y": 5}), range(10))
     assert (values[3], values[-1], values[2:4], len(values), 7 in values) == (3, 9, (2, 3), 10, True)
     assert sum(values) == 45

@@ -1,4 +1,4 @@
-"""Supervision groups over a network that follows a seed: who ends and begins in what order; what is refused."""
+"""Supervision groups in a simulation that follows a seed: order of restarts, deaths, monitors, and refused children."""
 
 from __future__ import annotations
 
@@ -42,26 +42,28 @@ def _no_runtime() -> Iterator[None]:
         ("rest_for_one", "-1 -3 -2 +1 +2 +3"),
     ],
 )
-def test_who_ends_and_begins_in_what_order(
+def test_each_strategy_ends_and_restarts_children_in_its_order(
     monkeypatch: pytest.MonkeyPatch, strategy: Any, events: str, spawner: bool
 ) -> None:
     for seed in range(10):
         scene = Scene(monkeypatch, 4, seed, spawner)
         group = scene.group(0, 1, 2, 3, strategy=strategy)
         scene.kill(1)
-        assert scene.happened() == events.split()
-        assert scene.lives() == [0, 1, 2, 3]
+        assert scene.settled_events() == events.split()
+        assert scene.living() == [0, 1, 2, 3]
         assert group.state == "up"
         monkeypatch.undo()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_death_of_a_process_is_a_death(monkeypatch: pytest.MonkeyPatch, strategy: Any) -> None:
+def test_the_death_of_a_process_restarts_children_by_the_strategy(
+    monkeypatch: pytest.MonkeyPatch, strategy: Any
+) -> None:
     scene = Scene(monkeypatch, 3, spawner=True)
     group = scene.group(0, 1, 2, strategy=strategy)
-    scene.where(1).worker.die()
+    scene.resident(1).worker.die()
     scene.world.settle()
-    assert scene.lives() == [0, 1, 2]
+    assert scene.living() == [0, 1, 2]
     assert group.restarts == {"one_for_one": 1, "one_for_all": 3, "rest_for_one": 2}[strategy]
     rows = {scene.names[row.actor_id]: row for row in scene.driver.runtime.supervisor.states()}
     assert rows[1].restarts == 1
@@ -70,7 +72,7 @@ def test_the_death_of_a_process_is_a_death(monkeypatch: pytest.MonkeyPatch, stra
         assert "was ended with the other children of supervision group" in rows[2].death_cause
 
 
-def test_calls_that_wait_reach_the_next_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_made_during_a_restart_run_on_the_next_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(30):
         scene = Scene(monkeypatch, 2, seed, spawner=seed % 2 == 0)
         scene.group(0, 1, strategy="one_for_all", backoff=1.0)
@@ -91,7 +93,7 @@ def test_calls_that_wait_reach_the_next_incarnation(monkeypatch: pytest.MonkeyPa
         monkeypatch.undo()
 
 
-def test_the_back_off_grows_and_is_jittered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_back_off_of_a_group_doubles_and_is_jittered(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: dict[float, list[float]] = {}
     for jitter in (0.0, 1.0):
         scene = Scene(monkeypatch, 1)
@@ -111,45 +113,45 @@ def test_the_back_off_grows_and_is_jittered(monkeypatch: pytest.MonkeyPatch) -> 
     assert waits == {0.0: [0.0, 1.0, 2.0, 4.0], 1.0: [0.0, 0.5, 1.0, 2.0]}
 
 
-def test_those_that_die_together_are_made_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An order to end an incarnation that is gone already does not reach the next one, however late it is."""
+def test_children_that_die_together_are_each_restarted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late action that ends a dead incarnation must not end the next one."""
     for seed in range(60):
         scene = Scene(monkeypatch, 3, seed, spawner=True)
         scene.scatter(monkeypatch)
         group = scene.group(0, 1, 2, strategy="one_for_all", backoff=0.0)
         for number in range(3):
-            scene.where(number).worker.die()
+            scene.resident(number).worker.die()
         scene.world.settle()
-        assert scene.lives() == [0, 1, 2]
+        assert scene.living() == [0, 1, 2]
         assert group.restarts == 3
         monkeypatch.undo()
 
 
-def test_actors_that_wait_for_a_restart_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was planned before the group was made does not happen twice, nor out of order."""
+def test_a_restart_planned_before_the_group_existed_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The restart runs once and in the order of the group."""
     for seed in range(20):
         scene = Scene(monkeypatch, 2, seed, spawner=seed % 2 == 0, restart_backoff_s=5.0)
         for _ in range(2):
             scene.kill(1)
             scene.world.settle(1.0)
-        assert scene.lives() == [0]
+        assert scene.living() == [0]
         scene.events.clear()
         group = scene.group(0, 1, strategy="one_for_all", backoff=0.0)
         for _ in range(seed):
             scene.world.step()
         scene.kill(0)
-        assert scene.happened() == ["-0", "+0", "+1"]
-        assert scene.lives() == [0, 1]
+        assert scene.settled_events() == ["-0", "+0", "+1"]
+        assert scene.living() == [0, 1]
         assert group.state == "up"
         monkeypatch.undo()
 
 
-# -- chaos ------------------------------------------------------------------------------------------------------------
+# -- random deaths ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_no_incarnation_gets_what_was_meant_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call runs at most once; one that its caller was told about as lost never runs later; all come to an end."""
+def test_no_incarnation_runs_a_call_that_was_meant_for_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call runs at most once and completes; a call that was reported as lost does not run later."""
     restarts = 0
     for seed in range(300):
         scene = Scene(monkeypatch, 3, seed, spawner=seed % 2 == 0)
@@ -158,7 +160,7 @@ def test_no_incarnation_gets_what_was_meant_for_another_one(monkeypatch: pytest.
             scene.scatter(monkeypatch)
         group = scene.group(0, 1, 2, strategy=STRATEGIES[seed % 3], max_restarts=1000, backoff=0.01)
         calls: list[tuple[int, Any]] = []
-        lost: dict[int, int] = {}  # a call that has failed -> how much had been executed then
+        lost: dict[int, int] = {}  # failed call -> number of executed calls at that time
         for number in range(200):
             what = world.random.randrange(10)
             if what == 0:
@@ -184,10 +186,10 @@ def test_no_incarnation_gets_what_was_meant_for_another_one(monkeypatch: pytest.
             elif future.exception() is None:
                 assert number in ran
         epochs: dict[int, int] = {}
-        for actor_id, epoch, _, _ in world.log:  # no incarnation works once there is a later one
+        for actor_id, epoch, _, _ in world.log:  # an incarnation runs nothing after a later one has started
             assert epoch >= epochs.get(actor_id, 0)
             epochs[actor_id] = epoch
-        assert scene.lives() == [0, 1, 2]
+        assert scene.living() == [0, 1, 2]
         assert group.state == "up"
         restarts += group.restarts
         monkeypatch.undo()
@@ -199,7 +201,9 @@ def _note(fired: list[Any], done: Any) -> None:
 
 
 @pytest.mark.prints(r"supervision group #\d+: it has given up after 1 restart within 60 s")
-def test_monitors_of_a_group_that_gives_up_fire_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_monitors_of_children_and_group_fire_exactly_once_when_it_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for seed in range(30):
         scene = Scene(monkeypatch, 3, seed, spawner=seed % 2 == 0)
         group = scene.group(0, 1, 2, strategy=STRATEGIES[seed % 3], max_restarts=1)
@@ -216,16 +220,16 @@ def test_monitors_of_a_group_that_gives_up_fire_exactly_once(monkeypatch: pytest
         scene.world.settle()
         assert len(fired) == 7
         assert sum(type(each) is SupervisionError for each in fired) == 1
-        assert scene.lives() == []
+        assert scene.living() == []
         scene.routes[0].watch().add_done_callback(partial(_note, fired))
         assert len(fired) == 8  # at once
         monkeypatch.undo()
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- invalid groups ------------------------------------------------------------------------------------------------
 
 
-def test_what_is_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_children_and_options_of_a_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, 2)
     one = scene.handle(0)
     for children in ([], ()):
@@ -254,7 +258,7 @@ def test_what_is_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     group = supervise([one])
     with pytest.raises(ConfigError, match="is a child of supervision group"):
         supervise([scene.handle(1), one])
-    outer = supervise([group, scene.handle(1)])  # what was refused has left no trace
+    outer = supervise([group, scene.handle(1)])  # the refused group has not claimed its other child
     with pytest.raises(ConfigError, match="is a child of supervision group"):
         supervise([group])
     with pytest.raises(TypeError, match="callback must be callable"):
@@ -266,7 +270,7 @@ def test_what_is_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outer.strategy == "one_for_one"
 
 
-def test_children_that_cannot_be_supervised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_foreign_and_unrestartable_actors_cannot_be_supervised(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, 1, max_restarts=0)
     with pytest.raises(ConfigError, match="was made with max_restarts=0"):
         scene.group(0)

@@ -1,4 +1,4 @@
-"""Hosted actors: orders to make one that come in pieces, and what an end costs."""
+"""Hosted actors: messages that arrive in chunks, the cost of ending an actor, and arguments of cancelled calls."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Keeper:
         return Future()
 
 
-def test_an_actor_whose_order_is_whole_only_when_its_thread_has_looked_for_it(
+def test_an_actor_is_created_if_its_request_is_complete_only_after_its_thread_has_polled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = threading.Event()
@@ -63,7 +63,7 @@ def test_an_actor_whose_order_is_whole_only_when_its_thread_has_looked_for_it(
     monkeypatch.setattr(Mailbox, "take", looking)
     with InProcessCluster(2, clock="real"):
         monkeypatch.setattr(ActorRegistry, "take", taking)
-        large = [float(each) for each in range(20_000)]  # it travels in chunks
+        large = [float(each) for each in range(20_000)]  # it is sent in chunks
         keeper = Keeper.options(worker="worker1").remote(large)
         ready = actorrpc.ready(keeper)
         monkeypatch.setattr(ActorRegistry, "take", take)
@@ -82,15 +82,15 @@ class Nester:
             _sent.set()
             actorrpc.get(filled)
 
-        await asyncio.to_thread(call)  # where the cancellation of the coroutine interrupts nothing
+        await asyncio.to_thread(call)  # cancelling the coroutine does not interrupt this thread
 
     async def count(self, keeper: Any) -> int:
-        """Return the keeper's count; this call arrives behind those that this actor has made before."""
+        """Return the keeper's count. This call arrives after all earlier calls of this actor."""
         found: int = await keeper.count.remote()
         return found
 
 
-def test_a_call_that_is_given_up_when_a_part_of_it_has_come_never_runs(
+def test_a_call_that_is_cancelled_after_its_first_chunk_never_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refs: list[Any] = []
@@ -110,7 +110,7 @@ def test_a_call_that_is_given_up_when_a_part_of_it_has_come_never_runs(
         sent = send_chunk(*given)
         if threading.current_thread().name.startswith("asyncio_") and not part_is_sent.is_set():
             part_is_sent.set()
-            Context().run(give_up)  # not as a part of the call that is given up
+            Context().run(give_up)  # outside the context of the cancelled call
         return sent
 
     with InProcessCluster(3, clock="real"):
@@ -133,7 +133,7 @@ _FOLDER = os.path.dirname(str(host.__file__))
 
 
 def _lines_of_an_end(folder: Path, count: int) -> float:
-    """Return how many lines of the package the end of an actor takes, beside as many actors and calls under way."""
+    """Return how many lines of the package run per end of an actor, with ``count`` actors and calls in progress."""
     lines: list[None] = []
 
     def step(frame: FrameType, event: str, _: Any) -> Any:
@@ -159,7 +159,7 @@ def _lines_of_an_end(folder: Path, count: int) -> float:
             found = len(lines) / count
             actorrpc.kill(keepers[0])
             for call in unanswered:
-                with pytest.raises(actorrpc.ActorDiedError):  # whatever was to answer it, does not any more
+                with pytest.raises(actorrpc.ActorDiedError):  # no answer will come
                     actorrpc.get(call, timeout=30)
             del keepers, unanswered, hosted, each, call
     finally:
@@ -167,7 +167,7 @@ def _lines_of_an_end(folder: Path, count: int) -> float:
     return found
 
 
-def test_the_end_of_an_actor_takes_no_more_steps_where_many_live_and_many_calls_are_under_way(
+def test_the_cost_of_ending_an_actor_does_not_grow_with_other_actors_and_calls(
     tmp_path: Path,
 ) -> None:
     few, many = (_lines_of_an_end(tmp_path / f"{count}", count) for count in (10, 150))
@@ -188,9 +188,9 @@ class Waiter:
 
 
 @pytest.mark.limit(10)
-def test_a_cancelled_call_keeps_its_arguments_no_longer_than_it_runs() -> None:
+def test_a_cancelled_call_releases_its_arguments_when_it_ends() -> None:
     count, data = 400, bytes(10_000)
-    with InProcessCluster(2):  # its clock stands still: a timer keeps what it refers to
+    with InProcessCluster(2):  # its clock is stopped, so a timer would keep its call
         waiter = Waiter.options(worker="worker1").remote()
         actorrpc.get(waiter.count.remote(data))
         tracemalloc.start()
@@ -224,11 +224,11 @@ def _states() -> list[Any]:
     return list(found.states())
 
 
-def test_an_actor_that_is_to_end_when_it_is_idle_ends_with_the_cancellation_of_its_last_call() -> None:
+def test_a_draining_actor_ends_when_its_last_call_is_cancelled() -> None:
     with InProcessCluster(2, clock="real"):
         source = Source.options(worker="worker0").remote()
         keeper = Keeper.options(worker="worker1").remote([])
-        call = keeper.fill.remote(source.later.remote())  # it waits in the mailbox for its argument
+        call = keeper.fill.remote(source.later.remote())  # the call waits in the mailbox for its argument
         until(lambda: [each.waiting for each in rpc.rpc_sync("worker1", _states)] == [1])
         (state,) = rpc.rpc_sync("worker1", _states)
         over = rpc.rpc_async("worker1", registry.end, (state.instance_id, "drain", "it is not needed"))

@@ -1,4 +1,4 @@
-"""Whose turn it is among the runners of a worker, and those that have no thread of their own."""
+"""Scheduling of the runners of a worker, and runners that share a thread."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
 from tests.agent.virtual_clock import VirtualClock
 
-# -- turns, without a thread ---------------------------------------------------------------------------------
+# -- turns, without threads ----------------------------------------------------------------------------------
 
 
 class Runner:
-    """A runner with a thread of its own that is stepped by hand.
+    """A runner with its own thread, which the test steps by hand.
 
     Attributes:
-        work: what it has to do; ``has_it``: it has been woken, and not slept since.
+        work: number of waiting calls.
+        has_it: whether it has been woken and has not slept since.
     """
 
     shared = False
@@ -57,7 +58,7 @@ class Runner:
             self.there.threads.call(cast(Any, self))
 
     def run(self) -> None:
-        """Do all that there is, sleep, and pass the turn on."""
+        """Run all waiting calls, sleep, and pass the turn on."""
         self.there.done.append(self)
         self.work, self.idle, self.has_it = 0, True, False
         self.there.threads.on.pop(cast(Any, self), None)
@@ -65,7 +66,7 @@ class Runner:
 
 
 class World:
-    """Runners of one worker; time is moved by hand."""
+    """The runners of one worker; the test advances the clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, runners: int) -> None:
         self.clock = VirtualClock()
@@ -81,7 +82,9 @@ class World:
         return [each for each in self.runners if each.has_it]
 
 
-def test_one_that_does_not_come_to_an_end_does_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_does_not_end_does_not_delay_other_runners_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(monkeypatch, 40)
     for each in world.runners:
         each.call()
@@ -89,11 +92,11 @@ def test_one_that_does_not_come_to_an_end_does_not_hold_up_others(monkeypatch: p
     while len(world.woken) < 40:
         rounds += 1
         world.clock.advance(carriers._STALLED_S)
-    assert rounds < 8  # each of them finds more
+    assert rounds < 8  # each round wakes more runners
 
 
-def test_at_the_end_all_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They find that their actors have ended. One that runs user code may never pass its turn on."""
+def test_closing_wakes_all_runners_with_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runners must notice that their actors have ended, and a runner in user code may never pass its turn on."""
     world = World(monkeypatch, 5)
     for each in world.runners[:4]:
         each.call()
@@ -105,7 +108,7 @@ def test_at_the_end_all_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nobody_is_forgotten(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_every_runner_with_work_gets_its_turn(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     draw = random.Random(seed)
     world = World(monkeypatch, draw.choice((2, 10)))
     for _ in range(300):
@@ -124,9 +127,9 @@ def test_nobody_is_forgotten(monkeypatch: pytest.MonkeyPatch, seed: int) -> None
     assert not world.threads.ready
 
 
-# -- threads that are shared ---------------------------------------------------------------------------------
+# -- shared threads ------------------------------------------------------------------------------------------
 
-_of_the_actor: ContextVar[str] = ContextVar("_of_the_actor", default="nobody's")
+_of_the_actor: ContextVar[str] = ContextVar("_of_the_actor", default="unset")
 
 
 _begun, _ended = threading.Event(), threading.Event()
@@ -134,7 +137,7 @@ _begun, _ended = threading.Event(), threading.Event()
 
 @actorrpc.remote
 class Plain:
-    """Says where it runs, and counts."""
+    """Returns its thread and its context, and records numbers."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -169,7 +172,7 @@ class Plain:
 
 @pytest.fixture
 def sharing(tmp_path: Path) -> Iterator[Runtime]:
-    """Join a group of one in which only the first runner has a thread of its own."""
+    """Join a group of one worker in which only the first runner has its own thread."""
     _begun.clear()
     _ended.clear()
     with alone(tmp_path) as runtime:
@@ -185,7 +188,7 @@ def _shared() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == "actorrpc-actors"]
 
 
-def test_actors_without_threads_of_their_own_keep_order_and_state(sharing: Runtime) -> None:
+def test_actors_that_share_threads_keep_order_and_state(sharing: Runtime) -> None:
     actors = [Plain.remote() for _ in range(30)]
     refs = [[actor.add.remote(number) for actor in actors] for number in range(10)]
     assert [get(each) for each in refs][-1] == [list(range(10))] * 30
@@ -193,24 +196,22 @@ def test_actors_without_threads_of_their_own_keep_order_and_state(sharing: Runti
     del actors, refs
 
 
-def test_what_belongs_to_an_actor_stays_with_it(sharing: Runtime) -> None:
+def test_context_variables_and_grad_mode_of_actors_on_a_shared_thread_are_separate(sharing: Runtime) -> None:
     one, two = Plain.remote(), Plain.remote()
     for _ in range(3):
         get(one.sets.remote("one's"))
-        assert get(two.has.remote()) == ("nobody's", True)
+        assert get(two.has.remote()) == ("unset", True)
         assert get(one.has.remote()) == ("one's", False)
     del one, two
 
 
-def test_one_that_blocks_a_shared_thread_holds_up_nobody(sharing: Runtime) -> None:
+def test_an_actor_that_blocks_a_shared_thread_does_not_block_others(sharing: Runtime) -> None:
     blocked = [Plain.remote() for _ in range(12)]
     refs = [actor.block.remote() for actor in blocked]
     free = Plain.remote()
     assert get(free.add.remote(1), timeout=20) == [1]
     for actor in blocked:
-        get(
-            actorrpc.ready(actor), timeout=20
-        )  # made by then or a moment later: threads of the pool share in that
+        get(actorrpc.ready(actor), timeout=20)  # pool threads help, so construction may take a moment longer
         hosted = next(each for each in sharing.registry.all() if each.title == _title(actor))
         hosted.instance.gate.set()
     assert get(refs) == ["opened"] * 12
@@ -223,7 +224,7 @@ def _title(actor: Any) -> str:
     return title
 
 
-def test_an_interruption_on_a_shared_thread(sharing: Runtime) -> None:
+def test_cancel_interrupts_a_method_on_a_shared_thread(sharing: Runtime) -> None:
     one, two = Plain.remote(), Plain.remote()
     ref = one.endless.remote()
     assert _begun.wait(20)
@@ -235,7 +236,7 @@ def test_an_interruption_on_a_shared_thread(sharing: Runtime) -> None:
     del one, two, ref
 
 
-def test_one_that_is_killed_leaves_the_shared_thread_to_others(sharing: Runtime) -> None:
+def test_killing_an_actor_frees_its_shared_thread(sharing: Runtime) -> None:
     one, two = Plain.remote(), Plain.remote()
     ref = one.endless.remote()
     assert _begun.wait(20)
@@ -249,7 +250,7 @@ def test_one_that_is_killed_leaves_the_shared_thread_to_others(sharing: Runtime)
 
 @pytest.mark.slow
 @pytest.mark.limit(120)
-def test_more_actors_than_there_may_be_threads(tmp_path: Path) -> None:
+def test_more_actors_than_max_runners_share_threads(tmp_path: Path) -> None:
     with alone(tmp_path) as runtime:
         count = carriers.MAX_RUNNERS + 76
         actors = [Plain.remote() for _ in range(count)]
@@ -261,4 +262,4 @@ def test_more_actors_than_there_may_be_threads(tmp_path: Path) -> None:
         assert len(own) == len(set(own)) == carriers.MAX_RUNNERS
         del actors
         gc.collect()
-        until(lambda: not runtime.registry._threads._all)  # a group that ends waits for five seconds only
+        until(lambda: not runtime.registry._threads._all)  # the end of a group waits for at most five seconds

@@ -1,4 +1,4 @@
-"""The event loop of an actor: what is said of it in the log, and how long its coroutines may take to end."""
+"""The event loop of an actor: log messages about blocking, loops of groups, and the grace period of cancelled coroutines."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def runtime(tmp_path: Path) -> Iterator[Runtime]:
         yield here
 
 
-def _said(caplog: pytest.LogCaptureFixture, text: str, count: int = 1) -> list[str]:
-    """Wait for so many messages with a text."""
+def _messages(caplog: pytest.LogCaptureFixture, text: str, count: int = 1) -> list[str]:
+    """Wait until a number of log messages contain a text."""
     found: list[str] = []
 
     def are_there() -> bool:
@@ -39,7 +39,7 @@ def _said(caplog: pytest.LogCaptureFixture, text: str, count: int = 1) -> list[s
 
 
 class _Holds:
-    """What methods wait for that hold the loop; in the test's own process."""
+    """The gate at which methods block the loop, shared with the test."""
 
     gate = threading.Event()
 
@@ -80,9 +80,9 @@ class Other:
 @pytest.mark.prints(r"has held the event loop")
 @pytest.mark.slow
 @pytest.mark.usefixtures("runtime")
-def test_what_holds_the_loop_is_named_once_each(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_method_that_blocks_the_event_loop_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     actor = Held.remote()
-    said = 0
+    logged = 0
     for method, name in (
         ("plain", ".plain()"),
         ("coroutine", ".coroutine()"),
@@ -94,8 +94,8 @@ def test_what_holds_the_loop_is_named_once_each(caplog: pytest.LogCaptureFixture
         group = "io" if method.endswith("_in_group") else None
         ref = getattr(actor, method).options(concurrency_group=group).remote()
         if name:
-            said += 1
-            found = _said(caplog, "has held the event loop", said)
+            logged += 1
+            found = _messages(caplog, "has held the event loop", logged)
             assert name in found[-1].partition(" has held")[0]
             assert f"in {'task' if method == 'in_a_task' else method}\n" in found[-1]
             assert "threading.Thread" not in found[-1]
@@ -105,36 +105,36 @@ def test_what_holds_the_loop_is_named_once_each(caplog: pytest.LogCaptureFixture
         _Holds.gate.set()
         actorrpc.get(ref)
     actorrpc.get(actor.sleep.remote())
-    assert len(_said(caplog, "has held the event loop", said)) == said
+    assert len(_messages(caplog, "has held the event loop", logged)) == logged
     del actor
 
 
 @pytest.mark.prints(r"waits \(get\(\) and the like\)")
 @pytest.mark.usefixtures("runtime")
-def test_a_wait_on_the_loop_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_blocking_get_on_the_event_loop_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     actor, other = Held.remote(), Other.remote()
     for _ in range(2):
         _Holds.gate.clear()
         refs = [actor.get_from.remote(other), actor.tick.remote()]
-        said = _said(caplog, "waits (get() and the like)", 1)
+        logged = _messages(caplog, "waits (get() and the like)", 1)
         _Holds.gate.set()
         assert actorrpc.get(refs) == ["waited", None]
-    assert len(said) == 1
-    assert "get_from() of actor Held" in said[0]
-    assert "@method(thread=True)" in said[0]
+    assert len(logged) == 1
+    assert "get_from() of actor Held" in logged[0]
+    assert "@method(thread=True)" in logged[0]
     del actor, other
 
 
-# -- the loops of the groups -----------------------------------------------------------------------------------
+# -- event loops of groups -------------------------------------------------------------------------------------
 
 
 def _loops() -> set[threading.Thread]:
-    """The threads of the event loops of this process's actors."""
+    """Return the threads of the event loops of this process's actors."""
     return {each for each in threading.enumerate() if each.name.startswith("actorrpc-loop-")}
 
 
 @pytest.mark.usefixtures("runtime")
-def test_loops_end_with_their_actor_also_where_their_coroutines_wait() -> None:
+def test_event_loop_threads_end_with_their_actor_while_coroutines_wait() -> None:
     before = _loops()
     actor = Stubborn.options(concurrency_groups={"io": 2}).remote()
     refs = [actor.sleep.options(concurrency_group=group).remote() for group in (None, "io")]
@@ -152,7 +152,9 @@ def test_loops_end_with_their_actor_also_where_their_coroutines_wait() -> None:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_a_call_whose_group_can_have_no_loop_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_refused_if_the_event_loop_of_its_group_cannot_be_created(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     actor = Held.remote()
     actorrpc.get(actor.tick.remote())
 
@@ -203,7 +205,9 @@ class Stubborn:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_the_grace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_coroutine_that_does_not_end_is_given_up_after_the_grace_period(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(executor, "GRACE_S", 0.1)
     actor, other = Stubborn.remote(), Stubborn.remote()
     ref = actor.wait.remote(other)
@@ -216,7 +220,9 @@ def test_the_grace_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_a_loop_that_nobody_can_reach_bounds_a_cancellation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_caller_stops_waiting_for_a_cancelled_coroutine_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("actorrpc.actors.client.pending_call.GRACE_S", 0.0)
     monkeypatch.setattr("actorrpc.actors.client.pending_call._MARGIN_S", 0.1)
     _Holds.gate.clear()

@@ -1,4 +1,4 @@
-"""The mailbox, driven by a seeded simulator: order, limits, descendants, repetitions and cancellation, without a thread."""
+"""The mailbox in a seeded simulation without threads: order, limits, nested calls, retries and cancellation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def _configured(limits: dict[str, int], **how: bool) -> Mailbox:
     return mailbox
 
 
-class Seat:
-    """A runner that is stepped by the simulator."""
+class SimulatedRunner:
+    """A runner that the simulator steps."""
 
     def __init__(self, world: World, queue: GroupQueue) -> None:
         self.world = world
         self.queue = queue
         self.work: deque[Entry] = deque()
-        self.frames: list[tuple[Entry, int]] = []  # what it runs, innermost last
+        self.frames: list[tuple[Entry, int]] = []  # running entries, innermost last
         self.parked = False
         self.resting = False
 
@@ -50,12 +50,12 @@ class Seat:
             self.resting = True
             world.do(mailbox.rest(self.queue))
         elif choice < 0.35 and len(self.frames) < 6:
-            # It waits: what descends from it may run.
+            # The running call waits: its descendants may run.
             nested = mailbox.take_nested(self)
             if nested is not None:
                 self.begin(nested)
         elif choice < 0.55 and len(world.entries) < world.most:
-            # What it runs makes a call that comes back to this very actor.
+            # The running call makes a call that comes back to this actor.
             world.make(path=self.path())
         elif choice < 0.8:
             entry, execution = self.frames.pop()
@@ -71,22 +71,22 @@ class Seat:
 
     def begin(self, entry: Entry) -> None:
         world = self.world
-        assert entry.ready, "it ran without its arguments"
-        assert entry not in world.started, "it ran twice"
-        assert entry not in world.cancelled, "it ran although it was cancelled"
+        assert entry.ready, "the call ran without its arguments"
+        assert entry not in world.started, "the call ran twice"
+        assert entry not in world.cancelled, "the call ran although it was cancelled"
         if self.frames:
-            assert set(entry.path) & set(self.path()), "nested, but no descendant"
+            assert set(entry.path) & set(self.path()), "the nested call is no descendant of a running call"
         world.started.append(entry)
         world.executions += 1
         self.frames.append((entry, world.executions))
         world.mailbox.running[world.executions] = self
-        slots = [slot for slot in world.slots if slot.queue is self.queue and not slot.resting]
-        top = sum(1 for slot in slots if slot.frames) - world.waiting * self.queue.yielding
-        assert top <= self.queue.limit, "more at a time than the limit allows"
+        runners = [runner for runner in world.runners if runner.queue is self.queue and not runner.resting]
+        top = sum(1 for runner in runners if runner.frames) - world.waiting * self.queue.yielding
+        assert top <= self.queue.limit, "more calls run than the limit allows"
 
 
 class World:
-    """One actor, its runners and its callers; every step is a choice of the seed."""
+    """An actor, its runners and its callers; the seed chooses every step."""
 
     def __init__(self, seed: int, limits: dict[str, int]) -> None:
         self.random = random.Random(seed)
@@ -99,16 +99,16 @@ class World:
             yielding=yielding,
             loose=self.random.choice([None, True, False]),
         )
-        self.waiting = 0  # bystanders
+        self.waiting = 0  # number of waiting bystanders
         for queue in self.mailbox.queues.values():
             queue.bystanders = self
-        self.slots: list[Seat] = []
+        self.runners: list[SimulatedRunner] = []
         self.entries: list[Entry] = []
         self.started: list[Entry] = []
         self.finished: list[Entry] = []
         self.cancelled: list[Entry] = []
         self.unready: list[Entry] = []
-        self.needs: dict[Entry, Entry] = {}  # whose result is an argument of it, where that is tried again
+        self.needs: dict[Entry, Entry] = {}  # retried call -> the call whose result is its argument
         self.put_at: dict[Entry, int] = {}
         self.executions = 0
         self.most = 40
@@ -117,10 +117,10 @@ class World:
     def do(self, todo: Wakeups | None) -> None:
         if todo is None:
             return
-        for slot in todo.wake:
-            slot.parked = False
+        for runner in todo.wake:
+            runner.parked = False
         for queue in todo.start:
-            self.slots.append(Seat(self, queue))
+            self.runners.append(SimulatedRunner(self, queue))
 
     def make(self, path: tuple[int, ...] = ()) -> None:
         pick = self.random
@@ -144,7 +144,7 @@ class World:
         self.do(self.mailbox.put(entry, queue))
 
     def again(self, failed: Entry) -> None:
-        """Make a call again. What waits for its arguments waits for this one from now on, where it is of the same caller."""
+        """Retry a call. Later calls of its caller that wait for arguments now wait for this one."""
         assert failed.queue is not None
         ready = self.random.random() < 0.8
         entry = Call(
@@ -168,7 +168,7 @@ class World:
         return needed is None or needed in self.finished or needed in self.cancelled
 
     def look(self) -> None:
-        """A bystander begins to wait, or ends."""
+        """Start or end the wait of a bystander."""
         if self.waiting and self.random.random() < 0.5:
             self.waiting -= 1
         else:
@@ -195,8 +195,8 @@ class World:
                 self.do(todo)
             else:
                 assert entry in self.started or entry in self.cancelled
-        elif self.slots:
-            self.random.choice(self.slots).step()
+        elif self.runners:
+            self.random.choice(self.runners).step()
 
     def run(self) -> None:
         for _ in range(600):
@@ -209,12 +209,12 @@ class World:
                 self.do(self.mailbox.ready(entry))
             if len(self.finished) + len(self.cancelled) == len(self.entries):
                 break
-            for slot in list(self.slots):
-                slot.step()
+            for runner in list(self.runners):
+                runner.step()
 
 
 def _overtaken(world: World) -> list[tuple[Entry, Entry]]:
-    """Pairs of one caller that ran in the wrong order without being allowed to."""
+    """Return pairs of calls of one caller that ran in a wrong order."""
     wrong = []
     for later, entry in enumerate(world.started):
         for other in world.started[later + 1 :]:
@@ -237,7 +237,7 @@ def _overtaken(world: World) -> list[tuple[Entry, Entry]]:
 
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("limits", [{"": 1}, {"": 3}, {"": 1, "io": 2}], ids=str)
-def test_every_entry_runs_once_in_order_within_the_limit(limits: dict[str, int]) -> None:
+def test_every_call_runs_once_in_order_within_the_concurrency_limit(limits: dict[str, int]) -> None:
     for seed in range(300):
         world = World(seed, limits)
         world.run()
@@ -258,7 +258,7 @@ def _run_all(mailbox: Mailbox, queue: GroupQueue) -> list[Any]:
         mailbox.done(queue)
 
 
-def test_one_caller_waits_for_its_arguments_and_others_do_not() -> None:
+def test_a_pending_argument_holds_up_only_the_calls_of_its_caller() -> None:
     mailbox = Mailbox()
     queue = mailbox.queues[""]
     slow = Call("a", "a1", ready=False)
@@ -266,7 +266,7 @@ def test_one_caller_waits_for_its_arguments_and_others_do_not() -> None:
         mailbox.put(entry, queue)
     assert queue.has_ready
     assert _run_all(mailbox, queue) == ["b1"]
-    # A runner that looks whether to go on sees that the two that wait cannot be handed out: it would look again and again.
+    # The two waiting calls are not ready: otherwise a runner would poll the queue again and again.
     assert (queue.waiting, queue.has_ready) == (2, False)
     mailbox.put(Call("a", "a3"), queue)
     mailbox.ready(slow)
@@ -275,7 +275,7 @@ def test_one_caller_waits_for_its_arguments_and_others_do_not() -> None:
 
 
 class _Counted(Call):
-    """A call that counts the comparisons of all calls of its kind."""
+    """A call that counts the comparisons of all such calls."""
 
     compared = 0
 
@@ -284,7 +284,7 @@ class _Counted(Call):
         return super().__lt__(other)
 
 
-def test_calls_that_each_wait_for_the_one_before_take_few_steps() -> None:
+def test_a_chain_of_pending_calls_needs_few_comparisons() -> None:
     mailbox = Mailbox()
     queue = mailbox.queues[""]
     entries = [_Counted("a", number, ready=False) for number in range(2000)]
@@ -297,14 +297,14 @@ def test_calls_that_each_wait_for_the_one_before_take_few_steps() -> None:
     assert _Counted.compared - before < 40 * len(entries)
 
 
-def test_a_mailbox_closes_by_itself_only_where_nothing_waits_or_runs() -> None:
+def test_close_if_idle_closes_only_if_no_call_waits_or_runs() -> None:
     mailbox = Mailbox()
     queue = mailbox.queues[""]
     mailbox.put(Call("a", 1), queue)
-    assert not mailbox.close_if_idle()  # it waits
+    assert not mailbox.close_if_idle()  # the call waits
     entry, _ = mailbox.take(queue)
     assert entry is not None
-    assert not mailbox.close_if_idle()  # it runs
+    assert not mailbox.close_if_idle()  # the call runs
     assert mailbox.put(Call("a", 2), queue) is not None
     assert mailbox.take(queue)[0] is None
     mailbox.done(queue)
@@ -315,8 +315,8 @@ def test_a_mailbox_closes_by_itself_only_where_nothing_waits_or_runs() -> None:
     assert mailbox.put(Call("a", 3), queue) is None
 
 
-def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
-    """One that reads what comes looks without having been woken, and gets what another one was woken for."""
+def test_a_runner_that_polled_the_queue_is_not_woken_for_other_calls() -> None:
+    """A runner may poll the queue without having been woken, and get a call for which another runner was woken."""
     mailbox = _configured({"": 3})
     queue = mailbox.queues[""]
     first, second = object(), object()
@@ -336,7 +336,7 @@ def test_a_station_that_has_looked_by_itself_is_not_woken_for_others() -> None:
         mailbox.take(queue, second if todo.wake else object())
 
 
-def test_a_call_that_is_ready_lets_those_behind_it_go_up_to_the_next_that_is_not() -> None:
+def test_a_ready_call_releases_the_later_calls_up_to_the_next_pending_one() -> None:
     mailbox = Mailbox()
     queue = mailbox.queues[""]
     first, second = (Call("a", payload, ready=False) for payload in ("a1", "a3"))
@@ -353,7 +353,7 @@ def test_a_call_that_is_ready_lets_those_behind_it_go_up_to_the_next_that_is_not
     assert _run_all(mailbox, queue) == ["a3", "a4"]
 
 
-def test_a_glance_shows_the_one_that_has_waited_longest() -> None:
+def test_glance_shows_the_oldest_waiting_call_of_each_queue() -> None:
     mailbox = _configured({"": 1, "io": 1})
     queue = mailbox.queues[""]
     first, blocked, urgent = Call("a"), Call("b", ready=False), Call("c", priority=5)
@@ -368,5 +368,5 @@ def test_a_glance_shows_the_one_that_has_waited_longest() -> None:
     assert seen()[0] == ("", 2, 1, first)
     mailbox.done(queue)
     assert mailbox.take(queue)[0] is first
-    assert mailbox.take(queue)[0] is None  # the other waits for its arguments
+    assert mailbox.take(queue)[0] is None  # the remaining call waits for its arguments
     assert seen()[0] == ("", 1, 1, blocked)

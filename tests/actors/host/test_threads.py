@@ -1,4 +1,4 @@
-"""The threads of actors: all of them end with their actor."""
+"""Threads of actors: they end with their actor, and where methods may and may not be interrupted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Idle:
 
 @actorrpc.remote
 class Starts:
-    """Starts a thread that notes that it has run, and goes on until it is interrupted."""
+    """Starts a thread that touches a file, and loops until it is interrupted."""
 
     def ready(self) -> None:
         """Answer."""
@@ -52,32 +52,32 @@ class Starts:
 
 
 class Dropped:
-    """Is interrupted, or nearly, while it is dropped."""
+    """An object that lingers while it is dropped, so that a test can interrupt the method then."""
 
     dropping = threading.Event()
     looked = threading.Semaphore(0)
-    told = threading.Event()
+    may_end = threading.Event()
 
     @classmethod
     def linger(cls, *_: object) -> None:
-        """Stay where the interpreter prints and forgets what is raised."""
+        """Stay in code whose exceptions the interpreter only prints."""
         cls.dropping.set()
         for _ in range(2):
             cls.looked.acquire(timeout=20)
 
 
-class Finalised(Dropped):
-    """Has a finaliser."""
+class Finalized(Dropped):
+    """Lingers in its finalizer."""
 
     def __del__(self) -> None:
         self.linger()
 
 
-def _drop_a_finalised_one() -> None:
-    Finalised()
+def _drop_a_finalized_object() -> None:
+    Finalized()
 
 
-def _drop_one_that_is_watched() -> None:
+def _drop_a_weakly_referenced_object() -> None:
     dropped = Dropped()
     watch = weakref.ref(dropped, Dropped.linger)
     del dropped
@@ -98,18 +98,18 @@ def _collect() -> None:
 
 @actorrpc.remote
 class Drops:
-    """Drops an object, and goes on until it is interrupted, or is told to end."""
+    """Drops an object, and loops until it is interrupted or told to end."""
 
     def ready(self) -> None:
         """Answer."""
 
     def drops(self, drop: Callable[[], None]) -> None:
         drop()
-        while not Dropped.told.is_set():
+        while not Dropped.may_end.is_set():
             time.sleep(0.001)
 
 
-def test_a_thread_that_starts_when_its_actor_has_ended_ends_as_well(
+def test_an_actor_thread_that_starts_after_the_end_of_its_actor_ends_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[Runner] = []
@@ -137,7 +137,8 @@ def test_a_thread_that_starts_when_its_actor_has_ended_ends_as_well(
 def test_a_method_is_not_interrupted_while_it_starts_a_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The new thread bears the id of the one that starts it until it runs: what is raised there would end the new one.
+    # Until it runs, the new thread has the id of the thread that starts it: an exception raised there would end the
+    # new thread.
     starting, looked, start = threading.Event(), threading.Semaphore(0), threading.Thread.start
     interrupt = Runner.interrupt
 
@@ -167,12 +168,12 @@ def test_a_method_is_not_interrupted_while_it_starts_a_thread(
         del actor, ref
 
 
-@pytest.mark.parametrize("drop", [_drop_a_finalised_one, _drop_one_that_is_watched, _collect])
-def test_an_interruption_is_not_lost_where_errors_are_ignored(
+@pytest.mark.parametrize("drop", [_drop_a_finalized_object, _drop_a_weakly_referenced_object, _collect])
+def test_an_interruption_is_not_lost_in_finalizers_and_callbacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop: Callable[[], None]
 ) -> None:
-    """The interpreter prints and forgets what is raised there: the method would go on."""
-    for event in (Dropped.dropping, Dropped.told):
+    """The interpreter ignores exceptions there, so the method would not end."""
+    for event in (Dropped.dropping, Dropped.may_end):
         event.clear()
     interrupt = Runner.interrupt
 
@@ -192,12 +193,12 @@ def test_an_interruption_is_not_lost_where_errors_are_ignored(
         try:
             get(actor.ready.remote(), timeout=20)
         finally:
-            Dropped.told.set()
+            Dropped.may_end.set()
         del actor, ref
 
 
-class Own:
-    """Whether the method that calls without an end has begun, and has been interrupted."""
+class EndlessCall:
+    """Whether the endless method has begun, and whether it was interrupted."""
 
     begun = threading.Event()
     interrupted = threading.Event()
@@ -205,7 +206,7 @@ class Own:
 
 @actorrpc.remote
 class Calls:
-    """Calls the library without an end, and whatever errors it gets."""
+    """Calls the library in an endless loop and ignores its errors."""
 
     def ready(self) -> None:
         """Answer."""
@@ -226,22 +227,22 @@ class Calls:
             "next": lambda: next(stream),
             "values": lambda: next(stream.values()),
             "await": lambda: asyncio.run(_all_of(itertools.repeat(ref))),
-            "what never comes": never.wait,
-            "its own": lambda: get(me.ready.remote()),
-            "another's": lambda: get(other.ready.remote()),
+            "a future without a result": never.wait,
+            "a call to itself": lambda: get(me.ready.remote()),
+            "a call to another actor": lambda: get(other.ready.remote()),
             "rpc_sync": lambda: rpc.rpc_sync("w0", threading.get_ident),
         }
         try:
             while True:
-                Own.begun.set()
+                EndlessCall.begun.set()
                 with contextlib.suppress(Exception):
                     calls[how]()
         except Interrupted:
-            Own.interrupted.set()
+            EndlessCall.interrupted.set()
             raise
 
 
-def _is_of_an_actor() -> bool:
+def _on_actor_thread() -> bool:
     return threading.current_thread().name.startswith("actorrpc-actor-")
 
 
@@ -252,52 +253,54 @@ async def _all_of(refs: Iterable[Any]) -> None:
 
 _CALLS = (
     *("put", "remote", "rpc_async", "get", "wait", "as_completed", "next", "values", "await"),
-    *("what never comes", "its own", "another's", "rpc_sync"),
+    *("a future without a result", "a call to itself", "a call to another actor", "rpc_sync"),
 )
 
 
-def test_a_method_is_interrupted_where_it_calls_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_is_interrupted_inside_calls_of_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with alone(tmp_path):
         actor, other = Calls.remote(), Calls.remote()
         for how in _CALLS:
-            Own.begun.clear()
-            Own.interrupted.clear()
+            EndlessCall.begun.clear()
+            EndlessCall.interrupted.clear()
             get([actor.ready.remote(), other.ready.remote()])
             ref = actor.calls.remote(how, actor, other)
-            assert Own.begun.wait(20), how
+            assert EndlessCall.begun.wait(20), how
             with monkeypatch.context() as patch:
-                # A look from another thread never finds it in code of its own.
+                # Inspection from another thread always finds it in the library's code.
                 patch.setattr(
                     threads,
                     "bears_interruption",
-                    lambda frame: _is_of_an_actor() and bears_interruption(frame),
+                    lambda frame: _on_actor_thread() and bears_interruption(frame),
                 )
                 assert cancel(ref)
                 with pytest.raises(CancelledError):
                     get(ref)
-                assert Own.interrupted.wait(20), how
+                assert EndlessCall.interrupted.wait(20), how
             get(actor.ready.remote())
-            until(lambda: not INTERRUPTED)  # the stream is given up as well
+            until(lambda: not INTERRUPTED)  # the stream is cancelled as well
         del actor, other, ref
 
 
 @actorrpc.remote
-class Moves:
-    """Is in code of its own until it is looked at, and then waits for another actor."""
+class MovesOn:
+    """Runs user code until it is inspected, and then waits for another actor."""
 
     begun, looked_at, asked = threading.Event(), threading.Event(), threading.Event()
     ident = 0
     raised_in: ClassVar[list[str]] = []
 
     def waits(self, other: Any) -> None:
-        Moves.ident = threading.get_ident()
-        Moves.begun.set()
-        Moves.looked_at.wait()
+        MovesOn.ident = threading.get_ident()
+        MovesOn.begun.set()
+        MovesOn.looked_at.wait()
         try:
             get(other.never.remote())
         except Interrupted as error:
             *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-            Moves.raised_in.append(frame.f_globals["__name__"])
+            MovesOn.raised_in.append(frame.f_globals["__name__"])
             raise
 
     def asks(self, other: Any) -> str:
@@ -307,37 +310,39 @@ class Moves:
 @actorrpc.remote
 class Other:
     async def never(self) -> None:
-        Moves.asked.set()
+        MovesOn.asked.set()
         await asyncio.Event().wait()
 
     async def answer(self) -> str:
         return "here"
 
 
-def test_a_thread_that_moves_on_while_it_is_looked_at_is_not_interrupted_in_our_code(
+def test_a_thread_that_enters_the_library_while_it_is_inspected_is_not_interrupted_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It may be using a connection, which would be closed, and the worker at its other end taken for dead."""
+    """It may be sending on a connection, which an interruption would close; its peer would then be considered dead."""
 
     def look(frame: FrameType | None) -> bool:
         found = bears_interruption(frame)
-        if found and not Moves.looked_at.is_set():
-            Moves.looked_at.set()
-            assert Moves.asked.wait(20)
-            until(lambda: _module_of(Moves.ident).startswith("actorrpc."))
+        if found and not MovesOn.looked_at.is_set():
+            MovesOn.looked_at.set()
+            assert MovesOn.asked.wait(20)
+            until(lambda: _module_of(MovesOn.ident).startswith("actorrpc."))
         return found
 
     with InProcessCluster(3, clock="real"):
-        actor, other = Moves.options(worker="worker1").remote(), Other.options(worker="worker2").remote()
+        actor, other = MovesOn.options(worker="worker1").remote(), Other.options(worker="worker2").remote()
         assert get(actor.asks.remote(other)) == "here"
         ref = actor.waits.remote(other)
-        assert Moves.begun.wait(20)
+        assert MovesOn.begun.wait(20)
         monkeypatch.setattr("actorrpc.actors.host.threads.bears_interruption", look)
         assert cancel(ref)
         with pytest.raises(CancelledError):
             get(ref)
         assert get(actor.asks.remote(other)) == "here"
-        assert Moves.raised_in == ["actorrpc.actors.host.threads"]  # where it may be, by the thread itself
+        assert MovesOn.raised_in == [
+            "actorrpc.actors.host.threads"
+        ]  # raised by the thread itself where it is allowed
         del actor, other, ref
 
 
@@ -346,10 +351,8 @@ def _module_of(ident: int) -> str:
 
 
 @pytest.mark.parametrize(("caller", "bears"), [("actorrpc.rpc.rref", False), ("__main__", True)])
-def test_what_makes_a_named_tuple_is_interrupted_only_where_its_caller_may_be(
-    caller: str, bears: bool
-) -> None:
-    # The constructor of a named tuple is in a module of its own, which `collections` invents.
+def test_a_namedtuple_constructor_is_interrupted_only_if_its_caller_may_be(caller: str, bears: bool) -> None:
+    # The constructor of a named tuple is in its own module, which ``collections`` creates.
     pair: Any = namedtuple("pair", ["a", "b"])
     found: list[bool] = []
 
@@ -367,7 +370,7 @@ def test_what_makes_a_named_tuple_is_interrupted_only_where_its_caller_may_be(
     assert found == [bears]
 
 
-def test_an_import_is_not_cut_in_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_is_not_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
     monkeypatch.setattr(sys, "look", lambda: found.append(bears_interruption(sys._getframe())), raising=False)
     monkeypatch.syspath_prepend(tmp_path)
@@ -377,8 +380,8 @@ def test_an_import_is_not_cut_in_two(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found == [False, True]
 
 
-class _Cut:
-    """Raises Interrupted at one of the steps at which ``asyncio.run`` may be interrupted, before and behind its coroutine."""
+class _InterruptAtStep:
+    """Raises Interrupted at the n-th step at which ``asyncio.run`` may be interrupted before or after its coroutine."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -413,18 +416,18 @@ _LOOKS = (
     "CALL",
     "JUMP_BACKWARD",
     "RESUME",
-)  # behind these the interpreter raises what another thread has set
+)  # after these the interpreter raises asynchronous exceptions
 
 
 @pytest.mark.slow
 @pytest.mark.limit(300)
-def test_an_interruption_of_an_event_loop_that_begins_or_ends_prints_nothing(
+def test_interrupting_asyncio_run_as_it_starts_or_ends_prints_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = sys.gettrace()
     for at in itertools.count(1):
-        cut = _Cut(at)
-        with warnings.catch_warnings(record=True) as said:
+        cut = _InterruptAtStep(at)
+        with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always")
             sys.settrace(cut.trace)
             try:
@@ -433,7 +436,7 @@ def test_an_interruption_of_an_event_loop_that_begins_or_ends_prints_nothing(
                 pass
             finally:
                 sys.settrace(before)
-        assert not [each for each in said if each.category is RuntimeWarning], at
+        assert not [each for each in caught_warnings if each.category is RuntimeWarning], at
         if cut.left > 0:
             break
     assert at > 20

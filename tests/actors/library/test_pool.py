@@ -1,4 +1,4 @@
-"""The pool, over actors whose calls the tests complete by hand; and over real ones (in test_groups)."""
+"""ActorPool over fake actors whose calls the tests complete by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.reports import LAST, Reports
 
 
 class _Actor:
-    """Notes calls; each is over when the test says so."""
+    """Keeps its calls until the test completes them."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
@@ -70,7 +70,7 @@ def _values(actors: list[_Actor]) -> dict[str, list[Any]]:
 # -- results ------------------------------------------------------------------------------------------------
 
 
-def test_no_more_results(pool: ActorPool[_Actor]) -> None:
+def test_get_next_without_pending_tasks_raises_stop_iteration(pool: ActorPool[_Actor]) -> None:
     assert not pool.has_next()
     with pytest.raises(StopIteration):
         pool.get_next()
@@ -80,7 +80,7 @@ def test_no_more_results(pool: ActorPool[_Actor]) -> None:
         asyncio.run(pool.get_next_async())
 
 
-def test_map_is_an_async_iterator(pool: ActorPool[_Actor]) -> None:
+def test_the_result_of_map_is_an_async_iterator(pool: ActorPool[_Actor]) -> None:
     async def main() -> tuple[list[Any], list[Any]]:
         ordered = [value async for value in pool.map(_at_once, range(7))]
         return ordered, sorted([value async for value in pool.map_unordered(_at_once, range(7))])
@@ -88,12 +88,12 @@ def test_map_is_an_async_iterator(pool: ActorPool[_Actor]) -> None:
     assert asyncio.run(main()) == ([10 * n for n in range(7)],) * 2
 
 
-def test_map_gives_up_what_was_there_before(pool: ActorPool[_Actor], actors: list[_Actor]) -> None:
+def test_map_drops_tasks_that_were_submitted_before(pool: ActorPool[_Actor], actors: list[_Actor]) -> None:
     for value in range(4):
         pool.submit(_work, value)
     results = pool.map(_work, [7])
     for actor in actors:
-        actor.finish()  # those that were running before
+        actor.finish()  # the tasks that were already running
     pool.has_free()
     started = next(actor for actor in actors if actor.calls)
     assert _values(actors)[started.name] == [7]
@@ -101,7 +101,9 @@ def test_map_gives_up_what_was_there_before(pool: ActorPool[_Actor], actors: lis
     assert list(results) == [70]
 
 
-def test_a_list_of_refs_is_a_list_of_values(pool: ActorPool[_Actor], actors: list[_Actor]) -> None:
+def test_a_function_that_returns_several_references_gives_a_list_of_values(
+    pool: ActorPool[_Actor], actors: list[_Actor]
+) -> None:
     def twice(actor: _Actor, value: Any) -> list[ObjectRef[Any]]:
         return [actor.work(value), actor.work(value + 1)]
 
@@ -117,22 +119,24 @@ def test_a_list_of_refs_is_a_list_of_values(pool: ActorPool[_Actor], actors: lis
     assert asyncio.run(pool.get_next_async()) == [10, 20]
 
 
-# -- who works ----------------------------------------------------------------------------------------------
+# -- distribution of tasks ----------------------------------------------------------------------------------
 
 
-def test_tasks_behind_a_slow_one_go_on(pool: ActorPool[_Actor], actors: list[_Actor]) -> None:
+def test_a_slow_task_does_not_block_later_tasks(pool: ActorPool[_Actor], actors: list[_Actor]) -> None:
     for value in range(4):
         pool.submit(_work, value)
     for _ in range(3):
         actors[0].finish()
         with pytest.raises(TimeoutError):
-            pool.get_next(timeout=0)  # waits for 0, which is with the other actor
+            pool.get_next(timeout=0)  # waits for task 0, which runs on the other actor
     assert _values(actors) == {"a": [], "b": [0]}
     actors[1].finish()
     assert [pool.get_next() for _ in range(4)] == [0, 10, 20, 30]
 
 
-def test_free_actors(pool: ActorPool[_Actor], actors: list[_Actor]) -> None:
+def test_an_actor_is_free_again_when_its_result_was_taken(
+    pool: ActorPool[_Actor], actors: list[_Actor]
+) -> None:
     assert pool.has_free()
     pool.submit(_work, 1)
     assert pool.has_free()
@@ -140,13 +144,13 @@ def test_free_actors(pool: ActorPool[_Actor], actors: list[_Actor]) -> None:
     assert pool.pop_idle() is None
     assert not pool.has_free()
     actors[1].finish()
-    assert not pool.has_free()  # until somebody has got the result
+    assert not pool.has_free()  # only after the result was taken
     pool.get_next()
     assert pool.has_free()
     assert pool.pop_idle() is actors[1]
 
 
-def test_without_actors_tasks_fail() -> None:
+def test_a_task_of_an_empty_pool_fails() -> None:
     pool: ActorPool[_Actor] = ActorPool([])
     pool.submit(_at_once, 1)
     with pytest.raises(ConfigError, match="no actors"):
@@ -154,13 +158,15 @@ def test_without_actors_tasks_fail() -> None:
     assert not pool.has_next()
 
 
-def test_push(pool: ActorPool[_Actor], actors: list[_Actor]) -> None:
+def test_a_pushed_actor_gets_waiting_tasks_and_cannot_be_pushed_twice(
+    pool: ActorPool[_Actor], actors: list[_Actor]
+) -> None:
     for value in range(3):
         pool.submit(_work, value)
     assert not pool.has_free()
     more = _Actor("c")
     pool.push(more)
-    assert [value for value, _ in more.calls] == [2]  # what had waited
+    assert [value for value, _ in more.calls] == [2]  # the waiting task
     with pytest.raises(ConfigError, match="actor c"):
         pool.push(more)
     with pytest.raises(ValueError, match="actor a"):
@@ -170,7 +176,7 @@ def test_push(pool: ActorPool[_Actor], actors: list[_Actor]) -> None:
 # -- errors -------------------------------------------------------------------------------------------------
 
 
-def test_map_goes_on_behind_a_failure(actors: list[_Actor]) -> None:
+def test_map_continues_after_a_failed_task(actors: list[_Actor]) -> None:
     def fragile(actor: _Actor, value: int) -> ObjectRef[Any]:
         ref = actor.work(value)
         if value == 1:
@@ -187,7 +193,7 @@ def test_map_goes_on_behind_a_failure(actors: list[_Actor]) -> None:
 
 
 @pytest.mark.parametrize("unordered", [False, True])
-def test_a_dead_actor_does_not_come_back(actors: list[_Actor], unordered: bool) -> None:
+def test_a_dead_actor_leaves_the_pool(actors: list[_Actor], unordered: bool) -> None:
     pool = ActorPool(actors)
     for value in range(3):
         pool.submit(_work, value)
@@ -208,7 +214,7 @@ def test_a_dead_actor_does_not_come_back(actors: list[_Actor], unordered: bool) 
     assert not pool.has_next()
 
 
-def test_what_the_function_raises_reaches_submit(pool: ActorPool[_Actor]) -> None:
+def test_submit_raises_the_error_of_the_function(pool: ActorPool[_Actor]) -> None:
     def wrong(actor: _Actor, value: Any) -> ObjectRef[Any]:
         raise LookupError(str(value))
 
@@ -219,7 +225,7 @@ def test_what_the_function_raises_reaches_submit(pool: ActorPool[_Actor]) -> Non
     assert list(pool.map(_at_once, range(3))) == [0, 10, 20]
 
 
-def test_the_function_must_give_refs(pool: ActorPool[_Actor]) -> None:
+def test_a_function_that_does_not_return_references_is_refused(pool: ActorPool[_Actor]) -> None:
     with pytest.raises(WrongTypeError, match="must return an ObjectRef"):
         pool.submit(lambda actor, value: value, 1)
     with pytest.raises(WrongTypeError, match="function"):
@@ -228,7 +234,7 @@ def test_the_function_must_give_refs(pool: ActorPool[_Actor]) -> None:
 
 
 @pytest.mark.prints(LAST, "its error was never retrieved: ValueError.'unseen'.")
-def test_failures_that_nobody_fetches_are_reported(actors: list[_Actor]) -> None:
+def test_a_failure_that_is_never_fetched_is_reported(actors: list[_Actor]) -> None:
     with Reports() as reports:
         pool = ActorPool(actors)
         pool.submit(_work, 1)
@@ -237,11 +243,13 @@ def test_failures_that_nobody_fetches_are_reported(actors: list[_Actor]) -> None
         assert len(reports.so_far()) == 1
 
 
-# -- time ---------------------------------------------------------------------------------------------------
+# -- timeouts -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["get_next", "get_next_unordered"])
-def test_a_timeout_leaves_the_task(pool: ActorPool[_Actor], actors: list[_Actor], name: str) -> None:
+def test_a_task_can_be_fetched_after_a_timeout(
+    pool: ActorPool[_Actor], actors: list[_Actor], name: str
+) -> None:
     pool.submit(_work, 1)
     with pytest.raises(RpcTimeoutError, match=r"0\.001 s"):
         getattr(pool, name)(timeout=0.001)
@@ -252,13 +260,13 @@ def test_a_timeout_leaves_the_task(pool: ActorPool[_Actor], actors: list[_Actor]
 
 
 @pytest.mark.parametrize("name", ["get_next", "get_next_unordered"])
-def test_a_timeout_may_give_the_task_up(actors: list[_Actor], name: str) -> None:
+def test_ignore_if_timedout_drops_the_task_at_a_timeout(actors: list[_Actor], name: str) -> None:
     pool = ActorPool(actors[:1])
     pool.submit(_work, 1)
     pool.submit(_work, 2)
     with pytest.raises(TimeoutError, match="abandoned"):
         getattr(pool, name)(timeout=0, ignore_if_timedout=True)
-    assert _values(actors[:1]) == {"a": [1]}  # it is still at it
+    assert _values(actors[:1]) == {"a": [1]}  # the actor still runs the task
     assert not pool.has_free()
     actors[0].finish()
     with pytest.raises(TimeoutError):
@@ -269,16 +277,16 @@ def test_a_timeout_may_give_the_task_up(actors: list[_Actor], name: str) -> None
     assert not pool.has_next()
 
 
-# -- both ways of getting -----------------------------------------------------------------------------------
+# -- ordered and unordered ----------------------------------------------------------------------------------
 
 
-def test_both_ways_can_be_mixed_while_that_makes_sense(pool: ActorPool[_Actor], actors: list[_Actor]) -> None:
+def test_get_next_raises_if_its_task_was_passed_over(pool: ActorPool[_Actor], actors: list[_Actor]) -> None:
     pool.submit(_work, 0)
     pool.submit(_work, 1)
     actors[0].finish()
     assert pool.get_next_unordered() == 10
     with pytest.raises(ValueError, match="get_next_unordered"):
-        pool.get_next()  # 0 was passed over
+        pool.get_next()  # task 0 was passed over
     actors[1].finish()
     assert pool.get_next_unordered() == 0
     pool.submit(_at_once, 2)
@@ -286,7 +294,7 @@ def test_both_ways_can_be_mixed_while_that_makes_sense(pool: ActorPool[_Actor], 
 
 
 @given(st.data(), st.integers(1, 3), st.integers(0, 8))
-def test_every_task_is_done_once(data: st.DataObject, count: int, tasks: int) -> None:
+def test_every_task_gives_one_result_or_error(data: st.DataObject, count: int, tasks: int) -> None:
     actors = [_Actor(str(n)) for n in range(count)]
     pool = ActorPool(actors)
     ordered = data.draw(st.booleans(), label="ordered")
@@ -298,9 +306,10 @@ def test_every_task_is_done_once(data: st.DataObject, count: int, tasks: int) ->
         busy = [actor for actor in actors if actor.calls]
         assert all(len(actor.calls) == 1 for actor in busy)
         if busy and data.draw(st.booleans(), label="finish"):
-            actor = data.draw(st.sampled_from(busy), label="whom")
+            actor = data.draw(st.sampled_from(busy), label="actor")
             if data.draw(st.booleans(), label="fail"):
-                # Hypothesis breaks off some examples: nobody gets their failures, and a later test would collect them.
+                # Hypothesis aborts some examples. Their failures are never fetched, and would be reported in a
+                # later test.
                 actor.fail(ValueError("x")).acknowledge()
             else:
                 actor.finish()
@@ -308,7 +317,7 @@ def test_every_task_is_done_once(data: st.DataObject, count: int, tasks: int) ->
         try:
             found.append(get(timeout=0))
         except TimeoutError:
-            assert busy  # else it would hang
+            assert busy  # otherwise it would never complete
             busy[0].finish()
         except ValueError:
             errors += 1

@@ -1,4 +1,4 @@
-"""The queue: what runs in its actor, step by step under hypothesis; then the whole of it."""
+"""The queue: first the class of its actor, step by step with hypothesis, then the queue as a whole."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from actorrpc.errors import ActorDiedError, RpcTimeoutError, ShutdownError
 from tests.actors.alone import alone
 
 
-class _Lab:
-    """A queue actor without an actor, on an event loop whose clock is moved by hand."""
+class _Simulation:
+    """An instance of the queue's actor class on an event loop whose clock the test advances."""
 
     def __init__(self, maxsize: int) -> None:
         self.loop = asyncio.new_event_loop()
@@ -57,7 +57,7 @@ class _Lab:
         return self.start(self.queue.get(self.ticket(), timeout, ()), 5)
 
     def rest(self) -> list[Any]:
-        """Take out what is there."""
+        """Remove and return all items."""
         count = self.do(self.queue.qsize())
         return list(self.do(self.queue.get_batch(count, self.ticket(), ())))
 
@@ -69,99 +69,100 @@ class _Lab:
 
 
 @pytest.fixture
-def lab(request: pytest.FixtureRequest) -> Iterator[_Lab]:
-    lab = _Lab(getattr(request, "param", 0))
-    yield lab
-    lab.close()
+def simulation(request: pytest.FixtureRequest) -> Iterator[_Simulation]:
+    simulation = _Simulation(getattr(request, "param", 0))
+    yield simulation
+    simulation.close()
 
 
-_room_for_one = pytest.mark.parametrize("lab", [1], indirect=True)
+_room_for_one = pytest.mark.parametrize("simulation", [1], indirect=True)
 
 
 # -- inside the actor ---------------------------------------------------------------------------------------
 
 
 @_room_for_one
-def test_a_late_put_does_not_overtake_those_that_wait(lab: _Lab) -> None:
-    lab.put(0)
-    waiting = lab.put(1)
-    lab.start(lab.queue.get(lab.ticket(), None, ()))
-    lab.put(2)
+def test_a_later_put_does_not_overtake_waiting_puts(simulation: _Simulation) -> None:
+    simulation.put(0)
+    waiting = simulation.put(1)
+    simulation.start(simulation.queue.get(simulation.ticket(), None, ()))
+    simulation.put(2)
     assert waiting.result() is True
-    assert [lab.get().result() for _ in range(2)] == [(1,), (2,)]
+    assert [simulation.get().result() for _ in range(2)] == [(1,), (2,)]
 
 
-def test_an_item_that_comes_with_the_deadline_is_not_lost(lab: _Lab) -> None:
-    task = lab.get(timeout=5)
-    # In one turn of the loop: the item is handed to the waiter and its time is over.
-    lab.start(lab.queue.put("a", lab.ticket(), None))
-    lab.now += 6
-    lab.step()
-    assert task.result() == ("a",) or lab.rest() == ["a"]
+def test_an_item_put_at_the_deadline_of_a_get_is_not_lost(simulation: _Simulation) -> None:
+    task = simulation.get(timeout=5)
+    # In one iteration of the loop, the item is handed to the waiting get and its deadline passes.
+    simulation.start(simulation.queue.put("a", simulation.ticket(), None))
+    simulation.now += 6
+    simulation.step()
+    assert task.result() == ("a",) or simulation.rest() == ["a"]
 
 
-def test_an_item_for_a_caller_that_is_cancelled_goes_to_the_next(lab: _Lab) -> None:
-    first, second = lab.get(), lab.get()
-    lab.do(lab.queue.put("a", lab.ticket(), None))  # it is in the future of the first, who has not run yet
+def test_an_item_for_a_cancelled_get_goes_to_the_next_one(simulation: _Simulation) -> None:
+    first, second = simulation.get(), simulation.get()
+    simulation.do(
+        simulation.queue.put("a", simulation.ticket(), None)
+    )  # the future of the first get has it, but its task has not run
     first.cancel()
-    lab.step()
+    simulation.step()
     assert first.cancelled()
     assert second.result() == ("a",)
 
 
-def test_what_was_handed_out_comes_back_to_its_place(lab: _Lab) -> None:
-    lab.do(lab.queue.put_batch(list(range(5))))
-    tickets = [lab.ticket() for _ in range(4)]
+def test_withdrawn_items_return_to_their_position(simulation: _Simulation) -> None:
+    simulation.do(simulation.queue.put_batch(list(range(5))))
+    tickets = [simulation.ticket() for _ in range(4)]
     for ticket in tickets:
-        lab.do(lab.queue.get(ticket, None, ()))
-    lab.do(lab.queue.withdraw(tickets[2]))
-    lab.do(lab.queue.withdraw(tickets[0]))
-    lab.do(lab.queue.withdraw(tickets[0]))  # once is enough
-    lab.do(lab.queue.withdraw(tickets[3]))
-    assert lab.rest() == [0, 2, 3, 4]
+        simulation.do(simulation.queue.get(ticket, None, ()))
+    simulation.do(simulation.queue.withdraw(tickets[2]))
+    simulation.do(simulation.queue.withdraw(tickets[0]))
+    simulation.do(simulation.queue.withdraw(tickets[0]))  # has no effect
+    simulation.do(simulation.queue.withdraw(tickets[3]))
+    assert simulation.rest() == [0, 2, 3, 4]
 
 
 @pytest.mark.slow
 @given(st.data(), st.integers(0, 3))
-def test_every_item_is_in_one_place(data: st.DataObject, maxsize: int) -> None:
-    """Whatever is put in is, at any time, still there or with exactly one caller who wants it."""
-    lab = _Lab(maxsize)
+def test_every_item_is_in_the_queue_or_with_exactly_one_caller(data: st.DataObject, maxsize: int) -> None:
+    simulation = _Simulation(maxsize)
     try:
-        _play(data, lab, maxsize)
+        _play(data, simulation, maxsize)
     finally:
-        lab.close()
+        simulation.close()
 
 
-def _play(data: st.DataObject, lab: _Lab, maxsize: int) -> None:
-    queue = lab.queue
+def _play(data: st.DataObject, simulation: _Simulation, maxsize: int) -> None:
+    queue = simulation.queue
     gets: dict[Ticket, asyncio.Task[Any]] = {}
     puts: dict[Ticket, tuple[int, asyncio.Task[bool]]] = {}
     given_up: set[Ticket] = set()
     received: list[Ticket] = []
-    acknowledged: set[Ticket] = set()  # nobody withdraws what he has said to have received
+    acknowledged: set[Ticket] = set()  # acknowledged items are never withdrawn
     items = itertools.count()
     for _ in range(data.draw(st.integers(1, 25), label="steps")):
         what = data.draw(
             st.sampled_from(["put", "get", "cancel", "withdraw", "time", "receive", "batch"]), label="what"
         )
         timeout = data.draw(st.sampled_from([None, 0, 1.0, 2.0]), label="timeout")
-        ticket = lab.ticket()
+        ticket = simulation.ticket()
         if what == "put":
             item = next(items)
-            puts[ticket] = (item, lab.start(queue.put(item, ticket, timeout)))
+            puts[ticket] = (item, simulation.start(queue.put(item, ticket, timeout)))
         elif what == "get":
             arrived, received = tuple(received), []
             acknowledged.update(arrived)
-            gets[ticket] = lab.start(queue.get(ticket, timeout, arrived))
+            gets[ticket] = simulation.start(queue.get(ticket, timeout, arrived))
         elif what == "time":
-            lab.now += 1.5
+            simulation.now += 1.5
         elif what == "batch":
             count = data.draw(st.integers(0, 2), label="count")
             batch = [next(items) for _ in range(count)]
-            task = lab.start(queue.put_batch(batch))
-            lab.step()
+            task = simulation.start(queue.put_batch(batch))
+            simulation.step()
             if task.result() is None:
-                puts.update({(2, item): (item, lab.start(_true())) for item in batch})
+                puts.update({(2, item): (item, simulation.start(_true())) for item in batch})
         elif what == "receive":
             received = [
                 each
@@ -169,15 +170,15 @@ def _play(data: st.DataObject, lab: _Lab, maxsize: int) -> None:
                 if each not in given_up | acknowledged and gets[each].done() and gets[each].result()
             ]
         elif gets:
-            chosen = data.draw(st.sampled_from(sorted(gets)), label="whom")
+            chosen = data.draw(st.sampled_from(sorted(gets)), label="ticket")
             if chosen in received or chosen in acknowledged or (gets[chosen].done() and what == "cancel"):
                 continue
             given_up.add(chosen)
             if what == "cancel":
                 gets[chosen].cancel()
-            lab.start(queue.withdraw(chosen))
-        lab.step(data.draw(st.integers(0, 3), label="turns"))
-    lab.step(10)
+            simulation.start(queue.withdraw(chosen))
+        simulation.step(data.draw(st.integers(0, 3), label="turns"))
+    simulation.step(10)
 
     inside = [item for _, item in queue._items]
     numbers = [number for number, _ in queue._items]
@@ -199,17 +200,17 @@ async def _true() -> bool:
     return True
 
 
-# -- the whole of it ----------------------------------------------------------------------------------------
+# -- the queue as a whole -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path):
         yield
 
 
 @pytest.fixture
-def queue(here: None, request: pytest.FixtureRequest) -> Iterator[Queue[Any]]:
+def queue(one_worker: None, request: pytest.FixtureRequest) -> Iterator[Queue[Any]]:
     made: Queue[Any] = Queue(maxsize=getattr(request, "param", 0))
     yield made
     made.shutdown(force=True)
@@ -219,14 +220,14 @@ _small = pytest.mark.parametrize("queue", [2], indirect=True)
 
 
 def _until_waiting(queue: Queue[Any], getters: int = 0, putters: int = 0) -> None:
-    """Return when so many callers wait in the queue's actor: each look is a call behind theirs."""
+    """Wait until the numbers of waiting callers match. Each query arrives after the earlier calls of this process."""
     while get(queue.actor.waiting.remote()) != (getters, putters):  # type: ignore[union-attr]
         pass
 
 
 @ActorClass
 class User:
-    """Uses a queue from inside of an actor."""
+    """Uses a queue inside an actor."""
 
     def take(self, queue: Queue[Any]) -> Any:
         return queue.get()
@@ -239,13 +240,13 @@ class User:
 
 @ActorClass
 class AsyncUser:
-    """The same with a method that waits on an event loop."""
+    """Uses a queue inside an async actor."""
 
     async def take(self, queue: Queue[Any]) -> Any:
         return await queue.get_async()
 
 
-def test_first_in_first_out(queue: Queue[Any]) -> None:
+def test_items_come_out_in_the_order_they_were_put(queue: Queue[Any]) -> None:
     for n in range(10):
         queue.put(n)
     assert (queue.qsize(), queue.size(), len(queue), bool(queue)) == (10, 10, 10, True)
@@ -254,7 +255,7 @@ def test_first_in_first_out(queue: Queue[Any]) -> None:
 
 
 @_small
-def test_room(queue: Queue[Any]) -> None:
+def test_putting_into_a_full_queue_raises_full(queue: Queue[Any]) -> None:
     assert queue.maxsize == 2
     assert not queue.full()
     queue.put_nowait(1)
@@ -274,7 +275,7 @@ def test_room(queue: Queue[Any]) -> None:
     assert queue.get_nowait_batch(2) == [1, 2]
 
 
-def test_nothing_there(queue: Queue[Any]) -> None:
+def test_getting_from_an_empty_queue_raises_empty(queue: Queue[Any]) -> None:
     for empty in (
         queue.get_nowait,
         lambda: queue.get(block=False),
@@ -290,7 +291,7 @@ def test_nothing_there(queue: Queue[Any]) -> None:
 
 
 @_small
-def test_batches_are_whole(queue: Queue[Any]) -> None:
+def test_batches_are_put_and_taken_completely_or_not_at_all(queue: Queue[Any]) -> None:
     with pytest.raises(Full, match="3 items to a queue of size 0 and maxsize 2"):
         queue.put_nowait_batch(range(3))
     assert queue.empty()
@@ -301,7 +302,7 @@ def test_batches_are_whole(queue: Queue[Any]) -> None:
 
 
 @_small
-def test_a_put_waits_for_a_get(queue: Queue[Any]) -> None:
+def test_a_put_waits_until_there_is_room(queue: Queue[Any]) -> None:
     user = User.remote()
     ref = user.give.remote(queue, [1, 2, 3])
     _until_waiting(queue, putters=1)
@@ -309,7 +310,7 @@ def test_a_put_waits_for_a_get(queue: Queue[Any]) -> None:
     assert get(ref).qsize() == 0
 
 
-def test_more_may_wait_than_calls_run_in_other_actors(queue: Queue[Any]) -> None:
+def test_more_callers_can_wait_than_the_default_max_concurrency(queue: Queue[Any]) -> None:
     async def main() -> list[int]:
         gets = [asyncio.ensure_future(queue.get_async()) for _ in range(1200)]
         await asyncio.sleep(0)
@@ -319,11 +320,11 @@ def test_more_may_wait_than_calls_run_in_other_actors(queue: Queue[Any]) -> None
     assert sorted(asyncio.run(main())) == list(range(1200))
 
 
-def test_what_a_cancelled_coroutine_waited_for_stays(queue: Queue[Any]) -> None:
+def test_no_item_is_lost_if_coroutines_that_wait_for_it_are_cancelled(queue: Queue[Any]) -> None:
     async def main() -> list[Any]:
         waits = [asyncio.ensure_future(queue.get_async()) for _ in range(3)]
         await asyncio.sleep(0)
-        # While it is cancelled, an item may be on its way to it.
+        # An item may be in flight to a coroutine while it is cancelled.
         await queue.put_async("a")
         for each in waits[:2]:
             each.cancel()
@@ -340,7 +341,7 @@ def test_what_a_cancelled_coroutine_waited_for_stays(queue: Queue[Any]) -> None:
 
 
 @pytest.mark.parametrize("users", [User, AsyncUser], ids=["thread", "loop"])
-def test_what_a_cancelled_method_waited_for_stays(queue: Queue[Any], users: Any) -> None:
+def test_no_item_is_lost_if_a_method_that_waits_for_it_is_cancelled(queue: Queue[Any], users: Any) -> None:
     user = users.remote()
     ref = user.take.remote(queue)
     _until_waiting(queue, getters=1)
@@ -350,7 +351,7 @@ def test_what_a_cancelled_method_waited_for_stays(queue: Queue[Any], users: Any)
     assert queue.get(timeout=10) == "a"
 
 
-def test_what_a_late_method_waited_for_stays(queue: Queue[Any]) -> None:
+def test_no_item_is_lost_if_a_method_that_waits_for_it_times_out(queue: Queue[Any]) -> None:
     user = User.remote()
     with pytest.raises(RpcTimeoutError):
         get(user.take.options(timeout=0.2).remote(queue))
@@ -359,7 +360,7 @@ def test_what_a_late_method_waited_for_stays(queue: Queue[Any]) -> None:
     assert queue.get(timeout=10) == "a"
 
 
-def test_shutdown_ends_the_actor_and_those_who_wait(here: None) -> None:
+def test_shutdown_ends_the_actor_and_waiting_callers(one_worker: None) -> None:
     queue: Queue[int] = Queue()
     user = User.remote()
     other = get(user.give.remote(queue, [1]))
@@ -374,10 +375,10 @@ def test_shutdown_ends_the_actor_and_those_who_wait(here: None) -> None:
     with pytest.raises(ShutdownError, match="shut down"):
         queue.put(1)
     queue.shutdown()
-    other.shutdown()  # it is dead already
+    other.shutdown()  # the actor is already dead
 
 
-def test_the_actor_has_the_options(here: None) -> None:
+def test_actor_options_are_applied_to_the_queues_actor(one_worker: None) -> None:
     queue: Queue[int] = Queue(actor_options={"name": "the-queue", "worker": "w0"})
     queue.put(1)
     assert get(get_actor("the-queue").qsize.remote()) == 1

@@ -1,4 +1,4 @@
-"""Tasks: functions that run elsewhere, in a group and in the embedded cluster."""
+"""Tasks: results, retries and placement, in a group and on the embedded cluster."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ Remote: Any = actorrpc.remote
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Iterator[None]:
+def one_worker(tmp_path: Path) -> Iterator[None]:
     with alone(tmp_path):
         yield
 
 
-# -- what they give (on one worker) ---------------------------------------------------------------------------------
+# -- results (on one worker) ----------------------------------------------------------------------------------------
 
 
-def test_kinds_of_functions(here: None) -> None:
+def test_plain_async_generator_local_and_partial_functions_run_as_tasks(one_worker: None) -> None:
     assert get(things.add.remote(1)) == 3
     assert get(things.add.remote(1, b=5)) == 6
     assert get(things.later.remote(4)) == 4
@@ -58,7 +58,7 @@ async def _awaited() -> int:
     return await things.add.remote(1)
 
 
-# -- where they run ----------------------------------------------------------------------------------------------------
+# -- placement and retries ---------------------------------------------------------------------------------------------
 
 
 @Remote
@@ -97,7 +97,7 @@ def _members_die(rank: int, world_size: int, path: str) -> Any:
         get(_die.options(max_retries=0).remote())
     assert caught.value.maybe_executed
     left = {get(things.process.remote()) for _ in range(3)}
-    # The last one: this process is not to die of what it has others do.
+    # The last one: a worker does not run its own task that may end the process.
     with pytest.raises(PeerDiedError, match="no other worker is left"):
         get(_die.remote())
     return (
@@ -110,12 +110,12 @@ def _members_die(rank: int, world_size: int, path: str) -> Any:
 
 
 @pytest.mark.limit(60)
-def test_in_a_group_they_go_on_in_another_worker_where_one_has_died(tmp_path: Path) -> None:
+def test_a_task_is_retried_on_another_worker_of_the_group_if_its_worker_dies(tmp_path: Path) -> None:
     found = rpc_group(_members_die, 4, str(tmp_path / "once"), may_die=(1, 2, 3))
     assert found[0] == (3, 2, 1, True, True)
 
 
-def test_a_task_whose_argument_was_lost_with_an_actor_names_that_actor_and_keeps_its_process(
+def test_the_error_of_an_argument_lost_with_an_actor_names_the_actor_and_is_no_death_of_the_task(
     tmp_path: Path,
 ) -> None:
     with actorrpc.init(num_cpus=1):
@@ -129,8 +129,8 @@ def test_a_task_whose_argument_was_lost_with_an_actor_names_that_actor_and_keeps
         assert get(things.process.remote(), timeout=30) == before
 
 
-def test_a_function_of_the_main_module_stays_itself_when_its_name_goes_to_another(
-    here: None, monkeypatch: pytest.MonkeyPatch
+def test_a_function_of_main_is_not_confused_with_a_later_function_of_the_same_name(
+    one_worker: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def define(number: int) -> Any:
         def which() -> int:
@@ -140,7 +140,7 @@ def test_a_function_of_the_main_module_stays_itself_when_its_name_goes_to_anothe
         monkeypatch.setattr(sys.modules["__main__"], "which", which, raising=False)
         return Remote(which)
 
-    # What waits to be sent, and what is kept to be sent again, is a snapshot.
+    # Tasks that wait to be sent or retried are kept as snapshots.
     waiting = Snapshot.of(((define(1)._travels,), {}))
     define(2)
     (function,), _ = waiting.open()
@@ -149,31 +149,31 @@ def test_a_function_of_the_main_module_stays_itself_when_its_name_goes_to_anothe
 
 
 @pytest.mark.limit(60)
-def test_in_the_embedded_cluster(tmp_path: Path) -> None:
+def test_tasks_of_the_embedded_cluster_nest_retry_and_can_be_killed(tmp_path: Path) -> None:
     with actorrpc.init(num_cpus=2):
         pids = set(get([things.process.remote() for _ in range(20)]))
         assert os.getpid() not in pids
         assert 1 <= len(pids) <= 2
-        # Nested far deeper than there are processes, and from an actor.
+        # More nested calls than processes, and tasks from an actor.
         assert get(things.fib.remote(7)) == 13
         nested = things.Box.remote(1)
         assert get(actorrpc.call(nested, lambda _: get(things.process.remote()))) in pids
         assert get(_variable.options(env={"ACTORRPC_TEST_X": "y"}).remote("ACTORRPC_TEST_X")) == "y"
         assert get(_variable.remote("ACTORRPC_TEST_X")) is None
-        # A process that dies costs a retry, and no more.
+        # The death of a process costs only a retry.
         assert get(_die_once.remote(str(tmp_path / "once"))) == "again"
         with pytest.raises(PeerDiedError, match=r"task _die was not finished.*exited with code 7") as caught:
             get(_die.options(max_retries=1).remote())
         assert caught.value.maybe_executed
         assert get(things.add.remote(1)) == 3
-        # One that cannot be interrupted otherwise is ended with its process.
+        # force=True ends the process of a task.
         ref = things.slowly.remote()
         assert actorrpc.cancel(ref, force=True)
         with pytest.raises(CancelledError):
             get(ref)
         assert get(things.add.remote(1)) == 3
         assert {row.class_name for row in actorrpc.list_actors()} == {"Box"}
-        # A task that runs into the death of an actor has not died.
+        # A task that gets ActorDiedError is not considered dead.
         actorrpc.kill(nested)
         with pytest.raises(ActorDiedError) as met:
             get(_ask.options(max_retries=0).remote(nested))
@@ -189,7 +189,7 @@ def _size(given: list[int]) -> int:
 
 @Remote
 class Submitter:
-    """Each of its instances knows of no process for tasks at first. A loop that is blocked is reported, which fails the test."""
+    """At first, an instance has no process for tasks. A blocked event loop is logged, which would fail the test."""
 
     async def one(self) -> Any:
         given = [1, 2]
@@ -220,7 +220,7 @@ class Submitter:
 
 
 @pytest.mark.limit(60)
-def test_the_first_tasks_of_a_coroutine_do_not_block_its_loop() -> None:
+def test_submitting_the_first_tasks_from_a_coroutine_does_not_block_its_event_loop() -> None:
     with actorrpc.init(num_cpus=2):
         assert get(Submitter.remote().one.remote()) == 2
         assert len(set(get(Submitter.remote().many.remote()))) == 2
@@ -235,14 +235,14 @@ def test_the_first_tasks_of_a_coroutine_do_not_block_its_loop() -> None:
 
 @pytest.mark.slow
 @pytest.mark.limit(60)
-def test_the_first_one_starts_the_cluster() -> None:
+def test_the_first_task_starts_the_embedded_cluster() -> None:
     assert not actorrpc.is_initialized()
     try:
         assert get(things.add.remote(1)) == 3
         assert actorrpc.is_initialized()
     finally:
         actorrpc.shutdown()
-    try:  # and once more: what was known of the first one's processes is forgotten
+    try:  # and again: the processes of the first cluster are forgotten
         assert get(things.add.remote(2)) == 4
     finally:
         actorrpc.shutdown()
@@ -258,7 +258,7 @@ class Plain:
 
 
 @Remote
-class Letters:
+class Signal:
     def __init__(self) -> None:
         self.event = asyncio.Event()
 
@@ -320,7 +320,7 @@ def _receive(mails: Any) -> Any:
 
 @Remote
 def _correspond(mails: Any) -> Any:
-    """The task that is made first cannot end before this one has gone on."""
+    """The first task cannot end before this one has continued."""
     received = _receive.remote(mails)
     get(things.add.remote(1))
     get(mails.put.remote())
@@ -329,9 +329,9 @@ def _correspond(mails: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.limit(60)
-def test_with_one_process_tasks_do_not_stand_in_each_others_way() -> None:
+def test_tasks_that_wait_for_other_tasks_do_not_deadlock_on_one_process() -> None:
     with actorrpc.init(num_cpus=1):
-        plain, mails = Plain.remote(), Letters.remote()
+        plain, mails = Plain.remote(), Signal.remote()
         assert get(_outer.remote(plain)) == 3
         assert get(_outer_in_a_thread.remote(plain)) == 3
         assert get(_fib.remote(4)) == 3
@@ -339,7 +339,7 @@ def test_with_one_process_tasks_do_not_stand_in_each_others_way() -> None:
         assert get(_in_threads.remote(4)) == 14
         assert get(_from_a_stream.remote(40)) == 780
         assert get(_correspond.remote(mails)) == "taken"
-        # One whose argument is not there does not hold those that have come after it.
+        # A task with a pending argument does not block later tasks.
         assert get(things.add.remote(_after.remote(plain, _release.remote(mails)))) == 4
         del plain, mails
 

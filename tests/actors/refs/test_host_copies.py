@@ -1,4 +1,7 @@
-"""Large objects of another host: fetched once, then shared. Processes of one host that take themselves for two, and two hosts."""
+"""Large objects of another host are fetched once per host and then shared.
+
+Most tests use processes of one host that believe to be on two; the last use network namespaces.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _answers: Counter[str] = Counter()
 
 
 def _count() -> None:
-    """Count what the owner of objects answers with, in this process."""
+    """Count the kinds of answers that the owner of objects sends, in this process."""
     lent = host_copies._lent
 
     def counted(*args: Any) -> Any:
@@ -47,7 +50,7 @@ def _count() -> None:
 
 @contextmanager
 def _member(rank: int, port: int, here: int) -> Iterator[None]:
-    """Be in a group whose first ``here`` workers are on one host and all others on another, as far as they know."""
+    """Join a group whose first ``here`` workers believe to be on one host and all others on another."""
     group = importlib.import_module("actorrpc.group.group")
     host = ("a" if rank < here else "b") * 32
     group.host_identity = lambda: host
@@ -74,11 +77,11 @@ def _run(work: Callable[[], Any], world_size: int, *, here: int = 1, may_die: tu
     try:
         run_group(_main, world_size, free_port(), here, work, env=env, may_die=may_die)
     finally:
-        keys.sweep()  # the sockets of those that were killed
+        keys.sweep()  # removes the files of killed processes
 
 
 def _read(box: list[ObjectRef[Any]], keep: bool = True) -> tuple[float, bool]:
-    """Read a value, change what was read, and say what it was and whether its memory is shared with this host."""
+    """Read a value, change the read copy, and return the value's sum and whether its memory is shared on this host."""
     (ref,) = box
     value = actorrpc.get(ref)
     total = float(value.sum())
@@ -93,7 +96,7 @@ def _put(number: float) -> ObjectRef[torch.Tensor]:
     return actorrpc.put(torch.full((_LARGE,), number))
 
 
-def _let_go() -> None:
+def _drop_kept() -> None:
     _kept.clear()
 
 
@@ -101,7 +104,7 @@ def _copies() -> int:
     return len(runtime().host_copies._fetched)
 
 
-def _once() -> None:
+def _check_one_copy_is_shared() -> None:
     ref = actorrpc.put(torch.ones(_LARGE))
     first = rpc.rpc_sync("worker1", _read, args=([ref],))
     assert first == (_LARGE, False)
@@ -109,18 +112,19 @@ def _once() -> None:
         total, shared = rpc.rpc_sync(worker, _read, args=([ref],))
         assert total == _LARGE
         assert shared or worker == "worker1", worker
-    # To worker 1 once, and again only where it has asked as if it had none; the others were told of it.
+    # The bytes were sent once, to worker 1. The other workers were told that worker 1 has a copy.
     assert _answers["Snapshot"] == 1, _answers
     assert _answers["CopyOnHost"] == 2, _answers
-    rpc.rpc_sync("worker1", _let_go)
-    # Who had told of worker 1 finds nothing there any more, and is sent the bytes.
-    rpc.rpc_sync("worker2", _let_go)
+    rpc.rpc_sync("worker1", _drop_kept)
+    # Worker 1 has no copy any longer. Worker 2, which knows of it, asks there in vain and gets the bytes from the
+    # owner.
+    rpc.rpc_sync("worker2", _drop_kept)
     assert rpc.rpc_sync("worker2", _read, args=([ref],))[0] == _LARGE
     assert _answers["Snapshot"] == 2, _answers
 
 
-def test_readers_of_a_host_share_what_the_first_has_fetched() -> None:
-    _run(_once, 4)
+def test_readers_on_a_host_share_the_copy_that_the_first_one_fetched() -> None:
+    _run(_check_one_copy_is_shared, 4)
 
 
 @actorrpc.remote
@@ -149,7 +153,7 @@ class Gate:
         self.opened.set()
 
 
-def _at_once() -> None:
+def _check_pending_readers_share() -> None:
     gate = Gate.options(worker="worker0").remote()
     ref = gate.make.remote()
     found = [rpc.rpc_async(f"worker{rank}", _read, args=([ref],)) for rank in (1, 2, 3)]
@@ -160,15 +164,15 @@ def _at_once() -> None:
 
 
 @pytest.mark.slow
-def test_readers_that_ask_before_it_is_there_share_it_too() -> None:
-    _run(_at_once, 4)
+def test_readers_that_ask_before_the_value_exists_share_one_copy() -> None:
+    _run(_check_pending_readers_share, 4)
 
 
 def _exit() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _first_dies() -> None:
+def _check_death_of_holder() -> None:
     ref = actorrpc.put(torch.ones(_LARGE))
     assert rpc.rpc_sync("worker1", _read, args=([ref],))[0] == _LARGE
     left = rpc.rpc_sync("worker1", _put, args=(2.0,))
@@ -183,11 +187,11 @@ def _first_dies() -> None:
 
 
 @pytest.mark.slow
-def test_who_has_a_copy_may_die() -> None:
-    _run(_first_dies, 4, may_die=(1,))
+def test_a_value_is_fetched_again_if_the_worker_with_the_copy_dies() -> None:
+    _run(_check_death_of_holder, 4, may_die=(1,))
 
 
-def _dies_while_it_fetches() -> None:
+def _check_death_of_first_reader() -> None:
     asked = threading.Semaphore(0)
     fetch = rrefs._fetch
 
@@ -213,18 +217,18 @@ def _dies_while_it_fetches() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_reader_may_die_while_it_fetches() -> None:
-    _run(_dies_while_it_fetches, 4, may_die=(1,))
+def test_other_readers_get_the_value_if_the_first_one_dies_while_fetching() -> None:
+    _run(_check_death_of_first_reader, 4, may_die=(1,))
 
 
-def _held() -> None:
+def _check_dropped_copies_are_released() -> None:
     ref = actorrpc.put(torch.ones(_LARGE))
     for worker in ("worker1", "worker2"):
         rpc.rpc_sync(worker, _read, args=([ref], False))
     assert rpc.rpc_sync("worker1", _copies) == rpc.rpc_sync("worker2", _copies) == 0
 
 
-def _small() -> None:
+def _check_small_values_have_no_copies() -> None:
     small = actorrpc.put([1, 2])
     for worker in ("worker1", "worker2", "worker1"):
         assert rpc.rpc_sync(worker, actorrpc.get, args=(small,)) == [1, 2]
@@ -235,22 +239,22 @@ def _small() -> None:
         with pytest.raises(ValueError, match="made up"):
             rpc.rpc_sync(worker, _read, args=([failed],))
     assert not _answers["CopyOnHost"], _answers
-    _held()
+    _check_dropped_copies_are_released()
 
 
 @pytest.mark.slow
-def test_small_failed_and_unread_values_are_not_kept() -> None:
-    _run(_small, 3)
+def test_small_failed_and_dropped_values_leave_no_host_copy() -> None:
+    _run(_check_small_values_have_no_copies, 3)
 
 
-# -- hosts of their own: network namespaces --------------------------------------------------------------------------
+# -- separate hosts: network namespaces ------------------------------------------------------------------------------
 
 
-def _across(rank: int, world_size: int) -> None:
+def _check_two_hosts(rank: int, world_size: int) -> None:
     _count()
     if rank:
         return
-    _once()
+    _check_one_copy_is_shared()
     workers = [f"worker{each}" for each in range(1, world_size)]
     _answers.clear()
     readers = [Maker.options(worker=each).remote() for each in workers]
@@ -259,18 +263,18 @@ def _across(rank: int, world_size: int) -> None:
     assert found == [_LARGE] * len(workers)
     assert _answers["Snapshot"] <= 1, _answers
     for each in workers:
-        rpc.rpc_sync(each, _let_go)
+        rpc.rpc_sync(each, _drop_kept)
 
 
 @needs_hosts
 @pytest.mark.slow
 @pytest.mark.limit(90)
-def test_between_hosts_an_object_goes_once() -> None:
+def test_a_large_object_is_sent_once_to_another_host() -> None:
     with Network("a", "b") as network:
-        host_group(_across, network, ["a", "b", "b", "b"])
+        host_group(_check_two_hosts, network, ["a", "b", "b", "b"])
 
 
-def _lost(rank: int, world_size: int) -> None:
+def _check_loss_of_host(rank: int, world_size: int) -> None:
     if rank:
         return
     fetched, left = rpc.rpc_sync("worker1", _put, args=(1.0,)), rpc.rpc_sync("worker1", _put, args=(2.0,))
@@ -278,7 +282,7 @@ def _lost(rank: int, world_size: int) -> None:
     for worker in ("worker1", "worker2"):
         with pytest.raises(actorrpc.PeerDiedError):
             rpc.rpc_sync(worker, _exit)
-    assert actorrpc.get(fetched).sum() == _LARGE  # its copy is here
+    assert actorrpc.get(fetched).sum() == _LARGE  # this host has a copy
     with pytest.raises(actorrpc.PeerDiedError, match=_LOST):
         actorrpc.get(left)
 
@@ -286,6 +290,6 @@ def _lost(rank: int, world_size: int) -> None:
 @needs_hosts
 @pytest.mark.slow
 @pytest.mark.limit(90)
-def test_what_nobody_has_fetched_is_lost_with_its_host() -> None:
+def test_a_value_without_a_copy_elsewhere_is_lost_with_its_host() -> None:
     with Network("a", "b") as network:
-        host_group(_lost, network, ["a", "b", "b"], may_die=(1, 2))
+        host_group(_check_loss_of_host, network, ["a", "b", "b"], may_die=(1, 2))

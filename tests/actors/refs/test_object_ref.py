@@ -1,4 +1,4 @@
-"""ObjectRefs: what they are for Python, how they travel, and where their values come from."""
+"""ObjectRefs: their behaviour as Python objects, pickling, pending values, waiting and cancelling."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.actors.bare import alone
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A group of this process alone."""
+    """A group of one worker."""
     with alone():
         yield
 
 
-def _kept(value: Any) -> StoredResult:
+def _stored(value: Any) -> StoredResult:
     return StoredResult(rpc.RRef(Snapshot.of(value)))
 
 
@@ -59,7 +59,7 @@ def _send(*things: Any) -> Any:
 # -- as objects ----------------------------------------------------------------------------------------------
 
 
-def test_its_states_can_be_told() -> None:
+def test_repr_and_done_show_the_state_of_a_reference() -> None:
     future, ref = _pending("Counter.add")
     assert repr(ref) == "ObjectRef(Counter.add, pending)"
     assert not ref.done()
@@ -81,12 +81,14 @@ def test_its_states_can_be_told() -> None:
     ],
     ids=["iteration", "truth", "item", "attribute"],
 )
-def test_it_is_not_taken_for_its_value(use: Callable[[Any], Any], error: type[Exception]) -> None:
+def test_using_a_reference_like_its_value_raises_and_names_get(
+    use: Callable[[Any], Any], error: type[Exception]
+) -> None:
     with pytest.raises(error, match=r"actorrpc\.get\(ref\)"):
         use(ObjectRef.of([1]))
 
 
-def test_it_cannot_be_pickled_outside_of_a_group_or_with_an_exception() -> None:
+def test_a_reference_cannot_be_pickled_outside_a_group_or_with_an_exception() -> None:
     for ref in (ObjectRef.of(1), _pending()[1]):
         with pytest.raises(errors.NotInitializedError):
             pickle.dumps(ref)
@@ -94,13 +96,13 @@ def test_it_cannot_be_pickled_outside_of_a_group_or_with_an_exception() -> None:
             codec.dumps(ref)
 
 
-def test_copies_are_itself() -> None:
+def test_copying_a_reference_returns_the_reference() -> None:
     ref = ObjectRef.of(1)
     assert copy.copy(ref) is ref
     assert copy.deepcopy([ref])[0] is ref
 
 
-def test_different_results_are_different() -> None:
+def test_references_to_different_results_are_unequal() -> None:
     first, second = ObjectRef.of(1), ObjectRef.of(1)
     assert first != second
     assert len({first, second, first}) == 2
@@ -111,7 +113,7 @@ def test_different_results_are_different() -> None:
 # -- small values ------------------------------------------------------------------------------------------
 
 
-def test_a_complete_one_arrives_complete_and_equal(group: None) -> None:
+def test_a_complete_reference_is_complete_and_equal_after_sending(group: None) -> None:
     ref = ObjectRef.of({"a": torch.ones(3)}, label="f")
     back = _send(ref)
     assert type(back) is ObjectRef
@@ -122,7 +124,7 @@ def test_a_complete_one_arrives_complete_and_equal(group: None) -> None:
     assert torch.equal(get(back)["a"], torch.ones(3))
 
 
-def test_a_failed_one_arrives_failed(group: None) -> None:
+def test_a_failed_reference_is_failed_after_sending(group: None) -> None:
     back = _send(ObjectRef.failed(LookupError("not there")))
     assert back.done()
     with pytest.raises(LookupError, match="not there"):
@@ -131,10 +133,10 @@ def test_a_failed_one_arrives_failed(group: None) -> None:
         back.future().wait()
 
 
-# -- promises ----------------------------------------------------------------------------------------------
+# -- pending values ----------------------------------------------------------------------------------------
 
 
-def test_a_pending_one_comes_home_and_is_fulfilled(group: None) -> None:
+def test_a_pending_reference_that_was_sent_gets_its_value_later(group: None) -> None:
     future, ref = _pending()
     back = _send(ref)
     assert back == ref
@@ -144,7 +146,7 @@ def test_a_pending_one_comes_home_and_is_fulfilled(group: None) -> None:
     assert back.done()
 
 
-def test_a_promise_that_is_broken(group: None) -> None:
+def test_a_pending_reference_that_was_sent_gets_its_error_later(group: None) -> None:
     future, ref = _pending()
     back, again = _send(ref), _send(ref)
     future.set_exception(ValueError("no"))
@@ -153,19 +155,19 @@ def test_a_promise_that_is_broken(group: None) -> None:
             get(each)
 
 
-def test_a_promise_that_nobody_holds_is_forgotten(group: None) -> None:
+def test_a_pending_reference_is_released_when_all_holders_drop_it(group: None) -> None:
     table = rrefs.runtime().table
     future, ref = _pending()
     back = _send(ref)
     del ref, back
     gc.collect()
-    for _ in range(2):  # what the first brings to an end may hold others
+    for _ in range(2):  # a released reference may hold others
         rrefs.runtime().collect()
     assert table.pending_counts().owners == 0
     future.set_result(1)
 
 
-def test_promises_end_at_shutdown() -> None:
+def test_pending_references_fail_at_shutdown() -> None:
     with alone():
         future, ref = _pending()
         back = _send(ref)
@@ -195,7 +197,7 @@ def _change(value: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", _MUTABLE)
-def test_each_reader_of_a_promise_has_a_value_of_its_own(group: None, kind: str) -> None:
+def test_each_holder_of_a_pending_reference_gets_a_separate_value(group: None, kind: str) -> None:
     make = _MUTABLE[kind]
     future, ref = _pending()
     came_home = _send(ref)
@@ -209,12 +211,12 @@ def test_each_reader_of_a_promise_has_a_value_of_its_own(group: None, kind: str)
         assert repr(get(each)) == repr(make())
 
 
-# -- kept values -------------------------------------------------------------------------------------------
+# -- futures -----------------------------------------------------------------------------------------------
 
 
-def test_a_future_of_one_goes_where_the_standard_librarys_go(group: None) -> None:
+def test_the_future_of_a_reference_works_with_concurrent_futures_and_asyncio(group: None) -> None:
     future, ref = _pending()
-    kept: ObjectRef[Any] = ObjectRef.of(_kept(_large()))
+    kept: ObjectRef[Any] = ObjectRef.of(_stored(_large()))
     work = [ref.future(), kept.future(), ObjectRef.failed(LookupError("gone")).future()]
     future.set_result(1)
     assert {each.exception() is None for each in concurrent.futures.as_completed(work)} == {True, False}
@@ -226,8 +228,8 @@ def test_a_future_of_one_goes_where_the_standard_librarys_go(group: None) -> Non
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_one_failure_is_seen_by_one_look(first: bool) -> None:
-    """Else it is logged that nobody has looked, which fails the test."""
+def test_retrieving_a_failure_once_prevents_the_report(first: bool) -> None:
+    """Otherwise the failure would be logged as never retrieved, which fails the test."""
     future, ref = _pending()
     value = ref.future()
     assert value is not future
@@ -239,14 +241,14 @@ def test_one_failure_is_seen_by_one_look(first: bool) -> None:
 # -- put ---------------------------------------------------------------------------------------------------
 
 
-def test_put_refuses_references_and_what_cannot_be_sent(group: None) -> None:
+def test_put_refuses_references_and_unpicklable_values(group: None) -> None:
     with pytest.raises(TypeError, match="reference already"):
         put(ObjectRef.of(1))
     with pytest.raises(errors.SerializationError):
         put(threading.Lock())
 
 
-def test_put_needs_a_runtime() -> None:
+def test_put_without_init_raises_if_autostart_is_off() -> None:
     start = runtimes.set_autostart(None)
     try:
         with pytest.raises(errors.NotInitializedError):
@@ -255,14 +257,14 @@ def test_put_needs_a_runtime() -> None:
         runtimes.set_autostart(start)
 
 
-# -- waiting in asyncio, from threads, and giving up ---------------------------------------------------------
+# -- awaiting and cancelling ---------------------------------------------------------------------------------
 
 
-def test_it_can_be_awaited(group: None) -> None:
+def test_a_reference_can_be_awaited(group: None) -> None:
     future, ref = _pending()
 
     async def main() -> tuple[Any, Any, Any]:
-        kept: ObjectRef[Any] = ObjectRef.of(_kept(_large()))
+        kept: ObjectRef[Any] = ObjectRef.of(_stored(_large()))
         asyncio.get_running_loop().call_soon(future.set_result, 4)
         first, second = await asyncio.gather(ref, kept)
         with pytest.raises(ValueError, match="bad"):
@@ -274,7 +276,7 @@ def test_it_can_be_awaited(group: None) -> None:
     assert torch.equal(second, _large())
 
 
-def test_cancel_ends_it(group: None) -> None:
+def test_cancelling_a_reference_or_its_future_cancels_the_call(group: None) -> None:
     future, ref = _pending()
     assert ref.future().cancel()
     assert future.cancelled()
@@ -289,16 +291,16 @@ def test_cancel_ends_it(group: None) -> None:
         get(ref)
 
 
-# -- between workers -----------------------------------------------------------------------------------------
+# -- copies of values ----------------------------------------------------------------------------------------
 
 
-def _came(value: Any) -> ObjectRef[Any]:
-    """An ObjectRef whose result came with a reply."""
+def _from_reply(value: Any) -> ObjectRef[Any]:
+    """Return an ObjectRef whose result came with a reply."""
     return ObjectRef.of(value)
 
 
-def test_what_can_be_asked_for_again_is_as_it_was(group: None) -> None:
-    ref = _came([1, {"a": torch.ones(2)}])
+def test_changing_a_result_does_not_change_later_gets(group: None) -> None:
+    ref = _from_reply([1, {"a": torch.ones(2)}])
     get(ref).append(3)
     get([ref])[0][1]["a"].zero_()
 
@@ -312,21 +314,28 @@ def test_what_can_be_asked_for_again_is_as_it_was(group: None) -> None:
     assert torch.equal(found[1]["a"], torch.ones(2))
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="from Python 3.14 on, variables are lent to calls")
-def test_what_nobody_can_ask_for_again_is_not_copied(group: None) -> None:
+@pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="from Python 3.14 on, calls borrow references of variables"
+)
+def test_the_last_get_of_a_reference_returns_the_value_without_a_copy(group: None) -> None:
     value = [1]
 
     async def wait_for() -> Any:
-        return await _came(value)
+        return await _from_reply(value)
 
-    # Not in assertions: pytest keeps the parts of those.
-    found = [get(_came(value)), get([_came(value)])[0], get([[_came(value)]])[0][0], asyncio.run(wait_for())]
+    # Not inside assert statements, because pytest keeps their parts.
+    found = [
+        get(_from_reply(value)),
+        get([_from_reply(value)])[0],
+        get([[_from_reply(value)]])[0][0],
+        asyncio.run(wait_for()),
+    ]
     assert all(each is value for each in found)
-    kept = _came(value)
+    kept = _from_reply(value)
     found = [get(kept), get(kept)]
     assert found[0] is not found[1]
 
 
-def test_what_gradients_flow_through_is_one_tensor(group: None) -> None:
-    ref = _came(torch.ones(2, requires_grad=True) * 2)
+def test_a_tensor_with_gradients_is_not_copied_by_get(group: None) -> None:
+    ref = _from_reply(torch.ones(2, requires_grad=True) * 2)
     assert get(ref) is get(ref)

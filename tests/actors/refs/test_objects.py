@@ -1,6 +1,6 @@
-"""Values are values: what ``put()``, ``get()`` and messages make of objects of all kinds and sizes, and that no memory stays.
+"""``put()``, ``get()`` and messages give separate values of all kinds and sizes, and all memory is released.
 
-In one process, that sends to itself: `e2e/test_objects.py` has the same between processes.
+Here one process sends to itself; ``e2e/test_objects.py`` has the tests between processes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tests.actors.bare import alone
 
 pytestmark = pytest.mark.usefixtures("group")
 
-_COUNT = LARGE // 8  # numbers of eight bytes
+_COUNT = LARGE // 8  # float64 numbers
 
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    """A group of this process alone."""
+    """A group of one worker."""
     with alone():
-        put(bytearray(LARGE))  # the file of accounts stays open from here on
+        put(bytearray(LARGE))  # opens the accounting file, which stays open
         yield
 
 
@@ -44,7 +44,7 @@ def _agent() -> Agent:
 
 
 def _send(*things: Any) -> Any:
-    """Send things through a message and get back what arrived, on the way back through another one."""
+    """Send objects in a message and return what comes back in the reply."""
     return rpc.rpc_sync(0, _echo, (things,))
 
 
@@ -53,7 +53,7 @@ def _echo(things: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _held() -> int:
-    """Return the size of the memory whose objects are still held."""
+    """Return the shared memory that live objects use."""
     gc.collect()
     return _agent().objects.stats().held_bytes
 
@@ -89,7 +89,7 @@ def _script() -> torch.jit.ScriptModule:
 
 
 def _clear(value: Any) -> None:
-    """Overwrite all memory of a value."""
+    """Overwrite all memory of a value with zeros."""
     if isinstance(value, torch.nn.Module):
         with torch.no_grad():
             for each in value.parameters():
@@ -111,10 +111,10 @@ def _clear(value: Any) -> None:
             _clear(each)
 
 
-def _told(value: Any) -> Any:
-    """Return all that is in a value, as something that can be compared."""
+def _contents(value: Any) -> Any:
+    """Return the contents of a value in a form that can be compared."""
     if isinstance(value, torch.nn.Module):
-        return [(name, _told(each)) for name, each in value.state_dict().items()]
+        return [(name, _contents(each)) for name, each in value.state_dict().items()]
     if isinstance(value, torch.Tensor):
         return (
             value.dtype,
@@ -127,11 +127,11 @@ def _told(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     if isinstance(value, Batch):
-        return value.name, _told(value.parts)
+        return value.name, _contents(value.parts)
     if isinstance(value, dict):
-        return {name: _told(each) for name, each in value.items()}
+        return {name: _contents(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_told(each) for each in value]
+        return [_contents(each) for each in value]
     return value
 
 
@@ -155,41 +155,41 @@ _KINDS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("kind", _KINDS)
-def test_each_get_gives_a_value_of_its_own(kind: str) -> None:
+def test_each_get_returns_a_separate_value(kind: str) -> None:
     value = _KINDS[kind]()
-    told = _told(value)
+    before = _contents(value)
     ref = put(value)
     _clear(value)
     first, second = get(ref), get(ref)
-    assert _told(first) == told
+    assert _contents(first) == before
     _clear(first)
-    assert _told(second) == told
-    assert _told(get(ref, copy=True)) == told
+    assert _contents(second) == before
+    assert _contents(get(ref, copy=True)) == before
     (arrived,) = _send(ref)
     there = get(arrived)
-    assert _told(there) == told
+    assert _contents(there) == before
     _clear(there)
-    assert _told(get(ref)) == told
+    assert _contents(get(ref)) == before
     del first, second, ref, arrived, there
     assert not _held()
 
 
-def test_frames_of_pandas() -> None:
+def test_a_pandas_frame_is_stored_in_shared_memory_and_copied_by_get() -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"number": np.arange(_COUNT), "half": np.arange(_COUNT) / 2})
-    told = frame.copy()
+    before = frame.copy()
     ref = put(frame)
     frame.iloc[:, :] = 0
-    assert _held() >= 2 * 8 * _COUNT  # beside the pickle
+    assert _held() >= 2 * 8 * _COUNT  # outside the pickle
     first, second = get(ref), get(ref)
     first.iloc[:, :] = 0
     for each in (second, get(ref), get(ref, copy=True), get(_send(ref)[0])):
-        pandas.testing.assert_frame_equal(each, told)
+        pandas.testing.assert_frame_equal(each, before)
     del first, second, ref, each
     assert not _held()
 
 
-def test_tables_of_arrow() -> None:
+def test_a_pyarrow_table_is_stored_in_shared_memory() -> None:
     arrow = pytest.importorskip("pyarrow")
     table = arrow.table({"number": np.arange(_COUNT), "text": ["a", "b"] * (_COUNT // 2)})
     ref = put(table)
@@ -200,13 +200,13 @@ def test_tables_of_arrow() -> None:
     assert not _held()
 
 
-def test_views_of_one_memory_are_views_of_one_memory_again() -> None:
+def test_views_of_the_same_memory_stay_views_of_the_same_memory() -> None:
     whole, part, _ = get(put(_KINDS["shared memory"]()))
     whole[8] = -1
     assert part[0] == -1
 
 
-def test_small_values_are_values_too() -> None:
+def test_each_get_of_a_small_value_returns_a_separate_value() -> None:
     ref = put([1, 2])
     get(ref).append(3)
     assert get(ref) == [1, 2]
@@ -218,12 +218,12 @@ def test_small_values_are_values_too() -> None:
     assert get(ref) == get(arrived) == [1, 2]
 
 
-def test_what_nobody_can_change_is_given_as_it_is() -> None:
+def test_an_immutable_value_is_not_copied() -> None:
     text = "x" * LARGE
     assert get(put(text)) is text
 
 
-def test_read_only() -> None:
+def test_copy_false_gives_read_only_arrays() -> None:
     array = np.arange(_COUNT * 2)
     ref = put({"array": array, "raw": bytearray(LARGE), "small": [1]})
     seen = get(ref, copy=False)
@@ -236,19 +236,19 @@ def test_read_only() -> None:
         get(put(torch.zeros(_COUNT)), copy=False)
 
 
-def test_a_value_outlives_its_reference() -> None:
+def test_memory_is_not_reused_while_a_view_of_a_value_lives() -> None:
     ref = put(_array())
     value = get(ref)
     part = value[10:20]
     del ref, value
-    other = put(np.full(2 * _COUNT, 5.0))  # would be in its place if that were free
+    other = put(np.full(2 * _COUNT, 5.0))  # would overwrite the memory if it were free
     assert part.tolist() == list(range(10, 20))
     del part, other
     assert not _held()
 
 
 def _of_segments() -> tuple[int, int]:
-    """Return how many descriptors and mappings of segments this process has."""
+    """Return how many descriptors and mappings this process has for segments."""
     links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
     descriptors = sum("actorrpc-object" in os.readlink(each) for each in links if os.path.islink(each))
     with open("/proc/self/maps", encoding="utf-8") as file:
@@ -258,7 +258,7 @@ def _of_segments() -> tuple[int, int]:
 @pytest.mark.slow
 def test_many_objects_take_few_descriptors_and_mappings() -> None:
     before = _of_segments()
-    count = 2048  # 512 MiB in all; 100 000 would take 49 times as many segments
+    count = 2048  # 512 MiB in total; 100 000 objects would need 49 times as many segments
     refs = [put(np.full(LARGE // 8, number, np.float64)) for number in range(count)]
     values = [get(ref) for ref in refs]
     assert [float(each[-1]) for each in values[:: count // 8]] == list(range(0, count, count // 8))
@@ -268,7 +268,7 @@ def test_many_objects_take_few_descriptors_and_mappings() -> None:
     assert not _held()
 
 
-def test_an_object_in_an_object() -> None:
+def test_an_object_can_contain_references_to_objects() -> None:
     inner = put(_array())
     outer = put({"inner": inner, "more": _array()})
     found = get(outer)
@@ -284,9 +284,9 @@ _SIZES = st.sampled_from([1, 100, _COUNT - 1, _COUNT, _COUNT + 1, 3 * _COUNT, (9
 
 
 class Programs(RuleBasedStateMachine):
-    """Puts, gets, sends, changes and drops in any order: references and values are what a model says that they are.
+    """Puts, gets, sends, changes and drops in any order, compared with a model.
 
-    Hypothesis keeps what rules have returned, so that is numbers.
+    Rules return numbers, because hypothesis keeps what they return.
     """
 
     refs: Bundle[int] = Bundle("refs")
@@ -297,7 +297,7 @@ class Programs(RuleBasedStateMachine):
         self.next = 0
         self.known: dict[
             int, tuple[ObjectRef[Any], int, int]
-        ] = {}  # with how many numbers, and what each of them is
+        ] = {}  # reference, number of elements, and their value
         self.found: dict[int, tuple[Any, int, int]] = {}
 
     def _number(self) -> int:
@@ -314,7 +314,7 @@ class Programs(RuleBasedStateMachine):
         at = self._number()
         value: Any = np.full(count, at)
         self.known[at] = put(torch.from_numpy(value) if tensor else value), count, at
-        value[...] = 0  # what becomes of it is nobody's business
+        value[...] = 0  # changes of the original must not matter
         return at
 
     @rule(target=values, at=refs, copy=st.sampled_from([None, True]))
@@ -383,11 +383,11 @@ class Programs(RuleBasedStateMachine):
 _run = settings(max_examples=10, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow])
 
 
-class TestPrograms(Programs.TestCase):  # type: ignore[name-defined,misc]
+class TestRandomPrograms(Programs.TestCase):  # type: ignore[name-defined,misc]
     settings = _run
 
 
 @pytest.mark.slow
 @pytest.mark.limit(900)
-class TestManyPrograms(Programs.TestCase):  # type: ignore[name-defined,misc]
+class TestManyRandomPrograms(Programs.TestCase):  # type: ignore[name-defined,misc]
     settings = settings(_run, max_examples=300, stateful_step_count=60)

@@ -1,4 +1,4 @@
-"""References in pickles that a program makes itself: what they hold (nothing), where they lead, and where not."""
+"""References in pickles that a program makes itself: they do not keep their target alive, and load only in their group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.actors.e2e.kit import Log, until
 
 @pytest.fixture
 def cluster() -> Iterator[InProcessCluster]:
-    """Three workers in this process, with a clock that goes on by itself; actors of the first run on the others."""
+    """Three workers in this process with a clock that advances by itself; actors of the first run on the others."""
     with InProcessCluster(3, autojump=True) as made:
         yield made
 
@@ -39,7 +39,7 @@ def _until_refused(data: bytes, error: type[Exception]) -> str:
         pause.wait(0.005)
 
 
-def test_a_handle_is_loaded_on_all_workers_of_its_group(cluster: InProcessCluster) -> None:
+def test_a_pickled_handle_can_be_loaded_on_all_workers_of_its_group(cluster: InProcessCluster) -> None:
     for dumps in (pickle.dumps, cloudpickle.dumps, lambda each: pickle.dumps(each, protocol=2)):
         counter = things.Counter.remote(3)
         data = dumps(counter)
@@ -52,14 +52,14 @@ def test_a_handle_is_loaded_on_all_workers_of_its_group(cluster: InProcessCluste
         assert get(pickle.loads(dumps(counter.options(timeout=9).add)).remote()) == 8
 
 
-def test_what_a_pickle_leads_to_lives_as_long_as_somebody_else_keeps_it(cluster: InProcessCluster) -> None:
+def test_a_pickle_does_not_keep_the_actor_alive_but_a_loaded_handle_does(cluster: InProcessCluster) -> None:
     counter = things.Counter.remote(3)
     data = pickle.dumps(counter)
     with cluster["worker2"]:
         kept = pickle.loads(data)
     del counter
     with cluster["worker2"]:
-        assert get(kept.add.remote()) == 4  # what was loaded counts
+        assert get(kept.add.remote()) == 4  # the loaded handle keeps the actor alive
         assert get(pickle.loads(data).add.remote()) == 5
     del kept
     assert "has ended" in _until_refused(data, errors.ActorDiedError)
@@ -67,7 +67,7 @@ def test_what_a_pickle_leads_to_lives_as_long_as_somebody_else_keeps_it(cluster:
 
 @pytest.mark.parametrize("size", [1, 1 << 18], ids=["small", "large"])
 @pytest.mark.parametrize("make", ["put", "result"])
-def test_an_object_ref_is_loaded_on_all_workers_of_its_group(
+def test_a_pickled_object_ref_can_be_loaded_on_all_workers_of_its_group(
     cluster: InProcessCluster, size: int, make: str
 ) -> None:
     value = torch.arange(float(size))
@@ -89,7 +89,7 @@ def test_an_object_ref_is_loaded_on_all_workers_of_its_group(
     assert "keep the reference itself" in _until_refused(data, errors.RRefError)
 
 
-def test_one_whose_call_is_not_over(cluster: InProcessCluster) -> None:
+def test_a_pickled_reference_to_a_pending_call_gets_its_result_or_error(cluster: InProcessCluster) -> None:
     things.Counter.gate.clear()
     counter = things.Counter.remote()
     waiting, failing = counter.wait.remote(), counter.boom.remote()
@@ -105,7 +105,9 @@ def test_one_whose_call_is_not_over(cluster: InProcessCluster) -> None:
         get(failing)
 
 
-def test_references_in_what_is_saved_and_copied(cluster: InProcessCluster) -> None:
+def test_references_can_be_saved_by_torch_and_copied_in_closures_queues_and_groups(
+    cluster: InProcessCluster,
+) -> None:
     counter, ref = things.Counter.remote(), actorrpc.put(7)
     file = io.BytesIO()
     torch.save({"counter": counter, "deep": [ref]}, file)
@@ -125,7 +127,7 @@ def test_references_in_what_is_saved_and_copied(cluster: InProcessCluster) -> No
     assert list(get(pickle.loads(pickle.dumps(group)).add.call(1))) == [1, 1]
 
 
-def test_handles_that_do_not_count(cluster: InProcessCluster) -> None:
+def test_a_pickled_weak_handle_does_not_keep_the_actor_alive(cluster: InProcessCluster) -> None:
     named = things.Counter.options(name="one").remote()
     weak = pickle.loads(pickle.dumps(actorrpc.get_actor("one")))
     assert weak == named
@@ -134,7 +136,7 @@ def test_handles_that_do_not_count(cluster: InProcessCluster) -> None:
     until(lambda: not actorrpc.is_alive(weak))
 
 
-def test_a_worker_that_has_ended(cluster: InProcessCluster) -> None:
+def test_loading_a_reference_to_a_dead_worker_raises(cluster: InProcessCluster) -> None:
     with cluster["worker1"]:
         ref, counter = actorrpc.put(1), things.Counter.options(worker="worker2").remote()
         data = pickle.dumps(ref), pickle.dumps(counter)
@@ -150,7 +152,7 @@ def test_a_worker_that_has_ended(cluster: InProcessCluster) -> None:
     del ref, counter, caught
 
 
-def test_other_groups_and_none() -> None:
+def test_loading_a_reference_in_another_group_or_none_raises() -> None:
     with InProcessCluster(2):
         counter, ref = things.Counter.remote(), actorrpc.put(1)
         weak = actorrpc.get_actor(things.Counter.options(name="n", lifetime="detached").remote() and "n")
@@ -163,7 +165,7 @@ def test_other_groups_and_none() -> None:
     for each in (counter, ref):
         with pytest.raises(errors.NotInitializedError):
             pickle.dumps(each)
-    # A group of the same names and ranks, whose values may have the same numbers.
+    # A group with the same names and ranks, whose values may have the same ids.
     with InProcessCluster(2):
         others = [things.Counter.remote(), actorrpc.put(2)]
         for each in data:
@@ -172,7 +174,7 @@ def test_other_groups_and_none() -> None:
         del others
 
 
-def test_one_life_of_a_worker_is_not_taken_for_another(cluster: InProcessCluster) -> None:
+def test_a_reference_to_an_earlier_incarnation_of_a_worker_is_not_loaded(cluster: InProcessCluster) -> None:
     ref = actorrpc.put(1)
     address = pickles.address_of(ref._as_promise())
     assert pickles.find(address, "it").is_owner()

@@ -1,4 +1,4 @@
-"""Snapshots: what they copy, what they hold, and how they travel."""
+"""Snapshots of values: contents, references, and sending."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.ranks import rpc_group
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    """A group of this process alone."""
+    """A group of one worker."""
     with alone():
         yield
 
 
-def test_definitions_are_in_it() -> None:
+def test_a_snapshot_contains_local_definitions() -> None:
     class Local:
         def value(self) -> int:
             return 7
@@ -43,12 +43,12 @@ def test_definitions_are_in_it() -> None:
     assert snapshot.open()[1](5) == 8
 
 
-def test_what_cannot_be_copied_is_refused_at_once() -> None:
+def test_a_snapshot_of_an_unpicklable_value_raises_at_once() -> None:
     with pytest.raises(SerializationError, match=r"key .deep. .*index 1"):
         Snapshot.of({"deep": [1, threading.Lock()]})
 
 
-def test_references_are_held(group: None) -> None:
+def test_a_snapshot_keeps_its_references(group: None) -> None:
     rref = rpc.RRef("value")
     ref = ObjectRef.of(5)
     snapshot = Snapshot.of({"a": rref, "b": [ref, rref]})
@@ -58,13 +58,13 @@ def test_references_are_held(group: None) -> None:
     assert opened["b"][0] is ref
 
 
-def test_the_place_of_a_reference_means_nothing_elsewhere(group: None) -> None:
+def test_a_snapshot_cannot_be_decoded_without_its_references(group: None) -> None:
     body = codec.encode(rpc.RRef(1), context=LocalReferences()).body
     with pytest.raises(ProtocolError, match="missing"):
         codec.decode(body, definitions=None)
 
 
-# -- on the wire ---------------------------------------------------------------------------------------------
+# -- sending -------------------------------------------------------------------------------------------------
 
 
 def _from_another_main(rank: int, world_size: int) -> Any:
@@ -89,13 +89,15 @@ def _name_of(snapshot: Snapshot) -> str:
     return str(snapshot.open().__name__)
 
 
-def test_workers_with_another_main_module_get_its_classes_by_value() -> None:
+def test_classes_of_main_are_sent_by_value_to_workers_with_another_main_module() -> None:
     assert rpc_group(_from_another_main, 2)[0] == "Config"
 
 
-def test_what_is_shared_while_it_is_opened_is_opened_as_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread opens it from the same memory."""
-    snapshot = Snapshot.of(np.ones(LARGE, np.uint8))  # outside of a group: on the heap, as what was fetched
+def test_a_snapshot_that_is_shared_while_it_is_opened_gives_a_separate_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another thread shares and opens the memory at the same time."""
+    snapshot = Snapshot.of(np.ones(LARGE, np.uint8))  # outside a group: on the heap, like a fetched value
     (memory,) = snapshot._buffers or ()
     of, shared = codec.TensorSpan.of, [snapshot]
 

@@ -1,4 +1,4 @@
-"""get, wait and as_completed: order, first failures, time-outs; from threads, asyncio and calls."""
+"""get, wait, as_completed and progress: order, first failures, reports and timeouts, from threads, asyncio and calls."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from tests.actors.bare import alone
 from tests.actors.e2e.kit import until
 from tests.reports import LAST, Reports
 
-_TINY = 0.05  # a time-out that is meant to pass
+_TINY = 0.05  # a timeout that is expected to expire
 
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    """A group of this process alone."""
+    """A group of one worker."""
     with alone():
         yield
 
 
 class _Work:
-    """Results that the test brings to an end."""
+    """References whose results the test sets."""
 
     def __init__(self, count: int) -> None:
         self.futures: list[Future[Any]] = [Future() for _ in range(count)]
@@ -58,13 +58,13 @@ class _Work:
             self.futures[number].set_result(number)
 
 
-def _kept(value: Any) -> StoredResult:
+def _stored(value: Any) -> StoredResult:
     return StoredResult(rpc.RRef(Snapshot.of(value)))
 
 
 @pytest.fixture
-def often() -> Iterator[None]:
-    """The interpreter changes threads as often as it can."""
+def frequent_switches() -> Iterator[None]:
+    """Make the interpreter switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -72,16 +72,18 @@ def often() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_large_result_that_comes_as_it_is_looked_for(often: None, others: int) -> None:
+def test_a_large_result_that_arrives_as_get_checks_for_it_is_fetched(
+    frequent_switches: None, others: int
+) -> None:
     for _ in range(50):
         late: Future[Any] = Future()
-        thread = _started(partial(late.set_result, _kept([7] * 3)))
+        thread = _start_thread(partial(late.set_result, _stored([7] * 3)))
         assert get([ObjectRef.of(1)] * others + [ObjectRef(late)]) == [1] * others + [[7] * 3]
         thread.join()
 
 
 class _Fetched:
-    """Stands for an RRef of a value that is elsewhere."""
+    """A fake RRef of a value on another worker."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
@@ -111,16 +113,16 @@ class _Fetched:
     def flush(self) -> None: ...
 
     def submit(self, task: Any) -> None:
-        _started(task)
+        _start_thread(task)
 
 
 @pytest.mark.parametrize("wanted", [get, lambda refs: gather(refs, "all").wait()], ids=["get", "gather"])
-def test_a_large_result_that_is_wanted_several_times_counts_when_it_has_been_fetched(wanted: Any) -> None:
+def test_a_large_result_given_several_times_is_complete_when_it_has_been_fetched(wanted: Any) -> None:
     work, fetch = _Work(3), Future()
     found: list[Any] = []
-    again = ObjectRef(work.futures[0])  # the same result, and a fetch of its own
+    again = ObjectRef(work.futures[0])  # the same result with a fetch of its own
     refs = [work.refs[0], work.refs[1], work.refs[0], again, work.refs[2]]
-    thread = _started(lambda: found.append(wanted(refs)))
+    thread = _start_thread(lambda: found.append(wanted(refs)))
     until(lambda: all(future._parked or future.callbacks for future in work.futures))
     work.futures[0].set_result(StoredResult(_Fetched(fetch)))
     work.end(1, 2)
@@ -131,14 +133,14 @@ def test_a_large_result_that_is_wanted_several_times_counts_when_it_has_been_fet
     assert found == [["large", 1, "large", "large", 2]]
 
 
-def _started(target: Any) -> threading.Thread:
+def _start_thread(target: Any) -> threading.Thread:
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     return thread
 
 
 def _until_watched(future: Future[Any], others: int = 0) -> None:
-    """Return when somebody waits for the future."""
+    """Wait until a thread waits for the future."""
     while len(future._parked) <= others and not future.completed:
         threading.Event().wait(0.001)
 
@@ -146,7 +148,7 @@ def _until_watched(future: Future[Any], others: int = 0) -> None:
 # -- get -----------------------------------------------------------------------------------------------------
 
 
-def test_one_and_several() -> None:
+def test_get_accepts_references_lists_tuples_and_nested_lists() -> None:
     work = _Work(3)
     work.end(0, 1, 2)
     assert get(work.refs[0]) == 0
@@ -157,7 +159,7 @@ def test_one_and_several() -> None:
     assert get([[work.refs[0], work.refs[1]], work.refs[2], []]) == [[0, 1], 2, []]
 
 
-def test_other_things_that_end() -> None:
+def test_get_and_wait_accept_torch_futures_futures_and_rrefs() -> None:
     theirs: torch.futures.Future[int] = torch.futures.Future()
     theirs.set_result(1)
     mine: Future[int] = Future()
@@ -175,19 +177,19 @@ def test_other_things_that_end() -> None:
 
 
 @pytest.mark.parametrize("wrong", [1, "text", None, {"a": 1}, [1], [[[]]], (None,), b""])
-def test_what_is_no_reference_is_refused(wrong: Any) -> None:
+def test_get_refuses_other_objects(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"get\(\) takes ObjectRefs"):
         get(wrong)
 
 
-def test_the_first_failure_is_raised_at_once() -> None:
+def test_get_raises_the_first_failure_without_waiting_for_the_rest() -> None:
     work = _Work(3)
 
     def fail() -> None:
         _until_watched(work.futures[2])
         work.futures[2].set_exception(ValueError("third"))
 
-    thread = _started(fail)
+    thread = _start_thread(fail)
     with pytest.raises(ValueError, match="third"):
         get(work.refs)
     thread.join()
@@ -198,24 +200,24 @@ def test_the_first_failure_is_raised_at_once() -> None:
 
 @pytest.fixture
 def reports() -> Iterator[Reports]:
-    """What is logged of failures that were never retrieved."""
+    """Collect log messages about failures that were never retrieved."""
     with Reports() as found:
         yield found
 
 
-_GETS = ["one", "with a time-out", "several", "nested", "awaited"]
+_GETS = ["one", "with a timeout", "several", "nested", "awaited"]
 
 
 class _Source(Progress):
-    """What a call was made with."""
+    """The source of a future."""
 
 
 class _MadeUpError(ValueError):
-    """Unlike a ValueError, it can be referred to weakly."""
+    """Unlike a ValueError, it supports weak references."""
 
 
 @pytest.mark.parametrize("how", ["wait", "result", "exception", *_GETS])
-def test_an_error_that_was_raised_keeps_nothing_until_the_collector_comes(how: str) -> None:
+def test_a_raised_error_leaves_no_reference_cycles(how: str) -> None:
     gc.disable()
     try:
         future: Future[Any] = Future()
@@ -237,7 +239,7 @@ def test_an_error_that_was_raised_keeps_nothing_until_the_collector_comes(how: s
             elif how == "nested":
                 get([[box.pop()], ObjectRef.of(1)])
             else:
-                get(box.pop(), timeout=30.0 if how == "with a time-out" else None)
+                get(box.pop(), timeout=30.0 if how == "with a timeout" else None)
         thread.join()
         for each in left:
             until(lambda each=each: each() is None)  # type: ignore[misc]
@@ -246,13 +248,13 @@ def test_an_error_that_was_raised_keeps_nothing_until_the_collector_comes(how: s
 
 
 async def _awaited(box: list[Any]) -> None:
-    with contextlib.suppress(ValueError):  # asyncio's own task would keep it
+    with contextlib.suppress(ValueError):  # otherwise the asyncio task would keep the error
         await box.pop()
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 @pytest.mark.prints(LAST)
-def test_what_a_get_has_covered_is_not_reported(when: str, reports: Reports) -> None:
+def test_failures_of_references_given_to_a_failed_get_are_not_reported(when: str, reports: Reports) -> None:
     work = _Work(4)
     work.end(0)
 
@@ -262,7 +264,7 @@ def test_what_a_get_has_covered_is_not_reported(when: str, reports: Reports) -> 
         for number in (1, 2):
             futures[number].set_exception(ValueError(f"number {number}"))
 
-    thread = _started(partial(fail, work.futures))
+    thread = _start_thread(partial(fail, work.futures))
     if when == "before":
         thread.join()
     with pytest.raises(ValueError, match=r"number [12]"):
@@ -274,7 +276,7 @@ def test_what_a_get_has_covered_is_not_reported(when: str, reports: Reports) -> 
 
 
 def _fail_a_fetch() -> None:
-    """Have a fetch fail of what a get() was to bring that has failed before."""
+    """Make the fetch of a result fail after a get() of it has already failed."""
     work = _Work(2)
     fetch: Future[Any] = Future()
     kept = StoredResult(_Fetched(fetch))  # type: ignore[arg-type]
@@ -288,13 +290,13 @@ def _fail_a_fetch() -> None:
 
 
 @pytest.mark.prints(LAST)
-def test_a_fetch_for_a_get_that_has_failed_is_not_reported(reports: Reports) -> None:
+def test_a_failed_fetch_for_a_failed_get_is_not_reported(reports: Reports) -> None:
     _fail_a_fetch()
     assert reports.so_far() == []
 
 
 @pytest.mark.prints(LAST)
-def test_of_the_arguments_of_a_call_one_failure_is_reported_by_the_call(reports: Reports) -> None:
+def test_only_the_first_failed_argument_of_a_call_is_raised_and_none_is_reported(reports: Reports) -> None:
     work = _Work(2)
     values = gather(work.refs, "all")
     for number in (0, 1):
@@ -306,7 +308,7 @@ def test_of_the_arguments_of_a_call_one_failure_is_reported_by_the_call(reports:
 
 
 @pytest.mark.prints(LAST)
-def test_of_several_failed_arguments_the_call_raises_one_and_none_is_reported(reports: Reports) -> None:
+def test_packing_arguments_raises_the_first_failure_and_reports_none(reports: Reports) -> None:
     before, later = _Work(1), _Work(1)
     before.futures[0].set_exception(ValueError("of the second"))
     for other in (before, later):
@@ -323,7 +325,7 @@ def test_of_several_failed_arguments_the_call_raises_one_and_none_is_reported(re
     ids=["get one", "get all", "wait", "as_completed"],
 )
 @pytest.mark.prints(LAST)
-def test_what_ends_together_with_the_call_that_waits_is_not_reported(
+def test_failures_of_references_awaited_by_a_call_that_timed_out_are_not_reported(
     look: Callable[[Any], Any], reports: Reports
 ) -> None:
     work = _Work(1)
@@ -341,7 +343,7 @@ def test_what_ends_together_with_the_call_that_waits_is_not_reported(
 
 
 @pytest.mark.prints(LAST, r"its error was never retrieved: ValueError\('later'\)")
-def test_what_a_get_has_given_up_by_its_own_time_out_is_reported(reports: Reports) -> None:
+def test_a_failure_after_the_timeout_of_a_get_is_reported(reports: Reports) -> None:
     work = _Work(2)
     for refs in (work.refs, work.refs[1]):
         with pytest.raises(errors.RpcTimeoutError):
@@ -352,7 +354,7 @@ def test_what_a_get_has_given_up_by_its_own_time_out_is_reported(reports: Report
     assert reports.so_far() == ["a future failed and its error was never retrieved: ValueError('later')"]
 
 
-def test_time_is_up() -> None:
+def test_get_raises_timeout_error_and_can_be_repeated() -> None:
     assert GetTimeoutError is errors.RpcTimeoutError
     work = _Work(2)
     for refs in (work.refs, work.refs[0], work.refs[:1]):
@@ -369,13 +371,13 @@ def test_time_is_up() -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, "1", True, float("nan")])
-def test_time_outs_that_make_no_sense(wrong: Any) -> None:
+def test_invalid_timeouts_are_refused(wrong: Any) -> None:
     for call in (lambda: get([], timeout=wrong), lambda: wait([], timeout=wrong)):
         with pytest.raises((TypeError, ValueError), match="timeout"):
             call()
 
 
-def test_the_time_of_the_call_that_waits_bounds_it() -> None:
+def test_get_and_wait_end_with_the_time_of_the_running_call() -> None:
     work = _Work(2)
     worker = current_worker()
     assert worker is not None
@@ -392,12 +394,12 @@ def test_the_time_of_the_call_that_waits_bounds_it() -> None:
 
 @given(st.data())
 @settings(max_examples=60)
-def test_get_gives_values_or_the_first_failure(data: st.DataObject) -> None:
+def test_get_returns_all_values_or_raises_a_failure_in_any_order_of_completion(data: st.DataObject) -> None:
     outcomes = data.draw(st.lists(st.sampled_from(["value", "kept", "error"]), min_size=1, max_size=6))
     order = data.draw(st.permutations(range(len(outcomes))))
     early = data.draw(st.integers(0, len(outcomes)))
     work = _Work(len(outcomes))
-    results: dict[str, Any] = {"value": lambda n: n, "kept": lambda n: _kept(n)}
+    results: dict[str, Any] = {"value": lambda n: n, "kept": lambda n: _stored(n)}
 
     def end(number: int) -> None:
         if outcomes[number] == "error":
@@ -407,7 +409,7 @@ def test_get_gives_values_or_the_first_failure(data: st.DataObject) -> None:
 
     for number in order[:early]:
         end(number)
-    thread = _started(lambda: [end(number) for number in order[early:]])
+    thread = _start_thread(lambda: [end(number) for number in order[early:]])
     if "error" in outcomes:
         with pytest.raises(LookupError):
             get(work.refs)
@@ -422,7 +424,7 @@ def test_get_gives_values_or_the_first_failure(data: st.DataObject) -> None:
 # -- wait ----------------------------------------------------------------------------------------------------
 
 
-def test_those_that_are_ready_come_first_in_order() -> None:
+def test_wait_returns_ready_references_in_the_order_of_the_list() -> None:
     work = _Work(4)
     a, b, c, d = work.refs
     work.end(3, 1)
@@ -430,21 +432,21 @@ def test_those_that_are_ready_come_first_in_order() -> None:
     assert wait(work.refs) == ([b], [a, c, d])
     assert wait(work.refs, num_returns=4, timeout=0) == ([b, d], [a, c])
     assert wait(work.refs, num_returns=3, timeout=_TINY) == ([b, d], [a, c])
-    thread = _started(lambda: (_until_watched(work.futures[2]), work.end(2)))
+    thread = _start_thread(lambda: (_until_watched(work.futures[2]), work.end(2)))
     assert wait(work.refs, num_returns=3) == ([b, c, d], [a])
     thread.join()
     assert wait([]) == ([], [])
 
 
-def test_kept_values_are_there_when_they_are_fetched() -> None:
-    ref: ObjectRef[Any] = ObjectRef.of(_kept(torch.ones(50_000)))
+def test_wait_fetches_large_values_unless_fetch_local_is_false() -> None:
+    ref: ObjectRef[Any] = ObjectRef.of(_stored(torch.ones(50_000)))
     assert wait([ref], fetch_local=False, timeout=0) == ([ref], [])
     assert "elsewhere" in repr(ref)
     assert wait([ref]) == ([ref], [])
     assert "fetched" in repr(ref)
 
 
-def test_wrong_uses_are_refused() -> None:
+def test_wait_refuses_duplicates_other_objects_and_wrong_counts() -> None:
     work = _Work(2)
     a, _ = work.refs
     work.end(0, 1)
@@ -463,7 +465,7 @@ def test_wrong_uses_are_refused() -> None:
 
 
 def _steps(run: Callable[[], Any]) -> int:
-    """Return how many functions a call runs on this thread."""
+    """Return the number of profiler events of a call on this thread."""
     steps = 0
 
     def count(*_: Any) -> None:
@@ -479,7 +481,7 @@ def _steps(run: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_in_a_loop_a_wait_looks_only_at_what_is_new(ended: bool) -> None:
+def test_wait_in_a_loop_checks_only_new_references(ended: bool) -> None:
     work = _Work(2000)
     if ended:
         work.end(*range(2000))
@@ -506,7 +508,7 @@ def test_in_a_loop_a_wait_looks_only_at_what_is_new(ended: bool) -> None:
 
 @settings(deadline=None)
 @given(st.data())
-def test_a_loop_of_waits_returns_each_once_whatever_is_done_to_the_list(data: st.DataObject) -> None:
+def test_wait_in_a_loop_returns_each_reference_once_while_the_list_changes(data: st.DataObject) -> None:
     work = _Work(8)
     rest: list[ObjectRef[Any]] = list(work.refs[:5])
     left = list(rest)
@@ -542,7 +544,7 @@ def test_a_loop_of_waits_returns_each_once_whatever_is_done_to_the_list(data: st
             assert (ready, rest) == (expected, left)
 
 
-def test_a_list_that_a_wait_refused_is_good_again_once_it_is_corrected() -> None:
+def test_a_list_that_wait_refused_can_be_corrected_and_used_again() -> None:
     work = _Work(5)
     work.end(0)
     rest = wait(work.refs[:4])[1]
@@ -557,14 +559,14 @@ def test_a_list_that_a_wait_refused_is_good_again_once_it_is_corrected() -> None
 # -- as_completed --------------------------------------------------------------------------------------------
 
 
-def test_results_come_as_they_end() -> None:
+def test_as_completed_yields_references_in_order_of_completion() -> None:
     work = _Work(3)
     work.end(1)
     completed = as_completed(work.refs)
     assert next(completed) is work.refs[1]
     work.end(2)
     assert next(completed) is work.refs[2]
-    thread = _started(lambda: work.futures[0].set_exception(ValueError("last")))
+    thread = _start_thread(lambda: work.futures[0].set_exception(ValueError("last")))
     (last,) = completed
     thread.join()
     assert last is work.refs[0]
@@ -573,16 +575,16 @@ def test_results_come_as_they_end() -> None:
     assert list(completed) == []
 
 
-def test_futures_and_kept_values_come_as_well() -> None:
+def test_as_completed_accepts_futures_and_fetches_large_values() -> None:
     mine: Future[int] = Future()
     mine.set_result(2)
-    ref: ObjectRef[Any] = ObjectRef.of(_kept(torch.ones(50_000)))
+    ref: ObjectRef[Any] = ObjectRef.of(_stored(torch.ones(50_000)))
     assert set(as_completed([mine, ref])) == {mine, ref}
     assert "fetched" in repr(ref)
     assert list(as_completed([])) == []
 
 
-def test_as_completed_has_a_time_out() -> None:
+def test_as_completed_raises_at_its_timeout_and_can_continue() -> None:
     work = _Work(2)
     work.end(0)
     completed = as_completed(work.refs, timeout=_TINY)
@@ -596,7 +598,7 @@ def test_as_completed_has_a_time_out() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_each_comes_once_whoever_ends_them(asynchronous: bool) -> None:
+def test_as_completed_yields_each_reference_once_with_concurrent_completions(asynchronous: bool) -> None:
     work = _Work(200)
 
     def end(start: int) -> None:
@@ -606,7 +608,7 @@ def test_each_comes_once_whoever_ends_them(asynchronous: bool) -> None:
     async def gathered() -> list[Any]:
         return [ref async for ref in as_completed(work.refs)]
 
-    threads = [_started(lambda start=start: end(start)) for start in range(4)]
+    threads = [_start_thread(lambda start=start: end(start)) for start in range(4)]
     found = asyncio.run(gathered()) if asynchronous else list(as_completed(work.refs))
     for thread in threads:
         thread.join()
@@ -614,7 +616,7 @@ def test_each_comes_once_whoever_ends_them(asynchronous: bool) -> None:
     assert set(found) == set(work.refs)
 
 
-def test_an_iteration_that_is_left_early_leaves_nothing_with_what_is_still_to_come() -> None:
+def test_leaving_as_completed_early_removes_its_waiters() -> None:
     work = _Work(2)
     work.end(0)
     for _ in range(3):
@@ -630,7 +632,7 @@ def test_an_iteration_that_is_left_early_leaves_nothing_with_what_is_still_to_co
 @pytest.mark.parametrize(
     "waits", [wait, lambda refs, timeout: next(as_completed(refs, timeout=timeout), None)]
 )
-def test_what_was_waited_for_is_freed_without_the_collector(waits: Callable[..., Any]) -> None:
+def test_a_timed_out_wait_leaves_no_reference_cycles(waits: Callable[..., Any]) -> None:
     gc.disable()
     try:
         future: Future[int] = Future()
@@ -647,8 +649,8 @@ def test_what_was_waited_for_is_freed_without_the_collector(waits: Callable[...,
 
 
 @pytest.fixture(autouse=True)
-def _no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without tqdm's thread, which stays for as long as the process."""
+def _no_monitor_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable tqdm's monitor thread, which lives as long as the process."""
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
 
 
@@ -657,7 +659,7 @@ def _refs(count: int) -> tuple[list[Future[Any]], list[ObjectRef[Any]]]:
     return futures, [ObjectRef(future, label=f"w{n}") for n, future in enumerate(futures)]
 
 
-def test_results_come_in_order_and_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_returns_results_in_order_and_shows_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     futures, refs = _refs(2)
     future: Future[Any] = Future()
     kept: ObjectRef[Any] = ObjectRef.of(StoredResult(rpc.RRef(Snapshot.of("kept"))))
@@ -676,28 +678,28 @@ def test_results_come_in_order_and_are_counted(capsys: pytest.CaptureFixture[str
     assert re.search(r"squares: 100%\|.*\| 6/6 \[.*\n$", shown.err)
 
 
-def test_progress_ends_with_the_first_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_raises_the_first_failure(capsys: pytest.CaptureFixture[str]) -> None:
     futures, refs = _refs(3)
     futures[2].set_result(2)
     futures[1].set_exception(ValueError("the second one"))
     with pytest.raises(ValueError, match="the second one"):
         progress(refs)
     assert "1/3" in capsys.readouterr().err
-    futures[0].set_exception(ValueError("which nobody looks at any more"))
+    futures[0].set_exception(ValueError("that is not retrieved"))
     del futures, refs
 
 
-def test_progress_has_a_time_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_raises_at_its_timeout(capsys: pytest.CaptureFixture[str]) -> None:
     futures, refs = _refs(2)
     futures[0].set_result(0)
     with pytest.raises(errors.RpcTimeoutError, match=r"one of 1 results was not complete within 0\.01 s"):
         progress(refs, timeout=0.01)
     futures[1].set_result(1)
     assert progress(refs) == [0, 1]
-    assert capsys.readouterr().err.count("\n") == 2  # both bars have ended
+    assert capsys.readouterr().err.count("\n") == 2  # both bars were closed
 
 
-def test_nothing_to_wait_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_of_an_empty_list_shows_a_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert progress([]) == []
     assert list(as_completed([], progress=True)) == []
     with pytest.raises(TypeError, match=r"progress\(\) takes ObjectRefs"):
@@ -706,7 +708,7 @@ def test_nothing_to_wait_for(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_as_completed_shows_what_was_taken(asynchronous: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_completed_can_show_a_progress_bar(asynchronous: bool, capsys: pytest.CaptureFixture[str]) -> None:
     futures, refs = _refs(2)
     for number in (1, 0):
         futures[number].set_result(number)
@@ -723,7 +725,7 @@ def test_as_completed_shows_what_was_taken(asynchronous: bool, capsys: pytest.Ca
     assert capsys.readouterr().err == ""
 
 
-def test_without_tqdm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_without_tqdm_raises_and_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     futures, refs = _refs(1)
     futures[0].set_result(0)
@@ -733,7 +735,7 @@ def test_without_tqdm_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-def test_nothing_imports_tqdm_before_it_is_used() -> None:
+def test_importing_the_package_does_not_import_tqdm_auto() -> None:
     program = "import sys, actorrpc; print('tqdm.auto' in sys.modules)"  # torch imports tqdm
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True

@@ -1,6 +1,6 @@
-"""What is known of a class's methods: which there are, how they run, and which arguments they take.
+"""ClassInfo: which methods a class has, how they run, and which arguments they take.
 
-Python itself says what is right: every check is compared with a call.
+Argument checks are compared with calls of the functions in Python.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Everything(Base):
     def _private(self) -> None: ...
 
 
-def test_what_can_be_called() -> None:
+def test_class_info_lists_all_methods_with_their_kind() -> None:
     info = ClassInfo.of(Everything)
     assert {name: each.kind for name, each in info.methods.items()} == {
         **dict.fromkeys(("inherited", "plain", "static", "remembered", "partial", "marked"), "sync"),
@@ -90,7 +90,7 @@ def test_what_can_be_called() -> None:
     assert (info.is_async, ClassInfo.of(Base).is_async) == (True, False)
 
 
-def test_method_in_any_order_with_other_decorators() -> None:
+def test_the_method_decorator_can_be_combined_with_staticmethod_and_classmethod() -> None:
     class Actor:
         @method(num_returns=2)
         @staticmethod
@@ -117,7 +117,7 @@ def test_method_in_any_order_with_other_decorators() -> None:
         method(3)  # type: ignore[call-overload]
 
 
-def _python_says(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _python_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     try:
         function(*args, **kwargs)
     except TypeError as error:
@@ -125,7 +125,7 @@ def _python_says(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     return None
 
 
-def _we_say(info: MethodInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+def _check_error(info: MethodInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     try:
         info.check(args, kwargs)
     except TypeError as error:
@@ -149,7 +149,7 @@ _CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 
-def test_wrong_arguments_are_refused_as_python_does() -> None:
+def test_wrong_arguments_raise_the_same_errors_as_in_python() -> None:
     class Actor:
         def none(self) -> None: ...
         def one(self, a: int) -> None: ...
@@ -170,10 +170,10 @@ def test_wrong_arguments_are_refused_as_python_does() -> None:
     actor = Actor()
     for name, each in ClassInfo.of(Actor).methods.items():
         for args, kwargs in _CALLS:
-            theirs = _python_says(getattr(actor, name), args, kwargs)
+            theirs = _python_error(getattr(actor, name), args, kwargs)
             if theirs is not None:
                 theirs = theirs.rpartition("<locals>.")[2]
-            assert _we_say(each, args, kwargs) == theirs, (name, args, kwargs)
+            assert _check_error(each, args, kwargs) == theirs, (name, args, kwargs)
 
 
 _names = st.sampled_from("abcdef")
@@ -214,19 +214,19 @@ def _functions(draw: st.DrawFn) -> tuple[Callable[..., Any], str]:
     st.dictionaries(_names, st.integers(), max_size=4),
     st.booleans(),
 )
-def test_any_signature_is_checked_as_python_does(
+def test_arguments_of_random_signatures_raise_the_same_errors_as_in_python(
     made: tuple[Callable[..., Any], str], args: list[int], kwargs: dict[str, int], by_inspect: bool
 ) -> None:
     function, source = made
-    if by_inspect:  # the way of callables that are no plain functions
+    if by_inspect:  # the path for callables that are not plain functions
         function.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     info = MethodInfo("method", "sync", Signature.of(function, "method", 1))
     for checked in (info, pickle.loads(pickle.dumps(info))):
-        ours = _we_say(checked, tuple(args), kwargs)
-        assert ours == _python_says(function, (None, *args), kwargs), source
+        ours = _check_error(checked, tuple(args), kwargs)
+        assert ours == _python_error(function, (None, *args), kwargs), source
 
 
-def test_constructors() -> None:
+def test_constructor_arguments_are_checked_for_all_kinds_of_classes() -> None:
     class Nothing:
         pass
 
@@ -251,7 +251,7 @@ def test_constructors() -> None:
         def m(self) -> None: ...
 
     def takes(cls: type, *args: Any, **kwargs: Any) -> bool:
-        return _we_say(ClassInfo.of(cls).constructor, args, kwargs) is None
+        return _check_error(ClassInfo.of(cls).constructor, args, kwargs) is None
 
     assert takes(Everything, 1, c=1)
     assert not takes(Everything, 1)
@@ -269,7 +269,7 @@ def test_constructors() -> None:
     assert not takes(torch.nn.Linear, 1)
 
 
-def test_checkpoints() -> None:
+def test_a_checkpoint_method_with_other_parameters_is_not_a_checkpoint_hook() -> None:
     class Has:
         def checkpoint(self) -> int:
             return 1
@@ -285,7 +285,7 @@ def test_checkpoints() -> None:
     assert not ClassInfo.of(Base).has_checkpoint
 
 
-def test_classes_are_not_kept_alive() -> None:
+def test_class_info_does_not_keep_its_class_alive() -> None:
     import gc
     import weakref
 
@@ -299,10 +299,10 @@ def test_classes_are_not_kept_alive() -> None:
     assert watch() is None
 
 
-def test_methods_that_run_on_threads() -> None:
+def test_thread_true_marks_plain_methods_and_is_refused_for_coroutines() -> None:
     class Both:
         @method(thread=True)
-        def beside(self) -> None: ...
+        def blocking(self) -> None: ...
 
         @method(thread=True, timeout=1)
         def generator(self) -> Iterator[int]:
@@ -313,7 +313,7 @@ def test_methods_that_run_on_threads() -> None:
 
     info = pickle.loads(pickle.dumps(ClassInfo.of(Both)))
     assert {name: each.threaded for name, each in info.methods.items()} == {
-        "beside": True,
+        "blocking": True,
         "generator": True,
         "plain": False,
     }

@@ -1,4 +1,4 @@
-"""Options of actors, calls and tasks: which there are, which values are right, and what is said of others."""
+"""Options of actors, calls and tasks: valid values, and errors for invalid or unknown ones."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _KINDS = [ActorOptions(), CallOptions(), TaskOptions()]
 
 
 @pytest.mark.parametrize("cls", [ActorOptions, CallOptions, TaskOptions])
-def test_the_docstring_has_a_row_for_each_field(cls: type[Any]) -> None:
+def test_the_docstring_describes_every_option(cls: type[Any]) -> None:
     _, _, rows = (cls.__doc__ or "").partition("Attributes:")
     described = ", ".join(re.findall(r"^ {8}(\w[\w, ]*): ", rows, re.MULTILINE))
     assert sorted(described.split(", ")) == sorted(each.name for each in fields(cls))
 
 
 @pytest.mark.parametrize("options", _KINDS, ids=lambda each: type(each).__name__)
-def test_an_unknown_option_is_refused_with_those_there_are(options: Any) -> None:
+def test_an_unknown_option_raises_and_lists_the_valid_ones(options: Any) -> None:
     with pytest.raises(ConfigError, match=r"'naem' is not an option of .* Did you mean 'name'") as caught:
         options.merged(naem="x")
     assert "priority" in str(caught.value)
     assert "timeout" in str(caught.value)
 
 
-def test_an_option_of_something_else_says_of_what() -> None:
+def test_an_option_of_another_kind_raises_and_names_that_kind() -> None:
     with pytest.raises(ConfigError, match=r"not an option of an actor.* option of a task"):
         ActorOptions().merged(max_retries=3)
     with pytest.raises(ConfigError, match="not an option of a method"):
@@ -45,7 +45,7 @@ def test_an_option_of_something_else_says_of_what() -> None:
     ["scheduling_strategy", "memory", "accelerator_type", "object_store_memory", "max_calls"],
 )
 @pytest.mark.parametrize("options", _KINDS, ids=lambda each: type(each).__name__)
-def test_options_that_only_make_sense_in_ray_say_what_to_do(options: Any, name: str) -> None:
+def test_unsupported_options_of_ray_raise_with_advice(options: Any, name: str) -> None:
     with pytest.raises(
         ConfigError, match=f"{name!r} is an option of Ray's that makes no sense here: .{{10}}"
     ):
@@ -88,7 +88,7 @@ _RIGHT: list[tuple[Any, str, Any, Any]] = [
 
 
 @pytest.mark.parametrize(("options", "name", "value", "kept"), _RIGHT)
-def test_right_values(options: Any, name: str, value: Any, kept: Any) -> None:
+def test_valid_values_are_accepted_and_normalized(options: Any, name: str, value: Any, kept: Any) -> None:
     assert getattr(options.merged(**{name: value}), name) == kept
 
 
@@ -133,7 +133,7 @@ _WRONG: list[tuple[Any, str, Any]] = [
 ]
 
 
-def test_the_bound_of_a_stream_has_three_names() -> None:
+def test_backpressure_is_an_alias_of_max_buffered_items() -> None:
     for options in (CallOptions(), ActorOptions(), TaskOptions()):
         for name in ("max_buffered_items", "backpressure", "_generator_backpressure_num_objects"):
             assert options.merged(**{name: 3}).max_buffered_items == 3
@@ -146,13 +146,13 @@ def test_the_bound_of_a_stream_has_three_names() -> None:
 
 
 @pytest.mark.parametrize(("options", "name", "value"), _WRONG)
-def test_wrong_values_are_refused_with_what_is_right(options: Any, name: str, value: Any) -> None:
+def test_invalid_values_raise_and_name_the_valid_ones(options: Any, name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}(\['.*'\])? must be .*, not ") as caught:
         options.merged(**{name: value})
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_wrong_type_is_also_a_type_error() -> None:
+def test_a_value_of_a_wrong_type_raises_type_error() -> None:
     with pytest.raises(WrongTypeError):
         ActorOptions().merged(max_restarts="3")
     with pytest.raises(TypeError):
@@ -160,7 +160,7 @@ def test_a_wrong_type_is_also_a_type_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["env", "runtime_env"])
-def test_an_environment_as_ray_has_it(name: str) -> None:
+def test_env_accepts_the_runtime_env_of_ray(name: str) -> None:
     found = ActorOptions().merged(**{name: {"env_vars": {"A": "1"}, "working_dir": "/tmp"}})
     assert (found.env, found.working_dir) == ({"A": "1"}, "/tmp")
     assert ActorOptions().merged(**{name: None}).env == {}
@@ -168,7 +168,7 @@ def test_an_environment_as_ray_has_it(name: str) -> None:
         ActorOptions().merged(**{name: {"env_vars": {}, "pip": ["torch"]}})
 
 
-def test_variables_may_be_called_what_they_like() -> None:
+def test_env_variables_can_have_names_of_runtime_env_fields() -> None:
     assert ActorOptions().merged(env={"pip": "x", "working_dir_": "y"}).env == {
         "pip": "x",
         "working_dir_": "y",
@@ -177,7 +177,7 @@ def test_variables_may_be_called_what_they_like() -> None:
         ActorOptions().merged(env={}, runtime_env={})
 
 
-def test_what_does_not_go_together() -> None:
+def test_contradictory_actor_options_raise() -> None:
     ActorOptions().check_together()
     ActorOptions(get_if_exists=True, name="x").check_together()
     with pytest.raises(ConfigError, match="needs a name="):
@@ -189,7 +189,7 @@ def test_what_does_not_go_together() -> None:
         ActorOptions(concurrency_group="io", concurrency_groups={"cpu": 1}).check_together()
 
 
-def test_actors_options_are_the_defaults_of_their_calls() -> None:
+def test_options_of_actors_and_tasks_are_the_defaults_of_their_calls() -> None:
     assert ActorOptions(name="x", num_cpus=3).for_calls() == CallOptions()
     actor = ActorOptions(timeout=3, priority=2, max_task_retries=4, retry_exceptions=True)
     assert actor.for_calls() == CallOptions(timeout=3, priority=2, max_task_retries=4, retry_exceptions=True)
@@ -212,20 +212,22 @@ def test_actors_options_are_the_defaults_of_their_calls() -> None:
         },
     )
 )
-def test_options_travel(options: dict[str, Any]) -> None:
+def test_options_can_be_pickled(options: dict[str, Any]) -> None:
     made = ActorOptions().merged(**options)
     assert pickle.loads(pickle.dumps(made)) == made
     assert made.merged() is made
 
 
-def test_what_equals_a_default_but_is_of_another_type_travels_as_it_is() -> None:
+def test_pickled_options_keep_values_that_compare_equal_to_the_default() -> None:
     assert pickle.loads(pickle.dumps(CallOptions(num_returns="streaming"))).num_returns == "streaming"
     assert pickle.loads(pickle.dumps(CallOptions(max_task_retries=0))).max_task_retries == 0
 
 
-def test_an_interruption_needs_a_time() -> None:
+def test_interrupt_requires_a_timeout() -> None:
     assert CallOptions().merged(timeout=1, interrupt=True).interrupt
-    assert CallOptions(interrupt=True).merged(priority=1).interrupt  # as @method(interrupt=True) leaves it
+    assert (
+        CallOptions(interrupt=True).merged(priority=1).interrupt
+    )  # @method(interrupt=True) gives such options
     assert TaskOptions(timeout=1).merged(interrupt=True).for_calls().interrupt
     for options, wrong in (
         (CallOptions(), {"interrupt": True}),

@@ -1,4 +1,4 @@
-"""Streams: order, how far producers run ahead, errors, and every way in which they end early."""
+"""Streams: order of items, back-pressure, errors, and early ends by either side."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from actorrpc.actors.streams.spread import spread
 from actorrpc.futures import Future, Progress
 from actorrpc.serialization import codec
 from actorrpc.testing import InProcessCluster
-from tests.actors.bare import alone, bare, begin, ended, here
+from tests.actors.bare import alone, bare, join_generators, open_stream, start_generator
 from tests.ranks import rpc_group
 
-_TINY = 0.05  # a time-out that is meant to pass
+_TINY = 0.05  # a timeout that is expected to expire
 
 
 @pytest.fixture
 def runtime() -> Iterator[Runtime]:
-    """A group of this process alone."""
+    """A group of one worker."""
     with alone() as made:
         yield made
 
 
 class _Log:
-    """What generators have done, for those who wait for it."""
+    """A log of generators on which tests can wait."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
@@ -77,7 +77,7 @@ def _fresh_log() -> Iterator[None]:
 
 
 def _until_empty(runtime: Runtime) -> None:
-    """Return when it is known that no stream is wanted any more: a close may be on its way."""
+    """Wait until this worker has no open stream; a close message may still be in flight."""
     while len(runtime.streams):
         threading.Event().wait(0.001)
 
@@ -87,7 +87,7 @@ def count(n: int) -> Generator[int, None, None]:
 
 
 def logged(n: int) -> Generator[int, None, None]:
-    """Say what is produced, and how it ends."""
+    """Log the items that are produced, and the end."""
     try:
         for number in range(n):
             _log.add(number)
@@ -104,11 +104,11 @@ def failing(n: int) -> Generator[int, None, None]:
     raise LookupError(f"after {n}")
 
 
-# -- taking --------------------------------------------------------------------------------------------------
+# -- reading -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.limit(120)
-def test_consumers_see_what_generators_yield(runtime: Runtime) -> None:
+def test_a_stream_gives_the_items_and_the_error_of_its_generator(runtime: Runtime) -> None:
     @given(
         items=st.lists(
             st.one_of(
@@ -147,10 +147,10 @@ def _one_example(items: list[Any], limit: int, fails: bool, wants: int | None) -
     _made.append(generate)
     found: list[Any] = []
     error: BaseException | None = None
-    with here(_next_made, limit) as stream:
+    with open_stream(_next_made, limit) as stream:
         values = stream.values()
         while wants is None or taken < wants:
-            # Counted before it is asked for: the producer may hear of it before this thread goes on.
+            # Counted before the request: the producer may receive the request before this thread continues.
             taken += 1
             try:
                 found.append(next(values))
@@ -158,7 +158,7 @@ def _one_example(items: list[Any], limit: int, fails: bool, wants: int | None) -
                 break
             except LookupError as caught:
                 error = caught
-    assert ended() == [None]
+    assert join_generators() == [None]
     assert found == items[:wants]
     assert (error is not None) == (fails and (wants is None or wants > len(items)))
     assert most <= limit
@@ -171,7 +171,7 @@ def _next_made() -> Any:
     return _made.pop()()
 
 
-def test_what_is_no_generator(runtime: Runtime) -> None:
+def test_a_streaming_call_that_returns_no_generator_raises_type_error(runtime: Runtime) -> None:
     future: Future[Any] = Future()
     future.set_result(5)
     stream: ObjectRefGenerator[Any] = ObjectRefGenerator(future, label="f")
@@ -181,22 +181,22 @@ def test_what_is_no_generator(runtime: Runtime) -> None:
         next(stream)
 
 
-# -- together with other results -------------------------------------------------------------------------------
+# -- get, wait and as_completed --------------------------------------------------------------------------------
 
 
-def test_get_gives_all_that_were_not_taken(runtime: Runtime) -> None:
-    stream = here(count, 2, 20)
+def test_get_returns_all_remaining_items_of_a_stream(runtime: Runtime) -> None:
+    stream = open_stream(count, 2, 20)
     assert get(next(stream)) == 0
     ref: ObjectRef[Any] = ObjectRef.of("x")
-    assert get([ref, stream, [here(count, 0, 0), ref]]) == ["x", list(range(1, 20)), [[], "x"]]
+    assert get([ref, stream, [open_stream(count, 0, 0), ref]]) == ["x", list(range(1, 20)), [[], "x"]]
     assert get(stream) == []
     assert stream.is_finished()
-    assert ended() == [None, None]
-    stream = here(count, 0, 3)
+    assert join_generators() == [None, None]
+    stream = open_stream(count, 0, 3)
     stream.close()
     with pytest.raises(errors.CancelledError, match="was closed before its end"):
         get(stream)
-    ended()
+    join_generators()
 
 
 def sized(n: int, size: int) -> Generator[torch.Tensor, None, None]:
@@ -205,48 +205,48 @@ def sized(n: int, size: int) -> Generator[torch.Tensor, None, None]:
         yield torch.full((size // 4,), float(number))
 
 
-def test_get_does_not_stop_at_what_may_be_produced_ahead(
+def test_get_of_a_stream_is_not_limited_by_back_pressure(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (consumer_module, producer_module):
         monkeypatch.setattr(module, "WINDOW_BYTES", 1 << 16)
-    stream = here(sized, 2, 40, 1 << 14)
+    stream = open_stream(sized, 2, 40, 1 << 14)
     _log.wait_for(1)
     assert [each[0].item() for each in get(stream)] == list(range(40))
-    assert ended() == [None]
+    assert join_generators() == [None]
 
 
 _release = threading.Event()
 
 
 def held(first: int, n: int = 0) -> Generator[int, None, None]:
-    """Give the first ones, and others when the test releases it."""
+    """Yield the first numbers, and the others after the test has set ``_release``."""
     yield from range(first)
     assert _release.wait(20)
     yield from range(first, n)
 
 
-def test_what_get_did_not_give_can_be_taken(runtime: Runtime) -> None:
+def test_items_can_be_read_after_get_timed_out_or_failed(runtime: Runtime) -> None:
     _release.clear()
-    stream = here(held, 0, 3)
+    stream = open_stream(held, 0, 3)
     for _ in range(2):
         with pytest.raises(errors.RpcTimeoutError, match="the end of held was not complete within"):
             get([stream, ObjectRef.of(1)], timeout=_TINY)
     assert get(next(stream)) == 0
     _release.set()
     assert get(stream) == [1, 2]
-    broken = here(failing, 0, 2)
+    broken = open_stream(failing, 0, 2)
     with pytest.raises(LookupError, match="after 2"):
         get(broken)
     assert get([next(broken), next(broken)]) == [0, 1]
     with pytest.raises(LookupError, match="after 2"):
         get(next(broken))
-    ended()
+    join_generators()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_as_completed_gives_the_items_of_streams(runtime: Runtime, asynchronous: bool) -> None:
-    one, other = here(count, 1, 5), here(count, 0, 3)
+def test_as_completed_yields_the_items_of_streams(runtime: Runtime, asynchronous: bool) -> None:
+    one, other = open_stream(count, 1, 5), open_stream(count, 0, 3)
     late: Future[Any] = Future()
     ref: ObjectRef[Any] = ObjectRef(late)
 
@@ -270,12 +270,12 @@ def test_as_completed_gives_the_items_of_streams(runtime: Runtime, asynchronous:
     assert found.pop() is ref
     assert sorted(found) == sorted([*range(5), *range(3)])
     assert [each for each in found if each > 2] == [3, 4]
-    assert ended() == [None, None]
+    assert join_generators() == [None, None]
 
 
-def test_an_item_that_another_reader_takes_from_as_completed(runtime: Runtime) -> None:
+def test_as_completed_skips_an_item_that_another_reader_has_taken(runtime: Runtime) -> None:
     _release.clear()
-    stream = here(held, 0, 1, 2)
+    stream = open_stream(held, 0, 1, 2)
     completed = as_completed([stream], timeout=_TINY)
     assert wait([stream])[0] == [stream]
     assert get(next(stream)) == 0
@@ -283,12 +283,12 @@ def test_an_item_that_another_reader_takes_from_as_completed(runtime: Runtime) -
         next(completed)
     _release.set()
     assert get(list(as_completed([stream]))) == [1]
-    ended()
+    join_generators()
 
 
 def test_next_ready_waits_for_the_next_item(runtime: Runtime) -> None:
     _release.clear()
-    stream = here(held, 0, 0, 1)
+    stream = open_stream(held, 0, 0, 1)
     assert not stream.next_ready()
     assert not stream.next_ready(timeout=_TINY)
     _release.set()
@@ -298,13 +298,13 @@ def test_next_ready_waits_for_the_next_item(runtime: Runtime) -> None:
     assert list(stream) == []
     with pytest.raises(errors.ConfigError):
         stream.next_ready(-1)
-    ended()
+    join_generators()
 
 
-# -- how far it runs ahead -----------------------------------------------------------------------------------
+# -- timeouts ------------------------------------------------------------------------------------------------
 
 
-def test_time_is_up_and_the_stream_goes_on(runtime: Runtime) -> None:
+def test_a_stream_continues_after_the_timeout_of_next(runtime: Runtime) -> None:
     gate = threading.Event()
 
     def slow() -> Iterator[int]:
@@ -313,7 +313,7 @@ def test_time_is_up_and_the_stream_goes_on(runtime: Runtime) -> None:
         yield 2
 
     _made.append(slow)
-    stream = here(_next_made, 4)
+    stream = open_stream(_next_made, 4)
     assert get(stream.next(timeout=10)) == 1
     with pytest.raises(errors.RpcTimeoutError, match=r"item 1 of _next_made was not there within 0.05 s"):
         stream.next(timeout=_TINY)
@@ -338,21 +338,23 @@ class _Unloadable:
         return _load, ("cannot be rebuilt",)
 
 
-def test_items_that_cannot_be_opened_fail_alone(runtime: Runtime) -> None:
+def test_an_item_that_cannot_be_unpickled_fails_alone(runtime: Runtime) -> None:
     def bad() -> Iterator[Any]:
         yield 1
         yield _Unloadable()
         yield 3
 
     _made.append(bad)
-    first, second, third = here(_next_made, 4)
+    first, second, third = open_stream(_next_made, 4)
     assert get([first, third]) == [1, 3]
     with pytest.raises(errors.SerializationError, match="cannot be rebuilt"):
         get(second)
 
 
 @pytest.mark.prints(r"a generator raised while it was closed.*LookupError: while closing$")
-def test_a_generator_that_fails_when_it_is_closed(runtime: Runtime, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_a_generator_that_is_closed_is_logged(
+    runtime: Runtime, caplog: pytest.LogCaptureFixture
+) -> None:
     def stubborn() -> Iterator[int]:
         try:
             yield 1
@@ -361,19 +363,19 @@ def test_a_generator_that_fails_when_it_is_closed(runtime: Runtime, caplog: pyte
             raise LookupError("while closing")
 
     _made.append(stubborn)
-    stream = here(_next_made, 1)
+    stream = open_stream(_next_made, 1)
     assert get(next(stream)) == 1
     stream.close()
-    assert ended() == [None]
+    assert join_generators() == [None]
     assert "raised while it was closed" in caplog.text
 
 
-# -- a number of results ---------------------------------------------------------------------------------------
+# -- num_returns -----------------------------------------------------------------------------------------------
 
 
-def test_giving_up_one_of_several_results_gives_up_the_call(runtime: Runtime) -> None:
+def test_cancelling_one_of_several_results_cancels_the_others(runtime: Runtime) -> None:
     _release.clear()
-    first, second, third = spread(here(held, 0, 1, 3), 3)
+    first, second, third = spread(open_stream(held, 0, 1, 3), 3)
     assert get(first) == 0
     assert third.cancel()
     _release.set()
@@ -381,20 +383,20 @@ def test_giving_up_one_of_several_results_gives_up_the_call(runtime: Runtime) ->
         with pytest.raises(errors.CancelledError, match="held was cancelled"):
             get(each)
     assert not second.cancel()
-    ended()
+    join_generators()
     _until_empty(runtime)
 
 
 @pytest.mark.prints("failing has given 2 values .*, and then raised LookupError")
-def test_what_a_generator_raises_behind_its_results_is_logged(runtime: Runtime) -> None:
-    assert get(spread(here(failing, 0, 2), 2)) == [0, 1]
-    ended()
+def test_an_error_of_a_generator_after_its_last_result_is_logged(runtime: Runtime) -> None:
+    assert get(spread(open_stream(failing, 0, 2), 2)) == [0, 1]
+    join_generators()
 
 
-def test_the_end_of_the_group_is_an_error_of_missing_results_only(runtime: Runtime) -> None:
-    """Of a generator whose results are all there it is not logged."""
+def test_shutdown_fails_only_the_missing_results_of_a_generator(runtime: Runtime) -> None:
+    """For a generator whose results are complete, the shutdown is not logged."""
     _release.clear()
-    complete, (first, second) = spread(here(held, 0, 2, 3), 2), spread(here(held, 0, 1, 2), 2)
+    complete, (first, second) = spread(open_stream(held, 0, 2, 3), 2), spread(open_stream(held, 0, 1, 2), 2)
     assert get([*complete, first]) == [0, 1, 0]
     runtime.streams.close()
     _release.set()
@@ -406,8 +408,8 @@ def test_the_end_of_the_group_is_an_error_of_missing_results_only(runtime: Runti
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
-def test_dropping_it_closes_it(runtime: Runtime, taken: int) -> None:
-    stream = here(logged, 2, 100)
+def test_dropping_a_stream_closes_its_generator(runtime: Runtime, taken: int) -> None:
+    stream = open_stream(logged, 2, 100)
     values = stream.values()
     for number in range(taken):
         assert next(values) == number
@@ -416,40 +418,40 @@ def test_dropping_it_closes_it(runtime: Runtime, taken: int) -> None:
         _log.wait_for(0)
     del values
     gc.collect()
-    assert ended() == [None]
+    assert join_generators() == [None]
     assert _log.take()[-2:] == ["closed", "finally"]
 
 
-def test_closed_while_the_call_is_answered(runtime: Runtime) -> None:
+def test_a_stream_that_is_closed_before_its_call_is_answered_closes_its_generator(runtime: Runtime) -> None:
     class Source(Progress):
-        """A call that is over too soon to be cancelled."""
+        """A call that ends before it can be cancelled."""
 
     future: Future[Any] = Future()
     future.source = Source()
     stream: ObjectRefGenerator[Any] = ObjectRefGenerator(future, label="f")
     stream.close()
-    future.set_result(begin(logged, 2, 100))
-    assert ended() == [None]
+    future.set_result(start_generator(logged, 2, 100))
+    assert join_generators() == [None]
     assert len(runtime.streams) == 0
 
 
-def test_shutdown_ends_producers_and_consumers() -> None:
+def test_shutdown_closes_generators_and_fails_their_readers() -> None:
     with alone() as made:
-        stream = here(logged, 2, 100)
+        stream = open_stream(logged, 2, 100)
         assert get(next(stream)) == 0
         made.streams.close()
-        (error,) = ended()
+        (error,) = join_generators()
         assert isinstance(error, errors.ShutdownError)
         assert _log.take()[-2:] == ["closed", "finally"]
         with pytest.raises(errors.RpcError):
             list(stream.values())
-        ticket = begin(logged, 2, 100)
-        assert isinstance(ended()[0], errors.ShutdownError)
+        ticket = start_generator(logged, 2, 100)
+        assert isinstance(join_generators()[0], errors.ShutdownError)
         with pytest.raises(errors.ShutdownError):
             pull(ticket.stream, 0)
 
 
-def test_errors_of_the_producers_worker_are_translated(runtime: Runtime) -> None:
+def test_connection_errors_of_a_stream_can_be_translated(runtime: Runtime) -> None:
     def translated(how: Callable[..., Any]) -> BaseException:
         stream: ObjectRefGenerator[Any] = ObjectRefGenerator(
             rpc.rpc_async(0, _nowhere), label="f", translate=how
@@ -480,8 +482,8 @@ def _nowhere() -> StreamTicket:
     return StreamTicket(runtime.streams.me, 1, 4)
 
 
-def test_it_cannot_travel(runtime: Runtime) -> None:
-    stream = here(count, 4, 3)
+def test_a_stream_cannot_be_pickled_or_copied(runtime: Runtime) -> None:
+    stream = open_stream(count, 4, 3)
     for send in (codec.dumps, copy.copy, lambda each: rpc.rpc_sync(0, str, (each,))):
         with pytest.raises(errors.SerializationError, match="take its items here"):
             send(stream)
@@ -506,10 +508,10 @@ async def _until(true: Callable[[], bool]) -> None:
         if true():
             return
         await asyncio.sleep(0)
-    raise AssertionError("it does not come true")
+    raise AssertionError("the condition never became true")
 
 
-def test_async_generators_that_fail_and_are_cancelled(runtime: Runtime) -> None:
+def test_async_generators_deliver_errors_cancellation_and_shutdown(runtime: Runtime) -> None:
     async def bad() -> AsyncIterator[int]:
         yield 1
         raise LookupError("async")
@@ -540,7 +542,7 @@ def test_async_generators_that_fail_and_are_cancelled(runtime: Runtime) -> None:
     asyncio.run(main())
 
 
-def test_closing_cancels_what_an_async_generator_awaits(runtime: Runtime) -> None:
+def test_closing_a_stream_cancels_the_await_of_its_async_generator(runtime: Runtime) -> None:
     async def endless() -> AsyncIterator[int]:
         yield 1
         try:
@@ -585,24 +587,24 @@ def _die() -> None:
 
 
 def _deaths(rank: int, world_size: int) -> Any:
-    """Worker 1 produces for 0 and 2; 2 dies, then 1."""
+    """Worker 1 produces for workers 0 and 2. Worker 2 dies, then worker 1."""
     with bare() as runtime:
         if rank == 1:
-            # The stream of the one that dies ends with it; the other one ends when this worker does.
+            # The stream of worker 2 ends with worker 2, the other stream when this worker dies.
             _log.wait_for("finally")
             _over.set()
             threading.Event().wait()
         if rank == 2:
-            stream = here(logged, 2, 1000, to=1)
+            stream = open_stream(logged, 2, 1000, to=1)
             next(stream)
             rpc.rpc_sync(0, _set_over)
             threading.Event().wait()
         _over.wait()
-        stream = here(count, 2, 1000, to=1)
+        stream = open_stream(count, 2, 1000, to=1)
         got = [next(stream.values()) for _ in range(3)]
         with pytest.raises(errors.PeerDiedError):
             rpc.rpc_sync(2, _die)
-        rpc.rpc_sync(1, _over_there)
+        rpc.rpc_sync(1, _wait_until_over)
         with pytest.raises(errors.PeerDiedError):
             rpc.rpc_sync(1, _die)
         *_, last = stream
@@ -612,18 +614,18 @@ def _deaths(rank: int, world_size: int) -> Any:
         return got
 
 
-def _over_there() -> None:
+def _wait_until_over() -> None:
     _over.wait()
 
 
 @pytest.mark.limit(60)
-def test_both_ends_may_die() -> None:
+def test_a_stream_ends_if_its_reader_or_its_producer_dies() -> None:
     assert rpc_group(_deaths, 3, may_die=[1, 2])[0] == [0, 1, 2]
 
 
-def test_closing_and_taking_race(runtime: Runtime) -> None:
+def test_a_stream_can_be_closed_while_another_thread_reads_it(runtime: Runtime) -> None:
     for round_number in range(30):
-        stream = here(count, 3, 100)
+        stream = open_stream(count, 3, 100)
         found: list[int] = []
 
         def take(stream: Any = stream, found: list[int] = found) -> None:
@@ -636,7 +638,7 @@ def test_closing_and_taking_race(runtime: Runtime) -> None:
         stream.close()
         taker.join()
         assert found == list(range(len(found)))
-        assert ended() == [None]
+        assert join_generators() == [None]
         _until_empty(runtime)
 
 
@@ -645,14 +647,14 @@ _values: weakref.WeakSet[Value] = weakref.WeakSet()
 
 
 class Value:
-    """Something that an item of a stream refers to."""
+    """A value to which an item of a stream refers."""
 
     def __init__(self) -> None:
         _values.add(self)
 
 
 class HeldUp:
-    """An argument that is opened when the test says so."""
+    """An argument whose unpickling waits for the test."""
 
     def __reduce__(self) -> Any:
         return _open_later, ()
@@ -681,7 +683,7 @@ class Giver:
 def test_a_call_that_is_cancelled_as_it_becomes_a_stream_leaves_no_items(
     cancellation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker finds the call, not yet the stream, when it is told of the cancellation."""
+    """When the cancellation arrives, the worker still finds the call but not yet the stream."""
     opening, may_open = _gates[:] = threading.Event(), threading.Event()
     cancel = Envelope.cancel
 

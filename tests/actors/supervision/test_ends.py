@@ -1,4 +1,4 @@
-"""The ends of supervision groups, over a network that follows a seed: giving up, leaving, being ended; who is told."""
+"""Ends of supervision groups, in a simulation that follows a seed: giving up, leaving, end(), and notifications."""
 
 from __future__ import annotations
 
@@ -33,28 +33,32 @@ def _no_runtime() -> Iterator[None]:
 @pytest.mark.parametrize("spawner", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.prints("supervision group 'web': it has given up after 2 restarts within 1000 s")
-def test_one_death_too_many(monkeypatch: pytest.MonkeyPatch, strategy: Any, spawner: bool) -> None:
+def test_a_group_gives_up_after_max_restarts_and_ends_all_its_children(
+    monkeypatch: pytest.MonkeyPatch, strategy: Any, spawner: bool
+) -> None:
     scene = Scene(monkeypatch, 3, spawner=spawner)
-    told: list[SupervisionError] = []
+    failures: list[SupervisionError] = []
     group = scene.group(
-        0, 1, 2, strategy=strategy, max_restarts=2, period=1000.0, name="web", on_failure=told.append
+        0, 1, 2, strategy=strategy, max_restarts=2, period=1000.0, name="web", on_failure=failures.append
     )
     over, watched = group.monitor(), [route.watch() for route in scene.routes]
     for _ in range(2):
         scene.kill(1)
-        scene.happened()
+        scene.settled_events()
     assert group.state == "up"
     assert not over.done()
     scene.kill(1)
     call = scene.world.call(scene.driver, scene.routes[0], 1)
-    assert scene.happened() == ["-1", "-2", "-0"]
-    assert scene.lives() == []
+    assert scene.settled_events() == ["-1", "-2", "-0"]
+    assert scene.living() == []
     assert group.state == "failed"
-    (error,) = told
+    (error,) = failures
     assert over.value() is error
     text = str(error)
     assert text.startswith("supervision group 'web': it has given up after 2 restarts within 1000 s")
-    assert text.count("it was killed with kill()") == 4  # the last, and the list of all three
+    assert (
+        text.count("it was killed with kill()") == 4
+    )  # once for the last death, and in the list of all three
     for death in watched:
         assert "supervision group 'web', which it belongs to, has ended: it has given up" in str(
             death.value()
@@ -65,17 +69,19 @@ def test_one_death_too_many(monkeypatch: pytest.MonkeyPatch, strategy: Any, spaw
     scene.world.settle()
     assert "max_restarts=2" in str(error_of(late))
     assert group.monitor().value() is error
-    assert len(told) == 1
+    assert len(failures) == 1
 
 
 @pytest.mark.prints(r"supervision group .*: it has given up after .* its constructor raised")
-def test_a_constructor_that_raises_in_a_restart_is_one_more_death(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constructor_that_raises_during_a_restart_counts_as_a_death(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scene = Scene(monkeypatch, 2)
     group = scene.group(0, 1, max_restarts=4)
     errors = [ValueError("not yet"), ValueError("nor now")]
     scene.refuse = lambda number: errors.pop(0) if errors else None
     scene.kill(1)
-    assert scene.happened() == ["-1", "!1", "!1", "+1"]
+    assert scene.settled_events() == ["-1", "!1", "!1", "+1"]
     assert group.state == "up"
     scene.refuse = lambda number: ValueError("never again")
     scene.kill(1)
@@ -85,19 +91,19 @@ def test_a_constructor_that_raises_in_a_restart_is_one_more_death(monkeypatch: p
     assert isinstance(error, SupervisionError)
     assert "its constructor raised ValueError: never again" in str(error)
     assert "its constructor raised ValueError: not yet" in str(error)
-    assert scene.lives() == []
+    assert scene.living() == []
 
 
 @pytest.mark.prints(
     r"supervision group #\d+: it has given up: .* its constructor raised ValueError: wrong arguments"
 )
-def test_a_first_constructor_that_raises_ends_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_fails_if_the_first_construction_of_a_child_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, 2)
     scene.refuse = lambda number: ValueError("wrong arguments") if number == 2 else None
     scene.routes.append(scene.world.create(scene.driver, max_restarts=-1))
     scene.names[scene.routes[2].actor_id] = 2
     group = scene.group(0, 1, 2)
-    assert scene.happened() == ["!2", "-1", "-0"]
+    assert scene.settled_events() == ["!2", "-1", "-0"]
     error = group.monitor().value()
     assert error is not None
     assert isinstance(error.cause, ValueError)
@@ -107,7 +113,9 @@ def test_a_first_constructor_that_raises_ends_the_group(monkeypatch: pytest.Monk
     assert isinstance(error_of(late), ActorDiedError)
 
 
-def test_children_come_back_to_where_they_were_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_are_restarted_on_the_workers_where_they_were_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Handle:
         _is_actor_handle = True
 
@@ -122,32 +130,34 @@ def test_children_come_back_to_where_they_were_placed(monkeypatch: pytest.Monkey
     for turn in (1, 2):
         scene.kill(2)
         scene.world.settle()
-        assert [scene.where(number).worker.record.name for number in range(2)] == ["w2", "w2"]
-        assert [scene.where(number).spec.epoch for number in range(3)] == [turn] * 3
+        assert [scene.resident(number).worker.record.name for number in range(2)] == ["w2", "w2"]
+        assert [scene.resident(number).spec.epoch for number in range(3)] == [turn] * 3
 
 
 # -- nested -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.prints("supervision group 'outer': it has given up after 2 restarts within 60 s")
-def test_a_group_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inner_group_that_gives_up_is_restarted_by_its_outer_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for spawner in (False, True):
         scene = Scene(monkeypatch, 5, spawner=spawner)
         inner = scene.group(1, 2, strategy="one_for_all", max_restarts=1, name="inner")
         deep = scene.group(3, max_restarts=0, name="deep")
         outer = scene.group(0, inner, deep, 4, strategy="rest_for_one", max_restarts=2, name="outer")
         scene.kill(2)
-        assert scene.happened() == ["-2", "-1", "+1", "+2"]
+        assert scene.settled_events() == ["-2", "-1", "+1", "+2"]
         assert (inner.restarts, outer.restarts) == (2, 0)
-        scene.kill(1)  # one too many for the inner one: the outer one makes it, and what is behind it, again
-        assert scene.happened() == ["-1", "-2", "-4", "-3", "+1", "+2", "+3", "+4"]
-        scene.kill(1)  # the inner one has a new account
-        assert scene.happened() == ["-1", "-2", "+1", "+2"]
+        scene.kill(1)  # The inner group gives up; the outer group restarts it and all later children.
+        assert scene.settled_events() == ["-1", "-2", "-4", "-3", "+1", "+2", "+3", "+4"]
+        scene.kill(1)  # the restart count of the inner group was reset
+        assert scene.settled_events() == ["-1", "-2", "+1", "+2"]
         scene.kill(3)
-        assert scene.happened() == ["-3", "-4", "+3", "+4"]
+        assert scene.settled_events() == ["-3", "-4", "+3", "+4"]
         assert {group.state for group in (inner, deep, outer)} == {"up"}
         scene.kill(3)
-        assert scene.happened() == ["-3", "-4", "-2", "-1", "-0"]
+        assert scene.settled_events() == ["-3", "-4", "-2", "-1", "-0"]
         assert {group.state for group in (inner, deep, outer)} == {"failed"}
         error = outer.monitor().value()
         assert error is not None
@@ -157,7 +167,9 @@ def test_a_group_in_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.prints(r"supervision group #\d+: it has given up: .* worker= has put it there")
-def test_a_place_that_is_gone_ends_all_groups_above(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_enclosing_groups_fail_if_the_worker_of_a_placed_child_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scene = Scene(monkeypatch, 2)
     scene.routes.append(scene.world.create(scene.driver, max_restarts=-1, worker="w2"))
     scene.names[scene.routes[2].actor_id] = 2
@@ -168,10 +180,12 @@ def test_a_place_that_is_gone_ends_all_groups_above(monkeypatch: pytest.MonkeyPa
     scene.world.settle()
     assert (inner.state, outer.state) == ("failed", "failed")
     assert "worker= has put it there" in str(outer.monitor().value())
-    assert scene.lives() == []
+    assert scene.living() == []
 
 
-def test_a_group_in_a_group_whose_children_have_all_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inner_group_ends_with_its_outer_group_after_all_its_children_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scene = Scene(monkeypatch, 3)
     inner = scene.group(1, 2)
     outer = scene.group(0, inner, strategy="one_for_all")
@@ -181,7 +195,7 @@ def test_a_group_in_a_group_whose_children_have_all_left(monkeypatch: pytest.Mon
     assert (inner.state, outer.state) == ("up", "up")
     scene.events.clear()
     scene.kill(0)
-    assert scene.happened() == ["-0", "+0"]
+    assert scene.settled_events() == ["-0", "+0"]
     scene.routes[0].kill()
     scene.world.settle()
     assert (inner.state, outer.state) == ("ended", "ended")
@@ -193,7 +207,7 @@ def test_a_group_in_a_group_whose_children_have_all_left(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("how", ["kill", "exit"])
-def test_one_that_leaves_is_out(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_child_that_exits_or_is_killed_leaves_its_group(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     scene = Scene(monkeypatch, 3)
     group = scene.group(0, 1, 2, strategy="one_for_all")
     if how == "kill":
@@ -205,7 +219,7 @@ def test_one_that_leaves_is_out(monkeypatch: pytest.MonkeyPatch, how: str) -> No
     assert group.state == "up"
     del scene.routes[1]
     scene.kill(0)
-    assert scene.happened() == ["-0", "-2", "+0", "+2"]
+    assert scene.settled_events() == ["-0", "-2", "+0", "+2"]
     for route in scene.routes:
         route.kill()
     scene.world.settle()
@@ -213,12 +227,12 @@ def test_one_that_leaves_is_out(monkeypatch: pytest.MonkeyPatch, how: str) -> No
     assert group.monitor().value() is None
 
 
-def test_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_stops_all_children_in_reverse_order_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(20):
         scene = Scene(monkeypatch, 4, seed, spawner=seed % 2 == 0)
-        told: list[Any] = []
+        failures: list[Any] = []
         inner = scene.group(2, 3)
-        group = scene.group(0, 1, inner, on_failure=told.append)
+        group = scene.group(0, 1, inner, on_failure=failures.append)
         with pytest.raises(ConfigError, match="is a child of"):
             inner.end()
         if seed % 3 == 0:
@@ -231,13 +245,13 @@ def test_end(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
         if seed % 3:
             assert scene.events == ["-3", "-2", "-1", "-0"]
-        assert scene.lives() == []
+        assert scene.living() == []
         assert (group.state, inner.state) == ("ended", "ended")
         group.end()
         late = scene.world.call(scene.driver, scene.routes[2], 1)
         scene.world.settle()
         assert "which it belongs to, was ended" in str(error_of(late))
-        assert not told
+        assert not failures
         monkeypatch.undo()
 
 
@@ -253,28 +267,28 @@ class _Settles:
         self._world.settle()
 
 
-def test_leaving_the_network_ends_the_group_without_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_of_the_supervisor_ends_the_group_without_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, 2)
-    told: list[Any] = []
-    group = scene.group(0, 1, strategy="one_for_all", on_failure=told.append)
+    failures: list[Any] = []
+    group = scene.group(0, 1, strategy="one_for_all", on_failure=failures.append)
     monkeypatch.setattr(
         "actorrpc.actors.supervision.supervisor.collect_all", lambda futures: _Settles(scene.world)
     )
     scene.driver.runtime.supervisor.close(True)
     scene.world.settle()
     assert group.monitor().value() is None
-    assert (scene.lives(), told) == ([], [])
+    assert (scene.living(), failures) == ([], [])
 
 
-def test_a_group_keeps_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_keeps_its_children_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, 2)
     group = scene.group(0, 1)
     scene.routes.clear()
     gc.collect()
     scene.world.settle()
-    assert scene.lives() == [0, 1]
+    assert scene.living() == [0, 1]
     assert len(group.children) == 2
     del group
     gc.collect()
     scene.world.settle()
-    assert scene.lives() == []
+    assert scene.living() == []

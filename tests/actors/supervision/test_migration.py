@@ -1,4 +1,4 @@
-"""Handing over: a call that comes in whichever moment of its actor's end runs once, at the new place."""
+"""Migration of actors: a call that arrives at any moment of the move runs once, at the new place."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ def runtime(tmp_path: Path) -> Iterator[Runtime]:
 
 
 def _move(runtime: Runtime) -> Any:
-    """Have the actors of this worker end and begin again, as if they went to another one; return a future for the end."""
+    """End the actors of this worker and restart them, as if they moved to another worker; return a future of the end."""
     me = runtime.agent.record
     return hand_over(me.rank, me.incarnation, "it is moved").future
 
 
-def test_a_call_that_comes_when_the_actor_was_seen_idle_runs_once_elsewhere(
+def test_a_call_that_arrives_as_the_idle_actor_is_closed_runs_once_on_the_new_actor(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The look whether anything runs, and the end of the mailbox, are one step."""
+    """The idle check and the closing of the mailbox are atomic."""
     ending, refused = threading.Event(), threading.Event()
     close, refuse = Mailbox.close_if_idle, ActorExecutor.refuse
 
-    def held_up(mailbox: Mailbox) -> bool:
+    def delayed(mailbox: Mailbox) -> bool:
         closed = close(mailbox)
         if closed and not ending.is_set():
             ending.set()
@@ -75,14 +75,14 @@ def test_a_call_that_comes_when_the_actor_was_seen_idle_runs_once_elsewhere(
                 pass
         return closed
 
-    def refuses(executor: ActorExecutor, *given: Any) -> None:
+    def note_refusal(executor: ActorExecutor, *given: Any) -> None:
         refused.set()
         refuse(executor, *given)
 
     actor = Counter.remote()
     assert actorrpc.get(actor.add.remote()) == 1
-    monkeypatch.setattr(Mailbox, "close_if_idle", held_up)
-    monkeypatch.setattr(ActorExecutor, "refuse", refuses)
+    monkeypatch.setattr(Mailbox, "close_if_idle", delayed)
+    monkeypatch.setattr(ActorExecutor, "refuse", note_refusal)
     moved = _move(runtime)
     assert ending.wait(20)
     call = actor.add_behind_the_gate.remote()
@@ -95,30 +95,30 @@ def test_a_call_that_comes_when_the_actor_was_seen_idle_runs_once_elsewhere(
 def test_a_call_that_finds_the_mailbox_closed_is_refused_as_not_executed(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its refusal is made by another thread, and may come after the actor's last step."""
+    """Another thread sends the refusal, possibly after the last step of the actor's end."""
     ending, refused = threading.Event(), threading.Event()
     held: list[Any] = []
     forget, reach, refuse = ActorRegistry.forget, hooks.reach, ActorExecutor.refuse
 
-    def held_up(registry: ActorRegistry, hosted: HostedActor) -> None:
+    def delayed(registry: ActorRegistry, hosted: HostedActor) -> None:
         ending.set()
         assert refused.wait(20)
         forget(registry, hosted)
 
-    def winds_up(point: str, *given: Any) -> None:
+    def wait_for_refusal(point: str, *given: Any) -> None:
         if point == "actor.ending":
             assert refused.wait(20)
         reach(point, *given)
 
-    def refuses(*given: Any) -> None:
+    def note_refusal(*given: Any) -> None:
         held.append(given)
         refused.set()
 
     actor = Counter.remote()
     assert actorrpc.get(actor.add.remote()) == 1
-    monkeypatch.setattr(ActorRegistry, "forget", held_up)
-    monkeypatch.setattr(hooks, "reach", winds_up)
-    monkeypatch.setattr(ActorExecutor, "refuse", refuses)
+    monkeypatch.setattr(ActorRegistry, "forget", delayed)
+    monkeypatch.setattr(hooks, "reach", wait_for_refusal)
+    monkeypatch.setattr(ActorExecutor, "refuse", note_refusal)
     moved = _move(runtime)
     assert ending.wait(20)
     call = actor.add.remote()
@@ -131,21 +131,21 @@ def test_a_call_that_finds_the_mailbox_closed_is_refused_as_not_executed(
     del actor, call, given
 
 
-def test_a_worker_has_something_to_do_until_it_has_refused_a_call_of_an_actor_that_is_gone(
+def test_a_call_counts_as_running_on_its_worker_until_it_was_refused(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker that is drained ends when nothing runs there; who is not answered by then cannot know that nothing ran."""
+    """A drained worker ends when nothing runs; a caller without a refusal by then would not know that its call has not run."""
     seen: list[bool] = []
     refuse = Executor.refuse
 
-    def refuses(executor: Executor, conn: Any, frame: Any, error: RpcError, **options: Any) -> None:
+    def note_refusal(executor: Executor, conn: Any, frame: Any, error: RpcError, **options: Any) -> None:
         seen.append(frame.id in runtime.agent.self_peer.running)
         refuse(executor, conn, frame, error, **options)
 
     actor = Counter.remote()
     assert actorrpc.get(actor.add.remote()) == 1
     _move(runtime).wait(20)
-    monkeypatch.setattr(Executor, "refuse", refuses)
-    assert actorrpc.get(actor.add.remote(), timeout=20) == 2  # the handle believed it to be where it was
+    monkeypatch.setattr(Executor, "refuse", note_refusal)
+    assert actorrpc.get(actor.add.remote(), timeout=20) == 2  # the handle still has the old location
     assert seen == [True]
     del actor

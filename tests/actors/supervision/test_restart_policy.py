@@ -1,4 +1,4 @@
-"""The restart policy: how often, how soon, for how long."""
+"""The restart policy: limits, delays and windows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _times = st.lists(st.floats(0, 30), min_size=1, max_size=40)
 
 
 def _play(policy: RestartPolicy, lives: list[float]) -> list[tuple[float, float | None]]:
-    """Let the actor live for so long each time; return when it died, and the wait that was given."""
+    """Simulate lives of given lengths; return the time of each death and the delay before the restart."""
     now, found = 0.0, []
     for life in lives:
         policy.came_to_life(now)
@@ -27,7 +27,7 @@ def _play(policy: RestartPolicy, lives: list[float]) -> list[tuple[float, float 
     return found
 
 
-def test_the_first_comes_at_once_and_then_the_waits_double() -> None:
+def test_the_first_restart_is_immediate_and_later_delays_double() -> None:
     policy = RestartPolicy(-1, None, 0.1)
     waits = [policy.next(0.0) for _ in range(12)]
     assert waits[:5] == [0.0, 0.1, 0.2, 0.4, 0.8]
@@ -35,20 +35,20 @@ def test_the_first_comes_at_once_and_then_the_waits_double() -> None:
     assert policy.count == 12
 
 
-def test_an_actor_that_never_came_to_life_has_not_been_quiet() -> None:
+def test_the_delay_is_not_reset_if_the_actor_never_came_to_life() -> None:
     policy = RestartPolicy(-1, None, 0.1)
     assert [policy.next(at) for at in (0.0, 100.0, 200.0)] == [0.0, 0.1, 0.2]
 
 
 @given(_times, st.integers(0, 5))
-def test_over_the_whole_life_there_are_never_more_than_the_limit(lives: list[float], limit: int) -> None:
+def test_without_a_window_restarts_never_exceed_the_limit(lives: list[float], limit: int) -> None:
     found = _play(RestartPolicy(limit), lives)
     given_waits = [wait for _, wait in found if wait is not None]
     assert len(given_waits) == min(limit, len(lives))
 
 
 @given(_times, st.integers(1, 4), st.floats(0.5, 60))
-def test_within_any_window_there_are_never_more_than_the_limit(
+def test_restarts_within_any_window_never_exceed_the_limit(
     lives: list[float], limit: int, window: float
 ) -> None:
     policy = RestartPolicy(limit, window)
@@ -56,20 +56,20 @@ def test_within_any_window_there_are_never_more_than_the_limit(
     times = [at for at, wait in found if wait is not None]
     for first, last in zip(times, times[limit:], strict=False):
         assert last - first >= window - 1e-9
-    if found[-1][1] is None:  # refused only where the window is full
+    if found[-1][1] is None:  # refused only if the window is full
         assert len([at for at in times if at > found[-1][0] - window]) == limit
         assert f"within {window:g} s" in policy.why_not()
 
 
 @given(_times)
-def test_for_ever_is_for_ever(lives: list[float]) -> None:
+def test_a_limit_of_minus_1_is_unlimited(lives: list[float]) -> None:
     found = _play(RestartPolicy(-1, 1.0), lives)
     assert len(found) == len(lives)
     assert all(wait is not None for _, wait in found)
 
 
 @given(st.lists(st.floats(0, 8), min_size=2, max_size=100), st.floats(0, 20))
-def test_waits_in_a_row_never_shrink_and_are_bounded(lives: list[float], backoff: float) -> None:
+def test_delays_never_shrink_and_are_bounded(lives: list[float], backoff: float) -> None:
     waits = [wait for _, wait in _play(RestartPolicy(-1, None, backoff), lives)]
     assert waits[0] == 0.0
     assert all(before <= after for before, after in pairwise(waits))  # type: ignore[operator]
@@ -77,18 +77,20 @@ def test_waits_in_a_row_never_shrink_and_are_bounded(lives: list[float], backoff
 
 
 @given(_times, st.floats(0.1, 5), st.lists(st.floats(0, 1), min_size=1))
-def test_jitter_shortens_waits_by_up_to_half(lives: list[float], backoff: float, drawn: list[float]) -> None:
+def test_jitter_shortens_delays_by_at_most_half(
+    lives: list[float], backoff: float, drawn: list[float]
+) -> None:
     numbers = itertools.cycle(drawn)
     plain = _play(RestartPolicy(-1, None, backoff), lives)
     found = _play(RestartPolicy(-1, None, backoff, lambda: next(numbers)), lives)
     for (_, wait), (_, most) in zip(found[:2], plain[:2], strict=True):
-        # Behind these two the rows may end at other times.
+        # Later lives may end at different times.
         assert wait is not None
         assert most is not None
         assert (1 - JITTER) * most <= wait <= most
 
 
-def test_causes_are_those_within_the_window() -> None:
+def test_causes_lists_the_deaths_within_the_window() -> None:
     policy = RestartPolicy(2, 10.0)
     for at, why in [(0.0, "old"), (95.0, "first\nwith more lines"), (97.0, "x" * 500), (100.0, "last")]:
         policy.next(at, why)

@@ -1,4 +1,4 @@
-"""What a supervision group decides: orders, their order, and when it gives up. No I/O; a model of children obeys."""
+"""Decisions of supervision groups: orders, their sequence, and giving up; with a model of children and without I/O."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from actorrpc.actors.supervision.strategies import STRATEGIES, RestartOrder, Res
 
 
 class Model:
-    """Children that obey when they are told to go on; remembers everything that was done to them."""
+    """A model of children that carry out orders one by one, with a log of everything."""
 
     def __init__(self, size: int, strategy: Strategy, limit: int = 3, backoff: float = 0.0) -> None:
         self.now = 0.0
         self.siblings = RestartStrategy(["up"] * size, strategy, RestartPolicy(limit, 60.0, backoff))
-        self.lives = [True] * size  # whether a child has an incarnation
+        self.lives = [True] * size  # whether each child has an incarnation
         self.done: list[str] = []
         self.todo: list[RestartOrder] = []
         self.waits: list[RestartOrder] = []
@@ -29,7 +29,7 @@ class Model:
                 self.waits.append(order)
             elif order.what in ("end", "make"):
                 pending = [each for each in self.todo if each.child == order.child]
-                if order.what == "end" and pending:  # it had not been begun
+                if order.what == "end" and pending:  # the construction had not begun
                     assert [each.what for each in pending] == ["make"]
                     self.todo.remove(pending[0])
                     self.lives[order.child] = True
@@ -42,7 +42,7 @@ class Model:
     def die(self, child: int) -> None:
         assert self.lives[child]
         self.lives[child] = False
-        self.todo = [order for order in self.todo if order.child != child]  # nobody to end is left
+        self.todo = [order for order in self.todo if order.child != child]  # no child is left to end
         self.done.append(f"died {child}")
         self.take(self.siblings.died(child, self.now, f"death of {child}"))
 
@@ -71,7 +71,7 @@ class Model:
         return self.done
 
 
-def test_a_death_further_up_while_others_are_being_made_widens_the_circle() -> None:
+def test_a_death_of_an_earlier_child_during_a_restart_extends_the_restart() -> None:
     model = Model(3, "rest_for_one")
     model.die(2)
     assert model.done == ["died 2", "make 2"]
@@ -79,7 +79,7 @@ def test_a_death_further_up_while_others_are_being_made_widens_the_circle() -> N
     assert model.settle() == ["died 2", "make 2", "died 0", "end 2", "end 1", "make 0", "make 1", "make 2"]
 
 
-def test_all_are_up_only_when_all_are_up() -> None:
+def test_a_group_is_up_only_when_all_children_are_up() -> None:
     model = Model(2, "one_for_one", backoff=3.0)
     model.take(model.siblings.bring_down(0.0))
     model.settle()
@@ -97,8 +97,10 @@ def test_all_are_up_only_when_all_are_up() -> None:
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from(STRATEGIES), st.integers(1, 5))
-def test_whatever_happens_it_comes_to_rest(seed: int, strategy: Strategy, size: int) -> None:
-    """At rest, all that have not left live, or, where the group has given up, none."""
+def test_after_random_deaths_all_children_are_up_or_the_group_has_failed(
+    seed: int, strategy: Strategy, size: int
+) -> None:
+    """Children that left stay out; a failed group has no living children."""
     chance = random.Random(seed)
     model = Model(size, strategy, limit=chance.choice([0, 1, 3, 100]), backoff=chance.choice([0.0, 1.0]))
     left: set[int] = set()
@@ -127,7 +129,7 @@ def test_whatever_happens_it_comes_to_rest(seed: int, strategy: Strategy, size: 
             assert model.lives[child] is not model.siblings.failed
             assert states[child] == ("down" if model.siblings.failed else "up")
     assert model.done.count("failed") == int(model.siblings.failed)
-    # No order of starts is violated: a child is never made while one before it in the same plan is not.
+    # Children start in order: within a plan, a child is made only after the children before it.
     if strategy != "one_for_one":
         lives = [True] * size
         for step in model.done:

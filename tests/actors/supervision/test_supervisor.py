@@ -1,4 +1,4 @@
-"""The supervisor: placing, restarting, reporting and ending actors, over a network that follows a seed."""
+"""The supervisor in a simulation that follows a seed: placement, restarts, reports, ends and names of actors."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def _error(future: Future[Any]) -> BaseException:
     return error
 
 
-# -- where ---------------------------------------------------------------------------------------------------
+# -- placement -----------------------------------------------------------------------------------------------
 
 
-def test_round_robin_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actors_are_placed_round_robin_on_the_other_living_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 1, workers=4)
     driver = world.workers[0]
     routes = [world.create(driver) for _ in range(6)]
@@ -54,7 +54,9 @@ def test_round_robin_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("how", ["name", "rank", "info"])
-def test_on_a_worker_that_is_named(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_an_actor_is_placed_on_the_worker_given_by_name_rank_or_info(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     world = World(monkeypatch, 1)
     there = world.workers[2]
     where = {"name": "w2", "rank": 2, "info": there.record.info}[how]
@@ -65,7 +67,7 @@ def test_on_a_worker_that_is_named(monkeypatch: pytest.MonkeyPatch, how: str) ->
     assert route.descriptor.options.worker is None
 
 
-def test_places_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placing_an_actor_on_an_unknown_or_dead_worker_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 1)
     with pytest.raises(UnknownWorkerError):
         world.create(world.workers[0], worker="nobody")
@@ -79,7 +81,9 @@ def test_places_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.workers[0].runtime.supervisor.states() == []
 
 
-def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_dies_with_the_error_if_its_process_cannot_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(monkeypatch, 1, workers=1, spawner=True)
     assert world.spawner is not None
     world.spawner.refuse = True
@@ -95,11 +99,11 @@ def test_a_process_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
 # -- restarts ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heard", [True, False])
-def test_a_place_that_is_known_to_be_gone_costs_no_restart(
-    monkeypatch: pytest.MonkeyPatch, heard: bool
+@pytest.mark.parametrize("noticed", [True, False])
+def test_a_placement_on_a_dead_worker_is_repeated_without_counting_as_restart(
+    monkeypatch: pytest.MonkeyPatch, noticed: bool
 ) -> None:
-    """Who places actors may hear of a worker's end later than those whose actors lived there, or never."""
+    """The scheduler may notice the death of a worker later than the supervisors of its actors, or never."""
     world = World(monkeypatch, 1, workers=3, spawner=True)
     driver, first, other = world.workers
     assert world.spawner is not None
@@ -107,7 +111,7 @@ def test_a_place_that_is_known_to_be_gone_costs_no_restart(
 
     def spawn(spec: Any) -> Future[WorkerInfo]:
         asked.append(world.clock.now())
-        where = other.record if heard and len(asked) > 5 else first.record
+        where = other.record if noticed and len(asked) > 5 else first.record
         slot: Future[WorkerInfo] = Future()
         slot.set_result(SharedSlot(where.name, where.rank, booking=spec.booking))
         return slot
@@ -123,7 +127,7 @@ def test_a_place_that_is_known_to_be_gone_costs_no_restart(
     world.settle()
     row = _state(driver)
     assert row.restarts == 1
-    if heard:
+    if noticed:
         assert len(asked) == 6
         assert (row.state, row.worker) == ("ALIVE", other.record.name)
         late = world.call(driver, route, 2)
@@ -139,7 +143,7 @@ def test_a_place_that_is_known_to_be_gone_costs_no_restart(
 # -- ends ------------------------------------------------------------------------------------------------------------
 
 
-def test_monitors_fire_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_monitors_fire_exactly_once_if_the_actor_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(40):
         world = World(monkeypatch, seed, spawner=seed % 2 == 0)
         driver, _, other = world.workers
@@ -170,7 +174,7 @@ def test_monitors_fire_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any(each.actors_here for each in world.workers if not each.dead)
 
 
-def test_kill_at_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_ends_an_actor_at_every_stage_of_its_life(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(100):
         world = World(monkeypatch, seed, spawner=seed % 2 == 0)
         driver = world.workers[0]
@@ -190,7 +194,9 @@ def test_kill_at_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any(each.actors_here for each in world.workers if not each.dead), seed
 
 
-def test_the_last_handle_at_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropping_the_last_handle_ends_an_actor_at_every_stage_of_its_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for seed in range(100):
         world = World(monkeypatch, seed, spawner=seed % 2 == 0)
         driver = world.workers[0]
@@ -206,7 +212,7 @@ def test_the_last_handle_at_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not any(each.actors_here for each in world.workers), seed
 
 
-def test_the_dead_are_remembered_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_supervisor_remembers_a_limited_number_of_dead_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actorrpc.actors.supervision.supervisor._REMEMBERED", 2)
     world = World(monkeypatch, 1)
     driver = world.workers[0]
@@ -220,12 +226,12 @@ def test_the_dead_are_remembered_but_not_for_ever(monkeypatch: pytest.MonkeyPatc
     assert driver.runtime.supervisor.page(0, 5, dead=1) == ([last], False)
     assert driver.runtime.supervisor.page(0, 1, dead=5) == ([last], True)
     assert driver.runtime.supervisor.page(1, 1, dead=5) == ([before], False)
-    told = [str(route.watch().value()) for route in routes]
-    assert "does not know it any more" in told[0]
-    assert "it was killed with kill()" in told[2]
+    causes = [str(route.watch().value()) for route in routes]
+    assert "does not know it any more" in causes[0]
+    assert "it was killed with kill()" in causes[2]
 
 
-def test_a_caller_who_cannot_reach_what_we_can_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_that_cannot_reach_a_living_actor_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 1)
     driver = world.workers[0]
     route = world.create(driver)
@@ -237,7 +243,7 @@ def test_a_caller_who_cannot_reach_what_we_can_is_told(monkeypatch: pytest.Monke
     assert "but not from the caller's" in str(_error(asked))
 
 
-def test_one_death_too_many_lists_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_after_max_restarts_lists_all_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 1, workers=1, spawner=True)
     driver = world.workers[0]
     route = world.create(driver, max_restarts=2, restart_window_s=60.0, restart_backoff_s=0.01)
@@ -259,7 +265,7 @@ def test_one_death_too_many_lists_them_all(monkeypatch: pytest.MonkeyPatch) -> N
     assert "killed with kill()" in before[1]
 
 
-def test_there_is_never_more_than_one_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_has_exactly_one_incarnation_after_random_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(150):
         world = World(monkeypatch, seed, spawner=seed % 2 == 0)
         driver = world.workers[0]
@@ -273,7 +279,7 @@ def test_there_is_never_more_than_one_incarnation(monkeypatch: pytest.MonkeyPatc
         assert sum(len(each.actors_here) for each in world.workers if not each.dead) == 1, seed
 
 
-def test_monitors_fire_exactly_once_where_the_supervisor_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_monitors_fire_exactly_once_if_the_supervisor_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(100):
         world = World(monkeypatch, seed)
         creator, watcher = world.workers[1:]
@@ -306,13 +312,13 @@ def test_monitors_fire_exactly_once_where_the_supervisor_dies(monkeypatch: pytes
 
 
 def _run(world: World, worker: int, what: str, *args: object, **options: object) -> object:
-    """Ask from a worker; RPC goes on meanwhile."""
+    """Call a function of the name registry from a worker."""
     names = world.workers[worker].runtime.names
     world.on(world.workers[worker])
     return getattr(names, what)(*args, **options)
 
 
-def test_one_of_many_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_many_concurrent_claims_of_a_name_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 1)
     names = world.workers[0].runtime.names
     found: list[ActorDescriptor | None] = []
@@ -334,7 +340,7 @@ def test_one_of_many_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({descriptor.actor_id for descriptor in found if descriptor is not None}) == 1
 
 
-def test_names_of_a_creator_that_died_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_a_dead_creator_are_free_unless_detached(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 1)
     route = world.create(world.workers[2], name="clock", worker="w1")
     detached = world.create(world.workers[2], name="wall", worker="w1", lifetime="detached")
@@ -350,7 +356,7 @@ def test_names_of_a_creator_that_died_are_free(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(late.exception(), ActorDiedError) or late.value() == 1
 
 
-def test_rank_0_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_raises_if_rank_0_which_keeps_the_names_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 1)
     _run(world, 1, "list")
     world.workers[0].die()
@@ -359,7 +365,7 @@ def test_rank_0_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         _run(world, 1, "lookup", "x")
 
 
-def test_unknown_names_say_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_up_an_unknown_name_suggests_existing_names(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, 1)
     driver = world.workers[0]
     with pytest.raises(UnknownActorError, match="no actor has a name there"):

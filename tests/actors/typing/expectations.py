@@ -1,6 +1,6 @@
-"""What type checkers know of actors without a plugin: test_checkers.py has mypy, pyright, pyrefly and ty check this file.
+"""Expected types of actors without a plugin. test_checkers.py runs mypy, pyright, pyrefly and ty on this file.
 
-Each accepts it but for the lines that end in ``# E``, which all four refuse, or ``# E: mypy ty``, which these refuse.
+All four accept each line, except lines that end in ``# E``, which all refuse, or ``# E: mypy ty``, which only these refuse.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Counter(actorrpc.Actor, num_cpus=1, max_restarts=2):
-    """With options as keywords."""
+    """Options are class keywords."""
 
     kept: int
 
@@ -168,7 +168,7 @@ def calling(c: Counter, more: More, point: Point, model: Model) -> None:
     assert_type(more.stream.remote(), ObjectRefGenerator[int])
     assert_type(point.get.remote(), ObjectRef[int])
     assert_type(model.width.remote(), ObjectRef[int])
-    # Seen on a handle, though it is the instance's.
+    # Type checkers accept this on a handle, although the attribute belongs to the instance.
     assert_type(c.size, int)
     assert_type(c.add(2), int)
 
@@ -253,11 +253,11 @@ def five(a: int, b: int, c: int, d: int, e: int) -> int:
 
 
 def decorated(plain: ActorHandle[Plain]) -> None:
-    # To pyright, what makes an instance is `type.__call__`, which takes and returns anything.
+    # For pyright, calling a class is ``type.__call__``, which takes and returns anything.
     assert_type(actorrpc.remote(Plain).remote(1), ActorHandle[Plain])  # E: pyright
     actorrpc.remote(Plain).remote("x")  # E: mypy pyrefly ty
     assert_type(actorrpc.remote(num_cpus=1)(Plain).remote(1), ActorHandle[Plain])  # E: pyright
-    # mypy (without the plugin) and pyrefly take no notice of what a class decorator returns.
+    # mypy (without the plugin) and pyrefly ignore the type that a class decorator returns.
     Decorated.remote(1)  # E: mypy pyrefly
     plain.add.remote(1)
     plain.marked.remote(1)

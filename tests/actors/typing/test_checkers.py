@@ -1,4 +1,4 @@
-"""mypy, pyright, pyrefly and ty over one file of expectations, and over the programs that the pages show: none has a plugin."""
+"""mypy, pyright, pyrefly and ty, without a plugin, check ``expectations.py`` and the programs of the documentation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[3]
 _EXPECTATIONS = Path(__file__).with_name("expectations.py")
 _COMMANDS = {
-    # With the settings of the project, so that it finds in .mypy_cache what it knows of the package and of torch.
+    # With the project's settings, so that mypy uses the cached results for the package and torch in .mypy_cache.
     "mypy": ["mypy", "--no-pretty", "--hide-error-context"],
     "pyright": ["pyright", "--pythonpath", sys.executable],
     "pyrefly": [
@@ -27,7 +27,7 @@ _COMMANDS = {
     ],
 }
 _PAGES = ["README.md", "docs/tutorial.md", "docs/how-to/types.md"]
-# Of mypy's: what is made to see its type is not awaited.
+# mypy reports this for expressions that only show a type and are not awaited.
 _ASIDE = "[unused-awaitable]"
 
 
@@ -40,7 +40,7 @@ def _program(checker: str) -> str:
 
 
 def _refused(checker: str, paths: list[Path]) -> dict[Path, dict[int, list[str]]]:
-    """Return what a checker says is wrong with some files, by line."""
+    """Return the errors of a checker for some files, by line."""
     command = [_program(checker), *_COMMANDS[checker][1:], *map(str, paths)]
     environment = os.environ | {"MYPYPATH": str(_ROOT), "NO_COLOR": "1"}
     ran = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=170)
@@ -48,9 +48,9 @@ def _refused(checker: str, paths: list[Path]) -> dict[Path, dict[int, list[str]]
     for row in ran.stdout.splitlines():
         matched = re.search(r"([\w-]+\.py):(\d+)\b", row)
         if matched and re.search(r"\berror\b", row, re.IGNORECASE) and _ASIDE not in row:
-            (path,) = [path for path in paths if path.name == matched[1]]  # of these files only
+            (path,) = [path for path in paths if path.name == matched[1]]  # errors are only in these files
             found[path].setdefault(int(matched[2]), []).append(row)
-    # One that has done its work has refused something: the expectations are always among the files.
+    # A checker that worked has reported errors, because the expectations are always among the files.
     assert ran.returncode == 1, ran.stdout + ran.stderr
     return found
 
@@ -70,7 +70,7 @@ def _code(page: str) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
 
 
-@pytest.mark.limit(180)  # where mypy has not seen torch yet
+@pytest.mark.limit(180)  # the first run of mypy analyses torch
 @pytest.mark.parametrize(
     "checker",
     [
@@ -80,7 +80,7 @@ def _code(page: str) -> str:
         "ty",
     ],
 )
-def test_each_checker_finds_what_is_expected_and_no_error_in_what_pages_show(
+def test_each_checker_reports_exactly_the_expected_errors_and_none_in_documentation(
     checker: str, tmp_path: Path
 ) -> None:
     paths = [_EXPECTATIONS]
@@ -91,5 +91,5 @@ def test_each_checker_finds_what_is_expected_and_no_error_in_what_pages_show(
     expected, found = _expected(checker), refused.pop(_EXPECTATIONS)
     assert not [row for number, rows in sorted(found.items()) if number not in expected for row in rows]
     assert expected
-    assert not expected - found.keys(), "these lines were to be refused"
+    assert not expected - found.keys(), "the checker accepted these lines, which it should refuse"
     assert not [row for lines in refused.values() for rows in lines.values() for row in rows]
