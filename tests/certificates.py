@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from actorrpc.testing import processes
-from actorrpc.testing.certificates import Certificates, temporary_certificates
+from tests.harness.certificates import Certificates, temporary_certificates
 
 __all__ = ["OPTIONS", "OVER_TLS", "files", "foreign", "switch_on"]
 

@@ -27,12 +27,12 @@ from actorrpc import _time, testing
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, RpcError, WrongTypeError
 from actorrpc.rpc import api
-from actorrpc.testing import certificates as making
-from actorrpc.testing.certificates import temporary_certificates
 from actorrpc.transport.tls import Tls, TlsSocket
 from tests.agent.agents import agents
 from tests.agent.test_resumption import NIGHTLY, begin, behind, call
 from tests.certificates import files, foreign
+from tests.harness import certificates as making
+from tests.harness.certificates import temporary_certificates
 from tests.intruders.doors import reset
 from tests.layers import rest_is_slow
 from tests.ranks import run_group

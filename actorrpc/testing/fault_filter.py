@@ -1,6 +1,6 @@
 """The hooks by which faults drop or hold back an agent's messages before they are sent.
 
-They are installed in the agent while a fault is in force. ``types.py`` defines the types of messages. A :class:`WaitingRoom`
+They are installed in the agent while a fault is in force. A :class:`WaitingRoom`
 holds messages back, and sends each of them when it is due.
 
 ``_lock`` guards the lists of faults and rooms. The locks of rooms and faults are leaves, and are not taken under it. No lock
@@ -14,21 +14,19 @@ import heapq
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.agent import hooks, outbound
-from actorrpc.agent.hooks import RECEIPT, CallHooks
-from actorrpc.autograd import transport
+from actorrpc.agent.hooks import CallHooks
 from actorrpc.errors import PeerDiedError, RpcError, RpcTimeoutError, ShutdownError
 from actorrpc.serialization import codec, exceptions
 from actorrpc.serialization.tensors import TensorSpan
-from actorrpc.testing.messages.faults import Fault
-from actorrpc.testing.messages.kill_points import KillPoint
-from actorrpc.testing.messages.types import ANSWER, CONTROL, Message, type_of_notice, type_of_request
-from actorrpc.transport.connection_state import CLOSED, OPEN
+from actorrpc.testing.faults import Fault
+from actorrpc.testing.message_types import Message, described, type_of_request
+from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
 
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.calls import Call, Execution
     from actorrpc.agent.peers import Peer
-    from actorrpc.testing.messages.active import Injection
-    from actorrpc.transport.connection import Connection
 
 __all__ = ["FaultFilter", "HeldMessage", "WaitingRoom", "copied"]
 
@@ -95,7 +91,8 @@ class WaitingRoom:
 
     def put(self, held: HeldMessage, seconds: float) -> None:
         """Delay a message for some time; a message in line also waits for the messages before it in line."""
-        due = self._agent.clock.now() + seconds
+        now = self._agent.clock.now()
+        due = now + seconds
         with self._lock:
             if held.in_line:
                 if self._queue and self._last is not None:
@@ -104,29 +101,23 @@ class WaitingRoom:
                 self._last = due, held.fault
             heapq.heappush(self._heap, (due, next(self._numbers), held))
         held.fault.hold(1)
-        self._agent.clock.at(due, partial(self._agent.submit, self.release))
+        if due > now:
+            self._agent.clock.at(due, partial(self._agent.submit, self.release))
+        else:
+            self._agent.submit(self.release)
 
     def line_held_by(self) -> Fault | None:
         """Return the fault that delays the last message in line; None if no message is in line."""
         with self._lock:
             return self._last[1] if self._queue and self._last is not None else None
 
-    def put_behind(self, held: HeldMessage) -> None:
-        """Delay a message until the messages before it in line have been sent."""
-        with self._lock:
-            due = self._last[0] if self._queue and self._last is not None else float("-inf")
-            self._queue += 1
-            heapq.heappush(self._heap, (due, next(self._numbers), held))
-        held.fault.hold(1)
-        self._agent.submit(self.release)  # the messages before it may have been sent by now
-
-    def hasten(self, fault: Fault | None) -> None:
-        """Make the messages of a fault (None: of all faults) due now, in order."""
+    def hasten(self, faults: Collection[Fault]) -> None:
+        """Make the messages that these faults delay due now, in order."""
         with self._lock:
             heap: list[tuple[float, int, HeldMessage]] = []
             front = float("-inf")
             for due, number, held in sorted(self._heap, key=lambda each: each[1]):
-                if fault is None or held.fault is fault:
+                if held.fault in faults:
                     due = float("-inf")
                 if held.in_line:
                     front = due = max(due, front)
@@ -173,104 +164,59 @@ class WaitingRoom:
 
 _INFINITE: Final = float("inf")
 _AGAIN_S: Final = 1.0  # a delayed notice that could not be sent is retried after this time
-_WATCHED: Final = (RECEIPT, transport.NOTICE)
 
 
 class FaultFilter(CallHooks):
-    """Applies the faults and kill points of one agent. Thread-safe."""
+    """Applies the faults of one agent. Thread-safe."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.Lock()
-        self.worker = agent.name
         self._faults: tuple[Fault, ...] = ()
-        self._kills: tuple[KillPoint, ...] = ()
-        self._idle: list[Injection] = []  # faults that apply to other workers only
         self._rooms: dict[Peer, WaitingRoom] = {}
         # Notices that were dropped and not sent again since, by their message key.
         self._lost: dict[bytes, tuple[Fault, hooks.OutgoingMessage]] = {}
-        self._handlers: dict[str, Callable[[Peer, bytes], None]] = {}
-        self._closed = False
 
     # -- faults --------------------------------------------------------------------------------------
 
-    def add(self, fault: Injection) -> None:
-        """Bring a fault or kill point into force, if it applies to this worker."""
+    def apply(self, faults: Sequence[Fault]) -> None:
+        """Apply these faults from now on. Send what faults that are no longer among them have held back, and lost notices."""
         with self._lock:
-            if self._closed or not fault.is_for(self.worker):
-                self._idle.append(fault)
-            elif isinstance(fault, KillPoint):
-                self._kills = (*self._kills, fault)
-                self._look()
-            elif isinstance(fault, Fault):
-                self._faults = (*self._faults, fault)
-                self._look()
-
-    def remove(self, fault: Injection) -> None:
-        """End a fault or kill point: send its delayed messages and the notices that it dropped."""
-        with self._lock:
-            self._kills = tuple(each for each in self._kills if each is not fault)
-            self._faults = tuple(each for each in self._faults if each is not fault)
-            self._idle = [each for each in self._idle if each is not fault]
+            before, self._faults = (
+                self._faults,
+                tuple(each for each in faults if each.is_for(self._agent.name)),
+            )
+            ended = [each for each in before if each not in self._faults]
             rooms = list(self._rooms.values())
-            lost = {key: each for key, each in self._lost.items() if each[0] is fault}
-            for key in lost:
-                del self._lost[key]
-        for room in rooms:
-            if isinstance(fault, Fault):
-                room.hasten(fault)
-            self._agent.submit(room.release)
-        for _, notice in lost.values():
-            self._agent.submit(partial(self._send_notice, notice))
-        with self._lock:
+            lost = [key for key, (fault, _) in self._lost.items() if fault in ended]
+            notices = [self._lost.pop(key)[1] for key in lost]
             self._look()
+        if ended:
+            for room in rooms:
+                room.hasten(ended)
+                self._agent.submit(room.release)
+        for notice in notices:
+            self._agent.submit(partial(self._send_notice, notice))
 
     def close(self, graceful: bool) -> None:
         """End all faults. If ``graceful``, send the delayed messages; otherwise discard them."""
-        with self._lock:
-            faults = [*self._faults, *self._kills, *self._idle]
-            self._faults, self._kills = (), ()
-            self._closed = True
         if graceful:
-            for fault in faults:
-                self.remove(fault)
+            self.apply(())
             for room in list(self._rooms.values()):
                 room.release()
-        else:
-            for room in list(self._rooms.values()):
-                room.discard()
-        for fault in faults:
-            fault.ended()
+            return
         with self._lock:
-            self._look()
+            self._faults = ()
+        for room in list(self._rooms.values()):
+            room.discard()
+        self._emptied()
 
     def _look(self) -> None:
         """Install the hooks if there are faults or messages to send, else remove them. Under the lock."""
-        agent = self._agent
-        if self._faults or self._kills or any(not room.empty for room in self._rooms.values()):
-            agent.hooks.add(self)
+        if self._faults or any(not room.empty for room in self._rooms.values()):
+            self._agent.hooks.add(self)
         else:
-            agent.hooks.remove(self)
-        handles = any(kill.wants("arrived", "handled") for kill in self._kills)
-        if handles and not self._handlers:
-            self._handlers = {name: agent.on_notice[name] for name in _WATCHED if name in agent.on_notice}
-            for name, handler in self._handlers.items():
-                agent.on_notice[name] = partial(self._handle, name, handler)
-        elif not handles:
-            agent.on_notice.update(self._handlers)
-            self._handlers = {}
-
-    def _handle(self, name: str, handler: Callable[[Peer, bytes], None], peer: Peer, body: bytes) -> None:
-        type = type_of_notice(name, body)
-        message = None if type is None else Message(type, peer, None)
-        self._reach("arrived", message)
-        handler(peer, body)
-        self._reach("handled", message)
-
-    def _reach(self, stage: str, message: Message | None) -> None:
-        if message is not None:
-            for kill in self._kills:
-                kill.reach(f"{message.type}.{stage}", message)
+            self._agent.hooks.remove(self)
 
     def _emptied(self) -> None:
         with self._lock:
@@ -289,50 +235,19 @@ class FaultFilter(CallHooks):
                 room = self._rooms[peer] = WaitingRoom(self._agent, self._emptied)
             return room
 
-    # -- executions ----------------------------------------------------------------------------------
-
-    def on_start(self, execution: Execution, function: Any, args: tuple[Any, ...]) -> None:
-        """Reach the point before an execution, and record the message, which describes the later answer."""
-        type, called, _ = type_of_request(function, args, None, "")
-        execution.notes[self] = Message(type, execution.peer, called)
-        self._reach("starting", self._executed(execution))
-
-    def on_end(self, execution: Execution, error: BaseException | None) -> None:
-        """Reach the point after an execution that has succeeded."""
-        if error is None:
-            self._reach("finished", self._executed(execution))
-
-    def _executed(self, execution: Execution) -> Message | None:
-        message: Message | None = execution.notes.get(self)
-        if message is None or execution.actor is None:
-            return message
-        return Message("actor_call", message.peer, message.called)
-
     # -- messages ------------------------------------------------------------------------------------
 
-    def _described(self, sent: hooks.OutgoingMessage) -> Message | None:
-        """Return the message as faults see it; None for a notice that has no type."""
-        if sent.kind == frames.NOTICE:
-            assert isinstance(sent.encoded, bytes)
-            notice = type_of_notice(sent.name, sent.encoded)
-            return None if notice is None else Message(notice, sent.peer, None, (sent.encoded,))
-        parts = _contents(sent.encoded)
-        if sent.is_answer:
-            asked = None if sent.execution is None else sent.execution.notes.get(self)
-            called = None if asked is None else asked.called
-            is_control = asked is not None and asked.type == CONTROL
-            return Message(CONTROL if is_control else ANSWER, sent.peer, called, parts)
-        type, called, subject = type_of_request(sent.function, sent.args, sent.mail, sent.name)
-        parts = parts if sent.mail is None else [sent.mail.packed, *parts]
-        return Message(type, sent.peer, called, parts, subject)
+    def on_start(self, execution: Execution, function: Any, args: tuple[Any, ...]) -> None:
+        """Note what is executed, which describes the later answer."""
+        type, called, _ = type_of_request(function, args, None, "")
+        execution.notes[self] = Message(type, execution.peer, called)
 
     @uninterruptible
     def before_send(self, sent: hooks.OutgoingMessage) -> bool:
         """Drop the message or hold it back if a fault selects it. Returns whether the agent should send it now."""
-        message = self._described(sent)
+        message = described(sent, sent.execution and sent.execution.notes.get(self))
         if message is None:
             return True
-        self._reach("sending", message)
         fault = self._fault_for(message)
         if fault is None:
             if self._lost:
@@ -342,7 +257,7 @@ class FaultFilter(CallHooks):
             room = None if sent.mail is None else self._rooms.get(sent.peer)
             ahead = None if room is None else room.line_held_by()
             if room is not None and ahead is not None:
-                room.put_behind(self._held(sent, ahead))
+                room.put(self._held(sent, ahead), -_INFINITE)
                 return False
             return True
         if fault.action == "delay":
@@ -358,16 +273,6 @@ class FaultFilter(CallHooks):
         self._roll_back(sent)
         self._lose(sent, message, fault)
         return False
-
-    def after_send(self, sent: hooks.OutgoingMessage) -> None:
-        """Reach the point after a message was handed to the kernel."""
-        if not any(kill.wants("sent") for kill in self._kills):
-            return
-        message = self._described(sent)
-        if message is None or not any(f"{message.type}.sent" in kill.points for kill in self._kills):
-            return
-        _hand_over(sent.conn or (sent.peer.conn if sent.call is None else sent.call.conn))
-        self._reach("sent", message)
 
     def _roll_back(self, sent: hooks.OutgoingMessage) -> None:
         if sent.context is not None:
@@ -493,23 +398,6 @@ class FaultFilter(CallHooks):
             flags=sent.flags,
         )
         conn.flush()
-
-
-def _hand_over(conn: Connection | None) -> None:
-    """Wait until the kernel has accepted all data that was written to a connection, or the connection is lost."""
-    while conn is not None and conn.state is OPEN:
-        conn.flush(True)
-        if conn.writer.is_drained(wait=True):
-            return
-
-
-def _contents(encoded: Any) -> list[bytes]:
-    if isinstance(encoded, bytes):
-        return [encoded]
-    # Without spans, return the same as for plain bytes: whether a message is packed as bytes depends on earlier messages.
-    if not encoded.spans:
-        return [encoded.body]
-    return [encoded.body, repr([span.nbytes for span in encoded.spans]).encode()]
 
 
 def _loss(what: str, peer: Peer, fault: Fault) -> RpcTimeoutError:
