@@ -24,8 +24,7 @@ from actorrpc.transport.tls import Tls, TlsSocket
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 from tests.agent.agents import KEY, record
-from tests.certificates import files, foreign
-from tests.harness.certificates import Certificates, temporary_certificates
+from tests.certificates import Certificates, files, foreign, temporary_certificates
 from tests.intruders.doors import WRONG, door, knock, reset, until
 
 _Address = tuple[str, int]

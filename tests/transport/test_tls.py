@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import operator
 import os
 import random
@@ -11,9 +10,6 @@ import select
 import signal
 import socket
 import ssl
-import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,14 +21,12 @@ import torch
 import actorrpc.rpc as rpc
 from actorrpc import _time, testing
 from actorrpc.config import Settings
-from actorrpc.errors import ConfigError, RpcError, WrongTypeError
+from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.rpc import api
 from actorrpc.transport.tls import Tls, TlsSocket
 from tests.agent.agents import agents
 from tests.agent.test_resumption import NIGHTLY, begin, behind, call
-from tests.certificates import files, foreign
-from tests.harness import certificates as making
-from tests.harness.certificates import temporary_certificates
+from tests.certificates import files, foreign, temporary_certificates
 from tests.intruders.doors import reset
 from tests.layers import rest_is_slow
 from tests.ranks import run_group
@@ -417,39 +411,3 @@ def test_options_have_types() -> None:
     assert Tls.load(Settings(transport="unix", tls_cert="a", tls_key="b", tls_ca="c")) is None
     with pytest.raises(ConfigError, match="is not set"):
         Tls.load(Settings(transport="unix", tls_cert="a"))
-
-
-# -- making them ----------------------------------------------------------------------------------------------
-
-
-def test_the_command_makes_what_workers_take(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable in files().environment:
-        monkeypatch.delenv(variable, raising=False)
-    assert making.main([str(tmp_path / "a b"), "--days", "1"]) == 0
-    shown = subprocess.run(
-        ["sh", "-c", f"{capsys.readouterr().out}\nenv"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    given = dict(line.split("=", 1) for line in shown if line.startswith("ACTORRPC_TLS_"))
-    assert len(given) == 3
-    assert Tls.load(
-        Settings(**{name.removeprefix("ACTORRPC_").lower(): path for name, path in given.items()})
-    )
-    assert stat.S_IMODE(os.stat(tmp_path / "a b").st_mode) == 0o700
-    for name in ("worker.key", "ca.key"):
-        assert stat.S_IMODE(os.stat(tmp_path / "a b" / name).st_mode) == 0o600
-
-
-def test_without_cryptography_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    spec = importlib.util.spec_from_file_location("without_cryptography", making.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    without = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, without)
-    spec.loader.exec_module(without)
-    with pytest.raises(ConfigError, match=r"actorrpc\[tls\]"):
-        without.temporary_certificates(tmp_path)
-    with pytest.raises(RpcError):
-        temporary_certificates(tmp_path, name="a/b")
