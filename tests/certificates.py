@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from tests import processes
+from actorrpc.testing import processes
 
 __all__ = ["OPTIONS", "OVER_TLS", "Certificates", "files", "foreign", "switch_on", "temporary_certificates"]
 

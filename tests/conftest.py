@@ -29,6 +29,7 @@ os.environ.setdefault("PYTHONWARNINGS", "default::ResourceWarning")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import hypothesis
+import psutil
 import pytest
 
 from actorrpc.testing import processes
@@ -182,12 +183,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)  # where tests run side by side, those who run them have ended by then
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    helpers = processes.helper_pids()
-    left = {process for process in processes.of_session() if process.pid not in helpers}
+    left = processes.of_session()
     if left:  # the helpers of those who have run tests side by side end by themselves, a moment after them
-        left = processes.wait_for_end(left, 10.0)
+        _, left = psutil.wait_procs(left, timeout=10)
     if left:
-        print("\nleft behind by the session:", *map(processes.describe, sorted(left)), sep="\n  ")
+        print("\nleft behind by the session:", *map(processes.describe, left), sep="\n  ")
         processes.kill(left)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

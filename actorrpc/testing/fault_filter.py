@@ -1,7 +1,7 @@
 """The hooks by which faults drop or hold back an agent's messages before they are sent.
 
-They are installed in the agent while a fault is in force. A :class:`WaitingRoom`
-holds messages back, and sends each of them when it is due.
+They are installed in the agent while a fault is in force. A :class:`WaitingRoom` holds messages back, and sends each of them
+when it is due.
 
 ``_lock`` guards the lists of faults and rooms. The locks of rooms and faults are leaves, and are not taken under it. No lock
 is held while messages are sent or rolled back.
@@ -9,13 +9,13 @@ is held while messages are sent or rolled back.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-import heapq
-import itertools
 import logging
+import operator
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,17 +35,10 @@ if TYPE_CHECKING:
     from actorrpc.agent.calls import Call, Execution
     from actorrpc.agent.peers import Peer
 
-__all__ = ["FaultFilter", "HeldMessage", "WaitingRoom", "copied"]
+__all__ = ["FaultFilter"]
 
 _log = logging.getLogger("actorrpc.testing")
-
-
-def copied(encoded: Any) -> Any:
-    """Make a packed message copy the memory that it refers to, because the caller may change it before the message is sent."""
-    if not isinstance(encoded, bytes) and encoded.spans:
-        encoded.spans = [TensorSpan.of(bytearray(span.view())) for span in encoded.spans]
-        encoded.outgoing, encoded.tensors = None, []
-    return encoded
+_INFINITE: Final = float("inf")
 
 
 @dataclass(slots=True, eq=False)
@@ -54,15 +47,20 @@ class HeldMessage:
 
     Attributes:
         fault: the fault that delays it.
+        due: when it is sent, by the agent's clock.
+        in_line: the message may not overtake other messages that are in line (calls of actors).
         send: sends it; called in a pool thread, with no lock held.
         discard: releases the references in it; called if it will not be sent.
-        in_line: the message may not overtake other messages that are in line (calls of actors).
     """
 
     fault: Fault
+    due: float
+    in_line: bool
     send: Callable[[], None]
     discard: Callable[[], None]
-    in_line: bool = field(default=False, kw_only=True)
+
+
+_by_due: Final = operator.attrgetter("due")
 
 
 class WaitingRoom:
@@ -77,92 +75,84 @@ class WaitingRoom:
         self._emptied = emptied
         # Guards all below; a leaf.
         self._lock = threading.Lock()
-        self._heap: list[tuple[float, int, HeldMessage]] = []
-        self._numbers = itertools.count()
-        self._queue = 0  # messages in line that are not sent yet
-        # When the last message in line is due, and the fault that delays it.
-        self._last: tuple[float, Fault] | None = None
-        self._busy = False  # a thread is in release()
+        self._held: list[
+            HeldMessage
+        ] = []  # sorted by the time at which they are due; messages in line keep their order
+        self._sending: HeldMessage | None = None  # a thread is sending it in release()
 
     @property
     def empty(self) -> bool:
         """Whether no message waits and none is being sent."""
-        return not self._heap and not self._busy
+        return not self._held and self._sending is None
 
-    def put(self, held: HeldMessage, seconds: float) -> None:
-        """Delay a message for some time; a message in line also waits for the messages before it in line."""
-        now = self._agent.clock.now()
-        due = now + seconds
+    def put(self, held: HeldMessage) -> None:
+        """Delay a message until it is due; a message in line also waits for the messages before it in line."""
         with self._lock:
-            if held.in_line:
-                if self._queue and self._last is not None:
-                    due = max(due, self._last[0])
-                self._queue += 1
-                self._last = due, held.fault
-            heapq.heappush(self._heap, (due, next(self._numbers), held))
+            ahead = self._last_in_line() if held.in_line else None
+            if ahead is not None:
+                held.due = max(held.due, ahead.due)
+            bisect.insort(self._held, held, key=_by_due)
         held.fault.hold(1)
-        if due > now:
-            self._agent.clock.at(due, partial(self._agent.submit, self.release))
+        if held.due > self._agent.clock.now():
+            self._agent.clock.at(held.due, partial(self._agent.submit, self.release))
         else:
             self._agent.submit(self.release)
 
     def line_held_by(self) -> Fault | None:
         """Return the fault that delays the last message in line; None if no message is in line."""
         with self._lock:
-            return self._last[1] if self._queue and self._last is not None else None
+            last = self._last_in_line()
+            return None if last is None else last.fault
+
+    def _last_in_line(self) -> HeldMessage | None:
+        in_line = (
+            each for each in (*reversed(self._held), self._sending) if each is not None and each.in_line
+        )
+        return next(in_line, None)
 
     def hasten(self, faults: Collection[Fault]) -> None:
         """Make the messages that these faults delay due now, in order."""
         with self._lock:
-            heap: list[tuple[float, int, HeldMessage]] = []
-            front = float("-inf")
-            for due, number, held in sorted(self._heap, key=lambda each: each[1]):
+            front = -_INFINITE
+            for held in self._held:
                 if held.fault in faults:
-                    due = float("-inf")
+                    held.due = -_INFINITE
                 if held.in_line:
-                    front = due = max(due, front)
-                heap.append((due, number, held))
-            heapq.heapify(heap)
-            self._heap = heap
-            if self._last is not None:
-                self._last = front, self._last[1]
+                    held.due = front = max(held.due, front)
+            self._held.sort(key=_by_due)
 
     def release(self) -> None:
         """Send the messages that are due, in this thread. Does nothing if another thread is sending them."""
-        clock = self._agent.clock
         with self._lock:
-            if self._busy:
-                return
-            self._busy = True
-        sent: HeldMessage | None = None
-        while True:
-            with self._lock:
-                if sent is not None and sent.in_line:
-                    self._queue -= 1
-                if not self._heap or self._heap[0][0] > clock.now():
-                    self._busy = False
-                    empty = not self._heap
-                    break
-                sent = heapq.heappop(self._heap)[2]
-            sent.fault.hold(-1)
+            held = self._next() if self._sending is None else None
+        if held is None:
+            return
+        while held is not None:
+            held.fault.hold(-1)
             try:
-                sent.send()
+                held.send()
             except Exception:
                 _log.exception("a message that was held up could not be sent")
-        if empty and sent is not None:
+            with self._lock:
+                held = self._next()
+        if self.empty:
             self._emptied()
+
+    def _next(self) -> HeldMessage | None:
+        """Take out the next message that is due. Under the lock."""
+        is_due = self._held and self._held[0].due <= self._agent.clock.now()
+        self._sending = self._held.pop(0) if is_due else None
+        return self._sending
 
     def discard(self) -> None:
         """Discard all messages that wait."""
         with self._lock:
-            heap, self._heap = self._heap, []
-            self._queue = 0
-        for _, _, held in heap:
+            discarded, self._held = self._held, []
+        for held in discarded:
             held.fault.hold(-1)
             held.discard()
 
 
-_INFINITE: Final = float("inf")
 _AGAIN_S: Final = 1.0  # a delayed notice that could not be sent is retried after this time
 
 
@@ -182,10 +172,8 @@ class FaultFilter(CallHooks):
     def apply(self, faults: Sequence[Fault]) -> None:
         """Apply these faults from now on. Send what faults that are no longer among them have held back, and lost notices."""
         with self._lock:
-            before, self._faults = (
-                self._faults,
-                tuple(each for each in faults if each.is_for(self._agent.name)),
-            )
+            before = self._faults
+            self._faults = tuple(each for each in faults if each.is_for(self._agent.name))
             ended = [each for each in before if each not in self._faults]
             rooms = list(self._rooms.values())
             lost = [key for key, (fault, _) in self._lost.items() if fault in ended]
@@ -222,12 +210,6 @@ class FaultFilter(CallHooks):
         with self._lock:
             self._look()
 
-    def _fault_for(self, message: Message) -> Fault | None:
-        for fault in self._faults:
-            if fault.takes(message):
-                return fault
-        return None
-
     def _room(self, peer: Peer) -> WaitingRoom:
         with self._lock:
             room = self._rooms.get(peer)
@@ -248,7 +230,7 @@ class FaultFilter(CallHooks):
         message = described(sent, sent.execution and sent.execution.notes.get(self))
         if message is None:
             return True
-        fault = self._fault_for(message)
+        fault = next((each for each in self._faults if each.takes(message)), None)
         if fault is None:
             if self._lost:
                 with self._lock:
@@ -257,11 +239,11 @@ class FaultFilter(CallHooks):
             room = None if sent.mail is None else self._rooms.get(sent.peer)
             ahead = None if room is None else room.line_held_by()
             if room is not None and ahead is not None:
-                room.put(self._held(sent, ahead), -_INFINITE)
+                room.put(self._held(sent, ahead, -_INFINITE))
                 return False
             return True
         if fault.action == "delay":
-            self._room(sent.peer).put(self._held(sent, fault), fault.seconds)
+            self._room(sent.peer).put(self._held(sent, fault, fault.seconds))
             return False
         if sent.kind == frames.NOTICE:
             with self._lock:
@@ -320,28 +302,31 @@ class FaultFilter(CallHooks):
 
     # -- delayed messages ---------------------------------------------------------------------
 
-    def _held(self, sent: hooks.OutgoingMessage, fault: Fault) -> HeldMessage:
-        call, left = sent.call, _INFINITE
+    def _held(self, sent: hooks.OutgoingMessage, fault: Fault, seconds: float) -> HeldMessage:
+        call, left, now = sent.call, _INFINITE, self._agent.clock.now()
         if call is not None:
             self._expect(call)
-        sent.function, sent.args = None, ()
-        copied(sent.encoded)
-        if call is not None:
             if sent.size >= outbound.CHARGED:
                 sent.peer.window.charge(call, sent.size)
             if fault.bounded:
-                left = call.deadline - self._agent.clock.now()
+                left = call.deadline - now
+        sent.function, sent.args = None, ()
+        encoded = sent.encoded
+        if not isinstance(encoded, bytes) and encoded.spans:
+            # Copy the memory that the message refers to, because the caller may change it before the message is sent.
+            encoded.spans = [TensorSpan.of(bytearray(span.view())) for span in encoded.spans]
+            encoded.outgoing, encoded.tensors = None, []
         if sent.mail is not None:
             sent.header = {**(sent.header or {}), **sent.mail.header}
         send, discard = partial(self._send, sent, left, fault), partial(self._roll_back, sent)
-        return HeldMessage(fault, send, discard, in_line=sent.mail is not None)
+        return HeldMessage(fault, now + seconds, sent.mail is not None, send, discard)
 
     def _send(self, sent: hooks.OutgoingMessage, left: float, fault: Fault) -> None:
         """Send a delayed message, even if its call has ended meanwhile."""
         agent, call, peer = self._agent, sent.call, sent.peer
         if sent.kind == frames.NOTICE:
             if not self._send_notice(sent) and peer.state == "alive" and not agent.closed_down:
-                self._room(peer).put(self._held(sent, fault), _AGAIN_S)
+                self._room(peer).put(self._held(sent, fault, _AGAIN_S))
             return
         if call is not None:
             if not call.done and call.deadline <= agent.clock.now():

@@ -18,7 +18,6 @@ import fcntl
 import gc
 import os
 import socket
-import struct
 import termios
 import threading
 import time
@@ -27,6 +26,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+
+import psutil
 
 from actorrpc import _stacks
 from actorrpc.agent.agent import Agent
@@ -92,16 +93,22 @@ def _descriptors() -> Counter[str]:
     return found
 
 
+def _numbers(target: str) -> list[int]:
+    """Return the descriptors of this process that refer to a target."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}") == target:
+                found.append(int(name))
+    return found
+
+
 def _is_libuv_lock(target: str) -> bool:
     """Whether it is the pipe that libuv, which torch's TCPStore uses, makes once per process and keeps.
 
     libuv uses the pipe as a lock: this process has both ends, and the pipe holds one byte.
     """
-    ends = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}") == target:
-                ends.append(int(name))
+    ends = _numbers(target)
     if len(ends) != 2 or not target.startswith("pipe:"):
         return False
     unread = array.array("i", [0])
@@ -110,49 +117,12 @@ def _is_libuv_lock(target: str) -> bool:
 
 
 def _about(target: str) -> str:
-    """Describe an open socket of this process and the objects that hold it; empty for other descriptors."""
-    if not target.startswith("socket:"):
-        return ""
-    numbers = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}") == target:
-                numbers.add(int(name))
-    for number in numbers:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
-            return f" ({_ends(sock)}; {_holders(numbers)})"
+    """Describe an open socket of this process; empty for other descriptors."""
+    if target.startswith("socket:"):
+        for number in _numbers(target):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
+                return f" {sock!r}"
     return ""
-
-
-def _ends(sock: socket.socket) -> str:
-    unread = array.array("i", [0])
-    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        said = ["listening"]
-    else:
-        try:
-            said = [f"peer {sock.getpeername()!r}"]
-        except OSError as error:
-            said = [f"no peer: {error.strerror}"]
-        fcntl.ioctl(sock, termios.FIONREAD, unread)
-        said.append(f"{unread[0]} bytes unread")
-    if sock.family == socket.AF_UNIX:
-        # The process that called listen() or connect() at the other end.
-        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        said.append(f"of process {pid}")
-    return f"{sock.family.name}, {sock.type.name}, at {sock.getsockname()!r}, {', '.join(said)}"
-
-
-def _holders(numbers: set[int]) -> str:
-    """Name the socket objects that have one of these descriptors, and the objects that refer to them."""
-    # type(), not isinstance(): some objects of torch print a warning when their __class__ is read.
-    sockets = [each for each in gc.get_objects() if issubclass(type(each), socket.socket)]
-    found = [each for each in sockets if each.fileno() in numbers]
-    names = [f"{type(each).__name__} in {sorted(map(_name, gc.get_referrers(each)))}" for each in found]
-    return ", ".join(names) or "no socket object has it"
-
-
-def _name(holder: object) -> str:
-    return holder.f_code.co_qualname if isinstance(holder, FrameType) else type(holder).__qualname__
 
 
 def _leaked_descriptors(before: Counter[str], now: Counter[str]) -> list[str]:
@@ -232,7 +202,7 @@ class LeakSnapshot:
     """The threads, processes, descriptors and files that exist at one moment."""
 
     threads: dict[Hashable, str]
-    processes: set[processes.ProcessId]
+    processes: set[psutil.Process]
     descriptors: Counter[str]
     files: set[str]
     holdings: Holdings
@@ -253,7 +223,7 @@ class Leaks:
     """Things that exist now and did not exist before. False if there are none."""
 
     threads: list[str]
-    processes: set[processes.ProcessId]
+    processes: set[psutil.Process]
     descriptors: list[str]
     files: list[str]
     holdings: list[str]
@@ -262,7 +232,7 @@ class Leaks:
         return bool(self.threads or self.processes or self.descriptors or self.files or self.holdings)
 
     def __str__(self) -> str:
-        lines = [*self.threads, *map(processes.describe, sorted(self.processes))]
+        lines = [*self.threads, *map(processes.describe, self.processes)]
         lines += [
             f"descriptor of {target}" + (f" ({count} of them)" if count > 1 else "") + _about(target)
             for target, count in Counter(self.descriptors).items()
@@ -275,11 +245,10 @@ class Leaks:
 def find_leaks(before: LeakSnapshot) -> Leaks:
     """Compare the present state with an earlier snapshot, once."""
     now = LeakSnapshot.take(whole_session=before.whole_session)
-    helpers = processes.helper_pids()
     files = sorted(now.files - before.files)
     return Leaks(
         threads=sorted(text for key, text in now.threads.items() if key not in before.threads),
-        processes={process for process in now.processes - before.processes if process.pid not in helpers},
+        processes=now.processes - before.processes,
         descriptors=_leaked_descriptors(before.descriptors, now.descriptors),
         files=[path for path in files if not (path.startswith(str(_SHM)) and _held_elsewhere(path))],
         holdings=now.holdings.left(before.holdings),

@@ -26,10 +26,10 @@ from actorrpc.agent import peers
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.mail import MailHeader
 from actorrpc.futures import Future
+from actorrpc.testing import processes
 from actorrpc.testing.message_types import ANSWER, CONTROL, MESSAGES, NOTICES
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame
-from tests import processes
 from tests.agent.agents import Stranger, agents
 from tests.agent.test_mail import Router
 from tests.agent.test_resumption import behind

@@ -18,7 +18,8 @@ from typing import Any
 
 import actorrpc
 from actorrpc import rpc
-from tests import leaks, output, processes, ranks
+from actorrpc.testing import leaks, processes
+from tests import output, ranks
 from tests.harness.disturbances import Disturbance
 from tests.harness.proxy import FaultProxy
 from tests.programs import library

@@ -19,7 +19,7 @@ from actorrpc import rpc, testing
 from actorrpc.agent import hooks
 from actorrpc.errors import PeerDiedError, RpcTimeoutError
 from actorrpc.rpc import api
-from tests import processes
+from actorrpc.testing import processes
 from tests.actors.e2e.kit import until
 from tests.harness.every_message import Keeper, everything
 from tests.harness.kill_points import POINTS, KillPointError, kill_at

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -50,26 +48,11 @@ def test_references_are_counted_and_waited_for() -> None:
     rpc_group(references, 2)
 
 
-class _Owner:
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-
-
 def test_a_socket_that_is_left_is_described(tmp_path: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        before = leaks.LeakSnapshot.take(whole_session=False)
-        path = str(tmp_path / "door")
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+    before = leaks.LeakSnapshot.take(whole_session=False)
+    path = str(tmp_path / "door")
+    with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
-        listener.listen()
-        owner = _Owner(stack.enter_context(socket.socket(socket.AF_UNIX)))
-        owner.sock.connect(path)
-        number = listener.accept()[0].detach()
-        stack.callback(os.close, number)
-        os.write(number, b"unread")
         found = str(leaks.find_leaks(before))
-    me = f"of process {os.getpid()}"
-    assert f"(AF_UNIX, SOCK_STREAM, at {path!r}, listening, {me}; socket in " in found
-    assert f"(AF_UNIX, SOCK_STREAM, at '', peer {path!r}, 6 bytes unread, {me}; socket in " in found
-    assert "_Owner" in found
-    assert f"at {path!r}, peer '', 0 bytes unread, {me}; no socket object has it)" in found
+    assert "descriptor of socket:" in found
+    assert f"laddr={path}" in found

@@ -19,7 +19,7 @@ from actorrpc import rpc
 from actorrpc.config import host_and_port
 from actorrpc.errors import ConfigError, PeerDiedError
 from actorrpc.rpc import api
-from tests import processes
+from actorrpc.testing import processes
 from tests.agent.agents import agents
 from tests.harness.disturbances import Disturbance
 from tests.harness.proxy import FaultProxy
