@@ -10,8 +10,9 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Callable
-from typing import Final, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
 
 __all__ = ["Relays"]
 
@@ -59,7 +60,7 @@ class _Relay:
             if connection not in self._connections:  # reset() was called meanwhile
                 raise ConnectionResetError
             await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, writer))
-        except OSError as error:
+        except (OSError, asyncio.CancelledError) as error:
             if isinstance(error, ConnectionRefusedError):  # the worker has shut down, and does not come back
                 self.refuse()
             _reset(connection)
@@ -90,10 +91,9 @@ class Relays:
 
     def __init__(self) -> None:
         self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="relays", daemon=True)
-        self._addresses: dict[tuple[str, str], tuple[str, int]] = {}
-        self._relays: dict[tuple[str, str], _Relay] = {}
-        self._is_open: dict[frozenset[str], asyncio.Event] = {}
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="relays", daemon=True)
+        self._relays: dict[tuple[str, str], tuple[_Relay, tuple[str, int]]] = {}  # with their addresses
+        self._is_open: defaultdict[frozenset[str], asyncio.Event] = defaultdict(_set_event)
         self._killed: set[str] = set()
         self._thread.start()
         self._started.wait()
@@ -105,65 +105,64 @@ class Relays:
             way = one, other
             if way not in self._relays:
                 host, _, port = target.rpartition(":")
-                relay = self._relays[way] = _Relay(host, int(port), self._event(frozenset(way)))
-                self._addresses[way] = await relay.listen()
-                if self._killed & set(way):
+                relay = _Relay(host, int(port), self._is_open[frozenset(way)])
+                self._relays[way] = relay, await relay.listen()
+                if not self._killed.isdisjoint(way):
                     relay.refuse()
-            return self._addresses[way]
+            return self._relays[way][1]
 
-        return asyncio.run_coroutine_threadsafe(find(), self._loop).result(_PATIENCE_S)
+        return self._run(find())
 
     def cut(self, pair: frozenset[str]) -> None:
         """Hold back all bytes between two workers. New connections are accepted, but no bytes pass."""
-        self._do(lambda: self._event(pair).clear())
+        self._call(lambda: self._is_open[pair].clear())
 
     def heal(self, pair: frozenset[str]) -> None:
         """Deliver the bytes that were held back, and relay again."""
-        self._do(lambda: self._event(pair).set())
+        self._call(lambda: self._is_open[pair].set())
 
     def reset(self, pair: frozenset[str]) -> int:
         """Break the connections between two workers; return how many."""
-        return self._do(lambda: sum(relay.reset() for way, relay in self._relays.items() if pair == set(way)))
+        return self._call(
+            lambda: sum(relay.reset() for way, (relay, _) in self._relays.items() if pair == set(way))
+        )
 
     def kill(self, name: str) -> None:
         """Break the connections of a worker, and refuse connections to it and from it."""
 
         def go() -> None:
             self._killed.add(name)
-            for way, relay in self._relays.items():
+            for way, (relay, _) in self._relays.items():
                 if name in way:
                     relay.refuse()
                     relay.reset()
 
-        self._do(go)
+        self._call(go)
 
     def close(self) -> None:
         """Break all connections, and end the thread."""
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join()
 
-    def _event(self, pair: frozenset[str]) -> asyncio.Event:
-        if pair not in self._is_open:
-            self._is_open[pair] = asyncio.Event()
-            self._is_open[pair].set()
-        return self._is_open[pair]
-
-    def _do(self, go: Callable[[], _T]) -> _T:
-        """Call a function in the thread of the relays, and return its result."""
-
+    def _call(self, function: Callable[[], _T]) -> _T:
         async def call() -> _T:
-            return go()
+            return function()
 
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(_PATIENCE_S)
+        return self._run(call())
 
-    def _run(self) -> None:
-        asyncio.run(self._serve())
+    def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_PATIENCE_S)
 
     async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._over = asyncio.Event()
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         self._started.set()
         await self._over.wait()
-        for relay in self._relays.values():
+        for relay, _ in self._relays.values():
             relay.refuse()
             relay.reset()
+
+
+def _set_event() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event

@@ -263,7 +263,7 @@ def test_a_call_that_is_interrupted_while_its_socket_is_made_leaves_no_descripto
         finally:
             sys.settrace(traced)
         assert len(places) == 1
-        assert leaks.find_leaks(before).descriptors == []
+        assert not any(each.startswith("descriptor") for each in leaks.find_leaks(before).others)
         assert _add(one, other) == 3
 
 
