@@ -27,8 +27,8 @@ _LINGER: Final = struct.pack("ii", 1, 0)  # close() sends a RST
 class _Relay:
     """Relays the connections that one worker makes to another."""
 
-    def __init__(self, host: str, port: int, is_open: asyncio.Event) -> None:
-        self._target = host, port
+    def __init__(self, target: tuple[str, int], is_open: asyncio.Event) -> None:
+        self._target = target
         self._is_open = is_open  # cleared while the two workers are cut apart
         self._connections: list[_Connection] = []
         self._server: asyncio.Server | None = None
@@ -98,14 +98,13 @@ class Relays:
         self._thread.start()
         self._started.wait()
 
-    def address(self, one: str, other: str, target: str) -> tuple[str, int]:
-        """Return the address at which a worker connects to another, which listens at ``target`` (``host:port``)."""
+    def address(self, one: str, other: str, target: tuple[str, int]) -> tuple[str, int]:
+        """Return the address at which a worker connects to another, which listens at ``target``."""
 
         async def find() -> tuple[str, int]:
             way = one, other
             if way not in self._relays:
-                host, _, port = target.rpartition(":")
-                relay = _Relay(host, int(port), self._is_open[frozenset(way)])
+                relay = _Relay(target, self._is_open[frozenset(way)])
                 self._relays[way] = relay, await relay.listen()
                 if not self._killed.isdisjoint(way):
                     relay.refuse()

@@ -33,8 +33,7 @@ from actorrpc.wire import handshake
 from actorrpc.wire.frames import REPLY, Frame, pack_frame
 from actorrpc.wire.identity import WorkerRecord
 from tests.agent.agents import KEY, record
-from tests.harness.disturbances import Disturbance
-from tests.harness.proxy import FaultProxy
+from tests.harness.proxy import Disturbance, FaultProxy
 from tests.layers import rest_is_slow
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"

@@ -15,8 +15,7 @@ import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.optim import DistributedOptimizer
 from tests.certificates import OVER_TLS
-from tests.harness.disturbances import Disturbance
-from tests.harness.proxy import FaultProxy
+from tests.harness.proxy import Disturbance, FaultProxy
 from tests.ranks import run_group
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"

@@ -26,8 +26,7 @@ from actorrpc.futures import Future
 from actorrpc.transport.connection_state import SUSPENDED
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 from tests.agent.agents import KEY, record
-from tests.harness.disturbances import Disturbance
-from tests.harness.proxy import FaultProxy
+from tests.harness.proxy import Disturbance, FaultProxy
 
 _entered = threading.Semaphore(0)
 _gate = threading.Event()

@@ -26,8 +26,7 @@ from actorrpc.wire.identity import WorkerRecord, new_incarnation
 from actorrpc.wire.integrity import DIGEST_SIZE, SHORT, TAG_SIZE
 from tests.agent.agents import KEY, record
 from tests.faults.figures import NIGHTLY, note
-from tests.harness.disturbances import Disturbance
-from tests.harness.proxy import FaultProxy
+from tests.harness.proxy import Disturbance, FaultProxy
 
 _FLIPS = 100_000 if NIGHTLY else 150
 _CALLS = 12  # at most, over one connection

@@ -20,8 +20,7 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.testing import leaks, processes
 from tests import output, ranks
-from tests.harness.disturbances import Disturbance
-from tests.harness.proxy import FaultProxy
+from tests.harness.proxy import Disturbance, FaultProxy
 from tests.programs import library
 from tests.programs.generator import Features
 from tests.programs.model import Model, complaints

@@ -8,7 +8,6 @@ import os
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,12 +16,10 @@ import torch
 
 from actorrpc import rpc
 from actorrpc.config import host_and_port
-from actorrpc.errors import ConfigError, PeerDiedError
+from actorrpc.errors import PeerDiedError
 from actorrpc.rpc import api
 from actorrpc.testing import processes
-from tests.agent.agents import agents
-from tests.harness.disturbances import Disturbance
-from tests.harness.proxy import FaultProxy
+from tests.harness.proxy import Disturbance, FaultProxy
 from tests.ranks import run_group
 
 _NOBODY = ("127.0.0.1", 1)
@@ -31,10 +28,8 @@ _NOBODY = ("127.0.0.1", 1)
 class Echo:
     """Sends back what it gets, and remembers it; the end of each connection, too."""
 
-    def __init__(self, family: int = socket.AF_INET, address: Any = ("127.0.0.1", 0)) -> None:
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listener.bind(address)
-        self._listener.listen(16)
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()
         self.got: list[bytes] = []
         self.ends: list[str] = []
@@ -125,39 +120,10 @@ def test_it_relays_and_counts(echo: Echo) -> None:
             sender.start()
             assert _read(sock, len(data)) == data
             sender.join()
-            assert (proxy.connections, proxy.live) == (1, 1)
             sock.shutdown(socket.SHUT_WR)
             assert sock.recv(1) == b""  # the end of one stream passes, and then that of the other
-        _until(lambda: not proxy.live)
-        assert proxy.relayed == 2 * len(data)
-        assert not proxy.struck
-        assert echo.await_end() == "end"
-
-
-def test_over_ipv6(echo: Echo) -> None:
-    with FaultProxy(echo.address, host="::1") as proxy, _dial(proxy) as sock:
-        assert proxy.address.startswith("[::1]:")
-        sock.sendall(b"hello")
-        assert _read(sock, 5) == b"hello"
-
-
-def test_what_is_late_stays_in_order(echo: Echo) -> None:
-    late = Disturbance("latency", seconds=0.05, jitter=0.05, direction="to")
-    with FaultProxy(echo.address, disturbances=[late]) as proxy, _dial(proxy) as sock:
-        begun = time.monotonic()
-        for number in range(20):
-            sock.sendall(bytes([number]) * 10)
-        assert _read(sock, 200) == b"".join(bytes([number]) * 10 for number in range(20))
-        assert time.monotonic() - begun >= 0.05  # at least: how much later it is, nobody promises
-
-
-def test_a_throttle_slows_the_sender(echo: Echo) -> None:
-    slow = Disturbance("throttle", rate=100_000, direction="from")
-    with FaultProxy(echo.address, disturbances=[slow]) as proxy, _dial(proxy) as sock:
-        begun = time.monotonic()
-        sock.sendall(bytes(20_000))
-        assert len(_read(sock, 20_000)) == 20_000
-        assert time.monotonic() - begun >= 0.2
+        assert (proxy.connections, proxy.struck) == (1, {})
+    assert echo.got == [data]
 
 
 @pytest.mark.parametrize("action", ["reset", "cut", "half_close"])
@@ -201,18 +167,6 @@ def test_a_cut_in_the_middle_of_what_is_sent_at_once(echo: Echo) -> None:
         assert proxy.struck == {"cut": 1}
         assert echo.await_end()
     assert echo.got == [b"1234abc"]
-
-
-def test_a_stall_ends(echo: Echo) -> None:
-    with (
-        FaultProxy(echo.address, disturbances=[Disturbance("stall", seconds=0.1, after=3)]) as proxy,
-        _dial(proxy) as sock,
-    ):
-        begun = time.monotonic()
-        sock.sendall(b"123456")
-        assert _read(sock, 6) == b"123456"
-        assert time.monotonic() - begun >= 0.1
-        assert proxy.struck == {"stall": 2}
 
 
 def test_only_so_many_streams_and_only_these_connections(echo: Echo) -> None:
@@ -274,14 +228,10 @@ def test_the_hand_at_the_switch(echo: Echo) -> None:
             proxy.resume()
             sock.settimeout(20)
             assert _read(sock, 4) == b"held"
-            late = Disturbance("half_close", after=2, direction="from")
-            never = Disturbance("reset", after=3)
+            late = Disturbance("half_close", after=2, direction="from", connections=[0])
             proxy.add(late)
-            proxy.add(never)
-            proxy.remove(never)
             sock.sendall(b"12345")
             assert _rest(sock) == b"12"
-            proxy.remove(late)
         with _dial(proxy) as one, _dial(proxy) as two:
             for sock in (one, two):
                 sock.sendall(b"x")
@@ -316,43 +266,6 @@ def test_it_refuses_where_nobody_listens_behind_it() -> None:
         _until(lambda: dialled() == "ConnectionResetError")  # it has tried again
 
 
-def test_unix_sockets_with_descriptors() -> None:
-    directory = tempfile.mkdtemp(dir=processes.scratch())
-    path = os.path.join(directory, "s")
-    echo = Echo(socket.AF_UNIX, path)
-    try:
-        with FaultProxy(path, disturbances=[Disturbance("cut", after=10)]) as proxy:
-            assert proxy.address == path
-            with socket.socket(socket.AF_UNIX) as sock:
-                sock.connect(path)
-                sock.sendall(b"12345678901234")
-                assert _rest(sock) in (b"", b"1234567890")
-            assert echo.await_end()
-        assert echo.got == [b"1234567890"]
-        with socket.socket(socket.AF_UNIX) as sock:  # back in its place
-            sock.connect(path)
-            sock.sendall(b"x")
-            assert sock.recv(1) == b"x"
-    finally:
-        echo.close()
-    assert os.listdir(directory) == ["s"]
-
-
-def test_one_life(echo: Echo) -> None:
-    proxy = FaultProxy(echo.address)
-    with pytest.raises(RuntimeError, match="does not run"):
-        proxy.reset()
-    with pytest.raises(ConfigError, match="without target"):
-        _ = proxy.options
-    with proxy, pytest.raises(RuntimeError, match="once"):
-        proxy.start()
-    proxy.close()
-    with pytest.raises(RuntimeError, match="does not run"):
-        _ = proxy.live
-    with pytest.raises(FileNotFoundError):
-        FaultProxy("/nowhere/at/all").start()
-
-
 # -- before workers --------------------------------------------------------------------------------
 
 
@@ -380,7 +293,7 @@ def _member(
 ) -> Any:
     options = dict(each[rank])
     if by_variables:
-        os.environ.update(options)
+        os.environ.update({f"ACTORRPC_{name.upper()}": str(value) for name, value in options.items()})
         options = {}
     given = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}/store", **options)
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=given)
@@ -395,7 +308,7 @@ def _member(
 
 def _behind(fn: Callable[[int], Any], *proxies: FaultProxy, by_variables: bool = False) -> list[Any]:
     store = tempfile.mkdtemp(prefix="store-", dir=processes.scratch())
-    each = [dict(proxy.environment if by_variables else proxy.options) for proxy in proxies]
+    each = [proxy.options for proxy in proxies]
     return run_group(_member, len(proxies), fn, store, each, by_variables)
 
 
@@ -412,12 +325,10 @@ def calls(rank: int) -> tuple[int, str]:
 
 @pytest.mark.parametrize("by_variables", [False, True])
 def test_workers_dial_the_proxies_of_each_other(by_variables: bool) -> None:
-    faults = [Disturbance("latency", seconds=0.001, jitter=0.002), Disturbance("throttle", rate=2e8)]
-    with FaultProxy(disturbances=faults) as zero, FaultProxy(disturbances=faults) as one:
+    with FaultProxy() as zero, FaultProxy() as one:
         dialled = _behind(calls, zero, one, by_variables=by_variables)
         assert dialled == [(host_and_port(one.address)[1], ""), (host_and_port(zero.address)[1], "")]
         assert zero.connections + one.connections >= 1
-        assert zero.relayed + one.relayed > 8_000_000
 
 
 def broken(rank: int) -> int:
@@ -437,33 +348,3 @@ def test_connections_that_break_under_calls(action: str) -> None:
     with FaultProxy(disturbances=[strike]) as zero, FaultProxy(disturbances=[strike]) as one:
         assert _behind(broken, zero, one)[1] == 0
         assert set(zero.struck + one.struck) == {action}
-
-
-def test_before_a_worker_that_runs() -> None:
-    with agents(2) as (first, second), pytest.MonkeyPatch.context() as patch:
-
-        class Group:
-            agent = first
-
-        patch.setattr(api, "group", Group)
-        with FaultProxy.before("a1") as proxy:
-            peer = first.peer("a1")
-            assert first.ask(peer, operator.add, (1, 2), {}, 20.0) == 3
-            tensor = torch.arange(100_000)  # through shared memory: its descriptor passes, too
-            assert first.ask(peer, torch.sum, (tensor,), {}, 20.0) == tensor.sum()
-            assert proxy.connections == 2
-            assert proxy.reset() == 2
-            _until(lambda: peer.state != "alive")
-        assert second.record.unix_path is not None
-        assert os.path.exists(second.record.unix_path)
-
-
-def test_before_a_worker_elsewhere() -> None:
-    with agents(2, unix=False, transport="tcp") as (first, _), pytest.MonkeyPatch.context() as patch:
-
-        class Group:
-            agent = first
-
-        patch.setattr(api, "group", Group)
-        with pytest.raises(ConfigError, match="Unix socket"):
-            FaultProxy.before("a1")
