@@ -70,7 +70,7 @@ class VirtualTime:
 
     Args:
         autojump: advance time automatically when nothing else can happen and a thread waits.
-        patience: how many real seconds :meth:`advance` and :meth:`settle` wait for threads that run.
+        patience: how many real seconds :meth:`advance` waits for threads that run.
 
     Raises:
         ConfigError: ``patience`` is not a positive number.
@@ -117,7 +117,7 @@ class VirtualTime:
     def flow(self) -> None:
         """Let time pass as the real time does from now on. Used at shutdown, which may wait for threads in user code."""
         with self._lock:
-            if self._state != "in force" or self._flows_from is not None:
+            if not self._stands:
                 return
             self._flows_from = time.monotonic()
             for wait in self._waits.values():
@@ -185,12 +185,6 @@ class VirtualTime:
             with self._lock:
                 self._jump(target)
             # Also reach the deadlines that are due automatically after that.
-            self._let_pass(_BY_ITSELF_S)
-
-    def settle(self) -> None:
-        """Wait until all threads wait. Advances the time only to deadlines within 0.1 s. Errors as :meth:`advance`."""
-        self._check()
-        with self._driving:
             self._let_pass(_BY_ITSELF_S)
 
     def _let_pass(self, seconds: float) -> None:
@@ -291,8 +285,13 @@ class VirtualTime:
             self._next()
             return all(wait.due > self._now for wait in self._waits.values())
 
+    @property
+    def _stands(self) -> bool:
+        """Whether it is in force, and only :meth:`advance` and the thread move the time."""
+        return self._state == "in force" and self._flows_from is None
+
     def _check(self) -> None:
-        if self._state != "in force" or self._flows_from is not None:
+        if not self._stands:
             raise RuntimeError("this VirtualTime is not in force: its block has ended, or has not begun")
 
     # -- automatic advance ---------------------------------------------------------------------------------------
@@ -302,17 +301,14 @@ class VirtualTime:
         rest = _SOON_S
         while True:
             with self._lock:
-                if self._state != "in force" or self._flows_from is not None:
+                self._changed.wait_for(lambda: not self._stands or self._due_by_itself() < _NEVER)
+                if not self._stands:
                     return
-                if not self._goes_by_itself(self._next()):
-                    self._changed.wait()
-                    continue
             with self._driving:
-                quiet = self._is_quiet()
-                if quiet:
+                if quiet := self._is_quiet():
                     with self._lock:
-                        due = self._next()
-                        if self._flows_from is None and self._goes_by_itself(due):
+                        due = self._due_by_itself()
+                        if self._stands and due < _NEVER:
                             self._jump(due)
             if quiet:
                 rest = _SOON_S
@@ -320,12 +316,11 @@ class VirtualTime:
                 time.sleep(rest)
                 rest = min(2.0 * rest, _REST_S)
 
-    def _goes_by_itself(self, due: float) -> bool:
-        if due == _NEVER:
-            return False
-        return due - self._now <= _BY_ITSELF_S or (
-            self.autojump and not all(wait.idle for wait in self._waits.values())
-        )
+    def _due_by_itself(self) -> float:
+        """Return the next deadline if it is reached automatically, else infinity. Under the lock."""
+        due = self._next()
+        jumps = self.autojump and not all(wait.idle for wait in self._waits.values())
+        return due if jumps or due - self._now <= _BY_ITSELF_S else _NEVER
 
 
 def _after_fork() -> None:
