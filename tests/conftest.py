@@ -16,7 +16,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Before anything imports torch: one thread in each process, as there are many.
@@ -32,7 +32,7 @@ import hypothesis
 import psutil
 import pytest
 
-from actorrpc.testing import processes
+from actorrpc.testing import leaks, processes
 from tests import certificates, devices, ranks
 
 pytest_plugins = ["actorrpc.testing.pytest_plugin", "tests.output", "tests.red"]
@@ -197,8 +197,16 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _module_leaves_nothing(no_leaks_in_module: None) -> None:
-    """Each module, with its fixtures."""
+def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each module, with its fixtures, unless one of its tests has failed: that may be for what it has left."""
+    from actorrpc.testing.pytest_plugin import charge  # pytest itself imports the plugin first
+
+    before, failed = leaks.LeakSnapshot.take(), request.session.testsfailed
+    yield
+    if request.session.testsfailed == failed:
+        found = leaks.settle(before, request.config.getoption("--leak-wait"))
+        if found:
+            charge(found)
 
 
 @pytest.fixture(autouse=True)

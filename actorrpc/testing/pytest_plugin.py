@@ -26,13 +26,12 @@ import pytest
 from actorrpc.testing import leaks, processes
 from actorrpc.testing.watchdog import Watchdog
 
-__all__ = ["WATCHDOG", "charge", "no_leaks", "no_leaks_in_module"]
+__all__ = ["WATCHDOG", "charge", "no_leaks"]
 
 WATCHDOG = pytest.StashKey[Watchdog]()
 """The key of the watchdog in the configuration's stash."""
 
 _RAISED = pytest.StashKey[bool]()  # in a test's stash: it has raised
-_LEFT = pytest.StashKey[bool]()  # in a module's stash: one of its tests has left something behind
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -124,17 +123,6 @@ def charge(found: leaks.Leaks) -> NoReturn:
     pytest.fail(f"left behind:\n{text}", pytrace=False)
 
 
-@pytest.fixture(scope="module")
-def no_leaks_in_module(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail if the fixtures of a module leave anything behind, unless one of its tests has been reported for that."""
-    before = leaks.LeakSnapshot.take()
-    yield
-    if not request.node.stash.get(_LEFT, False):
-        found = leaks.settle(before, request.config.getoption("--leak-wait"))
-        if found:
-            charge(found)
-
-
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail if the test leaves anything behind that did not exist before.
@@ -150,9 +138,6 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     wait = 0.0 if raised else request.config.getoption("--leak-wait")
     found = leaks.settle(before, wait)
     if found:
-        module = request.node.getparent(pytest.Module)
-        if module is not None:
-            module.stash[_LEFT] = True
         if not raised:
             charge(found)
         request.node.add_report_section("teardown", "left behind", str(found))
