@@ -227,7 +227,7 @@ class FaultFilter(CallHooks):
     @uninterruptible
     def before_send(self, sent: hooks.OutgoingMessage) -> bool:
         """Drop the message or hold it back if a fault selects it. Returns whether the agent should send it now."""
-        message = described(sent, sent.execution and sent.execution.notes.get(self))
+        message = described(sent, self)
         if message is None:
             return True
         fault = next((each for each in self._faults if each.takes(message)), None)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from actorrpc._exception_text import say
 from actorrpc.actors import startup as actors
@@ -40,11 +40,12 @@ from actorrpc.autograd import startup as autograd
 from actorrpc.config import Settings
 from actorrpc.debugger import startup as debugger
 from actorrpc.errors import ConfigError, UnknownWorkerError, WrongTypeError
-from actorrpc.futures import mute
+from actorrpc.futures import Future, mute
 from actorrpc.group import group as groups
 from actorrpc.observe import startup as observe
 from actorrpc.rpc import api, spans
-from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
+from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT, check_timeout
+from actorrpc.rpc.rref import RRef
 from actorrpc.testing.relays import Relays
 from actorrpc.testing.virtual_time import VirtualTime
 from actorrpc.validation import choice
@@ -53,23 +54,11 @@ from actorrpc.wire.keys import Key
 
 __all__ = ["ClusterWorker", "InProcessCluster"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 #: Options that the cluster sets itself: workers share no memory, time may stand still, and relays use one address family.
 _FIXED: Final = {"transport": "tcp", "bind": "127.0.0.1", "spin_us": 0, "lane": False, "insecure": False}
 _MOST: Final = 64
-
-
-def _as_worker(function: Callable[P, T]) -> Callable[Concatenate[ClusterWorker, P], T]:
-    """Return a method that calls a function in this thread, which acts for the worker during the call."""
-
-    def method(worker: ClusterWorker, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with worker:
-            return function(*args, **kwargs)
-
-    method.__doc__ = f"As this worker: {function.__doc__}"
-    return method
 
 
 class ClusterWorker:
@@ -111,11 +100,51 @@ class ClusterWorker:
         with self:
             return function(*args, **kwargs)
 
-    rpc_sync = _as_worker(api.rpc_sync)
-    rpc_async = _as_worker(api.rpc_async)
-    remote = _as_worker(api.remote)
-    workers = _as_worker(api.workers)
-    on_member_change = _as_worker(api.on_member_change)
+    def rpc_sync(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., T],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> T:
+        """Call :func:`actorrpc.rpc.rpc_sync` as this worker."""
+        with self:
+            return api.rpc_sync(to, func, args, kwargs, timeout)
+
+    def rpc_async(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., T],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> Future[T]:
+        """Call :func:`actorrpc.rpc.rpc_async` as this worker."""
+        with self:
+            return api.rpc_async(to, func, args, kwargs, timeout)
+
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., T],
+        args: tuple[Any, ...] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float = UNSET_RPC_TIMEOUT,
+    ) -> RRef[T]:
+        """Call :func:`actorrpc.rpc.remote` as this worker."""
+        with self:
+            return api.remote(to, func, args, kwargs, timeout)
+
+    def workers(self) -> list[api.WorkerState]:
+        """Call :func:`actorrpc.workers` as this worker."""
+        with self:
+            return api.workers()
+
+    def on_member_change(self, callback: Callable[[WorkerInfo, str, str, str], None]) -> Callable[[], None]:
+        """Call :func:`actorrpc.on_member_change` as this worker."""
+        with self:
+            return api.on_member_change(callback)
 
 
 #: The cluster that is open in this process.

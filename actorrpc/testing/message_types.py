@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from actorrpc.agent.hooks import RECEIPT, OutgoingMessage
+from actorrpc.agent.hooks import RECEIPT, CallHooks, OutgoingMessage
 from actorrpc.autograd import transport
 from actorrpc.autograd.messages import Verdict
 from actorrpc.errors import ConfigError, WrongTypeError
@@ -130,11 +130,11 @@ def types_named(patterns: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def described(sent: OutgoingMessage, answered: Message | None) -> Message | None:
+def described(sent: OutgoingMessage, by: CallHooks) -> Message | None:
     """Return a message that an agent is about to send as faults see it; None for a notice that has no type.
 
     Args:
-        answered: for an answer: the request, if it is known.
+        by: the hooks that ask; for an answer, their note of the execution is the request.
     """
     if sent.kind == frames.NOTICE:
         assert isinstance(sent.encoded, bytes)
@@ -142,6 +142,7 @@ def described(sent: OutgoingMessage, answered: Message | None) -> Message | None
         return None if notice is None else Message(notice, sent.peer, None, (sent.encoded,))
     parts = _contents(sent.encoded)
     if sent.is_answer:
+        answered: Message | None = None if sent.execution is None else sent.execution.notes.get(by)
         if answered is None:
             return Message(ANSWER, sent.peer, None, parts)
         return Message(CONTROL if answered.type == CONTROL else ANSWER, sent.peer, answered.called, parts)

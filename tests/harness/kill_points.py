@@ -203,16 +203,13 @@ class _Hooks(hooks.CallHooks):
         return Message("actor_call", message.peer, message.called)
 
     def before_send(self, sent: hooks.OutgoingMessage) -> None:
-        _reach("sending", self._described(sent))
+        _reach("sending", described(sent, self))
 
     def after_send(self, sent: hooks.OutgoingMessage) -> None:
-        message = self._described(sent)
+        message = described(sent, self)
         if message is not None and any(f"{message.type}.sent" in kill.points for kill in _in_force):
             _hand_over(sent.conn or (sent.peer.conn if sent.call is None else sent.call.conn))
             _reach("sent", message)
-
-    def _described(self, sent: hooks.OutgoingMessage) -> Message | None:
-        return described(sent, sent.execution and sent.execution.notes.get(self))
 
 
 _HOOKS: Final = _Hooks()

@@ -128,7 +128,7 @@ def test_it_relays_and_counts(echo: Echo) -> None:
 
 @pytest.mark.parametrize("action", ["reset", "cut", "half_close"])
 @pytest.mark.parametrize("pieces", [1, 10])
-def test_what_strikes_after_so_many_bytes(echo: Echo, action: str, pieces: int) -> None:
+def test_what_strikes_after_so_many_bytes(echo: Echo, action: Any, pieces: int) -> None:
     """However the bytes come, exactly so many pass."""
     strike = Disturbance(action, after=700, direction="to")
     with FaultProxy(echo.address, disturbances=[strike]) as proxy, _dial(proxy) as sock:
@@ -342,7 +342,7 @@ def broken(rank: int) -> int:
 
 
 @pytest.mark.parametrize("action", ["reset", "cut", "half_close"])
-def test_connections_that_break_under_calls(action: str) -> None:
+def test_connections_that_break_under_calls(action: Any) -> None:
     """In the middle of a frame, too; whichever of the two has dialled. Calls end well, or say that they did not."""
     strike = Disturbance(action, after=5_000, part=0.5, times=2)
     with FaultProxy(disturbances=[strike]) as zero, FaultProxy(disturbances=[strike]) as one:
