@@ -2,7 +2,8 @@
 
     ACTORRPC_TEST_TLS=1 pytest tests/rpc tests/autograd       # forced TCP, with TLS
 
-Then every worker that a test starts has them in its environment, and agents that tests make themselves get them as well.
+Then every worker that a test starts has the certificates in its environment, and agents that tests make themselves get them in
+their settings.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["OPTIONS", "OVER_TLS", "Certificates", "files", "foreign", "switch_on
 
 OVER_TLS = os.environ.get("ACTORRPC_TEST_TLS") == "1"
 OPTIONS: dict[str, Any] = {}
-"""What the switch adds to the settings of agents that a test makes itself."""
+"""Settings for agents that a test makes itself; empty unless the switch is on."""
 _EARLIER = datetime.timedelta(minutes=5)  # tolerates clocks that differ
 
 
@@ -58,18 +59,18 @@ class Certificates:
 
 @functools.cache
 def files() -> Certificates:
-    """Return those of the workers."""
+    """Return the certificates of the workers."""
     return temporary_certificates(processes.scratch() / "certificates")
 
 
 @functools.cache
 def foreign() -> Certificates:
-    """Return those of somebody else, with a CA of their own."""
+    """Return certificates of another CA."""
     return temporary_certificates(processes.scratch() / "foreign")
 
 
 def switch_on() -> None:
-    """Have everything that is started from now on use TLS over TCP."""
+    """Make all workers that are started from now on use TLS over TCP."""
     OPTIONS.update(files().options)
     os.environ.update({**files().environment, "ACTORRPC_TRANSPORT": "tcp"})
 
