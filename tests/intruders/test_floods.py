@@ -210,7 +210,7 @@ def test_failures_are_answered_at_a_rate() -> None:
         for _ in range(FAILURES_PER_S):
             _is_told(*_fail(other))
         unanswered = [_fail(other)[0] for _ in range(3)]
-        clock.settle()
+        clock.advance(0.0)
         _places(other, 3)  # they hold their places, and know no more
         assert _works(one, other)
         _comes_in(other).close()

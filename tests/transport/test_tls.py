@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import actorrpc.rpc as rpc
-from actorrpc import _time, testing
+from actorrpc import _time
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.rpc import api
@@ -27,6 +27,7 @@ from actorrpc.transport.tls import Tls, TlsSocket
 from tests.agent.agents import agents
 from tests.agent.test_resumption import NIGHTLY, begin, behind, call
 from tests.certificates import files, foreign, temporary_certificates
+from tests.harness.proxy import Disturbance
 from tests.intruders.doors import reset
 from tests.layers import rest_is_slow
 from tests.ranks import run_group
@@ -271,7 +272,7 @@ def test_waiting_has_an_end(pair: tuple[TlsSocket, TlsSocket]) -> None:
 @pytest.mark.parametrize("kind", rest_is_slow(["reset", "cut"]))
 @pytest.mark.parametrize("seed", range(20 if NIGHTLY else 1))
 def test_calls_survive_what_ends_the_connection(kind: str, seed: int) -> None:
-    disturbance = getattr(testing, kind)(after=(6_000, 60_000), part=0.5, times=4)
+    disturbance = Disturbance(kind, after=(6_000, 60_000), part=0.5, times=4)
     each = files().options
     with behind(disturbance, seed=seed, each=(each, each)) as ((a0, a1), proxies):
         for number in range(60):
