@@ -43,7 +43,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_HEARTBEAT_MISSES": "heartbeats of silence after which a peer is declared dead (default 5, at least 2)",
     "ACTORRPC_SESSION_GRACE": "seconds in which a broken TCP connection may be restored (default 10; 0: the peer is then dead)",
     "ACTORRPC_CONTEXT_TTL": "seconds after which an unused autograd context of another worker is dropped (default 3600)",
-    "ACTORRPC_FAULT": "faults, for tests: drop TYPES ...; delay TYPES seconds=...; kill POINT ... (actorrpc.testing)",
+    "ACTORRPC_FAULT": "faults, for tests: drop TYPES ...; delay TYPES seconds=... (actorrpc.testing)",
     "ACTORRPC_RUNTIME_DIR": "the private directory for sockets and key files",
     "ACTORRPC_RECORDER": "0: do not record the last calls of each worker (default 1: the last 32 768 are recorded)",
     "ACTORRPC_OTEL": "1: calls within a span of OpenTelemetry are spans, too (extra otel; default 0)",

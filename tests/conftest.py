@@ -16,7 +16,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Before anything imports torch: one thread in each process, as there are many.
@@ -29,9 +29,10 @@ os.environ.setdefault("PYTHONWARNINGS", "default::ResourceWarning")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import hypothesis
+import psutil
 import pytest
 
-from actorrpc.testing import processes
+from actorrpc.testing import leaks, processes
 from tests import certificates, devices, ranks
 
 pytest_plugins = ["actorrpc.testing.pytest_plugin", "tests.output", "tests.red"]
@@ -186,12 +187,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(trylast=True)  # where tests run side by side, those who run them have ended by then
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    helpers = processes.helper_pids()
-    left = {process for process in processes.of_session() if process.pid not in helpers}
+    left = processes.of_session()
     if left:  # the helpers of those who have run tests side by side end by themselves, a moment after them
-        left = processes.wait_for_end(left, 10.0)
+        _, left = psutil.wait_procs(left, timeout=10)
     if left:
-        print("\nleft behind by the session:", *map(processes.describe, sorted(left)), sep="\n  ")
+        print("\nleft behind by the session:", *map(processes.describe, left), sep="\n  ")
         processes.kill(left)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -201,8 +201,16 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _module_leaves_nothing(no_leaks_in_module: None) -> None:
-    """Each module, with its fixtures."""
+def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each module, with its fixtures, unless one of its tests has failed: that may be for what it has left."""
+    from actorrpc.testing.pytest_plugin import charge  # pytest itself imports the plugin first
+
+    before, failed = leaks.LeakSnapshot.take(), request.session.testsfailed
+    yield
+    if request.session.testsfailed == failed:
+        found = leaks.settle(before, request.config.getoption("--leak-wait"))
+        if found:
+            charge(found)
 
 
 @pytest.fixture(autouse=True)

@@ -37,8 +37,8 @@ from typing import Any, TextIO
 
 import torch
 
+from actorrpc.testing import leaks, processes
 from actorrpc.wire import keys
-from tests import leaks, processes
 from tests.ports import free_port
 
 __all__ = [
@@ -58,6 +58,7 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 # its function has.
 _GRACE = 10.0
 _PR_SET_PDEATHSIG = 1
+_PR_SET_PTRACER = 0x59616D61
 _OUTPUT_TAIL = 8_000
 _environment: dict[str, str] = {}  # of the session, before the first test
 
@@ -162,14 +163,15 @@ def _rank_main(
     leak_wait: float | None,
 ) -> None:
     # The server ends with the test process, and this process with the server.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)  # py-spy may read its stacks
     for descriptor, path in (1, output), (2, errors):
         with open(path, "ab", buffering=0) as file:
             os.dup2(file.fileno(), descriptor)
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=2)
-    processes.tell_stacks()
     # The rank has the test's environment as of now, not as of the server's start.
     _be(environment)
     if leak_wait == leaks.WAIT and torch.cuda.device_count():
@@ -429,8 +431,6 @@ def _release(state: _Rank) -> None:
     """Take leave of a process that has ended, or that was just killed."""
     state.process.join()
     state.over, state.exitcode = True, state.process.exitcode
-    if state.process.pid is not None:
-        processes.stacks_file(state.process.pid).unlink(missing_ok=True)
     state.process.close()
     state.results.close()
 

@@ -27,8 +27,7 @@ print(json.dumps([sorted(set(sys.modules) - before), full() - collected, gc.isen
 """
 #: Of the package what needs more than its dependencies, or serves one purpose; and all that others install.
 _NOT_LOADED = {
-    *("actorrpc.compat", "actorrpc.mypy_plugin", "actorrpc.worker"),
-    *("actorrpc.testing.certificates", "actorrpc.testing.pytest_plugin"),
+    *("actorrpc.compat", "actorrpc.mypy_plugin", "actorrpc.testing.pytest_plugin", "actorrpc.worker"),
 }
 _OURS = {"actorrpc", "cloudpickle", "msgpack", "psutil"}
 

@@ -42,7 +42,7 @@ def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Pat
         tmp_path,
         """
         import os, pathlib, subprocess, tempfile, threading, _thread, time
-        from tests import leaks
+        from actorrpc.testing import leaks
 
         # In place of /dev/shm, which sessions that run at the same time share.
         leaks._SHM = pathlib.Path(tempfile.mkdtemp(dir=pathlib.Path(__file__).parent))
@@ -143,7 +143,7 @@ def test_a_test_over_its_limit_shows_all_stacks_and_leaves_no_process(tmp_path: 
         """
         import subprocess, threading, time
         import pytest
-        from tests import processes, watchdog
+        from actorrpc.testing import processes, watchdog
         from tests.test_infrastructure import hang_in_rank, return_at_once
         from tests.ranks import run_group
 
@@ -185,14 +185,14 @@ def test_a_test_over_its_limit_shows_all_stacks_and_leaves_no_process(tmp_path: 
             time.sleep(1004)
 
         def test_no_process_is_left():
-            assert {process.pid for process in processes.of_session()} <= processes.helper_pids()
+            assert not processes.of_session()
         """,
     )
     assert status == pytest.ExitCode.TESTS_FAILED
     assert output.count("the test was not over within its 0.3 s") >= 3
     assert "in inner_wait" in output
     assert ": sleep 1003" in output
-    assert output.count("in hang_in_rank") >= 2
+    assert output.count("hang_in_rank (") >= 2
     assert "3 failed, 3 passed, 1 error" in output
 
 
@@ -235,7 +235,7 @@ def test_a_session_whose_main_thread_cannot_be_freed_ends(tmp_path: Path) -> Non
         """
         import subprocess, threading
         import pytest
-        from tests import watchdog
+        from actorrpc.testing import watchdog
 
         watchdog._RETRY = 0.05
 
@@ -261,7 +261,7 @@ def test_a_session_in_which_nothing_can_run_ends(tmp_path: Path) -> None:
         """
         import ctypes
         import pytest
-        from tests import watchdog
+        from actorrpc.testing import watchdog
 
         watchdog._BACKSTOP = 0.3
 

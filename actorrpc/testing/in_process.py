@@ -17,7 +17,7 @@ Unless ``autojump`` is on, time stands still while the test's own thread waits. 
 ``rpc_async``, advance the clock, then read the outcome. A call that first has to connect to a worker which is cut off blocks.
 
 Supported: calls, RRefs, cancellation, time-outs, states of workers, actors, distributed autograd, ``shutdown``. Not supported:
-actors in processes of their own, and the faults of :func:`drop`, :func:`delay` and :func:`kill_at`, which act on a process.
+actors in processes of their own, and the faults of :func:`drop` and :func:`delay`, which act on a process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import contextlib
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,12 +44,11 @@ from actorrpc.futures import Future, mute
 from actorrpc.group import group as groups
 from actorrpc.observe import startup as observe
 from actorrpc.rpc import api, spans
-from actorrpc.rpc import api as api_module
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT, check_timeout
 from actorrpc.rpc.rref import RRef
-from actorrpc.testing.network.proxy import FaultProxy
+from actorrpc.testing.relays import Relays
 from actorrpc.testing.virtual_time import VirtualTime
-from actorrpc.validation import choice, integer
+from actorrpc.validation import choice
 from actorrpc.wire.identity import WorkerInfo, check_name, host_identity
 from actorrpc.wire.keys import Key
 
@@ -138,15 +136,15 @@ class ClusterWorker:
         with self:
             return api.remote(to, func, args, kwargs, timeout)
 
-    def workers(self) -> list[api_module.WorkerState]:
+    def workers(self) -> list[api.WorkerState]:
         """Call :func:`actorrpc.workers` as this worker."""
         with self:
-            return api_module.workers()
+            return api.workers()
 
     def on_member_change(self, callback: Callable[[WorkerInfo, str, str, str], None]) -> Callable[[], None]:
         """Call :func:`actorrpc.on_member_change` as this worker."""
         with self:
-            return api_module.on_member_change(callback)
+            return api.on_member_change(callback)
 
 
 #: The cluster that is open in this process.
@@ -160,7 +158,6 @@ class InProcessCluster:
         workers: the number of workers (named ``worker0``, ``worker1``, ...), or their names.
         clock: ``"virtual"``: time stands still until :attr:`clock` advances it; ``"real"``: the workers use the real time.
         autojump: advance virtual time automatically when nothing else can happen and a thread waits for a call or a time-out.
-        seed: the seed of the relays' random numbers.
         rpc_timeout: the default time-out of calls, in seconds; 0 means no time-out.
         settings: options of the workers, as for ``RpcBackendOptions`` (``heartbeat=1.0``, ``session_grace=5.0``, ...).
 
@@ -174,7 +171,6 @@ class InProcessCluster:
         *,
         clock: Literal["virtual", "real"] = "virtual",
         autojump: bool = False,
-        seed: int = 0,
         rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
         **settings: Any,
     ) -> None:
@@ -190,16 +186,11 @@ class InProcessCluster:
             raise ConfigError(f"there are unknown options among {', '.join(settings)}") from None
         self._settings = replace(self._settings, port=0, advertise=None)
         self._timeout = check_timeout(rpc_timeout)
-        self._seed: int = integer("seed", seed)
         self._clock = VirtualTime(autojump=autojump) if clock == "virtual" else None
         self.workers = tuple(ClusterWorker(self, name, rank) for rank, name in enumerate(_names(workers)))
         self._by_name = {worker.name: worker for worker in self.workers}
         self._members = groups.MemberDirectory()
-        # Guards the relays, _apart and _killed. Relays are made, and change their state, under it.
-        self._lock = threading.Lock()
-        self._relays: dict[tuple[str, str], FaultProxy] = {}
-        self._apart: set[frozenset[str]] = set()
-        self._killed: set[str] = set()
+        self._relays: Relays | None = None
         self._stack = contextlib.ExitStack()
         self._state = "new"  # -> open -> closed
 
@@ -220,10 +211,12 @@ class InProcessCluster:
                 stack.enter_context(self._clock)
             stack.callback(mute, False)
             stack.callback(end_several)
-            stack.callback(self._close_relays)
-            self._state = "open"
             global _open
             _open = self
+            relays = self._relays = Relays()
+            stack.callback(relays.close)
+            stack.callback(self._closed)
+            self._state = "open"
             key = Key(secrets.token_bytes(32))
             for worker in self.workers:
                 self._make(worker, key, stack)
@@ -248,9 +241,7 @@ class InProcessCluster:
 
     def _abandon(self) -> None:
         """Discard the parent's relays and workers in a forked child, where the workers have no threads."""
-        self._lock = threading.Lock()  # another thread of the parent may have held it
         self._state = "closed"
-        self._relays.clear()
         self._stack = contextlib.ExitStack()
         mute(False)
 
@@ -282,9 +273,15 @@ class InProcessCluster:
             finally:
                 end_acting(worker)
 
-    def _check(self) -> None:
-        if self._state != "open":
+    def _check(self) -> Relays:
+        """Return the relays of the cluster, which is open.
+
+        Raises:
+            RuntimeError: it is not open.
+        """
+        if self._state != "open" or self._relays is None:
             raise RuntimeError(f"this InProcessCluster is {self._state}: use it in its with block")
+        return self._relays
 
     # -- workers and clock ----------------------------------------------------------------------------------
 
@@ -318,26 +315,18 @@ class InProcessCluster:
 
     def cut(self, one: str, other: str) -> None:
         """Hold back all bytes between two workers, in both directions, until :meth:`heal`. Nothing is closed or lost."""
-        pair = self._pair(one, other)
-        with self._lock:
-            self._apart.add(pair)
-            for relay in self._between(pair):
-                relay.stall()
+        relays, pair = self._between(one, other)
+        relays.cut(pair)
 
     def heal(self, one: str, other: str) -> None:
         """Deliver the bytes that :meth:`cut` held back, and relay again. Does nothing if the two were not cut apart."""
-        pair = self._pair(one, other)
-        with self._lock:
-            self._apart.discard(pair)
-            if not pair & self._killed:
-                for relay in self._between(pair):
-                    relay.resume()
+        relays, pair = self._between(one, other)
+        relays.heal(pair)
 
     def reset(self, one: str, other: str) -> int:
         """Break the connections between two workers; return how many. They reconnect, unless the two are cut apart."""
-        pair = self._pair(one, other)
-        with self._lock:
-            return sum(relay.reset() for relay in self._between(pair))
+        relays, pair = self._between(one, other)
+        return relays.reset(pair)
 
     def stop(self, name: str) -> None:
         """Cut a worker off from all others. It keeps running, but the others see it as they would a stopped process."""
@@ -354,61 +343,31 @@ class InProcessCluster:
 
         Threads cannot be killed: functions that run there continue, but their answers are not sent.
         """
-        others = self._others(name)
-        with self._lock:
-            self._killed.add(name)
-            for other in others:
-                for relay in self._between(frozenset((name, other))):
-                    relay.resume()  # the peers of a stalled relay would not notice the reset
-                    relay.refuse()
-                    relay.reset()
+        self._check().kill(self[name].name)
         worker = self[name]
         with worker:
             api.group().agent.close(timeout=0.2)
 
-    def _pair(self, one: str, other: str) -> frozenset[str]:
-        self._check()
-        pair = frozenset((self[one].name, self[other].name))
+    def _between(self, one: str, other: str) -> tuple[Relays, frozenset[str]]:
+        relays, pair = self._check(), frozenset((self[one].name, self[other].name))
         if len(pair) == 1:
             raise ConfigError(f"{one!r} cannot be cut off from itself: name two workers")
-        return pair
+        return relays, pair
 
     def _others(self, name: str) -> list[str]:
         self._check()
         return [worker.name for worker in self.workers if worker is not self[name]]
 
-    # -- relays ----------------------------------------------------------------------------------------
-
     def _addresses(self, dialler: str, peer: Peer) -> list[tuple[int, Any]]:
         """Return the address at which a worker connects to another: that of their relay, which the first call makes."""
-        with self._lock:
-            if self._state != "open":
-                return []
-            way = dialler, peer.name
-            relay = self._relays.get(way)
-            if relay is None:
-                relay = FaultProxy(peer.record.tcp[0], seed=self._seed)
-                relay.start()
-                self._relays[way] = relay
-                if self._killed & set(way):
-                    relay.refuse()
-                if frozenset(way) in self._apart:
-                    relay.stall()
-            host, _, port = relay.address.rpartition(":")
-            return [(socket.AF_INET, (host, int(port)))]
+        if self._state != "open":
+            return []
+        return [(socket.AF_INET, self._check().address(dialler, peer.name, peer.record.tcp[0]))]
 
-    def _between(self, pair: frozenset[str]) -> list[FaultProxy]:
-        return [relay for way, relay in self._relays.items() if pair == set(way)]
-
-    def _close_relays(self) -> None:
-        with self._lock:
-            self._state = "closed"
-            relays = list(self._relays.values())
-            self._relays.clear()
+    def _closed(self) -> None:
+        self._state = "closed"
         global _open
         _open = None
-        for relay in relays:
-            relay.close()
 
 
 def _names(workers: Any) -> list[str]:

@@ -18,15 +18,16 @@ import fcntl
 import gc
 import os
 import socket
-import struct
 import termios
 import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+
+import psutil
 
 from actorrpc import _stacks
 from actorrpc.agent.agent import Agent
@@ -77,19 +78,20 @@ def _where(frames: Mapping[int, FrameType], ident: int | None) -> str:
     return f" in {code.co_name} ({code.co_filename}:{getattr(frame, 'f_lineno', '?')})" if code else ""
 
 
+def _open_descriptors() -> Iterator[tuple[int, str]]:
+    """The descriptors of this process, and their targets."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of this listdir call
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
+
+
 def _descriptors() -> Counter[str]:
     helpers = processes.helper_fds()
-    found: Counter[str] = Counter()
-    for name in os.listdir("/proc/self/fd"):
-        if int(name) in helpers:
-            continue
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue  # the descriptor of this listdir call
-        if not target.startswith(_HARMLESS):
-            found[target] += 1
-    return found
+    return Counter(
+        target
+        for number, target in _open_descriptors()
+        if number not in helpers and not target.startswith(_HARMLESS)
+    )
 
 
 def _is_libuv_lock(target: str) -> bool:
@@ -97,11 +99,7 @@ def _is_libuv_lock(target: str) -> bool:
 
     libuv uses the pipe as a lock: this process has both ends, and the pipe holds one byte.
     """
-    ends = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}") == target:
-                ends.append(int(name))
+    ends = [number for number, each in _open_descriptors() if each == target]
     if len(ends) != 2 or not target.startswith("pipe:"):
         return False
     unread = array.array("i", [0])
@@ -109,57 +107,20 @@ def _is_libuv_lock(target: str) -> bool:
     return unread[0] == 1
 
 
-def _about(target: str) -> str:
-    """Describe an open socket of this process and the objects that hold it; empty for other descriptors."""
-    if not target.startswith("socket:"):
-        return ""
-    numbers = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/self/fd/{name}") == target:
-                numbers.add(int(name))
-    for number in numbers:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
-            return f" ({_ends(sock)}; {_holders(numbers)})"
-    return ""
-
-
-def _ends(sock: socket.socket) -> str:
-    unread = array.array("i", [0])
-    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        said = ["listening"]
-    else:
-        try:
-            said = [f"peer {sock.getpeername()!r}"]
-        except OSError as error:
-            said = [f"no peer: {error.strerror}"]
-        fcntl.ioctl(sock, termios.FIONREAD, unread)
-        said.append(f"{unread[0]} bytes unread")
-    if sock.family == socket.AF_UNIX:
-        # The process that called listen() or connect() at the other end.
-        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        said.append(f"of process {pid}")
-    return f"{sock.family.name}, {sock.type.name}, at {sock.getsockname()!r}, {', '.join(said)}"
-
-
-def _holders(numbers: set[int]) -> str:
-    """Name the socket objects that have one of these descriptors, and the objects that refer to them."""
-    # type(), not isinstance(): some objects of torch print a warning when their __class__ is read.
-    sockets = [each for each in gc.get_objects() if issubclass(type(each), socket.socket)]
-    found = [each for each in sockets if each.fileno() in numbers]
-    names = [f"{type(each).__name__} in {sorted(map(_name, gc.get_referrers(each)))}" for each in found]
-    return ", ".join(names) or "no socket object has it"
-
-
-def _name(holder: object) -> str:
-    return holder.f_code.co_qualname if isinstance(holder, FrameType) else type(holder).__qualname__
+def _describe_descriptor(target: str, count: int) -> str:
+    text = f"descriptor of {target}" + (f" ({count} of them)" if count > 1 else "")
+    numbers = [number for number, each in _open_descriptors() if each == target]
+    if numbers and target.startswith("socket:"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(numbers[0])) as sock:
+            text += f" {sock!r}"
+    return text
 
 
 def _leaked_descriptors(before: Counter[str], now: Counter[str]) -> list[str]:
-    grown = sorted((now - before).elements())
+    grown = now - before
     if not _libuv_lock:
-        _libuv_lock.extend(target for target in dict.fromkeys(grown) if _is_libuv_lock(target))
-    return [target for target in grown if target not in _libuv_lock[:1]]
+        _libuv_lock.extend(target for target in grown if _is_libuv_lock(target))
+    return [_describe_descriptor(*each) for each in sorted(grown.items()) if each[0] not in _libuv_lock[:1]]
 
 
 def _files() -> set[str]:
@@ -232,7 +193,7 @@ class LeakSnapshot:
     """The threads, processes, descriptors and files that exist at one moment."""
 
     threads: dict[Hashable, str]
-    processes: set[processes.ProcessId]
+    processes: set[psutil.Process]
     descriptors: Counter[str]
     files: set[str]
     holdings: Holdings
@@ -250,40 +211,32 @@ class LeakSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Leaks:
-    """Things that exist now and did not exist before. False if there are none."""
+    """Things that exist now and did not exist before. False if there are none.
 
-    threads: list[str]
-    processes: set[processes.ProcessId]
-    descriptors: list[str]
-    files: list[str]
-    holdings: list[str]
+    Attributes:
+        processes: the processes.
+        others: descriptions of threads, descriptors, files, and objects that the worker holds.
+    """
+
+    processes: set[psutil.Process]
+    others: list[str]
 
     def __bool__(self) -> bool:
-        return bool(self.threads or self.processes or self.descriptors or self.files or self.holdings)
+        return bool(self.processes or self.others)
 
     def __str__(self) -> str:
-        lines = [*self.threads, *map(processes.describe, sorted(self.processes))]
-        lines += [
-            f"descriptor of {target}" + (f" ({count} of them)" if count > 1 else "") + _about(target)
-            for target, count in Counter(self.descriptors).items()
-        ]
-        lines += [f"file {path}" for path in self.files]
-        lines += self.holdings
-        return "\n".join(f"  {line}" for line in lines)
+        return "\n".join(f"  {each}" for each in (*map(processes.describe, self.processes), *self.others))
 
 
 def find_leaks(before: LeakSnapshot) -> Leaks:
     """Compare the present state with an earlier snapshot, once."""
     now = LeakSnapshot.take(whole_session=before.whole_session)
-    helpers = processes.helper_pids()
-    files = sorted(now.files - before.files)
-    return Leaks(
-        threads=sorted(text for key, text in now.threads.items() if key not in before.threads),
-        processes={process for process in now.processes - before.processes if process.pid not in helpers},
-        descriptors=_leaked_descriptors(before.descriptors, now.descriptors),
-        files=[path for path in files if not (path.startswith(str(_SHM)) and _held_elsewhere(path))],
-        holdings=now.holdings.left(before.holdings),
-    )
+    others = sorted(text for key, text in now.threads.items() if key not in before.threads)
+    others += _leaked_descriptors(before.descriptors, now.descriptors)
+    for path in sorted(now.files - before.files):
+        if not (path.startswith(str(_SHM)) and _held_elsewhere(path)):
+            others.append(f"file {path}")
+    return Leaks(now.processes - before.processes, others + now.holdings.left(before.holdings))
 
 
 def settle(before: LeakSnapshot, wait: float = WAIT) -> Leaks:

@@ -26,15 +26,12 @@ import pytest
 from actorrpc.testing import leaks, processes
 from actorrpc.testing.watchdog import Watchdog
 
-__all__ = ["WATCHDOG", "charge", "no_leaks", "no_leaks_in_module"]
+__all__ = ["WATCHDOG", "charge", "no_leaks"]
 
 WATCHDOG = pytest.StashKey[Watchdog]()
 """The key of the watchdog in the configuration's stash."""
 
 _RAISED = pytest.StashKey[bool]()  # in a test's stash: it has raised
-_LEFT = pytest.StashKey[bool]()  # in a module's stash: one of its tests has left something behind
-_RUNTIME = "ACTORRPC_RUNTIME_DIR"
-_runtime_before: list[str | None] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -62,25 +59,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Begin a session, and start the watchdog's thread."""
     config.addinivalue_line("markers", "limit(seconds): how long the test may take; 60 s by default")
+    # Clean-ups run in reverse order.
     processes.begin_session()
-    _runtime_before.append(os.environ.get(_RUNTIME))
-    os.environ[_RUNTIME] = str(processes.scratch() / "run")
-    os.mkdir(os.environ[_RUNTIME], mode=0o700)
+    config.add_cleanup(processes.end_session)
+    runtime = processes.scratch() / "run"
+    runtime.mkdir(mode=0o700)
+    patch = pytest.MonkeyPatch()
+    patch.setenv("ACTORRPC_RUNTIME_DIR", str(runtime))
+    config.add_cleanup(patch.undo)
     stderr = os.fdopen(os.dup(2), "w", errors="replace")  # before pytest captures descriptor 2
-    config.stash[WATCHDOG] = Watchdog(stderr)
     config.add_cleanup(stderr.close)
-    config.add_cleanup(config.stash[WATCHDOG].close)  # cleanups run last in, first out
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
-    if _runtime_before:
-        processes.end_session()
-        before = _runtime_before.pop()
-        if before is None:
-            del os.environ[_RUNTIME]
-        else:
-            os.environ[_RUNTIME] = before
+    config.stash[WATCHDOG] = Watchdog(stderr)
+    config.add_cleanup(config.stash[WATCHDOG].close)
 
 
 # -- the limit -----------------------------------------------------------------------------------
@@ -105,16 +95,12 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Limit the time of the test itself."""
+    """Limit the time of the test itself, and of the teardown."""
     with item.config.stash[WATCHDOG].guard(_limit(item)):
         return (yield)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Limit the time of the teardown."""
-    with item.config.stash[WATCHDOG].guard(_limit(item)):
-        return (yield)
+pytest_runtest_teardown = pytest_runtest_call
 
 
 # -- nothing is left behind ----------------------------------------------------------------------
@@ -137,17 +123,6 @@ def charge(found: leaks.Leaks) -> NoReturn:
     pytest.fail(f"left behind:\n{text}", pytrace=False)
 
 
-@pytest.fixture(scope="module")
-def no_leaks_in_module(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail if the fixtures of a module leave anything behind, unless one of its tests has been reported for that."""
-    before = leaks.LeakSnapshot.take()
-    yield
-    if not request.node.stash.get(_LEFT, False):
-        found = leaks.settle(before, request.config.getoption("--leak-wait"))
-        if found:
-            charge(found)
-
-
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail if the test leaves anything behind that did not exist before.
@@ -163,9 +138,6 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     wait = 0.0 if raised else request.config.getoption("--leak-wait")
     found = leaks.settle(before, wait)
     if found:
-        module = request.node.getparent(pytest.Module)
-        if module is not None:
-            module.stash[_LEFT] = True
         if not raised:
             charge(found)
         request.node.add_report_section("teardown", "left behind", str(found))

@@ -11,10 +11,8 @@ from actorrpc.agent.context import Worker
 from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.rpc import api
 from actorrpc.rpc.options import TensorPipeRpcBackendOptions
-from actorrpc.testing.messages import active
-from actorrpc.testing.messages.fault_filter import FaultFilter
-from actorrpc.testing.messages.faults import Fault, FaultOptions
-from actorrpc.testing.messages.kill_points import KillOptions, KillPoint
+from actorrpc.testing.fault_filter import FaultFilter
+from actorrpc.testing.faults import Fault, FaultOptions, apply_to
 from actorrpc.validation import read
 
 __all__ = ["VARIABLE", "FaultyRpcBackendOptions", "faults_of", "from_environment", "start"]
@@ -47,13 +45,12 @@ class FaultyRpcBackendOptions(TensorPipeRpcBackendOptions):
 VARIABLE: Final = "ACTORRPC_FAULT"
 
 
-def faults_of(text: str) -> list[Fault | KillPoint]:
-    """Return the faults and kill points that a text describes, not started.
+def faults_of(text: str) -> list[Fault]:
+    """Return the faults that a text describes, not started.
 
     Example: ``drop call,remote times=2 to=worker1; delay answer seconds=0.5 function=step``. ``;`` separates faults. A fault
     consists of the action, the types, and the arguments of :func:`~actorrpc.testing.drop` or
-    :func:`~actorrpc.testing.delay`; commas separate the items of a list. A kill point consists of ``kill``, the point and the
-    arguments of :func:`~actorrpc.testing.kill_at`: ``kill call.sent nth=3 action=stop on=worker1``.
+    :func:`~actorrpc.testing.delay`; commas separate the items of a list.
 
     Raises:
         ConfigError: the text cannot be parsed; the message names the part.
@@ -61,17 +58,14 @@ def faults_of(text: str) -> list[Fault | KillPoint]:
     return [_fault(part.split(), part.strip()) for part in text.split(";") if part.strip()]
 
 
-def _fault(words: list[str], part: str) -> Fault | KillPoint:
+def _fault(words: list[str], part: str) -> Fault:
     try:
         action, types, *fields = words
     except ValueError:
-        raise ConfigError(
-            f"{part!r} is no fault: say drop or delay, then types of messages, or kill, then a point"
-        ) from None
-    if action not in ("drop", "delay", "kill"):
-        raise ConfigError(f"{part!r} is no fault: it begins with drop, delay or kill, not with {action!r}")
-    options = KillOptions if action == "kill" else FaultOptions
-    known = {each.name: str(each.type) for each in dataclasses.fields(options) if each.metadata}
+        raise ConfigError(f"{part!r} is no fault: say drop or delay, then types of messages") from None
+    if action not in ("drop", "delay"):
+        raise ConfigError(f"{part!r} is no fault: it begins with drop or delay, not with {action!r}")
+    known = {each.name: str(each.type) for each in dataclasses.fields(FaultOptions) if each.metadata}
     given: dict[str, Any] = {}
     for field in fields:
         name, sign, value = field.partition("=")
@@ -83,15 +77,13 @@ def _fault(words: list[str], part: str) -> Fault | KillPoint:
             given[name] = read(known[name], value)
         except ValueError:
             raise ConfigError(f"{field!r} in {part!r} has a value that cannot be used") from None
-    if action == "kill":
-        return KillPoint(types, **given)
     if ("seconds" in given) != (action == "delay"):
         raise ConfigError(f"{part!r} is no fault: a delay has seconds=, and a drop has none")
     return Fault("drop" if action == "drop" else "delay", types.split(","), **given)
 
 
-def from_environment() -> list[Fault | KillPoint]:
-    """Return the faults and kill points that ``ACTORRPC_FAULT`` describes.
+def from_environment() -> list[Fault]:
+    """Return the faults that ``ACTORRPC_FAULT`` describes.
 
     Raises:
         ConfigError: it cannot be read.
@@ -103,9 +95,6 @@ def from_environment() -> list[Fault | KillPoint]:
         raise ConfigError(f"{VARIABLE}={text!r} cannot be used: {error}") from error
 
 
-_standing: list[KillPoint] = []  # kill points from the environment
-
-
 def start(worker: Worker) -> Callable[[bool], None]:
     """Bring the faults of this process into force; return a function that ends them.
 
@@ -113,16 +102,13 @@ def start(worker: Worker) -> Callable[[bool], None]:
         ConfigError: ``ACTORRPC_FAULT`` cannot be parsed.
     """
     faults = from_environment()
-    for old in _standing:  # of the previous group: they stay in force until its very end
-        old.stop()
-    _standing[:] = [fault for fault in faults if isinstance(fault, KillPoint)]
     fault_filter = FaultFilter(worker.agent)
-    active.begin(fault_filter)
+    apply_to(fault_filter)
     for fault in faults:
         fault.start()
 
     def end(graceful: bool) -> None:
-        active.begin(None)
+        apply_to(None)
         fault_filter.close(graceful)
 
     return end

@@ -18,7 +18,6 @@ time, and is acquired before ``_lock``.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import threading
@@ -42,10 +41,7 @@ _NAP_S: Final = 0.0004  # real: if no thread runs during this time, all threads 
 _REST_S: Final = 0.004  # real: longest pause between two checks whether threads run
 _SOON_S: Final = 0.0002  # real: shortest pause
 _RAN_S: Final = 5e-6  # processor time: the check itself uses less
-_STUCK_S: Final = 5.0  # real: after this time, a warning says that time stands still
 _NEVER: Final = math.inf
-
-_log = logging.getLogger("actorrpc.testing")
 
 
 @dataclass(slots=True)
@@ -57,14 +53,12 @@ class _Wait:
         lock: the lock on which it waits; None if it waits in slices of real time.
         looks_by: the real time until which the current slice must have ended.
         idle: it is a clock thread, whose wait does not count for autojump.
-        thread: its id.
     """
 
     due: float
     lock: threading.Lock | None
     looks_by: float
     idle: bool
-    thread: int
 
 
 #: The virtual time that is in force in this process.
@@ -76,7 +70,7 @@ class VirtualTime:
 
     Args:
         autojump: advance time automatically when nothing else can happen and a thread waits.
-        patience: how many real seconds :meth:`advance` and :meth:`settle` wait for threads that run.
+        patience: how many real seconds :meth:`advance` waits for threads that run.
 
     Raises:
         ConfigError: ``patience`` is not a positive number.
@@ -95,7 +89,6 @@ class VirtualTime:
         self._state = "new"  # -> in force -> over
         self._thread: threading.Thread | None = None
         self._before: tuple[Any, ...] = ()
-        self._warned = False
 
     # -- in force --------------------------------------------------------------------------------------
 
@@ -124,7 +117,7 @@ class VirtualTime:
     def flow(self) -> None:
         """Let time pass as the real time does from now on. Used at shutdown, which may wait for threads in user code."""
         with self._lock:
-            if self._state != "in force" or self._flows_from is not None:
+            if not self._stands:
                 return
             self._flows_from = time.monotonic()
             for wait in self._waits.values():
@@ -194,12 +187,6 @@ class VirtualTime:
             # Also reach the deadlines that are due automatically after that.
             self._let_pass(_BY_ITSELF_S)
 
-    def settle(self) -> None:
-        """Wait until all threads wait. Advances the time only to deadlines within 0.1 s. Errors as :meth:`advance`."""
-        self._check()
-        with self._driving:
-            self._let_pass(_BY_ITSELF_S)
-
     def _let_pass(self, seconds: float) -> None:
         """Reach all deadlines within ``seconds``; the time stops at the last of them. Under ``_driving``."""
         target = self._now + seconds
@@ -232,7 +219,7 @@ class VirtualTime:
             if not flows:
                 if until <= self._now:
                     return lock.acquire(False)
-                self._enter(lock, _Wait(until, lock, _NEVER, idle, threading.get_ident()))
+                self._enter(lock, _Wait(until, lock, _NEVER, idle))
         if flows:
             left = min(until - self.now(), threading.TIMEOUT_MAX if idle else _time.SLICE_S)
             return lock.acquire(timeout=max(left, 0.0))
@@ -249,7 +236,7 @@ class VirtualTime:
             with self._lock:
                 looks_by = time.monotonic() + _SLICE_S + _STALE_S
                 me = threading.get_ident()
-                self._enter(me, _Wait(self.now() + seconds, None, looks_by, False, me))
+                self._enter(me, _Wait(self.now() + seconds, None, looks_by, False))
         return min(seconds, _SLICE_S)
 
     def _enter(self, key: Any, wait: _Wait) -> None:
@@ -292,14 +279,19 @@ class VirtualTime:
         time.sleep(_NAP_S)
         if (time.process_time() - everyone) - (time.thread_time() - mine) > _RAN_S:
             return False
-        if _states(b"RD"):  # a thread is runnable, but has no processor yet
+        if _runnable():  # a thread is runnable, but has no processor yet
             return False
         with self._lock:
             self._next()
             return all(wait.due > self._now for wait in self._waits.values())
 
+    @property
+    def _stands(self) -> bool:
+        """Whether it is in force, and only :meth:`advance` and the thread move the time."""
+        return self._state == "in force" and self._flows_from is None
+
     def _check(self) -> None:
-        if self._state != "in force" or self._flows_from is not None:
+        if not self._stands:
             raise RuntimeError("this VirtualTime is not in force: its block has ended, or has not begun")
 
     # -- automatic advance ---------------------------------------------------------------------------------------
@@ -309,18 +301,14 @@ class VirtualTime:
         rest = _SOON_S
         while True:
             with self._lock:
-                if self._state != "in force" or self._flows_from is not None:
+                self._changed.wait_for(lambda: not self._stands or self._due_by_itself() < _NEVER)
+                if not self._stands:
                     return
-                if not self._goes_by_itself(self._next()):
-                    if not self._changed.wait(_STUCK_S):
-                        self._warn()
-                    continue
             with self._driving:
-                quiet = self._is_quiet()
-                if quiet:
+                if quiet := self._is_quiet():
                     with self._lock:
-                        due = self._next()
-                        if self._flows_from is None and self._goes_by_itself(due):
+                        due = self._due_by_itself()
+                        if self._stands and due < _NEVER:
                             self._jump(due)
             if quiet:
                 rest = _SOON_S
@@ -328,25 +316,11 @@ class VirtualTime:
                 time.sleep(rest)
                 rest = min(2.0 * rest, _REST_S)
 
-    def _warn(self) -> None:
-        """Warn if the main thread waits for a deadline that only it could reach by advance(). Under the lock."""
-        main = threading.main_thread().ident
-        self._next()
-        if not self._warned and any(
-            wait.thread == main and wait.due < _NEVER for wait in self._waits.values()
-        ):
-            self._warned = True
-            _log.warning(
-                "the main thread waits, and virtual time stands still: call advance() before the wait, or on another "
-                "thread, or make the clock with autojump=True"
-            )
-
-    def _goes_by_itself(self, due: float) -> bool:
-        if due == _NEVER:
-            return False
-        return due - self._now <= _BY_ITSELF_S or (
-            self.autojump and not all(wait.idle for wait in self._waits.values())
-        )
+    def _due_by_itself(self) -> float:
+        """Return the next deadline if it is reached automatically, else infinity. Under the lock."""
+        due = self._next()
+        jumps = self.autojump and not all(wait.idle for wait in self._waits.values())
+        return due if jumps or due - self._now <= _BY_ITSELF_S else _NEVER
 
 
 def _after_fork() -> None:
@@ -365,23 +339,23 @@ def _ring(wait: _Wait) -> None:
             pass
 
 
-def _states(wanted: bytes) -> list[int]:
-    """Return the other threads of this process that the kernel reports in one of these states."""
-    found, me = [], threading.get_native_id()
+def _runnable() -> list[int]:
+    """Return the other threads of this process that the kernel runs or would run, and those in uninterruptible waits."""
+    found = []
     for name in os.listdir("/proc/self/task"):
         try:
             with open(f"/proc/self/task/{name}/stat", "rb", buffering=0) as file:
                 state = file.read(256).rpartition(b")")[2].split()[0]
         except (OSError, IndexError):  # it has ended
             continue
-        if int(name) != me and state in [bytes([each]) for each in wanted]:
+        if state in (b"R", b"D") and int(name) != threading.get_native_id():
             found.append(int(name))
     return found
 
 
 def _running() -> str:
     """Name the threads that run, and the functions in which they are."""
-    ids = _states(b"RD")
+    ids = _runnable()
     frames = _stacks.top_frames()
     shown = []
     for thread in threading.enumerate():

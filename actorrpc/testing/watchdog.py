@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TextIO
 
+import psutil
 import pytest
 
 from actorrpc.testing import processes
@@ -55,12 +56,12 @@ class Watchdog:
         self._limit = 0.0
         self._report: str | None = None
         self._closed = False
-        self._before: set[processes.ProcessId] = set()
+        self._before: set[psutil.Process] = set()
         self._thread = threading.Thread(target=self._run, name="test-watchdog", daemon=True)
         self._previous = signal.signal(signal.SIGALRM, self._on_alarm)
         self._thread.start()
 
-    def keep(self, before: set[processes.ProcessId]) -> None:
+    def keep(self, before: set[psutil.Process]) -> None:
         """Record the processes that do not belong to the test that runs next."""
         self._before = before
 
@@ -92,10 +93,9 @@ class Watchdog:
         self._thread.join()
         signal.signal(signal.SIGALRM, self._previous)
 
-    def of_test(self) -> set[processes.ProcessId]:
+    def of_test(self) -> set[psutil.Process]:
         """Return the existing processes that the running test has started."""
-        helpers = processes.helper_pids()
-        return {process for process in processes.of_session() - self._before if process.pid not in helpers}
+        return processes.of_session() - self._before
 
     def _on_alarm(self, signum: int, frame: FrameType | None) -> None:
         if self._armed is not None and self._report is not None:

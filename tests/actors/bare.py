@@ -15,7 +15,7 @@ from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.actors.streams.producer import Streams, StreamTicket, produce
 from actorrpc.agent.context import current_worker
 from actorrpc.rpc import rref as rrefs
-from tests import processes
+from actorrpc.testing import processes
 
 __all__ = ["alone", "bare", "join_generators", "open_stream", "start_generator"]
 

@@ -13,19 +13,18 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
-from actorrpc import testing
 from actorrpc.agent import acceptor
 from actorrpc.agent.agent import Agent
 from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError, ProtocolError, RpcError
 from actorrpc.futures import Future
-from actorrpc.testing import FaultProxy
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.session import ReliableStream
@@ -34,6 +33,7 @@ from actorrpc.wire import handshake
 from actorrpc.wire.frames import REPLY, Frame, pack_frame
 from actorrpc.wire.identity import WorkerRecord
 from tests.agent.agents import KEY, record
+from tests.harness.proxy import Disturbance, FaultProxy
 from tests.layers import rest_is_slow
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
@@ -55,7 +55,7 @@ def gated(value: Any) -> Any:
 
 @contextlib.contextmanager
 def behind(
-    *disturbances: testing.Disturbance, seed: int = 0, each: tuple[dict[str, Any], ...] = ({}, {})
+    *disturbances: Disturbance, seed: int = 0, each: tuple[dict[str, Any], ...] = ({}, {})
 ) -> Iterator[tuple[list[Agent], list[FaultProxy]]]:
     """Run two agents over TCP, each behind its own proxy; ``each`` contains the settings of each agent."""
     records: dict[str | int, WorkerRecord] = {}
@@ -96,10 +96,10 @@ def begin(agent: Agent, function: Callable[..., Any], *args: Any, timeout: float
     return future
 
 
-KINDS: dict[str, Callable[..., testing.Disturbance]] = {
-    "cut": testing.cut,
-    "reset": testing.reset,
-    "half_close": testing.half_close,
+KINDS: dict[str, Callable[..., Disturbance]] = {
+    "cut": partial(Disturbance, "cut"),
+    "reset": partial(Disturbance, "reset"),
+    "half_close": partial(Disturbance, "half_close"),
 }
 
 
@@ -136,7 +136,7 @@ def test_calls_run_once_although_their_connection_breaks_at_random_bytes(kind: s
 
 @pytest.mark.parametrize("after", [*range(100, 1_000, 75)])
 def test_a_connection_reset_during_its_setup_is_dialled_again(after: int) -> None:
-    with behind(testing.reset(after=after, connections={0})) as ((a0, _), _):
+    with behind(Disturbance("reset", after=after, connections={0})) as ((a0, _), _):
         assert [call(a0, note, 0, each) for each in range(3)] == [0, 1, 2]
 
 
@@ -219,7 +219,7 @@ def test_a_connection_that_breaks_before_it_is_registered_is_resumed(monkeypatch
 
 @pytest.mark.limit(120)
 def test_large_messages_survive_broken_connections() -> None:
-    with behind(testing.cut(after=(200_000, 3_000_000))) as ((a0, _), proxies):
+    with behind(Disturbance("cut", after=(200_000, 3_000_000))) as ((a0, _), proxies):
         for number in range(4):
             value = torch.arange(1_000_000) + number
             assert torch.equal(call(a0, note, number, value), value)

@@ -264,7 +264,7 @@ def test_a_call_interrupted_while_its_socket_is_created_leaks_no_descriptor() ->
         finally:
             sys.settrace(traced)
         assert len(places) == 1
-        assert leaks.find_leaks(before).descriptors == []
+        assert not any(each.startswith("descriptor") for each in leaks.find_leaks(before).others)
         assert _add(one, other) == 3
 
 

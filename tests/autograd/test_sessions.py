@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import actorrpc.autograd as dist_autograd
-from actorrpc import rpc, testing
+from actorrpc import rpc
 from actorrpc.optim import DistributedOptimizer
 from tests.certificates import OVER_TLS
+from tests.harness.proxy import Disturbance, FaultProxy
 from tests.ranks import run_group
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
@@ -70,11 +71,11 @@ def _train() -> tuple[list[float], list[Tensor]]:
 
 
 def _main(
-    rank: int, world_size: int, store: str, disturbances: list[testing.Disturbance]
+    rank: int, world_size: int, store: str, disturbances: list[Disturbance]
 ) -> tuple[list[float], list[Tensor], int]:
     torch.set_num_threads(1)
     with contextlib.ExitStack() as stack:
-        proxy = testing.FaultProxy(disturbances=disturbances, seed=rank)
+        proxy = FaultProxy(disturbances=disturbances, seed=rank)
         stack.enter_context(proxy)
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", **proxy.options)
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
@@ -93,9 +94,9 @@ def test_training_over_connections_that_are_cut(tmp_path: Any) -> None:
             (
                 "disturbed",
                 [
-                    testing.cut(after=(500, _LONGEST), part=0.5),
-                    testing.reset(after=(500, _LONGEST), part=0.5),
-                    testing.half_close(after=(500, _LONGEST + 10_000), part=0.5),
+                    Disturbance("cut", after=(500, _LONGEST), part=0.5),
+                    Disturbance("reset", after=(500, _LONGEST), part=0.5),
+                    Disturbance("half_close", after=(500, _LONGEST + 10_000), part=0.5),
                 ],
             ),
         )
@@ -124,7 +125,7 @@ _counted: list[int] = []
 def _outages(rank: int, world_size: int, store: str, times: int, quiet_s: float, outage_s: float) -> int:
     made = 0
     with contextlib.ExitStack() as stack:
-        proxy = testing.FaultProxy(seed=rank)
+        proxy = FaultProxy(seed=rank)
         stack.enter_context(proxy)
         options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}", **proxy.options)
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)

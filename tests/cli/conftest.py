@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from actorrpc.testing import processes
 from actorrpc.testing.pytest_plugin import WATCHDOG
-from tests import processes
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,9 @@ import sys
 import time
 from pathlib import Path
 
-from tests import processes
+import psutil
+
+from actorrpc.testing import processes
 from tests.cluster.drive import until
 from tests.cluster.joiners import CLEAN
 from tests.faults.hosts import Network
@@ -159,7 +161,7 @@ class Machines:
         command = (sys.executable, "-m", "actorrpc.worker", "--join", address, "--name", name)
         return self.start(name, *command, *arguments, env=env)
 
-    def running(self, name: str) -> set[processes.ProcessId]:
+    def running(self, name: str) -> set[psutil.Process]:
         """Return the processes that run on a host."""
         boot = self._boots[name]
         space = os.stat(f"/run/netns/{self.network[name].namespace}").st_ino

@@ -14,7 +14,7 @@ import torch
 from actorrpc.compat.rpc._testing.faulty_agent import _TYPES, FaultyTensorPipeRpcBackendOptions
 from actorrpc.errors import ConfigError
 from actorrpc.testing import Fault
-from actorrpc.testing.messages.types import MESSAGES, Message
+from actorrpc.testing.message_types import MESSAGES, Message
 from tests.output import check
 
 

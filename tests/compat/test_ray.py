@@ -22,8 +22,8 @@ from actorrpc.compat.ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
+from actorrpc.testing import processes
 from actorrpc.testing.pytest_plugin import WATCHDOG
-from tests import processes
 from tests.actors.e2e.kit import until
 from tests.migration.rows import row
 

@@ -35,7 +35,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from actorrpc import rpc
-from tests import leaks, processes
+from actorrpc.testing import leaks, processes
 from tests.ranks import run_group
 
 __all__ = ["Host", "Network", "Signals", "host_group", "needs_hosts"]

@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 
-from actorrpc import rpc, testing
+from actorrpc import rpc
 from actorrpc.errors import PeerDiedError
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.wire import keys
+from tests.harness.proxy import FaultProxy
 from tests.ranks import Died, rpc_group, run_group
 
 _nightly = pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
@@ -171,7 +172,7 @@ def _silence_round(directory: Path, transport: str, heartbeat: float | None, bus
     if transport == "tcp":
         (directory / "stall").unlink(missing_ok=True)
         os.mkfifo(directory / "stall")
-        with testing.FaultProxy() as proxy:
+        with FaultProxy() as proxy:
             thread = threading.Thread(target=_stall_on_demand, args=(proxy, directory / "stall"))
             thread.start()
             try:

@@ -18,16 +18,15 @@ from typing import Any
 
 import pytest
 
-from actorrpc import testing
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import state_of
 from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError
 from actorrpc.futures import Future
-from actorrpc.testing import FaultProxy
 from actorrpc.transport.connection_state import SUSPENDED
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 from tests.agent.agents import KEY, record
+from tests.harness.proxy import Disturbance, FaultProxy
 
 _entered = threading.Semaphore(0)
 _gate = threading.Event()
@@ -133,7 +132,7 @@ def test_the_side_that_still_hears_is_told(direction: str) -> None:
         calls = _under_way(ends)
         deaf, hearing = (ends[number] for number in order)
         for end in ends:
-            end.proxy.add(testing.stall(direction=direction))
+            end.proxy.add(Disturbance("stall", direction=direction))
         for end in (deaf, hearing):
             _ended(calls[end], True)
             _is_dead(end)

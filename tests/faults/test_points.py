@@ -24,10 +24,11 @@ import torch
 import actorrpc
 from actorrpc import autograd, rpc
 from actorrpc.errors import RpcError
-from actorrpc.testing import POINTS, KillPointError, drop, kill_at
-from actorrpc.testing.messages.types import ANSWER, CONTROL, MESSAGES
+from actorrpc.testing import drop
+from actorrpc.testing.message_types import ANSWER, CONTROL, MESSAGES
 from actorrpc.wire import keys
 from tests.faults.figures import NIGHTLY, note
+from tests.harness.kill_points import POINTS, KillPointError, kill_at
 from tests.ranks import run_group
 
 # What each use of worker1 is made of: at points of other messages nothing would happen.

@@ -26,17 +26,17 @@ from actorrpc.agent import peers
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.mail import MailHeader
 from actorrpc.futures import Future
-from actorrpc.testing import POINTS, kill_at
-from actorrpc.testing.messages.types import ANSWER, CONTROL, MESSAGES, NOTICES
+from actorrpc.testing import processes
+from actorrpc.testing.message_types import ANSWER, CONTROL, MESSAGES, NOTICES
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame
-from tests import processes
 from tests.agent.agents import Stranger, agents
 from tests.agent.test_mail import Router
 from tests.agent.test_resumption import behind
 from tests.faults.figures import NIGHTLY
+from tests.harness.every_message import everything
+from tests.harness.kill_points import POINTS, kill_at
 from tests.ranks import run_group
-from tests.testing.messages.test_kill_points import _everything as everything
 
 _NO_KINDS = {"LAST_KIND", "LATE", "MAIL", "OBJECTS", "POST", "RESERVED", "STOP", "STREAM", "UNREAD"}
 KINDS = {
@@ -342,7 +342,7 @@ def test_messages_of_every_type_that_come_twice_are_executed_once(late: int) -> 
         if type == ANSWER:
             continue
         sent = total[f"{type}.sent"]
-        assert sent, f"{type} has no case: have tests/testing/messages/test_kill_points.py send one"
+        assert sent, f"{type} has no case: have tests/harness/every_message.py send one"
         if type in NOTICES:
             # It was handled twice, and that did no harm. The last of these are on their way when their worker counts.
             least = 0 if type == "rref_delete" else sent

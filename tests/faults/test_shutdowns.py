@@ -24,9 +24,9 @@ from actorrpc import rpc
 from actorrpc._stacks import top_frame
 from actorrpc.errors import ActorError, PeerDiedError, RpcError, ShutdownError
 from actorrpc.futures import Future
-from actorrpc.testing import FaultProxy
 from actorrpc.wire import keys
 from tests.faults.figures import NIGHTLY, note
+from tests.harness.proxy import FaultProxy
 from tests.ranks import run_group
 
 STATES = ("idle", "calls", "killed", "stopped", "cut off", "left", "passive")

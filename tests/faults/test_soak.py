@@ -24,7 +24,7 @@ import actorrpc
 from actorrpc.agent import peers
 from actorrpc.agent.peers import KEPT
 from actorrpc.errors import ActorError, DeadlockError, PeerDiedError, RemoteError
-from tests import processes
+from actorrpc.testing import processes
 from tests.faults.figures import NIGHTLY, Taken, note
 
 _SECONDS = 60 * float(os.environ.get("ACTORRPC_SOAK_MINUTES", "30")) if NIGHTLY else 6.0
@@ -158,11 +158,11 @@ def _kill_one(seed: random.Random, actors: list[Any]) -> str:
         actorrpc.kill(seed.choice(actors), no_restart=False)
         return "actor"
     mine = {row.pid for row in actorrpc.list_actors() if row.pid}
-    victims = sorted(each for each in processes.descendants() if each.pid in mine)
+    victims = sorted(each.pid for each in processes.descendants() if each.pid in mine)
     if not victims:
         return "nobody"
     with contextlib.suppress(ProcessLookupError):
-        os.kill(seed.choice(victims).pid, seed.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM]))
+        os.kill(seed.choice(victims), seed.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM]))
     return "process"
 
 

@@ -16,11 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from actorrpc import testing
 from actorrpc.agent.agent import Agent
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, PeerDiedError, RpcError
-from actorrpc.testing import FaultProxy
 from actorrpc.transport.connection import Connection
 from actorrpc.wire.frames import CHUNK, LAST_KIND, PREFIX, PREFIX_SIZE
 from actorrpc.wire.handshake import Acceptor, Dialler
@@ -28,6 +26,7 @@ from actorrpc.wire.identity import WorkerRecord, new_incarnation
 from actorrpc.wire.integrity import DIGEST_SIZE, SHORT, TAG_SIZE
 from tests.agent.agents import KEY, record
 from tests.faults.figures import NIGHTLY, note
+from tests.harness.proxy import Disturbance, FaultProxy
 
 _FLIPS = 100_000 if NIGHTLY else 150
 _CALLS = 12  # the maximum number of calls over one connection
@@ -162,7 +161,8 @@ def test_a_flipped_bit_never_changes_a_value() -> None:
     begun, flips, attempts, answered = time.monotonic(), 0, 0, 0
     while flips < _FLIPS:
         disturbances = [
-            testing.bit_flips(every, after=(_HANDSHAKE, 40_000), probability=0.5) for every in (1_500, 15_000)
+            Disturbance("bit_flips", every=every, after=(_HANDSHAKE, 40_000), probability=0.5)
+            for every in (1_500, 15_000)
         ]
         with (
             _service() as (service, _),

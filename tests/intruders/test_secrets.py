@@ -24,10 +24,10 @@ import actorrpc
 import actorrpc.rpc as rpc
 from actorrpc.errors import AuthenticationError, RpcError, SerializationError
 from actorrpc.serialization import codec, exceptions
+from actorrpc.testing import processes
 from actorrpc.wire import keys
 from actorrpc.wire.handshake import Session
 from actorrpc.wire.keys import Key
-from tests import processes
 from tests.agent.agents import Stranger, agents
 from tests.intruders.doors import WRONG
 from tests.ranks import run_group

@@ -20,12 +20,11 @@ from actorrpc import _time
 from actorrpc.agent.agent import Agent
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ProtocolError
-from actorrpc.testing.certificates import Certificates, temporary_certificates
 from actorrpc.transport.tls import Tls, TlsSocket
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 from tests.agent.agents import KEY, record
-from tests.certificates import files, foreign
+from tests.certificates import Certificates, files, foreign, temporary_certificates
 from tests.intruders.doors import WRONG, door, knock, reset, until
 
 _Address = tuple[str, int]

@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from actorrpc.testing import InProcessCluster
+from actorrpc.testing import InProcessCluster, processes
 from actorrpc.testing.pytest_plugin import WATCHDOG
-from tests import processes
 from tests.actors.e2e import kit
 
 

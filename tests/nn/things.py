@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from actorrpc import rpc
-from tests import processes
+from actorrpc.testing import processes
 
 __all__ = [
     "Busy",

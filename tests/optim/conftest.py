@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 import actorrpc.autograd  # noqa: F401 (in force with RPC from the start)
+from actorrpc.testing import leaks, processes
 from actorrpc.testing.pytest_plugin import WATCHDOG, charge
-from tests import leaks, processes
 from tests.actors.e2e import kit
 
 

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import actorrpc
-from actorrpc import rpc, testing
-from tests import leaks, output, processes, ranks
+from actorrpc import rpc
+from actorrpc.testing import leaks, processes
+from tests import output, ranks
+from tests.harness.proxy import Disturbance, FaultProxy
 from tests.programs import library
 from tests.programs.generator import Features
 from tests.programs.model import Model, complaints
@@ -40,9 +42,9 @@ from tests.programs.library import *
 """
 MODES = ("embedded", "group", "tcp", "cuts")
 _CUTS = (
-    testing.cut(after=(500, 60_000), part=0.5),
-    testing.reset(after=(500, 60_000), part=0.5),
-    testing.half_close(after=(500, 80_000), part=0.5),
+    Disturbance("cut", after=(500, 60_000), part=0.5),
+    Disturbance("reset", after=(500, 60_000), part=0.5),
+    Disturbance("half_close", after=(500, 80_000), part=0.5),
 )
 # Workers may hold these after the end of a program: leases of tasks hold RRefs, and the other workers of a group wait in calls.
 _STAYS = re.compile("RRef|executed here")
@@ -219,7 +221,7 @@ def _join(rank: int, store: str, mode: str, stack: contextlib.ExitStack) -> None
     if mode == "tcp":
         given = {"transport": "tcp"}
     elif mode == "cuts":
-        given = stack.enter_context(testing.FaultProxy(disturbances=_CUTS, seed=rank)).options
+        given = stack.enter_context(FaultProxy(disturbances=_CUTS, seed=rank)).options
     rpc.init_rpc(
         f"worker{rank}",
         rank=rank,

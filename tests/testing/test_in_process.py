@@ -379,7 +379,7 @@ def test_every_call_in_a_random_program_ends_exactly_once(seed: int) -> None:
     ends: dict[int, list[float]] = {}
     due: dict[int, float] = {}
     futures: dict[int, actorrpc.Future[int]] = {}
-    with InProcessCluster(names, seed=seed) as cluster:
+    with InProcessCluster(names) as cluster:
         clock = cluster.clock
 
         def call(number: int) -> None:

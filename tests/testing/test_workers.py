@@ -15,7 +15,7 @@ import actorrpc
 from actorrpc import autograd, rpc, testing
 from actorrpc.errors import ConfigError, RpcTimeoutError
 from actorrpc.rpc import api
-from tests import processes
+from actorrpc.testing import processes
 from tests.actors.e2e.kit import until
 from tests.ranks import rpc_group, run_group
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import operator
 import os
 import random
@@ -11,9 +10,6 @@ import select
 import signal
 import socket
 import ssl
-import stat
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,16 +19,15 @@ import pytest
 import torch
 
 import actorrpc.rpc as rpc
-from actorrpc import _time, testing
+from actorrpc import _time
 from actorrpc.config import Settings
-from actorrpc.errors import ConfigError, RpcError, WrongTypeError
+from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.rpc import api
-from actorrpc.testing import certificates as making
-from actorrpc.testing.certificates import temporary_certificates
 from actorrpc.transport.tls import Tls, TlsSocket
 from tests.agent.agents import agents
 from tests.agent.test_resumption import NIGHTLY, begin, behind, call
-from tests.certificates import files, foreign
+from tests.certificates import files, foreign, temporary_certificates
+from tests.harness.proxy import Disturbance
 from tests.intruders.doors import reset
 from tests.layers import rest_is_slow
 from tests.ranks import run_group
@@ -277,7 +272,7 @@ def test_recv_on_a_tls_socket_honours_its_timeout(pair: tuple[TlsSocket, TlsSock
 @pytest.mark.parametrize("kind", rest_is_slow(["reset", "cut"]))
 @pytest.mark.parametrize("seed", range(20 if NIGHTLY else 1))
 def test_calls_survive_breaking_tls_connections(kind: str, seed: int) -> None:
-    disturbance = getattr(testing, kind)(after=(6_000, 60_000), part=0.5, times=4)
+    disturbance = Disturbance(kind, after=(6_000, 60_000), part=0.5, times=4)
     each = files().options
     with behind(disturbance, seed=seed, each=(each, each)) as ((a0, a1), proxies):
         for number in range(60):
@@ -419,41 +414,3 @@ def test_tls_options_are_checked_for_their_types_and_completeness() -> None:
     assert Tls.load(Settings(transport="unix", tls_cert="a", tls_key="b", tls_ca="c")) is None
     with pytest.raises(ConfigError, match="is not set"):
         Tls.load(Settings(transport="unix", tls_cert="a"))
-
-
-# -- creating certificates ------------------------------------------------------------------------------------
-
-
-def test_the_certificates_command_creates_files_that_workers_accept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable in files().environment:
-        monkeypatch.delenv(variable, raising=False)
-    assert making.main([str(tmp_path / "a b"), "--days", "1"]) == 0
-    shown = subprocess.run(
-        ["sh", "-c", f"{capsys.readouterr().out}\nenv"], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    given = dict(line.split("=", 1) for line in shown if line.startswith("ACTORRPC_TLS_"))
-    assert len(given) == 3
-    assert Tls.load(
-        Settings(**{name.removeprefix("ACTORRPC_").lower(): path for name, path in given.items()})
-    )
-    assert stat.S_IMODE(os.stat(tmp_path / "a b").st_mode) == 0o700
-    for name in ("worker.key", "ca.key"):
-        assert stat.S_IMODE(os.stat(tmp_path / "a b" / name).st_mode) == 0o600
-
-
-def test_without_the_cryptography_package_the_error_names_the_tls_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    spec = importlib.util.spec_from_file_location("without_cryptography", making.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    without = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, without)
-    spec.loader.exec_module(without)
-    with pytest.raises(ConfigError, match=r"actorrpc\[tls\]"):
-        without.temporary_certificates(tmp_path)
-    with pytest.raises(RpcError):
-        temporary_certificates(tmp_path, name="a/b")

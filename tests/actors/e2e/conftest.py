@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import actorrpc
+from actorrpc.testing import processes
 from actorrpc.testing.pytest_plugin import WATCHDOG
-from tests import processes
 from tests.actors.e2e import kit
 from tests.ranks import show_errors
 

@@ -20,7 +20,7 @@ import psutil
 
 import actorrpc
 from actorrpc import rpc
-from tests import processes
+from actorrpc.testing import processes
 from tests.ranks import run_group, start_server
 
 __all__ = ["Gate", "Log", "alive", "group", "open_gate", "pass_gate", "row_of", "running", "until"]

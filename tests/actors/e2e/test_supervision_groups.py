@@ -18,7 +18,7 @@ import pytest
 import actorrpc
 from actorrpc.actors.context import runtime
 from actorrpc.errors import ActorDiedError, ActorError, ActorUnavailableError, SupervisionError
-from tests import leaks, processes
+from actorrpc.testing import leaks, processes
 from tests.actors.e2e.kit import pass_gate, row_of, until
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"

@@ -15,7 +15,7 @@ from actorrpc.compat.translate import is_builtin
 from actorrpc.errors import ConfigError
 from actorrpc.rpc.refcount.tables import Recent
 from actorrpc.testing import Fault
-from actorrpc.testing.messages.types import Message
+from actorrpc.testing.message_types import Message
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions"]
 

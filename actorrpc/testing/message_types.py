@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from actorrpc.agent.hooks import RECEIPT
+from actorrpc.agent.hooks import RECEIPT, CallHooks, OutgoingMessage
 from actorrpc.autograd import transport
 from actorrpc.autograd.messages import Verdict
 from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.rpc import rref
 from actorrpc.rpc.refcount.messages import ChildAccept, ForkAck, ForkRequest, UserDelete, unpack_message
+from actorrpc.wire import frames
 
 if TYPE_CHECKING:
     from actorrpc.agent.mail import MailHeader
@@ -27,6 +28,7 @@ __all__ = [
     "MESSAGES",
     "NOTICES",
     "Message",
+    "described",
     "names_of",
     "type_of_notice",
     "type_of_request",
@@ -126,6 +128,36 @@ def types_named(patterns: Iterable[str]) -> frozenset[str]:
     if not found:
         raise ConfigError(f"name at least one type of message; there are: {', '.join(MESSAGES)}")
     return frozenset(found)
+
+
+def described(sent: OutgoingMessage, by: CallHooks) -> Message | None:
+    """Return a message that an agent is about to send as faults see it; None for a notice that has no type.
+
+    Args:
+        by: the hooks that ask; for an answer, their note of the execution is the request.
+    """
+    if sent.kind == frames.NOTICE:
+        assert isinstance(sent.encoded, bytes)
+        notice = type_of_notice(sent.name, sent.encoded)
+        return None if notice is None else Message(notice, sent.peer, None, (sent.encoded,))
+    parts = _contents(sent.encoded)
+    if sent.is_answer:
+        answered: Message | None = None if sent.execution is None else sent.execution.notes.get(by)
+        if answered is None:
+            return Message(ANSWER, sent.peer, None, parts)
+        return Message(CONTROL if answered.type == CONTROL else ANSWER, sent.peer, answered.called, parts)
+    type, called, subject = type_of_request(sent.function, sent.args, sent.mail, sent.name)
+    parts = parts if sent.mail is None else [sent.mail.packed, *parts]
+    return Message(type, sent.peer, called, parts, subject)
+
+
+def _contents(encoded: Any) -> list[bytes]:
+    if isinstance(encoded, bytes):
+        return [encoded]
+    # Without spans, return the same as for plain bytes: whether a message is packed as bytes depends on earlier messages.
+    if not encoded.spans:
+        return [encoded.body]
+    return [encoded.body, repr([span.nbytes for span in encoded.spans]).encode()]
 
 
 def type_of_request(

@@ -10,18 +10,23 @@ the end of the agent. If several faults select a message, the fault that was sta
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol, Self
 
-from actorrpc.testing.messages.active import Injection, InjectionOptions
-from actorrpc.testing.messages.types import Message, types_named
-from actorrpc.validation import flag, integer, number, option
+from actorrpc.agent.context import here, workers_here
+from actorrpc.errors import WrongTypeError
+from actorrpc.testing.message_types import Message, names_of, types_named
+from actorrpc.validation import check_fields, flag, integer, number, option, text
+from actorrpc.wire.identity import WorkerInfo
 
-__all__ = ["Fault", "delay", "drop"]
+__all__ = ["Fault", "FaultOptions", "Filter", "apply_to", "delay", "drop"]
 
 _KEYS: Final = 10_000  # a fault remembers how often it has hit each of the last so many messages
 
@@ -31,10 +36,44 @@ def _count(name: str, value: Any) -> Any:
     return None if count == -1 else count
 
 
+def _several(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple, set, frozenset)) else [given]
+
+
+def _workers(_name: str, given: Any) -> list[str] | None:
+    """Check the names, patterns and ranks by which workers are named."""
+    if given is None:
+        return None
+    found = []
+    for each in _several(given):
+        name = each.name if isinstance(each, WorkerInfo) else each
+        if isinstance(name, bool) or not isinstance(name, (str, int)):
+            raise WrongTypeError(f"a worker is named by a str, an int rank or a WorkerInfo, not by {each!r}")
+        found.append(str(name))
+    return found
+
+
+def _functions(_name: str, given: Any) -> list[str] | None:
+    """Check the names and patterns by which functions are named."""
+    if given is None:
+        return None
+    found = []
+    for each in _several(given):
+        names = names_of(each)
+        if not names:
+            raise WrongTypeError(f"a function is named by itself or by a str, not by {each!r}")
+        # The caller of an actor's method only has the method's name, so a function is matched by its name as well.
+        found += [each] if isinstance(each, str) else [names[-1], f":{names[0]}"]
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultOptions(InjectionOptions):
+class FaultOptions:
     """Options of faults: see :func:`drop` and :func:`delay`."""
 
+    to: Any = option(None, _workers)
+    function: Any = option(None, _functions)
+    on: str | None = option(None, partial(text, none=True, right="the name of a worker, or a pattern"))
     seconds: float = option(0.0, partial(number, unit="seconds"))
     at_once: bool = option(False, flag)
     times: int | None = option(None, _count)
@@ -44,9 +83,28 @@ class FaultOptions(InjectionOptions):
     when: Callable[[Message], bool] | None = None
     bounded: bool = True
 
+    def __post_init__(self) -> None:
+        check_fields(self)
 
-class Fault(Injection):
-    """A fault of one worker, made by :func:`drop` or :func:`delay`. Thread-safe. Its counters can be read after its end.
+    def select(self, message: Message) -> bool:
+        """Say whether ``to``, ``function`` and ``when`` select this message."""
+        peer = message.peer
+        if self.to is not None and not any(
+            worker == str(peer.record.rank) or fnmatchcase(peer.name, worker) for worker in self.to
+        ):
+            return False
+        if self.function is not None and not any(
+            fnmatchcase(name, pattern) for pattern in self.function for name in names_of(message.called)
+        ):
+            return False
+        return self.when is None or self.when(message)
+
+
+class Fault:
+    """A fault of one worker, made by :func:`drop` or :func:`delay`. Thread-safe.
+
+    Its counters can be read after its end, and it can be started again. It can be pickled, without its counters, to be sent to a
+    new process.
 
     Args:
         given: fields of :class:`FaultOptions`.
@@ -63,14 +121,52 @@ class Fault(Injection):
         self.action = action
         self.types = types_named(types)
         self._options = options = FaultOptions(**given)
-        super().__init__((action, *sorted(self.types)), given, options)
+        default = {each.name: each.default for each in fields(options)}
+        self._given = {name: value for name, value in given.items() if value != default[name]}
         self.seconds = options.seconds
         self.at_once = options.at_once
         self.bounded = options.bounded
+        # Guards the attributes below; a leaf.
+        self._lock = threading.Lock()
         self._random = random.Random(options.seed)
         self._hits: OrderedDict[bytes, int] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._held = 0
+
+    def start(self) -> Self:
+        """Bring the fault into force on this worker. Before ``init_rpc``, it takes effect when the worker has joined.
+
+        Raises:
+            RuntimeError: it is in force already, or the process is an in-process cluster.
+        """
+        if here.worker is None and workers_here():
+            raise RuntimeError(
+                f"{self!r} needs a worker with its own process: this one is an InProcessCluster, which has cut(), reset(), "
+                "stop() and kill() of its own"
+            )
+        with _lock:
+            if self in _in_force:
+                raise RuntimeError(f"{self!r} has been started already")
+            with self._lock:
+                self._hits.clear()
+            _enforce(_filter, (*_in_force, self))
+        return self
+
+    def stop(self) -> None:
+        """End the fault. Its delayed messages are sent now, in order. Idempotent."""
+        with _lock:
+            _enforce(_filter, tuple(each for each in _in_force if each is not self))
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def active(self) -> bool:
+        """Whether it was started, and has ended neither by :meth:`stop` nor with its agent."""
+        return self in _in_force
 
     # -- counters --------------------------------------------------------------------------
 
@@ -92,14 +188,16 @@ class Fault(Injection):
         with self._lock:
             return self._held
 
-    # -- for the fault_filter ------------------------------------------------------------------------------
+    # -- for the FaultFilter -------------------------------------------------------------------------------
+
+    def is_for(self, worker: str) -> bool:
+        """Say whether it applies to the worker of this name."""
+        return self._options.on is None or fnmatchcase(worker, self._options.on)
 
     def takes(self, message: Message) -> bool:
         """Say whether it selects a message, and count the message if so."""
-        if message.type not in self.types:
-            return False
         options = self._options
-        if not options.mean(message) or (options.when is not None and not options.when(message)):
+        if message.type not in self.types or not options.select(message):
             return False
         key = b"" if options.times is None else message.key()
         with self._lock:
@@ -127,14 +225,50 @@ class Fault(Injection):
         with self._lock:
             self._held += change
 
-    def ended(self) -> None:
-        """Note that it has ended."""
-        super().ended()
-        with self._lock:
-            self._hits.clear()
-
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(type(self), self.action, sorted(self.types), **self._given), ()
+
+    def __repr__(self) -> str:
+        given = [f"{key}={value!r}" for key, value in self._given.items()]
+        return f"{self.action}({', '.join([*map(repr, sorted(self.types)), *given])})"
+
+
+class Filter(Protocol):
+    """Applies the faults of this process to the messages of its agent."""
+
+    def apply(self, faults: Sequence[Fault]) -> None:
+        """Apply these faults from now on; faults that are no longer among them have ended."""
+
+
+# Guards the two below. The filter's lock is taken while it is held.
+_lock = threading.Lock()
+_filter: Filter | None = None  # of this process's agent
+_in_force: tuple[
+    Fault, ...
+] = ()  # started, in this order, and not ended; they wait for an agent if there is no filter
+
+
+def apply_to(filter: Filter | None) -> None:
+    """Set the filter that applies the faults of this process. None: its agent has ended, and all faults end with it."""
+    with _lock:
+        _enforce(filter, _in_force if filter is not None else ())
+
+
+def _enforce(filter: Filter | None, faults: tuple[Fault, ...]) -> None:
+    """Change the filter and the faults in force, under the lock."""
+    global _filter, _in_force
+    _filter, _in_force = filter, faults
+    if filter is not None:
+        filter.apply(faults)
+
+
+def _after_fork() -> None:
+    """Forget the faults of the parent in a forked child, and its lock, which another thread may have held."""
+    global _filter, _in_force, _lock
+    _lock, _filter, _in_force = threading.Lock(), None, ()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def drop(

@@ -16,7 +16,7 @@ import torch
 from actorrpc import testing
 from actorrpc.errors import ConfigError
 from actorrpc.testing import Fault, delay, drop
-from actorrpc.testing.messages.types import MESSAGES, Message
+from actorrpc.testing.message_types import MESSAGES, Message
 from actorrpc.wire.identity import WorkerInfo
 
 

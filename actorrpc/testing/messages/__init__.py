@@ -1,3 +1,0 @@
-"""Faults of messages, and points at which to kill."""
-
-__all__: list[str] = []

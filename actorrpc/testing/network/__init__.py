@@ -1,3 +1,0 @@
-"""Faults of the network."""
-
-__all__: list[str] = []
