@@ -64,7 +64,7 @@ __all__ = ["CallQueue"]
 
 _BARRIER_S: Final = 1.0  # how long new calls wait for the answers of a former incarnation
 _CROWD: Final = 64  # if more calls wait while the queue is being sent, callers are blocked
-_HOLD_UP_S: Final = 1.0
+_HOLD_UP_S: Final = 1.0  # for at most this time
 _INLINED: Final = 8  # with fewer calls in flight, large results may come with the reply
 # Errors of a called method that say that it was not, or must not be, made to the end: never a reason to try again.
 _FINAL: Final = (CancelledError, CheckpointError, DeadlockError, RpcTimeoutError, ShutdownError)
@@ -154,14 +154,16 @@ class CallQueue:
     @property
     def location(self) -> Location | None:
         """Where the actor lives, if this process knows it."""
-        hint, place = (
-            self._hint,
-            self.place,
-        )  # in this order, because `place` is set before the hint is dropped
+        # Read in this order, because _take_hint() sets `place` before it drops the hint.
+        hint, place = self._hint, self.place
         return hint if place is None else place[0]
 
     def template_for(self, method: MethodInfo, options: CallOptions, refs: bool) -> CallTemplate:
-        """Return the template of a call made now; if its ``peer`` is None, the call has to be queued."""
+        """Return the template of a call made now; if its ``peer`` is None, the call has to be queued.
+
+        Args:
+            refs: see :meth:`Route.call`.
+        """
         if self._hint is not None:
             self._take_hint(self._hint)
         if self.place is None:
@@ -248,7 +250,7 @@ class CallQueue:
 
     def bounced(self, future: ResultFuture) -> None:
         """Queue a call again that was not sent because its worker is dead."""
-        # If the thread that ends the peer has claimed the call, it calls caught().
+        # If the claim fails, the thread that marks the peer as dead has claimed the call, and calls caught().
         if future.claim():
             assert future.template is not None
             future.label = future.template
@@ -552,7 +554,8 @@ class CallQueue:
                 if self._waiting or self._waiters or self._failing:
                     self._ask_soon()
                 return
-            # The calls to the former incarnation. Queued calls are sent from here on, and may fail soon.
+            # Remove these calls to the former incarnation before _go(): queued calls that it sends may fail, and are then added
+            # to `_failing`.
             failing, self._failing = self._failing, []
             self.place, self._hint = (location, peer), None
             waiters, self._waiters = self._waiters, []
