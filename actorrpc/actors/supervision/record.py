@@ -246,7 +246,7 @@ class ActorRecord:
         self.held = self.family is not None
 
     def answer(self, after: int, wait: bool) -> Location | Restarting | None:
-        """Return the answer for a worker that knows that incarnation ``after`` has ended; None if there is none yet."""
+        """Return the answer to a query for the location after incarnation ``after``; None if there is none yet."""
         if self.epoch <= after:
             return None  # the supervisor has not noticed the death yet
         location = None if self.life is None else self.life.location
