@@ -330,7 +330,7 @@ def test_options_of_init_that_are_ignored(monkeypatch: pytest.MonkeyPatch) -> No
     [
         ({"job_config": object()}, "say namespace= and runtime_env="),
         ({"address": "auto"}, "leave address= out"),
-        ({"address": "ray://head:10001"}, "the address of a driver of actorrpc's"),
+        ({"address": "ray://head:10001"}, "has an address like tcp"),
     ],
     ids=["job_config", "auto", "ray"],
 )
