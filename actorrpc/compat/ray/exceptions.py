@@ -362,9 +362,8 @@ def _as(kind: type[RayError], error: errors.RpcError) -> RayError:
 
 
 def _task_error(error: errors.RemoteError, cause: BaseException) -> errors.RpcError:
-    if isinstance(
-        cause, RayTaskError
-    ):  # a task called by this task raised it, and its class could not be combined
+    # A task that this task called raised it, and the two classes could not be combined.
+    if isinstance(cause, RayTaskError):
         return _rebuild_task_error(
             str(cause.args[0]), cause.type_name, error.traceback, cause.cause, cause.worker
         )

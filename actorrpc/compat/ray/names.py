@@ -10,22 +10,22 @@ __all__ = ["HINTS", "missing", "no_module"]
 
 #: beginning of a name -> what to use instead
 HINTS: Final = {
-    "ray.air": "Ray's libraries are not part of it",
+    "ray.air": "Ray's libraries are not part of actorrpc",
     "ray.autoscaler": "actorrpc.scale() starts and drains workers",
     "ray.cluster_utils": "clusters of several nodes in one machine are not simulated; actorrpc.testing has InProcessCluster",
     "ray.dag": "there are no compiled graphs: pass ObjectRefs to other calls",
-    "ray.data": "Ray's libraries are not part of it; torch's DataLoader reads in parallel",
+    "ray.data": "Ray's libraries are not part of actorrpc; torch's DataLoader reads in parallel",
     "ray.internal": "it is private",
     "ray.java_actor_class": "there are Python actors only",
     "ray.java_function": "there are Python functions only",
     "ray.job_submission": "there are no jobs: start the script",
-    "ray.rllib": "Ray's libraries are not part of it",
-    "ray.serve": "Ray's libraries are not part of it",
-    "ray.train": "Ray's libraries are not part of it; actorrpc.spawn() and collective groups do what its workers need",
-    "ray.tune": "Ray's libraries are not part of it; an ActorPool runs trials",
+    "ray.rllib": "Ray's libraries are not part of actorrpc",
+    "ray.serve": "Ray's libraries are not part of actorrpc",
+    "ray.train": "Ray's libraries are not part of actorrpc; actorrpc.spawn() and collective groups do what its workers need",
+    "ray.tune": "Ray's libraries are not part of actorrpc; an ActorPool runs trials",
     "ray.util.collective": "actorrpc.collective_group() makes groups of torch.distributed",
     "ray.util.multiprocessing": "an ActorPool, or tasks, do what its Pool does",
-    "ray.workflow": "Ray's libraries are not part of it",
+    "ray.workflow": "Ray's libraries are not part of actorrpc",
 }
 
 

@@ -64,11 +64,11 @@ class NotIn:
 
 
 class Exists:
-    """The label has any value."""
+    """The label exists, with any value."""
 
 
 class DoesNotExist:
-    """The label has no value."""
+    """The label does not exist."""
 
 
 @dataclass(frozen=True)
