@@ -59,13 +59,13 @@ doze: Callable[..., bool] = _doze
 #: builtin function, because it is fast.
 patience: Callable[[float], float] = float
 
-#: ``sleep(seconds)``: sleep for so many seconds.
+#: ``sleep(seconds)``: like ``time.sleep``.
 sleep: Callable[[float], None] = time.sleep
 
 #: Only if a deadline is nearer than this, in seconds, the code calls :func:`patience` to learn how long to sleep.
 near_s: float = 1.0
 
-#: ``pause(seconds)``: let other threads run for so many real seconds, even if time is virtual.
+#: ``pause(seconds)``: sleep in real time, even if time is virtual, so that other threads run.
 pause: Callable[[float], None] = time.sleep
 
 Lock: Callable[[], threading.Lock] = threading.Lock

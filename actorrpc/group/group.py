@@ -84,7 +84,7 @@ _SILENT_S: Final = 2.0  # after this time, a collective wait logs the exception 
 
 
 class _Barrier:
-    """The workers that have arrived at the end, as far as this worker knows. ``_lock`` guards all of it and is a leaf.
+    """The workers that have called ``shutdown()``, as far as this worker knows. ``_lock`` guards all of it and is a leaf.
 
     A worker that has reached a stage was told that all had reached the stages before it, perhaps by a worker that has left or
     died since. Therefore it counts for the earlier stages as well.

@@ -1,7 +1,7 @@
-"""Where an actor is, as one process knows it, and the order of the calls that this process makes to it.
+"""The location of an actor, as far as one process knows it, and the order of the calls of this process to the actor.
 
-While an actor is being made, restarted or looked for, its calls wait in the queue, with their arguments as they were at the
-call. They are sent in the order in which they were made, before any newer call. When an actor has ended, its supervisor is asked
+While an actor is being made, restarted or located, its calls wait in the queue, with their arguments as they were at the call.
+They are sent in the order in which they were made, before any newer call. When an actor has ended, its supervisor is asked
 first whether the actor restarts, which decides about calls that may have run, and then where it lives again. Calls that did not
 run, and calls that may be made again, return to their places in the queue. No call is sent before all calls to the former
 incarnation are accounted for.
@@ -312,7 +312,7 @@ class CallQueue:
         with self._lock:
             self._waiting.discard(number)
 
-    # -- calls that come back ----------------------------------------------------------------------------
+    # -- calls that return to the queue ------------------------------------------------------------------
 
     def caught(self, future: ResultFuture, error: BaseException) -> bool:
         """Take over a failed call if its actor has failed or the call may be repeated; return whether it was taken over.

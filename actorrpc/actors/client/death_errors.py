@@ -1,4 +1,4 @@
-"""The deaths of an actor as one process knows them, and the errors of its calls; each call gets its own error object."""
+"""The deaths of an actor that one process has noticed, and the errors of its calls; each call gets its own error object."""
 
 from __future__ import annotations
 

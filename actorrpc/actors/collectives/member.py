@@ -286,7 +286,7 @@ class Members:
         return _caused(f"an operation of {ticket.title} failed at rank {ticket.rank}: {why}", error)
 
     def _explained_as_gone(self, instance_id: int, error: ValueError) -> BaseException:
-        """Explain that a group has ended which a method got before that; return torch's error if it was not one of ours."""
+        """Explain a failed operation of a group that ended after the method got it; return torch's error if the group is not ours."""
         ended = [each for each in self._of(instance_id) if each.why]
         past = self._past.get(instance_id)
         member = ended[0] if ended else past

@@ -286,7 +286,7 @@ class Runner:
         self._serve_on(awaits[0] if loop is None and awaits else loop)
 
     def end(self) -> None:
-        """End the runner if it is idle, because its mailbox is closed. A busy runner finds that out by itself."""
+        """End the runner if it is idle, because its mailbox is closed. A busy runner ends after its call."""
         self._threads.call(self)
 
     def run_on(self, thread: ActorThread) -> bool:

@@ -122,7 +122,7 @@ class Spawner(Protocol):
         """Return a slot. Idempotent."""
 
     def release(self, worker: str) -> None:
-        """Let a process end by itself, when no object that lives in it is referenced any longer."""
+        """Let a process end when no object that lives in it is referenced any longer."""
 
     def kill(self, worker: str) -> None:
         """End a process at once (SIGKILL)."""
@@ -157,7 +157,7 @@ class Restarting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorState:
-    """An actor, as its supervisor knows it: a row of ``list_actors()``.
+    """The state of an actor according to its supervisor: a row of ``list_actors()``.
 
     Attributes:
         state: ``"PENDING_CREATION"``, ``"ALIVE"``, ``"RESTARTING"``, ``"ENDING"`` or ``"DEAD"`` (Ray's words, except for

@@ -377,7 +377,7 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
         max_pending_calls: further calls of one caller are refused; -1: no limit.
         max_restarts: how often it is restarted when it dies; -1: without limit. In a supervision group (:func:`supervise`),
             the group's limit, window and back-off apply; this must not be 0 then.
-        restart_window_s: only the restarts in the last so many seconds count; None: all restarts.
+        restart_window_s: only restarts within this time count, in seconds; None: all restarts.
         restart_backoff_s: the wait before the second restart in a row; doubles with each restart up to 10 s, and is shortened at
             random by up to a half.
         max_task_retries, retry_exceptions: see :class:`CallOptions`; for all of its methods.

@@ -613,7 +613,7 @@ class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
         """Say whether :meth:`next` would return, or raise StopIteration, at once.
 
         Args:
-            timeout: wait up to so many seconds until it would; None: as long as the actor lives.
+            timeout: how many seconds to wait for that; None: as long as the actor lives.
         """
         until = deadline_of(timeout)
         arrival = self._arrival()

@@ -1,4 +1,4 @@
-"""What a supervisor knows about one actor, and the answers that follow from it. No I/O; the supervisor's lock guards it."""
+"""A supervisor's record of one actor, and the answers that follow from it. No I/O; the supervisor's lock guards it."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class ActorRecord:
         self.put_off_since: float | None = None
         self.last: Restarting | None = None
         self.death: ActorDiedError | None = None
-        #: (the last incarnation that the asking worker knows to have ended, whether it waits for the next one, its future)
+        #: (the last incarnation of whose end the querying worker has been told, whether it waits for the next one, its future)
         self.waiters: list[tuple[int, bool, Future[Any]]] = []
         self.watchers: list[Future[ActorDiedError]] = []
 

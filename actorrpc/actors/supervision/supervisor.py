@@ -597,7 +597,7 @@ class Supervisor:
         """Return a future of an actor's location.
 
         Args:
-            after: the last incarnation of which the asking worker knows that it has ended.
+            after: the last incarnation of whose end the querying worker has been told.
             wait: wait until it lives again; otherwise the future completes with :class:`Restarting` as soon as it is
                 known that it will.
 

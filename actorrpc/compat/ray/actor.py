@@ -419,7 +419,7 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
 
 
 def kill(actor: Any, *, no_restart: bool = True) -> None:
-    """End an actor at once, for good or (``no_restart=False``) as if it had died by itself.
+    """End an actor at once, for good or (``no_restart=False``) as if it had died.
 
     Raises:
         WrongTypeError: it is not the handle of an actor (a ValueError and a TypeError).
