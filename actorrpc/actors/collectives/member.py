@@ -286,7 +286,7 @@ class Members:
         return _caused(f"an operation of {ticket.title} failed at rank {ticket.rank}: {why}", error)
 
     def _explained_as_gone(self, instance_id: int, error: ValueError) -> BaseException:
-        """Explain a failed operation of a group that ended after the method got it; return torch's error if the group is not ours."""
+        """Explain a failed operation of a group that ended after the method got it; return torch's error for other groups."""
         ended = [each for each in self._of(instance_id) if each.why]
         past = self._past.get(instance_id)
         member = ended[0] if ended else past
