@@ -75,7 +75,7 @@ _ASYNC_LIMIT: Final = 1000  # default limit of concurrent coroutines of one acto
 
 
 def _shown(instance: Any) -> str:
-    """Return the first line, cut, of the class's own ``__repr__``; empty if it has none, or one of ``_NOT_THEIR_OWN``."""
+    """Return the ``__repr__`` of the class itself, on one line and cut; empty if it has none, or one of ``_NOT_THEIR_OWN``."""
     says: Any = type(instance).__repr__
     if says is object.__repr__:
         return ""
