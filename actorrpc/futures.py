@@ -374,7 +374,9 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     )
 
     awaits: Sequence[Any] = ()
-    _then_class: type[Future[Any]] | None = None  # of what then() returns; None: its own
+    _then_class: type[Future[Any]] | None = (
+        None  # the class of the futures that then() returns; None: the same class
+    )
     torch_has_outcome = True
     covered = False
     _born = 0  # the generation of the process that made it
