@@ -374,9 +374,8 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     )
 
     awaits: Sequence[Any] = ()
-    _then_class: type[Future[Any]] | None = (
-        None  # the class of the futures that then() returns; None: the same class
-    )
+    # The class of the futures that then() returns; None: the same class.
+    _then_class: type[Future[Any]] | None = None
     torch_has_outcome = True
     covered = False
     _born = 0  # the generation of the process that made it
