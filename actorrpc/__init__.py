@@ -23,7 +23,7 @@ def _is_command() -> bool:
     The command line needs neither torch nor the rest of this module, and starts in a tenth of the time without them.
     """
     arguments = getattr(sys, "argv", None) or [""]
-    if arguments[0] == "-m":  # Python has not found the module yet; it is this package's
+    if arguments[0] == "-m":  # Python is still looking for the module, which is in this package
         return bool(sys.orig_argv[-len(arguments)].removeprefix("-m") == "actorrpc")
     return bool(os.path.basename(arguments[0]) == "actorrpc")
 

@@ -1,8 +1,8 @@
 """The text of an exception that is sent to another worker: its traceback, its chain and its notes, limited in size.
 
-This runs on the thread that executed the call. It copes with any user's class: a ``str`` that raises or returns 100 MB, a
-chain that is a circle, a recursion a thousand deep. The text looks like Python's. Python's own formatter is not used, because it
-takes longer than all other steps of a failing call. Of files, only source lines are read, through ``linecache``.
+This runs on the thread that executed the call. It handles any user's class: a ``str`` that raises or returns 100 MB, a
+chain that is a circle, a recursion a thousand deep. The text has Python's format. Python's own formatter is not used, because it
+takes longer than all other steps of a failing call. The only files that are read are source files, through ``linecache``.
 
 A user's class may define properties with the names of an exception's attributes or a ``__getattribute__`` that raises, or refuse
 every assignment (as a frozen dataclass does). The attributes are therefore read and set through the descriptors of
@@ -64,7 +64,7 @@ def mark_handlers(error: BaseException) -> None:
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Say whether :func:`mark_handlers` has marked the exception: then the interrupted code is not its cause."""
+    """Say whether :func:`mark_handlers` has marked the exception: then the code in which it is raised has not failed."""
     return _OF_HANDLER in dict_of(error)
 
 
@@ -122,7 +122,7 @@ def _is_handled_here(error: BaseException) -> bool:
 
 _MAX_MESSAGE = 8 << 10
 _MAX_FRAMES = 200
-_MAX_MEMBERS = 200  # of an exception group, which is printed in Python's format
+_MAX_MEMBERS = 200  # larger exception groups are formatted without their members
 _MAX_CHAIN = 64
 MAX_NOTES = 100
 _MAX_SCAN = 1000
@@ -271,6 +271,6 @@ def _format_frame(link: types.TracebackType, checked: set[str]) -> str:
             start, stop = (len(source.encode()[:at].decode(errors="replace")) for at in columns)
             if 0 < stop - start < len(stripped):
                 text += " " * (4 + start - (len(source) - len(stripped))) + "^" * (stop - start) + "\n"
-    except Exception:  # a module loader that cannot give the source
+    except Exception:  # the module's loader cannot provide the source
         pass
     return text

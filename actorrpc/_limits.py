@@ -16,7 +16,7 @@ from actorrpc.errors import LimitError
 __all__ = ["NO_THREAD", "explain_fork", "explain_memory", "explain_threads", "memory_limit", "start_thread"]
 
 NO_THREAD: Final = (RuntimeError, MemoryError)
-"""What the start of a thread raises where there can be no more of them."""
+"""The errors of starting a thread if the system allows no more threads."""
 _PIDS: Final = "/sys/fs/cgroup"
 
 
@@ -47,7 +47,7 @@ def explain_memory() -> str:
     """Return a message: the limit of memory, and how much of it is used."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
-        return "the system has none left for it"
+        return "the system has no more memory"
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() >> 20
     except (OSError, ValueError):
@@ -78,7 +78,7 @@ def memory_limit() -> int:
 
 
 def _limits() -> list[str]:
-    """Return those limits on starting threads and processes that are set."""
+    """Return the limits on starting threads and processes that are set."""
     known = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY:

@@ -67,7 +67,7 @@ def local(frame: FrameType, name: str) -> Any:
 
 
 def _make_all(frame: FrameType | None) -> None:
-    """Have the interpreter make the objects of all frames of a stack. Each lives as long as the frame itself."""
+    """Make the interpreter create the objects of all frames of a stack. Each lives as long as the frame itself."""
     while frame is not None:
         frame = frame.f_back
 

@@ -6,7 +6,7 @@ pollers and threads as well, and so decides which thread runs next. Code that st
 ``time.monotonic`` itself, since other processes live in real time.
 
 A thread that waits for a deadline calls one of the functions below in a loop, and reads :func:`now` again after each call:
-where time is virtual, any amount of time may have passed.
+if time is virtual, any amount of time may have passed.
 
 :mod:`actorrpc.agent` and :mod:`actorrpc.transport` make their locks and pollers with :data:`Lock`, :data:`RLock`,
 :data:`Condition`, :data:`Event`, :data:`poll` and :data:`epoll`, and start their threads with :data:`start`. These are called
@@ -50,22 +50,22 @@ def _doze(lock: threading.Lock, until: float, idle: bool = False) -> bool:
 #: Seconds since some moment; never runs backwards. Only differences mean anything. Thread-safe.
 now: Callable[[], float] = time.monotonic
 
-#: ``doze(lock, until, idle=False)``: sleep until the lock is released or the time has come, for :data:`SLICE_S` at most;
-#: return whether the lock was taken. It may return before either. ``idle``: the sleep is of a clock, for which no other thread
-#: waits; it is not limited to :data:`SLICE_S`.
+#: ``doze(lock, until, idle=False)``: sleep until this thread acquires the lock, until the time ``until``, or for :data:`SLICE_S`;
+#: return whether the lock was acquired. May return earlier. ``idle``: the thread of a clock sleeps, for which no other thread
+#: waits: then the sleep is not limited to :data:`SLICE_S`.
 doze: Callable[..., bool] = _doze
 
 #: ``patience(seconds)``: return how many real seconds a wait that takes ``seconds`` from now may sleep at a time. By default a
 #: builtin function, because it is fast.
 patience: Callable[[float], float] = float
 
-#: ``sleep(seconds)``: sleep for so many seconds.
+#: ``sleep(seconds)``: like ``time.sleep``.
 sleep: Callable[[float], None] = time.sleep
 
-#: If a deadline is nearer than this, in seconds, the code asks :func:`patience` how long to sleep; otherwise it does not.
+#: Only if a deadline is nearer than this, in seconds, the code calls :func:`patience` to learn how long to sleep.
 near_s: float = 1.0
 
-#: ``pause(seconds)``: let other threads run for so many real seconds, also where time is virtual.
+#: ``pause(seconds)``: sleep in real time, even if time is virtual, so that other threads run.
 pause: Callable[[float], None] = time.sleep
 
 Lock: Callable[[], threading.Lock] = threading.Lock
@@ -75,5 +75,5 @@ Event: Callable[[], threading.Event] = threading.Event
 poll: Callable[[], select.poll] = select.poll
 epoll: Callable[[], select.epoll] = select.epoll
 
-#: ``start(thread)``: start a :class:`threading.Thread`, of whatever subclass.
+#: ``start(thread)``: start a :class:`threading.Thread`, or an object of a subclass.
 start: Callable[[Any], None] = threading.Thread.start

@@ -50,15 +50,15 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_DEBUG": "0: breakpoint() in calls does not stop them, and debuggers cannot attach (default 1)",
     "ACTORRPC_DEBUG_WAIT": "seconds for which breakpoint() stops a call if no debugger attaches (default 600)",
     "ACTORRPC_DUMP_SIGNAL": "the number of the signal at which a worker dumps its stacks (default that of SIGRTMIN+7; 0: none)",
-    "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: left alone)",
+    "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: not changed)",
 }
 
 
 def host_and_port(text: str) -> tuple[str, int | None]:
-    """Return the parts of an address: ``host``, ``host:port``, an IPv6 address, or one in brackets with ``:port``.
+    """Return host and port of an address: ``host``, ``host:port``, an IPv6 address, or ``[address]:port``.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: it is not such an address.
     """
     host, sign, port = text, "", ""
     if text.startswith("["):
@@ -102,7 +102,7 @@ _word = partial(text, none=True)
 class Settings:
     """The settings of an agent. Made by :meth:`from_environment`; options given in code have precedence.
 
-    ENVIRONMENT says what a field means, or, if the field has no variable, its declaration.
+    The meaning of a field is in ENVIRONMENT or, if the field has no variable, in its declaration.
 
     Raises:
         ConfigError: a value cannot be used; if its type is wrong, :class:`~actorrpc.errors.WrongTypeError`.
@@ -132,10 +132,12 @@ class Settings:
     # -- speed -----------------------------------------------------------------------------
     spin_us: int = option(100, _count)
     cork_frames: int = option(
-        64, _count, meaning="the most frames that are held back to be written together; 0 or 1: none"
+        64,
+        _count,
+        meaning="the most frames that are delayed, so that they are written together; 0 or 1: none",
     )
-    cork_bytes: int = option(128 << 10, _count, meaning="the most bytes of small frames that are held back")
-    cork_us: int = option(200, _count, meaning="microseconds for which frames are held back at most")
+    cork_bytes: int = option(128 << 10, _count, meaning="the most bytes of small frames that are delayed")
+    cork_us: int = option(200, _count, meaning="the most microseconds for which frames are delayed")
     switch_interval: float | None = option(None, partial(_time, none=True))
     # -- inspection --------------------------------------------------------------------
     recorder: bool = option(True, flag)

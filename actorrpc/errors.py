@@ -128,8 +128,8 @@ def _rebuild_ended(
 class PeerDiedError(_CallEnded, ConnectionError):
     """The other worker's process ended, or was declared dead, before the call was answered.
 
-    Calls made after this one fail the same way: the worker does not come back under the same
-    incarnation. ``maybe_executed`` says whether this call may have run before the end.
+    Later calls to this incarnation of the worker fail in the same way. ``maybe_executed`` says whether this call may have run
+    before the end.
 
     Remedy: the message says how the worker ended, and shows its last output; if ``maybe_executed`` is ``False``, make the
     call again on another worker. An actor with ``max_restarts`` is restarted automatically. If a living worker was
@@ -299,7 +299,7 @@ class SupervisionError(ActorError):
 
 
 class CollectiveError(ActorError):
-    """A collective cannot be used: a member has ended or gave up, the collective was destroyed, or this actor has none.
+    """A collective cannot be used: a member has ended or gave up, it was destroyed, or this actor is not in a collective.
 
     The effects of the method before the failed operation remain. ``cause`` is the error that torch raised, if it raised
     one.
@@ -420,7 +420,7 @@ class ConfigError(RpcError, ValueError):
 
 
 class PlacementError(ConfigError):
-    """No worker has the requested resources, or none had them free in time. The message lists them and the existing resources.
+    """No worker has the requested resources, or they did not become free in time. The message lists existing and requested ones.
 
     Remedy: request less, add a worker that has them, or wait longer with ``placement_timeout``.
     """

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 KEPT: Final = 32768
-"""Records in the ring; 2.9 MB in all, which the kernel provides as the ring fills."""
+"""The number of records in the ring: 2.9 MB in all, which the kernel allocates as the ring fills."""
 
 CALLED: Final = 0
 """``(number, CALLED, made, answered, id, callee, chain, method, thread, failed, waits, bytes out, bytes in)``; ``waits``: the
@@ -44,14 +44,14 @@ EXECUTED: Final = 1
 """``(number, EXECUTED, arrived, begun, ended, id, caller, chain, method, thread, failed, actor)``"""
 
 COPIED_BYTES: Final = 1 << 20
-"""Copies of tensors and of other large memory are recorded from this size on."""
+"""Copies of at least this many bytes, of tensors and other large memory, are recorded."""
 
 NOTED: Final = 2
 """``(number, NOTED, begun, ended, kind, what, thread)``"""
 
 UNDER_WAY: Final = -1
-"""The number of a record that is made on demand for a call that has not ended, and that is therefore not in the ring. Its end is
-the time of the request. An execution that is still queued has that time as ``begun`` as well. Thread 0: no thread runs it."""
+"""The number of a record that is made on demand for a call that has not ended, and is not in the ring. Its end is the time of the
+request. For an execution that is still queued, ``begun`` is also that time. Thread 0: no thread runs it."""
 
 # All records begin with their number + 1 (0: the slot is empty) and their kind. Names are numbers.
 _HEAD: Final = struct.Struct("<qB")
@@ -68,7 +68,7 @@ _head_at: Final = _HEAD.unpack_from
 
 _MODULES: Final = 4096  # the most modules in the table; when it is full, it is emptied
 OWN: Final = "actorrpc."
-"""The prefix of the names of calls that the package makes for itself; after it comes the function's name without its module."""
+"""The prefix of the names of the package's internal calls; the function's name without its module follows."""
 
 
 def method_of(actor: str, method: str) -> str:
@@ -94,7 +94,7 @@ class _OwnModules(dict[Any, bool]):
 
 OWN_MODULES: Final = _OwnModules()
 """A table, because it is used in every call: ``type(function) is FunctionType and OWN_MODULES[function.__module__]``
-says whether a function is one that the package calls for itself."""
+says whether a function is an internal function of the package."""
 
 
 def name_of(function: Any) -> str:
@@ -107,9 +107,9 @@ def name_of(function: Any) -> str:
 class _Names:
     """Numbers for the names in records. Thread-safe.
 
-    A worker may meet any number of names (each actor has its own), so names are forgotten in generations. A generation ends when
+    The number of names is not bounded (each actor has its own), so old names are removed by generations. A generation ends when
     it has three names for each record of the ring. A record refers to names of the generation that was current when the record
-    was written; when that generation is forgotten, two generations later, newer records have overwritten the record.
+    was written. When that generation is removed, two generations later, newer records have overwritten the record.
     """
 
     __slots__ = ("_limit", "_lock", "_next", "numbers", "texts")
@@ -218,7 +218,7 @@ class FlightRecorder:
     @property
     def total(self) -> int:
         """How many records were written, overwritten ones included."""
-        # Another thread may have set ``_last`` back to the lower number of its own record.
+        # Threads set ``_last`` without a lock: a slower thread may have replaced a higher number by the number of its own record.
         number = self._last
         while self._at(number + 1) == number + 1:
             number += 1

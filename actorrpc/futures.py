@@ -1,8 +1,9 @@
-"""Futures: the value of a call that is not over yet.
+"""Futures: the value of a call that may still run.
 
 :class:`Future` is a ``torch.futures.Future`` (so ``torch.futures.collect_all`` and friends take it) that
 keeps its own state in Python: Ctrl-C interrupts its waits, they take a time-out, it can be awaited in asyncio, its
-callbacks get Futures of this class, and a failure that was never retrieved is logged.
+callbacks get Futures of this class, and a failure that was never retrieved is logged. "torch's half" of a future is the C++
+object of its base class.
 
 A future has no lock. Completion is claimed by deleting a slot, which is one atomic step in CPython;
 callbacks and waiters are lists that are appended to and popped from, which is atomic too. So completing a
@@ -79,7 +80,7 @@ class NestedRunner(Protocol):
         """Record that the thread is about to wait for ``what``. ``wake()`` wakes it, so that it checks ``work``."""
 
     def end_wait(self) -> None:
-        """Record that the thread does not wait any longer."""
+        """Record that the thread has stopped waiting."""
 
     def begin_await(self) -> None:
         """Record that a coroutine on the thread is about to wait. Other coroutines may run meanwhile."""
@@ -103,13 +104,13 @@ class Progress:
         """Work towards completion on the calling thread, which waits for the future, at most until the deadline."""
 
     def flush(self) -> None:
-        """Send the messages that are gathered, because a thread is about to wait elsewhere for the outcome."""
+        """Send the gathered messages, because a thread is about to wait for the outcome without driving this source."""
 
     def listen(self) -> None:
-        """Have the pool read the reply, because the thread that polls the future does not read."""
+        """Let the pool read the reply, because the thread that polls the future does not read it."""
 
     def cancel(self) -> bool:
-        """Give up; False where the future is complete."""
+        """Cancel the operation; False if the future is complete."""
         return False
 
 
@@ -119,7 +120,7 @@ class _Waiting(threading.local):
     Attributes:
         depth: how many callbacks of futures this thread runs, one within another.
         runner: the thread's runner, if it belongs to an actor.
-        posts: where this thread puts the posts (``agent/outbound.py``) that it reads, if it executes them; None: the pool does.
+        posts: the queue for one-way requests that this thread reads and then executes; None: the pool executes them.
     """
 
     depth = 0
@@ -136,7 +137,7 @@ def stand_by(runner: NestedRunner | None) -> None:
 
 
 INTERRUPTED: Final[set[Any]] = set()
-"""The runners whose methods must be interrupted. Almost always empty, so that functions of users can check it cheaply."""
+"""The runners whose methods must be interrupted. Almost always empty, so checking it costs a call nearly nothing."""
 
 
 def interruption_point() -> None:
@@ -158,7 +159,7 @@ class _Unretrieved:
     def __init__(self, error: BaseException, label: object) -> None:
         self.error = error
         self.label = label
-        # The thread that cancels a call, or leaves the group, knows that calls fail.
+        # The program cancelled the call, or leaves the group: the failure is expected.
         self.seen = type(error) is CancelledError or _muted
 
     def __del__(self) -> None:
@@ -177,7 +178,7 @@ def _report(line: str) -> None:
     if len(_reports) == 1:
         try:
             threading.Thread(target=_log_reports, name="actorrpc-report", daemon=True).start()
-        except RuntimeError:  # the interpreter is shutting down: there is nowhere left to report to
+        except RuntimeError:  # no thread can be started, because the interpreter is shutting down
             _reports.clear()
 
 
@@ -188,19 +189,20 @@ def _log_reports() -> None:
 
 
 def mute(muted: bool) -> None:
-    """Suppress the reports of failures of futures from now on, or no longer: a process that leaves its group ends its calls."""
+    """Switch the reports of failures off (True) or on. A process that leaves its group fails its calls, and switches them off."""
     global _muted
     _muted = muted
 
 
-_generation = 0  # the number of forks, of processes in a group, between the first process and this one
+# How often a process that was in a group was forked, in the line of ancestors from the first process to this one.
+_generation = 0
 
 
 def forked() -> None:
     """Record that this process is a fork of a process in a group: futures that are pending now never complete here."""
     global _generation
     _generation += 1
-    # Only the thread that called fork() exists here. A new thread may get the number of another one.
+    # Only the thread that called fork() exists here. A new thread may get the id of a thread of the parent.
     for thread in QUEUED.keys() - {get_ident()}:
         del QUEUED[thread]
 
@@ -211,10 +213,10 @@ def generation() -> int:
 
 
 def lost_by_fork(label: object) -> NotInitializedError:
-    """Return the error of a wait, in a forked process, for an outcome that only the process that was forked gets."""
+    """Return the error of a wait, in a forked process, for an outcome that only the parent process gets."""
     return NotInitializedError(
         f"{label} was not over when this process was forked (os.fork(), or multiprocessing's start method "
-        "'fork'): the outcome arrives only in the process that was forked. Wait for it before the "
+        "'fork'): the outcome arrives only in the parent process. Wait for it before the "
         "fork; for calls of its own, start the process with the method 'spawn', or call actorrpc.init() (or "
         "init_rpc()) in it"
     )
@@ -239,7 +241,7 @@ def _twin(error: BaseException, twins: dict[int, BaseException] | None = None) -
 
     cls = type(error)
     try:
-        # The class in C that defines the layout of the object. It need not be the first in the order of methods.
+        # The class in C that defines the layout of the object. It need not be the first in the method resolution order.
         native: Any = cls
         while native.__flags__ & _HEAP_TYPE:
             native = native.__base__
@@ -372,7 +374,8 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     )
 
     awaits: Sequence[Any] = ()
-    _then_class: type[Future[Any]] | None = None  # of what then() returns; None: its own
+    # The class of the futures that then() returns; None: the same class.
+    _then_class: type[Future[Any]] | None = None
     torch_has_outcome = True
     covered = False
     _born = 0  # the generation of the process that made it
@@ -413,10 +416,10 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     def conclude(
         self, value: Any, error: BaseException | None, submit: Callable[..., Any] | None = None
     ) -> None:
-        """Publish the outcome of a future that the caller has claimed, and wake the threads that wait. Subclasses may extend it.
+        """Publish the outcome of a future that the caller has claimed, and wake waiting threads. Subclasses may extend this.
 
         Args:
-            value: the value, where ``error`` is None.
+            value: the value, if ``error`` is None.
             error: the error, which every wait then raises.
             submit: schedules the callbacks on another thread; by default they run on this one.
         """
@@ -429,7 +432,9 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             report = self._report
             if report is None:
                 report = self._report = _Unretrieved(error, self.label)
-            if self.covered:  # read after the line above: handled here or in cover()
+            if (
+                self.covered
+            ):  # read after setting _report: either this thread sees the flag, or cover() sees the report
                 report.seen = True
             self.completed = True
             if self.torch_has_outcome:
@@ -467,7 +472,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         except BaseException as error:
             self.try_fail(error)
             if is_of_handler(error):
-                self.acknowledge()  # this thread gets the error
+                self.acknowledge()  # the error is raised in this thread
                 raise
         else:
             self.try_complete(value)
@@ -486,7 +491,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         future is complete already, the error of ``other`` counts as retrieved.
 
         Args:
-            error: fails this future, in place of the outcome of ``other``.
+            error: the error of this future, instead of the outcome of ``other``.
             submit: see :meth:`conclude`.
         """
         if not self.claim():
@@ -575,7 +580,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         if source is not None:
             source.listen()
 
-    # -- looking -----------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------
 
     def check_process(self) -> None:
         """Check that the future can complete in this process.
@@ -591,7 +596,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         if not self.completed:
             if QUEUED:
                 run_queued_callbacks()
-            self.listen()  # a program that polls done() does not wait
+            self.listen()  # a program that polls done() does not read the reply itself
         return self.completed
 
     def cancelled(self) -> bool:
@@ -608,17 +613,17 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
                 # everything in the frames of the traceback would live until the next garbage collection.
                 del self
         if self._devices:
-            # At completion, torch's half recorded the pending work of the current streams. The streams here wait for it.
+            # At completion, torch's half recorded the work of that thread's CUDA streams. Here the current streams wait for it.
             _base_wait(self)
         return self.value_or_none  # type: ignore[no-any-return]
 
     def acknowledge(self) -> None:
-        """Record that its failure, if it has failed, was retrieved: it is not logged as a failure that was never retrieved."""
+        """Record that the failure of the future, if it has failed, was retrieved, so that it is not logged as never retrieved."""
         if self._report is not None:
             self._report.seen = True
 
     def cover(self) -> None:
-        """Acknowledge the failure of the future, also one that comes later."""
+        """Acknowledge the failure of the future, also if it fails later."""
         self.covered = True
         self.acknowledge()
 
@@ -659,7 +664,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         Raises:
             RpcTimeoutError: not complete within ``timeout``; the call continues.
             NotInitializedError: it was pending when this process was forked.
-            Exception: whatever the future was completed with.
+            Exception: the error of the future.
         """
         if INTERRUPTED:
             interruption_point()
@@ -673,7 +678,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             source = self.source
             if source is not None:
                 source.drive(deadline)
-                # It refers to the arguments of the call, and the traceback of an error may refer to this frame.
+                # The source refers to the arguments of the call, and the traceback of an error may refer to this frame.
                 source = None
             if not self.completed and not self.park(deadline):
                 raise RpcTimeoutError(
@@ -740,13 +745,13 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         if not self.completed:
             self._parked.append(waiter)
             # 1. This thread saw a pending future. 2. Another thread completed it and woke the waiters. 3. This thread appended
-            # the waiter too late. Therefore this thread looks again; only one of the two threads removes the waiter.
+            # the waiter too late. Therefore this thread checks again; only one of the two threads removes the waiter.
             if not self.completed or not self.remove_waiter(waiter):
                 return
         waiter(self)
 
     def remove_waiter(self, waiter: Callable[[Any], None]) -> bool:
-        """Undo :meth:`add_waiter`; False where the waiter was called, or is being called."""
+        """Undo :meth:`add_waiter`; False if the waiter was called, or is being called."""
         try:
             self._parked.remove(waiter)
         except ValueError:
@@ -798,7 +803,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
                 value = callback(done)
             except BaseException as error:
                 if error is passed:
-                    # Otherwise the traceback would grow with each link, and keep the frames of all.
+                    # Otherwise the traceback would grow with each callback of a chain, and keep the frames of all alive.
                     error.__traceback__ = trace
                 following.try_fail(error)
                 if is_of_handler(error):
@@ -838,7 +843,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         self.flush()
         self.add_done_callback(on_done)
         runner = WAITING.runner
-        waiter.stands_for = self  # type: ignore[attr-defined]  # the search for deadlocks looks here
+        waiter.stands_for = self  # type: ignore[attr-defined]  # read by the search for deadlocks
         if runner is not None:
             runner.begin_await()
         try:
@@ -902,7 +907,7 @@ class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[ty
         self.add_waiter(ConcurrentFuture._publish)
 
     def _publish(self) -> None:
-        """Publish the state that the functions of ``concurrent.futures`` look at, and wake the threads that wait in these."""
+        """Set the state for the functions of ``concurrent.futures``, and wake the threads that wait in these functions."""
         cancelled = self.cancelled()
         with self._condition:
             self._state = "CANCELLED_AND_NOTIFIED" if cancelled else "FINISHED"

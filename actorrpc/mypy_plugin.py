@@ -46,7 +46,7 @@ from mypy.typevars import fill_typevars
 __all__ = ["ActorPlugin", "plugin"]
 
 _HANDLE: Final = "actorrpc.actors.client.handle.ActorHandle"
-# mypy looks names up through packages, which have them as they are exported.
+# mypy looks names up in the packages that export them.
 _METHOD: Final = "actorrpc.actors.ActorMethod"
 _CLASS: Final = "actorrpc.actors.ActorClass"
 _REF: Final = "actorrpc.actors.ObjectRef"
@@ -177,7 +177,7 @@ def _handle_attribute(ctx: AttributeContext) -> Type:
 
 
 def _remote_of_task(ctx: AttributeContext) -> Type:
-    """Let every argument of a task also be an ObjectRef, by keyword too."""
+    """Let every argument of a task, positional or keyword, also be an ObjectRef."""
     task = get_proper_type(ctx.type)
     if not isinstance(task, Instance) or not task.args:
         return ctx.default_attr_type
@@ -250,6 +250,6 @@ def _outcome(ctx: AttributeContext, info: TypeInfo, name: str, member: CallableT
 
 
 def plugin(version: str) -> type[ActorPlugin]:
-    """Return the plugin (mypy's entry point)."""
+    """Return the class of the plugin (mypy's entry point)."""
     del version
     return ActorPlugin

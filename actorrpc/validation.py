@@ -1,8 +1,8 @@
 """Checks of the values that users give for options: which values each kind of option accepts, and the errors for others.
 
-A check takes the option's name and the value, and returns the value in the form in which it is kept. A dataclass of options
+A check takes the option's name and the value, and returns the value in the form in which it is stored. A dataclass of options
 declares with :func:`option` how each of its fields is checked; other functions call the checks themselves. The errors
-name the option, the value, and which values can be used.
+name the option, the value, and the valid values.
 
 Most checks take ``none`` (None is accepted, too), and ``right``, a text for the error that replaces the bounds.
 """
@@ -64,10 +64,10 @@ def check_fields(options: Any) -> None:
 
 
 def read(declared: str, said: str) -> Any:
-    """Return the value that a text gives for a field of this type; lists are separated by commas.
+    """Parse the text of a variable for a field of the declared type; list items are separated by commas.
 
     Raises:
-        ValueError: the text cannot be read.
+        ValueError: the text is not such a value.
     """
     return _READ.get(declared.partition(" ")[0], _read_list)(said)
 
@@ -92,7 +92,7 @@ def wrong(name: str, value: object, right: str, error: type[ConfigError] = Confi
 
 
 def flag(name: str, value: Any, *, none: bool = False) -> Any:
-    """Check a truth value; numbers and texts are refused."""
+    """Check a bool; numbers and strings are refused."""
     if isinstance(value, bool) or (none and value is None):
         return value
     raise wrong(name, value, f"True or False, of type bool{', or None' * none}", WrongTypeError)
@@ -249,12 +249,12 @@ def variables(name: str, value: Any) -> dict[str, str]:
 
 
 def _variable(name: str, value: Any) -> str:
-    # Numbers are what people write; anything else is a mistake.
+    # Users often give numbers; other types are mistakes.
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise wrong(name, value, "a str or a number", WrongTypeError)
     try:
         found = str(value)
-    except ValueError:  # Python refuses to write so many digits
+    except ValueError:  # Python refuses to convert an int with so many digits
         raise wrong(name, value, "a number with fewer digits") from None
     if "\0" in found:
         raise wrong(name, value, "without zero bytes")

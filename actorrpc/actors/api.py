@@ -233,7 +233,7 @@ class RuntimeContext:
 
     Attributes:
         worker: this worker.
-        namespace: the namespace in which names are looked up here.
+        namespace: the default namespace of names here.
         actor_id: the actor that executes this code; None outside of actors.
         actor_name: its name, if it has one.
         caller: the worker that made the call which is being executed; None outside of calls.

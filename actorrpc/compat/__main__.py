@@ -1,8 +1,8 @@
 """``python -m actorrpc.compat script.py args...``: run an unchanged program of torch's RPC on actorrpc.
 
-The program runs in the place of this process, as ``python script.py args...`` would; all options of the interpreter are
-taken over. ``-m module`` in the place of the script runs a module (``-m torch.distributed.run ...``). Every interpreter that
-the program starts is like it.
+The program replaces this process and runs as with ``python script.py args...``, with all options of the interpreter. ``-m
+module`` instead of the script runs a module (``-m torch.distributed.run ...``). Interpreters that the program starts also run
+on actorrpc.
 """
 
 from __future__ import annotations

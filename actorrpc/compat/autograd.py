@@ -19,9 +19,9 @@ from actorrpc.rpc import api as core
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 
-_RANK_BITS = 48  # of a context's id: the rank of its origin is above them
+_RANK_BITS = 48  # the bits of a context's id above these are the rank of its origin
 
-_entered: dict[int, context] = {}  # contexts that were not entered with a block
+_entered: dict[int, context] = {}  # contexts that _new_context() entered, without a `with` block
 
 
 def is_available() -> bool:
@@ -30,15 +30,15 @@ def is_available() -> bool:
 
 
 def _init(_worker_id: int) -> None:
-    """Do nothing: joining a group brings distributed autograd with it."""
+    """Do nothing: joining a group also starts distributed autograd."""
 
 
 def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, **more: Any) -> None:
-    """As :func:`actorrpc.autograd.backward`, whose further keywords it takes.
+    """As :func:`actorrpc.autograd.backward`, with the same further keywords.
 
     Raises:
         TypeError: the arguments have other types than these.
-        RuntimeError: a root is none, or as there.
+        RuntimeError: an item is not a root, or as :func:`actorrpc.autograd.backward`.
     """
     if not isinstance(context_id, int) or not _are_tensors(roots):
         raise TypeError(
@@ -84,7 +84,7 @@ def _name_the_node(error: Exception) -> None:
 
 
 class _Send:
-    """Stands for a message that left with tensors that require grad, as a node of the graph."""
+    """A node of the graph for a message that was sent with tensors that require grad."""
 
     def __init__(self, message: int, edges: Any) -> None:
         self.message = message
@@ -124,10 +124,10 @@ class DistAutogradContext:
 
 
 def _current_context() -> DistAutogradContext:
-    """Return the context that this code is in.
+    """Return the context in which this code runs.
 
     Raises:
-        RuntimeError: it is in none.
+        RuntimeError: there is no context.
     """
     id = current_context()
     if id is None:
@@ -139,7 +139,7 @@ def _current_context() -> DistAutogradContext:
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
-    """Return a context that this worker knows of.
+    """Return a context that has state on this worker.
 
     Raises:
         RuntimeError: there is none.
@@ -148,7 +148,7 @@ def _retrieve_context(context_id: int) -> DistAutogradContext:
 
 
 def _is_valid_context(context_id: int) -> None:
-    """Raise RuntimeError if this worker does not know of a context."""
+    """Raise RuntimeError if a context has no state on this worker."""
     contexts().get(context_id)
 
 
@@ -165,7 +165,7 @@ def _new_context() -> DistAutogradContext:
 
 
 def _release_context(context_id: int) -> None:
-    """End a context, here and on the workers that know of it."""
+    """End a context, here and on the other workers that it has reached."""
     made = _entered.pop(context_id, None)
     if made is not None:
         made.__exit__(None, None, None)

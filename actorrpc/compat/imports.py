@@ -38,7 +38,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module, once, with the other finders."""
+    """Finds one module, once, by calling the other finders, and wraps the loader in a :class:`_Loader`."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -72,7 +72,7 @@ def after_import(name: str, then: Callable[[ModuleType], None]) -> _Finder | Non
 
 
 class _Other(importlib.abc.Loader):
-    """Returns another module, unchanged."""
+    """A loader for an alias: returns the module of another name, unchanged."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -130,7 +130,7 @@ class _Root(_Other):
 
 
 class _Package(importlib.abc.MetaPathFinder):
-    """Finds a package and all modules in it under another name. No other finder is asked for modules of that name."""
+    """Finds a package and all modules in it under another name. No other finder is called for modules of that name."""
 
     def __init__(self, other: str, name: str) -> None:
         self._other = other

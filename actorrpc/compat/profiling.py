@@ -1,15 +1,15 @@
-"""What other workers have recorded, in the results of torch's profilers.
+"""Adds the events of other workers to the results of torch's profilers.
 
-While the drop-in is installed, profiles collect (see :mod:`actorrpc.rpc.profiling`): the operators that ran elsewhere for
-their calls are among their events, as ``rpc_async#fn(src -> dst)#remote_op: aten::add`` with ``is_remote`` and the worker's
-rank for ``node_id``, and in the traces that they export. torch does that in its own C++, for the old profiler only.
+While the drop-in is installed, each profile has a collector (see :mod:`actorrpc.rpc.profiling`): the operators that other workers
+ran for calls in the profile are among its events, as ``rpc_async#fn(src -> dst)#remote_op: aten::add`` with ``is_remote`` and the
+worker's rank as ``node_id``, and in exported traces. torch does this in C++, and only for the old profiler.
 
-A profile is of one thread, and so is all of this.
+A profile belongs to one thread; only calls of that thread add events.
 
-Of a backward pass, profiles show the pass and what it does with the gradients of messages, as torch does. The pass is
-``torch::distributed::autograd::backward``, on the thread that has called it. Gradients that have come for a message that was
-sent from here are ``...SendRpcBackward``, those that go to the worker that sent a message are ``...RecvRpcBackward``, on
-whichever thread. Only the part of the worker whose profile it is can be seen.
+As in torch, a profile contains the backward pass as ``torch::distributed::autograd::backward``, on the calling thread, and its
+work for each message: ``...SendRpcBackward`` processes the gradients that were received for a message which this worker had sent,
+and ``...RecvRpcBackward`` sends the gradients of a message back to its sender, on any thread. Only this worker's part of the
+pass is included.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from actorrpc.wire.identity import WorkerKey
 __all__ = ["patches", "profiled_pass"]
 
 _NAME: Final = "torch::distributed::autograd::"
-_lock = threading.Lock()  # guards _wanted; nothing is called under it
+_lock = threading.Lock()  # guards _wanted; a leaf
 _wanted: Final[dict[int, list[Collector]]] = {}  # by the number of the context
 
 
 @contextlib.contextmanager
 def profiled_pass(context_id: int) -> Iterator[None]:
-    """Show the pass that runs in the block in this thread's profile, if there is one."""
+    """Record the pass that runs in the block in this thread's profile, if there is one."""
     if not (modern._is_profiler_enabled or profiled()):
         yield
         return
@@ -87,14 +87,14 @@ def _forget(worker: Participant, context_id: int, found: Collector) -> None:
 
 
 def _work(node: int, part: LocalPass, index: int) -> Iterator[tuple[WorkerKey, Gradient]]:
-    """Work off a stratum on the worker of rank ``node``, and note what there was."""
+    """Run one stratum of the pass on the worker of rank ``node``, and record its work for each message."""
     began = time.time_ns()
     complete = part.work(index)
     for _ in part.messages(index):
         _note(node, part, "SendRpcBackward", began)
     for each in complete:
         began = time.time_ns()
-        yield each  # it is on its way when the next one is wanted
+        yield each  # the caller sends it before it requests the next one
         _note(node, part, "RecvRpcBackward", began)
 
 
@@ -112,7 +112,7 @@ _COLLECTOR: Final = "_actorrpc_collector"  # the attribute of a modern profile
 
 
 class _Records(list[Any]):
-    """What the old profiler gives at its end, and what was collected meanwhile."""
+    """The records that the old profiler returns at its end, with the profile's collector."""
 
     def __init__(self, records: list[Any], found: Collector | None) -> None:
         super().__init__(records)
@@ -120,7 +120,7 @@ class _Records(list[Any]):
 
 
 def _begin(profile: Any) -> Collector:
-    """Have this thread's calls collect for a profile that has just begun."""
+    """Give a profile that has just begun a collector, which records this thread's calls."""
     found = Collector(
         ProfilerSettings(
             profile.record_shapes,
@@ -135,7 +135,7 @@ def _begin(profile: Any) -> Collector:
 
 
 def _events(found: Collector, offset: int, seen: list[FunctionEvent]) -> list[FunctionEvent]:
-    """Return what was collected, in order with the events that torch has seen.
+    """Return the collected events and torch's own events, in one order.
 
     Args:
         offset: about how many nanoseconds lie between the start of the profile and that of the collector.
@@ -150,10 +150,10 @@ def _events(found: Collector, offset: int, seen: list[FunctionEvent]) -> list[Fu
 
 
 def _fitted(found: Collector, offset: int, seen: list[tuple[str, int, int]]) -> int:
-    """Return the offset nearest to the one given that puts calls into the ranges which torch has recorded for them.
+    """Return the offset nearest to ``offset`` with which each call lies in the range that torch has recorded for it.
 
-    Two clocks that are read one after the other say little about each other on a busy machine: what a call has done would
-    seem to be done before it.
+    On a busy machine, time may pass between reading the two clocks. With the given offset, the work of a call could then seem
+    to begin before the call.
 
     Args:
         seen: names, starts and ends by torch's clock, in nanoseconds.
@@ -167,7 +167,7 @@ def _fitted(found: Collector, offset: int, seen: list[tuple[str, int, int]]) -> 
     for name, own in calls.items():
         known = ranges.get(name, ())
         if len(known) != len(own):
-            continue  # a profile of all threads has calls of others by this name
+            continue  # a profile of all threads contains calls of other threads with this name
         for (opened, closed), (began, ended) in zip(sorted(known), sorted(own), strict=True):
             least.append(opened - began)
             most.append(closed - ended)
@@ -200,7 +200,7 @@ def _event(row: Row, id: int, offset: int) -> FunctionEvent:
 
 
 def patches() -> list[tuple[Any, str, Any]]:
-    """Return what is to stand where in torch's profilers: (place, name, value)."""
+    """Return the replacements of attributes of torch's profilers: (object, attribute, value)."""
     return [
         (_legacy.profile, "_start_trace", _starting(_legacy.profile._start_trace)),
         (_legacy, "_disable_profiler_legacy", _disabling(_legacy._disable_profiler_legacy)),
@@ -229,7 +229,7 @@ def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
 def _disabling(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def disable_profiler_legacy(*args: Any, **kwargs: Any) -> Any:
-        found = collected()  # first: ranges that are open end within the profile
+        found = collected()  # first, so that open ranges end within the profile
         return _Records(original(*args, **kwargs), found)
 
     return disable_profiler_legacy
@@ -281,7 +281,7 @@ def _exporting(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 _add_to_trace(Path(path), found)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                _log.warning("what other workers have recorded is not in the trace %s: %s", path, error)
+                _log.warning("the events of other workers are not in the trace %s: %s", path, error)
         return result
 
     return export_chrome_trace

@@ -1,4 +1,4 @@
-"""Puts actorrpc in the place of ``torch.distributed.rpc`` and of the modules of torch that build on it.
+"""Replaces ``torch.distributed.rpc``, and the modules of torch that build on it, by actorrpc.
 
 The replacements are modules of this package, under torch's names. Torch's own modules may have been imported before, but a
 name that a program has bound before (``from torch.distributed.rpc import RRef``) stays bound to torch's: install first, or use
@@ -52,17 +52,17 @@ def _path(environment: Mapping[str, str]) -> list[str]:
 
 
 def drop_in(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set for programs that are to run on actorrpc."""
+    """Return the environment variables with which programs of torch's RPC run on actorrpc."""
     return {VARIABLE: "1", "PYTHONPATH": os.pathsep.join([_SITE, *_path(environment)])}
 
 
 def without_drop_in(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set for programs that are to run on torch."""
+    """Return the environment variables with which programs run on torch's RPC."""
     return {VARIABLE: "0", "PYTHONPATH": os.pathsep.join(_path(environment))}
 
 
 def with_ray(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set for programs in which ``import ray`` is to mean :mod:`actorrpc.compat.ray`."""
+    """Return the environment variables with which ``import ray`` imports :mod:`actorrpc.compat.ray`."""
     return {"ACTORRPC_RAY": "1", "PYTHONPATH": os.pathsep.join([_SITE, *_path(environment)])}
 
 
@@ -80,7 +80,7 @@ def check_launch(name: str) -> None:
 
 
 def launch(changes: Mapping[str, str]) -> NoReturn:
-    """Replace this process, ``python -m name program ...``, by the program, with these variables changed."""
+    """Replace this process, ``python -m name program ...``, by the program, with these environment variables changed."""
     # Python's own options: the arguments before `-m name`.
     options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) - 1]
     os.environ.update(changes)
@@ -96,7 +96,7 @@ _LATE: Final = {
     for name in ("", ".faulty_agent_backend_registry")
 }
 _lock = threading.Lock()  # guards _undo
-_undo: ExitStack | None = None  # puts everything back, in reverse order; None: not installed
+_undo: ExitStack | None = None  # undoes all replacements, in reverse order; None: not installed
 
 
 def _modules() -> dict[str, ModuleType]:
@@ -130,7 +130,7 @@ def _put(place: Any, name: str, value: Any) -> None:
 
 
 def _put_in(table: MutableMapping[str, T], key: str, value: T | None) -> None:
-    """Put a value into a table until the end of the drop-in; None takes the key out."""
+    """Set the value of a key until the end of the drop-in; None removes the key."""
     assert _undo is not None
     _undo.callback(_set, table, key, table.get(key))
     _set(table, key, value)
@@ -173,12 +173,12 @@ def install() -> None:
             _put_in(sys.modules, name, module)
         _put(torch.distributed, "rpc", rpc)
         _put(torch.distributed, "autograd", autograd)
-        # Under this name graphs show the node that stands for a message.
+        # The name that torch's graphs show for the node of a received message.
         _put(RecvFunction._backward_cls, "__name__", "torch::distributed::autograd::RecvRpcBackward")
-        # torch's cannot see that one of ours has failed before all are complete.
+        # torch's functions do not notice that a future of actorrpc has failed before all are complete.
         _put(torch.futures, "collect_all", translate.collect_all)
         _put(torch.futures, "wait_all", translate.wait_all)
-        # Modules that have bound names of torch's when torch was imported.
+        # These modules bound torch's RRef to a name of their own when torch was imported.
         _put(importlib.import_module("torch._jit_internal"), "RRef", RRef)
         _put(importlib.import_module("torch.nn.parallel.distributed"), "RRef", RRef)
         native = getattr(torch._C, "_distributed_rpc", None)
@@ -189,11 +189,11 @@ def install() -> None:
             _put(place, name, value)
         rrefs.set_class(RRef)
         _undo.callback(rrefs.set_class, rrefs.RRef)
-        # Importing it registers a backend, so it is imported only when the program does.
+        # Importing them registers a backend, so they are imported only when the program imports them.
         for name in _LATE:
             _put_in(sys.modules, name, None)
         _undo.callback(forget, alias(_LATE))
-        # These take long to import, and most programs do not.
+        # These modules take long to import, and most programs do not use them.
         for name, bind in (("torch.distributed.nn", _bind_nn), ("torch.distributed.optim", _bind_optim)):
             waiting = after_import(name, bind)
             if waiting is not None:
@@ -201,7 +201,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put torch's modules back. Does nothing if they are in place. For tests; not while RPC is initialised."""
+    """Restore torch's modules. Does nothing if actorrpc is not installed. For tests; not while RPC is initialised."""
     global _undo
     with _lock:
         if _undo is not None:
@@ -210,5 +210,5 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Say whether actorrpc is in the place of torch's modules."""
+    """Say whether actorrpc replaces torch's modules."""
     return _undo is not None

@@ -1,7 +1,7 @@
-"""Futures and errors of calls with torch's behaviour and words.
+"""Futures and errors of calls with torch's behaviour and texts.
 
-Callbacks of futures raise RuntimeErrors, and a failure ends a wait for all at once. Errors get torch's words in addition to
-actorrpc's. An error is changed in place before it is raised: its class and fields stay the same.
+An error in a callback of a future is a RuntimeError, and a wait for all futures ends at the first failure. The texts of errors
+also contain torch's words. An error is changed in place before it is raised: its class and fields stay the same.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _find_builtin: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
 
 
 def reword(error: BaseException, function: Any = None) -> None:
-    """Add torch's words to the error of a call of ``function``."""
+    """Add torch's words to the text of the error of a call of ``function``."""
     if len(error.args) != 1 or not isinstance(error.args[0], str):
         return
     text = error.args[0]
@@ -130,7 +130,7 @@ class Future(futures.Future[T]):
 
 
 def collect_all(given: Iterable[torch.futures.Future[Any]]) -> futures.Future[list[Any]]:
-    """Stand in the place of ``torch.futures.collect_all``: the future fails with the first of the given ones that does."""
+    """Replace ``torch.futures.collect_all``: the future fails as soon as one of the given futures fails, with the same error."""
     listed = list(given)
     everything: Future[list[Any]] = Future()
     everything.label = f"collect_all of {len(listed)} futures"
@@ -152,5 +152,5 @@ def collect_all(given: Iterable[torch.futures.Future[Any]]) -> futures.Future[li
 
 
 def wait_all(given: Iterable[torch.futures.Future[Any]]) -> list[Any]:
-    """Stand in the place of ``torch.futures.wait_all``: return the values, or raise the first failure as soon as there is one."""
+    """Replace ``torch.futures.wait_all``: return the values, or raise the first failure as soon as a future fails."""
     return [future.wait() for future in collect_all(given).wait()]

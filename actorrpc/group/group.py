@@ -84,7 +84,7 @@ _SILENT_S: Final = 2.0  # after this time, a collective wait logs the exception 
 
 
 class _Barrier:
-    """The workers that have arrived at the end, as far as this worker knows. ``_lock`` guards all of it and is a leaf.
+    """The workers that have called ``shutdown()``, as far as this worker knows. ``_lock`` guards all of it and is a leaf.
 
     A worker that has reached a stage was told that all had reached the stages before it, perhaps by a worker that has left or
     died since. Therefore it counts for the earlier stages as well.
@@ -110,7 +110,7 @@ class _Barrier:
         return future
 
     def reached(self, stage: int, name: str) -> None:
-        """Record that a worker has reached a stage, whichever worker it asks about the others."""
+        """Record that a worker has reached a stage; it may be waiting for the answer of another worker."""
         with self._lock:
             self._arrived.setdefault(stage, set()).add(name)
         self._look()
@@ -232,7 +232,7 @@ class Group:
 
     def _ended(self, peer: Peer) -> None:
         self.reach.forget(peer)
-        # Workers of a group with joining and leaving do not wait for each other at shutdown, and no worker waits for visitors.
+        # Workers of a dynamic group do not wait for each other at shutdown, and no worker waits for visitors.
         if self.is_fixed and not peer.record.is_visitor:
             self.barrier.gone(peer.name)
 
@@ -248,7 +248,7 @@ class Group:
         """Record a wait in :attr:`waits` within the block.
 
         Yields a function that the waiting loop calls about once a second. After 2 s, it logs the exception that the calling
-        thread is handling, once: ``shutdown()`` in a ``finally`` delays the traceback, for ever if the others never come.
+        thread is handling, once: ``shutdown()`` in a ``finally`` delays the traceback, without limit if the others never come.
         """
         error = sys.exception()
         wait = CollectiveWait(round, members, _time.now(), threading.get_ident())
@@ -282,7 +282,7 @@ class Group:
             self._together = True
             return
         until = _time.now() + timeout if timeout else float("inf")
-        # Others may ask this worker after all members before it have ended.
+        # If all members whose names sort before this one's have ended, the others ask this worker.
         self.barrier.reached(stage, self.agent.name)
         with self.waiting(f"shutdown (stage {stage})") as look:
             while True:
@@ -376,7 +376,7 @@ class Group:
         """Begin to connect to every worker of the group, so that the end of any of them is noticed. Returns at once.
 
         Raises:
-            RpcError: the members of the group are not known (only in groups with joining and leaving).
+            RpcError: the members of the group are not known (only in dynamic groups).
         """
         names = self._in_order or [record.name for record in self.agent.members()]
         peers: list[Peer] = []
@@ -494,7 +494,7 @@ class _Doors:
             )
         if is_loopback(host) and settings.transport != "tcp" and settings.bind is None:
             return
-        if not has_key and settings.insecure:  # also on loopback, which other users of this host can reach
+        if not has_key and settings.insecure:  # warn for loopback, too: other users of this host can reach it
             _log.warning(
                 "listening on %s WITHOUT a key: every process that reaches this port can run code as this user",
                 host,
@@ -652,7 +652,7 @@ class Reachability:
             self._failed[peer.name] = str(error)
 
     def forget(self, peer: Peer) -> None:
-        """Remove a peer that has ended."""
+        """Remove an ended peer."""
         self._failed.pop(peer.name, None)
         self._since.pop(peer.name, None)
 

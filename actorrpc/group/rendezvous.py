@@ -1,9 +1,9 @@
 """How workers find each other: through a store of torch's (TCP, file, or torchrun's), once, at the start.
 
 A *fixed* group (``world_size`` given) forms in rounds: each worker takes a place by an atomic counter and writes its record. The
-last one reads all records, checks them, and publishes one outcome for which all the others wait: the table of workers, or one
+last worker reads all records, checks them, and publishes the outcome for which all the others wait: the table of workers, or an
 error that all raise. Each worker does O(1) store operations. The next group in the same store is the next round. A *dynamic*
-group has a claimed key per name and rank.
+group, which workers join and leave at any time, has a key in the store for each name and rank, which one worker claims.
 
 The caller's thread does all the work. Waits poll in short slices, so that Ctrl-C works, and are bounded. Other processes can
 write to a store: values read from it are checked, no secret and no hash of a secret is written to it, and nothing is unpickled.
@@ -55,7 +55,7 @@ class Membership:
     """A worker's membership in its group: a rendezvous in a store, or the directory of a cluster."""
 
     def leave(self) -> None:
-        """Remove this worker from the list of a group with joining and leaving."""
+        """Remove this worker from the list of a dynamic group."""
 
     def close(self) -> None:
         """Leave, and remove the files and connections by which others find this worker. Idempotent."""
@@ -90,7 +90,8 @@ class Rendezvous(Membership):
         if world_size is None:
             self._prefix = "dynamic/"
         else:
-            # torchrun keeps its store over restarts; all workers only agree on their number on one host.
+            # torchrun keeps its store when it restarts the workers, so each restart needs another prefix. Each host counts its
+            # own restarts: on several hosts the counts may differ, and are not used.
             alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
             self._prefix = f"fixed/{world_size}/{restarts}/"
@@ -160,7 +161,7 @@ class Rendezvous(Membership):
             return [self._table[rank] for rank in range(self.world_size)] if self._table else []
         with self._lock:
             new = [n for n in range(1, self._ask("add", "log", 0) + 1) if n not in self._names]
-            # A place that was claimed but not written yet is read next time.
+            # An entry of the log whose number was claimed, but which was not written yet, is read by the next call.
             if new and not self._ask("check", [f"log/{n}" for n in new]):
                 new = [n for n in new if self._ask("check", [f"log/{n}"])]
             if new:
@@ -289,7 +290,7 @@ class Rendezvous(Membership):
                 try:
                     key = self._accept(announcement, own_key, host)
                 except AuthenticationError:
-                    # The key may belong to an earlier group in this store, which has ended.
+                    # The key may belong to an earlier group in this store that is over.
                     alive = any(not _is_dead(each, host) for each in self.members())
                     if alive or _time.now() > deadline:
                         raise
@@ -337,10 +338,10 @@ class Rendezvous(Membership):
         return self.world_size or 0
 
     def _in_round(self, key: str, deadline: float) -> str:
-        """Return ``key`` in this worker's round; first take a place in a round, if it has none."""
+        """Return the store's key for ``key`` in this worker's round. If the worker has no round yet, take a place in one."""
         while self._round is None:
             number, slot = divmod(self._ask("add", "arrivals", 1) - 1, self._size())
-            # Others may have abandoned the round before this worker came, and left its remaining places behind.
+            # The other workers may have given the round up before it was full: then take a place in the next round.
             if slot == 0 or not self._ask("check", [f"{number}/outcome"]):
                 self._round = number, slot
             elif _time.now() > deadline:
@@ -460,7 +461,7 @@ class Rendezvous(Membership):
 
     def _tag_is_free(self, tag: bytes, mine: WorkerRecord) -> bool:
         holder = self.resolve(_tag_name(tag))
-        # A holder that has its rank but not its name yet is joining.
+        # A holder that is not found by its name has claimed the rank, and is about to claim the name.
         return holder is not None and (_tag(holder) != tag or _is_dead(holder, mine.host))
 
     # -- the store ---------------------------------------------------------------------------------------

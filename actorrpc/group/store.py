@@ -36,7 +36,7 @@ class StoreMeeting:
     Attributes:
         kind: ``tcp``, ``file``, or the scheme of a handler that was registered with torch.
         rank: -1 if it is not given.
-        world_size: None for a group with joining and leaving.
+        world_size: None for a dynamic group.
         hosts: whether this process starts the store's server.
     """
 
@@ -173,7 +173,7 @@ def open_store(
 ) -> tuple[Store, int, int | None]:
     """Open the store that ``init_method`` names; return it with the rank and world size that are in force.
 
-    The rank is -1 if none was given, the world size None for a dynamic group.
+    The rank is -1 if it was not given, the world size None for a dynamic group.
 
     Raises:
         ConfigError: the arguments are not valid.
@@ -184,7 +184,7 @@ def open_store(
 
 
 def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:
-    """Run ``connect`` in a separate thread, because a server that accepts but does not answer blocks it for ever."""
+    """Run ``connect`` in a separate thread, because a server that accepts but does not answer blocks it without limit."""
     made: list[Store] = []
     failed: list[Exception] = []
 

@@ -154,9 +154,9 @@ def test_wrong_arguments_are_refused_before_a_cluster_starts() -> None:
             call()
     with pytest.raises(TypeError, match="takes a list"):
         ray.wait(3)
-    with pytest.raises(TypeError, match="it cannot be made of"):
+    with pytest.raises(TypeError, match="cannot be made of"):
         ray.ObjectRef(b"x" * 28)  # type: ignore[arg-type]
-    with pytest.raises(ConnectionError, match="clusters of Ray's cannot be joined"):
+    with pytest.raises(ConnectionError, match="a cluster of Ray cannot be joined"):
         ray.init("ray://head:10001")
     with pytest.raises(ConnectionError, match="leave address= out"):
         ray.init("auto")

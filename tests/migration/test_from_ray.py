@@ -302,7 +302,7 @@ def test_groups() -> None:
 
 
 @pytest.mark.usefixtures("near")
-@row("nothing of torch's RPC")
+@row("no API of torch's RPC")
 def test_calls_in_torchs_words() -> None:
     actor = Worker.remote()
     assert actor.rpc_sync().count() == 1
@@ -338,7 +338,7 @@ def test_names_at_the_top() -> None:
 
 
 @pytest.mark.usefixtures("near")
-@row("RayTaskError, and the user's type beside it")
+@row("RayTaskError, also an instance of the user's type")
 def test_errors_are_the_users_own() -> None:
     with pytest.raises(Wrong) as caught:
         get(Worker.remote().wrong.remote())

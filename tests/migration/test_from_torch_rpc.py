@@ -452,7 +452,7 @@ def test_calls_show_in_every_profiler(profile: Any) -> None:
     assert "rpc_sync#max(worker0 -> worker1)" in {event.name for event in listed}
 
 
-@row("who reaches the port may connect")
+@row("every process that reaches the port may connect")
 @pytest.mark.prints("these bytes are not an actorrpc handshake")
 def test_a_stranger_is_not_unpickled() -> None:
     class Opened:

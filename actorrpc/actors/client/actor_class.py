@@ -109,7 +109,8 @@ class Itself:
 
     Args:
         obj: the class or the function.
-        first: the actor class or task that may have the name of ``obj`` in its module; its ``attribute`` is ``obj``.
+        first: the actor class or task that may have replaced ``obj`` under its name in the module.
+        attribute: the attribute of ``first`` that is ``obj``.
     """
 
     __slots__ = ("_attribute", "_first", "_obj")
@@ -124,11 +125,11 @@ class Itself:
 
 
 def _itself(obj: Any) -> tuple[Any, ...]:
-    """Reduce to a class or a function; in a snapshot, keep the object itself if only its name would be copied.
+    """Reduce a class or a function. A snapshot keeps an object of the main module itself, and not only its name.
 
-    The program may give a name of the main module to another class, or change the class, while the snapshot waits to be
-    sent. Therefore the snapshot keeps the object, and the definition that a class has now. Whether the object is sent by its
-    name is decided when it is sent.
+    Before the snapshot is sent, the program may bind the name to another class, or change the class. Therefore the snapshot
+    keeps the object and, in a program without a main script, the present definition of a class. Whether the object is sent by
+    name or by value is decided when the snapshot is sent.
     """
     context = codec.current_encoding()
     if isinstance(context, LocalReferences):
@@ -156,12 +157,11 @@ class ActorClass(Generic[P, C], metaclass=_Making):
         options: the options of its actors.
     """
 
-    # Attributes of the instance are stored in its dict, so that the attributes here do not hide attributes of the class.
+    # Only annotations: class attributes would hide attributes of the user's class. The values are in the dict of the instance.
     __actor_class__: type[C]
     _actorrpc_options: ActorOptions
-    _actorrpc_first: (
-        ActorClass[..., Any] | None
-    )  # the actor class that may have the class's name in its module
+    #: The actor class that may have the class's name in its module.
+    _actorrpc_first: ActorClass[..., Any] | None
     _actorrpc_alias: Any
     _actorrpc_info: ClassInfo | None  # describes the class; None until the class and the options were checked
 

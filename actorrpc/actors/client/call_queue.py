@@ -1,7 +1,7 @@
-"""Where an actor is, as one process knows it, and the order of the calls that this process makes to it.
+"""The location of an actor, as far as one process knows it, and the order of the calls of this process to the actor.
 
-While an actor is being made, restarted or looked for, its calls wait in the queue, with their arguments as they were at the
-call. They are sent in the order in which they were made, before any newer call. When an actor has ended, its supervisor is asked
+While an actor is being made, restarted or located, its calls wait in the queue, with their arguments as they were at the call.
+They are sent in the order in which they were made, before any newer call. When an actor has ended, its supervisor is asked
 first whether the actor restarts, which decides about calls that may have run, and then where it lives again. Calls that did not
 run, and calls that may be made again, return to their places in the queue. No call is sent before all calls to the former
 incarnation are accounted for.
@@ -64,7 +64,7 @@ __all__ = ["CallQueue"]
 
 _BARRIER_S: Final = 1.0  # how long new calls wait for the answers of a former incarnation
 _CROWD: Final = 64  # if more calls wait while the queue is being sent, callers are blocked
-_HOLD_UP_S: Final = 1.0
+_HOLD_UP_S: Final = 1.0  # for at most this time
 _INLINED: Final = 8  # with fewer calls in flight, large results may come with the reply
 # Errors of a called method that say that it was not, or must not be, made to the end: never a reason to try again.
 _FINAL: Final = (CancelledError, CheckpointError, DeadlockError, RpcTimeoutError, ShutdownError)
@@ -154,14 +154,16 @@ class CallQueue:
     @property
     def location(self) -> Location | None:
         """Where the actor lives, if this process knows it."""
-        hint, place = (
-            self._hint,
-            self.place,
-        )  # in this order, because `place` is set before the hint is dropped
+        # Read in this order, because _take_hint() sets `place` before it drops the hint.
+        hint, place = self._hint, self.place
         return hint if place is None else place[0]
 
     def template_for(self, method: MethodInfo, options: CallOptions, refs: bool) -> CallTemplate:
-        """Return the template of a call made now; if its ``peer`` is None, the call has to be queued."""
+        """Return the template of a call made now; if its ``peer`` is None, the call has to be queued.
+
+        Args:
+            refs: see :meth:`Route.call`.
+        """
         if self._hint is not None:
             self._take_hint(self._hint)
         if self.place is None:
@@ -248,7 +250,7 @@ class CallQueue:
 
     def bounced(self, future: ResultFuture) -> None:
         """Queue a call again that was not sent because its worker is dead."""
-        # If the thread that ends the peer has claimed the call, it calls caught().
+        # If the claim fails, the thread that marks the peer as dead has claimed the call, and calls caught().
         if future.claim():
             assert future.template is not None
             future.label = future.template
@@ -310,7 +312,7 @@ class CallQueue:
         with self._lock:
             self._waiting.discard(number)
 
-    # -- calls that come back ----------------------------------------------------------------------------
+    # -- calls that return to the queue ------------------------------------------------------------------
 
     def caught(self, future: ResultFuture, error: BaseException) -> bool:
         """Take over a failed call if its actor has failed or the call may be repeated; return whether it was taken over.
@@ -552,7 +554,8 @@ class CallQueue:
                 if self._waiting or self._waiters or self._failing:
                     self._ask_soon()
                 return
-            # The calls to the former incarnation. Queued calls are sent from here on, and may fail soon.
+            # Remove these calls to the former incarnation before _go(): queued calls that it sends may fail, and are then added
+            # to `_failing`.
             failing, self._failing = self._failing, []
             self.place, self._hint = (location, peer), None
             waiters, self._waiters = self._waiters, []

@@ -1,4 +1,4 @@
-"""The deaths of an actor as one process knows them, and the errors of its calls; each call gets its own error object."""
+"""The deaths of an actor that one process has noticed, and the errors of its calls; each call gets its own error object."""
 
 from __future__ import annotations
 
@@ -91,7 +91,13 @@ class Fate:
         )
 
     def unavailable(self, template: CallTemplate | None, ran: bool | None, why: str) -> ActorUnavailableError:
-        """Return the error of a call that an actor's death has ended, if the actor restarts or cannot be reached."""
+        """Return the error of a call that the actor did not answer, if the actor restarts or cannot be reached.
+
+        Args:
+            template: the call; None: a query of the actor's location.
+            ran: whether the call may have run; None: unknown.
+            why: the state of the actor, for the message.
+        """
         verdict = self._verdict
         if verdict is not None:
             why += f": {verdict.text}"

@@ -5,7 +5,7 @@ mailbox. Attributes of the user's class hide the handle's own attributes of the 
 function of the package.
 
 If the class is an nn.Module, ``handle.state_dict()`` calls the method in the actor and waits, as if the handle were the
-module; :mod:`~actorrpc.rpc.modules` says what is returned in place of objects that cannot be sent. With ``remote``, these are
+module; :mod:`~actorrpc.rpc.modules` describes the replacements of results that cannot be sent. With ``remote``, these are
 ordinary methods. A method that the class defines is called, whatever its name.
 """
 
@@ -448,9 +448,8 @@ class ActorHandle(Generic[C_co]):
         methods = descriptor.info.methods
         if not _OWN.isdisjoint(methods):
             for name in _OWN.intersection(methods):
-                self.__getattr__(
-                    name
-                )  # keeps the method in the dict, where Python finds it before the function of handles
+                # Stores the method in the dict, where Python finds it before the function of handles.
+                self.__getattr__(name)
 
     @_own
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> C_co:

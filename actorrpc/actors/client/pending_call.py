@@ -109,7 +109,7 @@ class ResultFuture(InnerFuture[Any]):
         route = self.route
         source = self.source
         if type(source) is Call and source.stopping and (error is None or isinstance(error, CancelledError)):
-            # The method may have ended before it could be cancelled. Its caller was told that it is cancelled.
+            # The method may have returned before the cancellation reached it. cancel() has returned True, so drop the result.
             value, error = None, source.was_cancelled(True, error)
         if route is not None:
             queue = route.queue
@@ -141,8 +141,8 @@ class ResultFuture(InnerFuture[Any]):
         """
         pending = self.pending
         if pending is not None:
-            # Set before the source is read. A thread that found the actor dead may have claimed the call; it makes the call
-            # pending again, and reads `unwanted` afterwards.
+            # Set both before reading the source. If another thread is taking the call back from a dead actor, this thread may
+            # find no source to cancel. The other thread queues the call again, reads `unwanted`, and cancels it.
             pending.tries = 0
             pending.unwanted = True
         template, call = self.template, self.source
@@ -321,7 +321,7 @@ class PendingCall(Progress):
         if future is None:
             return False
         execution = self.context.get(CURRENT)
-        # Also read by a thread that finds `unwanted` set.
+        # A thread that finds `unwanted` set passes late=False, even if the call that made this call has timed out.
         late = late or (execution is not None and execution.late)
         # Set first: a thread that is sending the call, or is putting it back into the queue, reads `unwanted` afterwards.
         self.unwanted = True
@@ -448,7 +448,8 @@ class ReservedCall:
         except BaseException as error:
             if call.give_back_place():
                 if isinstance(error, PeerDiedError):
-                    # The connection of the reservation has ended. The thread that ends the peer may not have found the call yet.
+                    # The connection with the reservation is broken. The thread that marks the peer as dead fails its calls, but
+                    # may not have reached this call: queue it here, unless that thread has claimed it.
                     queue.bounced(future)
                 else:
                     queue.ended_unsent(future, error)

@@ -296,7 +296,7 @@ class Route:
     def explain(
         self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
     ) -> BaseException | Future[Any]:
-        """Return the error to raise for a stream of the actor that has ended with ``error``.
+        """Return the error to raise to the reader of a stream that failed with ``error``.
 
         Args:
             peer: the worker of the stream.
@@ -401,7 +401,7 @@ class Routes:
         self._routes: weakref.WeakValueDictionary[tuple[int, bool], Route] = weakref.WeakValueDictionary()
 
     def of(self, descriptor: ActorDescriptor) -> Route:
-        """Return the route to the actor of a descriptor: the one with an anchor if the descriptor has one."""
+        """Return the route to the actor of a descriptor. If the descriptor has an anchor, the route keeps the actor alive."""
         key = (descriptor.actor_id, descriptor.anchor is not None)
         route = self._routes.get(key)
         if route is not None:

@@ -76,12 +76,12 @@ class BoundMethod(Generic[Local_co, Remote_co]):
 
     @property
     def __call__(self) -> Local_co:
-        """The method of an instance."""
+        """The plain method, for calls inside of the class."""
         raise AssertionError
 
     @property
     def remote(self) -> RemoteCall[Remote_co]:
-        """The method of a handle."""
+        """The remote call, for calls on a handle."""
         raise AssertionError
 
     @overload
@@ -113,7 +113,7 @@ class Method(Generic[Raw_co, Local_co, Remote_co]):
 
 
 class _Mark(Protocol):
-    """What ``@method(...)`` returns."""
+    """The type of ``@method(...)``."""
 
     @overload
     def __call__(

@@ -341,7 +341,7 @@ class Collective:
             return failed
 
     def _has_lost_some(self) -> bool:
-        """Say whether a member was lost or restarted since the members have met; if so, break the meeting."""
+        """Say whether a member was lost or restarted since it joined the generation; if so, break the generation."""
         meeting = self._meeting
         if meeting is None:
             return True

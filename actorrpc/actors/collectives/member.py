@@ -50,7 +50,7 @@ class Ticket:
     """The data that a member needs to join.
 
     Attributes:
-        key: the number of the meeting.
+        key: the number of the generation.
         maker: the worker that made the collective.
         timeout_s: seconds that an operation may take.
         join_s: seconds that the members may take to meet.
@@ -93,7 +93,7 @@ class Members:
         self._agent = agent
         self._me = me
         self._lock = threading.RLock()
-        self._table: dict[tuple[int, int], _Member] = {}  # by (key of the meeting, rank)
+        self._table: dict[tuple[int, int], _Member] = {}  # by (key of the generation, rank)
         # The last membership of each actor here, to explain errors of operations that end after it.
         self._past: dict[int, _Member] = {}
         self._agent.on_peer_end.append(self._peer_ended)
@@ -286,7 +286,7 @@ class Members:
         return _caused(f"an operation of {ticket.title} failed at rank {ticket.rank}: {why}", error)
 
     def _explained_as_gone(self, instance_id: int, error: ValueError) -> BaseException:
-        """Explain that a group has ended which a method got before that; return torch's error if it was not one of ours."""
+        """Explain a failed operation of a group that ended after the method got it; return torch's error for other groups."""
         ended = [each for each in self._of(instance_id) if each.why]
         past = self._past.get(instance_id)
         member = ended[0] if ended else past
@@ -386,7 +386,7 @@ def _tensors(found: Any) -> list[torch.Tensor]:
 
 
 def cut(key: int, rank: int, why: str) -> None:
-    """End the operations of a member; it stays, broken."""
+    """End the operations of a member, which stays in the table as broken. Called by RPC."""
     here = current()
     members: Members | None = None if here is None else here.members
     member = None if members is None else members.find(key, rank)
@@ -395,7 +395,7 @@ def cut(key: int, rank: int, why: str) -> None:
 
 
 def leave(key: int, rank: int, why: str) -> None:
-    """Cut a member and remove it."""
+    """Cut a member and remove it. Called by RPC."""
     here = current()
     members: Members | None = None if here is None else here.members
     member = None if members is None else members.find(key, rank)

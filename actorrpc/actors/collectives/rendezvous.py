@@ -1,13 +1,13 @@
-"""One generation of a collective, at the worker that made it.
+"""The generations of collectives, at the worker that made the collectives.
 
 The members of a generation meet here: they exchange their addresses, and torch's backends exchange the data that they need to
-connect. A meeting is also told when a member ends, by the member's process or because that process has ended. The meeting then
-breaks: members that wait here get an error, and every other member is told to end its operations. A broken meeting stays
-broken. Members meet again in another meeting with another number, so that two generations share nothing.
+connect. If a member ends, its process reports this, or this worker notices that the process has ended. The generation then
+breaks: members that wait here get an error, and every other member is told to end its operations. A broken generation stays
+broken. The members then join another generation, which has another key, so that two generations share nothing.
 
 No function here blocks: answers are futures. The functions at the end are called by RPC. ``_lock`` guards the table and all
-meetings in it. Futures are completed, and members told, after it was released. It is re-entrant, because the garbage collector
-may run while it is held.
+generations in it. Futures are completed, and members told, after it was released. It is re-entrant, because the garbage
+collector may run while it is held.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Generation", "Generations", "MemberSlot", "ask", "gone"]
 _GONE: Final = "it has been destroyed, or rebuilt"
 # The end of a member is known here at most this long after other members have noticed it.
 _NEWS_S: Final = 0.5
-_TELL_S: Final = 10.0  # how long telling a worker that a meeting is broken may take
+_TELL_S: Final = 10.0  # how long telling a worker that a generation is broken may take
 
 
 class MemberSlot(NamedTuple):
@@ -50,10 +50,10 @@ class Generation:
     """One generation of a collective. The table's lock guards it; :attr:`why` may be read without.
 
     Attributes:
-        key: the unique number of the meeting.
-        slots: the members that have come, by rank.
+        key: the unique number of the generation.
+        slots: the members that have joined, by rank.
         why: the reason why it is broken; empty if it is not.
-        known: ``why`` is final: a member has ended, or the maker has ended the meeting. Otherwise a better reason may come.
+        known: ``why`` is final: a member or the generation was ended. Otherwise a better reason may be reported.
         asking: the futures of members whose operation has failed, which wait for the reason.
     """
 
@@ -70,12 +70,12 @@ class Generation:
     known: bool = False
 
     def error(self) -> CollectiveError:
-        """Return the error for members that come after the meeting has broken."""
+        """Return the error for members that join after the generation has broken."""
         return CollectiveError(f"{self.title} is broken: {self.why}", actor=self.title)
 
 
 class Generations:
-    """The meetings of one process. Thread-safe.
+    """The generations of the collectives that this process made. Thread-safe.
 
     Args:
         cut: ``cut(key, rank, why)``, called by RPC on a member's worker.
@@ -89,25 +89,25 @@ class Generations:
         self._agent.on_peer_end.append(self._peer_ended)
 
     def open(self, title: str, size: int) -> Generation:
-        """Start a meeting."""
+        """Start a generation."""
         meeting = Generation(secrets.randbits(63), title, size, {}, {}, {}, [], [], [])
         with self._lock:
             self._table[meeting.key] = meeting
         return meeting
 
     def close(self, meeting: Generation, why: str = _GONE) -> None:
-        """Break a meeting, and remove it."""
+        """Break a generation, and remove it."""
         self.break_up(meeting, why)
         with self._lock:
             self._table.pop(meeting.key, None)
 
     def end(self) -> None:
-        """Break all meetings, because this process leaves the group."""
+        """Break all generations, because this process leaves the group."""
         for meeting in list(self._table.values()):
             self.close(meeting, "the worker that made it has left")
 
     def break_up(self, meeting: Generation, why: str, *, but: int = -1, known: bool = True) -> None:
-        """Break a meeting, once: fail waiting members, and tell all members except rank ``but``, which knows already."""
+        """Break a generation, once: fail waiting members, and tell all members except rank ``but``, whose failure broke it."""
         with self._lock:
             first = not meeting.why
             if first or (known and not meeting.known):
@@ -157,7 +157,7 @@ class Generations:
         self.break_up(meeting, f"rank {rank} was lost: {why}", but=rank)
         with self._lock:
             meeting.slots.pop(rank, None)
-            if not meeting.slots:  # the last member has ended, so no member will use the meeting again
+            if not meeting.slots:  # the last member has ended, so no member will use the generation again
                 self._table.pop(meeting.key, None)
 
     # -- for members ---------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ class Generations:
         return future
 
     def change(self, key: int, what: str, *args: Any) -> Any:
-        """Change or read the store's values without waiting: see :class:`~collective_groups.CallStore`."""
+        """Change or read the store's values without waiting: see :class:`~.process_group.CallStore`."""
         ready: list[tuple[Sequence[str], Future[list[bytes]]]] = []
         with self._lock:
             meeting = self._of(key)
@@ -216,7 +216,7 @@ class Generations:
         """Process the message that a member has ended (``left``), or that one of its operations failed.
 
         Returns:
-            A future of the reason why the meeting is broken: the end of another member, if that is known within ``_NEWS_S``.
+            A future of the reason why the generation is broken: the end of another member, if that is known within ``_NEWS_S``.
         """
         future: Future[str] = Future()
         meeting = self._table.get(key)

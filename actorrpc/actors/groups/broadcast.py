@@ -202,7 +202,7 @@ def _bring(
                 copy = api.remote(
                     worker, _fetch_copy, (root if above is None else tree[above], root), timeout=0
                 )
-            except Exception as error:  # the worker has died, and the receiver with it, whose call will fail
+            except Exception as error:  # the worker has died with the receiver, whose call will fail
                 if is_of_handler(error):
                     raise
                 future.set_result(StoredResult(root))

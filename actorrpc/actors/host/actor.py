@@ -69,13 +69,13 @@ def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
 _AGAIN_S: Final = 0.02
 _BLOCKED_S: Final = 5.0
 _MOST_SHOWN: Final = 100
-# Their __repr__ lists all contents.
+# Modules whose classes list all contents in their __repr__.
 _NOT_THEIR_OWN: Final = frozenset({"builtins", "collections", "torch", "typing"})
 _ASYNC_LIMIT: Final = 1000  # default limit of concurrent coroutines of one actor, as in Ray
 
 
 def _shown(instance: Any) -> str:
-    """Return the first line, cut, of the class's own ``__repr__``; empty if it has none, or one of ``_NOT_THEIR_OWN``."""
+    """Return the ``__repr__`` of the class itself, on one line and cut; empty if it has none, or one of ``_NOT_THEIR_OWN``."""
     says: Any = type(instance).__repr__
     if says is object.__repr__:
         return ""
@@ -120,8 +120,8 @@ class Registry(Protocol):
 class HostedActor:
     """One actor that lives in this worker. Thread-safe.
 
-    ``_lock`` guards the state, and the messages that came before the actor was constructed. Only the mailbox's lock is taken
-    under it.
+    ``_lock`` guards the state, and the messages that came before the actor was constructed. The locks of the mailbox, of the
+    tables of threads and of the thread pool are taken under it.
 
     Attributes:
         on_imported: called after the class is imported and before the constructor, in a process that holds one actor only.
@@ -524,7 +524,7 @@ class HostedActor:
         """End the actor because code in it has called exit_actor(), or sys.exit() if ``kind`` says so.
 
         Args:
-            entry: the call whose code did it; None: a task or thread did it that a call has started.
+            entry: the call whose code called it; None: a task or thread called it that a call has started.
             kind: ``"exit"``; after any other kind, the actor may be restarted.
         """
         why = why or "exit_actor() was called in it"

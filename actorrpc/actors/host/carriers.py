@@ -308,7 +308,7 @@ class ActorThreads:
                     self._wake(ready.popleft())
                 except IndexError:
                     break
-            # If the clock is late, too, turns are long because threads compete for the GIL: do not add more.
+            # If the clock's thread is late, too, turns are long because threads compete for the GIL: do not wake more of them.
             self._burst = 1 if self._crowded else min(2 * self._burst, _WIDE)
         else:
             self._burst = 1

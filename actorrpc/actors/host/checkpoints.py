@@ -1,7 +1,8 @@
 """Checkpoints: the state that an actor's worker sends to the supervisor, and with which the actor's next incarnation starts.
 
-The answer of a call is sent after the supervisor has stored the actor's state after the call. So whatever a caller was told
-survives the death of the actor. That costs a call a round trip to the supervisor's worker, unless this is the actor's own worker.
+The answer of a call is sent after the supervisor has stored the actor's state after the call (with ``checkpoint_every=n``: after
+every n-th call). So the effect of an answered call survives the death of the actor. That costs a call a round trip to the
+supervisor's worker, unless this is the actor's own worker.
 The answers of coroutines, and of calls behind which other calls wait for the actor's thread, are sent when the state is stored,
 and the thread runs the next call meanwhile (:meth:`Checkpoints.hold`). Otherwise the thread waits (:meth:`Checkpoints.save`).
 
@@ -196,7 +197,12 @@ class Checkpoints:
         over: Callable[[BaseException | None], Connection | None],
         more: bool,
     ) -> Future[bool] | None:
-        """Queue a checkpoint; ``over`` is called when it is confirmed. Return the call that sends it, if it is sent now."""
+        """Queue a checkpoint; return the future of the call that sends it, if it is sent now.
+
+        Args:
+            over: called when the checkpoint is confirmed: see :attr:`waiting`.
+            more: see :meth:`hold`.
+        """
         with self._lock:
             self.waiting[made[0]] = over
             if self._next is not None and self._next[0] > made[0]:

@@ -12,8 +12,8 @@ If the search comes back to its beginning twice in a row, none of the waits can 
 fails with a DeadlockError that names all of them.
 
 A stream can block an actor: its generator pauses because the reader has not taken the items, and holds a place of the actor. A
-search begins at a pause if calls wait for the actor and all of its places are held by waiting calls, or if the reader is below
-the generator on the same thread. It continues with what the reader, a thread or a coroutine, waits for (see ``stalls.py``). If it
+search begins at a pause if calls wait for the actor and all of its places are held by waiting calls, or if the generator runs
+nested on its reader's thread. It continues with the wait of the reader, a thread or a coroutine (see ``stalls.py``). If it
 comes to a call that waits for those places, and does so from each of them, that call fails. If it comes back to the generator
 itself, the stream fails. A thread that has made a stream may have passed it to another thread, which has not read it yet. If that
 cannot be excluded, the search only continues after no thread has requested an item for ``PATIENCE_S``.
@@ -58,8 +58,8 @@ __all__ = ["DeadlockDetector", "Probe", "Searched"]
 
 _LOOK_S: Final = 1.0
 _MOST_HOPS: Final = 64
-_BRANCHES: Final = 4  # of the calls for which a method waits at a time, at most so many are followed
-# A circle counts if it is seen twice, so far apart: a message on its way may have resolved the first.
+_BRANCHES: Final = 4  # at most this many of the calls for which a method waits are followed
+# A circle counts if it is seen twice, this far apart: a message in transit may resolve it.
 _AGAIN_S: Final = 0.5
 _MIB: Final = 1 << 20
 _KEPT: Final = 20  # errors of recent circles that are kept
@@ -113,7 +113,7 @@ class DeadlockDetector:
     def __init__(self, runtime: Searched) -> None:
         self._runtime = runtime
         self.looks = Tick(runtime.agent.clock, _LOOK_S, self._look)
-        #: Call this when an actor waits for which calls wait: makes the detector look soon.
+        #: Call this when an actor waits while calls wait for it: the detector then searches soon.
         self.wake = self.looks.wake
         # Waiting object -> the targets of its waits at the last look.
         self._seen: dict[object, list[_Target]] = {}
@@ -200,7 +200,9 @@ def _pausing_streams(runtime: Searched) -> Iterator[_Wait]:
             continue
         hosted, queue = entry.hosted, entry.queue
         slot: Any = hosted.mailbox.slot_of(entry.chain)
-        if slot is not None and slot.depth > 1:  # its reader may be below the generator on the same thread
+        if (
+            slot is not None and slot.depth > 1
+        ):  # the generator may run nested within a wait of its own reader
             yield hosted, pause, _say_pause(producer), [producer]
         elif queue.waiting and queue not in looked:
             looked.add(queue)
@@ -406,17 +408,16 @@ def _at_call(runtime: Searched, entry: Envelope, hosted: HostedActor, probe: Pro
 
 
 def _at_task(runtime: Searched, entry: Envelope, probe: Probe) -> None:
-    """Continue with what the coroutine of a call awaits, if it is a coroutine."""
+    """Continue with the targets that a call awaits, if it is a coroutine."""
     if entry.task is not None:
         _follow(runtime, awaited_by(entry.task), probe.past(entry.title))
 
 
 def _at_generator(runtime: Searched, producer: Producer | None, probe: Probe) -> None:
-    """Continue with what a stream's generator waits for."""
+    """Continue with the targets for which a stream's generator waits."""
     entry = None if producer is None else producer.entry
-    if (
-        producer is None or entry is None or entry.hosted is None or producer.pause
-    ):  # a generator that pauses has produced items
+    # A generator that pauses has produced items.
+    if producer is None or entry is None or entry.hosted is None or producer.pause:
         return
     _at_task(runtime, entry, probe)
     slot: Any = entry.hosted.mailbox.slot_of(entry.chain)
@@ -425,7 +426,7 @@ def _at_generator(runtime: Searched, producer: Producer | None, probe: Probe) ->
 
 
 def _at_reader(runtime: Searched, consumer: Any, probe: Probe) -> None:
-    """Continue with what a stream's reader waits for."""
+    """Continue with the targets for which a stream's reader waits."""
     if consumer is None or consumer.over:
         return
     reader: StreamReader = consumer.reader
@@ -444,7 +445,7 @@ def _at_reader(runtime: Searched, consumer: Any, probe: Probe) -> None:
 
 
 def _sighted(seen: dict[int, float], token: int) -> bool:
-    """Record that a circle was seen; return whether it was also seen some time before."""
+    """Record that a circle was seen; return whether it was also seen at least ``_AGAIN_S`` before."""
     now = _time.now()
     return now - seen.setdefault(token, now) >= _AGAIN_S
 
@@ -476,7 +477,7 @@ def _end_stream(producer: Producer, probe: Probe) -> None:
 
 
 def _verdict(hosted: HostedActor, entry: Envelope, probe: Probe, behind: Envelope | None = None) -> None:
-    """Break the circle if it was found for the second time: a message on its way may have resolved the first.
+    """Break the circle if it was found for the second time: a message in transit may have resolved it meanwhile.
 
     ``behind``: the earlier call of the same caller that the entry waits for.
     """

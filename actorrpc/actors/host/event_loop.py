@@ -146,7 +146,7 @@ class EventLoop:
             _, stubborn = self._loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
             for task in stubborn:
                 _log.info("%r has not ended with %s, and is dropped", task, self._title)
-                task._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio would log it at any time
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio would log it when it is freed
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
     def _stop(self) -> None:
@@ -175,7 +175,7 @@ class EventLoop:
 
         try:
             Daemon(wait, "actorrpc-loop-end").start()
-        except NO_THREAD:  # the loop's thread ends without being waited for
+        except NO_THREAD:  # do not wait for the end of the loop's thread
             over.set_result(None)
         return over
 
@@ -295,7 +295,7 @@ class EventLoop:
         """See futures.NestedRunner."""
 
     def serve(self) -> None:
-        """Run one plain method within the wait, or fail the calls that the wait blocks for ever."""
+        """Run one plain method within the wait, or fail the awaited calls that can never end because the wait blocks the loop."""
         self._look = False
         entry = self._next()
         if entry is not None:
@@ -398,9 +398,9 @@ class _LoopWatch:
         self._turn = 0  # counts the iterations of the loop
         self._sleeps = False
         self.over = False
-        # The loop's iteration at the last look, the object that ran in it, and since when. An iteration runs all callbacks that
-        # are ready: with a thousand coroutines it is long although none of them holds the loop. Objects that run in an iteration
-        # existed when it began, so no two of them have the same id.
+        # The loop's iteration at the last check, the id of the plain method or task that ran in it, and since when. An iteration
+        # runs all callbacks that are ready: with a thousand coroutines it is long although none of them holds the loop. Objects
+        # that run in an iteration existed when it began, so no two of them have the same id.
         self._seen: tuple[int, int] | None = None
         self._since = 0.0
         self._named: set[str] = set()

@@ -150,7 +150,7 @@ class ActorExecutor:
             _explain_missing_name(error)
         if is_a(error, ActorExit):
             self.hosted.exited(entry, str(error))
-        # Without "method", it is the constructor's.
+        # A message without "method" constructs the actor: then sys.exit() fails like other exceptions.
         elif is_a(error, SystemExit) and "method" in entry.header:
             self.hosted.exited(entry, exit_text(error), "sys.exit")
         elif is_a(error, Interrupted):

@@ -131,9 +131,8 @@ class GroupQueue:
         self._held: dict[tuple[object, int], deque[Entry]] = {}
         self._parked: set[Entry] = set()
         self.waiting = 0  # entries here that were neither dequeued nor cancelled
-        self._of_chain: dict[
-            int, dict[Entry, None]
-        ] = {}  # the waiting entries, by each execution they descend from
+        # The waiting entries, by each execution they descend from.
+        self._of_chain: dict[int, dict[Entry, None]] = {}
 
     @property
     def has_ready(self) -> bool:
@@ -564,9 +563,9 @@ class Mailbox:
             return True
 
     def understaffed(self, queue: GroupQueue) -> list[Entry]:
-        """Record that no runner could be started for a queue; return the entries that must not wait for one.
+        """Record that no runner could be started for a queue; return the entries to refuse.
 
-        If the queue has other runners, this is only the first entry: they run the others, and may be waiting for the first.
+        If the queue has other runners, this is only the first entry: they will run the others, but may be waiting for the first.
         """
         with self._lock:
             queue.slots -= 1

@@ -195,7 +195,7 @@ class ActorRegistry:
             return list(self._table.values())
 
     def forget(self, hosted: HostedActor) -> None:
-        """Remove an actor, which has ended."""
+        """Remove an ended actor, and keep the reason of its end."""
         with self._lock:
             if self._table.pop(hosted.id, None) is not None:
                 self._ended[hosted.id] = hosted.why
@@ -234,7 +234,7 @@ class ActorRegistry:
                 _ = hosted.end("now", f"its creator, worker {peer.name!r}, has ended")
 
     def close(self, graceful: bool, patience: float = _END_S) -> None:
-        """End all actors here, and wait for their last hooks: 5 s or ``patience``; 0.25 s if not ``graceful``."""
+        """End all actors here. Wait for their last hooks: at most ``patience`` or 5 s, or 0.25 s if not ``graceful``."""
         with self._lock:
             self._closed = True
         over: list[Future[None]] = [

@@ -55,8 +55,8 @@ _AGAIN_S: Final = 0.02
 # The progress of the interruption of a running call.
 RUNS: Final = "runs"
 _WANTED: Final = "will be interrupted"
-_RAISED: Final = "was interrupted where it called us"
-_STRUCK: Final = "was interrupted wherever it was"
+_RAISED: Final = "was interrupted where it called this package"
+_STRUCK: Final = "was interrupted in its own code"
 _set_async_exc: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _set_async_exc.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _place_of: Final = attrgetter("f_code", "f_lasti", "f_back")
@@ -104,7 +104,7 @@ def bears_interruption(frame: FrameType | None) -> bool:
         frame = frame.f_back  # `collections` generates its constructor: it belongs to the code that calls it
     if frame is None or _module(frame).startswith(_PACKAGE):
         return False
-    runs = False  # True: an event loop runs, and its task has begun
+    runs = False  # True: a frame further in runs an event loop, whose task has begun
     while frame is not None:
         code = frame.f_code
         runs = runs or (code is _RUN_FOREVER and _has_begun(loop_on(frame)[1]))
@@ -212,7 +212,7 @@ class Runner:
 
     @property
     def title(self) -> str:
-        """The actor's."""
+        """The title of the actor."""
         return self._hosted.title
 
     def start(self) -> None:
@@ -265,7 +265,7 @@ class Runner:
         return self._hosted.mailbox.slot_of(execution) is self
 
     def wake(self) -> None:
-        """Make the runner look for work: an idle runner, or, if it has ``work``, one that waits."""
+        """Make an idle runner check its queue. If the runner has :attr:`work`, make it run that within its wait."""
         if not self.work:
             if self.shared or threading.get_ident() != self.ident:
                 self._threads.call(self)
@@ -286,7 +286,7 @@ class Runner:
         self._serve_on(awaits[0] if loop is None and awaits else loop)
 
     def end(self) -> None:
-        """End the runner if it is idle, because its mailbox is closed. A busy runner finds that out by itself."""
+        """End the runner if it is idle, because its mailbox is closed. A busy runner ends after its call."""
         self._threads.call(self)
 
     def run_on(self, thread: ActorThread) -> bool:
@@ -481,7 +481,7 @@ class Runner:
             for entry, state in self.under_way.items():
                 if state == _STRUCK:
                     self.under_way[entry] = RUNS
-                    # The collector may run anywhere: no lock is taken.
+                    # The collector may run while this thread holds any lock, so interrupt() is called in a pool thread.
                     agent.clock.call_soon(partial(agent.submit, partial(self.interrupt, entry)))
 
     def _settle(self, entry: Entry, state: str) -> None:
@@ -489,7 +489,7 @@ class Runner:
         self._unwanted()
 
     def leave(self, entry: Entry, found: str | None) -> None:
-        """Withdraw the interruption of a call that has ended, if there is one: it is raised here or never.
+        """Withdraw the interruption of a call that has ended. If the exception is set already, it is raised and caught here.
 
         Args:
             found: its progress when the call was removed from ``under_way``.
@@ -499,7 +499,7 @@ class Runner:
                 self.inspected = False
                 found = self.under_way.pop(entry, found)
                 if found == _STRUCK:
-                    # It is pending, or was raised just now: raise it here. If it were replaced by no exception, CPython 3.11
+                    # It is pending, or was raised just now: raise it here. If it were cleared instead, CPython 3.11
                     # would check for exceptions at every step of every thread from then on, and a traced function (a debugger,
                     # coverage) would never leave its first step.
                     if _set_async_exc(threading.get_ident(), Interrupted):

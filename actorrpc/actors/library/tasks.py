@@ -309,9 +309,8 @@ def _told(label: object, error: Any, route: Route | None) -> BaseException:
     """Return the error of a task for the error of the actor that executed it."""
     if not _is_of(route, error):
         return cast(BaseException, error)
-    if (
-        type(error.__cause__) is ConfigError
-    ):  # no task can start a process, for example after a wrong init(preload=)
+    # No task can start a process, for example after a wrong init(preload=).
+    if type(error.__cause__) is ConfigError:
         return ConfigError(str(error.__cause__))
     # The cause of death is in the text. The advice to call the actor again does not apply to a task.
     cause = str(error.__cause__ or error).partition("is being restarted: ")[2] or str(error)
@@ -343,7 +342,7 @@ class _AwaitsRunner(Progress):
         """
         self.unwanted = True
         source = self.task.source
-        # Another thread may just have started it.
+        # Another thread may have sent the task meanwhile: then cancel its call.
         return not self.task.completed if source is self or source is None else source.cancel()
 
 
@@ -437,7 +436,7 @@ class TaskFuture(InnerFuture[Any]):
     def explain(
         self, method: MethodInfo, options: CallOptions, error: BaseException, peer: Peer | None
     ) -> BaseException | Future[Any]:
-        """Return the error to raise for a stream that has ended with ``error``. As :meth:`Route.explain`."""
+        """Return the error to raise to the reader of a stream that failed with ``error``. As :meth:`Route.explain`."""
         route = self._route
         if route is None:  # the task was not sent
             return error

@@ -29,7 +29,7 @@ def pack_arguments(
     """Return the arguments, with values in place of the ObjectRefs whose values are here.
 
     Returns:
-        The arguments, and whether ObjectRefs are left among them, which the called side has to :func:`resolve`.
+        The arguments, and whether ObjectRefs are left among them. The actor's worker calls :func:`resolve` for them.
 
     Raises:
         BaseException: the error of one of the ObjectRefs; the call then fails with it and is not sent. As with ``get``,
@@ -49,7 +49,7 @@ def pack_arguments(
                 if value.stored is None:
                     return value.open()
             elif type(value) is not StoredResult:
-                # The value came with the reply, although it should have stayed with its actor.
+                # The value came with the reply, and is now sent on. The method's next large results should stay with the actor.
                 if template is not None:
                     template.handed_on()
                 return each._value(value)

@@ -94,7 +94,7 @@ def _lost(label: object, error: PeerDiedError) -> PeerDiedError:
 
 
 def _out_of_reach(label: object, error: PeerDiedError) -> PeerDiedError:
-    """Return the error of a value that was to come from the worker that has sent the reference, and that has ended."""
+    """Return the error of a value whose source, the worker that sent the reference, has ended."""
     return _explained(
         f"the value of {label} is lost: its source, worker {error.worker!r}, has ended before it was fetched. "
         "Fetch such values while that worker lives",
@@ -359,10 +359,9 @@ class ObjectRef(Generic[T_co]):
                 ):
                     future.value_or_none.policy.fetched()
                 pursuit.follow(future)
-        if (
-            future.covered
-            # Read after setting `_fetched`: either this thread sees the flag, or the thread that covers the call sees `_fetched`.
-        ):
+        # Read `covered` after setting `_fetched`: either this thread sees the flag, or the thread that covers the call sees
+        # `_fetched`.
+        if future.covered:
             found.cover()
         return found
 

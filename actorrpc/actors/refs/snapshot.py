@@ -196,9 +196,8 @@ class Snapshot:
 
     def _whole(self) -> tuple[list[memoryview], bool]:
         """Return its memory, and whether that is a new mapping, to which no other code has access."""
-        buffers = (
-            self._buffers
-        )  # read before `stored`, because share() sets `stored` before it empties the buffers
+        # Read before `stored`, because share() sets `stored` before it empties the buffers.
+        buffers = self._buffers
         stored = self.stored
         if stored is not None:
             return _slices(stored.map(), self._sizes), True
@@ -212,9 +211,8 @@ class Snapshot:
         tensors = [] if tensors is None else tensors
         for attempt in range(_ATTEMPTS):
             if attempt == _ATTEMPTS - 1:
-                store = (
-                    codec.DefinitionStore()
-                )  # other threads keep evicting the definitions that this thread adds
+                # Other threads keep evicting the definitions that this thread adds to the common store.
+                store = codec.DefinitionStore()
             if attempt:
                 for key in store.missing(definitions):
                     store.add(key, definitions[key])
@@ -226,7 +224,8 @@ class Snapshot:
                 runtime.agent.recorder.arrived(self._tag, tensors, None)
             return opened
         raise RpcError(
-            "a value with so many functions and classes that no module has cannot be opened: define them in a module"
+            "a value cannot be opened, because it contains too many functions and classes that cannot be imported: define them "
+            "in a module"
         )
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

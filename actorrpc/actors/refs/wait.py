@@ -218,7 +218,7 @@ def _flush(futures: Iterable[Future[Any]]) -> None:
 
 
 class _Collector:
-    """Collects the results that have ended, for ``get``, ``wait`` and ``as_completed``.
+    """Collects complete results, for ``get``, ``wait`` and ``as_completed``.
 
     One thread at a time adds results and takes them out. When the collector is freed, its watches are removed from the futures.
 
@@ -359,7 +359,7 @@ class _Gathering(Progress):
         self.future.try_complete(self._make(values))
 
     def drive(self, _deadline: float | None) -> None:
-        """Send the gathered messages. The waiting thread then sleeps: while reading one reply, it could miss a failure."""
+        """Send the gathered messages. The waiting thread then sleeps: reading one reply, it could miss the failure of another."""
         self.flush()
 
     def flush(self) -> None:
@@ -757,7 +757,7 @@ class _Registered(_Collector):
         cover(items, [*self.futures, *(each for each in items if isinstance(each, Future))])
 
     def take(self, count: int) -> list[Any]:
-        """Remove and return the first ``count`` of the results that have ended, in order."""
+        """Remove and return the first ``count`` complete results, in order."""
         taken = [heapq.heappop(self._ended) for _ in range(min(count, len(self._ended)))]
         found = [self.items.pop(number) for number in taken]
         for number in taken:

@@ -38,7 +38,7 @@ def exit_text(exit: SystemExit) -> str:
 
 
 class HostedActorGoneError(RpcError):
-    """The actor does not live in that worker (any longer). Never shown to users: routes ask the supervisor."""
+    """The actor does not live on the called worker (any longer). Never shown to users: routes ask the supervisor."""
 
     maybe_executed = False
 

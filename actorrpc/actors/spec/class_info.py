@@ -89,7 +89,7 @@ class Signature:
         return self.most == 1 << 59
 
     def packed(self) -> tuple[Any, ...]:
-        """Return it as plain values."""
+        """Return the signature as plain values, for pickling."""
         return (
             self.title,
             self.positional,
@@ -117,7 +117,7 @@ class Signature:
         )
 
     def shown(self) -> inspect.Signature:
-        """Return it as an ``inspect.Signature``; ``...`` stands for default values."""
+        """Return the signature as an ``inspect.Signature``; ``...`` stands for default values."""
         kinds, made = inspect.Parameter, []
         for at, name in enumerate(self.positional):
             kind = kinds.POSITIONAL_ONLY if at < self.only else kinds.POSITIONAL_OR_KEYWORD

@@ -24,11 +24,11 @@ class ProcessSpec:
         label: the mark of its output, and part of its worker name: the actor's class.
         num_cpus: how many threads torch may use in it; None means one.
         num_gpus: how many devices it sees; None: all devices, without reserving any.
-        env: environment variables, over those of the driver.
+        env: environment variables, which override the driver's.
         working_dir: its working directory; None for the driver's directory.
         host, labels, resources, spread: see :class:`~actorrpc.actors.spec.options.ActorOptions`; for its placement.
         wait_s: how long it may wait for a worker that has the resources.
-        booking: the number of its booking; 0 if nothing is to be booked.
+        booking: the number of its booking; 0 if it books no resources.
         own: it must be a process of its own, not a slot in a shared worker.
         rank: the worker where it must be; None: any worker.
     """
@@ -55,7 +55,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SharedSlot(WorkerInfo):
-    """A place in a worker that others share: what a spawner may return instead of a process of its own.
+    """A place in a worker that others share. A spawner may return it instead of a process of its own.
 
     Attributes:
         booking: the number with which :meth:`Spawner.give_back` returns it.
@@ -66,7 +66,7 @@ class SharedSlot(WorkerInfo):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeathReport:
-    """What is known about a process that has ended.
+    """The known facts about the end of a process.
 
     Attributes:
         exit_code: its exit status; None if a signal ended it, or if it is unknown.
@@ -122,7 +122,7 @@ class Spawner(Protocol):
         """Return a slot. Idempotent."""
 
     def release(self, worker: str) -> None:
-        """Let a process end by itself, when no object that lives in it is referenced any longer."""
+        """Let a process end when no object that lives in it is referenced any longer."""
 
     def kill(self, worker: str) -> None:
         """End a process at once (SIGKILL)."""
@@ -146,7 +146,7 @@ class Restarting:
 
     Attributes:
         text: how it ended, in words.
-        report: what is known about the end of its process.
+        report: the report on the end of its process; None if there is none.
         moved: it has not died, but moves to another worker.
     """
 
@@ -157,7 +157,7 @@ class Restarting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorState:
-    """An actor, as its supervisor knows it: a row of ``list_actors()``.
+    """The state of an actor according to its supervisor: a row of ``list_actors()``.
 
     Attributes:
         state: ``"PENDING_CREATION"``, ``"ALIVE"``, ``"RESTARTING"``, ``"ENDING"`` or ``"DEAD"`` (Ray's words, except for

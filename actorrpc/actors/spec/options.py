@@ -148,7 +148,7 @@ _BACKPRESSURE: Final = ("backpressure", "_generator_backpressure_num_objects")
 
 
 def _buffered(given: dict[str, Any]) -> None:
-    """Rename other names of ``max_buffered_items``; the last one is Ray's, in which -1 means None."""
+    """Replace the other names of ``max_buffered_items`` by it. The second name is Ray's, whose value -1 means None."""
     for name in _BACKPRESSURE:
         if name in given:
             if "max_buffered_items" in given:
@@ -377,7 +377,7 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
         max_pending_calls: further calls of one caller are refused; -1: no limit.
         max_restarts: how often it is restarted when it dies; -1: without limit. In a supervision group (:func:`supervise`),
             the group's limit, window and back-off apply; this must not be 0 then.
-        restart_window_s: only the restarts in the last so many seconds count; None: all restarts.
+        restart_window_s: only restarts within this time count, in seconds; None: all restarts.
         restart_backoff_s: the wait before the second restart in a row; doubles with each restart up to 10 s, and is shortened at
             random by up to a half.
         max_task_retries, retry_exceptions: see :class:`CallOptions`; for all of its methods.
@@ -388,8 +388,8 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
         labels: labels that its worker (or machine) must have: name -> word.
         resources: further amounts that it needs and books, by name.
         spread: place it where there are the fewest actors, on joined workers or in a process of its own.
-        placement_timeout: how many seconds it may wait for a worker with all of these; 0: do not wait. None: do not wait for
-            what no worker has, and wait 10 s for resources that others use.
+        placement_timeout: how many seconds it may wait for a worker with all of these; 0: do not wait. None: wait 10 s for
+            resources that others use, and do not wait for labels or resources that no worker has.
         env: environment variables of a process of its own; ``{"env_vars": ..., "working_dir": ...}`` is
             also accepted.
         working_dir: the working directory of a process of its own.
@@ -398,9 +398,9 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
         reentrant: calls that descend from a running call may run while that call waits.
         checkpoint_every: after how many calls that have not raised ``checkpoint()`` is called, if the class has it and
             ``restore(state)``. Its result is copied, and passed to ``restore`` of the next incarnation after the constructor. The
-            answer of a call (of a generator: its end) is sent after the process that has made the actor has received the state,
-            so the state that callers were told of is not lost with the actor. If ``checkpoint()`` raises, the call fails with
-            CheckpointError, and the previous state is kept; an error of ``restore`` is treated like one of the constructor.
+            answer of such a call (of a generator: its end) is sent after the process that made the actor has received the state.
+            So with 1, the effect of an answered call is not lost with the actor. If ``checkpoint()`` raises, the call fails with
+            CheckpointError, and the previous state is kept; an error of ``restore`` is treated like an error of the constructor.
         on_error: ``"debug"``: a method that has raised is held, with its frames, until a debugger continues it (``actorrpc
             debug``), or no debugger has attached for ACTORRPC_DEBUG_WAIT seconds; its caller gets the error after that.
         timeout, priority, concurrency_group, max_buffered_items: see :class:`CallOptions`; for all of its methods.

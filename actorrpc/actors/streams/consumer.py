@@ -131,7 +131,7 @@ class _Consumer(Stall, Progress):
                 step = claim[0][0]
             except IndexError:
                 return
-            if signal.completed:  # and that was the step behind what it stands for
+            if signal.completed:  # the step in `claim` is then for a later item
                 return
             step.drive(deadline)
             if not step.completed:
@@ -144,7 +144,7 @@ class _Consumer(Stall, Progress):
 
     @property
     def waits_for(self) -> Future[Any] | tuple[Peer, int] | None:
-        """What the next item depends on: a call under way, or a stream and its worker."""
+        """The source of the next item: the call under way, or the worker and the number of the stream."""
         ticket, peer = self._ticket, self._peer
         return self._call if ticket is None or peer is None else (peer, ticket.stream)
 
@@ -423,14 +423,17 @@ class _Consumer(Stall, Progress):
         return self._finished is not None and not self._ended
 
     def look(self) -> None:
-        """End the wait for the stream's end if the waiting thread is also the one that has to take the items first."""
+        """Fail a wait for the stream's end if the waiting thread itself has to take the items first.
+
+        The search for deadlocks calls this once a second; the wait fails if the state is the same at two calls.
+        """
         reader = self.reader
         waits = any(isinstance(each, _EndOfStream) and each.consumer is self for each in reader.waits_for())
         finished: Future[None] | None = None
         with self._lock:
             full = not self._under_way and not self._ended and not self._wants()
             stuck = self._count if waits and reader.certain and full else -1
-            if stuck >= 0 and stuck == self._stuck:  # the same as at the last look
+            if stuck >= 0 and stuck == self._stuck:
                 finished, self._finished = self._finished, None
             self._stuck = stuck
         if finished is not None:
@@ -610,7 +613,7 @@ class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
         """Say whether :meth:`next` would return, or raise StopIteration, at once.
 
         Args:
-            timeout: wait up to so many seconds until it would; None: as long as the actor lives.
+            timeout: how many seconds to wait for that; None: as long as the actor lives.
         """
         until = deadline_of(timeout)
         arrival = self._arrival()

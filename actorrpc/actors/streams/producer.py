@@ -423,7 +423,7 @@ class Streams:
         self.consumers: weakref.WeakValueDictionary[tuple[WorkerKey, int], Any] = (
             weakref.WeakValueDictionary()
         )
-        #: Makes the search for deadlocks look, because a generator or a reader may wait.
+        #: Makes the deadlock detector search soon, because a generator or a reader may have begun to wait.
         self.wake: Callable[[], None] = _nobody
         self._over = False
         agent.on_peer_end.append(self._peer_ended)

@@ -80,9 +80,8 @@ def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
     what = line_of(original)
     if is_a(error, RemoteError) and not is_a(original, ActorDiedError) and worker is not None:
         if CAUSE.__get__(original) is None:
-            CAUSE.__set__(
-                original, RemoteTraceback(exceptions.traceback_of(error))
-            )  # for programs that print it
+            # Programs that print the error then show the traceback of the worker.
+            CAUSE.__set__(original, RemoteTraceback(exceptions.traceback_of(error)))
         where = "restore()" if IN_RESTORE in notes_of(original) else "constructor"
         text, final = f"its {where} raised {what}", True
     elif worker is not None:

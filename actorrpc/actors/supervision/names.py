@@ -183,7 +183,7 @@ class Names:
                 del self._descriptors[namespace, name]
 
     def take_out_all(self, supervisor: WorkerKey) -> None:
-        """Free the names of all actors of a supervisor, which has ended, on rank 0."""
+        """Free the names of all actors of an ended supervisor. Runs on rank 0."""
         with self._lock:
             for key in [
                 key for key, descriptor in self._descriptors.items() if descriptor.supervisor == supervisor
@@ -239,5 +239,5 @@ def _serve(what: str, *args: Any) -> Any:
 
 
 def _ends(actor_id: int) -> Deferred:
-    """Answer with :meth:`Supervisor.ends`. Runs on the worker that supervises the actor."""
+    """Call :meth:`Supervisor.ends`. Called by RPC on the worker that supervises the actor."""
     return Deferred(runtime().supervisor.ends(actor_id))

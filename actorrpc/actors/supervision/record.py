@@ -1,4 +1,4 @@
-"""What a supervisor knows about one actor, and the answers that follow from it. No I/O; the supervisor's lock guards it."""
+"""A supervisor's record of one actor, and the answers that follow from it. No I/O; the supervisor's lock guards it."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class ActorRecord:
         self.put_off_since: float | None = None
         self.last: Restarting | None = None
         self.death: ActorDiedError | None = None
-        #: (the last incarnation that the asking worker knows to have ended, whether it waits for the next one, its future)
+        #: (the last incarnation of whose end the querying worker has been told, whether it waits for the next one, its future)
         self.waiters: list[tuple[int, bool, Future[Any]]] = []
         self.watchers: list[Future[ActorDiedError]] = []
 
@@ -246,7 +246,7 @@ class ActorRecord:
         self.held = self.family is not None
 
     def answer(self, after: int, wait: bool) -> Location | Restarting | None:
-        """Return the answer for a worker that knows that incarnation ``after`` has ended; None if there is none yet."""
+        """Return the answer to a query for the location after incarnation ``after``; None if there is none yet."""
         if self.epoch <= after:
             return None  # the supervisor has not noticed the death yet
         location = None if self.life is None else self.life.location

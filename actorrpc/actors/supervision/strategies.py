@@ -50,7 +50,7 @@ class RestartOrder:
     """One step for the owner to carry out.
 
     Attributes:
-        what: ``"end"`` and ``"make"`` a child; ``"wait"`` so many seconds before ``due(plan)``; ``"up"``, ``"down"`` and
+        what: ``"end"`` and ``"make"`` a child; ``"wait"`` some seconds before ``due(plan)``; ``"up"``, ``"down"`` and
             ``"failed"`` are events for the parent group: all children live; all have ended, as ordered; all have
             ended, because the group has given up.
     """

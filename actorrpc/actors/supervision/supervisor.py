@@ -398,7 +398,10 @@ class Supervisor:
         self.ended(actor, life, text, cause=original, final=final)
 
     def _bound(self, actor: ActorRecord) -> str:
-        """Return why an actor cannot live on any worker after its own has ended; an actor that may move is placed elsewhere."""
+        """Return why an actor cannot be restarted: ``worker=`` placed it on a worker that has ended. Empty if it can.
+
+        An actor that may move to another worker is placed there.
+        """
         if not self._places.is_gone(actor.place):
             return ""
         if not actor.options.movable:
@@ -594,7 +597,7 @@ class Supervisor:
         """Return a future of an actor's location.
 
         Args:
-            after: the last incarnation of which the asking worker knows that it has ended.
+            after: the last incarnation of whose end the querying worker has been told.
             wait: wait until it lives again; otherwise the future completes with :class:`Restarting` as soon as it is
                 known that it will.
 
@@ -664,7 +667,7 @@ class Supervisor:
         return future
 
     def ends(self, actor_id: int) -> Future[bool]:
-        """Return a future: False if an actor is not about to end; True, when it is dead, if it is."""
+        """Return a future: False at once if an actor is not about to end; otherwise True, when it is dead."""
         # Count handles that were just freed.
         self._runtime.references.collect()
         self._sweep()
@@ -731,7 +734,7 @@ class Supervisor:
             return [each.row(self._agent.name) for each in found[:most]], len(found) > most
 
     def close(self, graceful: bool = True, patience: float = _END_S) -> None:
-        """End all actors at once; waits at most 5 s for them, or ``patience``; 0.25 s if not ``graceful``."""
+        """End all actors at once. Wait for them: at most ``patience`` or 5 s, or 0.25 s if not ``graceful``."""
         with self.lock:
             self._closed = True
             actors = list(self._actors.values())

@@ -1,3 +1,3 @@
-"""What stands in the place of ``torch.distributed.nn.api``."""
+"""Replaces ``torch.distributed.nn.api``."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What stands in the place of ``torch.distributed.nn.api.remote_module``."""
+"""Replaces ``torch.distributed.nn.api.remote_module``."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class _RemoteModule(RemoteModule):
     """As :class:`actorrpc.nn.RemoteModule`.
 
     Args:
-        _module_interface_cls: a TorchScript interface; there are none here.
+        _module_interface_cls: a TorchScript interface; not supported.
 
     Raises:
-        ValueError: an interface was given, or as there.
+        ValueError: an interface was given, or as :class:`actorrpc.nn.RemoteModule`.
     """
 
     def __init__(

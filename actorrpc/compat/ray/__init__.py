@@ -1,7 +1,7 @@
 """Programs written for Ray run on actorrpc: ``import actorrpc.compat.ray as ray``.
 
-``python -m actorrpc.compat.ray script.py`` runs a program with nothing changed: there, ``import ray`` means this package. What
-has no place here says so and lists what there is; docs/migration/ray-programs.md has tables of it.
+``python -m actorrpc.compat.ray script.py`` runs an unchanged program: in it, ``import ray`` imports this package. Names that are
+missing here raise an error that lists the existing names; docs/migration/ray-programs.md has tables of them.
 """
 
 from __future__ import annotations
@@ -83,17 +83,17 @@ __version__ = VERSION
 
 
 def remote(*given: Any, **options: Any) -> Any:
-    """Make a class a class of actors, or a function a remote one: ``@ray.remote``, or with options ``@ray.remote(num_cpus=2)``.
+    """Make an actor class of a class, or a task of a function: ``@ray.remote``, or with options ``@ray.remote(num_cpus=2)``.
 
     Raises:
-        TypeError: it is neither a class nor a function; or options and one of these are given, or nothing at all.
-        ConfigError: an option cannot be had here, or its value is wrong; the message says what to do (a ValueError).
+        TypeError: the argument is neither a class nor a function, or is given together with options; or there is no argument.
+        ConfigError: an option is not supported here, or its value is wrong; the message says what to do (a ValueError).
     """
     if len(given) == 1 and not options:
         return _decorated(given[0], {})
     if given or not options:
         raise TypeError(
-            "@ray.remote is written over a class or a function, alone, or with options by name: @ray.remote(num_cpus=2)"
+            "@ray.remote stands above a class or a function, without arguments or with keyword options: @ray.remote(num_cpus=2)"
         )
     return _with(options)
 

@@ -1,6 +1,6 @@
-"""``ray.actor``: actor classes, handles and methods, which speak of Ray's references, options and errors.
+"""``ray.actor``: actor classes, handles and methods, with Ray's references, options and errors.
 
-They are ours, with other results. A handle that a program pickles by itself is weak: it does not keep the actor alive.
+They are subclasses of actorrpc's. A handle that a program pickles by itself is weak: it does not keep the actor alive.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class ActorID:
     number: int
 
     def hex(self) -> str:
-        """Return it as text."""
+        """Return the id as text."""
         return f"{self.number:016x}"
 
     def binary(self) -> bytes:
-        """Return it as bytes."""
+        """Return the id as bytes."""
         return bytes.fromhex(self.hex())
 
     def is_nil(self) -> bool:
-        """Say whether it is that of no actor."""
+        """Say whether this is the empty id, which no actor has."""
         return False
 
 
@@ -65,7 +65,7 @@ class ActorID:
 
 
 class _RemoteCallOfRay(_RemoteCall):
-    """``handle.method.remote``, which gives references of Ray's, and raises errors of Ray's."""
+    """``handle.method.remote``, which returns Ray's references and raises Ray's errors."""
 
     __slots__ = ()
 
@@ -79,7 +79,7 @@ class _RemoteCallOfRay(_RemoteCall):
 
 
 class ActorMethod(actors.ActorMethod[P, Out], Generic[P, Out]):
-    """A method of an actor, as its callers have it: ``handle.method.remote(...)`` calls it."""
+    """A method of an actor, on a handle: ``handle.method.remote(...)`` calls it."""
 
     __slots__ = ()
 
@@ -118,7 +118,7 @@ def _rebuild_method(handle: ActorHandle[Any], info: Any, options: Any) -> ActorM
 
 
 class _Dynamic:
-    """A method with ``num_returns="dynamic"``: an ObjectRef whose value is references to all that it yields."""
+    """A method with ``num_returns="dynamic"``: a call returns an ObjectRef of references to all items that the method yields."""
 
     __slots__ = ("_method",)
 
@@ -133,7 +133,7 @@ class _Dynamic:
 
 
 class _Special:
-    """A special method of every handle: ``__ray_call__`` and its like."""
+    """A special method of every handle, such as ``__ray_call__``."""
 
     __slots__ = ("_call",)
 
@@ -149,7 +149,7 @@ class _Special:
 
 
 def _itself(_instance: Any) -> bool:
-    """Say that the actor is there (named in pickles)."""
+    """Implement ``__ray_ready__`` in the actor (named in pickles)."""
     return True
 
 
@@ -178,7 +178,7 @@ def _ended(handle: ActorHandle[Any]) -> actors.ObjectRef[Any]:
 
 
 class _CallingOfRay:
-    """``handle.__call__``, which Python looks for on the type."""
+    """``handle.__call__``, which Python looks up on the type."""
 
     __slots__ = ()
 
@@ -220,7 +220,7 @@ class ActorHandle(actors.ActorHandle[C_co], Generic[C_co]):
 
 
 def _copied(kind: type[H], handle: actors.ActorHandle[Any], *, weak: bool = False) -> H:
-    """Return a handle of the same actor of another class; a weak handle does not keep the actor alive."""
+    """Return a handle of the class ``kind`` to the same actor; a weak handle does not keep the actor alive."""
     state = handle.__dict__
     descriptor = state["_actorrpc_descriptor"]
     if weak:
@@ -229,12 +229,12 @@ def _copied(kind: type[H], handle: actors.ActorHandle[Any], *, weak: bool = Fals
 
 
 def _as_rays(handle: actors.ActorHandle[Any]) -> ActorHandle[Any]:
-    """Return a handle of ours as Ray's (named in pickles)."""
+    """Return a handle of actorrpc as Ray's (named in pickles)."""
     return _copied(ActorHandle, handle)
 
 
 def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
-    # With an exception it travels as one that keeps nothing alive.
+    # With an exception, a weak handle is sent.
     return _as_rays, (_copied(actors.ActorHandle, handle, weak=codec.current_encoding() is None),)
 
 
@@ -252,14 +252,14 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
     if not TYPE_CHECKING:
 
         def remote(self, *args, **kwargs):
-            """Make an actor of the class; returns at once. Starts the embedded cluster if nothing runs.
+            """Make an actor of the class; returns at once. Starts the embedded cluster if this process is in no group.
 
             An exception of the constructor is the cause of the ActorDiedError that each call raises.
 
             Raises:
                 TypeError: the constructor does not take these arguments, or they cannot be sent.
                 ActorAlreadyExistsError: there is an actor of that name (a ValueError).
-                ActorUnschedulableError: no worker has the resources that it asks for.
+                ActorUnschedulableError: no worker has the resources that the options request.
             """
             args, kwargs = unwrapped(args, kwargs)
             extras = _extras(self)
@@ -281,7 +281,7 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
         """Return the same class with other options of its actors.
 
         Raises:
-            ConfigError: an option cannot be had here, or its value is wrong; the message says what to do (a ValueError).
+            ConfigError: an option is not supported here, or its value is wrong; the message says what to do (a ValueError).
         """
         ours, extras = for_actors(options, _extras(self))
         made = self._with(self._actorrpc_options.merged(**ours), self._actorrpc_alias)
@@ -311,7 +311,7 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
         return made
 
     def _searching(self, paths: tuple[str, ...]) -> ActorClass[P, C]:
-        """Return the same class, whose processes look in some directories before they open it."""
+        """Return the same class; its processes add these directories to the import path before they unpickle it."""
         made = self._with(self._actorrpc_options, self._actorrpc_alias)
         _own(made)["_ray_paths"] = paths
         return made
@@ -329,7 +329,7 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
 
 
 class _ClassOf:
-    """Pickles as the class that an actor class stands for."""
+    """Pickles as the user's class of an actor class."""
 
     __slots__ = ("_reduced",)
 
@@ -341,12 +341,12 @@ class _ClassOf:
 
 
 def _class_of(actor: Any) -> Any:
-    """Return the class that an actor class stands for (named in pickles)."""
+    """Return the user's class of an actor class (named in pickles)."""
     return actor.__actor_class__
 
 
 def _own(actor: ActorClass[..., Any]) -> dict[str, Any]:
-    """Return the attributes of the actor class itself: its ``__dict__`` is that of the class."""
+    """Return the attributes of the actor class object; its ``__dict__`` attribute is the ``__dict__`` of the user's class."""
     found: dict[str, Any] = object.__getattribute__(actor, "__dict__")
     return found
 
@@ -385,7 +385,7 @@ def actor_class(cls: type, options: Mapping[str, Any]) -> ActorClass[..., Any]:
 
 
 def method(function: Any = None, /, **options: Any) -> Any:
-    """Say how a method is called unless its caller says otherwise: ``@ray.method(num_returns=2)``.
+    """Set the default options of the calls of a method: ``@ray.method(num_returns=2)``.
 
     Raises:
         ConfigError: an option is unknown, or its value is wrong (a ValueError).
@@ -396,7 +396,7 @@ def method(function: Any = None, /, **options: Any) -> Any:
 
 
 def exit_actor() -> NoReturn:
-    """End the actor that this is called in, for good: calls of it fail with ActorDiedError.
+    """End the actor in which this is called, for good: its calls fail with ActorDiedError.
 
     Raises:
         TypeError: this is not code of an actor.
@@ -419,13 +419,13 @@ def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
 
 
 def kill(actor: Any, *, no_restart: bool = True) -> None:
-    """End an actor at once, for good or (``no_restart=False``) as if it had died by itself.
+    """End an actor at once, for good or (``no_restart=False``) as if it had died.
 
     Raises:
-        WrongTypeError: it is no handle of an actor (a ValueError and a TypeError).
+        WrongTypeError: it is not the handle of an actor (a ValueError and a TypeError).
     """
     if not isinstance(actor, actors.ActorHandle):
         raise WrongTypeError(
-            f"ray.kill() takes the handle of an actor, not a {type(actor).__name__}; a task is given up with ray.cancel()"
+            f"ray.kill() takes the handle of an actor, not a {type(actor).__name__}; a task is cancelled with ray.cancel()"
         )
     actors.kill(actor, no_restart=no_restart)

@@ -1,4 +1,4 @@
-"""``ray.init``, ``shutdown``, and what a cluster has: ``nodes``, ``cluster_resources``, ``available_resources``."""
+"""``ray.init``, ``shutdown``, and the contents of the cluster: ``nodes``, ``cluster_resources``, ``available_resources``."""
 
 from __future__ import annotations
 
@@ -51,11 +51,9 @@ __all__ = [
 ]
 
 VERSION: Final = "2.51.0"
-"""The version of Ray whose names and keywords these are."""
+"""The version of Ray from which the names and keywords are taken."""
 
-_END_S: Final = (
-    2.0  # how long actors that are busy may go on when the program shuts down: Ray ends them at once
-)
+_END_S: Final = 2.0  # how long busy actors may continue when the program shuts down (Ray ends them at once)
 
 #: ignored keywords of Ray's init, and why; keywords that begin with an underscore are ignored, too
 IGNORED: Final = {
@@ -77,12 +75,12 @@ _before: dict[str, str | None] = {}  # variables as they were before init(runtim
 
 
 class RayContext(Mapping[str, Any]):
-    """What ``ray.init`` returns: facts about the cluster; as a context manager, shuts it down at its end.
+    """The return value of ``ray.init``: facts about the cluster. As a context manager, it shuts the cluster down.
 
     Attributes:
         address_info: addresses and the node's id.
         dashboard_url: None: there is no dashboard.
-        namespace: where actors look for names unless they are told another one.
+        namespace: the default namespace of actors' names.
         python_version, ray_version, ray_commit: of this process.
     """
 
@@ -141,18 +139,18 @@ def init(
     job_config: Any = None,
     **options: Any,
 ) -> RayContext:
-    """Start the embedded cluster, or join the one of ours at ``tcp://host:port``.
+    """Start the embedded cluster, or join the actorrpc cluster at ``tcp://host:port``.
 
     Args:
-        address: None or ``"local"``: a new one.
-        runtime_env: of all actors and tasks.
-        job_config: None.
-        options: as of :func:`actorrpc.init`; names in ``IGNORED`` are ignored.
+        address: None or ``"local"``: a new cluster.
+        runtime_env: the default of all actors and tasks.
+        job_config: must be None.
+        options: see :func:`actorrpc.init`; names in ``IGNORED`` are ignored.
 
     Raises:
-        RuntimeError: it runs already.
+        RuntimeError: this process is in a cluster already.
         ConnectionError: no cluster is at ``address``.
-        ConfigError: an option cannot be had here; the message says what to do (a ValueError).
+        ConfigError: an option is not supported here; the message says what to do (a ValueError).
     """
     if job_config is not None:
         raise ConfigError("init(): job_config= is not possible here: say namespace= and runtime_env=")
@@ -189,17 +187,17 @@ def _address(address: str | None) -> str | None:
     if address is None or address == "local":
         return None
     if not isinstance(address, str):
-        raise TypeError(f"init(): address must be a text, not {say(address, repr)}")
+        raise TypeError(f"init(): address must be a str, not {say(address, repr)}")
     if address.startswith("tcp://"):
         return address
     if address == "auto":
         raise ConnectionError(
-            "init(address='auto'): there is no cluster that is found by itself; leave address= out to start one, or give the "
+            "init(address='auto'): a running cluster is not found by itself; leave address= out to start a cluster, or give the "
             "tcp://host:port of a driver that was started with listen="
         )
     raise ConnectionError(
-        f"init(address={address!r}): clusters of Ray's cannot be joined from here; the address of a driver of actorrpc's is "
-        "tcp://host:port, which it was given with listen="
+        f"init(address={address!r}): a cluster of Ray cannot be joined from here; an actorrpc driver that was started with "
+        "listen= has an address like tcp://host:port"
     )
 
 
@@ -227,13 +225,13 @@ def _restore_environment() -> None:
 
 
 def shutdown(*_ignored: Any, **_options: Any) -> None:
-    """End the cluster, or leave it. Does nothing where none runs. Actors that are busy have 2 s to end."""
+    """End the cluster, or leave it. Does nothing if this process is in no cluster. Busy actors have 2 s to end."""
     api.shutdown(timeout=_END_S)
     _restore_environment()
 
 
 def is_initialized() -> bool:
-    """Say whether a cluster, or a group, is in force in this process."""
+    """Say whether this process is in a cluster or group."""
     return api.is_initialized()
 
 

@@ -1,9 +1,9 @@
-"""``ray.exceptions``: Ray's names of errors, each a subclass of what actorrpc raises in its place.
+"""``ray.exceptions``: Ray's error classes, each a subclass of the error that actorrpc raises in this case.
 
 ``except ray.exceptions.RayActorError`` works as on Ray, and ``except actorrpc.ActorDiedError`` works, too. Where a result is
-read, :func:`in_rays_words` converts the error: the rest of actorrpc does not know Ray's names.
+read, :func:`in_rays_words` converts the error: the rest of actorrpc does not use Ray's names.
 
-Nothing raises the classes that ``_unraised`` makes: they are there for ``except`` clauses.
+The classes that ``_unraised`` makes are never raised: they exist only for ``except`` clauses.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
 
 
 class RayError(errors.RpcError):
-    """Base of Ray's errors. With no message given, an error says what its class means."""
+    """Base of Ray's errors. The default message of an error is the docstring of its class."""
 
     def __init__(self, *args: Any, **known: Any) -> None:
         message = args or ((type(self).__doc__ or type(self).__name__).partition("\n")[0],)
@@ -70,12 +70,12 @@ class RayError(errors.RpcError):
 
 
 class RayTaskError(RayError, errors.RemoteError):
-    """A task or a method raised.
+    """A task or a method raised an exception.
 
-    What is raised is an instance of the user's class as well, where the two mix; ``cause`` is the user's own exception.
+    The error is also an instance of the user's exception class, if the classes can be combined. ``cause`` is that exception.
 
     Attributes:
-        function_name: what raised, as far as it is known.
+        function_name: the name of the function that raised, if known.
         traceback_str: the traceback, as text.
     """
 
@@ -107,11 +107,11 @@ class RayTaskError(RayError, errors.RemoteError):
 
     @property
     def traceback_str(self) -> str:
-        """The traceback of the place where it was raised, as text."""
+        """The remote traceback, as text."""
         return exceptions.traceback_of(self) or str(self.traceback or "")
 
     def as_instanceof_cause(self) -> BaseException:
-        """Return the error as an instance of the user's class, which it is already where the two classes mix."""
+        """Return this error: if the two classes could be combined, it is an instance of the user's class already."""
         return self
 
 
@@ -141,7 +141,7 @@ class RayActorError(RayError, errors.ActorError):
 
     @property
     def actor_init_failed(self) -> bool:
-        """Whether its constructor raised."""
+        """Whether the actor's constructor raised."""
         return self.cause is not None and (
             isinstance(self.cause, errors.RemoteError) or not isinstance(self.cause, errors.RpcError)
         )
@@ -153,11 +153,11 @@ class RayActorError(RayError, errors.ActorError):
 
 
 class ActorDiedError(RayActorError, errors.ActorDiedError):
-    """The actor is dead and does not come back."""
+    """The actor is dead and is not restarted."""
 
 
 class ActorUnavailableError(RayActorError, errors.ActorUnavailableError):
-    """The actor cannot be reached now but may come back."""
+    """The actor cannot be reached now, but may be restarted."""
 
 
 class ActorAlreadyExistsError(RayError, errors.NameTakenError):
@@ -165,7 +165,7 @@ class ActorAlreadyExistsError(RayError, errors.NameTakenError):
 
 
 class RaySystemError(RayError):
-    """An error without a name in Ray: an instance of this class and of its own class."""
+    """An error of actorrpc that has no class in Ray: also an instance of its class in actorrpc."""
 
 
 class ObjectStoreFullError(RayError, errors.ObjectStoreFullError):
@@ -185,7 +185,7 @@ class GetTimeoutError(RayError, errors.RpcTimeoutError):
 
 
 class RuntimeEnvSetupError(RayError, errors.ConfigError):
-    """A runtime_env cannot be had: the message says what to do."""
+    """A runtime_env is not supported: the message says what to do."""
 
 
 class TaskPlacementGroupRemoved(RayError, errors.PlacementError):
@@ -201,11 +201,11 @@ class PendingCallsLimitExceeded(RayError, errors.PendingCallsLimitExceeded):
 
 
 class TaskUnschedulableError(RayError, errors.PlacementError):
-    """There is nothing on which the task could run."""
+    """No node can run the task."""
 
 
 class ActorUnschedulableError(RayError, errors.UnplacedActorError):
-    """There is nothing on which the actor could live."""
+    """No node can run the actor."""
 
 
 class AuthenticationError(RayError, errors.AuthenticationError):
@@ -213,7 +213,7 @@ class AuthenticationError(RayError, errors.AuthenticationError):
 
 
 def _unraised(name: str, meaning: str, *bases: type[BaseException]) -> type[RayError]:
-    """Make a class that is there for ``except`` clauses only, as nothing raises it here."""
+    """Make a class that is never raised here, only for ``except`` clauses."""
     made = type(
         name, bases or (RayError,), {"__doc__": f"{meaning} Nothing raises it here.", "__module__": __name__}
     )
@@ -269,7 +269,7 @@ UnserializableException = _unraised(
 UserCodeException = _unraised("UserCodeException", "User code raised: a RayTaskError.")
 
 
-# The first that fits is meant: subclasses stand before their bases.
+# The first class that fits is used: subclasses come before their bases.
 _WORDS: Final[tuple[tuple[type[errors.RpcError], type[RayError]], ...]] = (
     (errors.ObjectStoreFullError, ObjectStoreFullError),
     (errors.UnplacedActorError, ActorUnschedulableError),
@@ -282,7 +282,7 @@ _WORDS: Final[tuple[tuple[type[errors.RpcError], type[RayError]], ...]] = (
     (errors.PlacementError, TaskUnschedulableError),
     (errors.AuthenticationError, AuthenticationError),
 )
-# Ray has no class of its own for these: the program, not the system, is at fault.
+# Errors of the program, for which Ray has no classes: they are not converted.
 _PLAIN: Final = (
     errors.SerializationError,
     errors.ConfigError,
@@ -319,14 +319,14 @@ def in_rays_words(error: errors.RpcError) -> errors.RpcError:
 
 
 def _of_actor(error: errors.RpcError) -> errors.RpcError:
-    """Return what Ray raises in the place of an error that the creation of an actor ended with."""
+    """Return the error that Ray raises for an error of the creation of an actor."""
     if isinstance(error, errors.PlacementError) and not isinstance(error, RayError):
         return _as(ActorUnschedulableError, error)
     return in_rays_words(error)
 
 
 class _RaysWords:
-    """A ``with`` block that raises Ray's errors in place of ours; ``words`` makes them."""
+    """A ``with`` block that raises Ray's errors instead of actorrpc's; ``words`` converts them."""
 
     __slots__ = ("_words",)
 
@@ -344,7 +344,7 @@ class _RaysWords:
             try:
                 raise error
             finally:
-                error.__context__ = None  # it stands for the error of the block, and did not come of it
+                error.__context__ = None  # it replaces the error of the block
                 del caught, error
 
 
@@ -362,18 +362,19 @@ def _as(kind: type[RayError], error: errors.RpcError) -> RayError:
 
 
 def _task_error(error: errors.RemoteError, cause: BaseException) -> errors.RpcError:
-    if isinstance(cause, RayTaskError):  # of a task that this one has called, and that could not be mixed
+    # A task that this task called raised it, and the two classes could not be combined.
+    if isinstance(cause, RayTaskError):
         return _rebuild_task_error(
             str(cause.args[0]), cause.type_name, error.traceback, cause.cause, cause.worker
         )
     if isinstance(cause, errors.RpcError) and not isinstance(cause, (RayError, errors.RemoteError)):
-        return in_rays_words(cause)  # it came on from the process that the reference has come from
-    # Of the class Exception it is already.
+        return in_rays_words(cause)  # an error of the process that sent the reference
+    # The error is an instance of Exception already.
     if cause is not error and not isinstance(cause, RayError) and type(cause) is not Exception:
         made = exceptions.raised_as(error, RayTaskError)
         if isinstance(made, RayTaskError):
             return made
-    # An error of Ray's own that the task ran into is no such error of the task's caller.
+    # A Ray error that was raised inside of the task must not look like an error of the call of the task.
     found = None if cause is error else cause
     text, name = exceptions.traceback_of(error), error.type_name
     return _rebuild_task_error(say(error) or name, name, text, found, error.worker)

@@ -8,24 +8,24 @@ from typing import Any, Final, NoReturn
 
 __all__ = ["HINTS", "missing", "no_module"]
 
-#: what to do instead, by the beginning of the name
+#: beginning of a name -> what to use instead
 HINTS: Final = {
-    "ray.air": "Ray's libraries are not part of it",
+    "ray.air": "Ray's libraries are not part of actorrpc",
     "ray.autoscaler": "actorrpc.scale() starts and drains workers",
     "ray.cluster_utils": "clusters of several nodes in one machine are not simulated; actorrpc.testing has InProcessCluster",
-    "ray.dag": "there are no compiled graphs: hand ObjectRefs on",
-    "ray.data": "Ray's libraries are not part of it; torch's DataLoader reads in parallel",
+    "ray.dag": "there are no compiled graphs: pass ObjectRefs to other calls",
+    "ray.data": "Ray's libraries are not part of actorrpc; torch's DataLoader reads in parallel",
     "ray.internal": "it is private",
     "ray.java_actor_class": "there are Python actors only",
     "ray.java_function": "there are Python functions only",
     "ray.job_submission": "there are no jobs: start the script",
-    "ray.rllib": "Ray's libraries are not part of it",
-    "ray.serve": "Ray's libraries are not part of it",
-    "ray.train": "Ray's libraries are not part of it; actorrpc.spawn() and collective groups do what its workers need",
-    "ray.tune": "Ray's libraries are not part of it; an ActorPool runs trials",
+    "ray.rllib": "Ray's libraries are not part of actorrpc",
+    "ray.serve": "Ray's libraries are not part of actorrpc",
+    "ray.train": "Ray's libraries are not part of actorrpc; actorrpc.spawn() and collective groups do what its workers need",
+    "ray.tune": "Ray's libraries are not part of actorrpc; an ActorPool runs trials",
     "ray.util.collective": "actorrpc.collective_group() makes groups of torch.distributed",
     "ray.util.multiprocessing": "an ActorPool, or tasks, do what its Pool does",
-    "ray.workflow": "Ray's libraries are not part of it",
+    "ray.workflow": "Ray's libraries are not part of actorrpc",
 }
 
 
@@ -43,16 +43,18 @@ def _told(module: str, name: str, known: Iterable[str]) -> str:
 
 
 def missing(module: str, known: Iterable[str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a module, which says what there is instead.
+    """Return the ``__getattr__`` of a module: its AttributeError says what to use instead.
 
     Args:
         module: its name on Ray.
-        known: what there is.
+        known: the names that exist here.
     """
     names = list(known)
 
     def getattribute(name: str) -> NoReturn:
-        if name.startswith("__") and name.endswith("__"):  # what Python and its tools look for on any module
+        if name.startswith("__") and name.endswith(
+            "__"
+        ):  # Python and its tools look these names up on any module
             raise AttributeError(name)
         raise AttributeError(_told(module, name, names))
 

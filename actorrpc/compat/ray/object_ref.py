@@ -1,7 +1,6 @@
 """``ray.ObjectRef``, the functions ``get``, ``put``, ``wait`` and ``cancel``, and streams.
 
-A reference of Ray's holds an actorrpc.ObjectRef, and is sent as that. ``get``, ``await`` and its future raise errors in Ray's
-words.
+Ray's ObjectRef holds an actorrpc.ObjectRef, and is sent together with it. ``get``, ``await`` and its future raise Ray's errors.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_ID_BYTES: Final = 28  # of Ray's
+_ID_BYTES: Final = 28  # the length of an id in Ray
 
 
 class ObjectRef(Generic[T]):
     """A reference to the result of a call; ``ray.get(ref)`` or ``await ref`` gives the result. Thread-safe.
 
     Args:
-        ref: ours.
+        ref: the actorrpc.ObjectRef.
     """
 
     __slots__ = ("__weakref__", "_ours")
@@ -49,7 +48,7 @@ class ObjectRef(Generic[T]):
     def __init__(self, ref: actors.ObjectRef[T]) -> None:
         if not isinstance(ref, actors.ObjectRef):
             raise TypeError(
-                f"an ObjectRef is what .remote() and ray.put() return; it cannot be made of {say(ref, repr)}"
+                f"ObjectRefs are returned by .remote() and ray.put(); an ObjectRef cannot be made of {say(ref, repr)}"
             )
         self._ours = ref
 
@@ -58,7 +57,7 @@ class ObjectRef(Generic[T]):
             return (yield from self._ours.__await__())
 
     def future(self) -> concurrent.futures.Future[T]:
-        """Return a future of the result. To cancel it leaves the call alone."""
+        """Return a future of the result. Cancelling it does not cancel the call."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def done(ours: Any) -> None:
@@ -95,7 +94,7 @@ class ObjectRef(Generic[T]):
         return bytes.fromhex(self._ours.hex()).ljust(_ID_BYTES, b"\0")
 
     def is_nil(self) -> bool:
-        """Say whether it refers to nothing: no reference does."""
+        """Return False: every reference refers to a result."""
         return False
 
     def __eq__(self, other: object) -> bool:
@@ -130,10 +129,10 @@ def _arrived(ref: actors.ObjectRef[Any]) -> ObjectRef[Any]:
 class ObjectRefGenerator(Generic[T]):
     """The result of a call of a generator: an iterator over ObjectRefs of its items.
 
-    If the generator raises, the last ObjectRef raises it. ``for`` and ``async for``; thread-safe.
+    If the generator raises an exception, the last ObjectRef raises it. Works with ``for`` and ``async for``; thread-safe.
 
     Args:
-        stream: ours.
+        stream: the actorrpc.ObjectRefGenerator.
     """
 
     def __init__(self, stream: actors.ObjectRefGenerator[T]) -> None:
@@ -164,7 +163,7 @@ class ObjectRefGenerator(Generic[T]):
         return ObjectRef(self._ours.completed())
 
     def next_ready(self, timeout: float | None = 0) -> bool:
-        """Say whether the next item, or the end, is there; wait for it so many seconds, or (None) as long as it takes."""
+        """Say whether the next item, or the end, has arrived; wait for it up to ``timeout`` seconds, or (None) without limit."""
         return self._ours.next_ready(timeout)
 
     def is_finished(self) -> bool:
@@ -183,7 +182,7 @@ class DynamicObjectRefGenerator(Generic[T]):
     """The result of a call with ``num_returns="dynamic"``: ObjectRefs of all items of the generator.
 
     Args:
-        refs: in their order.
+        refs: the ObjectRefs, in the order of the items.
     """
 
     def __init__(self, refs: Sequence[ObjectRef[T]]) -> None:
@@ -204,7 +203,7 @@ class DynamicObjectRefGenerator(Generic[T]):
 
 
 def gathered(stream: ObjectRefGenerator[Any]) -> ObjectRef[DynamicObjectRefGenerator[Any]]:
-    """Return a reference to references to all items of a stream: complete at the end of the stream."""
+    """Return an ObjectRef of the ObjectRefs of all items of a stream; it completes at the end of the stream."""
     future: Future[DynamicObjectRefGenerator[Any]] = Future()
     future.label = f"all of {stream!r}"
     refs: list[ObjectRef[Any]] = []
@@ -230,12 +229,12 @@ def wrapped(found: Any) -> Any:
 
 
 def unwrap(value: Any) -> Any:
-    """Return the reference of ours that a reference of Ray's holds; any other value as it is."""
+    """Return the actorrpc.ObjectRef that Ray's ObjectRef holds; any other value as it is."""
     return value._ours if isinstance(value, ObjectRef) else value
 
 
 def unwrapped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with references of ours in the place of Ray's: such an argument is replaced by its value."""
+    """Return the arguments with actorrpc's ObjectRefs instead of Ray's: actorrpc replaces these by their values."""
     for each in args:
         if isinstance(each, ObjectRef):
             args = tuple(map(unwrap, args))
@@ -248,7 +247,7 @@ def _ours(item: Any, what: str) -> Any:
     if isinstance(found, (actors.ObjectRef, actors.ObjectRefGenerator)):
         return found
     raise WrongTypeError(
-        f"{what} takes ObjectRefs, what .remote() returns, and not a {type(item).__name__}: {say(item, repr)[:60]}"
+        f"{what} takes ObjectRefs, as returned by .remote(), not a {type(item).__name__}: {say(item, repr)[:60]}"
     )
 
 
@@ -260,13 +259,13 @@ def get(object_refs: Any, *, timeout: float | None = None, **_ignored: Any) -> A
 
     Args:
         object_refs: an ObjectRef, or a list of them.
-        timeout: seconds for all results; None: no bound.
+        timeout: seconds for all results; None: no limit.
 
     Raises:
         GetTimeoutError: not all results were ready in time. The calls are not cancelled.
-        RayTaskError: a call raised; also an instance of the class of its exception.
-        RayError: a call ended otherwise.
-        WrongTypeError: these are no ObjectRefs (a ValueError and a TypeError).
+        RayTaskError: a call raised an exception; the error is also an instance of the exception's class.
+        RayError: a call failed for another reason.
+        WrongTypeError: the argument is neither an ObjectRef nor a list of them (a ValueError and a TypeError).
     """
     with rays_words:
         if isinstance(object_refs, (list, tuple)):
@@ -294,20 +293,20 @@ def put(value: T, **_ignored: Any) -> ObjectRef[T]:
 def wait(
     ray_waitables: Any, *, num_returns: int = 1, timeout: float | None = None, fetch_local: bool = True
 ) -> tuple[list[Any], list[Any]]:
-    """Wait until some of several results are there, failed ones included.
+    """Wait until some of several results are available; failed results count, too.
 
     Args:
         ray_waitables: a list of different ObjectRefs and ObjectRefGenerators.
-        num_returns: so many are waited for.
-        timeout: seconds; None waits without a bound, 0 only looks.
-        fetch_local: a large result that is elsewhere counts when it has been fetched.
+        num_returns: how many results to wait for.
+        timeout: seconds; None: no limit; 0: do not wait.
+        fetch_local: a large result on another worker counts only when it was fetched.
 
     Returns:
         The ready items, at most ``num_returns``, and the other items, both in the order of the list.
 
     Raises:
-        TypeError: these are no ObjectRefs.
-        ValueError: one is there twice, or ``num_returns`` or ``timeout`` makes no sense.
+        TypeError: an item is not an ObjectRef.
+        ValueError: an item is given twice, or ``num_returns`` or ``timeout`` is out of range.
     """
     if not isinstance(ray_waitables, (list, tuple)):
         raise TypeError(f"ray.wait() takes a list of ObjectRefs, not a {type(ray_waitables).__name__}")
@@ -324,11 +323,11 @@ def wait(
 
 
 def cancel(ray_waitable: Any, *, force: bool = False, recursive: bool = True) -> bool:
-    """Give a call up: it ends with TaskCancelledError. Return whether there was something to give up.
+    """Cancel a call: it ends with TaskCancelledError. Return False if it had already ended.
 
     Args:
-        force: of a task: end its process, if it cannot be interrupted.
-        recursive: must be True: the calls that it waits for are given up with it.
+        force: for a task: end its process if the task cannot be interrupted.
+        recursive: must be True: the calls that the call waits for are cancelled, too.
 
     Raises:
         ValueError: ``force`` for a call to an actor, or ``recursive=False``.

@@ -1,4 +1,4 @@
-"""Ray's options of actors, tasks and calls, as options of ours.
+"""Ray's options of actors, tasks and calls, as options of actorrpc.
 
 Some options are converted. Options that cannot change a program's results are ignored (``IGNORED`` says why). Others that are
 missing here are refused, with a remedy. The rest have the same names and meaning in actorrpc.
@@ -35,14 +35,14 @@ __all__ = [
     "placed",
 ]
 
-#: ignored options, and why
+#: ignored option -> why it is ignored
 IGNORED: Final = {
-    "_labels": "they are shown nowhere",
-    "_metadata": "it is of Ray's own libraries",
-    "accelerator_type": "num_gpus= says how many devices; which ones is said by labels=",
+    "_labels": "they are not shown",
+    "_metadata": "only Ray's own libraries use it",
+    "accelerator_type": "num_gpus= sets the number of devices; labels= selects a worker by its kind of device",
     "enable_task_events": "there is no event store",
     "enable_tensor_transport": "tensors go through shared memory, always",
-    "fallback_strategy": "it says what to do where the first choice is not there, and that is an error here",
+    "fallback_strategy": "it is for a first choice that does not exist, which is an error here",
     "max_calls": "processes that run tasks are kept",
     "memory": "no memory is reserved",
     "object_store_memory": "there is no object store",
@@ -58,10 +58,10 @@ class Extras:
 
     Attributes:
         env: the ``runtime_env`` that was given; None for none.
-        resources: what a task asks for: looked for, and not booked.
+        resources: the resources that a task requests: checked for, but not booked.
         group: the placement group; None for none.
-        bundle: which of its bundles; -1 for any.
-        captures: whether what the actor or the task makes is in the group, too.
+        bundle: the index of the bundle in the group; -1 for any.
+        captures: whether actors and tasks that the actor or task starts are in the group, too.
     """
 
     env: dict[str, Any] | None = None
@@ -156,7 +156,7 @@ def _hard_labels(strategy: NodeLabelSchedulingStrategy) -> dict[str, str]:
     for name, wanted in (strategy.hard or {}).items():
         if not isinstance(wanted, In) or len(wanted.values) != 1:
             raise ConfigError(
-                f"label {name!r}: only In(one value) is possible here, as a worker is chosen by a label's value"
+                f"label {name!r}: only In(...) with one value is possible here, because a worker is chosen by a label's value"
             )
         found[name] = wanted.values[0]
     return found
@@ -165,30 +165,30 @@ def _hard_labels(strategy: NodeLabelSchedulingStrategy) -> dict[str, str]:
 def _resources(given: Mapping[str, Any]) -> dict[str, float]:
     for name in ("CPU", "GPU"):
         if name in given:
-            raise ConfigError(f"resources: {name!r} is said by num_{name.lower()}s=")
+            raise ConfigError(f"resources: {name!r} is set with num_{name.lower()}s=")
     return {name: amount for name, amount in given.items() if not name.startswith("node:")}
 
 
 def for_actors(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any], Extras]:
-    """Return the options of ours that options of actors stand for, and the rest of what they say.
+    """Convert Ray's options of an actor: return actorrpc's options, and the extras that have no equivalent.
 
     Raises:
-        ConfigError: an option cannot be had here, or its value is wrong; the message says what to do.
+        ConfigError: an option is not supported here, or its value is wrong; the message says what to do.
     """
     options, extras = _common(given)
     if options.get("resources"):
         options["resources"] = _resources(options["resources"])
-    # A class of Ray's may have methods of these names that mean something else.
+    # A class written for Ray may have methods checkpoint() and restore() with another meaning.
     options.setdefault("checkpoint_every", _NO_CHECKPOINTS)
     return options, _changed(before, extras)
 
 
 def for_tasks(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any], Extras]:
-    """Return the options of ours that options of tasks stand for, and the rest of what they say. As :func:`for_actors`."""
+    """Convert Ray's options of a task, as :func:`for_actors`."""
     options, extras = _common(given)
     if options.get("resources"):
         extras["resources"] = tuple(sorted(_resources(options["resources"]).items()))
-    for name in ("resources", "spread"):  # tasks share the processes that there are
+    for name in ("resources", "spread"):  # tasks share existing processes, so these have no effect
         options.pop(name, None)
     host = options.pop("host", None)
     labels = options.pop("labels", None)
@@ -200,7 +200,7 @@ def for_tasks(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any],
 
 
 def for_calls(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of ours that options of a method's calls stand for."""
+    """Convert Ray's options of the calls of a method to actorrpc's."""
     return {
         name: value
         for name, value in given.items()
@@ -214,10 +214,10 @@ def _changed(before: Extras, changes: Mapping[str, Any]) -> Extras:
 
 
 def check_resources(extras: Extras) -> None:
-    """Check that a node has the resources that a task asks for.
+    """Check that a node has the resources that a task requests.
 
     Raises:
-        TaskUnschedulableError: no node has them.
+        TaskUnschedulableError: no node has these resources.
     """
     if extras.resources:
         _look_for(extras.resources, cluster.identity())
@@ -229,7 +229,7 @@ def _look_for(resources: tuple[tuple[str, float], ...], _cluster: str) -> None:
     if not any(
         all(each.get(name, 0.0) >= amount for name, amount in wanted.items()) for each in cluster.totals()
     ):
-        raise TaskUnschedulableError(f"no node has {wanted}: ray.nodes() shows what there is")
+        raise TaskUnschedulableError(f"no node has {wanted}: ray.nodes() shows the resources of all nodes")
 
 
 def placed(
@@ -237,10 +237,10 @@ def placed(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return changed options for an actor or task that is started now, and additional paths of imports for its process.
 
-    They depend on the process that makes it: its placement group and its ``runtime_env`` may be inherited.
+    They depend on this process, whose placement group and ``runtime_env`` the actor or task may inherit.
 
     Args:
-        host, env: what the options say already.
+        host, env: the values that the options have already.
 
     Raises:
         ActorPlacementGroupRemoved: the placement group has been removed.

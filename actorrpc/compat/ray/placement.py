@@ -1,8 +1,8 @@
 """Placement groups, as in ``ray.util.placement_group``: bundles of resources that are placed together.
 
-A bundle is a promise of a machine that has what the bundle asks for. The driver keeps the groups: it finds machines for the
-bundles by the group's strategy, has groups wait for each other, and ends the actors of a group that is removed. An actor of a
-group is made on the machine of its bundle; its own options say which resources it books there.
+A bundle lists resources and gets a machine that has them. The driver keeps the table of groups: it assigns machines to the
+bundles by the group's strategy, lets a group wait while there is no room next to the other groups, and ends the actors of a
+removed group. An actor of a group is made on the machine of its bundle, and books there the resources in its own options.
 
 ``_lock`` guards the tables. No other code is called under it.
 """
@@ -43,7 +43,7 @@ _SLACK: Final = 1e-6
 
 
 class PlacementGroupTimeoutError(GetTimeoutError, PlacementError):
-    """A placement group can never be made: no machines have what it asks for."""
+    """A placement group can never be made: no machines have the resources of its bundles."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +53,25 @@ class PlacementGroupID:
     text: str
 
     def hex(self) -> str:
-        """Return it as text."""
+        """Return the id as text."""
         return self.text
 
     def binary(self) -> bytes:
-        """Return it as bytes."""
+        """Return the id as bytes."""
         return bytes.fromhex(self.text)
 
     def is_nil(self) -> bool:
-        """Say whether it is that of no group."""
+        """Say whether this is the empty id, which no group has."""
         return not self.text
 
 
 @dataclass(frozen=True)
 class PlacementGroup:
-    """A placement group: a handle, which travels.
+    """A handle of a placement group, which can be sent.
 
     Attributes:
         id: its id.
-        bundle_specs: what its bundles ask for.
+        bundle_specs: the resources of its bundles.
         name: its name, if it has one.
         strategy: how its bundles are placed.
     """
@@ -83,12 +83,12 @@ class PlacementGroup:
 
     @staticmethod
     def empty() -> PlacementGroup:
-        """Return the group that is none."""
+        """Return the empty group, which stands for "no group"."""
         return PlacementGroup(PlacementGroupID(""))
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is the group that is none."""
+        """Whether this is the empty group."""
         return self.id.is_nil()
 
     @property
@@ -101,7 +101,7 @@ class PlacementGroup:
         return ObjectRef(cluster.on_driver(_ready, self.id.text))
 
     def wait(self, timeout_seconds: float = 30) -> bool:
-        """Wait for that; say whether it is so."""
+        """Wait until all bundles have their machines; return False at the time-out."""
         try:
             get(self.ready(), timeout=timeout_seconds)
         except GetTimeoutError:
@@ -122,7 +122,7 @@ class PlacementGroup:
             )
 
     def host_for(self, index: int) -> str | None:
-        """Return the machine of a bundle, or of the first bundle; None if the cluster has one machine.
+        """Return the machine of a bundle (-1: the first bundle); None if the cluster has one machine, or the group is empty.
 
         Raises:
             ActorPlacementGroupRemoved: the group has been removed.
@@ -135,7 +135,7 @@ class PlacementGroup:
 
 @dataclass
 class _Kept:
-    """A group, as the driver keeps it."""
+    """The driver's record of a group."""
 
     group: PlacementGroup
     ready: Future[PlacementGroup]
@@ -146,7 +146,7 @@ class _Kept:
 
 _lock = threading.RLock()
 _groups: dict[str, _Kept] = {}
-_of_cluster: list[str] = []  # the cluster whose groups these are
+_of_cluster: list[str] = []  # the cluster to which these groups belong
 
 
 def _of_this_cluster() -> dict[str, _Kept]:
@@ -176,7 +176,7 @@ def _taken(free: Mapping[str, float], need: Mapping[str, float]) -> dict[str, fl
 def _assign(
     bundles: Sequence[Mapping[str, float]], strategy: str, machines: Mapping[str, Mapping[str, float]]
 ) -> list[str] | None:
-    """Return a machine for each bundle; None where they do not fit."""
+    """Return a machine for each bundle; None if there is no room for all of them."""
     free = {name: dict(each) for name, each in machines.items()}
     chosen: list[str] = []
     for bundle in bundles:
@@ -203,7 +203,7 @@ def _elsewhere(
     machines: Mapping[str, Mapping[str, float]],
     chosen: Sequence[str],
 ) -> list[str] | None:
-    """If all bundles must be on one machine, try the machines after the first choice."""
+    """If all bundles must be on one machine, try the other machines."""
     if strategy != "STRICT_PACK" or not chosen:
         return None
     rest = {name: each for name, each in machines.items() if name != chosen[0]}
@@ -279,7 +279,7 @@ def _join(group_id: str, member: Any) -> None:
 
 
 def join(group: PlacementGroup, member: Any) -> None:
-    """Have an actor end with its group.
+    """Add an actor to a group: it ends when the group is removed.
 
     Args:
         member: a handle that does not keep the actor alive.
@@ -344,13 +344,13 @@ def placement_group(
     """Reserve machines for some bundles, all or none; returns at once.
 
     Args:
-        bundles: what each of them asks for: ``{"CPU": 1}``.
+        bundles: the resources of each bundle, like ``{"CPU": 1}``.
         strategy: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
         name: the name for :func:`get_placement_group`.
         lifetime: None or ``"detached"``; groups end with the cluster.
 
     Raises:
-        ValueError: an argument makes no sense.
+        ValueError: an argument is not valid.
     """
     if not isinstance(bundles, (list, tuple)) or not bundles:
         raise ValueError("placement_group() takes a list of bundles that is not empty, like [{'CPU': 1}]")
@@ -370,7 +370,7 @@ def placement_group(
 
 
 def remove_placement_group(placement_group: PlacementGroup) -> None:
-    """Give a group's places back, and end its actors. Idempotent."""
+    """Release a group's machines, and end its actors. Idempotent."""
     cluster.on_driver(_remove, placement_group.id.text)
 
 
@@ -395,11 +395,11 @@ def placement_group_table(placement_group: PlacementGroup | None = None) -> dict
 
 
 def get_current_placement_group() -> PlacementGroup | None:
-    """Return the group that this code runs in; None if it runs in none."""
+    """Return the group in which this code runs; None if there is none."""
     group_id = os.environ.get(VARIABLE, "").partition(":")[0]
     return cluster.on_driver(_find, "", group_id) if group_id else None
 
 
 def current_group() -> PlacementGroup | None:
-    """Return the group that captures actors and tasks started here; None if there is none."""
+    """Return the group that actors and tasks started here belong to; None if there is none."""
     return get_current_placement_group() if os.environ.get(VARIABLE, "").endswith(":1") else None

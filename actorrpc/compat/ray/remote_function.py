@@ -26,7 +26,7 @@ def _refers(function: Callable[..., Any], again: bool) -> Callable[..., Any]:
     """Return a function that returns references to all items of a generator; the last reference raises its exception.
 
     Args:
-        again: an exception may be a reason to call the generator again; then it is raised at once.
+        again: the generator may be called again after an exception; therefore the exception is raised at once.
     """
 
     @functools.wraps(function)
@@ -50,11 +50,11 @@ def _refers(function: Callable[..., Any], again: bool) -> Callable[..., Any]:
 
 
 class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
-    """A function that runs elsewhere: ``f.remote(...)``. See :class:`actorrpc.RemoteFunction`.
+    """A function that runs in another process: ``f.remote(...)``. See :class:`actorrpc.RemoteFunction`.
 
     Args:
         function: the function.
-        options: how its tasks are run.
+        options: the options of its tasks.
         extras: Ray's options without an equivalent.
         dynamic: whether the result is references to all items of a generator.
     """
@@ -80,12 +80,12 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
         def remote(self, *args, **kwargs):
             """Run the function in another process; return an ObjectRef at once, or several, or an ObjectRefGenerator.
 
-            ObjectRefs among the arguments are replaced by their values first. Starts the embedded cluster if nothing runs.
+            ObjectRefs among the arguments are replaced by their values first. Starts the embedded cluster if in no group.
 
             Raises:
                 TypeError: the function does not take these arguments, or they cannot be sent.
 
-            If no node has the resources that it asks for, the ObjectRef raises a TaskUnschedulableError.
+            If no node has the resources that the options request, the ObjectRef raises a TaskUnschedulableError.
             """
             args, kwargs = unwrapped(args, kwargs)
             with rays_words:
@@ -102,7 +102,7 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
                 return wrapped(actors.RemoteFunction.remote(made, *args, **kwargs))
 
     def _placed(self) -> RemoteFunction[P, Any]:
-        """Return the same function, as it is run that this process starts now."""
+        """Return the same function, with the options of a task that this process starts now."""
         check_resources(self._extras)
         changes, paths = placed(self._extras, None, self._options.env)
         changes.pop("host", None)  # tasks share processes
@@ -123,7 +123,7 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
         """Return the same function with other options.
 
         Raises:
-            ConfigError: an option cannot be had here, or its value is wrong; the message says what to do (a ValueError).
+            ConfigError: an option is not supported here, or its value is wrong; the message says what to do (a ValueError).
         """
         dynamic = self._dynamic
         if "num_returns" in options:

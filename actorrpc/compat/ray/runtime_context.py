@@ -18,10 +18,10 @@ __all__ = ["RuntimeContext", "get_gpu_ids", "get_runtime_context"]
 
 
 class RuntimeContext:
-    """Where this code runs. Ids are texts.
+    """The place where this code runs. Ids are strings.
 
     Args:
-        context: ours.
+        context: the actorrpc.RuntimeContext.
     """
 
     def __init__(self, context: actors.RuntimeContext) -> None:
@@ -29,7 +29,7 @@ class RuntimeContext:
 
     @property
     def namespace(self) -> str:
-        """The namespace of names of actors."""
+        """The default namespace of actors' names."""
         return self._ours.namespace
 
     @property
@@ -71,7 +71,7 @@ class RuntimeContext:
         return found
 
     def get_job_id(self) -> str:
-        """Return the id of the program: there is one, of the driver."""
+        """Return the id of the program, that is, of the driver."""
         return "01000000"
 
     def get_node_id(self) -> str:
@@ -144,7 +144,7 @@ class RuntimeContext:
 
 
 def get_runtime_context() -> RuntimeContext:
-    """Return where this code runs. Starts the embedded cluster if nothing runs."""
+    """Return the place where this code runs. Starts the embedded cluster if this process is in no group."""
     runtime(start=True)
     return RuntimeContext(actors.get_runtime_context())
 

@@ -1,7 +1,7 @@
 """``runtime_env``: environment variables, a working directory and modules for the processes of actors and tasks.
 
-``env_vars`` and ``working_dir`` are options of actorrpc. ``py_modules``, and the working directory, are put on the path of
-imports of the process before its actor or task is unpickled. Actors and tasks started in such a process inherit the
+``env_vars`` and ``working_dir`` are options of actorrpc. ``py_modules`` and the working directory are added to the import path of
+the process before its actor or task is unpickled. Actors and tasks started in such a process inherit the
 ``runtime_env``. Fields that would install packages are refused: actors' processes are forks of this installation.
 """
 
@@ -46,17 +46,17 @@ _REFUSED: Final = {
     "nsight": "profile with torch's profiler, or py-spy",
 }
 _KNOWN: Final = ("env_vars", "py_modules", "working_dir")
-# Fields about the installation of environments, which does not happen here.
+# Fields about the installation of environments, which actorrpc does not install.
 _IGNORED: Final = ("config", "excludes", "eager_install", "rocprof_sys", "_validate")
 
 
 class RuntimeEnv(dict[str, Any]):
-    """A ``runtime_env`` as an object, which is a dict.
+    """A ``runtime_env``: a dict with named arguments.
 
     Args:
         env_vars: environment variables.
-        working_dir: the directory to run in, which imports also look in.
-        py_modules: directories of packages, modules' files, or modules.
+        working_dir: the working directory, which is also on the import path.
+        py_modules: directories of packages, files of modules, or imported modules.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RuntimeEnv(dict[str, Any]):
         checked(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as a plain dict."""
+        """Return a plain dict."""
         return dict(self)
 
 
@@ -80,7 +80,7 @@ def checked(env: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the known fields of a ``runtime_env``, with absolute paths.
 
     Raises:
-        RuntimeEnvSetupError: a field is not possible here; the message says what to do. Also a ValueError.
+        RuntimeEnvSetupError: a field is not supported here; the message says what to do. Also a ValueError.
         TypeError: a part has a wrong type.
     """
     if env is None:
@@ -122,7 +122,7 @@ def _directory(name: str, value: Any) -> str:
 
 
 def _path_of(module: Any) -> str:
-    """Return the directory that a module is found in."""
+    """Return the directory from which a module is imported."""
     if isinstance(module, ModuleType):
         spec = importlib.util.find_spec(module.__name__)
         origin = None if spec is None else spec.origin
@@ -155,7 +155,7 @@ def merged(env: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def options_of(env: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the options of ours that a ``runtime_env`` stands for, and the paths that imports are to look in, too."""
+    """Return actorrpc's options for a ``runtime_env``, and the paths to add to the import path."""
     if not env:
         return {}, ()
     options: dict[str, Any] = {"env": {**env.get("env_vars", {}), VARIABLE: json.dumps(env)}}
@@ -167,7 +167,7 @@ def options_of(env: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
 
 
 class WithPaths:
-    """Pickles as another object, and adds directories to the path of imports before that is unpickled.
+    """Pickles as another object; unpickling first adds directories to the import path.
 
     Args:
         paths: the directories.
@@ -186,7 +186,7 @@ class WithPaths:
 
 
 class SearchingFunction:
-    """A function that adds directories to the path of imports of its process. A copy does so, too: calls may be copied.
+    """A function that adds directories to the import path of its process, also when a copy of it is unpickled there.
 
     Args:
         paths: the directories.
@@ -216,7 +216,7 @@ class _Paths:
 
 
 def _add_paths(paths: tuple[str, ...]) -> None:
-    """Have imports look in directories first, in a process that was made for that (named in pickles)."""
+    """Put directories at the front of the import path, in a process that was started for them (named in pickles)."""
     own = options_of(inherited())[1]
     sys.path[:0] = [each for each in paths if each in own and each not in sys.path]
 
@@ -227,5 +227,5 @@ def _second(_first: None, held: Any) -> Any:
 
 
 def _searching(_first: None, paths: tuple[str, ...], held: Any) -> SearchingFunction:
-    """Rebuild such a function (named in pickles)."""
+    """Rebuild a :class:`SearchingFunction` (named in pickles)."""
     return SearchingFunction(paths, held)

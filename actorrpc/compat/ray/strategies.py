@@ -1,4 +1,4 @@
-"""Where actors are to live, as objects: what ``ray.util.scheduling_strategies`` has."""
+"""The classes of ``ray.util.scheduling_strategies``, which say where an actor is placed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PlacementGroupSchedulingStrategy:
-    """In a placement group.
+    """Place the actor in a placement group.
 
     Attributes:
-        placement_group: what ``placement_group()`` has returned; None for none.
-        placement_group_bundle_index: in which of its bundles; -1: any.
-        placement_group_capture_child_tasks: whether what it makes is in the group, too.
+        placement_group: the return value of ``placement_group()``; None for no group.
+        placement_group_bundle_index: the index of the bundle; -1: any.
+        placement_group_capture_child_tasks: whether actors and tasks that it starts are in the group, too.
     """
 
     placement_group: PlacementGroup | None
@@ -36,7 +36,7 @@ class PlacementGroupSchedulingStrategy:
 
 @dataclass(frozen=True)
 class NodeAffinitySchedulingStrategy:
-    """On a node.
+    """Place the actor on a node.
 
     Attributes:
         node_id: ``"NodeID"`` in ``ray.nodes()``.
@@ -50,34 +50,34 @@ class NodeAffinitySchedulingStrategy:
 
 
 class In:
-    """One of ``values``."""
+    """The label has one of ``values``."""
 
     def __init__(self, *values: str) -> None:
         self.values = list(values)
 
 
 class NotIn:
-    """Any value except ``values``."""
+    """The label has any value except ``values``."""
 
     def __init__(self, *values: str) -> None:
         self.values = list(values)
 
 
 class Exists:
-    """Any value."""
+    """The label exists, with any value."""
 
 
 class DoesNotExist:
-    """No value."""
+    """The label does not exist."""
 
 
 @dataclass(frozen=True)
 class NodeLabelSchedulingStrategy:
-    """On a node with certain labels.
+    """Place the actor on a node with certain labels.
 
     Attributes:
-        hard: what they must be, by name.
-        soft: what they should be; ignored.
+        hard: name -> the condition that the label must meet.
+        soft: conditions that the labels should meet; ignored.
     """
 
     hard: dict[str, Any] | None = None

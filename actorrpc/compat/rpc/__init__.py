@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import Store
 
 from actorrpc.compat import autograd as dist_autograd
 
-# Some of these names are not used here: programs find them in torch's module.
+# Some of these names are not used here: programs use them as attributes of this module.
 from actorrpc.compat.rpc import (  # noqa: F401
     api,
     backend_registry,
@@ -195,7 +195,7 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def _enable_jit_rref_pickle() -> None:
-    """Do nothing: RRefs do not go into TorchScript here."""
+    """Do nothing: TorchScript cannot use these RRefs."""
 
 
 _disable_jit_rref_pickle = _enable_jit_rref_pickle

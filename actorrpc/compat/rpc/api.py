@@ -1,7 +1,7 @@
 """``torch.distributed.rpc.api``: its functions, and the private names that users and torch's tests import.
 
-Users and tests may replace names in this module (``_wait_all_workers``, ``_broadcast_to_followers`` and their like). Therefore
-each call looks such a name up, in this process and on other workers.
+Users and tests may assign other functions to names of this module, such as ``_wait_all_workers`` and ``_broadcast_to_followers``.
+Therefore each call looks its function up by name, in this process and on other workers.
 """
 
 from __future__ import annotations

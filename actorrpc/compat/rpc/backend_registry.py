@@ -1,6 +1,6 @@
-"""``torch.distributed.rpc.backend_registry``: kinds of agents by name. There is one of ours, called as torch's is.
+"""``torch.distributed.rpc.backend_registry``: the backends by name. actorrpc's has the name of torch's, ``TENSORPIPE``.
 
-``BackendType`` is made anew, with one member more, whenever a backend is registered: look it up in this module.
+Registering a backend replaces ``BackendType`` by a new enum with one more member: read it from this module each time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BackendValue(NamedTuple):
 
 
 def _enum_of(members: dict[str, BackendValue]) -> Any:
-    make: Any = enum.Enum  # a checker would like to see the members
+    make: Any = enum.Enum  # a type checker accepts only literal members
     made = make("BackendType", members, module=__name__)
     made.__repr__ = lambda self: f"BackendType.{self.name}"
     return made
@@ -46,7 +46,7 @@ _groups = itertools.count()  # the groups that this process has tried to join
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Say whether there is a backend of this name."""
+    """Say whether a backend of this name is registered."""
     return backend_name in BackendType.__members__
 
 
@@ -58,11 +58,11 @@ def register_backend(
     """Add a backend; return its member of the new ``BackendType``.
 
     Args:
-        construct_rpc_backend_options_handler: makes its options.
-        init_backend_handler: makes its agent, from ``store``, ``name``, ``rank``, ``world_size``, ``rpc_backend_options``.
+        construct_rpc_backend_options_handler: returns its options.
+        init_backend_handler: returns its agent, given ``store``, ``name``, ``rank``, ``world_size``, ``rpc_backend_options``.
 
     Raises:
-        RuntimeError: there is one of this name.
+        RuntimeError: a backend of this name is registered.
     """
     global BackendType
     if backend_registered(backend_name):

@@ -84,7 +84,7 @@ class _InternalRPCPickler:
         return file.getvalue(), tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-        """Return the object; for one whose class or function is not there, an AttributeError that says so."""
+        """Return the object; if its class or function does not exist here, return an AttributeError instead."""
         try:
             return _Unpickler(io.BytesIO(binary_data), tensor_table).load()
         except AttributeError as error:
@@ -105,7 +105,7 @@ def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-    """Unpack what :func:`serialize` made."""
+    """Unpack the result of :func:`serialize`."""
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
 
 

@@ -1,4 +1,4 @@
-"""``torch.distributed.rpc.options``: our options class, with torch's words for what it refuses."""
+"""``torch.distributed.rpc.options``: actorrpc's options class, with torch's error texts."""
 
 from __future__ import annotations
 

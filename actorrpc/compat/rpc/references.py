@@ -1,6 +1,6 @@
-"""RRefs with the private names of torch's, and its words in errors.
+"""RRefs with torch's private names and error texts.
 
-Calls of a group that was joined while the drop-in is installed give and bring RRefs of this class.
+In a group that was joined while the drop-in is installed, all RRefs are of this class.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class RRef(rref.RRef[T]):
         return future
 
     def _get_profiling_future(self) -> futures.Future[None]:
-        """Return a future that completes when the range of the creation has ended in the profile that it was made in."""
+        """Return a future that completes when the range of the creation has ended in the profile in which it was made."""
         return self._get_future().then(lambda done: done.value())
 
     def _serialize(self) -> NoReturn:

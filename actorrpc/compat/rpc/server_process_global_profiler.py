@@ -1,4 +1,4 @@
-"""``torch.distributed.rpc.server_process_global_profiler``: profiling what this process executes for others."""
+"""``torch.distributed.rpc.server_process_global_profiler``: profiles the calls that this process executes for other workers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from actorrpc.rpc.profiling import Observation, ProfilerSettings
 
 __all__: list[str] = []
 
-_lock = threading.Lock()  # guards what follows, and is taken before the lock of agent.hooks
+_lock = threading.Lock()  # guards _entered, and is taken before the lock of agent.hooks
 _entered: tuple[_server_process_global_profile, ...] = ()
 
 
 class _server_process_global_profile(profile):
-    """Records, while it is entered, what the calls do that this process executes, on whichever threads.
+    """While it is entered, records the operators of the calls that this process executes, on all threads.
 
-    May be entered in a call from another worker and left in a later one; several at a time record the same. Takes the
-    arguments of ``torch.autograd.profiler_legacy.profile`` and has its methods. Operators that a profile of the
-    program's own sees (one that is entered in the function that is called) are in that one only.
+    May be entered in one call from another worker and left in a later call. Several at a time record the same events. It has the
+    arguments and methods of ``torch.autograd.profiler_legacy.profile``. If the called function enters a profile itself, only that
+    profile records its operators.
 
     Attributes:
         process_global_function_events: after the end, a list of the events of each call, in the order in which the calls ended.
@@ -38,7 +38,7 @@ class _server_process_global_profile(profile):
     function_events: EventList | None
 
     def __enter__(self) -> Any:
-        """Begin.
+        """Begin to record.
 
         Raises:
             RuntimeError: it has been entered before.
@@ -53,7 +53,7 @@ class _server_process_global_profile(profile):
         return self
 
     def __exit__(self, *_: object) -> bool:
-        """End; the events can be looked at now. Calls that are under way are not among them."""
+        """End; the events are available now. They do not include calls that have not ended."""
         if not self.enabled:
             return False
         _change(lambda entered: tuple(each for each in entered if each is not self))
@@ -71,7 +71,7 @@ class _server_process_global_profile(profile):
 
 
 class _Observer(CallHooks):
-    """Profiles executions while profiles are entered, and hands the events to the profiles that are still entered at the end."""
+    """Profiles each execution that begins while profiles are entered; at its end, adds its events to those still entered."""
 
     def on_start(
         self, execution: Execution, function: Any, args: tuple[Any, ...]
@@ -93,7 +93,7 @@ def _hand_out(to: tuple[_server_process_global_profile, ...], events: list[Funct
 
 
 def _own(event: FunctionEvent) -> FunctionEvent:
-    """Return a copy for one profile alone: each puts its events into a tree of its own."""
+    """Return a copy for one profile, because each profile builds its own tree of events."""
     found = copy.copy(event)
     found.cpu_children = list(event.cpu_children)
     found.kernels = list(event.kernels)

@@ -1,3 +1,3 @@
-"""What interpreters read at their start that are to find actorrpc in the place of torch's RPC."""
+"""The file that an interpreter runs at its start, so that actorrpc replaces torch's RPC or Ray."""
 
 __all__: list[str] = []

@@ -32,7 +32,7 @@ def _run(name: str, path: str) -> ModuleType:
 
 
 def _compat() -> str:
-    """Return where this package is: looked for, but not imported."""
+    """Return the path of actorrpc.compat, without importing it."""
     spec = importlib.util.find_spec("actorrpc")
     if spec is not None and spec.submodule_search_locations:
         return os.path.join(spec.submodule_search_locations[0], "compat")
@@ -46,7 +46,7 @@ def _install(_torch: ModuleType) -> None:
 
 
 def _hidden() -> None:
-    """Run the ``sitecustomize`` that would have been found without this one."""
+    """Run the ``sitecustomize`` that this file hides."""
     path = [each for each in sys.path if os.path.abspath(each) != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
     if spec is not None and spec.origin is not None:
@@ -54,7 +54,7 @@ def _hidden() -> None:
 
 
 def start() -> None:
-    """Wait for torch, or for Ray, if the environment asks for that. Once in a process."""
+    """Register the replacement of torch's RPC, or of Ray, if the environment variables request it. Once in a process."""
     for_torch, for_ray = [
         os.environ.get(name, "0") not in ("", "0") for name in ("ACTORRPC_DROP_IN", "ACTORRPC_RAY")
     ]

@@ -1,4 +1,4 @@
-"""``ray.util``: a pool of actors, a queue, placement groups, and what else helps."""
+"""``ray.util``: a pool of actors, a queue, placement groups, and other helpers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from actorrpc.compat.ray.runtime_context import get_runtime_context
 from actorrpc.compat.ray.util import actor_pool, queue, scheduling_strategies, state
 from actorrpc.compat.ray.util.actor_pool import ActorPool
 
-# Behind the import of the module of the same name, whose place it takes as an attribute.
+# After the import of the module of the same name: as an attribute, the function replaces the module.
 from actorrpc.compat.ray.util.placement_group import placement_group
 
 __all__ = [
@@ -42,7 +42,7 @@ def get_node_ip_address() -> str:
 
 
 def list_named_actors(all_namespaces: bool = False) -> list[Any]:
-    """Return the names of the actors that live and have one; with ``all_namespaces``, dicts with the namespace, too."""
+    """Return the names of living actors; with ``all_namespaces``, dicts of name and namespace."""
     own = get_runtime_context().namespace
     named = [each for each in actors.list_actors() if each.name and each.state != "DEAD"]
     if all_namespaces:

@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 
 class _PoolTask:
-    """A function of an actor and a value, whose result is a reference of ours."""
+    """A function of an actor and a value, whose result is an actorrpc.ObjectRef."""
 
     __slots__ = ("_function",)
 
@@ -29,14 +29,14 @@ class _PoolTask:
 
 
 class ActorPool(actors.ActorPool[A], Generic[A]):
-    """Shares tasks out to actors, each of which works at one at a time. See :class:`actorrpc.ActorPool`.
+    """Distributes tasks to actors, each of which executes one at a time. See :class:`actorrpc.ActorPool`.
 
     Args:
         actors: handles.
     """
 
     def submit(self, fn: Callable[[A, V], Any], value: V) -> None:
-        """Have ``fn(actor, value)`` called, which returns an ObjectRef: at once if an actor is free, else when one is."""
+        """Call ``fn(actor, value)``, which returns an ObjectRef: at once if an actor is free, otherwise when one is."""
         super().submit(_PoolTask(fn) if callable(fn) else fn, value)
 
     def get_next(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:

@@ -20,7 +20,7 @@ class Queue(actors.Queue[T], Generic[T]):
     """A first-in, first-out queue, used from any number of processes. See :class:`actorrpc.Queue`.
 
     Args:
-        maxsize: how many items there is room for; 0 or less: no limit.
+        maxsize: the greatest number of items; 0 or less: no limit.
         actor_options: options of its actor.
     """
 

@@ -1,4 +1,4 @@
-"""``ray.util.scheduling_strategies``: where an actor is to live, as an object."""
+"""``ray.util.scheduling_strategies``: objects that say where an actor is placed."""
 
 from actorrpc.compat.ray.strategies import (
     DoesNotExist,

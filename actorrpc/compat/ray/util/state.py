@@ -29,14 +29,14 @@ __all__ = [
 ]
 
 _AGAIN_S: Final = 0.25
-#: ours, where Ray's word differs
+#: actorrpc's state -> Ray's, where they differ
 _STATES: Final = {"ENDING": "ALIVE", "UNKNOWN": "ALIVE"}
 
 Filters = Sequence[tuple[str, str, Any]]
 
 
 class _Row:
-    """A row whose fields are attributes, and are there by name, as Ray's."""
+    """A row whose fields can be read as attributes and, like Ray's rows, with ``row[name]``."""
 
     __slots__ = ()
 
@@ -85,10 +85,10 @@ class NodeRow(_Row):
 
 
 def _filtered(rows: list[Any], filters: Filters | None, limit: int) -> list[Any]:
-    """Return the rows for which all conditions hold.
+    """Return at most ``limit`` rows for which all conditions hold.
 
     Raises:
-        ConfigError: a condition cannot be read.
+        ConfigError: a condition is not valid.
     """
     for each in filters or ():
         if len(each) != 3 or each[1] not in ("=", "!="):
@@ -137,22 +137,22 @@ def list_actors(
     Args:
         filters: ``(name, "=" or "!=", value)``; all of them must hold.
         limit: how many at most.
-        timeout: of all workers together, in seconds.
+        timeout: seconds that all workers together may take to answer.
 
-    Ray's other arguments are ignored: rows are of the cluster in force, and have all there is.
+    Ray's other arguments are ignored: rows are those of the present cluster, with all fields.
     """
     return _filtered(_actors(timeout), filters, limit)
 
 
 def get_actor(id: str, *_address: Any, timeout: float = 30, **_ignored: Any) -> ActorRow | None:
-    """Return the actor of an id, as text; None if there is none."""
+    """Return the actor with this id, as text; None if there is none."""
     return next((each for each in _actors(timeout) if each.actor_id == id), None)
 
 
 def list_nodes(
     *_address: Any, filters: Filters | None = None, limit: int = 100, **_ignored: Any
 ) -> list[NodeRow]:
-    """Return the machines of the cluster; arguments as of :func:`list_actors`."""
+    """Return the machines of the cluster; arguments as for :func:`list_actors`."""
     rows = [
         NodeRow(
             node_id=each["NodeID"],
@@ -169,12 +169,12 @@ def list_nodes(
 
 
 def get_node(id: str, *_address: Any, **_ignored: Any) -> NodeRow | None:
-    """Return the machine of a node id; None if there is none."""
+    """Return the machine with this node id; None if there is none."""
     return next((each for each in list_nodes() if each.node_id == id), None)
 
 
 def summarize_actors(*_address: Any, timeout: float = 30, **_ignored: Any) -> dict[str, Any]:
-    """Return how many actors there are of each class in each state, in Ray's form."""
+    """Return the number of actors of each class in each state, in Ray's form."""
     rows = _actors(timeout)
     classes: dict[str, Counter[str]] = {}
     for row in rows:
@@ -198,28 +198,28 @@ def get_log(
     """Yield the output of a process, line by line: the last 8 MiB of all processes of the cluster are kept.
 
     Args:
-        actor_id, pid: the actor in the process, or the process's number.
+        actor_id, pid: the actor that lives in the process, or the process id.
         follow: continue with later output.
         tail: the number of lines at most; -1: all.
         suffix: ``"out"`` for standard output, ``"err"`` for standard error.
         filename, task_id: refused: there are no files, and tasks share processes.
 
-    Ray's other arguments are ignored: a process of the cluster is known by its number.
+    Ray's other arguments are ignored: the process id identifies a process of the cluster.
 
     Raises:
-        ConfigError: nothing says whose, or there is no such actor.
+        ConfigError: neither ``actor_id`` nor ``pid`` is given, or there is no such actor.
     """
     if filename is not None or task_id is not None:
         raise ConfigError(
-            "get_log(): there are no log files, and tasks share processes: say pid= or actor_id="
+            "get_log(): there are no log files, and tasks share processes: give pid= or actor_id="
         )
     if actor_id is not None:
         found = get_actor(actor_id, timeout=timeout)
         if found is None or not found.pid:
-            raise ConfigError(f"get_log(): there is no actor {actor_id!r} that lives in a process: say pid=")
+            raise ConfigError(f"get_log(): there is no actor {actor_id!r} that lives in a process: give pid=")
         pid = found.pid
     if pid is None:
-        raise ConfigError("get_log(): say actor_id= or pid=")
+        raise ConfigError("get_log(): give actor_id= or pid=")
     return _lines(pid, suffix == "err", follow, tail, timeout)
 
 

@@ -1,6 +1,6 @@
-"""``torch.distributed.rpc._testing``: the agent that loses and holds up messages, and its options.
+"""``torch.distributed.rpc._testing``: the agent that loses and delays messages, and its options.
 
-Importing this registers its backend, which makes ``BackendType`` anew: for tests that use it.
+Importing this package registers its backend, and so replaces ``BackendType``. Therefore only tests that need it import it.
 """
 
 from __future__ import annotations

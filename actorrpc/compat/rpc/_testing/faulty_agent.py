@@ -1,4 +1,4 @@
-"""torch's faulty agent: its options, and its message types in terms of ours."""
+"""torch's faulty agent: its options, and its message types as message types of actorrpc."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from actorrpc.testing.message_types import Message
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions"]
 
-# torch's types: which of ours, and whether only of script functions and operators (True), of others (False), or of any.
+# torch's type -> actorrpc's type, and whether only of script functions and operators (True), only of others (False), or any.
 _TYPES: Final[Mapping[str, tuple[str, bool | None]]] = {
     "RREF_FORK_REQUEST": ("rref_fork", None),
     "RREF_CHILD_ACCEPT": ("rref_accept", None),
@@ -46,14 +46,14 @@ class _Scripts:
         self._rrefs: Recent[Any, None] = Recent(_REMEMBERED)
 
     def note(self, message: Message) -> bool:
-        """Remember the RRefs whose values a script makes; say False."""
+        """Record the RRefs to results of scripts; always return False, so that no message is affected."""
         if _is_script(message.called):
             with self._lock:
                 self._rrefs.put(message.subject, None)
         return False
 
     def runs(self, message: Message) -> bool:
-        """Say whether a message calls a script, or is about the result of a script."""
+        """Say whether a message calls a script, or concerns an RRef to the result of a script."""
         if message.type == "to_here":
             return message.subject in self._rrefs
         return _is_script(message.called)
@@ -76,14 +76,14 @@ def _check(names: Sequence[str] | Mapping[str, float]) -> None:
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
-    """Options of the agent that loses and holds up messages.
+    """Options of the agent that loses and delays messages.
 
     Args:
-        messages_to_fail: torch's names of the types of messages that are not sent at the first tries.
-        messages_to_delay: names, and for how many seconds messages of this type are held up.
+        messages_to_fail: torch's names of the types of messages whose first tries fail.
+        messages_to_delay: names of types, and the delay of their messages in seconds.
         num_fail_sends: how many tries of each message fail.
 
-    Other keywords as of ``TensorPipeRpcBackendOptions``.
+    Other keywords: see ``TensorPipeRpcBackendOptions``.
 
     Raises:
         ConfigError: a value cannot be used, or there is no such type of message.
@@ -101,7 +101,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         self.messages_to_fail = list(messages_to_fail)
         self.messages_to_delay = dict(messages_to_delay or {})
         self.num_fail_sends = num_fail_sends
-        self._faults()  # raises errors in the options
+        self._faults()  # raises if the options are not valid
 
     def _faults(self) -> list[Fault]:
         _check(self.messages_to_fail)
@@ -114,7 +114,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
             found.append(Fault("drop", [kind], times=self.num_fail_sends, at_once=True, when=which[script]))
         for name, seconds in self.messages_to_delay.items():
             kind, script = _TYPES[name]
-            # torch's calls bring no deadlines along: they run, however late they are.
+            # torch's calls have no deadline at the called worker: they run, however late they arrive.
             found.append(Fault("delay", [kind], seconds=seconds, when=which[script], bounded=False))
         return found
 
@@ -124,4 +124,4 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 
 
 class FaultyTensorPipeAgent(TensorPipeAgent):
-    """The agent in force in this process, where it has faults."""
+    """The current agent of this process, with faults."""
