@@ -1,8 +1,8 @@
-"""Certificates for tests, made once for each session; and the switch that has the whole suite run over TLS.
+"""Certificates for tests, made once in each session, and the switch that runs the whole suite over TLS.
 
     ACTORRPC_TEST_TLS=1 pytest tests/rpc tests/autograd       # forced TCP, with TLS
 
-Then every worker that a test starts has them in its environment, and agents that tests make themselves get them as well.
+Then every worker that a test starts has the certificates in its environment. Tests that create agents pass them ``OPTIONS``.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ __all__ = ["OPTIONS", "OVER_TLS", "files", "foreign", "switch_on"]
 
 OVER_TLS = os.environ.get("ACTORRPC_TEST_TLS") == "1"
 OPTIONS: dict[str, Any] = {}
-"""What the switch adds to the settings of agents that a test makes itself."""
+"""Settings that tests pass to agents which they create in the test process; empty without TLS."""
 
 
 @functools.cache
 def files() -> Certificates:
-    """Return those of the workers."""
+    """Return the certificates of the workers."""
     return temporary_certificates(processes.scratch() / "certificates")
 
 
 @functools.cache
 def foreign() -> Certificates:
-    """Return those of somebody else, with a CA of their own."""
+    """Return certificates of another CA, which the workers do not trust."""
     return temporary_certificates(processes.scratch() / "foreign")
 
 
 def switch_on() -> None:
-    """Have everything that is started from now on use TLS over TCP."""
+    """Make all workers that start from now on use TLS over TCP."""
     OPTIONS.update(files().options)
     os.environ.update({**files().environment, "ACTORRPC_TRANSPORT": "tcp"})

@@ -1,4 +1,4 @@
-"""The leak check: the package's own, under the name that these tests use."""
+"""Alias of the package's leak check, ``actorrpc.testing.leaks``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of the session: what the package offers for that, under the name that these tests use."""
+"""Alias of ``actorrpc.testing.processes``, which lists and kills the processes of the session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limit on each test's time: the package's own, under the name that these tests use."""
+"""Alias of the package's time limit for tests."""
 
 from __future__ import annotations
 
