@@ -131,7 +131,7 @@ _QUICK = (
     "actors/e2e/test_unruly.py",
     "actors/e2e/test_words.py::test_arguments_that_cannot_be_sent",
     "actors/e2e/test_words.py::test_results_that_cannot_be_sent",
-    "examples/test_more_examples.py::TestImpala::test_vtrace_is_that_of_the_paper",
+    "examples/test_more_examples.py::TestImpala::test_vtrace_equals_the_definition_of_the_paper",
     "faults/test_maybe_executed.py",
     "faults/test_repeats.py",
 )

@@ -1,8 +1,8 @@
 """Backward passes between real workers when a worker dies or stops during the pass, or the context is left.
 
-Each pass has three workers: the origin, the worker at whose gate the fault happens, and a bystander. Gradients flow from the origin
-through the gate's worker, the bystander, and the gate's worker again, back to the origin. So the fault can happen in each phase
-of a pass: discovery, the first gradient of a worker, a later gradient, and the finishing of leaves.
+Each pass has three workers: the origin, the worker at whose gate the fault happens, and a bystander. Gradients flow from the
+origin through the gate's worker, the bystander, and the gate's worker again, back to the origin. So the fault can happen in
+each phase of a pass: discovery, the first gradient of a worker, a later gradient, and the finishing of leaves.
 """
 
 from __future__ import annotations
@@ -271,9 +271,9 @@ def _grad_of_weight() -> Tensor | None:
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("mortal", rest_is_slow([_origins_die, _origins_of_passes_die]))
-def test_workers_discard_the_pass_of_an_origin_killed_in_any_phase(mortal: Callable[..., None]) -> None:
-    _group(mortal)
+@pytest.mark.parametrize("scenario", rest_is_slow([_origins_die, _origins_of_passes_die]))
+def test_workers_discard_the_pass_of_an_origin_killed_in_any_phase(scenario: Callable[..., None]) -> None:
+    _group(scenario)
 
 
 # -- the context is left -------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Random programs between real workers: their gradients equal those of local autograd.
 
-Every worker of a group drives several programs at a time, each in a separate context. Worker n of a program is the worker n places
-after the driving one. Values stay on their worker; the seed chooses in which way of the public interface a tensor is sent.
+Every worker of a group drives several programs at a time, each in a separate context. Worker n of a program is the worker n
+places after the driving one. Values stay on their worker; the seed chooses the public function that sends a tensor.
 """
 
 from __future__ import annotations

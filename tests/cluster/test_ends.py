@@ -187,7 +187,7 @@ def test_only_graceful_shutdown_waits_5_s_for_peers_to_read_the_last_messages(
     assert given == [parting]
 
 
-# -- engines that launch workers through other systems -----------------------------------------------------------------------------
+# -- engines that launch workers through other systems ----------------------------------------------
 
 
 class _Launches(LaunchedEngine):

@@ -36,7 +36,7 @@ from tests.migration.rows import check, row
 from tests.ports import free_port
 
 
-def test_each_row_has_its_test() -> None:
+def test_each_row_of_the_page_has_a_test() -> None:
     check("from-torch-rpc.md", globals())
 
 

@@ -39,7 +39,7 @@ def _clean() -> None:
     _seen.clear()
 
 
-def test_each_row_has_its_test() -> None:
+def test_each_row_of_the_page_has_a_test() -> None:
     check(PAGE, {**vars(test_ray), **globals()})
 
 
