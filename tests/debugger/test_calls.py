@@ -352,7 +352,7 @@ def test_an_error_whose_str_fails_is_held_and_raised_unchanged(job: None) -> Non
     ref = actor.fail_unprintably.remote()
     (held,) = _soon_held()
     with _attached(held) as front_end:
-        assert "_UnsaidError whose str() failed" in front_end.shown()
+        assert "_UnprintableError whose str() failed" in front_end.shown()
         front_end.say("c")
         with pytest.raises(_UnprintableError):
             actorrpc.get(ref)

@@ -205,12 +205,12 @@ def _dead_pid() -> int:
     return process.pid
 
 
-@pytest.mark.parametrize("n_arrived", [[0], [0, 1]])
-def test_records_of_a_killed_run_are_ignored(store: HashStore, n_arrived: list[int]) -> None:
+@pytest.mark.parametrize("recorded_ranks", [[0], [0, 1]])
+def test_records_of_a_killed_run_are_ignored(store: HashStore, recorded_ranks: list[int]) -> None:
     """The store has records of a run that was killed during its rendezvous."""
     dead = _dead_pid()
     old = PrefixStore("fixed/3/0", store)
-    for n in n_arrived:
+    for n in recorded_ranks:
         assert old.add("arrivals", 1) == n + 1
         old.set(f"0/record/{n}", record(n, pid=dead).to_bytes())
         old.add("0/ready", 1)
