@@ -429,7 +429,7 @@ def _advance(state: _Rank) -> None:
 
 
 def _release(state: _Rank) -> None:
-    """Release the resources of a process that has ended or was killed."""
+    """Release the resources of an ended process."""
     state.process.join()
     state.over, state.exitcode = True, state.process.exitcode
     if state.process.pid is not None:

@@ -420,7 +420,7 @@ def test_callbacks_of_a_tree_of_futures_run_depth_first(make: Callable[[], Any])
         lambda future: collect_all([future]).wait()[0].value(),
     ],
 )
-def test_callbacks_of_a_future_that_a_callback_completes_run_before_it_reads_their_results(
+def test_a_callback_that_completes_another_future_can_read_the_results_of_its_callbacks(
     retrieve: Callable[[Any], Any],
 ) -> None:
     futures: list[Future[int]] = [Future() for _ in range(41)]
@@ -767,7 +767,7 @@ def _calls(rank: int, world_size: int) -> None:
                 lambda f, to=to: rpc.rpc_sync(to, fail, ("in a callback",))
             ).wait()
         assert isinstance(caught.value, errors.RemoteError)
-        # Callbacks of a call run on a thread of the pool, never on the one that waits.
+        # Callbacks of a call run on a thread of the pool, never on the waiting thread.
         threads: list[Any] = []
         waited = rpc.rpc_async(to, operator.add, (1, 2))
         noted = waited.then(lambda f, threads=threads: threads.append(threading.current_thread()))
@@ -948,7 +948,7 @@ def test_concurrent_futures_wait_accepts_a_concurrent_future(waits_first: bool) 
     assert not work[0].running()
 
 
-def test_a_concurrent_future_is_done_for_concurrent_futures_in_its_callbacks() -> None:
+def test_a_callback_sees_its_concurrent_future_as_complete() -> None:
     future: ConcurrentFuture[int] = ConcurrentFuture()
     found: list[Any] = []
     future.add_done_callback(lambda f: found.append(concurrent.futures.wait([f], timeout=0).done))

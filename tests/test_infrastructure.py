@@ -282,10 +282,10 @@ def test_sigint_raises_keyboard_interrupt_in_a_test() -> None:
 
 
 @pytest.mark.limit(0.5)
-def test_with_a_short_limit_before_a_long_test() -> None:
+def test_first_of_two_has_a_limit_of_half_a_second() -> None:
     pass
 
 
-def test_the_short_limit_of_the_previous_test_no_longer_applies() -> None:
+def test_second_of_two_is_not_subject_to_the_limit_of_the_first() -> None:
     with pytest.raises(subprocess.TimeoutExpired):  # longer than the limit of the test before
         subprocess.run([sys.executable, "-c", "import signal; signal.pause()"], timeout=1, check=False)

@@ -49,7 +49,7 @@ def test_a_second_borrower_of_a_leaf_waits_or_times_out() -> None:
     taken.wait()
     threads.append(threading.Thread(target=second))
     threads[1].start()
-    with Borrowed([c]):  # a waiting borrower holds none of its leaves
+    with Borrowed([c]):  # a waiting borrower does not hold any of its leaves yet
         order.append("other")
     with pytest.raises(RpcTimeoutError, match="did not end in time"), Borrowed([b], time.monotonic()):
         pass

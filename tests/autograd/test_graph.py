@@ -235,7 +235,7 @@ def test_an_error_in_a_hook_restores_grad() -> None:
     assert not graph_module._taken
 
 
-def test_finish_copies_gradients_that_others_refer_to() -> None:
+def test_finish_copies_gradients_that_are_referenced_elsewhere() -> None:
     a = _leaf(3)
     mine = torch.ones(3, dtype=torch.float64)
     found = dict(graph.finish([a], [mine]))

@@ -295,7 +295,7 @@ def test_the_time_out_error_names_the_worker_that_did_not_answer() -> None:
     assert not group.context_of(1).passes
 
 
-def test_contexts_of_a_dead_worker_are_released_and_those_of_its_next_incarnation_kept() -> None:
+def test_contexts_of_a_dead_worker_are_released_but_not_of_its_next_incarnation() -> None:
     me, old, new = WorkerKey(0, "me"), WorkerKey(1, "old"), WorkerKey(1, "new")
     contexts = Contexts(me)
     part = Participant(contexts, Group(1).worker(0))

@@ -284,7 +284,7 @@ def test_doctor_reports_all_checks_and_no_faults(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.usefixtures("job")
-def test_top_prints_tables_with_rates_from_the_second_look_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_prints_tables_with_rates_from_the_second_table_on(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "top", "--count", "2", "--interval", "0.001")
     assert status == 0
     looks = _normalized(text).split("\n\nthe driver of")

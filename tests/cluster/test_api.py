@@ -449,7 +449,7 @@ def test_workers_end_with_a_killed_driver_even_if_its_forked_child_survives(tmp_
 _SCRIPT = """
 from dataclasses import dataclass
 
-import neighbour  # a module that lies beside the script
+import neighbour  # a module in the folder of the script
 
 print("this script runs")
 

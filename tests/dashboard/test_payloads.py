@@ -74,7 +74,7 @@ def test_actors_are_sorted_by_percentiles_of_their_call_times() -> None:
     assert [(each["p50"], each["p99"]) for each in found] == [(0.001, 0.5), (0.001, 0.002), (None, None)]
 
 
-def test_rates_and_percentiles_of_calls_cover_the_time_since_an_earlier_look() -> None:
+def test_rates_and_percentiles_of_calls_cover_the_time_since_an_earlier_query() -> None:
     before = {("server", "Store/get", False): (100, 1.0, _buckets(b0=100))}
     sums = {
         ("server", "Store/get", False): (110, 1.0, _buckets(b0=100, b3=10)),
@@ -100,7 +100,7 @@ def test_equal_stacks_are_folded() -> None:
 # -- looks of the feed ----------------------------------------------------------------------------------------
 
 
-def test_clients_share_looks_and_without_clients_no_look_is_taken() -> None:
+def test_clients_share_queries_of_the_group_and_without_clients_none_is_made() -> None:
     group = FakeGroup()
 
     async def look() -> list[FeedLook]:
@@ -158,7 +158,9 @@ def test_an_unreachable_group_is_reported_until_it_answers_again() -> None:
 
 
 @pytest.mark.prints("a look at the group has failed")
-def test_a_failed_look_ends_the_wait_of_clients_with_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_query_of_the_group_ends_the_wait_of_clients_with_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: object) -> dict[str, Any]:
         raise ZeroDivisionError("by zero")
 

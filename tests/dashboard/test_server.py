@@ -447,7 +447,7 @@ def _stream(page: ServedPage, cookie: str, **headers: str) -> Iterator[http.clie
         yield answer
 
 
-def test_looks_are_streamed_as_events() -> None:
+def test_states_of_the_group_are_streamed_as_events() -> None:
     with served(FakeGroup().feed()) as page:
         cookie = page.log_in()
         with _stream(page, cookie) as answer:

@@ -306,7 +306,7 @@ def test_the_name_of_a_dead_worker_can_be_reused(store: HashStore) -> None:
         dynamic(store).join(record(-1, "b"))
     found = far.resolve("b")
     assert found is not None
-    dynamic(store).remove(found)  # a worker that knows of the death may remove the record
+    dynamic(store).remove(found)  # a worker that was told of the death may remove the record
     again = dynamic(store)
     again.join(record(1, "b"))
     far.remove(found)  # must not remove the new record
