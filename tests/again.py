@@ -1,15 +1,14 @@
-"""Run the tests again and again, in portions, and remember how each run ended.
+"""Run the tests repeatedly, in portions, and record the outcome of each portion.
 
-    python -m tests.again                 # the default layer once, in an order drawn anew
+    python -m tests.again                 # the default layer once, in a new random order
     python -m tests.again --runs 10       # ten times
-    python -m tests.again --beside 4      # beside four processes that spin
-    python -m tests.again --slow          # the slow layer, folder by folder; goes on where an earlier call ended
-    python -m tests.again --table         # only show what is remembered
+    python -m tests.again --beside 4      # while four processes use the processors
+    python -m tests.again --slow          # the slow layer, folder by folder; continues where an earlier call ended
+    python -m tests.again --table         # only show the recorded portions
 
-Each portion - a whole run of the default layer, or one folder of the slow one - adds a line to ``tests/runs.jsonl``: the
-commit, the seed of the order, how many tests passed and failed and which, the time by the clock and that of the processors
-(of all processes that were waited for). ``--for SECONDS`` begins no portion after that time. The status is 0 if none of
-this call's portions was red.
+Each portion (a whole run of the default layer, or one folder of the slow layer) adds a line to ``tests/runs.jsonl``: the
+commit, the seed of the order, the number of passed tests, the names of failed tests, the elapsed time and the processor time
+of all child processes. ``--for SECONDS`` starts no portion after that time. The status is 1 if a test of this call failed.
 """
 
 from __future__ import annotations
@@ -29,24 +28,26 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parent.parent
-_REMEMBERED = Path(__file__).with_name("runs.jsonl")
+_RECORD_FILE = Path(__file__).with_name("runs.jsonl")
 _COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped|xfailed|xpassed|deselected)")
 _RED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
-_NOTHING = 5  # pytest's status where no test was selected
+_NO_TESTS_SELECTED = 5  # pytest's status where no test was selected
 
 
 def main() -> int:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(prog="python -m tests.again", description=__doc__.partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=1, help="whole runs (with --slow: of the layer)")
-    parser.add_argument("--slow", action="store_true", help="the slow layer in place of the default one")
-    parser.add_argument("--beside", type=int, default=0, metavar="N", help="N processes spin meanwhile")
+    parser.add_argument("--runs", type=int, default=1, help="number of runs of the whole layer")
+    parser.add_argument("--slow", action="store_true", help="run the slow layer instead of the default one")
     parser.add_argument(
-        "--for", type=float, default=float("inf"), dest="seconds", help="begin nothing after so long"
+        "--beside", type=int, default=0, metavar="N", help="run N processes in busy loops meanwhile"
     )
-    parser.add_argument("--seed", type=int, help="of the order, instead of one drawn")
-    parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("only", nargs="*", help="files or folders in place of all")
+    parser.add_argument(
+        "--for", type=float, default=float("inf"), dest="seconds", help="start no portion after SECONDS"
+    )
+    parser.add_argument("--seed", type=int, help="seed of the order, instead of a random one")
+    parser.add_argument("--table", action="store_true", help="only print the recorded portions")
+    parser.add_argument("only", nargs="*", help="run only these files or folders")
     asked = parser.parse_args()
     red = False
     if not asked.table:
@@ -57,7 +58,7 @@ def main() -> int:
                     break
                 row = _run(portion, asked)
                 red = red or bool(row["red"])
-                with _REMEMBERED.open("a") as file:
+                with _RECORD_FILE.open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(_line(row), flush=True)
     print(_table())
@@ -81,11 +82,11 @@ def _portions(asked: argparse.Namespace) -> Iterator[list[str]]:
 
 
 def _folders() -> list[list[str]]:
-    """The folders with tests, and, as one portion, the tests that are in none."""
+    """Return the outermost folders with tests; all top-level test files are one portion."""
     folders = {path.parent for path in (_ROOT / "tests").rglob("test_*.py") if "programs" not in path.parts}
     top = _ROOT / "tests"
     named = sorted(str(folder.relative_to(_ROOT)) for folder in folders - {top})
-    # A folder within another one is a part of that one.
+    # A folder inside another test folder runs with that folder.
     outer = [name for name in named if not any(name.startswith(other + "/") for other in named)]
     return [
         *([name] for name in outer),
@@ -117,7 +118,7 @@ def _run(what: list[str], asked: argparse.Namespace) -> dict[str, Any]:
     for number, kind in _COUNTS.findall(done.stdout.rstrip().rpartition("\n")[2]):
         counts[kind.rstrip("s") if kind == "errors" else kind] = int(number)
     red = sorted(set(_RED.findall(done.stdout)))
-    if done.returncode not in (0, _NOTHING) and not red:
+    if done.returncode not in (0, _NO_TESTS_SELECTED) and not red:
         red = [f"status {done.returncode}"]
     if red:
         log = Path(os.environ.get("TMPDIR", "/tmp")) / f"actorrpc-run-{seed}.log"
@@ -150,7 +151,7 @@ def _spinning(number: int) -> Iterator[None]:
 
 
 def _commit() -> str:
-    """The commit that is checked out, with a ``+`` where tracked files differ from it (but for what is remembered)."""
+    """Return the checked-out commit, with a ``+`` if tracked files other than runs.jsonl differ from it."""
     commit = _git("rev-parse", "--short", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/runs.jsonl")
     return commit + ("+" if changed else "")
@@ -162,9 +163,9 @@ def _git(*arguments: str) -> str:
 
 
 def _rows() -> list[dict[str, Any]]:
-    if not _REMEMBERED.exists():
+    if not _RECORD_FILE.exists():
         return []
-    return [json.loads(line) for line in _REMEMBERED.read_text().splitlines()]
+    return [json.loads(line) for line in _RECORD_FILE.read_text().splitlines()]
 
 
 def _line(row: dict[str, Any]) -> str:

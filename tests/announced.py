@@ -1,4 +1,4 @@
-"""What tests of several folders announce that it is printed (tests/output.py)."""
+"""Patterns of expected output that tests of several folders announce with ``@pytest.mark.prints`` (tests/output.py)."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Final
 
 __all__ = ["BETWEEN_STEPS", "LAST_WORDS", "ODD_TENSORS", "OUTSIDE_OF_A_CONTEXT", "PROFILER", "TORCH_RPC"]
 
-# torch.distributed.rpc itself: a line and a traceback for each function that raises.
+# torch.distributed.rpc prints a line and a traceback for each remote function that raises.
 TORCH_RPC: Final = (
     r"DeprecationWarning: `TorchScript` support for functional optimizers is deprecated",
     r"UserWarning: You are using a Backend <class 'torch\..*ProcessGroupGloo'> as a ProcessGroup",
     r"On WorkerInfo\(id=\d+, name=\w+\):$",
     r"^\w+\(.*Traceback .*/torch/distributed/rpc/internal\.py\", line \d+, in _run_function",
 )
-# torch's profiler, each time.
+# torch's profiler prints this whenever it starts or stops.
 PROFILER: Final = r"^USDT:.* profiler_(start|stop)$"
 OUTSIDE_OF_A_CONTEXT: Final = (
     r"a tensor that requires grad was sent outside of a distributed autograd context.*\(Logged once\.\)$"
 )
-# What actors that die say in tests of deaths.
+# Actors print this before they die in tests of deaths.
 LAST_WORDS: Final = r"^the last words( \[repeated \d+x across processes\])?$"
-# What torch says of the odd kinds of tensors, once in each process.
+# torch warns once in each process about tensors of rare kinds.
 ODD_TENSORS: Final = (
     "UserWarning: Sparse invariant checks are implicitly disabled",
     "UserWarning: Sparse CSR tensor support is in beta state",
@@ -29,7 +29,7 @@ ODD_TENSORS: Final = (
     "UserWarning: The PyTorch API of nested tensors is in prototype stage",
     "UserWarning: TypedStorage is deprecated",
 )
-# Python's own word for a socket that is closed as Ctrl-C comes between its creation and its caller's next step: bound to nothing.
+# Python prints this for an unbound socket if Ctrl-C arrives after its creation and before the caller has stored it.
 BETWEEN_STEPS: Final = (
     r"ResourceWarning: unclosed <socket\.socket fd=\d+, family=\d+, type=1, proto=0"
     r"(, laddr=\('(0\.0\.0\.0|::)', 0.*)?>"

@@ -1,9 +1,8 @@
-"""Certificates for tests, made once for each session; and the switch that has the whole suite run over TLS.
+"""Certificates for tests, made once in each session, and the switch that runs the whole suite over TLS.
 
     ACTORRPC_TEST_TLS=1 pytest tests/rpc tests/autograd       # forced TCP, with TLS
 
-Then every worker that a test starts has the certificates in its environment, and agents that tests make themselves get them in
-their settings.
+Then every worker that a test starts has the certificates in its environment. Tests that create agents pass them ``OPTIONS``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["OPTIONS", "OVER_TLS", "Certificates", "files", "foreign", "switch_on
 
 OVER_TLS = os.environ.get("ACTORRPC_TEST_TLS") == "1"
 OPTIONS: dict[str, Any] = {}
-"""Settings for agents that a test makes itself; empty unless the switch is on."""
+"""Settings that tests pass to agents which they create in the test process; empty without TLS."""
 _EARLIER = datetime.timedelta(minutes=5)  # tolerates clocks that differ
 
 
@@ -65,12 +64,12 @@ def files() -> Certificates:
 
 @functools.cache
 def foreign() -> Certificates:
-    """Return certificates of another CA."""
+    """Return certificates of another CA, which the workers do not trust."""
     return temporary_certificates(processes.scratch() / "foreign")
 
 
 def switch_on() -> None:
-    """Make all workers that are started from now on use TLS over TCP."""
+    """Make all workers that start from now on use TLS over TCP."""
     OPTIONS.update(files().options)
     os.environ.update({**files().environment, "ACTORRPC_TRANSPORT": "tcp"})
 

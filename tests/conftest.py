@@ -1,13 +1,13 @@
-"""What holds for every test: a limit on its time, that it leaves nothing behind, and that it prints nothing unasked.
+"""Rules for every test: it has a time limit, leaves nothing behind, and prints nothing unannounced.
 
     @pytest.mark.limit(120)           # seconds for each of set-up, call and teardown; 60 by default
-    @pytest.mark.prints(r"regex")     # what its processes may write to standard error, or log (tests/output.py)
+    @pytest.mark.prints(r"regex")     # output that its processes may print or log (tests/output.py)
     @pytest.mark.slow                 # not in the default run; `-m slow` runs these, `-m ""` runs all
     @pytest.mark.gpu                  # needs a CUDA device
 
-`--limit SECONDS` changes the default (0: none, as with `--pdb`). Limit and leaks are the package's plugin for pytest, as is
-`--times N`: each test is run so many times. The order is drawn anew for each run; its seed is printed,
-and a red test says the command that repeats it. `python -m tests.again` makes many runs and remembers them.
+`--limit SECONDS` changes the default limit (0, as with `--pdb`: no limit). The limit, the leak check and `--times N` (run each
+test N times) come from the package's pytest plugin. Each run has a new random order; pytest prints its seed, and the report of
+a failed test prints the command that repeats it. `python -m tests.again` makes many runs and records them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-# Before anything imports torch: one thread in each process, as there are many.
+# Must be set before torch is imported: tests start many processes, so each uses one OpenMP thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Some environments forbid to keep compiled modules: each process that a test starts would compile them all anew.
+# With this variable, each process that a test starts would compile all modules again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# In every process that a test starts; what it prints fails the test (tests/output.py).
+# Processes that a test starts print resource warnings, and unannounced output fails the test (tests/output.py).
 os.environ.setdefault("PYTHONWARNINGS", "default::ResourceWarning")
-# To look for GPUs in another way than this would open them, and no process could use them that is forked after that.
+# Without NVML, looking for GPUs would open them, and processes that are forked later could not use them.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import hypothesis
@@ -38,7 +38,7 @@ from tests import certificates, devices, ranks
 pytest_plugins = ["actorrpc.testing.pytest_plugin", "tests.output", "tests.red"]
 
 _TESTS = Path(__file__).resolve().parent
-# Folders and modules whose tests are all slow; single tests carry the marker.
+# Folders and modules whose tests are all slow. Other slow tests have the marker.
 _SLOW = (
     "actors/e2e/",
     "actors/test_typing.py",
@@ -58,7 +58,7 @@ _SLOW = (
     "faults/",
     "tutorials/",
 )
-# But these of them (files, or beginnings of the names of tests): what users meet first, and each promise once.
+# Exceptions to _SLOW (files, or prefixes of test ids): the features that users meet first, and each promise once.
 _QUICK = (
     "actors/e2e/test_callers.py::test_calls_through_an_rref_run_on_the_actors_thread_from_any_worker",
     "actors/e2e/test_callers.py::test_asyncio_coroutines_can_await_calls_of_actors",
@@ -136,40 +136,40 @@ _QUICK = (
     "actors/e2e/test_unruly.py",
     "actors/e2e/test_words.py::test_the_error_of_an_unpicklable_argument_names_argument_method_and_path",
     "actors/e2e/test_words.py::test_the_error_of_an_unpicklable_result_names_method_and_path",
-    "examples/test_more_examples.py::TestImpala::test_vtrace_is_that_of_the_paper",
+    "examples/test_more_examples.py::TestImpala::test_vtrace_equals_the_definition_of_the_paper",
     "faults/test_maybe_executed.py",
     "faults/test_repeats.py",
 )
 
-# No assertion on time, in examples neither; the same examples in each run of the CI.
+# Hypothesis has no deadline for examples, and the CI runs the same examples each time.
 hypothesis.settings.register_profile(
     "actorrpc",
     deadline=None,
     derandomize="CI" in os.environ,
     print_blob=True,
-    # Not "explain", which traces functions: CPython 3.11 does not get past the first line of one while an asynchronous exception
-    # is on its way to any thread of the process, and tests interrupt threads.
+    # The phase "explain" traces functions. CPython 3.11 never leaves the first line of a traced function while an asynchronous
+    # exception is pending in any thread of the process, and tests interrupt threads with such exceptions.
     phases=[phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain],
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("actorrpc")
 
 
-@pytest.hookimpl(trylast=True)  # the plugin makes the session's directory before
+@pytest.hookimpl(trylast=True)  # after the plugin, which creates the session's directory
 def pytest_configure() -> None:
     sys.dont_write_bytecode = False
     if certificates.OVER_TLS:
         certificates.switch_on()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A script that starts pytest in the background makes it ignore Ctrl-C, and all that it starts: but
-        # what Ctrl-C does is something to test.
+        # A shell script that runs pytest in the background makes it ignore SIGINT, which its child processes inherit.
+        # Tests of Ctrl-C need Python's handler.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     ranks.remember_environment()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Mark what is slow as a whole; behind the selection, get ready what needs a GPU."""
+    """Mark tests of slow folders; after the selection, prepare the GPU or skip the tests that need one."""
     for item in items:
         name = item.nodeid.removeprefix("tests/") if item.path.is_relative_to(_TESTS) else ""
         if name.startswith(_SLOW) and not name.startswith(_QUICK):
@@ -180,15 +180,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Have the collector leave alone what is there for good: it is asked after every test what that has left."""
+    """Freeze the objects that live until the session ends: the leak check collects garbage after every test."""
     gc.collect()
     gc.freeze()
 
 
-@pytest.hookimpl(trylast=True)  # where tests run side by side, those who run them have ended by then
+@pytest.hookimpl(trylast=True)  # after pytest-xdist has ended its workers
 def pytest_sessionfinish(session: pytest.Session) -> None:
     left = processes.of_session()
-    if left:  # the helpers of those who have run tests side by side end by themselves, a moment after them
+    if left:  # helpers of pytest-xdist workers end shortly after their worker
         _, left = psutil.wait_procs(left, timeout=10)
     if left:
         print("\nleft behind by the session:", *map(processes.describe, left), sep="\n  ")
@@ -202,7 +202,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Each module, with its fixtures, unless one of its tests has failed: that may be for what it has left."""
+    """Check that each module and its fixtures leave nothing behind, unless one of its tests has failed."""
     from actorrpc.testing.pytest_plugin import charge  # pytest itself imports the plugin first
 
     before, failed = leaks.LeakSnapshot.take(), request.session.testsfailed
@@ -215,4 +215,4 @@ def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing(_module_leaves_nothing: None, no_leaks: None) -> None:
-    """Each test."""
+    """Check that each test leaves nothing behind."""

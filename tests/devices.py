@@ -1,9 +1,9 @@
-"""Tests on devices: which of them need a GPU, and whether there is one.
+"""Marks for tests that need a GPU, and their skipping on machines without a GPU.
 
-python -m pytest -m gpu                    # all that need one, in some minutes
+python -m pytest -m gpu                    # all tests that need a GPU; takes some minutes
 
-@pytest.mark.gpu                           # skipped, with the reason, where there is no CUDA device
-@pytest.mark.parametrize("device", DEVICES)  # the same on the CPU, and on a GPU where there is one
+@pytest.mark.gpu                           # skipped, with the reason, without a CUDA device
+@pytest.mark.parametrize("device", DEVICES)  # runs on the CPU, and on a GPU if the machine has one
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 def missing() -> str:
-    """Say why nothing can run on a GPU here; empty where it can."""
+    """Return why tests cannot use a GPU on this machine; empty if they can."""
     if torch.version.cuda is None and torch.version.hip is None:
         return f"needs a CUDA device: this torch ({torch.__version__}) was built without CUDA"
     return "" if torch.cuda.is_available() else "needs a CUDA device: torch sees none"
 
 
 def prepare(items: Sequence[pytest.Item]) -> None:
-    """Have the items that need a GPU skipped where there is none.
+    """Skip the given tests, which need a GPU, on a machine without a GPU.
 
-    Where there is one, this process opens it now, with the threads and descriptors that it then keeps for ever: no test is
-    charged with them.
+    With a GPU, open it now: the process keeps threads and descriptors for it, and the leak check must not blame a test for them.
     """
     if not items:
         return
@@ -37,6 +36,6 @@ def prepare(items: Sequence[pytest.Item]) -> None:
         for item in items:
             item.add_marker(pytest.mark.skip(reason=reason))
         return
-    one = torch.ones(2, 2, device="cuda:0", requires_grad=True)
-    (one @ one).sum().backward()
+    matrix = torch.ones(2, 2, device="cuda:0", requires_grad=True)
+    (matrix @ matrix).sum().backward()
     torch.cuda.synchronize()

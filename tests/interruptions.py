@@ -1,8 +1,8 @@
-"""A handler of the program that raises, at every step of the interpreter inside of the library.
+"""Send a signal whose handler raises, at every step of the interpreter inside the library.
 
-A step is a place where the interpreter looks for signals, in a function of the package or of ``threading``: behind a call of a
-function written in C, at the beginning of one in Python, and where a loop begins anew. The signal is raised by a trace function,
-so its handler finds the very stack that it would find if the kernel had sent it in that moment.
+A step is a place in a function of the package or of ``threading`` where the interpreter checks for signals: after the call of a
+C function, at the start of a Python function, and at the start of each loop iteration. A trace function raises the signal, so
+its handler sees the same stack as for a signal that the kernel sends at that moment.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import actorrpc
 __all__ = ["Interrupted", "Steps", "raising"]
 
 _OURS = (os.path.dirname(actorrpc.__file__), threading.__file__)
-_LOOKS = frozenset(
+_SIGNAL_CHECKS = frozenset(
     code for name, code in dis.opmap.items() if name.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))
 )
 _NEVER = sys.maxsize
@@ -30,12 +30,12 @@ _tracers: list[Any] = []
 
 
 class Interrupted(Exception):
-    """What the handler raises."""
+    """Raised by the signal handler."""
 
 
 @contextlib.contextmanager
 def raising(number: int = signal.SIGUSR1) -> Iterator[list[int]]:
-    """Have the signal's handler raise; the list grows with each time that it does."""
+    """Install a handler that raises ``Interrupted``; each call of it adds an element to the yielded list."""
     raised: list[int] = []
 
     def handler(number: int, _: FrameType | None) -> None:
@@ -54,8 +54,8 @@ class Steps:
 
     def __init__(self, number: int = signal.SIGUSR1) -> None:
         self._number = number
-        # Kept for as long as the process lives: where a trace function ends its own tracing from within, the interpreter may call
-        # it once more after it has let go of it (seen beside load: another method in its place, or a crash).
+        # Kept until the process ends. When a trace function disables tracing from within, the interpreter may call it once more
+        # after releasing its reference (observed under load: a call of another method, or a crash).
         self._tracer = self._trace
         _tracers.append(self._tracer)
         self._at = _NEVER
@@ -67,16 +67,16 @@ class Steps:
         if not frame.f_code.co_filename.startswith(_OURS):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        looks = True  # whether the interpreter has just looked for signals, in this frame
+        checks = True  # whether the last opcode of this frame made the interpreter check for signals
         self._returned = False
         code = frame.f_code.co_code
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:
-            nonlocal looks
+            nonlocal checks
             if event == "opcode":
-                looked, looks = looks and not self._returned, code[frame.f_lasti] in _LOOKS
+                checked, checks = checks and not self._returned, code[frame.f_lasti] in _SIGNAL_CHECKS
                 self._returned = False
-                if looked:
+                if checked:
                     self.taken += 1
                     if self.taken == self._at:
                         sys.settrace(None)
@@ -84,15 +84,15 @@ class Steps:
                         signal.raise_signal(self._number)
                         return None
             elif event == "return":
-                self._returned = True  # the caller does not look then
+                self._returned = True  # after a return, the caller does not check for signals
             elif event == "exception":
-                looks = False
+                checks = False
             return trace
 
         return trace
 
     def run(self, work: Callable[[], Any], at: int = _NEVER) -> Any:
-        """Do the work, with the signal sent before its ``at``-th step."""
+        """Call ``work``; send the signal before step number ``at``."""
         self.taken, self._at, self.place = 0, at, ""
         before = sys.gettrace()
         sys.settrace(self._tracer)
@@ -102,11 +102,11 @@ class Steps:
             sys.settrace(before)
 
     def at_each(self, work: Callable[[], Any], raised: list[int], check: Callable[[str], None]) -> int:
-        """Do the work again and again, with the signal sent one step later each time; return how often.
+        """Call ``work`` repeatedly, with the signal one step later each time; return the number of calls that were interrupted.
 
         Args:
-            raised: as :func:`raising` gives it: what is put off comes before the next time.
-            check: called after each time, with the place where the signal was sent.
+            raised: the list of :func:`raising`. A deferred exception is awaited before the next call of ``work``.
+            check: called after each call of ``work``, with the place where the signal was sent.
         """
         at, count = 1, 0
         swallowed: list[str] = []
@@ -119,7 +119,7 @@ class Steps:
             except Interrupted:
                 pass
             if not self.place:
-                assert not swallowed, f"what a handler had raised did not come out: {swallowed}"
+                assert not swallowed, f"the exception of the signal handler was swallowed: {swallowed}"
                 return count
             try:
                 late = threading.Event()

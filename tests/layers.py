@@ -1,4 +1,4 @@
-"""Layers within one test: a few cases by default, all in the slow layer."""
+"""Parametrization whose first cases run by default; the other cases are slow."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""What is printed counts: a test fails for each line that it did not announce.
+"""Fail each test whose processes print or log a line that the test did not announce.
 
     @pytest.mark.prints(r"worker 'w1' died", r"Traceback.*ValueError: wanted")
 
-What counts is all that reaches the standard error of the test's processes (their logs of level WARNING and above among it,
-as they have no other handler), log records of level WARNING and above of the test process itself, and tracebacks and
-ignored exceptions on standard output. Text is looked at by *entry*: a line, together with the traceback that follows it.
-A pattern is searched for in the whole entry, with ``.`` matching line ends. Announced entries may come or not; a test that
-is about them asserts that they come. What a test reads itself (``capfd``, a pipe of its own) does not count: :func:`unasked`
-and :func:`check` are for that.
+The check covers the standard error of the test's processes (with their logs of level WARNING and above, as they have no other
+handler), log records of level WARNING and above of the test process, and tracebacks and ignored exceptions on standard
+output. Text is split into *entries*: a line, with the traceback that follows it. A pattern is searched in the whole entry, and
+its ``.`` matches line ends. Announced entries are optional; a test of such an entry asserts that it is printed. Output that a
+test reads itself (``capfd``, a pipe) is not covered: the test passes it to :func:`unasked` or :func:`check`.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ import pytest
 __all__ = ["check", "entries", "unasked"]
 
 _MARK = "prints"
-_PREFIX = re.compile(r"^\([^()\n]* pid=\d+\) ")  # of lines that the driver shows for its workers
+_PREFIX = re.compile(r"^\([^()\n]* pid=\d+\) ")  # the driver's prefix of lines that its workers print
 _OUR_HEADERS = re.compile(r"^--- (errors|output) of rank \d+ ---$|^---$")
 _CONTINUES = re.compile(
     r"^\s|^Traceback \(most recent call last\)|^Extension modules:|^The above exception was|^During handling of the above"
     r"|^(Current thread|Thread) 0x|^\[repeated \d+x|^ResourceWarning: Enable tracemalloc"
-    r"|^Exception raised from \w+ at |^frame #\d+: |^<omitting python frames>"  # the stack of an error of torch's in C++
+    r"|^Exception raised from \w+ at |^frame #\d+: |^<omitting python frames>"  # the stack of a C++ error of torch
 )
-# torch's stores say this where no name server can be asked.
+# torch's stores print this on a host without a name server.
 _WITHOUT_NETWORK = re.compile(
     r"^\[W\d+ \S+ socket\.cpp:\d+\] \[c10d\] The hostname of the client socket cannot be retrieved"
 )
-# How long the start of a process takes is the machine's affair.
+# Slow starts of processes depend on the machine, so their warnings are ignored.
 _TAKES_LONG = re.compile(
     r"^(WARNING actorrpc\.cluster: )?(scale\(\d+\)|init\(\) on rank \d+|joining|the Ray engine) waits for "
 )
@@ -44,9 +43,9 @@ _FORMAT = logging.Formatter("%(levelname)s %(name)s: %(message)s")
 
 
 def entries(text: str) -> list[str]:
-    """Cut a text into entries: each line, with the traceback or the indented lines behind it."""
+    """Split a text into entries: each line, with the traceback or the indented lines after it."""
     found: list[list[str]] = []
-    in_traceback = False  # its last line, which names the exception, is not indented
+    in_traceback = False  # the last line of a traceback, with the exception, is not indented
     for raw in text.splitlines():
         line = _PREFIX.sub("", raw).rstrip()
         if _OUR_HEADERS.match(line) or _WITHOUT_NETWORK.match(line) or _TAKES_LONG.match(line):
@@ -67,13 +66,13 @@ def entries(text: str) -> list[str]:
 
 
 def unasked(text: str, announced: Iterable[str] = ()) -> list[str]:
-    """Return the entries of a text that no pattern is found in."""
+    """Return the entries of a text that match no announced pattern."""
     patterns = [re.compile(pattern, re.DOTALL) for pattern in announced]
     return [entry for entry in entries(text) if not any(pattern.search(entry) for pattern in patterns)]
 
 
 def check(text: str, *announced: str, what: str = "a process") -> None:
-    """Fail if a process has written anything else to its standard error than what was announced."""
+    """Fail if ``text``, the standard error of a process, has an unannounced entry."""
     found = unasked(text, announced)
     if found:
         pytest.fail(f"{what} printed unasked:\n" + "\n".join(found), pytrace=False)
@@ -90,7 +89,7 @@ class _Records(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(self.format(record))
 
-    def take(self) -> list[str]:
+    def pop_all(self) -> list[str]:
         texts, self.texts = self.texts, []
         return texts
 
@@ -99,7 +98,7 @@ _records = _Records()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Add the marker, and the handler that hears of everything."""
+    """Register the marker, and add the handler that keeps log records."""
     config.addinivalue_line(
         "markers", f"{_MARK}(*patterns): what the test's processes may write to stderr or log"
     )
@@ -107,7 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Take the handler away."""
+    """Remove the handler."""
     logging.getLogger().removeHandler(_records)
 
 
@@ -115,30 +114,30 @@ def pytest_unconfigure() -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Fail a test, at its end, for what was printed and not announced."""
+    """Fail a test at its teardown for unannounced entries."""
     report = yield
     if call.when != "teardown" or item.config.getoption("capture") == "no":
         return report
     announced = [pattern for mark in item.iter_markers(_MARK) for pattern in mark.args]
-    found = [f"log: {text}" for record in _records.take() for text in unasked(record, announced)]
+    found = [f"log: {text}" for record in _records.pop_all() for text in unasked(record, announced)]
     for title, text in report.sections:
         if title.startswith("Captured stderr"):
             found += unasked(text, announced)
         elif title.startswith("Captured stdout") and _ON_STDOUT.search(text):
             found += [entry for entry in unasked(text, announced) if _ON_STDOUT.search(entry)]
-    if found and report.passed and not item.stash.get(_RAISED, False):
+    if found and report.passed and not item.stash.get(_FAILED_OTHERWISE, False):
         report.outcome = "failed"
         report.longrepr = (
-            f"printed unasked (announce it with @pytest.mark.{_MARK}, or mend it):\n" + "\n".join(found)
+            f"printed unasked (announce it with @pytest.mark.{_MARK}, or fix it):\n" + "\n".join(found)
         )
     return report
 
 
-_RAISED = pytest.StashKey[bool]()
+_FAILED_OTHERWISE = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_exception_interact(node: Any) -> None:
-    """Note that a test has failed for another reason, which comes first."""
+    """Remember that a test failed for another reason, which its report shows instead."""
     if isinstance(node, pytest.Item):
-        node.stash[_RAISED] = True
+        node.stash[_FAILED_OTHERWISE] = True

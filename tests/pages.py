@@ -1,7 +1,7 @@
-"""The code of a page of Markdown as a program: what a reader gets who copies its blocks, one behind the other, into a file.
+"""Run the Python blocks of a Markdown page as one program, as if a reader had copied them into a file.
 
-Sybil finds the blocks. Those of ``python`` run; a ``text`` block right behind one is what it prints (``...`` is anything).
-``<!-- skip: next "reason" -->`` above a block says why it does not run. Lines have the numbers that they have on the page.
+Sybil finds the blocks. ``python`` blocks run; a ``text`` block directly after a ``python`` block is its expected output (``...``
+matches anything). A block after ``<!-- skip: next "reason" -->`` does not run. Line numbers of the program are those of the page.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Block:
     """A block of a page.
 
     Attributes:
-        line: of its first line, from 1.
-        skipped: why it does not run; empty if it does.
-        prints: what it prints; None where the page does not say.
+        line: number of its first line, from 1.
+        skipped: the reason for not running it; empty if it runs.
+        prints: its expected output; None if the page shows no output.
     """
 
     language: str
@@ -74,20 +74,23 @@ def _block(language: str, example: Example) -> Block:
 
 
 def program(found: list[Block]) -> str:
-    """Return the Python of a page, each line under its number there; behind each block it prints a mark."""
+    """Return the program of a page, with its line numbers; it prints a mark after each block."""
     lines: list[str] = []
     for block in found:
         if block.language == "python":
             lines += [""] * (block.line - 1 - len(lines))
-            lines += [*block.code.splitlines(), f"print({_MARK!r}, flush=True)"]  # in the place of the fence
+            lines += [
+                *block.code.splitlines(),
+                f"print({_MARK!r}, flush=True)",
+            ]  # on the line of the closing fence
     return "\n".join(lines) + "\n"
 
 
 def run(page: Path, folder: Path, *, seconds: float = 120.0) -> None:
-    """Run the Python of a page as a program, compare what it prints with what the page says, and see that it says no more.
+    """Run the Python blocks of a page, and compare their output with the output that the page shows.
 
     Raises:
-        AssertionError: it fails, or prints something else.
+        AssertionError: the program failed, printed other output, or wrote to standard error.
     """
     found = blocks(page)
     file = folder / "program.py"
@@ -109,5 +112,5 @@ def run(page: Path, folder: Path, *, seconds: float = 120.0) -> None:
     for block, got in zip((each for each in found if each.language == "python"), printed, strict=False):
         if block.prints is not None:
             assert checker.check_output(block.prints, got, _OUTPUT), (
-                f"{page.name}, line {block.line}: it prints\n{got}\nand not\n{block.prints}"
+                f"{page.name}, line {block.line}: it prints\n{got}\ninstead of\n{block.prints}"
             )

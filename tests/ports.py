@@ -1,4 +1,4 @@
-"""TCP ports that nobody else takes before a test does."""
+"""TCP ports for servers that tests start."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 __all__ = ["free_port"]
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_dice = random.Random()  # not the one that tests seed
+_dice = random.Random()  # independent of the global generator, which pytest-randomly seeds
 
 
 def free_port() -> int:
-    """Return a port of this host that nobody uses.
+    """Return an unused port of this host.
 
-    Not one that the kernel gives to whoever asks for any: tests run side by side, and such a port would be taken by the next
-    connection of another one before the process that it is meant for has started.
+    It is outside the kernel's range of ephemeral ports: a connection of another test that runs at the same time could
+    take an ephemeral port before the server for which it is meant has started.
     """
     first = int(_RANGE.read_text().split()[0])
     while True:

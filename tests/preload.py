@@ -1,6 +1,6 @@
-"""What the server that ranks are forked from imports, once. It must start no thread and open nothing.
+"""Imports of the server from which ranks are forked. It must start no thread and open no file.
 
-A module that cannot be imported is left to the rank that needs it, whose error says why.
+If a module cannot be imported, the rank that needs it raises the error.
 """
 
 from __future__ import annotations

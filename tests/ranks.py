@@ -1,8 +1,8 @@
 """Run a function on several ranks, each a real process.
 
-Ranks are forked from a server that has imported torch and actorrpc and started nothing, so that one is there
-in some tens of milliseconds. What a rank returns or raises, its output and - when it does not end in time -
-its stacks come back to the test. The same interpreter settings and environment as the test's apply.
+Ranks are forked from a server that has imported torch and actorrpc and started no thread, so a rank starts in some tens of
+milliseconds. The test receives the result or error of each rank, its output and, if it does not end in time, its stacks. Ranks
+have the interpreter settings and the environment of the test.
 
     def add(rank, world_size, a, b):                  # at module level: the ranks import it
         return rpc.rpc_sync("worker0", operator.add, (a, b))
@@ -54,18 +54,18 @@ __all__ = [
 ]
 
 _ROOT = str(Path(__file__).resolve().parent.parent)
-# How long the others may go on after one rank has failed, and how long a rank may take to end after
-# its function has.
+# Seconds that other ranks may still run after a rank has failed, and that a rank may take to end after
+# its function has returned.
 _GRACE = 10.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
 _OUTPUT_TAIL = 8_000
-_environment: dict[str, str] = {}  # of the session, before the first test
+_environment: dict[str, str] = {}  # environment of the session before the first test
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """What a rank that was allowed to die, and did, returned."""
+    """Result of a rank that died and was allowed to."""
 
     exitcode: int
 
@@ -74,7 +74,7 @@ class GroupError(AssertionError):
     """At least one rank failed.
 
     Attributes:
-        failures: what went wrong, by rank: a traceback, or a sentence, with the rank's output.
+        failures: by rank, a traceback or a sentence, with the rank's output.
     """
 
     def __init__(self, failures: Mapping[int, str]) -> None:
@@ -88,14 +88,14 @@ class _Rank:
     results: Connection
     output: Path
     errors: Path
-    answer: tuple[bool, Any] | None = None  # (True, what was returned) or (False, traceback)
+    answer: tuple[bool, Any] | None = None  # (True, result) or (False, traceback)
     over: bool = False
     exitcode: int | None = None
     must_end_by: float = float("inf")
-    shown: int = 0  # how much of its errors a test has been shown, in bytes
+    shown: int = 0  # bytes of its standard error that were shown to a test
 
 
-_running: list[_Rank] = []  # all ranks there are
+_running: list[_Rank] = []  # ranks of all groups that run
 
 
 # -- the server ----------------------------------------------------------------------------------
@@ -105,45 +105,47 @@ _running: list[_Rank] = []  # all ranks there are
 def _for_children() -> Iterator[None]:
     """Let the server and the ranks import this repository and keep them from importing pytest's script.
 
-    The server has the session's environment, not that of the test which happens to be the first: others' processes come from
-    it as well, and not all of them are ranks, which get the environment of their test.
+    The server has the environment of the session, not of the test that starts it, because processes of other tests are
+    forked from it as well. Ranks receive the environment of their test.
     """
     main, before = sys.modules["__main__"], dict(os.environ)
     sys.modules["__main__"] = ModuleType("__main__")
     wanted = _environment or before
-    _be(wanted | {"PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, wanted.get("PYTHONPATH")]))})
+    _replace_environment(
+        wanted | {"PYTHONPATH": os.pathsep.join(filter(None, [_ROOT, wanted.get("PYTHONPATH")]))}
+    )
     try:
         yield
     finally:
         sys.modules["__main__"] = main
-        _be(before)
+        _replace_environment(before)
 
 
-def _be(environment: Mapping[str, str]) -> None:
+def _replace_environment(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
 
 
 def remember_environment() -> None:
-    """Take note of the variables that the session begins with; without that, it is the caller's of :func:`start_server`."""
+    """Save the environment of the session for the server; without this call, the server has that of ``start_server``'s caller."""
     _environment.clear()
     _environment.update(os.environ)
 
 
 def start_server() -> None:
-    """Start the process that ranks are forked from, unless it runs; it imports in the background."""
+    """Start the server from which ranks are forked, unless it runs; it imports in the background."""
     with _for_children():
         multiprocessing.set_forkserver_preload(["tests.preload"])
         forkserver.ensure_running()
 
 
 def unused_path(name: str) -> str:
-    """Return the path of a file of the session that is not there yet, such as that of a group's store."""
+    """Return the path of a file that does not exist yet, for example for a group's store."""
     return tempfile.mktemp(prefix=f"{name}-", dir=processes.scratch())
 
 
 def stop_server() -> None:
-    """End it, and the resource tracker that came with it. Only at the end of the session."""
+    """Stop the server and its resource tracker, at the end of the session."""
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
@@ -172,17 +174,17 @@ def _rank_main(
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(file=2)
-    # The rank has the test's environment as of now, not as of the server's start.
-    _be(environment)
+    # The test's environment now, not at the start of the server.
+    _replace_environment(environment)
     if leak_wait == leaks.WAIT and torch.cuda.device_count():
-        leak_wait = None  # the first backward opens all GPUs, and the threads and descriptors of that stay
+        leak_wait = None  # the first backward pass opens all GPUs, and the process keeps threads and descriptors for them
     before = leaks.LeakSnapshot.take(whole_session=False)
     try:
         answer = (True, fn(rank, world_size, *args))
         found = None if leak_wait is None else leaks.settle(before, leak_wait)
         if found:
             processes.kill(found.processes)
-            answer = (False, f"left behind when its function was over:\n{found}")
+            answer = (False, f"left behind when its function returned:\n{found}")
     except BaseException as error:
         answer = (False, _explain(error))
     try:
@@ -195,9 +197,9 @@ def _rank_main(
 
 
 def _explain(error: BaseException) -> str:
-    """Format a traceback, with the local variables where a bare `assert` failed.
+    """Format a traceback, with the local variables of the frame in which a bare `assert` failed.
 
-    pytest does not rewrite the assertions of modules that ranks import.
+    In ranks, pytest does not rewrite assertions.
     """
     text = "".join(traceback.format_exception(error))
     tb = error.__traceback__
@@ -251,19 +253,18 @@ def run_group(
     may_die: Collection[int] = (),
     leak_wait: float | None = leaks.WAIT,
 ) -> list[Any]:
-    """Run `fn(rank, world_size, *args)` in `world_size` processes; return what they return, by rank.
+    """Run `fn(rank, world_size, *args)` in `world_size` processes; return their results, by rank.
 
     Args:
         fn: a function at module level of a test module.
-        timeout: for the whole group; less than a test's default limit, so that this report comes first.
-        env: variables to set in the ranks, besides those of the test.
+        timeout: seconds for the whole group; the default is below a test's default limit, so this report comes first.
+        env: variables to add to the test's environment in the ranks.
         may_die: ranks that may end without a result (`Died` takes its place), as in tests that kill them.
-        leak_wait: how long each rank may take, once `fn` is over, until it has only the threads, processes
-            and descriptors again that it had before; None: it may keep what it likes, as it may by default
-            where there are GPUs.
+        leak_wait: seconds after which a rank whose `fn` has returned must have no more threads, processes and
+            descriptors than before; None: no check, which is the default on machines with GPUs.
 
     Raises:
-        GroupError: a rank raised, died, or was not over in time; has what is known of every such rank.
+        GroupError: a rank raised, died, or did not end in time; describes every such rank.
     """
     start_server()
     context = multiprocessing.get_context("forkserver")
@@ -304,7 +305,7 @@ def run_group(
         shutil.rmtree(directory, ignore_errors=True)
         for rank, texts in enumerate(printed):
             if rank not in failures:
-                # On the same stream of the test: what is on standard error fails it, unless it is announced.
+                # On the same stream of the test: unannounced entries on standard error fail it.
                 for (what, text), stream in zip(texts.items(), (sys.stdout, sys.stderr), strict=True):
                     _show(what, rank, text, stream)
     for rank in failures:
@@ -333,7 +334,7 @@ def rpc_group(
         init: the store through which the workers meet: "file", "tcp" or "env".
         options: keywords for the back-end's options, such as `rpc_timeout`.
 
-    The other arguments, and what is raised, are those of `run_group`.
+    The other arguments and the errors are those of `run_group`.
     """
     environment = dict(env or {})
     store = tempfile.mkdtemp(prefix="store-", dir=processes.scratch())
@@ -362,17 +363,17 @@ def rpc_group(
     finally:
         shutil.rmtree(store, ignore_errors=True)
         if may_die:
-            keys.sweep()  # the next worker to start would do it: the sockets of those that were killed
+            keys.sweep()  # remove the sockets of killed ranks now, not when the next worker starts
 
 
 def show_errors() -> None:
-    """Show what ranks that still run have written to their standard error since the last time: it is the present test's."""
+    """Print what running ranks have written to standard error since the last call, so that it counts for the current test."""
     for rank, state in enumerate(list(_running)):
         _show("errors", rank, _errors(state), sys.stderr)
 
 
 def _errors(state: _Rank) -> str:
-    """Read what a rank has written to its standard error since the last time."""
+    """Return what a rank has written to standard error since the last call."""
     new = state.errors.read_bytes()[state.shown :]
     state.shown += len(new)
     return new.decode(errors="replace").rstrip()
@@ -384,7 +385,7 @@ def _show(what: str, rank: int, text: str, stream: TextIO) -> None:
 
 
 def _collect(ranks: list[_Rank], deadline: float, may_die: Collection[int]) -> dict[int, str]:
-    """Wait for all ranks; return what went wrong, by rank."""
+    """Wait for all ranks; return descriptions of their failures, by rank."""
     failures: dict[int, str] = {}
     while pending := [number for number, state in enumerate(ranks) if not state.over]:
         now = time.monotonic()
@@ -406,14 +407,16 @@ def _collect(ranks: list[_Rank], deadline: float, may_die: Collection[int]) -> d
             failure = _failure(ranks[number], number in may_die)
             if failure is not None and number not in failures:
                 failures[number] = failure
-                for other in ranks:  # they may be waiting for the one that failed
+                for other in ranks:  # they may wait for the rank that failed
                     other.must_end_by = min(other.must_end_by, time.monotonic() + _GRACE)
     return failures
 
 
 def _advance(state: _Rank) -> None:
-    """Take what is there: a result, the end of its stream, the end of the process."""
-    ended = bool(connection.wait([state.process.sentinel], timeout=0))  # before the pipe: then all is in it
+    """Receive the rank's result, the end of its pipe, and the end of its process, without waiting."""
+    ended = bool(
+        connection.wait([state.process.sentinel], timeout=0)
+    )  # checked before the pipe: if the process has ended, the pipe is complete
     if not state.results.closed and state.results.poll():
         try:
             message = state.results.recv_bytes()
@@ -428,7 +431,7 @@ def _advance(state: _Rank) -> None:
 
 
 def _release(state: _Rank) -> None:
-    """Take leave of a process that has ended, or that was just killed."""
+    """Release the resources of an ended process."""
     state.process.join()
     state.over, state.exitcode = True, state.process.exitcode
     state.process.close()
@@ -446,14 +449,14 @@ def _failure(state: _Rank, may_die: bool) -> str | None:
 
 
 def _why_late(state: _Rank) -> str:
-    what = "was not over in time" if state.answer is None else "did not end after its function was over"
+    what = "did not end in time" if state.answer is None else "did not end after its function returned"
     pid = state.process.pid
     found = {process for process in processes.of_session() if process.pid == pid}
     return f"{what}\n{processes.dump_stacks(found)}"
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """Kill what still runs and release what the test process holds for these ranks."""
+    """Kill the ranks that still run, and release the resources of all of them."""
     running = [state for state in ranks if not state.over]
     for state in running:
         state.process.kill()

@@ -1,4 +1,4 @@
-"""A red test explains itself: the stacks of its processes as it failed, and the command that repeats it."""
+"""Add to the report of a failed test the stacks of its processes at the failure, and the command that repeats it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STACKS = pytest.StashKey[str]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Take the stacks of a cluster whose block a failure leaves: it has ended when the report is made."""
+    """Save the stacks of a cluster when a failure leaves its ``with`` block: the cluster has ended when the report is made."""
     plain = ClusterContext.__exit__
 
     def leave(context: ClusterContext, kind: type[BaseException] | None, *rest: Any) -> None:
@@ -34,7 +34,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add to the report of a failure what is needed to understand it."""
+    """Add the stacks, the cause and the command to the report of a failure."""
     report = yield
     if not report.failed:
         return report
@@ -43,7 +43,7 @@ def pytest_runtest_makereport(
         if stacks:
             report.sections.append(("processes of the test as it failed", stacks))
     cause = None if call.excinfo is None else call.excinfo.value.__cause__
-    if cause is not None:  # at the end of the report, as a log may keep only that
+    if cause is not None:  # near the end of the report: a log may keep only its end
         report.sections.append(("its cause", "".join(traceback.format_exception(cause))[-2000:]))
     seed = item.config.getoption("randomly_seed", None)
     order = f" --randomly-seed={seed}" if isinstance(seed, int) else ""

@@ -1,4 +1,4 @@
-"""What is logged of futures that have failed and whose error nobody has looked at."""
+"""Collects log messages about futures whose error was never retrieved."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from actorrpc.futures import Future
 __all__ = ["LAST", "Reports"]
 
 _LAST = "the last of these reports"
-#: What a test prints that calls :meth:`Reports.so_far`, for ``@pytest.mark.prints``.
+#: Output of tests that call :meth:`Reports.so_far`, for ``@pytest.mark.prints``.
 LAST = rf"a future failed and its error was never retrieved: KeyError\('{_LAST}'\)"
 
 
 class Reports(logging.Handler):
-    """Collects the reports while it is used as a context manager. They come from a thread of their own, in order."""
+    """Context manager that collects the reports. One thread of the package logs them, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Reports(logging.Handler):
         self._come.release()
 
     def so_far(self) -> list[str]:
-        """Return what was reported of the futures that are gone."""
+        """Return the reports about futures that were destroyed since the last call."""
         gc.collect()
         last: Future[Any] = Future()
         last.set_exception(KeyError(_LAST))
@@ -44,7 +44,7 @@ class Reports(logging.Handler):
 
     def __enter__(self) -> Reports:
         self._logger.addHandler(self)
-        self.so_far()  # what earlier tests have left
+        self.so_far()  # discard reports of earlier tests
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,7 @@
-"""How the package is built: import directions, folders, and where nothing is read or written.
+"""Structure of the package: import directions, sizes of folders, and modules without I/O.
 
-The directions are contracts of import-linter, in ``pyproject.toml``; imports for type checkers count there. What it has no
-contract for is here.
+The import directions are contracts of import-linter in ``pyproject.toml``, which include imports for type checkers. This file
+checks the rules for which import-linter has no contract.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGE = _ROOT / "actorrpc"
 _MOST_MODULES = 15
 
-# Packages and modules that neither read nor write, but for what is named.
+# Packages and modules without I/O, each with the only kind that it may use.
 _WITHOUT_IO = {
     "config": "",
     "errors": "",
     "futures": "asyncio",  # a future can be awaited; it is completed by others
     "serialization": "",
     "wire": "",
-    "wire.keys": "files",  # keys lie in them
+    "wire.keys": "files",  # keys are stored in files
 }
 _IO_MODULES = {
     *(
@@ -52,7 +52,7 @@ _IO_METHODS = {"read_bytes", "read_text", "write_bytes", "write_text"}
 
 
 class Import(NamedTuple):
-    """One module imports another."""
+    """An import of one module by another."""
 
     module: str
     target: str
@@ -62,7 +62,7 @@ class Import(NamedTuple):
 
 
 def _modules(package: Path) -> dict[str, ast.Module]:
-    """The syntax trees of all modules, by name without the package's; a package has the name of its folder."""
+    """Return the syntax trees of all modules, by name relative to the package."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -91,7 +91,7 @@ def _imports(module: str, tree: ast.Module, known: set[str]) -> Iterator[Import]
 
 
 def _targets(node: ast.Import | ast.ImportFrom, known: set[str]) -> Iterator[str]:
-    """The modules of this package that a statement imports."""
+    """Yield the modules of this package that a statement imports."""
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
     else:
@@ -124,7 +124,7 @@ def _inside_functions(trees: dict[str, ast.Module]) -> list[str]:
 
 
 def _cycles(trees: dict[str, ast.Module]) -> list[str]:
-    """Cycles among the imports that happen at run time, each named once."""
+    """Return the cycles among imports that happen at run time, each once."""
     graph: dict[str, set[str]] = {name: set() for name in trees}
     for found in _all_imports(trees):
         if not found.for_types and found.target in graph and found.target != found.module:
@@ -146,7 +146,7 @@ def _cycles(trees: dict[str, ast.Module]) -> list[str]:
 
 
 def _allowed(module: str) -> str | None:
-    """What a module may do though it is not to read or write; None: anything."""
+    """Return the only kind of I/O that a module may use; None if all kinds are allowed."""
     while module and module not in _WITHOUT_IO:
         module = module.rpartition(".")[0]
     return _WITHOUT_IO.get(module)
@@ -159,35 +159,35 @@ def _io(trees: dict[str, ast.Module]) -> list[str]:
         if allowed is None:
             continue
         for node in ast.walk(tree):
-            what = ""
+            io_name = ""
             if isinstance(node, ast.Import):
-                what = next((a.name for a in node.names if a.name.partition(".")[0] in _IO_MODULES), "")
+                io_name = next((a.name for a in node.names if a.name.partition(".")[0] in _IO_MODULES), "")
             elif isinstance(node, ast.ImportFrom):
                 base = (node.module or "").partition(".")[0]
-                what = base if base in _IO_MODULES else ""
+                io_name = base if base in _IO_MODULES else ""
             elif isinstance(node, ast.Call) and allowed != "files":
                 called = ast.unparse(node.func)
                 if called in _IO_CALLS or called.rpartition(".")[2] in _IO_METHODS:
-                    what = called
-            if what and what.partition(".")[0] != allowed:
-                wrong.append(f"{name}:{getattr(node, 'lineno', 0)} {what}")
+                    io_name = called
+            if io_name and io_name.partition(".")[0] != allowed:
+                wrong.append(f"{name}:{getattr(node, 'lineno', 0)} {io_name}")
     return wrong
 
 
 @pytest.fixture(scope="module")
 def trees() -> dict[str, ast.Module]:
-    """The whole package."""
+    """Syntax trees of the whole package."""
     return _modules(_PACKAGE)
 
 
-def test_import_directions() -> None:
-    # In a process of its own: it sets up logging, which disables the loggers that are there.
+def test_imports_follow_the_contracts_in_pyproject_toml() -> None:
+    # In a separate process, as it configures logging, which disables existing loggers.
     command = [sys.executable, "-c", "from importlinter import cli; cli.lint_imports_command()", "--no-cache"]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_no_folder_has_too_many_modules() -> None:
+def test_no_folder_has_more_than_15_modules() -> None:
     sizes = {
         str(folder.relative_to(_ROOT)): sum(path.name != "__init__.py" for path in folder.glob("*.py"))
         for folder in [_PACKAGE, *_PACKAGE.rglob("*")]
@@ -204,25 +204,25 @@ def test_imports_have_no_cycle(trees: dict[str, ast.Module]) -> None:
     assert not _cycles(trees)
 
 
-def test_bytes_and_objects_are_neither_read_nor_written(trees: dict[str, ast.Module]) -> None:
+def test_modules_declared_free_of_io_do_no_io(trees: dict[str, ast.Module]) -> None:
     assert not _io(trees)
 
 
-# -- that these tests find what they look for ---------------------------------------------------------
+# -- the checks themselves ---------------------------------------------------------
 
 
 def _trees(**sources: str) -> dict[str, ast.Module]:
     return {name.replace("__", "."): ast.parse(source) for name, source in sources.items()}
 
 
-def test_imports_inside_functions_are_found() -> None:
+def test_the_check_finds_imports_inside_functions() -> None:
     source = "def f():\n    from actorrpc.wire import frames\n"
     assert _inside_functions(_trees(agent__agent=source, wire__frames="")) == [
         "agent.agent:2 imports wire.frames"
     ]
 
 
-def test_cycles_are_found_but_not_those_of_types() -> None:
+def test_the_check_finds_import_cycles_and_ignores_imports_for_type_checkers() -> None:
     types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from actorrpc.agent.calls import Call\n"
     assert not _cycles(_trees(agent__agent=types, agent__calls="from actorrpc.agent import agent"))
     cyclic = {
@@ -235,17 +235,17 @@ def test_cycles_are_found_but_not_those_of_types() -> None:
 @pytest.mark.parametrize(
     "source", ["import socket", "from os import path\nimport mmap", "open('x')", "path.read_text()"]
 )
-def test_io_is_found(source: str) -> None:
+def test_the_check_finds_io(source: str) -> None:
     assert _io(_trees(wire__frames=source))
     assert not _io(_trees(agent__agent=source))
 
 
-# -- the text about it ---------------------------------------------------------------------------------------
+# -- the page about the architecture ---------------------------------------------------------------------------------------
 
 _STEP = re.compile(r"`([a-z_/]+\.py)`\s+`([\w.]+)`")
 
 
-def test_what_the_text_about_the_architecture_names_is_there() -> None:
+def test_functions_named_in_architecture_md_exist() -> None:
     steps = _STEP.findall((_ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8"))
     assert len(steps) > 50
     assert not [f"{path} {name}" for path, name in steps if name not in _defined(_PACKAGE / path)]

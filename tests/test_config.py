@@ -1,4 +1,4 @@
-"""Settings: what each accepts, from Python and from the environment, and that an error says so."""
+"""Settings: the values that each field accepts from Python and from the environment, and the errors for other values."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _TIME = (
 )
 
 
-def _also(table: Any, *more: Any) -> Any:
-    """A table in which more values are out of range."""
+def _with_out_of_range(table: Any, *more: Any) -> Any:
+    """Return the row with ``more`` moved to the values out of range."""
     good, out, wrong = table
     return [each for each in good if each not in more], [*out, *more], wrong
 
 
-# For each field: what it accepts, what is out of its range, what is of a wrong type.
+# For each field: accepted values, values out of range, values of a wrong type.
 _FIELDS: dict[str, Any] = {
     "transport": (["auto", "unix", "tcp"], ["udp", ""], [3, None, True]),
     "bind": _TEXT,
@@ -45,8 +45,8 @@ _FIELDS: dict[str, Any] = {
     "tls_min_version": (["1.2", "1.3"], ["1.1", ""], [1.3, None]),
     "frame_integrity": _FLAG,
     "data_only": _FLAG,
-    "handshake_timeout": _also(_TIME, 0),
-    "connect_timeout": _also(_TIME, 0),
+    "handshake_timeout": _with_out_of_range(_TIME, 0),
+    "connect_timeout": _with_out_of_range(_TIME, 0),
     "max_unauthenticated": _COUNT,
     "spin_us": _COUNT,
     "cork_frames": _COUNT,
@@ -60,7 +60,7 @@ _FIELDS: dict[str, Any] = {
     "dump_signal": ([0, 41, 64], [-1, 65], ["41", 41.0, True, None]),
     "max_threads": ([2, 1000], [1, 0, -1], ["8", 8.0, True, None]),
     "starvation_s": _TIME,
-    "window": _also(_COUNT, 0),
+    "window": _with_out_of_range(_COUNT, 0),
     "lane": _FLAG,
     "lane_threshold": _COUNT,
     "lane_bytes": _COUNT,
@@ -68,40 +68,40 @@ _FIELDS: dict[str, Any] = {
     "spill_dir": ([None, "/tmp"], ["/no/such/directory", __file__], [3, b"x", True, ["x"]]),
     "object_wait": _TIME,
     "recycle_bytes": _COUNT,
-    "chunk": _also(_COUNT, 0),
+    "chunk": _with_out_of_range(_COUNT, 0),
     "max_frame": ([65536, 1 << 20], [65535, 0, -1], ["65536", 65536.0, True, None]),
     "max_message": _COUNT,
     "max_buffers": _COUNT,
-    "heartbeat": _also(_TIME, 0),
+    "heartbeat": _with_out_of_range(_TIME, 0),
     "heartbeat_misses": ([2, 100], [1, 0, -1], ["5", 5.0, True, None]),
     "session_grace": _TIME,
-    "context_ttl": _also(_TIME, 0),
+    "context_ttl": _with_out_of_range(_TIME, 0),
 }
 
 
-def test_every_field_is_in_the_table() -> None:
+def test_this_file_lists_every_settings_field() -> None:
     assert list(_FIELDS) == [field.name for field in fields(Settings)]
 
 
 @pytest.mark.parametrize("name", _FIELDS)
-def test_what_a_field_accepts(name: str) -> None:
+def test_each_field_accepts_valid_values_and_rejects_others(name: str) -> None:
     good, out_of_range, of_wrong_type = _FIELDS[name]
     for value in good:
         assert getattr(Settings(**{name: value}), name) == value
     for value in out_of_range:
-        assert not isinstance(refused(name, value), WrongTypeError)
+        assert not isinstance(config_error_of(name, value), WrongTypeError)
     for value in of_wrong_type:
-        assert isinstance(refused(name, value), WrongTypeError)
+        assert isinstance(config_error_of(name, value), WrongTypeError)
 
 
-def refused(name: str, value: Any) -> ConfigError:
-    """Return the error, which says what there is and what is accepted."""
+def config_error_of(name: str, value: Any) -> ConfigError:
+    """Return the error, which must name the field, the value and the accepted values."""
     with pytest.raises(ConfigError) as caught:
         Settings(**{name: value})
-    said = str(caught.value)
-    assert said.startswith(name)
-    assert repr(value) in said
-    assert " must be " in said or "cannot be used" in said
+    message = str(caught.value)
+    assert message.startswith(name)
+    assert repr(value) in message
+    assert " must be " in message or "cannot be used" in message
     return caught.value
 
 
@@ -110,14 +110,18 @@ _NUMBERS = [f"ACTORRPC_{name}" for name in ("HEARTBEAT", "SESSION_GRACE", "CONTE
 
 @pytest.mark.parametrize("name", _NUMBERS)
 @pytest.mark.parametrize("text", ["nan", "inf", "-1", "often"])
-def test_times_in_the_environment(name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_time_in_an_environment_variable_raises_config_error(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, text)
     with pytest.raises(ConfigError, match=re.escape(f"{name}={text!r} cannot be used: {ENVIRONMENT[name]}")):
         Settings.from_environment()
 
 
 @pytest.mark.parametrize("name", ["insecure", "lane", "data_only"])
-def test_words_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boolean_environment_variables_accept_yes_no_on_off(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     variable = f"ACTORRPC_{name.upper()}"
     for words, meant in (("1 true Yes ON", True), ("0 false No OFF", False)):
         for word in words.split():
@@ -128,13 +132,13 @@ def test_words_in_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) ->
         Settings.from_environment()
 
 
-# Variables that are no fields: keys are found by wire.keys, faults by testing, the directory by wire.keys, too.
+# Variables without a field: wire.keys reads the keys and the directory, the testing package reads faults.
 _NO_FIELDS = {"ACTORRPC_KEY", "ACTORRPC_KEY_FILE", "ACTORRPC_FAULT", "ACTORRPC_RUNTIME_DIR"}
 
 
-def test_every_other_variable_is_read_into_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_environment_variable_sets_exactly_one_field(monkeypatch: pytest.MonkeyPatch) -> None:
     default = Settings()
-    said = {
+    values = {
         "ACTORRPC_TRANSPORT": "tcp",
         "ACTORRPC_TLS_MIN_VERSION": "1.2",
         "ACTORRPC_LANE": "0",
@@ -144,7 +148,7 @@ def test_every_other_variable_is_read_into_a_field(monkeypatch: pytest.MonkeyPat
     }
     for variable in ENVIRONMENT.keys() - _NO_FIELDS:
         with monkeypatch.context() as set_here:
-            set_here.setenv(variable, said.get(variable, "1" if variable not in _AT_LEAST_2 else "2"))
+            set_here.setenv(variable, values.get(variable, "1" if variable not in _AT_LEAST_2 else "2"))
             found = Settings.from_environment()
         changed = [each.name for each in fields(Settings) if _differs(found, default, each.name)]
         assert len(changed) == 1, variable
@@ -158,7 +162,9 @@ def _differs(one: Settings, other: Settings, name: str) -> bool:
     return bool(getattr(one, name) != getattr(other, name))
 
 
-def test_a_number_in_the_environment_that_is_out_of_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_range_number_in_an_environment_variable_raises_config_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("ACTORRPC_PORT", "70000")
     with pytest.raises(
         ConfigError, match=r"ACTORRPC_PORT='70000' cannot be used: .*at most 65535, not 70000"
@@ -166,8 +172,8 @@ def test_a_number_in_the_environment_that_is_out_of_bounds(monkeypatch: pytest.M
         Settings.from_environment(port=80)
 
 
-def test_the_options_of_init_rpc_are_settings_and_a_key() -> None:
-    """They are in the signature for type checkers and in the docstring, of which the page of options is made."""
+def test_every_option_of_rpc_backend_options_is_a_documented_setting_or_the_key() -> None:
+    """They are in the signature for type checkers, and in the docstring for the page of options."""
     names = [
         name
         for name, each in inspect.signature(actorrpc.RpcBackendOptions.__init__).parameters.items()
@@ -181,7 +187,7 @@ def test_the_options_of_init_rpc_are_settings_and_a_key() -> None:
     assert variables <= ENVIRONMENT.keys()
 
 
-def test_init_takes_no_text_for_true() -> None:
+def test_init_rejects_flags_that_are_not_bool_and_a_heartbeat_of_nan() -> None:
     for given in ("no", "yes", 1, 0):
         with pytest.raises(
             WrongTypeError, match=f"insecure must be True or False, of type bool, not {given!r}"
@@ -192,5 +198,5 @@ def test_init_takes_no_text_for_true() -> None:
     assert not actorrpc.is_initialized()
 
 
-def test_the_refusal_is_among_the_names_that_users_need() -> None:
+def test_refused_error_is_exported_by_the_errors_module() -> None:
     assert actorrpc.RefusedError is actorrpc.errors.RefusedError

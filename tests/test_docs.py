@@ -1,4 +1,4 @@
-"""What the README and the pages of docs/ show: it runs, it leads somewhere, and the README takes a minute to read."""
+"""The README and the pages of docs/: their programs and commands run, their links exist, and the README is short."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAGES = [
 _PROGRAMS = [
     page for page in _PAGES if any(each.language == "python" and not each.skipped for each in blocks(page))
 ]
-# Run with every change; the others, which take some seconds each, in the slow layer.
+# These pages run in the default layer; the other pages, which take seconds each, in the slow layer.
 _ESSENTIAL = {"README.md"}
 
 
@@ -29,7 +29,9 @@ def _name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.limit(150)  # it starts processes that import torch: beside load, README's takes half a minute
+@pytest.mark.limit(
+    150
+)  # it starts processes that import torch: under load, the README's program takes half a minute
 @pytest.mark.parametrize(
     "page",
     [
@@ -37,21 +39,21 @@ def _name(page: Path) -> str:
         for page in _PROGRAMS
     ],
 )
-def test_the_code_of_a_page_runs_as_a_program(page: Path, tmp_path: Path) -> None:
+def test_python_blocks_of_a_page_run_and_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
     run(page, tmp_path)
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=_name)
-def test_every_block_runs_or_says_why_not(page: Path) -> None:
+def test_blocks_have_known_languages_and_skipped_blocks_a_reason(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     languages = set(re.findall(r"^```([^\n`]+)$", text, re.MULTILINE))
     known = {"python", "sh", "text", "toml", "yaml"}
     assert {each for each in languages if not each.startswith("{")} <= known
-    # Commands are run by those who set up a machine; each page says so of its own.
+    # Pages skip commands that only an administrator runs, and state the reason.
     assert all(each.skipped for each in blocks(page) if each.language == "skipped")
 
 
-def test_a_page_is_read_block_by_block(tmp_path: Path) -> None:
+def test_the_page_parser_finds_blocks_outputs_and_skips(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(_PAGE, encoding="utf-8")
     found = blocks(page)
@@ -66,7 +68,7 @@ def test_a_page_is_read_block_by_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [("3\n```", "4\n```"), ("print(1)", "print(1 / 0)")])
-def test_a_page_that_says_something_else_is_red(old: str, new: str, tmp_path: Path) -> None:
+def test_a_page_with_wrong_output_or_an_error_fails(old: str, new: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(_PAGE.replace(old, new, 1), encoding="utf-8")
     with pytest.raises(AssertionError):
@@ -98,14 +100,14 @@ of nothing
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=_name)
-def test_links_lead_to_files(page: Path) -> None:
+def test_relative_links_lead_to_existing_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = [*re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text), *re.findall(r'src(?:set)?="([^"]+)"', text)]
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert not missing
 
 
-def test_the_readme_takes_a_minute() -> None:
+def test_the_readme_has_at_most_800_words_and_one_program_of_15_lines() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 800
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -123,8 +125,8 @@ _COMMANDS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "block"), _COMMANDS)
-def test_the_commands_of_a_page_run(page: Path, block: Block, tmp_path: Path) -> None:
-    """Those of the README are what ``.ci/run`` does, and those of CONTRIBUTING start this."""
+def test_shell_commands_of_how_to_pages_succeed(page: Path, block: Block, tmp_path: Path) -> None:
+    """``.ci/run`` runs the commands of the README; those of CONTRIBUTING would start this test again."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(

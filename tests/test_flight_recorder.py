@@ -1,4 +1,4 @@
-"""The flight recorder: one record for each call and side, with its moments, whatever way the call takes."""
+"""The flight recorder: caller and callee each keep one record of a call, with its times."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def _wait() -> None:
 
 
 class _Callable:
-    """Has a name that is not to be asked for."""
+    """A callable whose ``__qualname__`` must not be read."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "__qualname__":
-            raise RuntimeError("nobody may ask for this")
+            raise RuntimeError("__qualname__ must not be read")
         raise AttributeError(name)
 
     def __call__(self) -> int:
@@ -43,7 +43,7 @@ class _Callable:
         return _Callable, ()
 
 
-def _later(agent: Agent, to: str, function: Any, *args: Any, timeout: float = 0.0) -> Future[Any]:
+def _call_async(agent: Agent, to: str, function: Any, *args: Any, timeout: float = 0.0) -> Future[Any]:
     future: Future[Any] = Future()
     agent.call(agent.peer(to), function, args, {}, timeout, future=future)
     agent.flush()
@@ -59,17 +59,17 @@ def _labels(agent: Agent) -> list[tuple[str, bool, bool]]:
     return [(row[7], row[9], row[10]) for row in _records(agent, CALLED)]
 
 
-def test_both_halves_of_every_call() -> None:
+def test_caller_and_callee_each_record_every_call() -> None:
     with agents(2) as (a, b):
         assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
-        assert _later(a, "a1", operator.add, 1, 1).result(20) == 2
+        assert _call_async(a, "a1", operator.add, 1, 1).result(20) == 2
         assert a.ask(a.peer("a0"), operator.add, (1, 1), {}, 20) == 2
         ones = torch.ones(1 << 18)
         assert a.ask(a.peer("a1"), operator.neg, (ones,), {}, 20).sum() == -(1 << 18)
         with pytest.raises(RemoteError, match="as asked"):
             a.ask(a.peer("a1"), _raise, (), {}, 20)
         with pytest.raises(RemoteError, match="as asked"):
-            _later(a, "a1", _raise).result(20)
+            _call_async(a, "a1", _raise).result(20)
         assert a.ask(a.peer("a1"), _Callable(), (), {}, 20, label="it") == 1
         assert _labels(a) == [
             ("add", False, True),
@@ -80,8 +80,8 @@ def test_both_halves_of_every_call() -> None:
             ("_raise", True, False),
             ("it", False, True),
         ]
-        there = _records(b, EXECUTED)
-        assert [(row[8], row[10]) for row in there] == [
+        executed = _records(b, EXECUTED)
+        assert [(row[8], row[10]) for row in executed] == [
             ("add", False),
             ("add", False),
             ("neg", False),
@@ -91,22 +91,22 @@ def test_both_halves_of_every_call() -> None:
         ]
         assert len(_records(a, EXECUTED)) == 1
         calls = {(row[5], row[4]): row for row in _records(a, CALLED)}
-        for _, _, arrived, begun, ended, id, caller, *_ in there:
+        for _, _, arrived, begun, ended, id, caller, *_ in executed:
             made, answered = calls["a1", id][2:4]
             assert caller == "a0"
             assert made <= arrived <= begun <= ended
-            assert made < answered  # the answer may be read before the record of it is written there
-        assert calls["a1", there[2][5]][11] > 1 << 20
+            assert made < answered  # the caller may read the answer before the callee writes its record
+        assert calls["a1", executed[2][5]][11] > 1 << 20
 
 
 @pytest.mark.prints("threads of 'a1' are still in user code")
-def test_calls_that_are_given_up_have_a_record() -> None:
+def test_timed_out_and_cancelled_calls_are_recorded() -> None:
     _gate.clear()
     with agents(2) as (a, _):
-        late = _later(a, "a1", _wait, timeout=0.05)
+        late = _call_async(a, "a1", _wait, timeout=0.05)
         with pytest.raises(RpcTimeoutError):
             late.result(20)
-        given_up = _later(a, "a1", _wait)
+        given_up = _call_async(a, "a1", _wait)
         assert given_up.cancel()
         with pytest.raises(CancelledError):
             given_up.result(20)
@@ -114,14 +114,14 @@ def test_calls_that_are_given_up_have_a_record() -> None:
         _gate.set()
 
 
-def test_turned_off() -> None:
+def test_recorder_false_turns_the_flight_recorder_off() -> None:
     with agents(2, recorder=False) as (a, b):
         assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
         assert a.flight_recorder is None
         assert b.flight_recorder is None
 
 
-def test_the_newest_records_are_kept() -> None:
+def test_a_full_recorder_keeps_the_newest_records() -> None:
     recorder = FlightRecorder(128)
     assert (recorder.total, recorder.since(0, 10)) == (0, [])
     for number in range(250):
@@ -136,7 +136,7 @@ def test_the_newest_records_are_kept() -> None:
     assert recorder.since(250, 5) == []
 
 
-def test_a_worker_that_meets_any_number_of_names_reads_them_back() -> None:
+def test_records_have_the_right_names_after_1000_distinct_names() -> None:
     recorder = FlightRecorder(8)
     for number in range(1000):
         recorder.noted(0.0, f"kind {number % 3}", f"actor {number}")
@@ -166,7 +166,7 @@ def test_a_recorded_call_adds_no_object_to_the_garbage_collector() -> None:
         assert added < 1000  # tuples of records: 20 000
 
 
-def test_many_threads_write() -> None:
+def test_concurrent_writers_lose_no_record() -> None:
     recorder = FlightRecorder(1 << 14)
     begin = threading.Event()
 

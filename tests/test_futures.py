@@ -1,4 +1,4 @@
-"""Futures: alone, with torch's functions for futures, in asyncio, and as the outcome of calls."""
+"""Futures: completion, callbacks, torch's functions, asyncio, concurrent.futures, error reports, and futures of RPC calls."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def done(value: Any) -> Future[Any]:
     return future
 
 
-def look(future: torch.futures.Future[Any]) -> Any:
+def outcome_of(future: torch.futures.Future[Any]) -> Any:
     try:
         return future.value()
     except Exception as error:
         return error
 
 
-# -- completing and looking ----------------------------------------------------------------------
+# -- completion and retrieval ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [None, 0, "text", [1, 2], torch.ones(2), object(), ValueError("a value")])
-def test_a_result(value: Any) -> None:
+def test_a_result_is_returned_by_every_getter(value: Any) -> None:
     future: Future[Any] = Future()
     assert isinstance(future, torch.futures.Future)
     assert not future.done()
@@ -70,19 +70,19 @@ def test_a_result(value: Any) -> None:
     assert "complete" in repr(future)
 
 
-def test_an_error() -> None:
+def test_an_error_is_raised_by_every_getter() -> None:
     error = KeyError("k")
     future = failed(error)
     assert future.done()
-    for look_at in (future.wait, future.result, future.value, lambda: future.wait(1.0)):
+    for getter in (future.wait, future.result, future.value, lambda: future.wait(1.0)):
         with pytest.raises(KeyError) as caught:
-            look_at()
+            getter()
         assert caught.value is error
     assert future.exception() is error
     assert "KeyError" in repr(future)
 
 
-def test_what_is_not_there_yet() -> None:
+def test_getters_of_a_pending_future_raise_or_time_out() -> None:
     future: Future[int] = Future()
     with pytest.raises(RuntimeError, match="not complete"):
         future.value()
@@ -92,7 +92,7 @@ def test_what_is_not_there_yet() -> None:
                 wait(timeout)
             assert isinstance(caught.value, TimeoutError)
             assert isinstance(caught.value, RuntimeError)
-    # torch's own raise the same, apart from time-outs, which they do not have.
+    # torch's futures raise the same error; they have no time-outs.
     with pytest.raises(RuntimeError):
         torch.futures.Future().value()
 
@@ -101,29 +101,31 @@ def test_what_is_not_there_yet() -> None:
     "first", [lambda f: f.set_result(1), lambda f: f.set_exception(ValueError()), Future.cancel]
 )
 @pytest.mark.parametrize("second", [lambda f: f.set_result(2), lambda f: f.set_exception(ValueError())])
-def test_completes_once(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> None:
+def test_a_second_completion_raises_and_keeps_the_first_outcome(
+    first: Callable[[Any], Any], second: Callable[[Any], Any]
+) -> None:
     future: Future[int] = Future()
     first(future)
-    before = look(future)
+    before = outcome_of(future)
     with pytest.raises(RuntimeError, match="only be marked completed once"):
         second(future)
     assert not future.cancel()
-    assert look(future) is before
+    assert outcome_of(future) is before
 
 
 @pytest.mark.parametrize("first", [lambda f: f.try_complete(1), lambda f: f.try_fail(ValueError())])
-def test_a_producer_that_comes_second_changes_nothing(first: Callable[[Any], Any]) -> None:
+def test_try_complete_claim_and_follow_do_nothing_on_a_completed_future(first: Callable[[Any], Any]) -> None:
     future: Future[int] = Future()
     assert first(future)
-    before = look(future)
+    before = outcome_of(future)
     assert not future.try_complete(2)
     assert not future.try_fail(KeyError())
     assert not future.follow(done(3))
     assert not future.claim()
-    assert look(future) is before
+    assert outcome_of(future) is before
 
 
-def test_a_claim_that_is_given_back() -> None:
+def test_a_disclaimed_future_can_be_completed() -> None:
     future: Future[int] = Future()
     assert future.claim()
     assert not future.try_complete(1)
@@ -143,7 +145,7 @@ def test_the_outcome_can_be_read_without_waiting_or_raising() -> None:
     ended.acknowledge()
 
 
-def test_progress_on_a_future_is_progress_on_its_source() -> None:
+def test_wait_and_cancel_are_forwarded_to_the_source_of_a_future() -> None:
     class Source(Progress):
         def drive(self, deadline: float | None) -> None:
             call.try_complete(5)
@@ -159,10 +161,10 @@ def test_progress_on_a_future_is_progress_on_its_source() -> None:
         call.add_done_callback(part.follow)
         assert ends(part)
         assert part.done()
-        assert look(part) is look(call)
+        assert outcome_of(part) is outcome_of(call)
 
 
-def test_a_waiter_is_notified_once() -> None:
+def test_a_waiter_is_notified_once_and_a_removed_waiter_never() -> None:
     early: list[Any] = []
     late: list[Any] = []
     removed: list[Any] = []
@@ -177,7 +179,7 @@ def test_a_waiter_is_notified_once() -> None:
     assert not removed
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_argument_types_and_copying_raise() -> None:
     future: Future[int] = Future()
     for wrong in ("text", None, ValueError):
         with pytest.raises((TypeError, AssertionError)):
@@ -196,7 +198,7 @@ def test_wrong_arguments() -> None:
             copying(future)
 
 
-def test_cancel() -> None:
+def test_a_cancelled_future_raises_cancelled_error_and_runs_callbacks() -> None:
     future: Future[int] = Future()
     seen: list[bool] = []
     future.add_done_callback(lambda f: seen.append(f.cancelled()))
@@ -210,7 +212,7 @@ def test_cancel() -> None:
     assert isinstance(caught.value, RuntimeError)
 
 
-def test_only_one_of_many_threads_completes() -> None:
+def test_only_one_of_several_racing_threads_completes_a_future() -> None:
     for _ in range(20):
         future: Future[int] = Future()
         start = threading.Barrier(4)
@@ -232,7 +234,7 @@ def test_only_one_of_many_threads_completes() -> None:
         assert won == [future.value()]
 
 
-def test_many_threads_wait() -> None:
+def test_all_waiting_threads_receive_the_result() -> None:
     future: Future[str] = Future()
     found: list[str] = []
     threads = [
@@ -247,7 +249,7 @@ def test_many_threads_wait() -> None:
     assert found == ["here"] * 4
 
 
-def test_a_wait_can_be_interrupted() -> None:
+def test_an_exception_of_a_signal_handler_interrupts_wait() -> None:
     future: Future[None] = Future()
     main = threading.main_thread().ident
     assert main is not None
@@ -278,7 +280,7 @@ def test_a_wait_can_be_interrupted() -> None:
 # -- callbacks -----------------------------------------------------------------------------------
 
 
-def test_callbacks_run_in_order_with_the_future() -> None:
+def test_callbacks_run_in_order_of_registration_with_the_completed_future() -> None:
     future: Future[int] = Future()
     seen: list[tuple[int, bool]] = []
     for number in range(3):
@@ -291,7 +293,7 @@ def test_callbacks_run_in_order_with_the_future() -> None:
 
 
 @pytest.mark.prints("a done callback of a future raised.*ZeroDivisionError")
-def test_a_callback_that_raises_is_logged_and_disturbs_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_a_callback_is_logged_and_other_callbacks_run(caplog: pytest.LogCaptureFixture) -> None:
     future: Future[int] = Future()
     seen: list[int] = []
     future.add_done_callback(lambda f: 1 / 0)
@@ -302,7 +304,7 @@ def test_a_callback_that_raises_is_logged_and_disturbs_nobody(caplog: pytest.Log
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_then() -> None:
+def test_then_returns_a_future_of_the_callbacks_result() -> None:
     future: Future[int] = Future()
     doubled = future.then(lambda f: f.value() * 2)
     text = doubled.then(lambda f: str(f.wait()))
@@ -311,7 +313,7 @@ def test_then() -> None:
     future.set_result(21)
     assert text.wait() == "42"
     assert future.then(lambda f: f.wait() + 1).value() == 22
-    # As with torch's: a future as the value is a value.
+    # As in torch, a future that a callback returns is a plain value.
     inner = done(3)
     assert future.then(lambda f: inner).value() is inner
     assert torch_future(1).then(lambda f: f.value() + 1).value() == 2
@@ -323,10 +325,10 @@ def torch_future(value: Any) -> torch.futures.Future[Any]:
     return future
 
 
-def test_then_of_a_failure() -> None:
+def test_then_after_a_failure_propagates_or_handles_the_error() -> None:
     first: Future[int] = Future()
     passed_on = first.then(lambda f: f.wait())
-    handled = first.then(lambda f: type(look(f)).__name__)
+    handled = first.then(lambda f: type(outcome_of(f)).__name__)
     new = first.then(lambda f: operator.truediv(1, 0))
     first.set_exception(KeyError("k"))
     with pytest.raises(KeyError):
@@ -374,7 +376,7 @@ _LINKED = [_linked_by_then, _linked_by_collect_all, _linked_by_set_result]
 
 @pytest.mark.parametrize("link", _LINKED)
 @pytest.mark.parametrize("links", rest_is_slow([3_000, 100_000]))
-def test_a_chain_of_any_length_completes(link: Callable[..., Any], links: int) -> None:
+def test_a_chain_of_thousands_of_futures_completes(link: Callable[..., Any], links: int) -> None:
     first: Future[int] = Future()
     last = link(first, links)
     first.set_result(0)
@@ -383,7 +385,7 @@ def test_a_chain_of_any_length_completes(link: Callable[..., Any], links: int) -
 
 
 @pytest.mark.parametrize("links", rest_is_slow([3_000, 100_000]))
-def test_an_error_passes_through_a_chain_of_any_length(links: int) -> None:
+def test_an_error_propagates_through_a_chain_of_thousands_of_futures(links: int) -> None:
     first: Future[int] = Future()
     last = _linked_by_then(first, links)
     error = ValueError("x")
@@ -410,7 +412,7 @@ def test_callbacks_of_a_tree_of_futures_run_depth_first(make: Callable[[], Any])
 
 
 @pytest.mark.parametrize(
-    "see",
+    "retrieve",
     [
         lambda future: future.done() and future.value(),
         lambda future: future.value(),
@@ -418,7 +420,9 @@ def test_callbacks_of_a_tree_of_futures_run_depth_first(make: Callable[[], Any])
         lambda future: collect_all([future]).wait()[0].value(),
     ],
 )
-def test_a_callback_sees_the_effect_of_what_it_completes_at_any_depth(see: Callable[[Any], Any]) -> None:
+def test_a_callback_that_completes_another_future_can_read_the_results_of_its_callbacks(
+    retrieve: Callable[[Any], Any],
+) -> None:
     futures: list[Future[int]] = [Future() for _ in range(41)]
     following = [future.then(lambda f: f.value() * 2) for future in futures]
     seen: list[int] = []
@@ -426,14 +430,14 @@ def test_a_callback_sees_the_effect_of_what_it_completes_at_any_depth(see: Calla
 
         def complete(f: Future[int], number: int = number) -> None:
             futures[number + 1].set_result(number + 1)
-            seen.append(see(following[number + 1]))
+            seen.append(retrieve(following[number + 1]))
 
         future.add_done_callback(complete)
     futures[0].set_result(0)
     assert sorted(seen) == [2 * number for number in range(1, 41)]
 
 
-def test_a_coroutine_that_a_callback_runs_sees_what_it_completes() -> None:
+def test_a_coroutine_run_by_a_callback_can_await_a_future_that_it_completes() -> None:
     async def double() -> int:
         doubled = end.then(lambda f: f.value() * 2)
         end.set_result(3)
@@ -446,7 +450,7 @@ def test_a_coroutine_that_a_callback_runs_sees_what_it_completes() -> None:
     assert found.value() == 6
 
 
-def test_a_callback_of_a_chain_waits_in_torch_for_a_future_that_it_completes() -> None:
+def test_a_callback_can_wait_for_a_torch_future_that_it_completes() -> None:
     first: Future[int] = Future()
     found = []
 
@@ -462,7 +466,7 @@ def test_a_callback_of_a_chain_waits_in_torch_for_a_future_that_it_completes() -
 
 
 @pytest.mark.parametrize("depth", [1, 20])
-def test_an_interruption_of_a_callback_leaves_no_other_one_out(depth: int) -> None:
+def test_keyboard_interrupt_in_a_callback_does_not_skip_other_callbacks(depth: int) -> None:
     first: Future[int] = Future()
     last = _linked_by_then(first, depth)
 
@@ -479,11 +483,11 @@ def test_an_interruption_of_a_callback_leaves_no_other_one_out(depth: int) -> No
     assert later.value() == depth + 7
 
 
-# -- torch's functions, and ours -----------------------------------------------------------------
+# -- collect_all and wait_all of torch and of actorrpc -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("collect", [torch.futures.collect_all, collect_all])
-def test_collect_all(collect: Callable[..., Any]) -> None:
+def test_collect_all_completes_with_its_last_future_and_keeps_the_order(collect: Callable[..., Any]) -> None:
     futures: list[Future[int]] = [Future() for _ in range(3)]
     everything = collect(futures)
     for number in (2, 0):
@@ -498,18 +502,18 @@ def test_collect_all(collect: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("wait", [torch.futures.wait_all, wait_all])
-def test_wait_all(wait: Callable[..., Any]) -> None:
+def test_wait_all_returns_all_values_or_raises_an_error(wait: Callable[..., Any]) -> None:
     assert wait([done(1), done("b")]) == [1, "b"]
     assert wait([]) == []
     with pytest.raises(KeyError):
         wait([done(1), failed(KeyError("k"))])
 
 
-def test_collections_of_ours() -> None:
+def test_collect_all_and_wait_all_accept_mixed_futures_and_time_outs() -> None:
     assert collect_all([]).wait() == []
     bad = failed(KeyError("k"))
     mixed = collect_all([bad, torch_future(2), done(3)])
-    assert [type(look(future)) for future in mixed.wait()] == [KeyError, int, int]
+    assert [type(outcome_of(future)) for future in mixed.wait()] == [KeyError, int, int]
     assert wait_all([torch_future(2), done(3)]) == [2, 3]
     pending: Future[int] = Future()
     with pytest.raises(errors.RpcTimeoutError):
@@ -526,8 +530,8 @@ def test_collections_of_ours() -> None:
         wait_all([Future()], timeout="1")  # type: ignore[arg-type]
 
 
-def test_in_torchs_own_futures() -> None:
-    # A plain torch future that follows one of ours, and the other way round.
+def test_torch_futures_and_actorrpc_futures_can_complete_each_other() -> None:
+    # A torch future follows an actorrpc future, and the other way round.
     ours: Future[int] = Future()
     theirs: torch.futures.Future[int] = torch.futures.Future()
     ours.add_done_callback(lambda f: theirs.set_result(f.value() + 1))
@@ -539,10 +543,12 @@ def test_in_torchs_own_futures() -> None:
 
 
 @given(st.lists(st.sampled_from(["value", "error", "cancel"]), min_size=1, max_size=8), st.data())
-def test_order_of_completion_does_not_matter(outcomes: list[str], data: st.DataObject) -> None:
+def test_collect_all_and_then_give_the_same_results_in_any_order_of_completion(
+    outcomes: list[str], data: st.DataObject
+) -> None:
     futures: list[Future[int]] = [Future() for _ in outcomes]
     everything = collect_all(futures)
-    chained = [future.then(look) for future in futures]
+    chained = [future.then(outcome_of) for future in futures]
     order = data.draw(st.permutations(range(len(outcomes))))
     for place, number in enumerate(order):
         assert not everything.done()
@@ -555,47 +561,47 @@ def test_order_of_completion_does_not_matter(outcomes: list[str], data: st.DataO
             future.cancel()
         assert sum(f.done() for f in futures) == place + 1
     expected = {"value": int, "error": ValueError, "cancel": errors.CancelledError}
-    assert [type(look(f)) for f in everything.wait()] == [expected[outcome] for outcome in outcomes]
+    assert [type(outcome_of(f)) for f in everything.wait()] == [expected[outcome] for outcome in outcomes]
     assert [type(f.wait()) for f in chained] == [expected[outcome] for outcome in outcomes]
 
 
-# -- failures that nobody looks at ---------------------------------------------------------------
+# -- reports of errors that are never retrieved ---------------------------------------------------------------
 
 
 @pytest.fixture
 def reports() -> Iterator[Reports]:
-    """What the futures' logger says."""
+    """Reports of the futures' logger."""
     with Reports() as found:
         yield found
 
 
 @pytest.mark.prints(
-    r"a future failed and its error was never retrieved: ZeroDivisionError\('nobody saw this'\)", LAST
+    r"a future failed and its error was never retrieved: ZeroDivisionError\('unretrieved'\)", LAST
 )
-def test_a_failure_that_nobody_looked_at_is_reported(reports: Reports) -> None:
-    future = failed(ZeroDivisionError("nobody saw this"))
+def test_an_error_that_is_never_retrieved_is_logged(reports: Reports) -> None:
+    future = failed(ZeroDivisionError("unretrieved"))
     del future
     assert reports.so_far() == [
-        "a future failed and its error was never retrieved: ZeroDivisionError('nobody saw this')"
+        "a future failed and its error was never retrieved: ZeroDivisionError('unretrieved')"
     ]
 
 
 @pytest.mark.prints(LAST)
-def test_a_cancelled_future_is_not_reported(reports: Reports) -> None:
+def test_a_cancelled_future_is_not_logged(reports: Reports) -> None:
     Future().cancel()
     assert reports.so_far() == []
 
 
 @pytest.mark.parametrize(
-    "see",
+    "retrieve",
     [
         lambda f: f.wait(),
         lambda f: f.value(),
         lambda f: f.exception(),
-        lambda f: f.then(look).wait(),
+        lambda f: f.then(outcome_of).wait(),
         lambda f: wait_all([f]),
         lambda f: asyncio.run(_await(f)),
-        lambda f: [look(each) for each in collect_all([f]).wait()],
+        lambda f: [outcome_of(each) for each in collect_all([f]).wait()],
         lambda f: torch.futures.wait_all([f]),
         lambda f: torch.futures.collect_all([f]).wait(),
     ],
@@ -612,17 +618,17 @@ def test_a_cancelled_future_is_not_reported(reports: Reports) -> None:
     ],
 )
 @pytest.mark.prints(LAST)
-def test_a_failure_that_was_seen_is_not(reports: Reports, see: Callable[[Any], Any]) -> None:
+def test_a_retrieved_error_is_not_logged(reports: Reports, retrieve: Callable[[Any], Any]) -> None:
     future = failed(KeyError("seen"))
     with contextlib.suppress(KeyError):
-        see(future)
+        retrieve(future)
     del future
     assert reports.so_far() == []
 
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.prints(LAST)
-def test_a_failure_that_is_covered_is_not_reported(reports: Reports, before: bool) -> None:
+def test_the_error_of_a_covered_future_is_not_logged(reports: Reports, before: bool) -> None:
     future: Future[Any] = Future()
     if before:
         future.set_exception(KeyError("covered"))
@@ -635,17 +641,17 @@ def test_a_failure_that_is_covered_is_not_reported(reports: Reports, before: boo
 
 @pytest.mark.parametrize("seen", ["the first", "the second", "neither"])
 @pytest.mark.prints(r"a future failed and its error was never retrieved: KeyError\('shared'\)", LAST)
-def test_a_future_that_follows_another_shares_whether_its_error_was_seen(reports: Reports, seen: str) -> None:
+def test_a_future_that_follows_another_shares_its_retrieved_flag(reports: Reports, seen: str) -> None:
     first, second = failed(KeyError("shared")), Future[Any]()
     second.follow(first)
     if seen != "neither":
-        look(first if seen == "the first" else second)
+        outcome_of(first if seen == "the first" else second)
     del first, second
     assert len(reports.so_far()) == (seen == "neither")
 
 
 @pytest.mark.prints(LAST)
-def test_wait_all_has_seen_all_failures(reports: Reports) -> None:
+def test_wait_all_retrieves_the_errors_of_all_futures(reports: Reports) -> None:
     futures = [failed(KeyError("first")), done(1), failed(KeyError("second"))]
     with pytest.raises(KeyError, match="first"):
         wait_all(futures)
@@ -654,7 +660,7 @@ def test_wait_all_has_seen_all_failures(reports: Reports) -> None:
 
 
 @pytest.mark.prints(LAST)
-def test_a_failure_that_comes_together_with_a_cancellation_is_not_reported(reports: Reports) -> None:
+def test_an_error_that_arrives_while_the_awaiting_task_is_cancelled_is_not_logged(reports: Reports) -> None:
     async def main() -> None:
         future: Future[Any] = Future()
         task = asyncio.create_task(_await(future))
@@ -675,7 +681,7 @@ async def _await(future: Any) -> Any:
     return await future
 
 
-def test_awaiting() -> None:
+def test_futures_can_be_awaited_gathered_and_timed_out_in_asyncio() -> None:
     async def main() -> list[Any]:
         pending: Future[int] = Future()
         threading.Timer(0, lambda: pending.set_result(1)).start()
@@ -698,7 +704,7 @@ def test_awaiting() -> None:
     assert asyncio.run(main()) == [1, 1, "b", [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
 
 
-def test_a_future_outlives_its_loop() -> None:
+def test_a_future_awaited_in_a_closed_event_loop_can_complete_and_be_awaited_again() -> None:
     pending: Future[int] = Future()
 
     async def give_up() -> None:
@@ -710,7 +716,7 @@ def test_a_future_outlives_its_loop() -> None:
     assert asyncio.run(_await(pending)) == 1
 
 
-# -- of calls ------------------------------------------------------------------------------------
+# -- futures of RPC calls ------------------------------------------------------------------------------------
 
 
 def fail(text: str) -> None:
@@ -741,7 +747,7 @@ def _calls(rank: int, world_size: int) -> None:
         assert type(future) is rpc.Future
         assert future.wait() == future.result() == future.value() == 3
         assert future.done()
-        # Calls, and waits for them, inside of callbacks, on the connection that the reply came over.
+        # Callbacks make calls and wait for them, on the connection over which the reply came.
         chained = rpc.rpc_async(to, operator.add, (1, 2)).then(
             lambda f, to=to: rpc.rpc_sync(to, operator.mul, (f.wait(), 7))
         )
@@ -755,20 +761,20 @@ def _calls(rank: int, world_size: int) -> None:
             long = long.then(lambda f: f.wait() + 1)
         assert long.wait() == 1001
         assert rpc.rpc_sync(to, through_links, (1000,)) == 1000
-        # What a callback raises is the error of what follows, also when a call in it raised.
+        # The error of a callback is the error of the future of `then`, also if a call in the callback raised it.
         with pytest.raises(LookupError, match="in a callback") as caught:
             rpc.rpc_async(to, operator.add, (1, 2)).then(
                 lambda f, to=to: rpc.rpc_sync(to, fail, ("in a callback",))
             ).wait()
         assert isinstance(caught.value, errors.RemoteError)
-        # Callbacks of a call run on a thread of the pool, never on the one that waits.
+        # Callbacks of a call run on a thread of the pool, never on the waiting thread.
         threads: list[Any] = []
         waited = rpc.rpc_async(to, operator.add, (1, 2))
         noted = waited.then(lambda f, threads=threads: threads.append(threading.current_thread()))
         waited.wait()
         noted.wait()
         assert threads[0] is not threading.main_thread() or waited.done()
-        # torch's functions and ours take them.
+        # torch's functions and actorrpc's accept these futures.
         futures = [rpc.rpc_async(to, operator.mul, (i, i)) for i in range(20)]
         assert [f.value() for f in torch.futures.collect_all(futures).wait()] == [i * i for i in range(20)]
         futures = [rpc.rpc_async(to, operator.mul, (i, i)) for i in range(20)]
@@ -784,7 +790,7 @@ def _calls(rank: int, world_size: int) -> None:
         with pytest.raises(LookupError):
             torch.futures.wait_all([rpc.rpc_async(to, fail, ("there",))])
         assert asyncio.run(_gather(to)) == [i + 1 for i in range(50)]
-        # A result is not given twice.
+        # A second result is refused.
         with pytest.raises(RuntimeError, match="once"):
             future.set_result(4)
         assert future.value() == 3
@@ -798,7 +804,7 @@ async def _gather(to: str) -> list[int]:
     return found
 
 
-def test_futures_of_calls() -> None:
+def test_futures_of_rpc_calls_support_waits_callbacks_and_collections() -> None:
     rpc_group(_calls, 2)
 
 
@@ -806,34 +812,34 @@ def _unseen(rank: int, world_size: int) -> None:
     if rank:
         return
     with Reports() as reports:
-        future = rpc.rpc_async("worker1", fail, ("nobody looks",))
+        future = rpc.rpc_async("worker1", fail, ("unretrieved in a call",))
         finished = threading.Event()
         future.add_done_callback(lambda _: finished.set())
         assert finished.wait(30)
         del future
         while not (found := reports.so_far()):  # the pool's thread may still hold the future
             threading.Event().wait(0.05)
-    assert "nobody looks" in found[0]
+    assert "unretrieved in a call" in found[0]
     assert "'worker1'" in found[0]
 
 
 @pytest.mark.prints(
     LAST,
-    r"the call of fail on 'worker1' failed and its error was never retrieved: LookupError\('nobody looks'\)",
+    r"the call of fail on 'worker1' failed and its error was never retrieved: LookupError\('unretrieved in a call'\)",
 )
-def test_an_unseen_failure_of_a_call_is_reported() -> None:
+def test_an_error_of_a_call_that_is_never_retrieved_is_logged_with_function_and_worker() -> None:
     rpc_group(_unseen, 2)
 
 
-class _Kept:
+class _Tracked:
     pass
 
 
-def test_a_failure_that_was_raised_keeps_nothing() -> None:
-    """Its traceback leads to the frames that waited, and torch's half of the future is closed to the collector."""
+def test_a_raised_error_does_not_keep_the_frames_of_waiters_alive() -> None:
+    """The traceback refers to frames of waiters, and the garbage collector cannot see into torch's part of a future."""
 
     def wait(error: BaseException) -> Any:
-        here = _Kept()
+        here = _Tracked()
         future: Future[None] = Future()
         future.set_exception(error)
         with pytest.raises(type(error)):
@@ -870,11 +876,11 @@ def _with_member(error: BaseException) -> BaseException:
 
 
 @pytest.mark.parametrize("refer", [_with_cause, _with_attribute, _with_member])
-def test_raising_an_error_that_a_failure_refers_to_keeps_nothing(
+def test_raising_the_cause_or_member_of_an_error_does_not_keep_frames_alive(
     refer: Callable[[BaseException], BaseException],
 ) -> None:
     def wait() -> Any:
-        here = _Kept()
+        here = _Tracked()
         future: Future[None] = Future()
         other = KeyError("x")
         future.set_exception(refer(other))
@@ -889,7 +895,7 @@ def test_raising_an_error_that_a_failure_refers_to_keeps_nothing(
     assert found() is None
 
 
-def test_torchs_functions_raise_an_error_with_the_errors_that_it_refers_to() -> None:
+def test_torchs_wait_all_raises_an_error_with_its_causes_and_group_members() -> None:
     cause = KeyError("x")
     cause.__cause__ = cause  # a chain may end in a loop
     failure = errors.ActorDiedError("the actor died", cause=cause)
@@ -908,7 +914,7 @@ class _Odd(Exception):
         super().__init__(code, detail)
 
 
-def test_names() -> None:
+def test_future_has_the_methods_of_torchs_future() -> None:
     assert rpc.Future is Future
     for name in ("wait", "value", "done", "then", "add_done_callback", "set_result", "set_exception"):
         assert callable(getattr(Future, name))
@@ -919,7 +925,7 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("waits_first", [True, False])
-def test_the_standard_library_waits_for_one(waits_first: bool) -> None:
+def test_concurrent_futures_wait_accepts_a_concurrent_future(waits_first: bool) -> None:
     work: list[ConcurrentFuture[Any]] = [ConcurrentFuture() for _ in range(3)]
 
     def end() -> None:
@@ -942,7 +948,7 @@ def test_the_standard_library_waits_for_one(waits_first: bool) -> None:
     assert not work[0].running()
 
 
-def test_the_standard_library_finds_one_complete_in_its_callbacks() -> None:
+def test_a_callback_sees_its_concurrent_future_as_complete() -> None:
     future: ConcurrentFuture[int] = ConcurrentFuture()
     found: list[Any] = []
     future.add_done_callback(lambda f: found.append(concurrent.futures.wait([f], timeout=0).done))
@@ -950,7 +956,7 @@ def test_the_standard_library_finds_one_complete_in_its_callbacks() -> None:
     assert found == [{future}]
 
 
-def test_asyncio_wraps_one_up() -> None:
+def test_asyncio_wrap_future_accepts_a_concurrent_future() -> None:
     async def main() -> list[Any]:
         work: list[ConcurrentFuture[Any]] = [ConcurrentFuture() for _ in range(4)]
         wrapped = [asyncio.wrap_future(future) for future in work]

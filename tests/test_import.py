@@ -1,4 +1,4 @@
-"""What ``import actorrpc`` loads beside torch, and what it leaves to first use."""
+"""``import actorrpc`` loads only torch and its own dependencies, and leaves the rest to first use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import actorrpc
 
 print(json.dumps([sorted(set(sys.modules) - before), full() - collected, gc.isenabled()]))
 """
-#: Of the package what needs more than its dependencies, or serves one purpose; and all that others install.
+#: Modules of the package that need extra dependencies or serve a special purpose.
 _NOT_LOADED = {
     *("actorrpc.compat", "actorrpc.mypy_plugin", "actorrpc.testing.pytest_plugin", "actorrpc.worker"),
 }
@@ -33,22 +33,22 @@ _OURS = {"actorrpc", "cloudpickle", "msgpack", "psutil"}
 
 
 @pytest.mark.slow
-def test_what_the_import_loads() -> None:
+def test_the_import_loads_no_optional_module_and_runs_no_full_garbage_collection() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", _PROGRAM], cwd=_ROOT, capture_output=True, text=True, check=True
     )
     loaded, collections, enabled = json.loads(ran.stdout)
     assert not _NOT_LOADED.intersection(loaded)
     packages = {name.partition(".")[0] for name in loaded}
-    # The C part of msgpack says by which Cython it was made.
+    # The C part of msgpack loads modules named after its Cython version.
     foreign = {name for name in packages - _OURS - sys.stdlib_module_names if "cython" not in name}
     assert not foreign
-    # It costs as long as the whole import to look through what torch has left.
+    # A full collection over torch's objects would double the time of the import.
     assert (collections, enabled) == (0, True)
 
 
-def test_a_shell_offers_public_names_only() -> None:
+def test_dir_lists_public_names_only() -> None:
     found: Any = dir(actorrpc)
     assert found == sorted(actorrpc.__all__)
-    assert "wire" not in found  # it is loaded, and nobody's to use
+    assert "wire" not in found  # loaded, but private
     assert hasattr(actorrpc, "wire")

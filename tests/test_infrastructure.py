@@ -1,4 +1,4 @@
-"""The limit on each test and the leak check, tried on sessions of their own."""
+"""The time limit of tests, the leak check and the reports of failures, in separate pytest sessions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_session(directory: Path, source: str, *options: str) -> tuple[int, str]:
-    """Run tests in a pytest of their own, with this repository's conftest; return its status and output."""
+    """Run tests in a separate pytest process with this repository's conftest; return its status and output."""
     file = directory / "test_inner.py"
     file.write_text(textwrap.dedent(source))
     command = [sys.executable, "-m", "pytest", "-c", str(_ROOT / "pyproject.toml"), f"--rootdir={directory}"]
@@ -32,19 +32,21 @@ def run_session(directory: Path, source: str, *options: str) -> tuple[int, str]:
         check=False,
         text=True,
     )
-    print(textwrap.indent(done.stdout, "| "))  # so that its tracebacks are not taken for this session's
+    print(
+        textwrap.indent(done.stdout, "| ")
+    )  # so that tests/output.py does not take its tracebacks for this session's
     return done.returncode, done.stdout
 
 
 @pytest.mark.slow
-def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Path) -> None:
+def test_each_leak_fails_only_the_test_that_left_it_and_is_named(tmp_path: Path) -> None:
     status, output = run_session(
         tmp_path,
         """
         import os, pathlib, subprocess, tempfile, threading, _thread, time
         from actorrpc.testing import leaks
 
-        # In place of /dev/shm, which sessions that run at the same time share.
+        # Instead of /dev/shm, which parallel sessions share.
         leaks._SHM = pathlib.Path(tempfile.mkdtemp(dir=pathlib.Path(__file__).parent))
         release = threading.Event()
 
@@ -75,7 +77,7 @@ def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Pat
             zombie.wait()
 
         def test_orphan():
-            # What it runs is there when this goes on: nobody can look into a process that is just becoming another one.
+            # Wait until `sleep` runs: a process cannot be inspected during exec.
             becomes = "until read name < /proc/$!/comm && [ $name = sleep ]; do :; done"
             subprocess.run(["sh", "-c", f"setsid sleep 1002 > /dev/null 2>&1 & {becomes}"], check=True)
 
@@ -134,7 +136,7 @@ def test_what_is_left_behind_is_named_and_only_charged_to_its_test(tmp_path: Pat
 
 
 @pytest.mark.slow
-# Interpreters that import torch, one after the other: that takes its time on a busy machine.
+# It starts several interpreters that import torch, which is slow on a busy machine.
 @pytest.mark.limit(180)
 @pytest.mark.prints(r"^E +process \d+ .*-Wdefault::ResourceWarning -c ")
 def test_a_test_over_its_limit_shows_all_stacks_and_leaves_no_process(tmp_path: Path) -> None:
@@ -159,7 +161,7 @@ def test_a_test_over_its_limit_shows_all_stacks_and_leaves_no_process(tmp_path: 
             inner_wait()
 
         def test_reap():
-            child.wait()  # it was killed, or this would not be over
+            child.wait()  # returns only if the process was killed
 
         @pytest.mark.limit(0.3)
         def test_swallows_once():
@@ -198,7 +200,7 @@ def test_a_test_over_its_limit_shows_all_stacks_and_leaves_no_process(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.limit(180)
-def test_a_red_test_shows_its_workers_as_they_were_before_its_cluster_ended(tmp_path: Path) -> None:
+def test_the_report_of_a_failed_test_shows_the_stacks_of_its_cluster(tmp_path: Path) -> None:
     status, output = run_session(
         tmp_path,
         """
@@ -220,16 +222,16 @@ def test_a_red_test_shows_its_workers_as_they_were_before_its_cluster_ended(tmp_
 
 
 def hang_in_rank(rank: int, world_size: int) -> None:
-    """Be a rank that never ends."""
+    """Run as a rank that never ends."""
     threading.Event().wait()
 
 
 def return_at_once(rank: int, world_size: int) -> None:
-    """Be a rank that ends."""
+    """Run as a rank that ends."""
 
 
 @pytest.mark.slow
-def test_a_session_whose_main_thread_cannot_be_freed_ends(tmp_path: Path) -> None:
+def test_a_test_that_swallows_the_time_limit_ends_the_session(tmp_path: Path) -> None:
     status, output = run_session(
         tmp_path,
         """
@@ -255,7 +257,7 @@ def test_a_session_whose_main_thread_cannot_be_freed_ends(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_session_in_which_nothing_can_run_ends(tmp_path: Path) -> None:
+def test_a_test_that_holds_the_gil_past_its_limit_ends_the_session(tmp_path: Path) -> None:
     status, output = run_session(
         tmp_path,
         """
@@ -274,16 +276,16 @@ def test_a_session_in_which_nothing_can_run_ends(tmp_path: Path) -> None:
     assert "in test_holds_the_gil" in output
 
 
-def test_sigint_is_the_test_s_own() -> None:
+def test_sigint_raises_keyboard_interrupt_in_a_test() -> None:
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.limit(0.5)
-def test_the_limit_does_not_outlive_its_test() -> None:
+def test_first_of_two_has_a_limit_of_half_a_second() -> None:
     pass
 
 
-def test_after_it() -> None:
+def test_second_of_two_is_not_subject_to_the_limit_of_the_first() -> None:
     with pytest.raises(subprocess.TimeoutExpired):  # longer than the limit of the test before
         subprocess.run([sys.executable, "-c", "import signal; signal.pause()"], timeout=1, check=False)

@@ -1,4 +1,4 @@
-"""What happens where the system has no memory left for a message, or no thread."""
+"""Calls when the system refuses memory for a message or a new thread: they fail with LimitError, and later calls work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _no_memory(*_: Any, **__: Any) -> Any:
     raise MemoryError
 
 
-def test_a_message_without_memory_for_it_is_refused_and_the_next_one_is_not(
+def test_a_call_without_memory_for_its_large_message_raises_limit_error_and_later_calls_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with agents(2, lane=False) as (one, other):
@@ -52,11 +52,11 @@ def test_a_message_without_memory_for_it_is_refused_and_the_next_one_is_not(
             assert one.ask(to, _size, (_ones(3),), {}, 20.0) == 3
         monkeypatch.setattr(other.buffers, "take", take)
         assert one.ask(to, _size, (large,), {}, 20.0) == 8 * _MIB
-        until(lambda: not to.conn.assemblies)  # what was refused may still be on its way
+        until(lambda: not to.conn.assemblies)  # the refused message may still be arriving
         del refused
 
 
-def test_a_result_without_memory_for_it_fails_the_call_and_not_the_next_one(
+def test_a_call_without_memory_for_its_large_result_raises_limit_error_and_later_calls_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with agents(2, lane=False) as (one, other):
@@ -68,7 +68,7 @@ def test_a_result_without_memory_for_it_fails_the_call_and_not_the_next_one(
         assert refused.value.maybe_executed is True
         monkeypatch.setattr(one.buffers, "take", take)
         assert one.ask(to, _ones, (8 * _MIB,), {}, 20.0).numel() == 8 * _MIB
-        until(lambda: not to.conn.assemblies)  # what was refused may still be on its way
+        until(lambda: not to.conn.assemblies)  # the refused message may still be arriving
         del refused
 
 
@@ -81,7 +81,7 @@ def _large(size: int) -> bytes:
 
 
 def _numbers(count: int) -> list[int]:
-    return list(range(count))  # nothing in it is large enough to travel beside the message
+    return list(range(count))  # no element is large enough to be sent as a separate buffer
 
 
 def _no_large_bytes(given: Any = b"") -> bytes:
@@ -90,7 +90,7 @@ def _no_large_bytes(given: Any = b"") -> bytes:
     return bytes(given)
 
 
-def test_a_small_message_without_memory_for_it_fails_its_call_and_not_the_next_one(
+def test_a_call_without_memory_for_a_50_kb_message_raises_limit_error_and_keeps_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with agents(2) as (one, other):
@@ -117,7 +117,7 @@ def test_a_small_message_without_memory_for_it_fails_its_call_and_not_the_next_o
         del no
 
 
-def test_a_small_message_with_a_header_and_shared_memory_gives_it_back(
+def test_a_message_refused_for_want_of_memory_returns_its_shared_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with agents(2) as (one, other):
@@ -132,11 +132,11 @@ def test_a_small_message_with_a_header_and_shared_memory_gives_it_back(
         if to.conn.lane.lender is None:
             pytest.skip("these connections have no shared memory")
         assert one.ask(to, len, (given,), {}, 20.0) == 2
-        assert to.conn.lane.lender.stats().segments <= 4  # what was refused has come back
+        assert to.conn.lane.lender.stats().segments <= 4  # the segments of refused messages were returned
 
 
 @pytest.mark.prints("the connection to a[01] was closed: no memory to read a message of")
-def test_a_connection_that_ends_for_want_of_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_closed_for_want_of_memory_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     untouched, full = connection.untouched, threading.Event()
 
     def allocate(size: int) -> Any:
@@ -154,7 +154,7 @@ def test_a_connection_that_ends_for_want_of_memory_says_so(monkeypatch: pytest.M
 
 
 @pytest.mark.prints("an error cannot be sent to 'a0': MemoryError")
-def test_an_error_that_cannot_be_packed_still_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_whose_error_cannot_be_serialized_raises_limit_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with agents(2) as (one, other):
         to = one.peer(other.name)
         monkeypatch.setattr(exceptions, "dump", _no_memory)
@@ -166,11 +166,11 @@ def test_an_error_that_cannot_be_packed_still_ends_its_call(monkeypatch: pytest.
         del raised
 
 
-def test_shared_memory_that_cannot_be_mapped_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapping_shared_memory_is_tried_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     reserve = shared_memory.reserve
 
     def refuse(*given: Any, **named: Any) -> Any:
-        if threading.current_thread() is threading.main_thread():  # of the worker that sends
+        if threading.current_thread() is threading.main_thread():  # the sending worker's thread
             return reserve(*given, **named)
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -186,7 +186,9 @@ def test_shared_memory_that_cannot_be_mapped_is_tried_again(monkeypatch: pytest.
         assert one.ask(to, _size, (_ones(64 * _MIB),), {}, 20.0) == 64 * _MIB
 
 
-def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_about_threads_forks_and_memory_name_the_resource_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     set_limits = {resource.RLIMIT_NPROC: 4321, resource.RLIMIT_AS: 7 << 30}
     monkeypatch.setattr(resource, "getrlimit", lambda which: (set_limits[which], set_limits[which]))
     for text in (_limits.explain_threads(), _limits.explain_fork(BlockingIOError(errno.EAGAIN, "try again"))):
@@ -195,7 +197,7 @@ def test_limits_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RLIMIT_AS (ulimit -v) is 7168 MiB, of which " in _limits.explain_memory()
 
 
-def test_threads_that_cannot_be_had_are_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_and_pool_raise_limit_error_at_start_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise RuntimeError("can't start new thread")
 
@@ -203,7 +205,7 @@ def test_threads_that_cannot_be_had_are_said_at_the_start(monkeypatch: pytest.Mo
     clock = Clock()
     with pytest.raises(LimitError, match="cannot start another thread"):
         clock.start()
-    clock.close()  # there is nothing to wait for
+    clock.close()  # returns at once: no thread was started
     pool = Pool(clock=clock, execute=print, refuse=print, max_threads=8, starvation_s=1.0)
     with pytest.raises(LimitError, match="cannot start another thread"):
         pool.start(3)

@@ -1,4 +1,4 @@
-"""What is printed unasked fails its test: how text is cut into entries, and a session in which tests print."""
+"""tests/output.py: how it splits text into entries, and which tests of a session fail for unannounced output."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_traceback_belongs_to_the_line_before_it() -> None:
     assert third == "another line"
 
 
-def test_patterns_are_looked_for_in_whole_entries() -> None:
+def test_patterns_are_searched_in_whole_entries() -> None:
     assert unasked(_TEXT, [r"a line.*KeyError", "ResourceWarning: unclosed"]) == ["another line"]
     check(_TEXT, "a line", "ResourceWarning", "another")
     with pytest.raises(pytest.fail.Exception, match="a driver printed unasked:\nanother line"):
@@ -53,7 +53,7 @@ def complain_in_rank(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_what_no_test_announced_fails_it(tmp_path: Path) -> None:
+def test_unannounced_output_of_a_test_or_its_processes_fails_the_test(tmp_path: Path) -> None:
     status, output = run_session(
         tmp_path,
         textwrap.dedent("""

@@ -1,4 +1,4 @@
-"""Ports for tests: free, and not among those that connections get."""
+"""Ports for tests are free and outside the ephemeral range."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 from tests.ports import _RANGE, free_port
 
 
-def test_ports_are_free_and_not_among_those_that_connections_get() -> None:
+def test_ports_are_free_and_outside_the_ephemeral_range() -> None:
     first, last = map(int, _RANGE.read_text().split())
     for _ in range(20):
         port = free_port()

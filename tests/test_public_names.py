@@ -1,4 +1,4 @@
-"""Every public name exists, is listed and says what it does."""
+"""Every public name exists, is listed in ``__all__`` and has a docstring."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def module(request: pytest.FixtureRequest) -> ModuleType:
 
 
 def _own(value: object) -> bool:
-    """Whether it is defined in this package; what is torch's has torch's documentation."""
+    """Return whether a value is defined in this package; torch documents its own objects."""
     return (getattr(value, "__module__", None) or "").partition(".")[0] == "actorrpc"
 
 
 def _undocumented(name: str, value: object) -> Iterator[str]:
     if not (inspect.isclass(value) or inspect.isroutine(value)) or not _own(value):
         return
-    # A class without a docstring has its base's: that says what the base is for.
+    # A class must not inherit its base's docstring, which describes the base.
     if not (value.__dict__.get("__doc__") if inspect.isclass(value) else inspect.getdoc(value)):
         yield name
     if inspect.isclass(value):
@@ -68,12 +68,12 @@ def _undocumented(name: str, value: object) -> Iterator[str]:
                 documented = inspect.isroutine(function) or isinstance(function, property)
                 if attribute.startswith("_") or not documented:
                     continue
-                # An override without a docstring keeps the promise of what it overrides.
+                # An override may inherit the docstring of the overridden method.
                 if not inspect.getdoc(getattr(value, attribute)):
                     yield f"{name}.{attribute}"
 
 
-def test_it_lists_its_names(module: ModuleType) -> None:
+def test_all_of_a_public_module_lists_public_names_once(module: ModuleType) -> None:
     names = getattr(module, "__all__", None)
     assert names, f"{module.__name__} has no __all__"
     assert all(isinstance(name, str) for name in names)
@@ -82,12 +82,12 @@ def test_it_lists_its_names(module: ModuleType) -> None:
     assert not private
 
 
-def test_its_names_exist(module: ModuleType) -> None:
+def test_names_in_all_exist(module: ModuleType) -> None:
     missing = [name for name in module.__all__ if not hasattr(module, name)]
     assert not missing
 
 
-def test_its_names_are_documented(module: ModuleType) -> None:
+def test_names_in_all_and_their_methods_have_docstrings(module: ModuleType) -> None:
     assert module.__doc__, f"{module.__name__} has no docstring"
     undocumented = {
         text for name in module.__all__ for text in _undocumented(name, getattr(module, name, None))
@@ -100,10 +100,10 @@ def _sources() -> list[str]:
 
 
 @pytest.mark.parametrize("path", _sources())
-def test_every_module_says_what_it_is_and_what_it_offers(path: str) -> None:
+def test_every_module_has_a_docstring_and_all(path: str) -> None:
     tree = ast.parse((_PACKAGE / path).read_text(encoding="utf-8"))
     if not tree.body and path.endswith("__init__.py"):
-        return  # of a private package: there is nothing to say
+        return  # an empty file of a private package
     assert ast.get_docstring(tree), f"actorrpc/{path} has no docstring"
     targets = {
         target.id
@@ -114,8 +114,8 @@ def test_every_module_says_what_it_is_and_what_it_offers(path: str) -> None:
     assert "__all__" in targets or path == "__main__.py", f"actorrpc/{path} has no __all__"
 
 
-def test_the_modules_among_the_names_of_the_package() -> None:
-    """No more than these: a module of a like name is easily imported in the place of a function."""
+def test_the_package_exports_no_other_modules_than_its_public_subpackages() -> None:
+    """With more modules, users could import a module instead of a function with a similar name."""
     modules = {name for name in actorrpc.__all__ if isinstance(getattr(actorrpc, name), ModuleType)}
     packages = {"actors", "autograd", "cluster", "nn", "optim", "rpc", "testing"}
-    assert modules == packages | {"errors", "functions"}  # the last one is torch's
+    assert modules == packages | {"errors", "functions"}  # torch has `functions` as well

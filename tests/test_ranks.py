@@ -1,4 +1,4 @@
-"""The helper that runs ranks as processes."""
+"""tests/ranks.py: running functions in ranks, each a process, and reports of ranks that fail."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _die(rank: int, world_size: int) -> str:
     return "alive"
 
 
-def _wait_for_ever(rank: int, world_size: int) -> None:
+def _rank_1_never_returns(rank: int, world_size: int) -> None:
     if rank == 1:
         _in_this_function()
 
@@ -53,7 +53,7 @@ def _in_this_function() -> None:
     threading.Event().wait()
 
 
-def _stay(rank: int, world_size: int) -> None:
+def _leave_a_thread(rank: int, world_size: int) -> None:
     if rank == 1:
         threading.Thread(target=_in_this_function, name="stays").start()
 
@@ -140,9 +140,9 @@ def test_the_death_of_a_rank_is_a_failure_unless_it_may_die() -> None:
 @pytest.mark.slow
 def test_a_rank_that_does_not_end_shows_its_stacks_and_is_killed() -> None:
     with pytest.raises(GroupError) as caught:
-        run_group(_wait_for_ever, 2, timeout=3)
+        run_group(_rank_1_never_returns, 2, timeout=3)
     assert list(caught.value.failures) == [1]
-    assert "was not over in time" in caught.value.failures[1]
+    assert "did not end in time" in caught.value.failures[1]
     assert "_in_this_function (" in caught.value.failures[1]
 
 
@@ -154,17 +154,17 @@ def test_a_rank_must_leave_nothing_behind() -> None:
 
 @pytest.mark.slow
 def test_a_rank_whose_thread_stays_is_a_failure() -> None:
-    with pytest.raises(GroupError, match="did not end after its function was over"):
-        run_group(_stay, 2, leak_wait=None, timeout=3)
+    with pytest.raises(GroupError, match="did not end after its function returned"):
+        run_group(_leave_a_thread, 2, leak_wait=None, timeout=3)
 
 
-def test_a_result_that_cannot_travel_is_a_failure() -> None:
+def test_a_result_that_cannot_be_pickled_is_a_failure() -> None:
     with pytest.raises(GroupError, match="its result cannot be pickled"):
         run_group(_return_thread, 1)
 
 
 @pytest.mark.parametrize("init", ["file", "tcp", "env"])
-def test_an_rpc_group_is_there_and_goes_away(init: str) -> None:
+def test_an_rpc_group_starts_and_ends_with_each_kind_of_store(init: str) -> None:
     assert rpc_group(_sum_at_next, 2, 10, init=init, options={"rpc_timeout": 30}) == [10, 11]
 
 
@@ -175,13 +175,13 @@ def test_a_rank_that_fails_in_an_rpc_group_shows_its_own_error() -> None:
 
 
 @pytest.mark.slow
-def test_stacks_of_a_process_whose_threads_do_not_get_the_gil(tmp_path: Path) -> None:
+def test_stacks_are_dumped_of_a_process_whose_gil_is_held(tmp_path: Path) -> None:
     found, _ = run_group(_holds_the_gil, 2, str(tmp_path))
     assert "_holds_the_gil" in found
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_stacks_of_a_process_that_takes_no_part_in_the_session(stopped: bool) -> None:
+def test_stacks_are_dumped_of_a_running_or_stopped_process_outside_the_session(stopped: bool) -> None:
     script = "def wait_here():\n    print('here', flush=True)\n    input()\nwait_here()"
     with subprocess.Popen(
         [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -194,11 +194,11 @@ def test_stacks_of_a_process_that_takes_no_part_in_the_session(stopped: bool) ->
         found = processes.dump_stacks([psutil.Process(process.pid)])
         process.send_signal(signal.SIGCONT)
         process.communicate(b"\n")
-    assert "wait_here" in found or "Permission denied" in found  # where only root may trace
+    assert "wait_here" in found or "Permission denied" in found  # if only root may trace processes
 
 
 def print_environment() -> None:
-    """Be a process of the server, and show what it was given."""
+    """Run in a process of the server, and print its environment."""
     print(os.getenv("ACTORRPC_DATA_ONLY"), os.getenv("OF_SESSION"), flush=True)
 
 
@@ -208,7 +208,7 @@ def test_the_server_has_the_environment_of_the_session() -> None:
         import multiprocessing, os
         from tests.ranks import remember_environment, start_server, stop_server
         remember_environment()
-        os.environ["ACTORRPC_DATA_ONLY"] = "1"  # as the first test that has ranks may do
+        os.environ["ACTORRPC_DATA_ONLY"] = "1"  # as the first test with ranks may do
         start_server()
         assert os.environ["ACTORRPC_DATA_ONLY"] == "1"
         from tests.test_ranks import print_environment

@@ -1,4 +1,4 @@
-"""What holds for the files of the repository: nothing unfinished, one test command."""
+"""Rules for the files of the repository: no unfinished code, pinned requirements, runnable commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 _ROOT = Path(__file__).resolve().parent.parent
 _FOLDERS = ["actorrpc", "benchmarks", "docs", "examples", "tests", ".ci"]
-# In two parts each, so that this file has none of them.
+# Each word in two parts, so that this file does not contain it.
 _UNFINISHED = [a + b for a, b in [("TO", "DO"), ("FIX", "ME"), ("XX", "X"), ("HA", "CK")]]
 _UNFINISHED_CODE = [a + b for a, b in [("NotImplemented", "Error"), ("set_", "trace")]]
 _CONFLICT = [7 * "<" + " ", 7 * ">" + " "]
@@ -54,11 +54,13 @@ def _project() -> dict[str, Any]:
 def test_nothing_is_left_unfinished() -> None:
     assert not _found(rf"\b({'|'.join(_UNFINISHED)})\b")
     assert not _found(rf"\b({'|'.join(_UNFINISHED_CODE)})\b", "actorrpc/")
-    assert not _found(r"^\s*break" + r"point\(\)", "actorrpc/")  # as a statement: the debugger speaks of it
+    assert not _found(
+        r"^\s*break" + r"point\(\)", "actorrpc/"
+    )  # only as a statement: the debugger's text names it
     assert not _found(rf"^({'|'.join(_CONFLICT)})")
 
 
-def test_there_is_no_empty_room() -> None:
+def test_every_folder_with_modules_is_a_package() -> None:
     folders = {path.parent for path in (_ROOT / "actorrpc").rglob("*.py")}
     assert not [str(folder) for folder in folders if not (folder / "__init__.py").is_file()]
 
@@ -71,13 +73,13 @@ def test_every_requirement_is_pinned() -> None:
         if line and not line.startswith("#"):
             name, exact, version = line.partition("==")
             assert exact, line
-            assert "+" not in version, f"{line}: a local version is not to be had elsewhere"
+            assert "+" not in version, f"{line}: a local version cannot be installed elsewhere"
             pinned.add(_normal(name))
     wanted = {_normal(text) for group in [project["dependencies"], *extras.values()] for text in group}
     assert wanted - {"actorrpc"} <= pinned
 
 
-def test_what_is_pinned_installs_on_the_oldest_python_that_is_promised() -> None:
+def test_pinned_packages_support_the_oldest_promised_python() -> None:
     """Debian 12 has 3.11.2: a pin that asks for a later 3.11 makes the README's commands fail there."""
     oldest = _project()["project"]["requires-python"].removeprefix(">=") + ".0"
     for line in (_ROOT / "constraints.txt").read_text().splitlines():
@@ -116,7 +118,7 @@ def test_the_readme_has_each_command_once(name: str) -> None:
     assert "pip install -c constraints.txt" in blocks[0]
 
 
-def test_the_ci_script_can_run() -> None:
+def test_the_ci_script_is_executable_and_valid_shell() -> None:
     script = _ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)

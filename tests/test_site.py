@@ -1,4 +1,4 @@
-"""The site that Sphinx makes of docs/: where its links lead, and that it asks nobody else. ``.ci/run`` makes it, with -W -n."""
+"""The site that Sphinx builds from docs/: links, reference tables, and no requests to other hosts."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def _extension(name: str) -> ModuleType:
         '<p style="background: url(https://elsewhere/x.png)">',
     ],
 )
-def test_what_a_browser_would_fetch_elsewhere_is_found(html: str) -> None:
+def test_the_check_finds_resources_on_other_hosts(html: str) -> None:
     (found,) = _extension("foreign_requests").foreign_in_html(html)
     assert "elsewhere" in found
 
 
-def test_links_and_local_files_are_no_foreign_requests() -> None:
+def test_the_check_ignores_links_and_local_files() -> None:
     html = '<a href="https://pytorch.org">torch</a><img src="x.svg"><link rel="icon" href="../x.ico">'
     assert not _extension("foreign_requests").foreign_in_html(html)
 
@@ -69,20 +69,20 @@ def _reference() -> ModuleType:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    """The build fails where autodoc leaves one of them out."""
+    """The build fails if autodoc leaves out a name."""
     pages = "".join(path.read_text(encoding="utf-8") for path in (_DOCS / "reference").glob("*.md"))
     shown = re.findall(r"^\.\. public-names:: (\S+)$", pages, re.MULTILINE)
     assert sorted(shown) == sorted(_reference().PUBLIC)
 
 
-def test_tables_of_the_reference_are_those_of_the_code() -> None:
+def test_tables_of_the_reference_match_the_code() -> None:
     for path in (_DOCS / "reference").glob("*.md"):
         page = path.read_text(encoding="utf-8")
-        assert page == _reference().filled(page), f"python docs/_ext/reference.py makes {path.name} anew"
+        assert page == _reference().filled(page), f"run python docs/_ext/reference.py to update {path.name}"
 
 
-def test_every_public_module_is_among_them() -> None:
-    """``config`` has the settings, which have a page; ``futures`` what ``rpc`` lists; Ray's names have a page with a table."""
+def test_every_public_module_is_in_the_reference() -> None:
+    """Exceptions: ``config`` has a page of settings, ``rpc`` lists the names of ``futures``, Ray's names have a table."""
     public = {module for module in _PUBLIC if not module.startswith("actorrpc.compat.ray")}
     assert set(_reference().PUBLIC) == public - {
         "actorrpc.config",
@@ -134,14 +134,14 @@ def test_llms_txt_lists_the_pages() -> None:
     assert listed == pages - {"index", "reference/index", "benchmarks", "contributing", "changes"}
 
 
-def test_every_extra_has_a_row() -> None:
+def test_every_extra_has_a_row_in_install_md() -> None:
     with (_DOCS.parent / "pyproject.toml").open("rb") as file:
         extras = tomllib.load(file)["project"]["optional-dependencies"]
     page = (_DOCS / "how-to" / "install.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == extras.keys()
 
 
-def test_plots_are_those_of_the_results() -> None:
+def test_plots_show_the_recorded_results() -> None:
     """``python -m benchmarks.plots`` draws them; the labels of their bars are text."""
     for name, (file, panels) in plots.FIGURES.items():
         found = plots.medians(file)

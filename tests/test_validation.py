@@ -1,4 +1,4 @@
-"""Checks of values: what each takes, what it keeps, and what is said of anything else."""
+"""Validators of values: the values that each accepts and returns, and its error for other values."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def _limit(name: str, value: Any) -> float:
     return wait_limit(value, name)
 
 
-_word = partial(choice, of=("to", "from"))
+_direction = partial(choice, of=("to", "from"))
 
 
-class _Way(enum.StrEnum):
+class _Direction(enum.StrEnum):
     TO = "to"
 
 
@@ -53,10 +53,10 @@ class _Way(enum.StrEnum):
         (partial(flag, none=True), None, None),
         (text, "", ""),
         (partial(text, empty=False, none=True), None, None),
-        (_word, "to", "to"),
+        (_direction, "to", "to"),
         (text, numpy.str_("x"), "x"),
-        (_word, _Way.TO, "to"),
-        (partial(_word, none=True), None, None),
+        (_direction, _Direction.TO, "to"),
+        (partial(_direction, none=True), None, None),
         (_port, 65535, 65535),
         (_port, numpy.int64(80), 80),
         (integer, -(1 << 80), -(1 << 80)),
@@ -72,7 +72,7 @@ class _Way(enum.StrEnum):
         (variables, {"THREADS": 1}, {"THREADS": "1"}),
     ],
 )
-def test_what_is_kept(check: Check, value: Any, kept: Any) -> None:
+def test_accepted_values_are_returned_as_plain_types(check: Check, value: Any, kept: Any) -> None:
     found = check("it", value)
     assert found == kept
     assert type(found) is type(kept)
@@ -84,8 +84,8 @@ def test_what_is_kept(check: Check, value: Any, kept: Any) -> None:
         (flag, 1, "it must be True or False, of type bool, not 1", True),
         (text, 3, "it must be a str, not 3", True),
         (partial(text, empty=False), "", "it must be a non-empty str, not ''", False),
-        (_word, "up", "it must be one of 'to', 'from', not 'up'", False),
-        (_word, None, "it must be one of 'to', 'from', not None", True),
+        (_direction, "up", "it must be one of 'to', 'from', not 'up'", False),
+        (_direction, None, "it must be one of 'to', 'from', not None", True),
         (_port, 65536, "it must be an int of at least 0 and of at most 65535, not 65536", False),
         (_port, True, "it must be an int of at least 0 and of at most 65535, not True", True),
         (integer, 1.0, "it must be an int, not 1.0", True),
@@ -106,7 +106,9 @@ def test_what_is_kept(check: Check, value: Any, kept: Any) -> None:
         (variables, {"A": True}, "it['A'] must be a str or a number", True),
     ],
 )
-def test_what_is_said_of_anything_else(check: Check, value: Any, says: str, wrong_type: bool) -> None:
+def test_rejected_values_raise_config_error_with_the_accepted_range(
+    check: Check, value: Any, says: str, wrong_type: bool
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check("it", value)
     assert says in str(caught.value)
@@ -123,7 +125,7 @@ class _Options:
         check_fields(self)
 
 
-def test_a_dataclass_of_options() -> None:
+def test_a_dataclass_checks_and_converts_its_option_fields() -> None:
     made = _Options(port=numpy.int32(7), unchecked=object())  # type: ignore[arg-type]
     assert type(made.port) is int
     assert _Options().labels == {}
@@ -132,7 +134,7 @@ def test_a_dataclass_of_options() -> None:
         _Options(port="80")  # type: ignore[arg-type]
 
 
-def test_texts_are_read_by_the_type_of_the_field() -> None:
+def test_environment_texts_are_parsed_by_the_type_of_the_field() -> None:
     assert [read("int", "3"), read("float | None", "0.5"), read("bool", "Yes"), read("str", "3")] == [
         3,
         0.5,
@@ -164,21 +166,21 @@ class _Odd:
         (_share, Fraction(10**400)),
         (_share, -Fraction(10**400)),
         (number, Fraction(10**400)),
-        (_word, _Unprintable("x")),
+        (_direction, _Unprintable("x")),
         (_port, _Odd()),
         (variables, {"A": 10**5000}),
         (variables, {"A": _Odd()}),
         (_limit, _Odd()),
         (_limit, -(10**5000)),
     ],
-    ids=lambda value: type(value).__name__,  # these cannot be shown
+    ids=lambda value: type(value).__name__,  # these values cannot be printed
 )
-def test_what_cannot_be_printed_or_is_huge_is_refused_as_usual(check: Check, value: Any) -> None:
+def test_unprintable_and_huge_values_raise_config_error(check: Check, value: Any) -> None:
     with pytest.raises(ConfigError, match="must be"):
         check("timeout", value)
 
 
 @pytest.mark.parametrize("value", [None, math.inf, 10**400, Fraction(10**400)])
-def test_a_wait_may_be_without_a_limit(value: Any) -> None:
+def test_wait_limit_accepts_none_infinity_and_huge_numbers(value: Any) -> None:
     assert wait_limit(value) == math.inf
     assert wait_limit(numpy.float32(0.5)) == 0.5

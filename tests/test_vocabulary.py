@@ -1,4 +1,4 @@
-"""The words of the code: one term for one thing."""
+"""Vocabulary of the code and the docs: class names are unique, and retired names and idioms do not return."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 _PACKAGE = _ROOT / "actorrpc"
 
-# Classes of compat/ that have torch's or Ray's names, as those that they are made of have.
+# Classes of compat/ with torch's or Ray's names, which classes of other folders share.
 _MIRRORED = {
     *("Future", "RRef", "TensorPipeRpcBackendOptions"),
     *("ActorClass", "ActorHandle", "ActorMethod", "ActorPool", "ObjectRef", "ObjectRefGenerator", "Queue"),
     *("RemoteFunction", "RuntimeContext", "ActorDiedError", "ActorUnavailableError", "AuthenticationError"),
     *("ObjectStoreFullError", "PendingCallsLimitExceeded", "RpcError"),
 }
-# Classes had these names until 0.2 or before.
+# Names of classes until version 0.2.
 _RETIRED_CLASSES = {
     *(
         "Anchor",
@@ -59,9 +59,9 @@ _RETIRED_CLASSES = {
     ),
     *("Trip", "Upkeep", "Waiting", "Whole"),
 }
-# Idioms that name nobody: the comment of a race says which thread does what.
+# Idioms that hide the subject: a comment about a race must name the thread that acts.
 _RETIRED_IDIOMS = re.compile(r"\b(take note|takes note|sees? to it|what waits|whoever)\b", re.IGNORECASE)
-# Words of one author for what the field has words for: see docs/explanation/architecture.md.
+# Private words for concepts with established names: see docs/explanation/architecture.md.
 _RETIRED_WORDS = re.compile(
     r"(?<![a-z])(stations?|seats?|residents?|parcels?|letters?(?!,? digits)|upkeep|crews?|post offices?|guests?"
     r"|roster|obituar\w+|dice)(?![a-z])",
@@ -78,7 +78,7 @@ def _classes() -> dict[str, set[str]]:
     return found
 
 
-def test_no_two_modules_have_classes_of_one_name() -> None:
+def test_no_two_modules_have_classes_of_the_same_name() -> None:
     assert not {
         name: sorted(modules)
         for name, modules in _classes().items()
@@ -99,7 +99,7 @@ def _lines_with(pattern: re.Pattern[str]) -> list[str]:
     ]
 
 
-def test_no_idiom_stands_for_a_thread() -> None:
+def test_retired_idioms_do_not_come_back() -> None:
     assert not _lines_with(_RETIRED_IDIOMS)
 
 

@@ -1,4 +1,4 @@
-"""Exceptions of users that refuse what every exception allows."""
+"""User-defined exceptions that forbid operations which ordinary exceptions allow."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""Random distributed programs, and what local autograd says of them.
+"""Random distributed programs, and their gradients by local autograd.
 
-A :class:`Program` is plain data, so it can be sent: leaves that live on workers, steps that each happen on one worker or
-between two, and roots on worker 0. Values are named by numbers; each worker has a table of its own. How steps between
-workers are done is up to whoever executes the program:
+A :class:`Program` is plain data, so it can be sent: leaves on workers, steps on one worker or between two workers, and roots on
+worker 0. Values have numbers as names, and each worker has its own table of values. The executor of a program chooses how
+to run steps between workers:
 
 * :class:`Send`: a message with tensors leaves ``worker`` and is opened on ``to`` (a call's arguments, or its result);
 * :class:`Keep` and :class:`Open`: a message is kept by ``worker``, and opened by any worker, any number of times.
 
-Steps are executed in order; :func:`perform` does those that need one worker only. :func:`expected` executes all of it in
-one graph; ``compare`` looks whether what was found elsewhere is the same.
+Steps are executed in order; :func:`perform` runs steps of one worker. :func:`expected` executes a program in one local graph,
+and :func:`compare` compares its gradients with those of a distributed execution.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 Values = dict[int, Tensor]
 
 
-# -- what a program is ---------------------------------------------------------------------------------------------
+# -- programs ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """Changes a value that has just arrived and was used by nobody."""
+    """Changes a value that has just arrived and has not been used."""
 
     worker: int
     op: str
@@ -104,14 +104,14 @@ class Program:
     workers: int
     leaves: tuple[Leaf, ...]
     steps: tuple[Step, ...]
-    roots: tuple[tuple[int, ...], ...]  # each the sum of some values on worker 0
+    roots: tuple[tuple[int, ...], ...]  # each root is the sum of some values of worker 0
 
 
-# -- doing it ------------------------------------------------------------------------------------------------------
+# -- execution ------------------------------------------------------------------------------------------------------
 
 
 class Twice(torch.autograd.Function):
-    """A sum whose backward gives both operands the same tensor, as it is."""
+    """A sum whose backward returns the same tensor object for both operands."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class Twice(torch.autograd.Function):
 
 
 class Picky(torch.autograd.Function):
-    """Two inputs, of which only the first gets a gradient, though it might be thought that both do."""
+    """A function of two inputs, of which only the first gets a gradient."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def _real(x: Tensor) -> bool:
 
 
 _ANY: dict[str, tuple[int, Callable[..., bool], Callable[..., Any]]] = {
-    # name: how many inputs, for which it can be done, what it does (a tuple where there are several results)
+    # name: number of inputs, condition on the inputs, function (returns a tuple if it has several results)
     "tanh": (1, _real, torch.tanh),
     "sin": (1, _real, torch.sin),
     "scale": (1, lambda _: True, lambda x: x * 0.7),
@@ -187,7 +187,7 @@ _IN_PLACE: dict[str, tuple[int, Callable[..., bool], Callable[..., Any]]] = {
 
 
 def _scale(gradient: Tensor | None) -> Tensor | None:
-    # None: torch calls hooks where there is no gradient, too.
+    # torch also calls hooks without a gradient, with None.
     return None if gradient is None else gradient * 2
 
 
@@ -216,7 +216,7 @@ def make_leaf(leaf: Leaf) -> Tensor:
 
 
 def perform(step: Compute | InPlace, values: Values) -> None:
-    """Do a step that needs one worker only, on that worker's values."""
+    """Run a step of one worker, on that worker's values."""
     inputs = [values[name] for name in step.inputs]
     if isinstance(step, Compute):
         found = _ANY[step.op][2](*inputs)
@@ -236,7 +236,7 @@ def make_root(names: Sequence[int], values: Mapping[int, Tensor]) -> Tensor:
 
 
 def copies(tensors: Sequence[Tensor], *, connected: bool) -> list[Tensor]:
-    """Return what arrives when tensors are sent in one message; a tensor that is in it twice arrives once."""
+    """Return the tensors that arrive when tensors are sent in one message; a duplicate tensor arrives as one object."""
     arrived: dict[int, Tensor] = {}
     for each in tensors:
         if id(each) not in arrived:
@@ -258,7 +258,7 @@ class _Local:
         elif isinstance(step, Send):
             self._arrive(step.to, step.outs, [self.values[step.worker][name] for name in step.values])
         elif isinstance(step, Keep):
-            # A copy: what is kept does not change with what it was made of.
+            # Copies, so that kept tensors do not change with their sources.
             self.kept[step.message] = copies(
                 [self.values[step.worker][name] for name in step.values], connected=True
             )
@@ -271,7 +271,7 @@ class _Local:
 
 
 def expected(program: Program) -> dict[int, Tensor]:
-    """Return the gradients of the leaves that have any, by name, as local autograd finds them."""
+    """Return the gradients that local autograd computes, by name of the leaf; leaves without gradient are left out."""
     local = _Local(program.workers)
     leaves = {}
     for leaf in program.leaves:
@@ -285,8 +285,8 @@ def expected(program: Program) -> dict[int, Tensor]:
 def compare(program: Program, found: Mapping[int, Tensor], want: Mapping[int, Tensor]) -> None:
     """Check gradients by name against those of :func:`expected`.
 
-    One may be lacking where local autograd finds zeros: where a gradient is None there, custom Functions are given zeros
-    instead; but nothing is asked of a message whose gradient is None.
+    A gradient may be missing if local autograd finds zeros: local autograd replaces a None gradient by zeros for custom
+    Functions, but a distributed pass sends nothing for a message whose gradient is None.
 
     Raises:
         AssertionError: they differ.
@@ -304,7 +304,7 @@ def compare(program: Program, found: Mapping[int, Tensor], want: Mapping[int, Te
         torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
 
 
-# -- making one up -------------------------------------------------------------------------------------------------
+# -- generation -------------------------------------------------------------------------------------------------
 
 
 class _Generator:
@@ -317,13 +317,15 @@ class _Generator:
         self.names: list[list[int]] = [[] for _ in range(self.workers)]
         self.leaves: list[Leaf] = []
         self.steps: list[Step] = []
-        self.fresh: dict[int, int] = {}  # what has just arrived, and may be changed in place: name -> worker
-        self.messages: dict[int, int] = {}  # kept: message -> number of tensors
+        self.fresh: dict[
+            int, int
+        ] = {}  # values that have just arrived, and may be changed in place: name -> worker
+        self.messages: dict[int, int] = {}  # kept messages: message -> number of tensors
         self.count = 0
-        self.at = 0  # where something has happened last
+        self.at = 0  # worker of the last arrival
 
     def where(self) -> int:
-        """Choose a worker, more likely the one where something has happened last: that makes long chains."""
+        """Choose a worker, preferably that of the last arrival, to get long chains."""
         return self.at if self.rng.random() < 0.65 else self.rng.randrange(self.workers)
 
     def name(self) -> int:
@@ -354,7 +356,7 @@ class _Generator:
             if rng.random() < chance and not (kind == "clamp" and dtype == "complex128")
         )
         if embedding:
-            # What a clamp does depends on the layout.
+            # The effect of a clamp depends on the layout.
             hooks = tuple(kind for kind in hooks if kind != "clamp")
         leaf = Leaf(worker, self.name(), shape, dtype, hooks, rng.randrange(1 << 30))
         self.leaves.append(leaf)
@@ -362,7 +364,7 @@ class _Generator:
         self.names[worker].append(leaf.name)
 
     def pick(self, worker: int) -> int:
-        """Choose a value, more likely one of the latest."""
+        """Choose a value, preferably a recent one."""
         names = self.names[worker]
         if self.rng.random() < 0.3:
             return self.rng.choice(names)
@@ -394,7 +396,7 @@ class _Generator:
             ]
             count, possible, _ = _ANY[op]
             inputs = (self.pick(worker),)
-            if count == 2:  # leaves are used again and again
+            if count == 2:  # use leaves repeatedly
                 leaves = [leaf.name for leaf in self.leaves if leaf.worker == worker]
                 inputs += (self.rng.choice(leaves) if self.rng.random() < 0.5 else self.pick(worker),)
                 if self.rng.random() < 0.5:
@@ -463,6 +465,6 @@ class _Generator:
 
 
 def generate(seed: int, *, workers: int | None = None, steps: int | None = None) -> Program:
-    """Make up the program of a seed: 2 to 5 workers, 5 to 30 steps where nothing else is said."""
+    """Return the random program of a seed; by default with 2 to 5 workers and 5 to 30 steps."""
     with torch.random.fork_rng():
         return _Generator(seed, workers, steps).make()

@@ -1,12 +1,12 @@
-"""A group of participants in one thread: random programs, and their backward passes over a network that misbehaves.
+"""Simulates a group of participants in one thread: random programs and their backward passes over a faulty network.
 
-Each worker is a :class:`Participant` with the recorder that records real messages. What they ask and tell lies in one
-heap, from which the seed draws what arrives next, in whatever order. A :class:`Fault` hits one message: it is lost (asks
-end at their time-out, which comes when nothing else is left to happen; notices come again), comes twice, or comes last; or
-its target dies, or the origin does, or the context is released, just before it arrives.
+Each worker is a :class:`Participant` with the recorder that real messages use. Requests and notices are kept in one list, from
+which a random generator draws the next message to arrive. A :class:`Fault` hits one message: it is dropped (a request then
+ends by its time-out, which comes when no message is left; a notice is sent again), arrives twice, or arrives last; or its
+target dies, the origin dies, or the context is released just before it arrives.
 
-A :class:`World` executes a program step by step; ``backward`` runs one pass to its end. Whatever goes wrong, a pass ends:
-with the gradients that local autograd finds, or with a clear error and all gradients as they were.
+A :class:`World` executes a program step by step, and ``backward`` runs a pass to its end. With any fault, a pass must end with
+the gradients of local autograd, or with an error and unchanged gradients.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from tests.autograd.programs import (
 
 __all__ = ["KINDS", "TYPES", "Fault", "Network", "Worker", "World", "run"]
 
-#: What can go wrong with a message.
+#: Kinds of faults.
 KINDS = ("drop", "duplicate", "delay", "kill target", "kill origin", "release")
-#: The messages with which it can; "Answer" is that to any of the others.
+#: Types of messages that faults hit; "Answer" is the answer to any of the other types.
 TYPES = ("Discover", "Run", "Gradient", "Answer", "Verdict")
 
-_TIMEOUT = 1000.0  # seconds that never pass: time-outs come when nothing else is left
+_TIMEOUT = 1000.0  # never elapses: the simulator times out a request when no message is left
 
 
 @dataclass(slots=True)
 class Fault:
-    """What goes wrong: with the ``nth`` message of a type, counted from 0."""
+    """A fault of the ``nth`` message of a type, counted from 0."""
 
     kind: str
     type: str
@@ -69,11 +69,11 @@ class Fault:
 
 
 def run(coordinator: Coordinator) -> Future[None]:
-    """Go through the steps of a pass as answers come; return a future of its end."""
+    """Run the steps of a pass as answers arrive; return a future of its end."""
     result: Future[None] = Future()
     steps = coordinator.steps()
 
-    def go(_: object = None) -> None:
+    def advance(_: object = None) -> None:
         try:
             futures = next(steps)
         except StopIteration:
@@ -82,15 +82,15 @@ def run(coordinator: Coordinator) -> Future[None]:
             coordinator.give_up(error)
             result.set_exception(error)
         else:
-            settled(futures).add_done_callback(go)
+            settled(futures).add_done_callback(advance)
 
-    go()
+    advance()
     return result
 
 
 @dataclass(slots=True, eq=False)
-class Letter:
-    """Something on its way; ``arrive`` does what it does at ``to``."""
+class Envelope:
+    """A message in transit; ``arrive`` delivers it to ``to``."""
 
     type: str
     sender: WorkerKey
@@ -101,7 +101,7 @@ class Letter:
 
 
 class Worker:
-    """One worker: what it knows, and the way from it to the others."""
+    """A worker: its contexts, recorder and participant, and its connection to the network."""
 
     def __init__(self, network: Network, key: WorkerKey) -> None:
         self.network = network
@@ -129,13 +129,13 @@ class Worker:
         return f"worker{worker.rank}"
 
     def attend(self, part: Any) -> None:
-        """The simulator delivers; no thread reads."""
+        """Do nothing: the simulator delivers messages, not a reading thread."""
 
     def work_off(self) -> None:
-        """Nothing is left: no thread reads."""
+        """Do nothing: no thread reads, so no gradient is queued."""
 
     def leave(self, outer: Any) -> None:
-        """No thread reads."""
+        """Do nothing: no thread reads."""
 
     def noted(self, kind: str, begun: float, context: int) -> None:
         pass
@@ -148,7 +148,7 @@ class Worker:
 
 
 class Network:
-    """Carries messages between workers, in an order that the seed gives."""
+    """Delivers messages between workers in a random order, given by the seed."""
 
     def __init__(self, seed: int, workers: int, fault: Fault | None = None) -> None:
         self.rng = random.Random(seed ^ 0xFA17)
@@ -156,7 +156,7 @@ class Network:
         self.keys = [WorkerKey(rank, f"life{rank}") for rank in range(workers)]
         self.workers = {key: Worker(self, key) for key in self.keys}
         self.revisits = 0  # strata after a worker's first
-        self.mails: list[Letter] = []
+        self.mails: list[Envelope] = []
         self.counts: Counter[str] = Counter()
         self.release: Callable[[], None] = lambda: None
         self.faultless = False
@@ -165,7 +165,7 @@ class Network:
         return self.workers[self.keys[rank]]
 
     def forget(self) -> None:
-        """Have all workers forget what they were told of where messages lead to: passes have to ask for it."""
+        """Clear what workers know of the reach of messages, so that passes have to discover it."""
         for worker in self.workers.values():
             for context in worker.contexts.all():
                 context.sinks.clear()
@@ -190,7 +190,7 @@ class Network:
         def arrive() -> None:
             nonlocal calls
             calls += 1
-            first = calls == 1  # the sender takes one answer
+            first = calls == 1  # the sender accepts only the first answer
 
             def answered(done: Future[Any]) -> None:
                 error = done.exception()
@@ -206,7 +206,7 @@ class Network:
             else:
                 self.reply(worker, sender, future, answer, None, first)
 
-        self.mails.append(Letter(type(message).__name__, sender.me, to, arrive, future))
+        self.mails.append(Envelope(type(message).__name__, sender.me, to, arrive, future))
 
     def post(self, sender: Worker, to: WorkerKey, message: Gradient) -> None:
         worker = self.workers[to]
@@ -215,10 +215,10 @@ class Network:
         packed = self.pack(message, sender)
 
         def arrive() -> None:
-            with contextlib.suppress(Exception):  # logged, where there is a log
+            with contextlib.suppress(Exception):  # a real worker logs the error
                 worker.participant.handle(sender.me, self.unpack(packed, worker, sender))
 
-        self.mails.append(Letter(type(message).__name__, sender.me, to, arrive))
+        self.mails.append(Envelope(type(message).__name__, sender.me, to, arrive))
 
     def tell(self, sender: Worker, to: WorkerKey, notice: Notice) -> None:
         worker = self.workers[to]
@@ -226,7 +226,7 @@ class Network:
         def arrive() -> None:
             worker.participant.hear(sender.me, notice)
 
-        self.mails.append(Letter(type(notice).__name__, sender.me, to, arrive))
+        self.mails.append(Envelope(type(notice).__name__, sender.me, to, arrive))
 
     def reply(
         self,
@@ -251,10 +251,10 @@ class Network:
             if future.claim():
                 future.conclude(value, error)
 
-        self.mails.append(Letter("Answer", sender.me, to.me, arrive))
+        self.mails.append(Envelope("Answer", sender.me, to.me, arrive))
 
     def pack(self, message: Message, sender: Worker) -> Any:
-        """Take a message apart into bytes and tensors, and record these as those of any call are."""
+        """Split a message into bytes and tensors, and record the tensors like those of calls."""
         tensors: list[Tensor] = []
         gradients = (message,) if isinstance(message, Gradient) else ()
         if isinstance(message, Run):
@@ -283,10 +283,10 @@ class Network:
             return message._replace(gradients=[fill(each) for each in message.gradients])
         return message
 
-    # -- what happens to it ----------------------------------------------------------------------------------------
+    # -- delivery and faults ----------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Let one thing happen; say whether anything did."""
+        """Deliver a message or time out a request; return whether there was any."""
         ready = [mail for mail in self.mails if not mail.last] or self.mails
         if not ready:
             return self.time_out()
@@ -305,19 +305,19 @@ class Network:
             fault.hit = True
             if self.hit(fault.kind, mail):
                 return True
-        if mail in self.mails:  # its target may have died
+        if mail in self.mails:  # the fault may have killed its target
             self.mails.remove(mail)
             mail.arrive()
         return True
 
-    def hit(self, kind: str, mail: Letter) -> bool:
-        """Do what a fault does; say whether the message does not arrive now."""
+    def hit(self, kind: str, mail: Envelope) -> bool:
+        """Apply a fault; return True if the message must not arrive now."""
         if kind == "delay":
             mail.last = True
             return True
         if kind == "drop":
             if mail.ask is None and mail.type != "Answer":
-                mail.last = True  # a notice is sent again until it has been heard
+                mail.last = True  # notices are repeated until they are received
             else:
                 self.mails.remove(mail)
             return True
@@ -332,7 +332,7 @@ class Network:
         return False
 
     def kill(self, key: WorkerKey) -> None:
-        """End a worker: what it has sent may still arrive, and the others hear of it some time."""
+        """Kill a worker: half of its messages still arrive, and the others are notified later."""
         worker = self.workers[key]
         if not worker.alive:
             return
@@ -342,9 +342,11 @@ class Network:
         ]
         for other in self.workers.values():
             if other.alive:
-                self.mails.append(Letter("Death", key, other.me, lambda other=other: self.mourn(other, key)))  # type: ignore[misc]
+                self.mails.append(
+                    Envelope("Death", key, other.me, lambda other=other: self.notify_death(other, key))
+                )  # type: ignore[misc]
 
-    def mourn(self, worker: Worker, key: WorkerKey) -> None:
+    def notify_death(self, worker: Worker, key: WorkerKey) -> None:
         died = PeerDiedError(f"worker{key.rank} is dead", worker=f"worker{key.rank}")
         for future, to in list(worker.asks.items()):
             if to == key:
@@ -353,7 +355,7 @@ class Network:
         worker.participant.worker_died(key)
 
     def time_out(self) -> bool:
-        """End an ask by its time-out."""
+        """Time out a random request; return False if there is none."""
         late = []
         for worker in self.workers.values():
             for future in list(worker.asks):
@@ -369,7 +371,7 @@ class Network:
         return True
 
     def settle(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Let happen what can happen."""
+        """Deliver messages until ``until`` is true or none is left."""
         while not until() and self.step():
             pass
 
@@ -383,7 +385,7 @@ class World:
         self.origin = network.worker(0)
         self.context = self.origin.contexts.create().id
         for worker in network.workers.values():
-            # It is a call from the origin that has a worker do its steps.
+            # Each worker joins the context by a message from the origin.
             worker.recorder.arrived(
                 self.origin.recorder.sent((), worker.peer, self.context), [], self.origin.peer
             )
@@ -442,17 +444,17 @@ class World:
         """Run a pass to its end.
 
         Raises:
-            Exception: what ended it.
+            Exception: the error of the pass.
         """
         future = self.start(**options)
         self.passes.append(future)
         self.network.settle(lambda: future.done() or not self.origin.alive)
         if self.origin.alive:
-            assert future.done(), "the pass came to no end"
+            assert future.done(), "the pass has not ended"
             future.value()
 
     def failure(self, **options: Any) -> BaseException | None:
-        """Run a pass to its end; return the error that ended it, if one did."""
+        """Run a pass to its end; return its error, or None."""
         try:
             self.backward(**options)
         except Exception as error:
@@ -460,7 +462,7 @@ class World:
         return None
 
     def gradients(self) -> dict[int, Tensor]:
-        """Return the gradients in the context, on all workers, by the names of the leaves; verdicts arrive first."""
+        """Deliver all messages; return the gradients in the context on all workers, by names of leaves."""
         self.network.settle()
         found = {}
         for name, (leaf, tensor) in self.leaves.items():
@@ -471,7 +473,7 @@ class World:
         return found
 
     def check_quiet(self) -> None:
-        """Check that no pass has left anything in the contexts."""
+        """Check that contexts have no passes and no gradient is borrowed."""
         for worker in self.network.workers.values():
             for context in worker.contexts.all() if worker.alive else ():
                 assert not context.passes, f"{worker.me}: {context.passes}"
@@ -483,7 +485,7 @@ class World:
             self.origin.participant.release(self.context)
         self.network.settle()
         for future in self.passes:
-            future.acknowledge()  # where its worker died nobody has looked
+            future.acknowledge()  # the error was not retrieved if the origin died
         for worker in self.network.workers.values():
             if worker.alive:
                 assert len(worker.contexts.live) == 0, f"{worker.me} keeps {worker.contexts.all()}"

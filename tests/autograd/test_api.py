@@ -23,9 +23,9 @@ from tests.ranks import Died, rpc_group
 
 Tensor = torch.Tensor
 
-# -- what runs on workers ------------------------------------------------------------------------
+# -- functions that run on workers ------------------------------------------------------------------------
 
-_for_ever = threading.Event()
+_released = threading.Event()
 _hooked: list[str] = []
 _parameters: dict[str, torch.nn.Parameter] = {}
 
@@ -72,7 +72,7 @@ class Holder:
         return dist_autograd.get_gradients(context).get(self.weight)
 
 
-def _knows(context: int) -> bool:
+def _has_context(context: int) -> bool:
     return contexts().live.get(context) is not None
 
 
@@ -81,7 +81,7 @@ def _count() -> int:
     return len(contexts().live)
 
 
-# -- ways to go and come back --------------------------------------------------------------------
+# -- ways to send tensors and get results --------------------------------------------------------------------
 
 Way = tuple[Callable[[str, str, Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
 
@@ -127,7 +127,7 @@ WAYS: dict[str, Way] = {
         lambda to, _, a, b: (lambda d: d["x"][0] * d["x"][1] * d["n"])(rpc.rpc_sync(to, pair, (a, b))),
         lambda a, b: (a @ b) * a * 4,
     ),
-    "results that nobody uses": (
+    "unused results": (
         lambda to, on, a, b: (
             rpc.rpc_sync(to, mix, (a, b)),
             rpc.remote(on, mix, (a, b)),
@@ -160,7 +160,7 @@ WAYS: dict[str, Way] = {
 }
 
 
-def _ways() -> None:
+def _all_ways() -> None:
     wrong = []
     for number, (name, (distributed, local)) in enumerate(WAYS.items()):
         mode = ("smart", "fast")[number % 2]
@@ -171,15 +171,15 @@ def _ways() -> None:
             found = dist_autograd.get_gradients(context)
         expected = local(a, b)
         want = torch.autograd.grad((expected**2).sum(), (a, b))
-        good = torch.allclose(result.detach(), expected) and all(
+        equal = torch.allclose(result.detach(), expected) and all(
             torch.allclose(found[t], g, rtol=1e-6) for t, g in zip((a, b), want, strict=True)
         )
-        if not good or a.grad is not None:
+        if not equal or a.grad is not None:
             wrong.append(name)
     assert not wrong
 
 
-def _parameters_there() -> None:
+def _remote_parameters() -> None:
     holders = [rpc.remote(f"worker{n}", Holder, (3,)) for n in (1, 2)]
     x = _double(3, 3).requires_grad_()
     for accumulated in (1, 2):
@@ -208,7 +208,7 @@ def _open_another() -> str:
         return str(error)
 
 
-def _blocks() -> None:
+def _context_blocks() -> None:
     assert dist_autograd.current_context() is None
     with dist_autograd.context() as context:
         assert context >> 48 == 0
@@ -216,7 +216,7 @@ def _blocks() -> None:
         with pytest.raises(RuntimeError, match="Already have an autograd context id for this thread"):
             dist_autograd.context().__enter__()
         assert dist_autograd.current_context() == context
-        # In a call from a context that one is in force.
+        # A call made in a context runs in that context.
         assert rpc.rpc_sync("worker1", dist_autograd.current_context) == context
         assert "Already have an autograd context" in rpc.rpc_sync("worker1", _open_another)
         found: list[Any] = []
@@ -226,20 +226,20 @@ def _blocks() -> None:
         thread.start()
         thread.join()
         assert found == [None, "opened"]
-        assert rpc.rpc_sync("worker1", _knows, (context,))
+        assert rpc.rpc_sync("worker1", _has_context, (context,))
     assert dist_autograd.current_context() is None
     with pytest.raises(RuntimeError, match="Could not find autograd context with id"):
         dist_autograd.get_gradients(context)
     with pytest.raises(RuntimeError, match="Could not find autograd context with id"):
         dist_autograd.backward(context, [torch.ones(1, requires_grad=True).sum()])
-    until(lambda: not rpc.rpc_sync("worker1", _knows, (context,)))
+    until(lambda: not rpc.rpc_sync("worker1", _has_context, (context,)))
     with pytest.raises(ValueError, match="mine"), dist_autograd.context() as context:
         raise ValueError("mine")
     assert contexts().live.get(context) is None
     assert rpc.rpc_sync("worker1", _open_another) == "opened"
 
 
-def test_without_rpc() -> None:
+def test_contexts_and_passes_without_rpc_raise_not_initialized_error() -> None:
     with pytest.raises(NotInitializedError, match="init_rpc"), dist_autograd.context():
         pass
     for use in (lambda: dist_autograd.get_gradients(1), lambda: dist_autograd.backward(1, [torch.ones(1)])):
@@ -261,14 +261,14 @@ def _many(rank: int, _: int) -> None:
             dist_autograd.backward(context, [y.sum()])
     for _ in range(100):
         with dist_autograd.context():
-            _in_a_context("worker1", "worker2", a)  # no pass at all
+            _in_a_context("worker1", "worker2", a)  # without a pass
     assert _count() == 0
     for worker in ("worker1", "worker2"):
         until(lambda worker=worker: rpc.rpc_sync(worker, _count) == 0)
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_contexts() -> None:
+def test_finished_contexts_are_released_on_all_workers() -> None:
     rpc_group(_many, 3)
 
 
@@ -319,7 +319,7 @@ def _wrong() -> None:
         assert dist_autograd.get_gradients(context) == {}
         with pytest.raises(RuntimeError, match=r"actorrpc\.autograd\.backward"):
             loss.backward()
-        dist_autograd.backward(context, [loss])  # all of that has done no harm
+        dist_autograd.backward(context, [loss])  # the errors above changed nothing
         torch.testing.assert_close(dist_autograd.get_gradients(context)[leaf], torch.full((3, 3), 2.0))
 
 
@@ -367,7 +367,7 @@ def _options() -> None:
     torch.testing.assert_close(x.grad, 1 + torch.autograd.grad((x @ w).sum(), x)[0])
     x.grad = None
 
-    # The same to the last bit, as often as one likes.
+    # With retain_graph, the pass can be repeated with equal gradients.
     with dist_autograd.context() as context:
         y = sum(holder.rpc_sync().forward(x * (n + 0.1)) ** 2 for n in range(5))
         found = []
@@ -407,7 +407,7 @@ def _rrefs() -> None:
         theirs = rpc.remote("worker1", _sum_of_mix, (a, b))
         with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id' to be specified"):
             theirs.backward()
-        theirs.backward(context)  # the owner is the origin of this pass
+        theirs.backward(context)  # the RRef's owner runs this pass
         for t, g in zip((a, b), want, strict=True):
             torch.testing.assert_close(dist_autograd.get_gradients(context)[t], g)
         mine = rpc.RRef(rpc.rpc_sync("worker1", mix, (a, b)).sum())
@@ -454,7 +454,7 @@ def _gradient_of(name: str, context: int) -> Tensor | None:
 def _hooks() -> None:
     x = torch.ones(3, dtype=torch.float64, requires_grad=True)
     with dist_autograd.context() as context:
-        # Three visits of one worker, one after the other: the leaf's gradient is 1 + 1 + 1.
+        # The pass visits worker1 three times, so the leaf's gradient is 1 + 1 + 1.
         y = x
         for _ in range(3):
             y = rpc.rpc_sync("worker1", _with_hooks, ("p", y))
@@ -470,7 +470,7 @@ def _hooks() -> None:
 
 
 class Fails(torch.autograd.Function):
-    """Fails in its backward pass, as often as it is told to."""
+    """Raises in its backward pass, ``times`` times."""
 
     times = 0
 
@@ -524,11 +524,11 @@ def _errors(rank: int, _: int) -> None:
                 assert isinstance(caught.value, RemoteError)
                 assert caught.value.worker == bad
                 assert "in backward" in caught.value.traceback
-                # It counts everywhere or nowhere.
+                # A failed pass changes no gradients.
                 assert torch.equal(dist_autograd.get_gradients(context)[a], before)
             dist_autograd.backward(context, [loss])
             torch.testing.assert_close(dist_autograd.get_gradients(context)[a], 2 * before)
-    # Here, after others have done their part.
+    # An error at the origin, after worker1 has finished its part.
     with dist_autograd.context() as context:
         loss = rpc.rpc_sync("worker1", mix, (fails(a).expand(3, 3), a.expand(3, 3))).sum()
         _fail(1)
@@ -539,11 +539,11 @@ def _errors(rank: int, _: int) -> None:
         assert a in dist_autograd.get_gradients(context)
 
 
-def test_errors_of_nodes_arrive_and_leave_the_gradients_alone() -> None:
+def test_an_error_in_a_backward_function_is_raised_at_the_origin_and_changes_no_gradients() -> None:
     rpc_group(_errors, 3)
 
 
-class Ends(torch.autograd.Function):
+class EndsProcess(torch.autograd.Function):
     """Ends, stops or blocks its process in its backward pass."""
 
     @staticmethod
@@ -558,12 +558,12 @@ class Ends(torch.autograd.Function):
         elif ctx.how == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif ctx.how == "block":
-            _for_ever.wait()
+            _released.wait()
         return gradient, None
 
 
 def ends(x: Tensor, how: str) -> Tensor:
-    result: Tensor = Ends.apply(x, how)
+    result: Tensor = EndsProcess.apply(x, how)
     return result
 
 
@@ -583,7 +583,7 @@ def _death(rank: int, _: int, further: bool) -> None:
             with pytest.raises(PeerDiedError, match="worker2"):
                 dist_autograd.backward(context, [y])
             assert dist_autograd.get_gradients(context) == {}
-        # The others are as good as before.
+        # The remaining workers still run passes.
         with dist_autograd.context() as context:
             y = rpc.rpc_sync("worker1", mix, (a.expand(3, 3), a.expand(3, 3))).sum()
             dist_autograd.backward(context, [y])
@@ -592,7 +592,7 @@ def _death(rank: int, _: int, further: bool) -> None:
 
 
 @pytest.mark.parametrize("further", rest_is_slow([False, True]))
-def test_a_worker_that_dies_in_a_pass(further: bool) -> None:
+def test_the_death_of_a_worker_fails_the_pass_and_changes_no_gradients(further: bool) -> None:
     assert rpc_group(_death, 3, further, may_die=(2,))[2] == Died(-signal.SIGKILL)
 
 
@@ -604,21 +604,21 @@ def _blocked(rank: int, _: int) -> None:
             with pytest.raises(RpcTimeoutError):
                 dist_autograd.backward(context, [y], timeout=0.3)
             assert dist_autograd.get_gradients(context) == {}
-        rpc.rpc_sync("worker1", _let_go)
+        rpc.rpc_sync("worker1", _release)
 
 
-def _let_go() -> None:
-    _for_ever.set()
+def _release() -> None:
+    _released.set()
 
 
-def test_a_worker_that_does_not_come_to_an_end() -> None:
+def test_a_pass_with_a_blocked_worker_times_out() -> None:
     rpc_group(_blocked, 2)
 
 
 # -- many at once --------------------------------------------------------------------------------
 
 
-def _at_once() -> None:
+def _passes_in_six_threads() -> None:
     holder = rpc.remote("worker1", Holder, (3,))
     wrong: list[Any] = []
 
@@ -648,12 +648,12 @@ def _at_once() -> None:
 def _all(rank: int, _: int) -> None:
     if rank == 0:
         for check in (
-            *(_ways, _parameters_there, _blocks, _wrong, _from_another_context, _options),
-            *(_second_order, _rrefs, _hooks, _at_once),
+            *(_all_ways, _remote_parameters, _context_blocks, _wrong, _from_another_context, _options),
+            *(_second_order, _rrefs, _hooks, _passes_in_six_threads),
         ):
             check()
 
 
 @pytest.mark.limit(120)
-def test_gradients_of_every_way_contexts_options_references_hooks_and_wrong_use() -> None:
+def test_gradients_between_workers_equal_local_autograd_and_wrong_use_raises() -> None:
     rpc_group(_all, 3, timeout=100)

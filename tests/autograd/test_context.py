@@ -1,4 +1,4 @@
-"""Contexts and the table of them."""
+"""Autograd contexts and their table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from actorrpc.wire.identity import WorkerKey
 ME = WorkerKey(3, "life")
 
 
-def test_an_id_names_its_origin() -> None:
+def test_ids_of_contexts_and_messages_contain_the_rank_of_their_origin() -> None:
     contexts = Contexts(ME)
     ids = [contexts.create().id for _ in range(3)]
     assert len(set(ids)) == 3
@@ -20,7 +20,7 @@ def test_an_id_names_its_origin() -> None:
     assert contexts.new_message() >> 48 == 3
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_unknown_released_and_wrong_ids_raise_errors() -> None:
     contexts = Contexts(ME)
     with pytest.raises(RpcError, match=r"Could not find autograd context with id: 77$"):
         contexts.get(77)
@@ -34,7 +34,7 @@ def test_what_is_not_known_is_said() -> None:
         contexts.get(id)
 
 
-def test_a_late_message_does_not_make_it_again() -> None:
+def test_a_late_message_does_not_recreate_a_released_context() -> None:
     contexts = Contexts(ME)
     reached = contexts.reach(9 << 48 | 1)
     assert reached is contexts.reach(9 << 48 | 1)
@@ -43,7 +43,7 @@ def test_a_late_message_does_not_make_it_again() -> None:
     assert contexts.reach(reached.id) is None
     assert contexts.release(reached.id) is None
     assert len(contexts.live) == 0
-    # Nor one that comes after a release of what was never known here.
+    # Nor does a message that arrives after the release of an unknown context.
     assert contexts.release(5) is None
     assert contexts.reach(5) is None
 

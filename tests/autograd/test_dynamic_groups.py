@@ -21,8 +21,8 @@ def _through(to: str, x: torch.Tensor) -> torch.Tensor:
     return rpc.rpc_sync(to, _double, (x * 3,))
 
 
-def _meet(path: str, name: str) -> None:
-    # An open pipe says that its writer has come so far; reading waits for that.
+def _signal(path: str, name: str) -> None:
+    # Opening the pipe for writing ends the `_wait` of its reader.
     with open(os.path.join(path, name), "w"):
         pass
 
@@ -32,9 +32,9 @@ def _wait(path: str, name: str) -> None:
         file.read()
 
 
-def _gradient(x: torch.Tensor, *way: Any) -> torch.Tensor:
+def _gradient(x: torch.Tensor, *call: Any) -> torch.Tensor:
     with dist_autograd.context() as context:
-        loss = rpc.rpc_sync(*way).sum()
+        loss = rpc.rpc_sync(*call).sum()
         dist_autograd.backward(context, [loss])
         return dist_autograd.get_gradients(context)[x]
 
@@ -48,25 +48,25 @@ def _member(rank: int, _: int, path: str) -> None:
         x = torch.ones(2, requires_grad=True)
         _wait(path, "first is here")
         assert _gradient(x, "worker1", _double, (x,)).tolist() == [2.0, 2.0]
-        _meet(path, "join")
+        _signal(path, "join")
         _wait(path, "second is here")
         assert _gradient(x, "worker1", _through, ("worker2", x)).tolist() == [6.0, 6.0]
-        _meet(path, "leave")
+        _signal(path, "leave")
         _wait(path, "second has left")
         assert _gradient(x, "worker1", _double, (x,)).tolist() == [2.0, 2.0]
-        _meet(path, "end")
+        _signal(path, "end")
     elif rank == 1:
-        _meet(path, "first is here")
+        _signal(path, "first is here")
         _wait(path, "end")
     else:
-        _meet(path, "second is here")
+        _signal(path, "second is here")
         _wait(path, "leave")
     rpc.shutdown(graceful=False)
     if rank == 2:
-        _meet(path, "second has left")
+        _signal(path, "second has left")
 
 
-def test_workers_come_and_go(tmp_path: Path) -> None:
+def test_gradients_work_while_workers_join_and_leave(tmp_path: Path) -> None:
     for name in ("join", "first is here", "second is here", "leave", "second has left", "end"):
         os.mkfifo(tmp_path / name)
     run_group(_member, 3, str(tmp_path))

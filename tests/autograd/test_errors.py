@@ -1,9 +1,8 @@
-"""What a backward pass between real workers comes to when one of them dies or stops in it, or its context is left.
+"""Backward passes between real workers when a worker dies or stops during the pass, or the context is left.
 
-Each pass has three workers: its origin, one at whose gate the fault happens, and a bystander. Gradients go from the origin
-through the gate's worker, the bystander, and the gate's worker once more, back to the origin, so that the fault can happen
-in each phase of a pass: when it asks where messages lead to, in the first gradient of a worker, in a later one, and when
-the leaves are finished.
+Each pass has three workers: the origin, the worker at whose gate the fault happens, and a bystander. Gradients flow from the
+origin through the gate's worker, the bystander, and the gate's worker again, back to the origin. So the fault can happen in
+each phase of a pass: discovery, the first gradient of a worker, a later gradient, and the finishing of leaves.
 """
 
 from __future__ import annotations
@@ -31,7 +30,9 @@ from tests.layers import rest_is_slow
 from tests.ranks import Died, rpc_group
 
 PHASES = ("discovery", "first gradient", "later gradient", "finishing")
-DEEP = 300  # nodes: of graphs as large as that a message does not tell where they lead to
+DEEP = (
+    300  # nodes; messages do not announce where graphs of this size lead to, so the pass has to discover it
+)
 
 # -- gates ---------------------------------------------------------------------------------------
 
@@ -39,12 +40,12 @@ _armed: dict[str, Callable[[], None]] = {}
 _at_gate = threading.Event()
 
 
-def _tell() -> None:
+def _signal_gate() -> None:
     _at_gate.set()
 
 
-def _pass(gate: str) -> None:
-    """Pass a gate; what it is armed with happens once."""
+def _pass_gate(gate: str) -> None:
+    """Pass a gate; its fault, if armed, happens once."""
     action = _armed.pop(gate, None)
     if action is not None:
         action()
@@ -60,40 +61,40 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        _pass(ctx.gate)
+        _pass_gate(ctx.gate)
         return gradient, None
 
 
 def _arm(phase: str, fault: str, context: int, origin: str, pid: int) -> None:
-    def over() -> bool:
+    def is_discarded() -> bool:
         found = contexts().live.get(context)
         return found is None or not found.passes
 
-    def happen() -> None:
+    def fault_happens() -> None:
         if fault in ("killed", "stopped"):
             os.kill(os.getpid(), signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
-            threading.Event().wait()  # this thread may be the last to be stopped
+            threading.Event().wait()  # this thread may be stopped last
         elif fault == "origin killed":
             os.kill(pid, signal.SIGKILL)
-            until(over)  # what is left of this worker's part comes when it knows of that
+            until(is_discarded)  # wait until this worker has discarded its part of the pass
         else:
-            rpc.rpc_sync(origin, _tell)
-            until(over)
+            rpc.rpc_sync(origin, _signal_gate)
+            until(is_discarded)
 
-    _armed[phase] = happen
+    _armed[phase] = fault_happens
     if phase == "discovery":
         part = participant()
         handle = part.handle
 
         def guarded(sender: WorkerKey, message: Any) -> Any:
             if isinstance(message, Discover):
-                _pass("discovery")
+                _pass_gate("discovery")
             return handle(sender, message)
 
         part.handle = guarded  # type: ignore[method-assign]
 
 
-# -- what workers do -----------------------------------------------------------------------------
+# -- functions that run on workers -----------------------------------------------------------------------------
 
 _weights: list[torch.nn.Parameter] = []
 
@@ -101,7 +102,7 @@ _weights: list[torch.nn.Parameter] = []
 def _weight() -> torch.nn.Parameter:
     if not _weights:
         made = torch.nn.Parameter(torch.full((3,), 1.5, dtype=torch.float64))
-        made.register_post_accumulate_grad_hook(lambda _: _pass("finishing"))
+        made.register_post_accumulate_grad_hook(lambda _: _pass_gate("finishing"))
         _weights.append(made)
     return _weights[0]
 
@@ -121,8 +122,8 @@ def _gradient(context: int) -> Tensor | None:
     return dist_autograd.get_gradients(context).get(_weight())
 
 
-def _left() -> tuple[int, int, int]:
-    """What this worker has of contexts, passes, and slots that are borrowed."""
+def _counts() -> tuple[int, int, int]:
+    """Return the numbers of contexts, passes and borrowed leaves of this worker."""
     passes = sum(len(context.passes) for context in contexts().all())
     return len(contexts().live), passes, len(graph._taken)
 
@@ -132,7 +133,7 @@ def _forward(x: Tensor, at_gate: str, bystander: str, phase: str) -> Tensor:
     y = rpc.rpc_sync(at_gate, _gated, (x, "later gradient", deep))
     y = rpc.rpc_sync(bystander, _scale, (y,))
     y = rpc.rpc_sync(at_gate, _gated, (y, "first gradient", deep))
-    # The bystander has something to do before the gate, too.
+    # The bystander also gets a gradient before the gate.
     return y.sum() + rpc.rpc_sync(bystander, _scale, (x,)).sum()
 
 
@@ -140,8 +141,8 @@ def _leaf() -> Tensor:
     return torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
 
 
-def _works(me: str, other: str) -> None:
-    """A pass in a new context, between those that are left: there is nothing wrong with it."""
+def _passes_work(me: str, other: str) -> None:
+    """Run a pass in a new context between the remaining workers; its gradients must be right."""
     x, w = _leaf(), _weight().detach().clone().requires_grad_()
     with dist_autograd.context() as context:
         y = rpc.rpc_sync(other, _scale, (rpc.rpc_sync(other, _scale, (x,)) * x,))
@@ -151,7 +152,7 @@ def _works(me: str, other: str) -> None:
     for got, g in zip(found, want, strict=True):
         torch.testing.assert_close(got, g)
     for worker in (me, other):
-        until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
+        until(lambda worker=worker: rpc.rpc_sync(worker, _counts) == (0, 0, 0))
 
 
 @contextmanager
@@ -166,39 +167,39 @@ def _in_phase(phase: str) -> Iterator[None]:
 # -- a worker is killed, or stopped --------------------------------------------------------------
 
 
-def _participant_goes(rank: int, workers: int, fault: str) -> None:
+def _participants_die(rank: int, workers: int, fault: str) -> None:
     if rank:
         return
     bystander = "worker1"
     pids = {f"worker{n}": rpc.rpc_sync(f"worker{n}", os.getpid) for n in range(2, workers)}
     try:
-        for phase, goes in zip(PHASES, pids, strict=True):
+        for phase, mortal in zip(PHASES, pids, strict=True):
             with _in_phase(phase):
-                _goes_in(phase, fault, goes, bystander)
-                _works("worker0", bystander)
+                _dies_in(phase, fault, mortal, bystander)
+                _passes_work("worker0", bystander)
     finally:
         if fault == "stopped":
             for pid in pids.values():
                 os.kill(pid, signal.SIGKILL)
 
 
-def _goes_in(phase: str, fault: str, goes: str, bystander: str) -> None:
+def _dies_in(phase: str, fault: str, mortal: str, bystander: str) -> None:
     x = _leaf()
     with dist_autograd.context() as context:
-        for worker in (goes, bystander):
+        for worker in (mortal, bystander):
             dist_autograd.backward(context, [rpc.rpc_sync(worker, _scale, (x,)).sum()])
         mine = dist_autograd.get_gradients(context)[x].clone()
         theirs = rpc.rpc_sync(bystander, _gradient, (context,))
-        loss = _forward(x, goes, bystander, phase)
-        rpc.rpc_sync(goes, _arm, (phase, fault, context, "worker0", 0))
-        with pytest.raises(PeerDiedError, match=goes):
+        loss = _forward(x, mortal, bystander, phase)
+        rpc.rpc_sync(mortal, _arm, (phase, fault, context, "worker0", 0))
+        with pytest.raises(PeerDiedError, match=mortal):
             dist_autograd.backward(context, [loss], retain_graph=True)
-        # It counts nowhere, and nobody waits for it.
+        # The failed pass changed no gradients, and no worker waits for it.
         assert torch.equal(dist_autograd.get_gradients(context)[x], mine)
         assert torch.equal(rpc.rpc_sync(bystander, _gradient, (context,)), theirs)
         for worker in ("worker0", bystander):
-            until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (1, 0, 0))
-        with pytest.raises(PeerDiedError, match=goes):  # another pass that needs it
+            until(lambda worker=worker: rpc.rpc_sync(worker, _counts) == (1, 0, 0))
+        with pytest.raises(PeerDiedError, match=mortal):  # another pass that needs the worker
             dist_autograd.backward(context, [loss])
     assert x.grad is None
 
@@ -206,15 +207,15 @@ def _goes_in(phase: str, fault: str, goes: str, bystander: str) -> None:
 @pytest.mark.slow
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
-def test_a_worker_that_goes_in_a_pass(fault: str) -> None:
-    _group(_participant_goes, fault, options={"heartbeat": 0.2})
+def test_a_worker_killed_or_stopped_in_any_phase_fails_the_pass_and_changes_no_gradients(fault: str) -> None:
+    _group(_participants_die, fault, options={"heartbeat": 0.2})
 
 
 def _group(fn: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Run a group of two workers that stay, and one for each phase that goes."""
-    goes = range(2, 2 + len(PHASES))
-    ended = rpc_group(fn, goes.stop, *args, may_die=goes, timeout=100, **options)
-    assert ended[2:] == [Died(-signal.SIGKILL)] * len(goes)
+    """Run a group of two workers that survive, and for each phase one worker that dies."""
+    mortal = range(2, 2 + len(PHASES))
+    ended = rpc_group(fn, mortal.stop, *args, may_die=mortal, timeout=100, **options)
+    assert ended[2:] == [Died(-signal.SIGKILL)] * len(mortal)
 
 
 # -- the origin is killed ------------------------------------------------------------------------
@@ -235,7 +236,7 @@ def _begin_and_die_in_it(phase: str) -> None:
     dist_autograd.backward(context, [loss])
 
 
-def _origin_goes(rank: int, workers: int) -> None:
+def _origins_die(rank: int, workers: int) -> None:
     if rank:
         return
     for phase, origin in zip(PHASES, range(2, workers), strict=True):
@@ -243,15 +244,15 @@ def _origin_goes(rank: int, workers: int) -> None:
             with pytest.raises(PeerDiedError, match=f"worker{origin}"):
                 rpc.rpc_sync(f"worker{origin}", _begin_and_die, (phase,))
             for worker in ("worker0", "worker1"):
-                until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
+                until(lambda worker=worker: rpc.rpc_sync(worker, _counts) == (0, 0, 0))
                 assert rpc.rpc_sync(worker, _grad_of_weight) is None
             assert not _armed
-            _works("worker0", "worker1")
-            _works("worker0", "worker0")
+            _passes_work("worker0", "worker1")
+            _passes_work("worker0", "worker0")
 
 
-def _origin_of_the_pass_goes(rank: int, workers: int) -> None:
-    """As above, but the context is that of another worker, and outlives the pass."""
+def _origins_of_passes_die(rank: int, workers: int) -> None:
+    """As above, but another worker has created the context, which outlives the pass."""
     if rank:
         return
     for phase, origin in zip(PHASES, range(2, workers), strict=True):
@@ -259,10 +260,10 @@ def _origin_of_the_pass_goes(rank: int, workers: int) -> None:
             with pytest.raises(PeerDiedError, match=f"worker{origin}"):
                 rpc.rpc_sync(f"worker{origin}", _begin_and_die_in_it, (phase,))
             for worker in ("worker0", "worker1"):
-                until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (1, 0, 0))
+                until(lambda worker=worker: rpc.rpc_sync(worker, _counts) == (1, 0, 0))
                 assert rpc.rpc_sync(worker, _gradient, (context,)) is None
             assert not _armed
-        _works("worker0", "worker1")
+        _passes_work("worker0", "worker1")
 
 
 def _grad_of_weight() -> Tensor | None:
@@ -270,30 +271,30 @@ def _grad_of_weight() -> Tensor | None:
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("goes", rest_is_slow([_origin_goes, _origin_of_the_pass_goes]))
-def test_an_origin_that_is_killed_in_a_pass(goes: Callable[..., None]) -> None:
-    _group(goes)
+@pytest.mark.parametrize("scenario", rest_is_slow([_origins_die, _origins_of_passes_die]))
+def test_workers_discard_the_pass_of_an_origin_killed_in_any_phase(scenario: Callable[..., None]) -> None:
+    _group(scenario)
 
 
 # -- the context is left -------------------------------------------------------------------------
 
 
-def _is_left(rank: int, _: int) -> None:
+def _contexts_are_left(rank: int, _: int) -> None:
     if rank:
         return
     for phase in PHASES:
         with _in_phase(phase):
-            _leave_in(
+            _leave_context_in(
                 phase,
             )
             for worker in ("worker0", "worker1", "worker2"):
-                until(lambda worker=worker: rpc.rpc_sync(worker, _left) == (0, 0, 0))
+                until(lambda worker=worker: rpc.rpc_sync(worker, _counts) == (0, 0, 0))
                 assert rpc.rpc_sync(worker, _grad_of_weight) is None
-            _works("worker0", "worker1")
-            _works("worker0", "worker2")
+            _passes_work("worker0", "worker1")
+            _passes_work("worker0", "worker2")
 
 
-def _leave_in(phase: str) -> None:
+def _leave_context_in(phase: str) -> None:
     x = _leaf()
     errors: list[BaseException] = []
     _at_gate.clear()
@@ -314,8 +315,8 @@ def _leave_in(phase: str) -> None:
     assert len(errors) == 1
     assert isinstance(errors[0], RpcError)
     assert "released" in str(errors[0])
-    until(lambda: x.grad is None)  # another thread may just be finishing the leaf, with its slot borrowed
+    until(lambda: x.grad is None)  # another thread may be finishing the leaf, and has borrowed its grad
 
 
-def test_a_context_that_is_left_in_a_pass() -> None:
-    rpc_group(_is_left, 3)
+def test_leaving_the_context_in_any_phase_ends_its_pass_with_an_error() -> None:
+    rpc_group(_contexts_are_left, 3)

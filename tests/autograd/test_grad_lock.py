@@ -1,4 +1,4 @@
-"""The ``.grad`` of leaves, borrowed."""
+"""``Borrowed``: exclusive use of the ``.grad`` of leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def leaf() -> torch.Tensor:
     return torch.ones(2, requires_grad=True)
 
 
-def test_the_slot_is_empty_and_then_as_it_was() -> None:
+def test_borrowed_leaves_have_no_grad_and_get_it_back() -> None:
     a, b = leaf(), leaf()
     kept = a.grad = torch.full((2,), 7.0)
     with Borrowed([a, b]):
@@ -30,7 +30,7 @@ def test_the_slot_is_empty_and_then_as_it_was() -> None:
     assert b.grad is None
 
 
-def test_a_second_user_waits() -> None:
+def test_a_second_borrower_of_a_leaf_waits_or_times_out() -> None:
     a, b, c = leaf(), leaf(), leaf()
     taken, release, order = threading.Event(), threading.Event(), []
 
@@ -49,7 +49,7 @@ def test_a_second_user_waits() -> None:
     taken.wait()
     threads.append(threading.Thread(target=second))
     threads[1].start()
-    with Borrowed([c]):  # nobody has taken a part of what they wait for
+    with Borrowed([c]):  # a waiting borrower does not hold any of its leaves yet
         order.append("other")
     with pytest.raises(RpcTimeoutError, match="did not end in time"), Borrowed([b], time.monotonic()):
         pass
@@ -59,7 +59,7 @@ def test_a_second_user_waits() -> None:
     assert order == ["other", "first", "second"]
 
 
-def test_opposite_orders_do_not_lock_each_other_out() -> None:
+def test_borrowing_in_opposite_orders_does_not_deadlock() -> None:
     leaves = [leaf() for _ in range(6)]
     start = threading.Barrier(4)
     counts = dict.fromkeys(range(6), 0)
@@ -70,7 +70,7 @@ def test_opposite_orders_do_not_lock_each_other_out() -> None:
             mine = [(seed + k * (n % 5 + 1)) % 6 for k in range(3)]
             with Borrowed([leaves[k] for k in dict.fromkeys(mine)]):
                 for k in set(mine):
-                    counts[k] += 1  # nobody else does so at this moment
+                    counts[k] += 1  # unprotected: exclusive use of the leaf protects the count
 
     in_threads(use, [(seed,) for seed in range(4)])
     assert sum(counts.values()) == sum(

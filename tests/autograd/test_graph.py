@@ -1,4 +1,4 @@
-"""Walks, captures and the finishing of leaves, against what a local backward pass does."""
+"""Walks of graphs, captures of gradients and the finishing of leaves, compared with local backward passes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _capture(
     receipts: dict[Node, Receipt] | None = None,
     **options: bool,
 ) -> tuple[list[graph.Tensors], dict[Tensor, Tensor | None]]:
-    """Walk and capture, as a stratum does."""
+    """Walk a graph and capture gradients, like a stratum."""
     edges, receipts = _edges(*outputs), receipts or {}
     reach = graph.reach(edges, receipts)
     of_receipts, of_leaves = graph.capture(
@@ -65,7 +65,7 @@ def _finish(gradients: dict[Tensor, Tensor], **options: Any) -> dict[Tensor, Ten
     return found
 
 
-def test_a_walk_finds_the_received_tensor_after_it_was_changed_in_place() -> None:
+def test_reach_finds_a_received_tensor_after_an_in_place_change() -> None:
     (x, y), receipts = _received(2)
     x.mul_(2)
     y[0].tanh_()
@@ -76,7 +76,7 @@ def test_a_walk_finds_the_received_tensor_after_it_was_changed_in_place() -> Non
     assert found[0][1][0] < found[0][1][1] == 1
 
 
-def test_a_walk_is_as_deep_as_the_graph() -> None:
+def test_reach_walks_a_graph_of_20_000_nodes() -> None:
     a = _leaf(1)
     x = a
     for _ in range(20_000):
@@ -87,7 +87,7 @@ def test_a_walk_is_as_deep_as_the_graph() -> None:
 # -- captures --------------------------------------------------------------------------------------------------------
 
 
-def test_hooks_of_leaves_are_silent_in_captures_only() -> None:
+def test_leaf_hooks_do_not_run_in_captures_but_in_all_other_passes() -> None:
     a = _leaf(3)
     seen: list[str] = []
     a.register_hook(lambda g: seen.append("before"))
@@ -101,7 +101,7 @@ def test_hooks_of_leaves_are_silent_in_captures_only() -> None:
     _, leaves = _capture([middle])
     assert seen == ["before", "interior"]
     assert torch.equal(leaves[a], torch.full((3,), 3.0, dtype=torch.float64))  # type: ignore[arg-type]
-    # What others do meanwhile is not disturbed, and handles still work.
+    # Other passes still run the hooks, and their handles still work.
     seen.clear()
     (a * 2).sum().backward()
     assert seen == ["before", "doubles"]
@@ -136,7 +136,7 @@ def _kept_hook(gradient: Tensor) -> Tensor:
     return gradient * 5
 
 
-def test_a_hook_that_was_silenced_is_copied_and_pickled_as_itself() -> None:
+def test_a_silenced_hook_is_copied_and_pickled_as_the_original() -> None:
     a = _leaf(3)
     a.register_hook(_kept_hook)
     _capture([a * 2])
@@ -152,11 +152,11 @@ def test_a_hook_that_was_silenced_is_copied_and_pickled_as_itself() -> None:
 # -- finishing -------------------------------------------------------------------------------------------------------
 
 
-def _all_hooks(leaf: Tensor, seen: list[str]) -> list[Any]:
-    """Register one hook of each kind that says what it sees; returns what must be kept."""
+def _register_all_hooks(leaf: Tensor, seen: list[str]) -> list[Any]:
+    """Register one hook of each kind, which records its gradient; return objects that must be kept alive."""
     node = get_gradient_edge(leaf).node
 
-    def see(kind: str, answer: Any = None) -> Callable[..., Any]:
+    def recorder(kind: str, answer: Any = None) -> Callable[..., Any]:
         def hook(*given: Any) -> Any:
             value = given[-1]
             while isinstance(value, tuple) and value:
@@ -170,18 +170,18 @@ def _all_hooks(leaf: Tensor, seen: list[str]) -> list[Any]:
 
         return hook
 
-    leaf.register_hook(see("tensor", lambda g: g.clamp(max=2)))
-    node.register_prehook(see("node before"))
-    node.register_hook(see("node after"))
-    leaf.register_post_accumulate_grad_hook(see("accumulated"))
+    leaf.register_hook(recorder("tensor", lambda g: g.clamp(max=2)))
+    node.register_prehook(recorder("node before"))
+    node.register_hook(recorder("node after"))
+    leaf.register_post_accumulate_grad_hook(recorder("accumulated"))
     return [node]
 
 
 def test_hooks_of_every_kind_run_once_on_the_sum_as_in_a_local_pass() -> None:
     local, ours = _leaf(3), _leaf(3)
-    said_local: list[str] = []
-    said_ours: list[str] = []
-    kept = _all_hooks(local, said_local) + _all_hooks(ours, said_ours)
+    calls_local: list[str] = []
+    calls_ours: list[str] = []
+    kept = _register_all_hooks(local, calls_local) + _register_all_hooks(ours, calls_ours)
     (local * 1 + local * 3).sum().backward()
 
     total: Tensor | None = None
@@ -189,18 +189,18 @@ def test_hooks_of_every_kind_run_once_on_the_sum_as_in_a_local_pass() -> None:
         captured = _capture([part])[1][ours]
         assert captured is not None
         total = captured if total is None else graph.add(total, captured)
-    assert said_ours == []
+    assert calls_ours == []
     assert total is not None
     found = _finish({ours: total})
-    assert said_ours == said_local
-    assert "tensor 4" in said_ours
-    assert len(said_ours) == 4
+    assert calls_ours == calls_local
+    assert "tensor 4" in calls_ours
+    assert len(calls_ours) == 4
     assert torch.equal(found[ours], local.grad)  # type: ignore[arg-type]
     assert ours.grad is None
     assert kept
 
 
-def test_grad_is_as_it_was_and_a_hook_may_take_the_gradient_away() -> None:
+def test_finish_restores_grad_and_a_hook_may_remove_the_gradient() -> None:
     a, b, c = _leaf(3), _leaf(3), _leaf(3)
     a.grad = before = torch.full((3,), 9.0, dtype=torch.float64)
     seen: list[Tensor] = []
@@ -220,7 +220,7 @@ def test_grad_is_as_it_was_and_a_hook_may_take_the_gradient_away() -> None:
     assert torch.equal(seen[0], one * 2)
 
 
-def test_an_error_of_a_hook_leaves_grad_alone() -> None:
+def test_an_error_in_a_hook_restores_grad() -> None:
     a, b = _leaf(3), _leaf(3)
     a.grad = before = torch.zeros(3, dtype=torch.float64)
 
@@ -235,19 +235,19 @@ def test_an_error_of_a_hook_leaves_grad_alone() -> None:
     assert not graph_module._taken
 
 
-def test_gradients_that_others_know_are_copied() -> None:
+def test_finish_copies_gradients_that_are_referenced_elsewhere() -> None:
     a = _leaf(3)
     mine = torch.ones(3, dtype=torch.float64)
     found = dict(graph.finish([a], [mine]))
     assert found[a].data_ptr() != mine.data_ptr()
-    # Alone in its memory, however large that is.
+    # The result is a tensor with its own memory.
     found = dict(graph.finish([a], [torch.ones(5, dtype=torch.float64)[1:4]]))
     assert found[a].is_contiguous()
     found = dict(graph.finish([a], [mine.view(3)]))
     assert found[a].data_ptr() != mine.data_ptr()
 
 
-def test_leaves_that_changed_meanwhile() -> None:
+def test_finish_skips_frozen_leaves_and_rejects_tensors_that_are_no_leaves() -> None:
     frozen, a, moved = _leaf(3), _leaf(3), _leaf(3)
     frozen.requires_grad_(False)
     found = _finish({frozen: torch.ones(3, dtype=torch.float64), a: torch.ones(3, dtype=torch.float64)})
@@ -260,7 +260,7 @@ def test_leaves_that_changed_meanwhile() -> None:
         graph.finish([view], [torch.ones(3)])
 
 
-def test_finishing_does_not_depend_on_the_mode_of_the_caller() -> None:
+def test_finish_works_under_no_grad_and_inference_mode() -> None:
     for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
         a = _leaf(3)
         gradient = torch.ones(3, dtype=torch.float64)
@@ -269,14 +269,14 @@ def test_finishing_does_not_depend_on_the_mode_of_the_caller() -> None:
         assert torch.equal(found[a], gradient)
 
 
-def test_finishing_waits_for_who_uses_grad_only_so_long() -> None:
+def test_finish_times_out_while_grad_is_borrowed() -> None:
     a = _leaf(3)
     with graph_module.Borrowed([a]), pytest.raises(RpcTimeoutError):
         graph.finish([a], [torch.ones(3)], deadline=0.0)
     assert not graph_module._taken
 
 
-def test_finishing_with_a_history_runs_tensor_hooks() -> None:
+def test_finish_with_create_graph_runs_tensor_hooks() -> None:
     a = _leaf(3)
     a.register_hook(lambda g: g * 2)
     captured = _capture([a**2], create_graph=True)[1]
@@ -308,7 +308,7 @@ def test_the_reducer_of_ddp_runs_once_on_the_whole_gradient() -> None:
         reduced.set_result(bucket.buffer() / 2)
         return reduced
 
-    # torch looks at the annotations themselves, which here are strings.
+    # torch inspects the annotations, which are strings in this module.
     reduce.__annotations__ = {"bucket": distributed.GradBucket, "return": torch.futures.Future[Tensor]}
     try:
         model = torch.nn.parallel.DistributedDataParallel(_Line())
@@ -337,7 +337,7 @@ def _sparse(*indices: int) -> Tensor:
 # -- into .grad ------------------------------------------------------------------------------------------------------
 
 
-def test_accumulating_is_in_place_where_torch_does_it_in_place() -> None:
+def test_accumulate_works_in_place_where_torch_does() -> None:
     a, b, c = _leaf(3), _leaf(3), _leaf(3)
     a.grad = kept = torch.ones(3, dtype=torch.float64)
     c.grad = _sparse(1)
@@ -351,7 +351,7 @@ def test_accumulating_is_in_place_where_torch_does_it_in_place() -> None:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_sums_of_sparse_and_dense(in_place: bool) -> None:
+def test_sparse_and_dense_gradients_can_be_added(in_place: bool) -> None:
     dense = torch.ones(3, dtype=torch.float64)
     sparse = _sparse(1, 1)
     add = graph.add_to if in_place else graph.add
@@ -363,7 +363,7 @@ def test_sums_of_sparse_and_dense(in_place: bool) -> None:
     assert torch.equal(sparse.to_dense(), torch.tensor([0.0, 2.0, 0.0], dtype=torch.float64))
 
 
-# -- the whole at once --------------------------------------------------------------------------------------------
+# -- capture and finish in one run --------------------------------------------------------------------------------------------
 
 
 def _run(
@@ -372,7 +372,7 @@ def _run(
     receipts: dict[Node, Receipt] | None = None,
     **options: Any,
 ) -> tuple[list[graph.Tensors], dict[Tensor, Tensor]]:
-    """Walk and run, as a stratum does whose leaves no other reaches."""
+    """Walk and run a graph, like a stratum whose leaves no other stratum reaches."""
     edges, receipts = _edges(*outputs), receipts or {}
     reach = graph.reach(edges, receipts)
     found, results = graph.run(
@@ -385,7 +385,7 @@ def _run(
     return found, dict(results)
 
 
-def test_a_run_that_fails_leaves_everything_as_it_was() -> None:
+def test_a_failed_run_restores_grad_and_releases_the_leaves() -> None:
     (x,), receipts = _received(1, 3)
     a = _leaf(3)
     before = a.grad = torch.ones_like(a)
@@ -411,7 +411,7 @@ def test_a_run_that_fails_leaves_everything_as_it_was() -> None:
         lambda a, b: torch.cat([a, b]),
     ],
 )
-def test_what_a_run_leaves_never_shares_memory(both: Callable[..., Tensor]) -> None:
+def test_gradients_of_a_run_never_share_memory(both: Callable[..., Tensor]) -> None:
     a, b = _leaf(4), _leaf(4)
     _, results = _run([both(a, b)])
     results[a].mul_(2)

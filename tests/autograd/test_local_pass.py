@@ -1,4 +1,4 @@
-"""Passes of small groups in the simulator: what is sent, what errors say, and what becomes of them."""
+"""Passes of small groups in the simulator: messages sent, errors, expiry of contexts, and hooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.autograd.simulator import Network, Worker, run
 
 
 class Group:
-    """Some workers in one context of worker 0."""
+    """Simulated workers in one context of worker 0."""
 
     def __init__(self, workers: int = 3, seed: int = 0) -> None:
         self.network = Network(seed, workers)
@@ -40,22 +40,22 @@ class Group:
     def worker(self, rank: int) -> Worker:
         return self.network.worker(rank)
 
-    def known(self, rank: int) -> Context:
+    def context_of(self, rank: int) -> Context:
         found = self.worker(rank).contexts.live.get(self.context)
         assert found is not None
         return found
 
     def forget(self) -> None:
-        """Have passes ask where messages lead to."""
+        """Make passes discover where messages lead to."""
         self.network.forget()
 
     def send(self, source: int, to: int, *tensors: Tensor) -> Any:
-        """Send tensors in one message; returns what arrives."""
+        """Send tensors in one message; return the tensors that arrive."""
         tag = self.worker(source).recorder.sent(tensors, self.worker(to).peer, context=self.context)
         return self.open(source, to, tensors, tag)
 
     def keep(self, source: int, *tensors: Tensor) -> Callable[[int], Any]:
-        """Keep tensors in one message; returns what opens it on a worker."""
+        """Keep tensors in one message; return a function that opens it on a worker."""
         tag = self.worker(source).recorder.sent(tensors, None, context=self.context)
         return lambda to: self.open(source, to, tensors, tag)
 
@@ -75,7 +75,7 @@ class Group:
         future.value()
 
     def gradients(self, rank: int) -> dict[Tensor, Tensor]:
-        return dict(self.known(rank).gradients.values())
+        return dict(self.context_of(rank).gradients.values())
 
 
 def _leaf(*shape: int) -> Tensor:
@@ -83,7 +83,7 @@ def _leaf(*shape: int) -> Tensor:
 
 
 class Fails(torch.autograd.Function):
-    """Fails in its backward pass while there is an error to fail with."""
+    """Raises ``error`` in its backward pass, if it is set."""
 
     error: BaseException | None = None
 
@@ -107,7 +107,7 @@ def _failing(error: BaseException) -> Iterator[None]:
         Fails.error = None
 
 
-# -- what is sent ----------------------------------------------------------------------------------------------------
+# -- messages ----------------------------------------------------------------------------------------------------
 
 
 def test_a_pass_of_one_worker_sends_nothing() -> None:
@@ -119,11 +119,11 @@ def test_a_pass_of_one_worker_sends_nothing() -> None:
     assert not group.network.mails
     torch.testing.assert_close(group.gradients(0)[b], (a * a).detach())
     torch.testing.assert_close(group.gradients(0)[a], (2 * a * b).detach())
-    assert not group.known(0).passes
+    assert not group.context_of(0).passes
 
 
 @pytest.mark.parametrize("forget", [False, True])
-def test_a_chain_costs_one_gradient_for_each_hop_and_where_it_was_not_told_one_question(forget: bool) -> None:
+def test_a_chain_sends_one_gradient_per_hop_and_one_discover_message_per_unknown_hop(forget: bool) -> None:
     group = Group(5)
     a = _leaf()
     x = a * 1
@@ -134,32 +134,32 @@ def test_a_chain_costs_one_gradient_for_each_hop_and_where_it_was_not_told_one_q
         group.forget()
     group.backward(x.sum())
     counts = group.network.counts
-    # The last hop leads to worker 0, which asks itself; the first gradient goes out with the order to run.
+    # The last hop leads to worker 0, which needs no message to itself. Run messages carry the first gradients.
     assert counts["Discover"] == (4 if forget else 0)
     assert counts["Run"] == counts["Gradient"] == counts["Verdict"] == 4
     assert counts["Answer"] == (8 if forget else 4)
     torch.testing.assert_close(group.gradients(0)[a], torch.full((3,), 16.0, dtype=torch.float64))
 
 
-def test_what_the_roots_do_not_depend_on_is_not_touched() -> None:
+def test_tensors_that_the_roots_do_not_depend_on_get_no_gradient() -> None:
     group = Group()
     a, b = _leaf(), _leaf()
-    group.send(1, 0, group.send(0, 1, a) * b)  # nobody uses the result
+    group.send(1, 0, group.send(0, 1, a) * b)  # unused result
     unused = group.send(0, 2, a)
     x, y = group.send(1, 0, group.send(0, 1, a) * 3, b * 2)
     group.backward(x.sum())
     assert unused.requires_grad
     assert y.requires_grad
     torch.testing.assert_close(group.gradients(0)[a], torch.full((3,), 3.0, dtype=torch.float64))
-    assert group.gradients(1) == {}  # no gradient, not zeros: local autograd has none, either
-    assert not group.known(2).gradients
+    assert group.gradients(1) == {}  # no gradient instead of zeros, like local autograd
+    assert not group.context_of(2).gradients
 
 
-# -- graphs that are given up ----------------------------------------------------------------------------------------
+# -- freeing of graphs ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_a_graph_is_given_up_as_soon_as_no_later_stratum_needs_it(shares: bool) -> None:
+def test_a_graph_is_freed_as_soon_as_no_later_stratum_needs_it(shares: bool) -> None:
     group = Group(2)
     a, b = _leaf(), _leaf()
     first, later = torch.tanh(a), torch.tanh(b)
@@ -167,14 +167,16 @@ def test_a_graph_is_given_up_as_soon_as_no_later_stratum_needs_it(shares: bool) 
     x = group.send(1, 0, group.send(0, 1, x * later * (first if shares else 1)) * 2)
     gone: list[bool] = []
 
-    def look(_: Tensor) -> None:  # the last stratum comes through here, and where it is shared the one before
+    def is_freed(
+        _: Tensor,
+    ) -> None:  # called by the last stratum, and by the stratum before if the node is shared
         try:
             torch.autograd.grad(later, b, torch.ones_like(later), retain_graph=True)
             gone.append(False)
         except RuntimeError:
             gone.append(True)
 
-    first.register_hook(look)
+    first.register_hook(is_freed)
     group.backward(x.sum())
     assert gone == ([False, False] if shares else [True])
 
@@ -183,7 +185,7 @@ def test_a_graph_is_given_up_as_soon_as_no_later_stratum_needs_it(shares: bool) 
 
 
 class Stubborn(Exception):
-    """Has a message of its own, and takes no other."""
+    """An exception whose text cannot be changed."""
 
     def __str__(self) -> str:
         return "as ever"
@@ -199,7 +201,7 @@ class Stubborn(Exception):
         (RuntimeError(), "^\nError on Node 1: "),
     ],
 )
-def test_errors_keep_their_type(error: Exception, text: str) -> None:
+def test_errors_of_other_workers_keep_their_type_and_name_the_worker(error: Exception, text: str) -> None:
     group = Group(2)
     loss = group.send(1, 0, Fails.apply(group.send(0, 1, _leaf()))).sum()
     with _failing(error), pytest.raises(type(error), match=text) as caught:
@@ -207,7 +209,7 @@ def test_errors_keep_their_type(error: Exception, text: str) -> None:
     assert "worker1" in caught.value.__notes__[-1]
 
 
-def test_an_error_of_a_hook_of_a_leaf_is_one_of_the_pass() -> None:
+def test_an_error_in_a_leaf_hook_fails_the_pass_and_a_retry_succeeds() -> None:
     group = Group(2)
     a, b = _leaf(), _leaf()
     fail = [True]
@@ -227,7 +229,7 @@ def test_an_error_of_a_hook_of_a_leaf_is_one_of_the_pass() -> None:
     assert group.gradients(1).keys() == {b}
 
 
-def test_a_gradient_that_cannot_be_sent_on_is_an_error_of_the_pass() -> None:
+def test_a_gradient_that_cannot_be_sent_fails_the_pass() -> None:
     group = Group(3)
     loss = group.send(2, 0, group.send(1, 2, group.send(0, 1, _leaf()) * 2) * 2).sum()
     sender = group.worker(2)
@@ -238,10 +240,10 @@ def test_a_gradient_that_cannot_be_sent_on_is_an_error_of_the_pass() -> None:
     sender.post = post  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="Error on Node 2: cannot be sent"):
         group.backward(loss)
-    assert not any(group.known(rank).passes for rank in range(3))
+    assert not any(group.context_of(rank).passes for rank in range(3))
 
 
-def test_a_message_that_nobody_sent() -> None:
+def test_messages_about_unknown_sends_or_contexts_raise_an_error() -> None:
     group = Group(2)
     part = group.worker(1).participant
     with pytest.raises(RpcError, match="Could not find send function: message 7 was not sent from here"):
@@ -253,13 +255,13 @@ def test_a_message_that_nobody_sent() -> None:
         part.handle(group.worker(0).me, Discover(8, [7]))
 
 
-# -- early, late, twice ----------------------------------------------------------------------------------------------
+# -- malformed messages ----------------------------------------------------------------------------------------------
 
 
-def test_a_gradient_of_the_wrong_size() -> None:
+def test_a_message_with_a_wrong_number_of_gradients_raises_an_error() -> None:
     group = Group(2)
     x = group.send(1, 0, group.send(0, 1, _leaf()) * 2)
-    (message,) = group.known(1).sends
+    (message,) = group.context_of(1).sends
     origin = group.worker(0).me
     run = Run(
         group.context,
@@ -279,7 +281,7 @@ def test_a_gradient_of_the_wrong_size() -> None:
 # -- ends ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_stays_silent_is_named() -> None:
+def test_the_time_out_error_names_the_worker_that_did_not_answer() -> None:
     group = Group(3)
     y = group.send(1, 0, group.send(0, 1, _leaf()) * 2) + group.send(2, 0, group.send(0, 2, _leaf()) * 2)
     worker = group.worker(2)
@@ -289,11 +291,11 @@ def test_a_worker_that_stays_silent_is_named() -> None:
     ) as caught:
         group.backward(y.sum())
     assert caught.value.worker == "worker2"
-    assert not group.known(0).passes
-    assert not group.known(1).passes
+    assert not group.context_of(0).passes
+    assert not group.context_of(1).passes
 
 
-def test_contexts_of_a_worker_that_died_go_and_those_of_its_next_life_stay() -> None:
+def test_contexts_of_a_dead_worker_are_released_but_not_of_its_next_incarnation() -> None:
     me, old, new = WorkerKey(0, "me"), WorkerKey(1, "old"), WorkerKey(1, "new")
     contexts = Contexts(me)
     part = Participant(contexts, Group(1).worker(0))
@@ -306,10 +308,10 @@ def test_contexts_of_a_worker_that_died_go_and_those_of_its_next_life_stay() -> 
     assert [context.id for context in contexts.all()] == [of_new]
 
 
-def test_contexts_that_nobody_uses_expire_where_they_were_not_made() -> None:
+def test_unused_contexts_expire_except_at_their_origin() -> None:
     group = Group(2)
     for rank in range(2):
-        group.known(rank).touched -= 100
+        group.context_of(rank).touched -= 100
     for rank in range(2):
         group.worker(rank).participant.expire(1000)
     assert [len(group.worker(rank).contexts.live) for rank in range(2)] == [1, 1]
@@ -322,7 +324,7 @@ def test_contexts_that_nobody_uses_expire_where_they_were_not_made() -> None:
 # -- waiting for the verdict -----------------------------------------------------------------------------------------
 
 
-def test_gradients_wait_for_the_verdict_of_a_pass_that_is_done_here() -> None:
+def test_reading_gradients_waits_for_the_verdict_of_the_pass() -> None:
     group = Group(2)
     w = _leaf()
     loss = group.send(1, 0, group.send(0, 1, _leaf()) * w).sum()
@@ -340,14 +342,14 @@ def test_gradients_wait_for_the_verdict_of_a_pass_that_is_done_here() -> None:
     group.network.settle()
     thread.join()
     assert found[0].keys() == {id(w)}
-    assert found[0] is not group.known(1).gradients
-    assert found[0] == group.known(1).gradients
+    assert found[0] is not group.context_of(1).gradients
+    assert found[0] == group.context_of(1).gradients
 
 
 # -- user code in passes ---------------------------------------------------------------------------------------------
 
 
-def test_a_hook_may_run_a_pass_of_its_own_even_in_the_same_context() -> None:
+def test_a_hook_may_run_another_pass_in_the_same_context() -> None:
     group = Group(2)
     a, b = _leaf(), _leaf()
     inner = group.send(1, 0, group.send(0, 1, b) * 5).sum()
@@ -368,7 +370,7 @@ def test_a_hook_may_run_a_pass_of_its_own_even_in_the_same_context() -> None:
 
 
 @pytest.mark.parametrize("how", ["alone", "with more", "twice", "two", "two strata"])
-def test_hooks_of_a_leaf_that_is_sent_itself_run_once_on_the_whole_gradient(how: str) -> None:
+def test_hooks_of_a_leaf_that_was_sent_run_once_on_the_whole_gradient(how: str) -> None:
     group = Group(2)
     a, b = _leaf(), _leaf()
     seen: list[Tensor] = []

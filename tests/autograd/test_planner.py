@@ -1,4 +1,4 @@
-"""The plan of a pass, over graphs of messages that nobody has to send."""
+"""The plan of a pass: the order of messages in strata, for random graphs of messages."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ Answers = dict[Send, list[Sink]]
 
 @st.composite
 def answers(draw: st.DrawFn) -> Answers:
-    """Draw what discovery may find: messages in the order of the forward pass, each opened some times; later ones lead
-    to earlier ones; only those that can be reached from the roots."""
+    """Draw a possible result of discovery, restricted to messages that can be reached from the roots.
+
+    Messages are numbered in the order of the forward pass, each is opened several times, and later messages lead to earlier ones.
+    """
     count = draw(st.integers(0, 12))
     rng = random.Random(draw(st.integers(0, 1 << 32)))
     sends = [(rng.choice(WORKERS), number) for number in range(1, count + 1)]
     receipts: dict[WorkerKey, list[Sink]] = {worker: [] for worker in WORKERS}
     found: Answers = {}
     for number, (worker, message) in enumerate(sends):
-        # Everything that has been opened on the worker by now may be what this message was made of.
+        # A message may depend on any message that was opened before on the same worker.
         opened = receipts[worker]
         found[worker, message] = rng.sample(opened, rng.randint(0, len(opened)))
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
@@ -54,7 +56,7 @@ def _edges(given: Answers) -> set[tuple[Send, Send, Contribution]]:
 
 
 @given(answers())
-def test_all_messages_wait_for_all_their_gradients_in_some_stratum(given: Answers) -> None:
+def test_every_message_is_in_one_stratum_and_waits_for_all_its_gradients(given: Answers) -> None:
     plan = make_plan(A, given)
     places = [
         ((worker, message), contributions)
@@ -71,10 +73,10 @@ def test_all_messages_wait_for_all_their_gradients_in_some_stratum(given: Answer
 
 
 @given(answers())
-def test_strata_in_order_never_wait_for_ever(given: Answers) -> None:
-    """Play it: each worker works off its strata in order, and sends a receipt's gradient after its last."""
+def test_workers_that_run_their_strata_in_order_never_deadlock(given: Answers) -> None:
+    """Simulate it: each worker runs its strata in order, and sends the gradient of a receipt after its last stratum."""
     plan = make_plan(A, given)
-    come: set[tuple[Send, Contribution]] = {((A, ROOTS), Contribution(A, 0))}
+    received: set[tuple[Send, Contribution]] = {((A, ROOTS), Contribution(A, 0))}
     at = dict.fromkeys(plan, 0)
     moved = True
     while moved:
@@ -86,7 +88,7 @@ def test_strata_in_order_never_wait_for_ever(given: Answers) -> None:
                     for message, contributions in strata[at[worker]].messages.items()
                     for each in contributions
                 }
-                if not waits <= come:
+                if not waits <= received:
                     break
                 at[worker] += 1
                 moved = True
@@ -96,7 +98,7 @@ def test_strata_in_order_never_wait_for_ever(given: Answers) -> None:
                 done = {(worker, message) for message in strata[at[worker] - 1].messages}
                 for send, to, each in _edges(given):
                     if send in done and not any(s in later and e == each for s, _, e in _edges(given)):
-                        come.add((to, each))
+                        received.add((to, each))
     assert all(at[worker] == len(strata) for worker, strata in plan.items())
 
 
@@ -115,6 +117,6 @@ def test_strata_in_order_never_wait_for_ever(given: Answers) -> None:
         ),
     ],
 )
-def test_answers_that_contradict_each_other(given: Answers, text: str) -> None:
+def test_contradictory_answers_raise_an_error(given: Answers, text: str) -> None:
     with pytest.raises(RpcError, match=text):
         make_plan(A, given)

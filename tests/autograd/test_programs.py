@@ -1,8 +1,7 @@
-"""Random programs over real workers: what is recorded, told and posted on the way, against local autograd.
+"""Random programs between real workers: their gradients equal those of local autograd.
 
-Every worker of a group drives programs, several at a time, each in a context of its own; the workers of a program are those
-of the group, counted from the one that drives it. Values stay on the worker that has them. A tensor that goes to another
-worker goes in one of several ways of the public interface; which, the seed says.
+Every worker of a group drives several programs at a time, each in a separate context. Worker n of a program is the worker n
+places after the driving one. Values stay on their worker; the seed chooses the public function that sends a tensor.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ from tests.autograd.programs import (
 from tests.ranks import rpc_group
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
-THREADS = 2  # in which each worker drives programs at the same time
+THREADS = 2  # threads of each worker that drive programs
 TIMES = 85 if NIGHTLY else 1
 
 Gradients = dict[int, Tensor]
 
 
-# -- what a worker has of a program -------------------------------------------------------------------------------
+# -- the part of one worker -------------------------------------------------------------------------------
 
 
 class Part:
@@ -71,7 +70,7 @@ class Part:
         return f"worker{(self.first + worker) % self.workers}"
 
     def arrive(self, names: tuple[int, ...], tensors: list[Tensor]) -> None:
-        # What is sent keeps its strides; the steps that follow were made up for tensors that have none of their own.
+        # Sent tensors keep their strides, but the program was generated for contiguous tensors.
         for name, each in zip(names, tensors, strict=True):
             self.values[name] = each.contiguous()
 
@@ -121,7 +120,7 @@ def _gradients(program: str, context: int, in_grad: bool) -> Gradients:
     return {name: each.clone() for name, each in given.items() if each is not None}
 
 
-#: How tensors leave a worker that calls the one to which they go.
+#: Ways in which a worker sends tensors to another worker in a call.
 PUSH: tuple[Callable[..., Any], ...] = (
     lambda to, *args: rpc.rpc_sync(to, _put, args),
     lambda to, *args: rpc.rpc_async(to, _put, args).wait(),
@@ -130,18 +129,18 @@ PUSH: tuple[Callable[..., Any], ...] = (
         to, _put_reference, (program, names, actorrpc.put(tensors))
     ),
 )
-#: How they come to a worker that calls the one that has them.
+#: Ways in which a worker fetches tensors from another worker by a call.
 PULL: tuple[Callable[..., list[Tensor]], ...] = (
     lambda worker, *args: rpc.rpc_sync(worker, _get, args),
     lambda worker, *args: rpc.rpc_async(worker, _get, args).wait(),
     lambda worker, *args: rpc.rpc_sync(worker, _get_later, args),
     lambda worker, *args: rpc.remote(worker, _get, args).to_here(),
 )
-_BY_REFERENCE = 3  # of the latter; who has a value gets that itself, not a copy
+_BY_REFERENCE = 3  # in PULL; the owner of a value would get the value itself, not a copy
 
 
-def _do(program: str, step: Step, way: int) -> None:
-    """Do a step, on the worker that begins it."""
+def _run_step(program: str, step: Step, way: int) -> None:
+    """Run a step, on the worker that starts it."""
     part = _parts[program]
     if isinstance(step, (Compute, InPlace)):
         perform(step, part.values)
@@ -157,11 +156,11 @@ def _do(program: str, step: Step, way: int) -> None:
         part.arrive(step.outs, PULL[way - len(PUSH)](part.name(step.worker), program, step.values))
 
 
-# -- who drives it --------------------------------------------------------------------------------------------------
+# -- the driver --------------------------------------------------------------------------------------------------
 
 
 class Driver:
-    """Executes one program from its worker 0, which is this worker, in a context that is entered."""
+    """Executes one program from its worker 0, which is this worker, in the current context."""
 
     def __init__(self, id: str, program: Program, first: int, workers: int) -> None:
         self.id = id
@@ -188,7 +187,7 @@ class Driver:
                     worker = step.to
             elif isinstance(step, Open):
                 way = self.keepers[step.message]
-            self.at(worker, _do, step, way)
+            self.at(worker, _run_step, step, way)
         values = _parts[self.id].values
         return [make_root(names, values) for names in self.program.roots]
 
@@ -204,7 +203,7 @@ class Driver:
 
 
 def _run(seed: int, kind: str, rank: int, workers: int) -> Counter[str]:
-    """Run the program of a seed; return what it has done."""
+    """Run the program of a seed; return counts of its leaves and steps."""
     program = generate(seed, workers=2 + seed % (workers - 1))
     want = expected(program)
     driver = Driver(f"{seed} of {rank}", program, rank, workers)
@@ -265,7 +264,7 @@ def _programs(rank: int, workers: int, seeds: range) -> Counter[str]:
     shares = [seeds[rank * THREADS + n :: workers * THREADS] for n in range(THREADS)]
     in_threads(guarded, [(each,) for each in shares])
     assert not wrong, "\n".join(wrong)
-    # Nothing is left of them, once all are at the end.
+    # When all workers have finished, nothing is left.
     _finished.set()
     for other in range(workers):
         until(lambda other=other: rpc.rpc_sync(f"worker{other}", _is_finished))
@@ -280,7 +279,9 @@ def _programs(rank: int, workers: int, seeds: range) -> Counter[str]:
 @pytest.mark.parametrize(
     ("workers", "count", "transport"), [(2, 24, "auto"), (3, 36, "tcp"), (5, 60, "auto")]
 )
-def test_random_programs_between_real_workers(workers: int, count: int, transport: str) -> None:
+def test_random_programs_between_real_workers_have_the_gradients_of_local_autograd(
+    workers: int, count: int, transport: str
+) -> None:
     count *= TIMES
     seeds = range(10_000 * workers, 10_000 * workers + count)
     environment = {"ACTORRPC_TRANSPORT": transport}

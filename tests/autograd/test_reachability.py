@@ -1,4 +1,4 @@
-"""What messages say of where they lead to is checked."""
+"""Information in messages about where they lead to is validated."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def number(worker: WorkerKey, count: int) -> int:
         {1: 2},
     ],
 )
-def test_what_makes_no_sense(news: Any) -> None:
+def test_malformed_reachability_information_raises_protocol_error(news: Any) -> None:
     context = Context(ID)
     with pytest.raises(ProtocolError, match="cannot be read"):
         hear(context, A, B, news)

@@ -1,4 +1,4 @@
-"""What is recorded of messages: two agents in this process, each with a recorder of its own."""
+"""The recorder of messages, with two agents in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.announced import OUTSIDE_OF_A_CONTEXT
 
 
 class Pair:
-    """A caller and a callee, and what they have recorded."""
+    """A caller and a callee, with their contexts and recorders."""
 
     def __init__(self, caller: Agent, callee: Agent) -> None:
         self.caller, self.callee = caller, callee
@@ -59,7 +59,7 @@ def pair() -> Iterator[Pair]:
 seen: list[Any] = []
 
 
-def look(*tensors: torch.Tensor) -> int | None:
+def record(*tensors: torch.Tensor) -> int | None:
     seen[:] = tensors
     return current_context()
 
@@ -75,7 +75,7 @@ def overlapping(order: list[int]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)], ids=str)
-def test_a_change_in_place_of_one_overlapping_result_is_seen_in_the_others(
+def test_an_in_place_change_of_a_result_invalidates_overlapping_results(
     pair: Pair, order: tuple[int, ...]
 ) -> None:
     with pair.context():
@@ -98,7 +98,7 @@ def halves() -> tuple[torch.Tensor, ...]:
     return (torch.arange(6.0, requires_grad=True) * 1).chunk(2)
 
 
-def test_results_that_do_not_overlap_are_changed_in_place_each_by_itself(pair: Pair) -> None:
+def test_an_in_place_change_of_a_result_keeps_disjoint_results_valid(pair: Pair) -> None:
     with pair.context():
         left, right = pair.call(halves)
         assert left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
@@ -113,10 +113,10 @@ def parameter_there() -> torch.nn.Parameter:
     return seen[0]
 
 
-def test_nothing_but_the_context_where_nothing_requires_grad(pair: Pair) -> None:
+def test_a_call_without_gradients_sends_only_the_context(pair: Pair) -> None:
     with pair.context() as mine:
-        assert pair.call(look, torch.ones(2)) == mine.id
-        assert pair.call(look) == mine.id
+        assert pair.call(record, torch.ones(2)) == mine.id
+        assert pair.call(record) == mine.id
         assert pair.call(double, torch.ones(2)).grad_fn is None
         for context in (mine, pair.there.get(mine.id)):
             assert not context.sends
@@ -124,14 +124,14 @@ def test_nothing_but_the_context_where_nothing_requires_grad(pair: Pair) -> None
         assert mine.peers == {pair.there.me}
 
 
-def test_no_grad_at_the_caller(pair: Pair) -> None:
+def test_under_no_grad_results_are_recorded_but_not_arguments(pair: Pair) -> None:
     w = torch.ones(2, requires_grad=True)
     with pair.context() as mine:
         for mode in (torch.no_grad(), torch.inference_mode()):
             with mode:
-                assert pair.call(look, w) == mine.id
+                assert pair.call(record, w) == mine.id
                 assert seen[0].is_leaf
-                # What comes back has its history where it was made.
+                # The result has its history at the callee.
                 result = pair.call(parameter_there)
             assert result.grad_fn in mine.receipts
             assert not result.is_inference()
@@ -140,16 +140,18 @@ def test_no_grad_at_the_caller(pair: Pair) -> None:
 
 
 @pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
-def test_outside_of_a_context(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_sending_a_tensor_with_history_outside_of_a_context_warns_once(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
     w = torch.ones(2, requires_grad=True)
     with caplog.at_level(logging.WARNING, "actorrpc.autograd"):
-        assert pair.call(look, w) is None  # a leaf is a leaf over there, too
+        assert pair.call(record, w) is None  # a leaf arrives as a leaf
         assert not caplog.records
         assert seen[0].is_leaf
         assert seen[0].requires_grad
         for _ in range(3):
-            pair.call(look, w * 2)
-        # This end, once; the other has sent nothing with a history.
+            pair.call(record, w * 2)
+        # The caller warns once; the callee has sent no tensor with a history.
         assert len(caplog.records) == 1
     assert "outside of a distributed autograd context" in caplog.text
     assert not pair.here.all()
@@ -172,7 +174,7 @@ def later(t: torch.Tensor) -> Future[Any]:
     return future
 
 
-def test_an_answer_that_comes_later_is_in_its_own_context(pair: Pair) -> None:
+def test_an_asynchronous_result_is_recorded_in_the_context_of_its_call(pair: Pair) -> None:
     asked.clear()
     w = torch.ones(2, requires_grad=True)
     with pair.context() as mine:
@@ -181,7 +183,7 @@ def test_an_answer_that_comes_later_is_in_its_own_context(pair: Pair) -> None:
         pair.caller.flush()
         asked.wait()
         other = pair.there.create()
-        token = recorder_module.enter(other.id)  # the thread that completes it is in another one
+        token = recorder_module.enter(other.id)  # the completing thread is in another context
         try:
             waiting.pop().set_result(seen[0])
         finally:
@@ -192,11 +194,11 @@ def test_an_answer_that_comes_later_is_in_its_own_context(pair: Pair) -> None:
         pair.there.release(other.id)
 
 
-def test_a_late_message_finds_the_context_over(pair: Pair) -> None:
+def test_a_message_of_a_released_context_is_not_recorded(pair: Pair) -> None:
     w = torch.ones(2, requires_grad=True)
     with pair.context() as mine:
         pair.there.release(mine.id)
-        assert pair.call(look, w * 2) == mine.id
+        assert pair.call(record, w * 2) == mine.id
         assert not seen[0].requires_grad
         assert seen[0].grad_fn is None
         assert pair.there.live.get(mine.id) is None
@@ -213,7 +215,7 @@ def in_block_of_its_own(t: torch.Tensor) -> Any:
         contexts.release(other.id)
 
 
-def test_the_innermost_block_counts(pair: Pair) -> None:
+def test_the_innermost_context_block_is_current(pair: Pair) -> None:
     pair_of_test[:] = [pair]
     with pair.context() as mine:
         assert pair.call(in_block_of_its_own, torch.ones(1)) is True
@@ -237,7 +239,7 @@ def test_the_innermost_block_counts(pair: Pair) -> None:
         [1, 2, 0],
     ],
 )
-def test_a_tag_that_makes_no_sense(tag: Any) -> None:
+def test_malformed_tags_raise_protocol_error(tag: Any) -> None:
     recorder = GraphRecorder(Contexts(WorkerKey(0, "x")))
     with pytest.raises(ProtocolError, match="cannot be read"):
         recorder.arrived(tag, [torch.ones(1)], None)

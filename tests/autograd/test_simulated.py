@@ -1,4 +1,4 @@
-"""Backward passes of random programs, in the simulator: against local autograd, and against what can go wrong."""
+"""Backward passes of random programs in the simulator, without faults and with faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ nightly = pytest.mark.limit(3600 if NIGHTLY else 60)
 
 
 def _world(program: Program, seed: int, fault: Fault | None = None) -> World:
-    # In every other one, passes have to ask where messages lead to.
+    # In half of the worlds, passes have to discover where messages lead to.
     forget = bool(seed % 2) or (fault is not None and fault.type == "Discover")
     return World(program, Network(seed, program.workers, fault), forget=forget)
 
@@ -32,7 +32,7 @@ def _leave(world: World) -> None:
     world.leave()
 
 
-# -- nothing goes wrong ----------------------------------------------------------------------------------------------
+# -- without faults ----------------------------------------------------------------------------------------------
 
 
 @nightly
@@ -63,9 +63,9 @@ def test_passes_over_a_retained_graph_are_equal_to_the_last_bit() -> None:
         world = _world(program, seed)
         world.backward(retain_graph=True)
         first = {name: each.clone() for name, each in world.gradients().items()}
-        asked = world.network.counts["Discover"]
+        discovered = world.network.counts["Discover"]
         world.backward(retain_graph=True)  # messages arrive in another order
-        assert world.network.counts["Discover"] == asked  # graphs do not change
+        assert world.network.counts["Discover"] == discovered  # known graphs are not discovered again
         second = world.gradients()
         assert second.keys() == first.keys()
         for name, each in first.items():
@@ -74,19 +74,18 @@ def test_passes_over_a_retained_graph_are_equal_to_the_last_bit() -> None:
 
 
 @nightly
-def test_gradients_with_a_history() -> None:
-    """The gradients of a recorded pass are those of any other, and can be differentiated again."""
+def test_gradients_with_create_graph_equal_local_autograd() -> None:
     for seed in range(PROGRAMS // 10):
         program = generate(seed)
         if any(leaf.hooks or leaf.shape == (5, 3) for leaf in program.leaves):
-            continue  # with a history only tensor hooks run, and sparse gradients have none
+            continue  # create_graph runs only tensor hooks, and sparse gradients have no history
         world = _world(program, seed)
         world.backward(create_graph=True)
         compare(program, {name: g.detach() for name, g in world.gradients().items()}, expected(program))
         _leave(world)
 
 
-def test_accumulating_into_grad() -> None:
+def test_accumulate_grad_adds_to_the_grad_of_leaves() -> None:
     for seed in range(40):
         program = generate(seed)
         want = expected(program)
@@ -103,11 +102,11 @@ def test_accumulating_into_grad() -> None:
         _leave(world)
 
 
-# -- something goes wrong --------------------------------------------------------------------------------------------
+# -- with faults --------------------------------------------------------------------------------------------
 
 
-def _suffer(program: Program, seed: int, fault: Fault, want: dict[int, Any], **options: Any) -> str:
-    """Play a program with a fault; return what became of the pass."""
+def _run_with_fault(program: Program, seed: int, fault: Fault, want: dict[int, Any], **options: Any) -> str:
+    """Run a program with a fault; return the outcome of the pass."""
     world = _world(program, seed, fault)
     network = world.network
     error = world.failure(retain_graph=True, **options)
@@ -116,8 +115,8 @@ def _suffer(program: Program, seed: int, fault: Fault, want: dict[int, Any], **o
         outcome = "died" if isinstance(error, PeerDiedError) else "late"
     elif error is not None:
         assert isinstance(error, RpcError), repr(error)
-        told = "PeerDied" in str(error) or "died during a backward pass" in str(error)
-        assert fault.kind == "release" or (fault.kind.startswith("kill") and told), repr(error)
+        names_death = "PeerDied" in str(error) or "died during a backward pass" in str(error)
+        assert fault.kind == "release" or (fault.kind.startswith("kill") and names_death), repr(error)
         outcome = "released"
     found = world.gradients()
     network.faultless = True
@@ -137,7 +136,7 @@ def _suffer(program: Program, seed: int, fault: Fault, want: dict[int, Any], **o
         assert found == {}, f"{outcome}, but gradients of {sorted(found)}"
     if outcome == "late":
         world.check_quiet()
-        world.backward()  # once more, with the graph that was kept
+        world.backward()  # repeat the pass with the retained graph
         compare(program, world.gradients(), want)
     world.network.settle()
     world.check_quiet()
@@ -148,7 +147,9 @@ def _suffer(program: Program, seed: int, fault: Fault, want: dict[int, Any], **o
 @nightly
 @pytest.mark.parametrize("type", TYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_in_which_something_goes_wrong(kind: str, type: str) -> None:
+def test_a_pass_with_a_fault_ends_with_right_gradients_or_an_error_without_gradients(
+    kind: str, type: str
+) -> None:
     outcomes: Counter[str] = Counter()
     hit = 0
     for seed in range(FAULTS):
@@ -156,7 +157,7 @@ def test_a_pass_in_which_something_goes_wrong(kind: str, type: str) -> None:
         want = expected(program)
         for nth in range(3):
             fault = Fault(kind, type, nth)
-            outcomes[_suffer(program, seed, fault, want)] += 1
+            outcomes[_run_with_fault(program, seed, fault, want)] += 1
             hit += fault.hit
     assert hit > FAULTS / 2
     if kind in ("duplicate", "delay"):
@@ -165,7 +166,7 @@ def test_a_pass_in_which_something_goes_wrong(kind: str, type: str) -> None:
 
 @nightly
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "release"])
-def test_a_release_in_which_something_goes_wrong(kind: str) -> None:
+def test_a_release_with_a_fault_leaves_no_context(kind: str) -> None:
     for seed in range(FAULTS):
         program = generate(2000 + seed, workers=3 + seed % 3, steps=15)
         for nth in range(2):
@@ -176,7 +177,7 @@ def test_a_release_in_which_something_goes_wrong(kind: str) -> None:
             assert fault.hit
 
 
-def test_many_contexts_leave_nothing() -> None:
+def test_50_simultaneous_passes_leave_nothing_behind() -> None:
     program = generate(7, workers=3, steps=10)
     network = Network(0, program.workers)
     worlds = [World(program, network) for _ in range(50)]

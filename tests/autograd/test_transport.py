@@ -1,4 +1,4 @@
-"""Notices as bytes, and contexts that nobody uses any more."""
+"""Packing of notices and messages, and expiry of unused contexts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.ranks import rpc_group
 
 
 @pytest.mark.parametrize("notice", [Release(5), Verdict(1 << 60, 7, True), Verdict(0, 1 << 60, False)])
-def test_notices(notice: Any) -> None:
+def test_notices_are_unpacked_as_they_were_packed(notice: Any) -> None:
     assert unpack_notice(pack_notice(notice)) == notice
 
 
@@ -49,13 +49,13 @@ _STRATA = [
         Run(5, 6, [], False, True, "context", 0.0, []),
     ],
 )
-def test_messages(message: Any) -> None:
+def test_messages_are_unpacked_as_they_were_packed(message: Any) -> None:
     kind, *fields = fields_of(message)
     assert message_of(kind, tuple(fields)) == message
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x05", b"\x92\x01\x02", b"\x91\xa1a", b"\x93\x01\x02\xa1c"])
-def test_what_is_no_notice(body: bytes) -> None:
+def test_malformed_notices_raise_protocol_error(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="notice of distributed autograd"):
         unpack_notice(body)
 
@@ -71,7 +71,7 @@ def _idle(rank: int, _: int) -> None:
         rpc.rpc_sync("worker1", torch.neg, (torch.ones(1, requires_grad=True),))
         pause = threading.Event()
         found: list[int] = []
-        # Asked from a thread of its own: a call in the context would keep it.
+        # Called in a separate thread: a call within the context would keep the context alive.
         asking = threading.Thread(target=lambda: found.append(_until_none(pause)))
         asking.start()
         asking.join()
@@ -84,5 +84,5 @@ def _until_none(pause: threading.Event) -> int:
     return count
 
 
-def test_a_context_that_nobody_uses_is_dropped() -> None:
+def test_an_unused_context_is_released_after_context_ttl() -> None:
     rpc_group(_idle, 2, env={"ACTORRPC_CONTEXT_TTL": "0.2"})

@@ -1,4 +1,4 @@
-"""The thread that waits for a backward pass works off the gradients that it reads meanwhile: those of its own pass only."""
+"""The thread that waits for a backward pass processes gradients of its own pass, and of no other pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def _there_and_back(leaf: torch.Tensor, hook: Any = None) -> torch.Tensor:
-    """Return what has gone to the other worker several times; ``hook`` runs on the way back, here."""
+    """Send a tensor to the other worker several times; ``hook`` runs here in each step of the backward pass."""
     found = leaf
     for _ in range(_HOPS):
         found = rpc.rpc_sync("worker1", twice, (found * 1.0,))
@@ -33,7 +33,7 @@ def _there_and_back(leaf: torch.Tensor, hook: Any = None) -> torch.Tensor:
     return found
 
 
-def _here() -> None:
+def _hooks_run_in_the_waiting_thread() -> None:
     leaf, threads = torch.ones(2, requires_grad=True), list[int]()
     for _ in range(20):
         with autograd.context() as context:
@@ -42,13 +42,13 @@ def _here() -> None:
             assert autograd.get_gradients(context)[leaf].tolist() == [2.0**_HOPS] * 2
         assert WAITING.posts is None
     assert len(threads) == 20 * _HOPS
-    # A gradient that comes before this thread has begun to wait is read by another one.
+    # Another thread reads gradients that arrive before this thread waits.
     assert threads.count(threading.get_ident())
-    # Its own waits afterwards read for others again.
+    # Later waits of this thread read messages of other calls again.
     assert rpc.rpc_sync("worker1", twice, (torch.ones(1),)).item() == 2.0
 
 
-def _side_by_side() -> None:
+def _four_threads() -> None:
     in_threads(_passes, [() for _ in range(4)])
     assert not _wrong, _wrong
 
@@ -61,7 +61,7 @@ def _passes() -> None:
         leaf, held = torch.ones(2, requires_grad=True), threading.Lock()
 
         def hook(_: torch.Tensor) -> None:
-            # Held over the pass by the thread that waits for it: no other thread's wait may run this one's hooks under its own.
+            # The waiting thread holds this lock during the pass. Another thread's wait must not run this pass's hooks.
             assert held.locked()
 
         for _ in range(15):
@@ -75,12 +75,12 @@ def _passes() -> None:
 
 def _interrupted() -> None:
     leaf = torch.ones(2, requires_grad=True)
-    asked = 0
+    calls = 0
 
     def hook(_: torch.Tensor) -> None:
-        nonlocal asked
-        asked += 1
-        if asked == 3:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
     with autograd.context() as context:
@@ -96,10 +96,10 @@ def _interrupted() -> None:
 
 def _passes_of_all_kinds(rank: int, _: int) -> None:
     if rank == 0:
-        _here()
-        _side_by_side()
+        _hooks_run_in_the_waiting_thread()
+        _four_threads()
         _interrupted()
 
 
-def test_gradients_are_worked_off_where_the_pass_is_waited_for_until_ctrl_c() -> None:
+def test_the_waiting_thread_runs_hooks_of_its_own_pass_and_ctrl_c_ends_the_pass() -> None:
     rpc_group(_passes_of_all_kinds, 2)

@@ -1,4 +1,4 @@
-"""The comparison of two commits: its arithmetic, and one tiny run of the working tree against itself. Nothing is timed."""
+"""The comparison of two commits: its arithmetic, and a tiny run of the working tree against itself, without timing."""
 
 from __future__ import annotations
 

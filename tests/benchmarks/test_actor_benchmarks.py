@@ -1,4 +1,4 @@
-"""The actors' benchmark: its arithmetic on made-up numbers, and its scenarios on one real session. Nothing is timed."""
+"""The benchmark of actors: its arithmetic on made-up numbers, and its scenarios on a real session, without timing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ actors_chart.draw_actors(pathlib.Path(sys.argv[1]), results, "made up")
 """
 
 
-def test_targets_have_one_bound_and_texts_of_their_own() -> None:
+def test_targets_have_one_bound_and_unique_texts() -> None:
     for target in ACTOR_TARGETS:
         assert (target.at_most is None) != (target.at_least is None), target
         assert target.key.metric in report.METRICS
@@ -55,7 +55,7 @@ def test_report_judges_by_the_targets_it_is_given(tmp_path: Path) -> None:
 @pytest.mark.prints(
     r"^usage: python -m benchmarks\.", r"^python -m benchmarks\.\w+: error: (argument --only|--rounds)"
 )
-def test_flags() -> None:
+def test_flags_of_the_actor_benchmark_are_parsed() -> None:
     assert run.parse(actors.ACTORS, []).rounds == 5
     assert run.parse(actors.ACTORS, ["--quick"]).rounds == 2
     assert run.parse(actors.ACTORS, ["--only", "calls"]).only == ["calls"]
@@ -65,15 +65,15 @@ def test_flags() -> None:
 
 
 @pytest.mark.limit(60)
-def test_picture(tmp_path: Path) -> None:
+def test_the_chart_of_actors_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    # In a process of its own: matplotlib keeps font files open.
+    # In a separate process, as matplotlib keeps font files open.
     subprocess.run([sys.executable, "-c", DRAW, tmp_path / "actors.png"], cwd=ROOT, check=True)
     assert (tmp_path / "actors.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.prints("^ *note: ray is not installed here")
-def test_a_peer_that_is_not_installed_is_a_note_and_a_gap(
+def test_a_peer_that_is_not_installed_is_noted_and_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actors_sessions, "interpreter", lambda peer: None)
@@ -89,7 +89,7 @@ def test_a_peer_that_is_not_installed_is_a_note_and_a_gap(
 
 
 @pytest.mark.limit(120)
-def test_every_scenario_runs_on_a_session_of_ours(tmp_path: Path) -> None:
+def test_every_scenario_of_actors_runs_on_actorrpc(tmp_path: Path) -> None:
     stable = Stable(tmp_path)
     try:
         bench = Bench(stable, rounds=1, quick=True)

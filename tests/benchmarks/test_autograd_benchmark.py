@@ -1,4 +1,4 @@
-"""The autograd benchmark: its arithmetic on made-up numbers, and each scenario on real groups. Nothing is timed."""
+"""The benchmark of autograd: its arithmetic on made-up numbers, and its scenarios on real groups, without timing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ autograd_chart.draw_autograd(pathlib.Path(sys.argv[1]), results, "made up")
 """
 
 
-def test_targets_have_one_bound_and_name_what_is_measured() -> None:
+def test_targets_have_one_bound_and_known_metrics_and_sections() -> None:
     for target in AUTOGRAD_TARGETS:
         assert (target.at_most is None) != (target.at_least is None), target
         assert target.key.metric in report.METRICS
@@ -48,7 +48,7 @@ def test_targets_have_one_bound_and_name_what_is_measured() -> None:
     assert len({target.text for target in AUTOGRAD_TARGETS}) == len(AUTOGRAD_TARGETS)
 
 
-def test_slope_is_what_one_more_costs() -> None:
+def test_slope_is_the_cost_of_one_more_unit() -> None:
     assert slope((1, 2, 4), [110.0, 120.0, 140.0]) == pytest.approx(10.0)
     assert slope((1, 2, 4), [110.0, None, 140.0]) == pytest.approx(10.0)
     assert slope((1, 2, 4), [110.0, None, None]) is None
@@ -77,7 +77,7 @@ def test_report_compares_with_torch_and_with_plain_autograd(tmp_path: Path) -> N
 @pytest.mark.prints(
     r"^usage: python -m benchmarks\.", r"^python -m benchmarks\.\w+: error: (argument --only|--rounds)"
 )
-def test_flags() -> None:
+def test_flags_of_the_autograd_benchmark_are_parsed() -> None:
     assert run.parse(autograd.AUTOGRAD, []).rounds == 5
     assert run.parse(autograd.AUTOGRAD, ["--quick"]).rounds == 2
     assert run.parse(autograd.AUTOGRAD, ["--only", "rnn"]).only == ["rnn"]
@@ -87,14 +87,14 @@ def test_flags() -> None:
 
 
 @pytest.mark.limit(60)
-def test_picture(tmp_path: Path) -> None:
+def test_the_chart_of_autograd_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    # In a process of its own: matplotlib keeps font files open.
+    # In a separate process, as matplotlib keeps font files open.
     subprocess.run([sys.executable, "-c", DRAW, tmp_path / "autograd.png"], cwd=ROOT, check=True)
     assert (tmp_path / "autograd.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_writes_what_it_says(
+def test_a_run_writes_its_table_json_and_chart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def tiny(bench: GradientBench) -> None:
@@ -112,7 +112,7 @@ def test_a_run_writes_what_it_says(
 
 @contextmanager
 def group(tmp_path: Path, peer: str, pairs: int) -> Iterator[GradientRig]:
-    """One group of one peer, on one CPU."""
+    """Run a group of one peer on one CPU."""
     stable = Stable(tmp_path)
     bench = GradientBench(stable, rounds=1, quick=True)
     try:
@@ -128,16 +128,16 @@ def group(tmp_path: Path, peer: str, pairs: int) -> Iterator[GradientRig]:
 
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("peer", ["actorrpc", pytest.param("torch", marks=_NIGHTLY)])
-def test_every_scenario_runs(tmp_path: Path, peer: str) -> None:
+def test_every_scenario_of_autograd_runs(tmp_path: Path, peer: str) -> None:
     with group(tmp_path, peer, pairs=2) as rig:
         for model, cases in MODELS.items():
             sizes = dict(next(iter(cases.values())))
             if model == "server":
                 sizes |= {"words": 100, "batch": 4, "seed": 1}
             rig.trainers("make", model=model, server=3, **sizes)
-            told = rig.trainers("train", steps=2, warm=0)
-            assert len(told) == 3
-            for each in told:
+            results = rig.trainers("train", steps=2, warm=0)
+            assert len(results) == 3
+            for each in results:
                 assert each["time"] > 0
                 assert math.isfinite(each["loss"])
         for path in ([1], [1, 2, 3, 0, 1]):
@@ -152,31 +152,31 @@ def test_every_scenario_runs(tmp_path: Path, peer: str) -> None:
 
 
 def losses(tmp_path: Path, peer: str, steps: int) -> list[dict[str, float]]:
-    """Return the losses with which both models train on a peer."""
-    told = []
+    """Return the losses of training both models on a peer."""
+    results = []
     with group(tmp_path, peer, pairs=1) as rig:
         for model, cases in MODELS.items():
             sizes = next(iter(cases.values())) | ({"words": 1000, "seed": 1} if model == "server" else {})
             rig.trainers("make", model=model, server=1, **sizes)
-            told.append(
+            results.append(
                 {
                     f"{model} {step}": rig.trainers("train", steps=1, warm=0)[0]["loss"]
                     for step in range(steps)
                 }
             )
-    return told
+    return results
 
 
 @pytest.mark.limit(120)
 @_NIGHTLY
-def test_both_backends_do_the_same_work(tmp_path: Path) -> None:
+def test_both_backends_train_with_the_same_losses(tmp_path: Path) -> None:
     ours, theirs = (losses(tmp_path, peer, 4) for peer in ("actorrpc", "torch"))
     for mine, other in zip(ours, theirs, strict=True):
         assert mine == pytest.approx(other, rel=1e-5)
-        assert len(set(mine.values())) == 4  # it moves
+        assert len(set(mine.values())) == 4  # all losses differ
 
 
-def test_the_breakdown_has_a_part_for_every_function_that_a_step_runs_of_the_package() -> None:
+def test_the_breakdown_has_a_part_for_every_module_that_a_step_runs() -> None:
     package = ROOT / "actorrpc"
     for floor in ("agent", "autograd", "optim", "rpc", "serialization", "transport", "wire"):
         for path in (package / floor).rglob("*.py"):

@@ -1,4 +1,4 @@
-"""The benchmarks' own arithmetic, on made-up numbers, and one tiny raw measurement. Nothing is timed."""
+"""The arithmetic and reports of the benchmarks on made-up numbers, and a tiny raw measurement, without timing."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def made_up() -> series.Results:
 
 
 class TestSeries:
-    def test_percentile(self) -> None:
+    def test_percentile_is_an_element_of_the_sorted_numbers(self) -> None:
         numbers = list(range(100))
         assert series.percentile(numbers, 0.5) == 50
         assert series.percentile(numbers, 0.99) == 99
         assert series.percentile([7], 0.99) == 7
 
-    def test_summary_ignores_what_is_missing(self) -> None:
+    def test_summary_ignores_missing_rounds(self) -> None:
         assert series.summarise([None, 3.0, 1.0, None, 2.0]) == series.Summary(2.0, 1.0, 3.0, 3)
         assert series.summarise([None]) is None
         assert series.summarise([]) is None
@@ -68,8 +68,8 @@ class TestSeries:
     def test_ratio_is_taken_round_by_round(self) -> None:
         assert series.ratio([1.0, None, 3.0, 4.0], [2.0, 1.0, None, 0.0]) == [0.5, None, None, None]
 
-    def test_ratio_of_medians_is_not_what_is_reported(self) -> None:
-        # The machine slowed down in the second round, for both alike.
+    def test_ratios_are_summarised_and_not_medians_divided(self) -> None:
+        # In the second round, the machine slowed down for both peers.
         found = series.summarise(series.ratio([10.0, 30.0, 10.0], [20.0, 60.0, 20.0]))
         assert found is not None
         assert (found.low, found.median, found.high) == (0.5, 0.5, 0.5)
@@ -96,17 +96,17 @@ class TestTargets:
         assert verdict.reached is True
         assert verdict.measured == series.Summary(0.1, 0.1, 0.2, 3)
 
-    def test_missed_and_not_measured(self) -> None:
+    def test_missed_targets_differ_from_unmeasured_ones(self) -> None:
         missed = targets.Target(text="t", key=KEY, peer="no spin", versus="raw", at_most=1.1)
         assert targets.judge(made_up(), missed).reached is False
         absent = targets.Target(text="t", key=KEY._replace(metric="p99"), at_most=1.0)
         assert targets.judge(made_up(), absent).reached is None
 
-    def test_absolute_bounds(self) -> None:
+    def test_targets_may_have_absolute_bounds(self) -> None:
         assert targets.judge(made_up(), targets.Target(text="t", key=KEY, at_least=10.0)).reached is True
         assert targets.judge(made_up(), targets.Target(text="t", key=KEY, at_least=10.5)).reached is False
 
-    def test_every_target_has_one_bound_and_names_what_is_measured(self) -> None:
+    def test_every_target_has_one_bound_and_a_known_section_and_metric(self) -> None:
         names = {
             "round trip", "reference call", "pipelined", "4 to 4", "fan-in", "busy callee", "oversubscribed",
             "small tensors", "tensors", "idle", "flat memory", "reinforce",
@@ -121,7 +121,7 @@ class TestTargets:
 
 
 class TestReport:
-    def test_numbers(self) -> None:
+    def test_numbers_are_rounded_for_display(self) -> None:
         shown = [report.number(value) for value in (0.0, 0.0123, 0.5, 12.34, 123.4, 123456.0)]
         assert shown == ["0", "0.0123", "0.50", "12.3", "123", "123 456"]
 
@@ -157,18 +157,18 @@ class TestReport:
         assert ours["median"] == 10.0
         assert any(target["reached"] for target in document["targets"])
 
-    def test_picture(self, tmp_path: Path) -> None:
+    def test_the_chart_is_drawn(self, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
-        # In a process of its own: matplotlib keeps font files open.
+        # In a separate process, as matplotlib keeps font files open.
         subprocess.run([sys.executable, "-c", DRAW, tmp_path / "core.png"], cwd=ROOT, check=True, timeout=60)
         assert (tmp_path / "core.png").read_bytes().startswith(b"\x89PNG")
 
 
 class TestIdle:
-    def test_difference(self) -> None:
+    def test_idle_costs_are_per_second_and_ignore_ended_threads(self) -> None:
         before = {1: (1_000, 5), 2: (0, 1), 3: (9, 9)}
         after = {1: (5_000, 7), 2: (0, 1), 4: (1_000, 1)}
-        # Thread 3 ended: one wake-up that nobody saw. Thread 4 is new.
+        # Thread 3 ended, which counts as no wake-up. Thread 4 is new.
         assert idle.difference(before, after, 2.0) == {"cpu_idle": 2.5, "wakes": 2.0}
 
     def test_sample_sees_this_process(self) -> None:
@@ -196,12 +196,14 @@ class TestRaw:
 
 class TestRigs:
     @pytest.mark.parametrize("transport", ["same host", "TCP"])
-    def test_a_raw_pair_in_processes(self, transport: str, tmp_path: Path) -> None:
+    def test_a_raw_pair_of_processes_runs_a_scenario_and_reports_errors(
+        self, transport: str, tmp_path: Path
+    ) -> None:
         stable = rigs.Stable(tmp_path)
         place = rigs.placements()["one"]
         rig = None
         try:
-            stable.prepare(place.callers, "benchmarks.raw")  # no torch: starts at once
+            stable.prepare(place.callers, "benchmarks.raw")  # starts quickly, as it does not import torch
             make = [stable.fork(place.callers, "benchmarks.raw") for _ in range(2)]
             rig = rigs.Rig(rigs.PEERS["raw", transport], make)
             rig.begin()
@@ -232,7 +234,7 @@ class TestCommand:
     @pytest.mark.prints(
         r"^usage: python -m benchmarks\.", r"^python -m benchmarks\.\w+: error: (argument --only|--rounds)"
     )
-    def test_flags(self) -> None:
+    def test_flags_of_the_core_benchmark_are_parsed(self) -> None:
         assert parse(CORE, []).rounds == 7
         assert parse(CORE, ["--quick"]).rounds == 3
         assert parse(CORE, ["--only", "roundtrip", "flat"]).only == ["roundtrip", "flat"]
@@ -241,7 +243,7 @@ class TestCommand:
         with pytest.raises(SystemExit):
             parse(CORE, ["--rounds", "0"])
 
-    def test_a_run_writes_what_it_says(
+    def test_a_run_writes_its_table_json_and_chart(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         def tiny(bench: object) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of GPUs: what it says where there is none, its arithmetic, and one short run."""
+"""The benchmark of GPUs: its message without a GPU, its arithmetic, and a short run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from benchmarks import gpu
 
 
-def test_without_a_gpu_it_says_so(
+def test_without_a_gpu_the_benchmark_measures_nothing_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
@@ -28,7 +28,7 @@ def test_ratios_are_taken_within_a_round() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.limit(150)
-def test_a_short_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_run_writes_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gpu.json"
     assert gpu.main(["--sizes", "64", "--rounds", "1", "--out", str(path)]) == 0, capsys.readouterr().out
     found = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""The objects' benchmark: its targets, and its scenarios on one real session. Nothing is timed."""
+"""The benchmark of objects: its targets, and its scenarios on a real session, without timing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.bench import Bench, Member
 from benchmarks.rigs import Stable
 
 
-def test_targets_have_one_bound_and_texts_of_their_own() -> None:
+def test_targets_have_one_bound_and_unique_texts() -> None:
     for target in objects.OBJECT_TARGETS:
         assert (target.at_most is None) != (target.at_least is None), target
         assert report.metric_title(target.key) != target.key.metric
@@ -21,7 +21,7 @@ def test_targets_have_one_bound_and_texts_of_their_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.limit(120)
-def test_every_scenario_runs_on_a_session_of_ours(tmp_path: Path) -> None:
+def test_every_scenario_of_objects_runs_on_actorrpc(tmp_path: Path) -> None:
     size = 1 << 20
     stable = Stable(tmp_path)
     try:

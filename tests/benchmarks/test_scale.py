@@ -1,4 +1,4 @@
-"""What a group costs as it grows: the model and the formulas against the real code, at small sizes."""
+"""Costs of growing groups: the model and the formulas compared with the real code, at small sizes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.ranks import start_server
 
 class TestMeeting:
     @pytest.mark.parametrize("seed", [1, 2])
-    def test_the_model_asks_the_store_for_what_the_real_code_does(self, seed: int) -> None:
+    def test_the_model_makes_the_same_store_operations_as_the_real_code(self, seed: int) -> None:
         scale.check_meeting((1, 2, 4, 8, 16), seed)
 
-    def test_a_wrong_model_is_found_out(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_wrong_model_fails_the_comparison(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(scale_meeting, "_KEY_BYTES", 0)
         with pytest.raises(AssertionError):
             scale.check_meeting((2,))
@@ -31,9 +31,9 @@ class TestMeeting:
             assert large < 1.5 * small
         counted = scale_meeting.real(48, 1, dynamic=True)
         assert max(sum(each.values()) for each in counted.operations) == 6
-        assert max(counted.read) <= 7  # nobody reads who else is there
+        assert max(counted.read) <= 7  # workers do not read the records of all others
 
-    def test_the_same_seed_gives_the_same(self) -> None:
+    def test_equal_seeds_give_equal_operations_and_times(self) -> None:
         one, two, other = (scale_meeting.real(6, seed) for seed in (3, 3, 4))
         assert (one.operations, one.over_s) == (two.operations, two.over_s)
         assert one.over_s != other.over_s
@@ -46,19 +46,19 @@ class TestParts:
         assert many["frames_per_heartbeat"] <= 2 * 60 * 1.4
         assert many["wakes_per_heartbeat"] <= 4
 
-    def test_memory_is_a_little_for_each_worker(self) -> None:
+    def test_memory_per_worker_is_bounded(self) -> None:
         found = scale_parts.memory(200)
         assert found["table_bytes"] / 200 < 2_000
         assert found["peers_bytes"] / 200 < 12_000
 
 
 class TestBarrier:
-    def test_most_arrivals_do_not_look_at_all_names(self) -> None:
+    def test_most_arrivals_at_a_barrier_do_not_compare_all_names(self) -> None:
         class Counted(frozenset[str]):
-            looks = 0
+            comparisons = 0
 
             def __sub__(self, other: object) -> frozenset[str]:
-                Counted.looks += 1
+                Counted.comparisons += 1
                 return super().__sub__(other)  # type: ignore[operator]
 
         everyone = Counted(f"worker{n}" for n in range(200))
@@ -68,15 +68,15 @@ class TestBarrier:
             assert all(each.done() for each in futures)
         for name in everyone:
             barrier.gone(name)
-        assert Counted.looks < 10
+        assert Counted.comparisons < 10
 
     @pytest.mark.parametrize("seed", range(20))
-    def test_it_opens_when_all_have_come_or_gone_and_not_before(self, seed: int) -> None:
+    def test_a_barrier_opens_exactly_when_all_workers_have_arrived_or_gone(self, seed: int) -> None:
         draw = random.Random(seed)
         names = [f"worker{n}" for n in range(12)]
         everyone = frozenset(names)
         barrier = _Barrier(lambda: everyone)
-        # Some come twice, some come to the later stage only, some go after they have come: nobody counts double.
+        # Workers may arrive twice, arrive only at the later stage, or leave after arriving, and count once.
         events = [(draw.choice(["arrive", "reached", "gone"]), draw.choice((0, 1)), n) for n in names * 3]
         draw.shuffle(events)
         arrived: dict[int, set[str]] = {0: set(), 1: set()}
@@ -100,20 +100,20 @@ class TestBarrier:
 
 
 @pytest.mark.limit(60)
-def test_frames_of_real_processes_are_those_of_the_formulas(tmp_path: Path) -> None:
-    start_server()  # that of the tests
+def test_numbers_of_frames_of_real_processes_equal_the_formulas(tmp_path: Path) -> None:
+    start_server()  # the fork server of the tests
     found = scale_processes.measure(5, f"file://{tmp_path}/store", neighbours=2, rest_s=0.0)
     scale.check_frames(found)
     assert found["idle"]["connections_most"] == 0
     assert found["neighbours"]["connections_most"] <= 2 * 4
-    # A socket and what wakes its reader; both sides may have dialled.
+    # A socket and its reader's eventfd for each connection; both sides may have dialled.
     assert found["all to all"]["descriptors_most"] - found["idle"]["descriptors_most"] <= 2 * 2 * 4 + 3
     found["backward"]["frames"]["request"] += 1
     with pytest.raises(AssertionError):
         scale.check_frames(found)
 
 
-def test_what_is_in_the_readme_was_measured() -> None:
+def test_recorded_results_of_growing_groups_equal_the_formulas() -> None:
     found = json.loads((scale.RESULTS / "scale.json").read_text(encoding="utf-8"))
     assert [row["workers"] for row in found["table"]] == [1, 10, 100, 1000, 10_000]
     assert max(each["workers"] for each in found["processes"]) == 64

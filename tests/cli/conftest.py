@@ -1,4 +1,4 @@
-"""What holds for the tests of a module that look into one cluster."""
+"""Leak check of test modules whose tests share a cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from actorrpc.testing.pytest_plugin import WATCHDOG
 
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing: None) -> None:
-    """In place of the fixture of that name: where the tests of a module share a cluster, it may grow."""
+    """Replace the leak check of single tests if they share a cluster, which may grow."""
     for name in ("job", "environment"):
         if name in request.fixturenames:
             request.getfixturevalue(name)

@@ -1,4 +1,4 @@
-"""What the commands print, as text and as JSON, of a cluster that runs: figures that vary are written in capitals."""
+"""Output of the commands for a running cluster, as text and as JSON. Words in capitals stand for varying figures."""
 
 from __future__ import annotations
 
@@ -63,11 +63,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     gate = tmp_path_factory.mktemp("gate") / "gate"
     os.mkfifo(gate)
     with pytest.MonkeyPatch.context() as patch, actorrpc.init(num_cpus=4, log_to_driver=False):
-        patch.setattr(
-            findings, "_LONG_S", float("inf")
-        )  # a call waits for as long as the tests of this module take
+        patch.setattr(findings, "_LONG_S", float("inf"))  # the waiting call must not become a finding
         store = Store.options(name="store").remote()
-        actorrpc.get(actorrpc.ready(store))  # its worker has the first number
+        actorrpc.get(actorrpc.ready(store))  # wait, so that its worker has number 1
         reader = Reader.options(name="reader").remote(store)
         calls = [reader.read.remote(str(gate)), reader.wait.remote()]
         until(lambda: _rows()["Store"].running and _rows()["Reader"].running[0].waits_for)
@@ -94,26 +92,26 @@ _VARIES = (
 )
 
 
-def _normal(text: str) -> str:
+def _normalized(text: str) -> str:
     for pattern, word in _VARIES:
         text = re.sub(pattern, word, text)
     return re.sub(r" +", " ", text)
 
 
-def _golden(text: str) -> str:
+def _expected(text: str) -> str:
     return re.sub(r" +", " ", text.lstrip("\n"))
 
 
 def _columns(text: str) -> str:
-    """Give numbers in tables one word: how wide they are varies."""
+    """Replace the figures of table rows by one word, as their width varies."""
     return re.sub(r"(?m)^(\s*\d+ \S+ \w+) .*$", r"\1 FIGURES", text)
 
 
 @pytest.mark.usefixtures("job")
-def test_status(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_lists_workers_and_classes_of_actors(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "status")
     assert status == 0
-    assert _columns(_normal(text)) == _golden("""
+    assert _columns(_normalized(text)) == _expected("""
 the driver of an embedded cluster (PROGRAM), pid PID: 3 workers, 2 actors; asked in TIME
 
 rank worker state pid host age cpu memory fds threads actors sent received
@@ -130,7 +128,7 @@ Nothing is wrong.
 
 
 def _shape(value: Any) -> Any:
-    """Return JSON with its keys, and of values their types."""
+    """Replace the values in JSON by the names of their types."""
     if isinstance(value, dict):
         return {key: _shape(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -139,7 +137,7 @@ def _shape(value: Any) -> Any:
 
 
 @pytest.mark.usefixtures("job")
-def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_as_json_has_workers_holders_and_running_calls(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "status", "--json")
     found = json.loads(text)
     assert (status, found["wrong"]) == (0, False)
@@ -163,10 +161,10 @@ def test_status_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("job")
-def test_stack(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stack_shows_what_threads_run_and_wait_for(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "stack", "store")
     assert status == 0
-    assert _normal(text) == _golden("""
+    assert _normalized(text) == _expected("""
 the driver of an embedded cluster: 1 thread of 1 worker
 
 1 thread (worker Store-1: actorrpc-actor-TITLE)
@@ -182,14 +180,14 @@ the driver of an embedded cluster: 1 thread of 1 worker
     assert "Pool._loop" in idle
     _, worker = _run(capsys, "stack", "Reader-2")
     assert "Reader.read" in worker
-    assert "Store.pass_gate tests" not in _normal(worker)
+    assert "Store.pass_gate tests" not in _normalized(worker)
 
 
 @pytest.mark.usefixtures("job")
-def test_describe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_shows_an_actor_by_name_title_or_id(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "describe", "reader")
     assert status == 0
-    assert _normal(text).partition("\n\n")[0] + "\n" == _golden("""
+    assert _normalized(text).partition("\n\n")[0] + "\n" == _expected("""
 Reader('reader')
  id ID
  class Reader
@@ -207,16 +205,16 @@ Reader('reader')
     _, text = _run(capsys, "describe", "--json", "Store")
     (store,) = json.loads(text)["actors"]
     assert store["waiting_for_it"] == ["Reader('reader').read() on 'Reader-2'"]
-    # By title and by parts of its id, too.
+    # Also by title and by part of its id.
     for name in (store["title"], store["actor_id"], store["actor_id"][-6:]):
         assert json.loads(_run(capsys, "describe", "--json", name)[1])["actors"][0]["title"] == store["title"]
 
 
 @pytest.mark.usefixtures("job")
-def test_logs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_are_filtered_by_worker_pattern_and_number(capsys: pytest.CaptureFixture[str]) -> None:
     until(lambda: "a store is made" in _run(capsys, "logs")[1])
     status, text = _run(capsys, "logs", "--grep", "is m[a]de", "-n", "1")
-    assert (status, _normal(text)) == (
+    assert (status, _normalized(text)) == (
         0,
         "(Store pid=" + text.partition("pid=")[2].partition(")")[0] + ") a store is made\n",
     )
@@ -229,15 +227,15 @@ def test_logs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("job")
-def test_logs_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["logs", "--pid", str(os.getpid()), "nobody"]) == 2
+def test_logs_of_an_unknown_worker_fail_and_list_the_workers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", "--pid", str(os.getpid()), "stranger"]) == 2
     found = capsys.readouterr()
     assert found.out == ""
-    assert re.fullmatch(r"actorrpc logs: there is no worker 'nobody'.* Store-1.*\n", found.err)
+    assert re.fullmatch(r"actorrpc logs: there is no worker 'stranger'.* Store-1.*\n", found.err)
 
 
 @pytest.mark.usefixtures("job")
-def test_logs_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_followed_logs_show_new_lines_until_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = current_worker()
     assert worker is not None
     history = worker.cluster.engine.logs.history
@@ -260,13 +258,13 @@ def test_logs_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many descriptors and how much shared memory the machine allows is no affair of the test."""
+    """Ignore the machine's limits of descriptors and shared memory."""
     monkeypatch.setattr(doctor, "_FEW", 0)
     monkeypatch.setattr(doctor, "_LITTLE", 0)
 
 
 @pytest.mark.usefixtures("job", "_large_machine")
-def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_all_checks_and_no_faults(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "doctor")
     assert status == 0, text
     kinds = re.findall(r"(?m)^(?:ok|WRONG) +([a-z ]+):", text)
@@ -286,15 +284,15 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("job")
-def test_top(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_prints_tables_with_rates_from_the_second_table_on(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "top", "--count", "2", "--interval", "0.001")
     assert status == 0
-    looks = _normal(text).split("\n\nthe driver of")
+    looks = _normalized(text).split("\n\nthe driver of")
     assert len(looks) == 2
-    # Of the first look there is no share of a processor and no rate; how wide the tables are varies.
+    # The first look has no processor share and no rates, and the width of tables varies.
     assert (
         re.sub(r"(?m)^(\S+ alive) .*$", r"\1 FIGURES", looks[0]).strip()
-        == _golden("""
+        == _expected("""
 the driver of an embedded cluster (PROGRAM), pid PID: 3 workers, 2 actors; asked in TIME
 
 worker state cpu % memory fds threads calls out queued
@@ -323,7 +321,9 @@ rpc.shutdown()
 
 
 @pytest.mark.usefixtures("job")
-def test_commands_about_one_group_ask_which_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_commands_about_one_group_fail_if_several_groups_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _OTHER_GROUP, str(tmp_path / "store")],
         stdin=subprocess.PIPE,
@@ -335,10 +335,10 @@ def test_commands_about_one_group_ask_which_one(capsys: pytest.CaptureFixture[st
         assert other.stdout.readline() == "there\n"
         for command in ("stack", "trace", "profile", "metrics"):
             assert main([command, "--timeout", "30"]) == 2
-            said = capsys.readouterr().err
-            assert "there are several groups: say which one with --pid" in said
-            assert str(os.getpid()) in said
-            assert str(other.pid) in said
+            error = capsys.readouterr().err
+            assert "there are several groups: say which one with --pid" in error
+            assert str(os.getpid()) in error
+            assert str(other.pid) in error
         assert main(["stack", "--timeout", "30", "--pid", str(other.pid), "--json"]) == 0
         (group,) = json.loads(capsys.readouterr().out)["groups"]
         assert [each["name"] for each in group["workers"]] == ["alone"]
@@ -350,23 +350,25 @@ def test_commands_about_one_group_ask_which_one(capsys: pytest.CaptureFixture[st
 
 
 @pytest.fixture
-def _nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
 
 
-@pytest.mark.usefixtures("_nowhere")
+@pytest.mark.usefixtures("_no_group")
 @pytest.mark.parametrize(
     "command", [["status"], ["stack"], ["describe", "x"], ["logs"], ["top"], ["profile"]]
 )
-def test_where_no_group_runs_that_is_said(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_without_a_running_group_fail_and_say_so(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(command) == 2
     assert re.fullmatch(
         rf"actorrpc {command[0]}: there is no group to look into: .*\n", capsys.readouterr().err
     )
 
 
-@pytest.mark.usefixtures("_nowhere", "_large_machine")
+@pytest.mark.usefixtures("_no_group", "_large_machine")
 def test_doctor_needs_no_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     assert "no group was checked" in capsys.readouterr().out
@@ -389,7 +391,9 @@ def test_doctor_needs_no_group(capsys: pytest.CaptureFixture[str]) -> None:
         ["dashboard", "--port", "70000"],
     ],
 )
-def test_arguments_that_cannot_be_used(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_exit_with_2_and_one_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -402,8 +406,8 @@ def test_arguments_that_cannot_be_used(arguments: list[str], capsys: pytest.Capt
     "arguments",
     [["--connect", "nowhere"], ["--connect", "tcp://127.0.0.1"], ["--connect", "tcp://127.0.0.1:7"]],
 )
-@pytest.mark.usefixtures("_nowhere")
-def test_an_address_that_cannot_be_used(
+@pytest.mark.usefixtures("_no_group")
+def test_an_unusable_address_exits_with_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["status", *arguments]) == 2
@@ -411,23 +415,27 @@ def test_an_address_that_cannot_be_used(
 
 
 @pytest.mark.usefixtures("job")
-def test_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_names_and_wrong_patterns_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("stack", "describe", "profile"):
-        assert main([command, "--pid", str(os.getpid()), "nobody"]) == 2
-        assert "'nobody'; actorrpc status lists them" in capsys.readouterr().err
+        assert main([command, "--pid", str(os.getpid()), "stranger"]) == 2
+        assert "'stranger'; actorrpc status lists them" in capsys.readouterr().err
     assert main(["logs", "--pid", str(os.getpid()), "--grep", "("]) == 2
     assert "not a regular expression" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("job")
-def test_a_worker_by_its_socket(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connect_accepts_the_socket_of_a_worker(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = actorrpc.agent.context.current_worker().agent.record.unix_path  # type: ignore[attr-defined]
     assert main(["status", "--connect", path, "--timeout", "30"]) == 0
     assert "3 workers, 2 actors" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("job")
-def test_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_trace_writes_a_file_and_counts_calls_in_progress(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "trace.json"
     status, text = _run(capsys, "trace", "-o", str(path))
     assert status == 0
@@ -443,10 +451,10 @@ def test_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert (json.loads(text)["unfinished"] > 0, status) == (True, 0)
 
 
-def test_a_file_that_cannot_be_written_is_named_before_anybody_is_asked(
+def test_an_unwritable_output_file_is_reported_before_any_worker_is_queried(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(commands, "find_groups", lambda *_: pytest.fail("somebody was asked"))
+    monkeypatch.setattr(commands, "find_groups", lambda *_: pytest.fail("a worker was queried"))
     path = str(tmp_path / "nowhere" / "file")
     for command in ("trace", "profile", "metrics"):
         assert main([command, "-o", path]) == 2
@@ -456,7 +464,9 @@ def test_a_file_that_cannot_be_written_is_named_before_anybody_is_asked(
 
 
 @pytest.mark.usefixtures("job")
-def test_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_profile_writes_files_for_speedscope_and_flamegraph(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "profile.json"
     short = ("--seconds", "0.02", "--rate", "100", "-o", str(path))
     status, text = _run(capsys, "profile", *short)
@@ -499,7 +509,7 @@ def test_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("job")
-def test_metrics(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_metrics_are_printed_or_written_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, text = _run(capsys, "metrics")
     assert status == 0
     assert 'actorrpc_mailbox_depth{class="Reader"} 1.0' in text.splitlines()
@@ -510,7 +520,7 @@ def test_metrics(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("job")
-def test_metrics_over_http() -> None:
+def test_metrics_are_served_over_http() -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "actorrpc", "metrics", "--pid", str(os.getpid()), "--port", "0"],
         stdout=subprocess.PIPE,
@@ -529,7 +539,7 @@ def test_metrics_over_http() -> None:
 
 
 @pytest.mark.usefixtures("job")
-def test_a_port_that_is_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_reported_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         for command in ("metrics", "dashboard"):
@@ -552,7 +562,7 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("as_script", [False, True])
 def test_the_command_line_does_not_import_torch(as_script: bool, tmp_path: Path) -> None:
-    script = tmp_path / "actorrpc"  # as pip makes it of pyproject.toml
+    script = tmp_path / "actorrpc"  # like the script that pip generates from pyproject.toml
     module, _, name = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["scripts"][
         "actorrpc"
     ].partition(":")
@@ -581,7 +591,7 @@ def test_the_command_line_does_not_import_torch(as_script: bool, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_programs_are_started(tmp_path: Path) -> None:
+def test_run_and_worker_start_programs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys, torch.distributed.rpc as rpc; print(rpc.__name__, sys.argv[1:])")
     ran = _python("-m", "actorrpc", "run", str(script), "--flag", "x")

@@ -1,4 +1,4 @@
-"""As a new user would: a program in which five things go wrong at once, and what the commands say of it, with no option given."""
+"""A program with five simultaneous faults: commands without options name each of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Source:
         yield from range(10_000)
 
 if __name__ == "__main__":
-    # The one that is stopped is not taken for dead while the tests look at it.
+    # With this heartbeat, the stopped worker is not declared dead during the tests.
     actorrpc.init(num_cpus=8, log_to_driver=False, heartbeat=60.0)
     left, right = Left.options(reentrant=False).remote(), Right.remote()
     stuck, stopped, dead, source = Stuck.remote(), Worker.remote(), Worker.remote(), Source.remote()
@@ -74,12 +74,12 @@ if __name__ == "__main__":
 """
 
 
-_PID = "FIVE_FAULTS_PID"  # of the program: there may be other groups of this user
+_PID = "FIVE_FAULTS_PID"  # process id of the program, as this user may have other groups
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The variables of a shell beside which the program runs, until the end of the module."""
+    """Environment of a shell in which the program can be found; it runs until the end of the module."""
     folder = tmp_path_factory.mktemp("five")
     run = folder / "run"
     run.mkdir(mode=0o700)
@@ -118,7 +118,7 @@ def _actorrpc(environment: dict[str, str], *arguments: str) -> tuple[int, str]:
     return ran.returncode, ran.stdout
 
 
-def test_status_names_each(environment: dict[str, str]) -> None:
+def test_status_names_each_fault(environment: dict[str, str]) -> None:
     status, text = _actorrpc(environment, "status")
     assert status == 1
     wrong, _, notes = text.partition("To know:")
@@ -140,7 +140,7 @@ def test_status_names_each(environment: dict[str, str]) -> None:
     assert kinds >= {"worker", "deadlock", "actor", "stream"}
 
 
-def test_stack_says_where_they_are(environment: dict[str, str]) -> None:
+def test_stack_shows_where_stopped_and_busy_workers_are(environment: dict[str, str]) -> None:
     status, text = _actorrpc(environment, "stack")
     assert status == 1
     assert re.search(r"worker Worker-\d \(pid \d+\) is stopped", text)
@@ -160,40 +160,40 @@ _FAULTS = (
 
 
 @pytest.mark.parametrize(("command", "status"), [("stack", 1), ("trace", 1), ("logs", 0)])
-def test_others_name_each_as_well(
+def test_stack_trace_and_logs_name_each_fault(
     environment: dict[str, str], command: str, status: int, tmp_path: Path
 ) -> None:
-    where = ["-o", str(tmp_path / "trace.json")] if command == "trace" else []
-    found, text = _actorrpc(environment, command, *where)
+    options = ["-o", str(tmp_path / "trace.json")] if command == "trace" else []
+    found, text = _actorrpc(environment, command, *options)
     assert found == status
     for fault in _FAULTS:
         assert re.search(rf"(?m)^\* .*{fault}", text), fault
 
 
-def test_lines_that_are_asked_for_are_all_that_is_printed(environment: dict[str, str]) -> None:
+def test_filtered_logs_print_only_log_lines(environment: dict[str, str]) -> None:
     for options in (["--grep", "x^"], ["driver"], ["--json"]):
         _, text = _actorrpc(environment, "logs", *options)
         assert "is stopped" not in text
 
 
-def test_the_page_names_each(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dashboard_names_each_fault(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", environment["ACTORRPC_RUNTIME_DIR"])
     (group,) = find_groups(int(environment[_PID]))
     feed = Feed(lambda parts, begin=None: look(group, parts, 5.0, begin=begin), lambda: [group])
     with served(feed) as page:
         status, _, body = page.ask("api/now", Cookie=page.log_in())
     assert status == 200
-    told = [each["what"] for each in json.loads(body)["findings"]]
+    descriptions = [each["what"] for each in json.loads(body)["findings"]]
     for fault in _FAULTS:
-        assert any(re.search(fault, each) for each in told), (fault, told)
+        assert any(re.search(fault, each) for each in descriptions), (fault, descriptions)
 
 
-def test_the_dead_one_can_be_described(environment: dict[str, str]) -> None:
+def test_describe_shows_how_a_dead_actor_died(environment: dict[str, str]) -> None:
     until(lambda: "SIGKILL" in _actorrpc(environment, "status")[1])
     found = json.loads(_actorrpc(environment, "status", "--json")[1])
     dead = next(
         each
-        for group in found["groups"]  # there may be others of this user
+        for group in found["groups"]  # this user may have other groups
         for each in group["actors"]
         if each["state"] == "DEAD" and "SIGKILL" in each["death_cause"]
     )

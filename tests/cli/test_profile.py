@@ -1,4 +1,4 @@
-"""Profiles: which samples count, what is written of them, and what happens to one that does not answer."""
+"""Profiles: selection of samples, and the formats of the files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _thread(ident: int, *functions: str, name: str = "main") -> dict[str, Any]:
 # -- samples -----------------------------------------------------------------------------------------------------
 
 
-def test_what_waits_in_the_library_is_left_out() -> None:
+def test_idle_threads_and_frames_of_the_library_are_left_out_by_default() -> None:
     sampler, everything = _sampler(), _sampler(with_idle=True)
     for each in (sampler, everything):
         each.take({"threads": [_thread(1, "_loop", "work"), _thread(2, "_loop")]})
@@ -48,7 +48,7 @@ def _functions(sampler: Sampler) -> dict[int, list[tuple[list[str], int]]]:
     }
 
 
-def test_of_an_actor_only_the_threads_count_that_run_its_calls() -> None:
+def test_a_profile_of_an_actor_has_only_the_threads_of_its_calls() -> None:
     sampler = _sampler({"a1": "Store('a')"})
     actors = [
         {"actor_id": "a1", "running": [{"thread": 1}, {"thread": 0}]},
@@ -65,14 +65,14 @@ def test_of_an_actor_only_the_threads_count_that_run_its_calls() -> None:
 
 @pytest.fixture
 def sampled() -> Sampler:
-    """A worker that was sampled four times."""
+    """Samples of a worker, taken four times."""
     sampler = _sampler()
     for functions in (("f", "g"), ("f", "g"), ("f",), ("f", "g")):
         sampler.take({"threads": [_thread(1, *functions), _thread(2, "a;b\n", name="")]})
     return sampler
 
 
-def test_what_speedscope_reads(sampled: Sampler, tmp_path: Path) -> None:
+def test_the_profile_has_the_format_of_speedscope(sampled: Sampler, tmp_path: Path) -> None:
     path = str(tmp_path / "profile.json")
     assert profile.write(path, [sampled], {}, 1.0, 4.0, False).threads == 2
     with open(path, encoding="utf-8") as file:
@@ -106,7 +106,7 @@ def test_what_speedscope_reads(sampled: Sampler, tmp_path: Path) -> None:
     }
 
 
-def test_what_flamegraph_reads(sampled: Sampler, tmp_path: Path) -> None:
+def test_the_collapsed_profile_has_the_format_of_flamegraph(sampled: Sampler, tmp_path: Path) -> None:
     path = tmp_path / "profile.txt"
     assert profile.write(str(path), [sampled], {}, 1.0, 4.0, True).threads == 2
     assert path.read_text() == "w;main;f (a.py) 1\nw;main;f (a.py);g (a.py) 3\nw;thread 2;a,b (a.py) 4\n"

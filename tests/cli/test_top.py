@@ -1,4 +1,4 @@
-"""``actorrpc top`` on a terminal: keys are pressed, and what is on the screen is read."""
+"""``actorrpc top`` on a terminal: the tests press keys and read the screen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLEANED = "Store('[red]\ufffd]0;title\ufffd')"
 
 @dataclass
 class _Group:
-    """A group of two workers, and of some actors whose mailboxes are as full as their numbers; the second worker is stopped."""
+    """A fake group of two workers, of which the second is stopped; actor n has n calls in its mailbox."""
 
     actors: int = 3
     looks: int = 0
@@ -53,7 +53,7 @@ class _Group:
             }
             for number in range(self.actors)
         ]
-        well, ill = (
+        running, stopped = (
             WorkerRecord(name=name, rank=rank, incarnation=f"{rank:032x}", host="here", pid=100 + rank)
             for rank, name in enumerate(["driver", "Store-1"])
         )
@@ -66,14 +66,16 @@ class _Group:
         silent = Silent("stopped", "a signal has stopped it")
         look = GroupLook(
             FoundGroup(what="a group", pids=[100]),
-            {well.incarnation: (well, answer), ill.incarnation: (ill, silent)},
+            {running.incarnation: (running, answer), stopped.incarnation: (stopped, silent)},
             0.001,
         )
         return [Picture.of(look)]
 
 
-def _try(group: _Group, steps: Callable[[Top, Pilot[None]], Awaitable[None]], most: int = 20) -> None:
-    """Press keys; looks are taken when the steps say so, as the next one is due in an hour."""
+def _run_on_screen(
+    group: _Group, steps: Callable[[Top, Pilot[None]], Awaitable[None]], most: int = 20
+) -> None:
+    """Run ``steps`` on the screen; looks happen only in steps, as the interval is an hour."""
 
     async def run() -> None:
         top = Top(group.see, 3600.0, most)
@@ -104,11 +106,13 @@ async def _look(top: Top, pilot: Pilot[None]) -> None:
     await pilot.pause()
 
 
-def test_what_it_shows() -> None:
+def test_top_shows_findings_workers_and_actors_with_full_mailboxes_first() -> None:
     async def steps(top: Top, pilot: Pilot[None]) -> None:
         assert _text(top, "title").startswith("a group, pid 100: 2 workers, 3 actors")
         assert "* worker 'Store-1' (pid 101) is stopped" in _text(top, "findings")
-        assert [row[0] for row in _table(top, "actors")][:1] == ["Store#2"]  # the fullest mailbox first
+        assert [row[0] for row in _table(top, "actors")][:1] == [
+            "Store#2"
+        ]  # the actor with the fullest mailbox is first
         await _look(top, pilot)
         assert _table(top, "workers") == [
             ["driver", "alive", "25", "3.0 MiB", "", "", "0", "0"],
@@ -127,13 +131,13 @@ def test_what_it_shows() -> None:
             "3.0 MiB",
             "-",
         ]
-        # A name is a text, whatever it is.
+        # Control characters in names are replaced.
         assert _table(top, "actors")[1][0] == _CLEANED
 
-    _try(_Group(), steps)
+    _run_on_screen(_Group(), steps)
 
 
-def test_an_actor_and_its_stack() -> None:
+def test_keys_open_the_description_and_the_stack_of_an_actor() -> None:
     group = _Group()
 
     async def steps(top: Top, pilot: Pilot[None]) -> None:
@@ -155,10 +159,10 @@ def test_an_actor_and_its_stack() -> None:
         await pilot.press("q")
         assert len(top.screen_stack) == 1
 
-    _try(group, steps)
+    _run_on_screen(group, steps)
 
 
-def test_a_group_that_is_gone_is_said_and_what_was_seen_stays() -> None:
+def test_an_unreachable_group_is_reported_and_the_last_tables_stay() -> None:
     group = _Group()
 
     async def steps(top: Top, pilot: Pilot[None]) -> None:
@@ -167,7 +171,7 @@ def test_a_group_that_is_gone_is_said_and_what_was_seen_stays() -> None:
         assert _text(top, "title") == "no group has answered"
         assert len(_table(top, "actors")) == 3
 
-    _try(group, steps)
+    _run_on_screen(group, steps)
 
 
 @actorrpc.remote
@@ -181,7 +185,7 @@ _COMMAND = [sys.executable, "-m", "actorrpc", "top", "--pid", str(os.getpid()), 
 @pytest.mark.slow
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("key", [b"q", b"\x03"])
-def test_on_a_terminal(key: bytes) -> None:
+def test_top_ends_at_q_and_ctrl_c_on_a_terminal(key: bytes) -> None:
     with actorrpc.init(num_cpus=2, log_to_driver=False):
         idle = Idle.remote()
         actorrpc.get(actorrpc.ready(idle))
@@ -198,7 +202,7 @@ def test_on_a_terminal(key: bytes) -> None:
                 try:
                     while os.read(ours, 65536):
                         pass
-                except OSError:  # EIO: the terminal is nobody's any more
+                except OSError:  # EIO: the terminal was closed
                     pass
                 assert process.wait() == 0
         finally:
@@ -207,7 +211,7 @@ def test_on_a_terminal(key: bytes) -> None:
 
 @pytest.mark.slow
 @pytest.mark.limit(120)
-def test_without_a_terminal_there_are_tables() -> None:
+def test_top_without_a_terminal_prints_tables() -> None:
     with actorrpc.init(num_cpus=2, log_to_driver=False):
         python, *words = _COMMAND
         ran = subprocess.run(

@@ -1,4 +1,4 @@
-"""What ``describe``, ``stack`` and ``top`` say of those that are dead, stuck, or held: of a group that is not there."""
+"""Output of ``describe``, ``stack`` and ``top`` for dead, stuck and held actors of a fake group."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _held(number: int, method: str, thread: int, why: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def seen(monkeypatch: pytest.MonkeyPatch) -> GroupLook:
-    """One look at a driver, a worker that is stopped, one with calls that are held, and one with a coroutine."""
+    """A look at a driver, a stopped worker, a worker with held calls, and a worker with a coroutine."""
     driver = {
         "supervised": [
             _supervised(0xA1, "Raiser", death_cause="Raiser#00a1 is dead: its constructor raised ValueError"),
@@ -76,7 +76,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> GroupLook:
             _supervised(0xD1, "Waiter", "Other-3"),
         ]
     }
-    holds = {
+    holding = {
         "process": {
             "held": [
                 _held(0xC1, "fail", 1, "KeyError, which it has raised"),
@@ -92,7 +92,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> GroupLook:
         for record, answer in (
             (_record("driver", 0), driver),
             (_record("Stuck-1", 1), Silent("stopped", _STOPPED)),
-            (_record("Held-2", 2), holds),
+            (_record("Held-2", 2), holding),
             (_record("Other-3", 3), other),
         )
     }
@@ -106,17 +106,17 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
     return main(arguments), re.sub(r"(?<=\S)  +", " ", capsys.readouterr().out)
 
 
-def test_a_dead_actor_is_found_by_its_class(capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_finds_a_dead_actor_by_its_class(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "describe", "Raiser")
     assert status == 1
     assert "died Raiser#00a1 is dead: its constructor raised ValueError" in text
-    # One that was meant to end is no fault.
+    # An intended end is no fault.
     status, text = _run(capsys, "describe", "Ended")
     assert status == 0
     assert "it was killed with kill()" in text
 
 
-def test_describe_says_how_a_worker_is_that_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_shows_a_stopped_worker_and_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "describe", "Stuck")
     assert status == 1
     assert f"  worker Stuck-1 (pid 101) is stopped: {_STOPPED}\n" in text
@@ -128,7 +128,7 @@ def test_describe_says_how_a_worker_is_that_does_not_answer(capsys: pytest.Captu
     assert finding["remedy"] == "kill -CONT 101 resumes it"
 
 
-def test_the_stack_of_a_dead_actor_says_of_what_it_died(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stack_of_a_dead_actor_shows_the_cause_of_its_death(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "stack", "Raiser")
     assert status == 1
     assert text == (
@@ -139,19 +139,19 @@ def test_the_stack_of_a_dead_actor_says_of_what_it_died(capsys: pytest.CaptureFi
     assert "To know:\n* Ended#00a2 is dead: it was killed with kill()\n" in text
 
 
-def test_the_stack_of_a_call_that_has_failed_and_is_held(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stack_shows_a_failed_call_that_is_held_in_the_debugger(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = _run(capsys, "stack", "00c1")
     assert status == 0
     assert text.startswith("a group: 1 thread of 1 worker\n\n1 thread (worker Held-2: one)\n")
     held = "  Held#00c1.fail() is held by KeyError, which it has raised at /job.py:9, in fail()\n    Pdb.interaction"
     assert held in text
     assert "actorrpc debug Held-2:1 attaches to it" in text
-    assert "step" not in text  # that is another actor's
+    assert "step" not in text  # the call of another actor
     assert held in _run(capsys, "stack")[1]
     assert held in _run(capsys, "describe", "00c1")[1]
 
 
-def test_top_says_what_is_held(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_shows_calls_that_are_held_in_the_debugger(capsys: pytest.CaptureFixture[str]) -> None:
     _, text = _run(capsys, "top", "--count", "1")
     assert "fail() held in a debugger 7.0 s\n" in text
     assert "step() held in a debugger 7.0 s\n" in text

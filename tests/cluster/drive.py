@@ -1,4 +1,4 @@
-"""Run a script as the driver of a cluster, and workers of a cluster of this process."""
+"""Helpers that run a script as the driver of a cluster, or workers in the cluster of this process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cluster() -> Cluster:
 
 
 def engine() -> LocalCluster:
-    """Return its embedded engine."""
+    """Return the embedded engine of that cluster."""
     found = cluster().engine
     assert isinstance(found, LocalCluster)
     return found
@@ -49,7 +49,7 @@ def engine() -> LocalCluster:
 
 @contextlib.contextmanager
 def workers(count: int = 1, label: str = "Counter", **spec: Any) -> Iterator[list[str]]:
-    """Run workers in the cluster that is there; kill them at the end."""
+    """Run workers in this process's cluster; kill them at the end."""
     futures = [cluster().start(ProcessSpec(label=label, **spec)) for _ in range(count)]
     names = [future.wait(50).name for future in futures]
     try:
@@ -66,7 +66,7 @@ def workers(count: int = 1, label: str = "Counter", **spec: Any) -> Iterator[lis
 def script(
     directory: Path, source: str, *arguments: str, prints: Sequence[str] = (), **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a script in a process of its own, with its output in pipes; ``prints`` says what may be on standard error."""
+    """Run a script in a separate process, with its output in pipes; ``prints`` has patterns of its allowed standard error."""
     path = directory / "script.py"
     path.write_text(textwrap.dedent(_HEAD) + textwrap.dedent(source))
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), **options.pop("env", {})}
@@ -89,7 +89,7 @@ def script(
 
 
 def until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
+    """Poll until the condition is true; bounded by the test's limit."""
     pause = threading.Event()
     while not condition():
         pause.wait(0.005)

@@ -1,4 +1,4 @@
-"""Drive a cluster that others join, and run ``python -m actorrpc.worker`` beside it."""
+"""Helpers for clusters that workers join with ``python -m actorrpc.worker``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ports import free_port
 __all__ = ["CLEAN", "is_there", "joiner", "output", "run_ranks", "wait_for"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-#: the environment without what a launcher of the tests, or another test, may have set
+#: the environment without variables of launchers and of other tests
 CLEAN = {
     name: value
     for name, value in os.environ.items()
@@ -29,7 +29,7 @@ CLEAN = {
 
 @contextlib.contextmanager
 def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a worker that joins by hand; killed at the end if it still runs. It says that it has joined, and nothing else."""
+    """Run a worker that joins the cluster, and kill it at the end. It may print nothing but that it has joined."""
     process = subprocess.Popen(
         [sys.executable, "-m", "actorrpc.worker", "--join", address, *arguments],
         env={**CLEAN, "PYTHONPATH": str(_ROOT), **environment},
@@ -51,7 +51,7 @@ def joiner(address: str, *arguments: str, **environment: str) -> Iterator[subpro
 def run_ranks(
     script: Path, count: int, rank: str = "RANK", size: str = "WORLD_SIZE"
 ) -> tuple[list[int], list[tuple[str, str]]]:
-    """Run a script in several processes, as a launcher does that sets these variables; return their codes, and what they said."""
+    """Run a script in several processes, as a launcher with these variables does; return exit codes and outputs."""
     shared = {**CLEAN, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1", size: str(count)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
@@ -70,13 +70,13 @@ def run_ranks(
 
 
 def output(process: subprocess.Popen[Any]) -> tuple[int, str]:
-    """Wait for the end of a process; return its code and what it said on standard error."""
+    """Wait for the end of a process; return its exit code and its standard error."""
     _, err = process.communicate()
     return process.returncode, err
 
 
 def is_there(name: str) -> bool:
-    """Say whether a worker is in the cluster and alive."""
+    """Return whether a worker is in the cluster and alive."""
     return any(each.name == name and each.state == "alive" for each in workers())
 
 

@@ -1,12 +1,12 @@
-"""Hosts that programs are started on: network namespaces with a name, and with files that the others do not see.
+"""Hosts that run programs: network namespaces with names, and with files that other hosts do not see.
 
     with Network("a", "b") as network, Machines(network) as machines:
         driver = machines.start("a", sys.executable, "script.py", directory=...)
         worker = machines.join("b", "tcp://10.77.0.1:7777", "--labels", "zone=b")
         machines.power_off("b")
 
-On each host the directories of all others are hidden, so nothing can go through files; each knows all names. Not
-thread-safe.
+Each host hides the directories of all other hosts, so programs cannot exchange files, and resolves the names of all hosts.
+Not thread-safe.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Machines", "Program", "program"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROGRAMS = Path(__file__).resolve().parent / "programs"
-# Name the host, hide what is on others, and stay: those that are started on it later go where this process is.
+# Set the host's name, hide the files of other hosts, and stay: later programs enter the namespaces of this process.
 _BOOT = """
 hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 || exit 1
 for each; do mount -t tmpfs hidden "$each" || exit 1; done
@@ -39,7 +39,7 @@ echo up; exec cat
 
 
 class Program:
-    """A program that runs on a host: what it says, line by line, and what it is told."""
+    """A program that runs on a host, with its standard input and output."""
 
     def __init__(self, process: subprocess.Popen[str], errors: Path) -> None:
         self.process = process
@@ -49,11 +49,11 @@ class Program:
 
     @property
     def errors(self) -> str:
-        """What it has said on standard error."""
+        """Its standard error so far."""
         return self._errors.read_text(errors="replace")
 
     def expect(self, word: str) -> str:
-        """Read lines until one begins with this word; return the rest of it. Bounded by the test's limit."""
+        """Read lines until a line begins with this word; return the rest of that line. Bounded by the test's limit."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.said.append(f"{time.monotonic() - self.begun:.1f} {line.rstrip()}")
@@ -62,13 +62,13 @@ class Program:
         raise AssertionError(f"it ended without {word!r}: {self.said}\n{self.errors}")
 
     def tell(self, line: str) -> None:
-        """Say something to it."""
+        """Write a line to its standard input."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
     def ends(self, code: int = 0) -> None:
-        """Wait for its end."""
+        """Wait until it ends, and check its exit code."""
         out, _ = self.process.communicate()
         self.said += out.splitlines()
         print(*self.said, sep="\n")
@@ -76,7 +76,7 @@ class Program:
 
 
 class Machines:
-    """The hosts of a network as machines. A context manager: all that was started on them has ended at its end."""
+    """The hosts of a network as machines. A context manager, which ends all their programs."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -97,7 +97,7 @@ class Machines:
             self.power_off(name)
         for program in self._programs:
             program.process.communicate()
-            sys.stderr.write(program.errors)  # it counts as the test's own
+            sys.stderr.write(program.errors)  # counts as output of the test
         for boot in self._boots.values():
             boot.communicate()
 
@@ -123,7 +123,7 @@ class Machines:
     def start(
         self, name: str, *command: str, directory: str | Path = "/", env: dict[str, str] | None = None
     ) -> Program:
-        """Start a program on a host, with that host's key, and in a directory of it."""
+        """Start a program on a host, with the host's key, in a directory of the host."""
         host = self.network[name]
         errors = self.network.directory / f"{name}-{len(self._programs)}.err"
         environment = {
@@ -157,7 +157,7 @@ class Machines:
         return self._programs[-1]
 
     def join(self, name: str, address: str, *arguments: str, env: dict[str, str] | None = None) -> Program:
-        """Have a host join a cluster by hand, as a worker of its own name."""
+        """Start a worker on a host that joins a cluster under the host's name."""
         command = (sys.executable, "-m", "actorrpc.worker", "--join", address, "--name", name)
         return self.start(name, *command, *arguments, env=env)
 
@@ -173,14 +173,14 @@ class Machines:
         return found
 
     def power_off(self, name: str) -> float:
-        """End all that runs on a host at once; return when."""
+        """Kill all processes of a host; return the time."""
         when = time.time()
         while there := self.running(name):
             processes.kill(there)
         return when
 
     def lose(self, name: str, how: str) -> float:
-        """Lose a host: its "power", its "link", or without any word, in "silence"; return when, as `time.time`."""
+        """Lose a host by ``how``: "power", "link" or "silence"; return the time, as of `time.time`."""
         if how == "power":
             return self.power_off(name)
         when = time.time()
@@ -191,18 +191,18 @@ class Machines:
         return when
 
     def are_empty(self, *names: str, killed: bool = False) -> None:
-        """Wait until nothing runs on these hosts, and see that it has left no file; some where processes were killed."""
+        """Wait until no process runs on these hosts; check that no files are left, unless ``killed``."""
         for name in names:
             until(lambda name=name: not self.running(name))  # type: ignore[misc]
             folder = self.network[name].directory
             left = [str(path) for path in (folder / "run").rglob("*")]
-            # Directories of torchrun and of torch's compiler are theirs.
+            # torchrun and torch's compiler leave directories.
             left += [str(path) for path in (folder / "tmp").iterdir() if not path.name.startswith("torch")]
             assert killed or not left, left
 
 
 def program(machines: Machines, name: str, *files: Path | str) -> Path:
-    """Put files of the tests' programs, or others, onto one host, where no other sees them; return the directory."""
+    """Copy files (by default from programs/) into a directory of one host, and return it; other hosts do not see it."""
     directory = machines.network[name].directory / "program"
     directory.mkdir(exist_ok=True)
     for file in files:

@@ -1,6 +1,6 @@
-"""What the tests of the Ray engine do, each in a process of its own: ``python -m tests.cluster.ray_scenarios NAME``.
+"""Scenarios of the tests of the Ray engine, each in a separate process: ``python -m tests.cluster.ray_scenarios NAME``.
 
-Ray leaves threads and descriptors in the process that has used it, and may end that process.
+Ray leaves threads and descriptors in its process, and may end it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from actorrpc.errors import ConfigError, PlacementError, RendezvousError
 from actorrpc.wire import keys
 from tests.ports import free_port
 
-# Ray's own: how soon it notices that a node is gone.
+# Ray's settings for a quick detection of lost nodes.
 _SOON = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 300,
@@ -40,7 +40,7 @@ _QUICK = {"heartbeat": 0.5, "heartbeat_misses": 3}
 
 @actorrpc.remote
 class Probe:
-    """Says where it lives, counts, and has a weight."""
+    """An actor that returns its place, counts, and has a weight."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -68,21 +68,21 @@ class Probe:
         return autograd.get_gradients(context)[self.weight]
 
 
-def until(true: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
-    """Wait for something, for so many seconds at most."""
+def until(condition: Callable[[], Any], description: str, seconds: float = 60.0) -> None:
+    """Wait until the condition is true, for at most ``seconds``."""
     end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"{what}: not within {seconds} s"
+    while not condition():
+        assert time.monotonic() < end, f"{description}: not within {seconds} s"
         time.sleep(0.05)
 
 
 def alive(name: str) -> list[Any]:
-    """The workers of a name that live."""
+    """Return the live workers of a name."""
     return [each for each in actorrpc.workers() if each.name == name and each.state == "alive"]
 
 
 def gradients_equal_local(first: Any, second: Any) -> None:
-    """A backward pass through two actors gives what it gives here."""
+    """Check that gradients of a pass through two actors equal those of a local pass."""
     value = torch.arange(3.0, requires_grad=True)
     with autograd.context() as context:
         between = actorrpc.get(first.times.remote(value))
@@ -101,7 +101,7 @@ def gradients_equal_local(first: Any, second: Any) -> None:
 
 @contextlib.contextmanager
 def nodes(*each: dict[str, Any], **head: Any) -> Iterator[tuple[Cluster, list[Any]]]:
-    """A Ray cluster with a head node that holds nothing, and further ones."""
+    """Run a Ray cluster with a head node without CPUs, and further nodes."""
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": _SOON, **head},
@@ -118,8 +118,8 @@ def _listens(port: int) -> bool:
         return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
-def nobody_shows_the_key() -> None:
-    """The key is in no log of Ray's, and in no argument of any process."""
+def key_is_in_no_log_and_no_command_line() -> None:
+    """Check that the key is in no log of Ray and in no command line of a process."""
     key = driver_rpc.current().reception.secret.encode()  # type: ignore[union-attr]
     assert len(key) > 20
     session = Path(ray._private.worker._global_node.get_session_dir_path())
@@ -131,8 +131,8 @@ def nobody_shows_the_key() -> None:
             assert key not in arguments.read_bytes()
 
 
-def nothing_left_in_ray() -> None:
-    """Every actor of Ray's is dead, and every placement group removed."""
+def nothing_is_left_in_ray() -> None:
+    """Check that all actors of Ray are dead, and all placement groups removed."""
     until(
         lambda: {each["State"] for each in ray._private.state.actors().values()} <= {"DEAD"},
         "dead actors",
@@ -146,11 +146,11 @@ def nothing_left_in_ray() -> None:
 
 
 def one_node() -> None:
-    """A Ray of our own: a pool and an actor with a worker to itself; a dead worker comes back; nothing is left."""
+    """A local Ray: a pool of workers, calls, gradients; a dead worker is replaced; nothing is left at the end."""
     with actorrpc.init(
         "ray://local", num_workers=2, num_cpus=1, ray_options={"num_cpus": 4}, log_to_driver=False, **_QUICK
     ) as context:
-        assert context.address.startswith("tcp://127.0.0.1:")  # nobody else can reach it
+        assert context.address.startswith("tcp://127.0.0.1:")  # no other machine can reach it
         first, second = Probe.options(worker="ray-0").remote(), Probe.options(worker="ray-1").remote()
         places = actorrpc.get([each.where.remote() for each in (first, second)])
         assert [name for name, _, _ in places] == ["ray-0", "ray-1"]
@@ -161,7 +161,7 @@ def one_node() -> None:
         assert [actorrpc.get(first.next.remote()) for _ in range(3)] == [1, 2, 3]
         gradients_equal_local(first, second)
 
-        nobody_shows_the_key()
+        key_is_in_no_log_and_no_command_line()
         before = alive("ray-0")[0].pid
         waiting = first.sleep.remote(60)
         os.kill(before, signal.SIGKILL)
@@ -172,13 +172,13 @@ def one_node() -> None:
         again = Probe.options(worker="ray-0").remote()
         assert actorrpc.get(again.next.remote()) == 1
         gradients_equal_local(again, second)
-        assert actorrpc.scale(1, timeout=60) in (["ray-0"], ["ray-1"])  # those of the pool count
-        until(lambda: ray.available_resources().get("CPU") == 3.0, "what the other one had is free")
+        assert actorrpc.scale(1, timeout=60) in (["ray-0"], ["ray-1"])  # counts workers of the pool
+        until(lambda: ray.available_resources().get("CPU") == 3.0, "resources of the removed worker are free")
     assert not ray.is_initialized()
 
 
 def one_actor() -> None:
-    """Without a pool every actor has a worker of its own, which ends with it; supervision asks for another one."""
+    """Without a pool, every actor has its own worker, which ends with it; supervision requests a new worker."""
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     with actorrpc.init(engine="ray", **_QUICK):
         probe = Probe.options(num_cpus=1, max_restarts=1, max_task_retries=-1).remote()
@@ -194,25 +194,25 @@ def one_actor() -> None:
         del probe
         until(
             lambda: ray.available_resources().get("CPU") == 2.0,
-            "an actor that nobody has gives back its place",
+            "an actor without references releases its place",
         )
-    assert ray.is_initialized()  # it is not ours
-    nothing_left_in_ray()
+    assert ray.is_initialized()  # not started by actorrpc
+    nothing_is_left_in_ray()
     ray.shutdown()
 
 
 def several_nodes() -> None:
-    """SPREAD lies on different nodes; one is removed: its calls end, the others go on, and its worker comes back elsewhere."""
+    """SPREAD uses different nodes. After the loss of a node, its calls fail and its worker is replaced elsewhere."""
     with nodes({"num_cpus": 2, "num_gpus": 1}, {"num_cpus": 2, "num_gpus": 1}) as (cluster, each):
         ray.init(address=cluster.address, log_to_driver=False)
         with actorrpc.init(
             engine="ray", num_workers=2, num_cpus=1, num_gpus=0.5, strategy="SPREAD", **_QUICK
         ) as context:
-            assert not context.address.startswith("tcp://127.")  # other machines must reach it
+            assert not context.address.startswith("tcp://127.")  # reachable from other machines
             probes = [Probe.options(worker=f"ray-{number}").remote() for number in range(2)]
             places = actorrpc.get([probe.where.remote() for probe in probes])
             assert len({node for _, node, _ in places}) == 2
-            assert actorrpc.get([probe.devices.remote() for probe in probes]) == ["0", "0"]  # Ray has said so
+            assert actorrpc.get([probe.devices.remote() for probe in probes]) == ["0", "0"]  # set by Ray
             there = Probe.options(labels={"ray.io/node-id": places[1][1]}).remote()
             assert actorrpc.get(there.where.remote())[0] == "ray-1"
             gradients_equal_local(*probes)
@@ -228,11 +228,11 @@ def several_nodes() -> None:
             again = Probe.options(worker="ray-0").remote()
             assert actorrpc.get(again.where.remote())[1] == places[1][1]
             gradients_equal_local(again, probes[1])
-        nothing_left_in_ray()
+        nothing_is_left_in_ray()
 
 
 def strict() -> None:
-    """STRICT_SPREAD and STRICT_PACK hold, also for workers that come later; what cannot be is refused in time."""
+    """STRICT_SPREAD and STRICT_PACK also hold for later workers; impossible requests are refused in time."""
     with nodes({"num_cpus": 3}, {"num_cpus": 3}, {"num_cpus": 3}) as (cluster, _):
         ray.init(address=cluster.address, log_to_driver=False)
         for strategy, count in (("STRICT_SPREAD", 3), ("STRICT_PACK", 1)):
@@ -249,11 +249,11 @@ def strict() -> None:
                 driver_rpc.current().let_go("ray-0")  # type: ignore[union-attr]
                 until(lambda: not alive("ray-0"), "a worker that leaves")
                 until(lambda hosts=engine._hosts: "ray-0" not in hosts, "its actor's end")
-                assert set(actorrpc.scale(3)) == {"ray-1", "ray-2", "ray-3"}  # in the place that is free
+                assert set(actorrpc.scale(3)) == {"ray-1", "ray-2", "ray-3"}  # in the free place
                 if strategy == "STRICT_SPREAD":
                     with pytest.raises(PlacementError, match="every node has one"):
                         actorrpc.scale(4)
-            nothing_left_in_ray()
+            nothing_is_left_in_ray()
         for strategy, count, cpus, text in (
             ("STRICT_SPREAD", 4, 1, "wants 4 nodes"),
             ("STRICT_PACK", 4, 1, "on one node"),
@@ -273,25 +273,25 @@ def strict() -> None:
             actorrpc.init(engine="ray", num_workers=4, num_cpus=1, start_timeout=8)
         assert not actorrpc.is_initialized()
         ray.util.remove_placement_group(taken)
-        nothing_left_in_ray()
+        nothing_is_left_in_ray()
 
 
 def frozen() -> None:
-    """A worker that is stopped but not dead is replaced: Ray is asked to restart it."""
+    """A worker that is stopped but not dead is replaced by Ray."""
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     with actorrpc.init(engine="ray", num_workers=1, **_QUICK):
         before = alive("ray-0")[0].pid
         os.kill(before, signal.SIGSTOP)
         until(lambda: alive("ray-0") and alive("ray-0")[0].pid != before, "a new incarnation")
         assert actorrpc.get(Probe.options(worker="ray-0").remote().next.remote()) == 1
-    nothing_left_in_ray()
+    nothing_is_left_in_ray()
     ray.shutdown()
 
 
 def client() -> None:
-    """Through Ray's client: this process is no part of Ray."""
+    """Use Ray's client: this process is not part of the Ray cluster."""
     port = free_port()
-    # Ray's own processes do not know where this one has the package from.
+    # Ray's processes must find the package.
     os.environ["PYTHONPATH"] = os.getcwd()
     head = {"num_cpus": 2, "ray_client_server_port": port}
     with nodes(**head):
@@ -306,7 +306,7 @@ def client() -> None:
 
 
 def driver_killed() -> None:
-    """A driver that is killed leaves neither actor nor placement group in a Ray that goes on."""
+    """A killed driver leaves no actor and no placement group in a running Ray cluster."""
     with nodes({"num_cpus": 2}) as (cluster, _):
         body = (
             "import actorrpc, os, signal\n"
@@ -316,12 +316,12 @@ def driver_killed() -> None:
         assert subprocess.run([sys.executable, "-c", body], check=False).returncode == -signal.SIGKILL
         ray.init(address=cluster.address, log_to_driver=False)
         assert len(ray._private.state.actors()) == 2
-        until(lambda: ray.available_resources().get("CPU") == 2.0, "what the driver had is free", 30)
-        nothing_left_in_ray()
+        until(lambda: ray.available_resources().get("CPU") == 2.0, "resources of the driver are free", 30)
+        nothing_is_left_in_ray()
 
 
 def refused() -> None:
-    """Each of these is a clear error in time, and leaves nothing running."""
+    """Wrong addresses and options raise a clear error in time, and leave nothing running."""
     for address, kind, text in (
         ("127.0.0.1:9", RendezvousError, "no Ray cluster answers at '127.0.0.1:9'"),
         ("ray://127.0.0.1:9", RendezvousError, "no Ray cluster answers at 'ray://127.0.0.1:9'"),
@@ -348,5 +348,5 @@ def refused() -> None:
 
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
-    keys.sweep()  # what a killed driver has left, the next one takes away
+    keys.sweep()  # remove files of the killed driver
     print("done")

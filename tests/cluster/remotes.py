@@ -1,4 +1,4 @@
-"""What the tests of the cluster run in its workers: light to import, as each worker does it anew."""
+"""Functions that tests of the cluster run in workers; each worker imports this module, so it must be light."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _kept: list[Any] = []
 
 
 def facts() -> dict[str, Any]:
-    """Say how this process is dressed."""
+    """Return facts about this process."""
     return {
         "pid": os.getpid(),
         "directory": os.getcwd(),
@@ -45,7 +45,7 @@ def _numpy() -> float:
 
 
 def say(*lines: str, to: str = "stdout", end: str = "\n") -> None:
-    """Print lines."""
+    """Print lines to standard output or error."""
     print(*lines, sep="\n", end=end, file=getattr(sys, to))
     getattr(sys, to).flush()
 
@@ -62,12 +62,12 @@ def crash() -> None:
 
 
 def allocate(size: int) -> None:
-    """Touch much memory, and let it go."""
+    """Allocate and release a tensor."""
     torch.ones(size, dtype=torch.uint8)
 
 
 def sleeper() -> int:
-    """Start a process that sleeps, and return its number."""
+    """Start a process that sleeps, and return its id."""
     process = subprocess.Popen(["sleep", "1000"])
     _kept.append(process)
     return process.pid
@@ -105,10 +105,10 @@ def try_init() -> str:
 
 
 def make() -> torch.Tensor:
-    """Make a value that stays here."""
+    """Return a tensor, for an RRef of this worker."""
     return torch.arange(5)
 
 
 def wait_for_ever() -> None:
-    """Wait."""
+    """Block until the process ends."""
     threading.Event().wait()

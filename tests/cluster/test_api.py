@@ -1,4 +1,4 @@
-"""init() and the end of a cluster: by shutdown, by the end of the driver, by force, by Ctrl-C; and forks."""
+"""init() and the end of a cluster by shutdown, by the end of the driver, by force or by Ctrl-C; forks of the driver; scripts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 # -- starting ------------------------------------------------------------------------------------------
 
 
-def test_init_does_not_wait_and_shutdown_ends_everything() -> None:
+def test_shutdown_ends_the_cluster_and_its_fork_server_and_may_be_repeated() -> None:
     assert not rpc.is_initialized()
     context = init(name="boss", namespace="mine", rpc_timeout=7)
     assert rpc.is_initialized()
@@ -61,7 +61,7 @@ class Counter:
         return 1
 
 
-def test_calls_through_a_handle_of_an_earlier_cluster_say_so() -> None:
+def test_handles_and_rrefs_of_an_earlier_cluster_raise_shutdown_error() -> None:
     with init():
         handle = Counter.remote()
         assert actorrpc.get(handle.add.remote()) == 1
@@ -77,7 +77,7 @@ def test_calls_through_a_handle_of_an_earlier_cluster_say_so() -> None:
 
 
 @pytest.mark.slow
-def test_settings_reach_the_workers() -> None:
+def test_options_of_init_apply_in_the_workers() -> None:
     with init(heartbeat=3.5, max_threads=77, rpc_timeout=9), workers(1) as (name,):
         found = rpc.rpc_sync(name, _settings)
         assert found == ("unix", 3.5, 77, 9.0)
@@ -88,7 +88,7 @@ def _settings() -> tuple[Any, ...]:
     return settings.transport, settings.heartbeat, settings.max_threads, rpc.get_rpc_timeout()
 
 
-def test_init_again_says_what_is_there() -> None:
+def test_a_second_init_raises_or_returns_the_existing_cluster() -> None:
     with init(namespace="first") as context:
         with pytest.raises(
             RpcError, match=r"the driver of an embedded cluster already.*actors can be used at once"
@@ -97,10 +97,10 @@ def test_init_again_says_what_is_there() -> None:
         with init(ignore_reinit_error=True) as again:
             assert isinstance(again, ClusterContext)
             assert again.namespace == context.namespace
-        assert rpc.is_initialized()  # the inner one has not ended what it found
+        assert rpc.is_initialized()  # the inner block has not ended the cluster
         with pytest.raises(RuntimeError, match="already initialized"):
             rpc.init_rpc("worker0", rank=0, world_size=1)
-    with init():  # and anew
+    with init():  # a new cluster
         assert rpc.api.namespace() == ""  # type: ignore[attr-defined]
 
 
@@ -110,7 +110,7 @@ def _init_in_a_group(rank: int, world_size: int) -> str:
     return init(ignore_reinit_error=True).name
 
 
-def test_init_in_a_group_says_that_it_is_there() -> None:
+def test_init_in_an_init_rpc_group_raises_or_returns_the_group() -> None:
     assert rpc_group(_init_in_a_group, 2) == ["worker0", "worker1"]
 
 
@@ -134,13 +134,13 @@ def test_init_in_a_group_says_that_it_is_there() -> None:
         ({"heartbeat": -1}, "heartbeat"),
     ],
 )
-def test_wrong_options_are_refused(given: dict[str, Any], says: str) -> None:
+def test_init_rejects_wrong_options(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         init(**given)
     assert not rpc.is_initialized()
 
 
-def test_using_actors_starts_the_cluster() -> None:
+def test_first_use_of_actors_from_several_threads_starts_one_cluster() -> None:
     start = context_module._autostart
     assert start is not None
     threads = [threading.Thread(target=start) for _ in range(4)]
@@ -155,31 +155,33 @@ def test_using_actors_starts_the_cluster() -> None:
         rpc.shutdown()
 
 
-def test_a_failed_start_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_init_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/not/there")
     with pytest.raises(OSError, match="not/there"):
         init()
     assert not rpc.is_initialized()
 
 
-def test_a_floor_above_is_told_of_start_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
+def test_start_hooks_and_their_end_functions_run_even_after_ctrl_c_or_a_failed_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[Any] = []
 
     def start(worker: Any) -> Any:
-        said.append(worker.agent.name)
-        return lambda graceful: said.append(graceful)
+        events.append(worker.agent.name)
+        return lambda graceful: events.append(graceful)
 
     monkeypatch.setattr(rpc.api, "on_start", [start])  # type: ignore[attr-defined]
     with init():
         pass
-    assert said == ["driver", True]
+    assert events == ["driver", True]
     init()
     rpc.shutdown(graceful=False)
-    assert said == ["driver", True, "driver", False]
+    assert events == ["driver", True, "driver", False]
 
     def interrupted(worker: Any) -> Any:
         def end(graceful: bool) -> None:
-            said.append(("interrupted", graceful))
+            events.append(("interrupted", graceful))
             if graceful:
                 raise KeyboardInterrupt
 
@@ -190,7 +192,7 @@ def test_a_floor_above_is_told_of_start_and_end(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(KeyboardInterrupt):
         rpc.shutdown()
     assert not rpc.is_initialized()
-    assert said[-4:] == ["driver", ("interrupted", True), ("interrupted", False), False]
+    assert events[-4:] == ["driver", ("interrupted", True), ("interrupted", False), False]
 
     def fail(worker: Any) -> Any:
         raise KeyError("of this start")
@@ -198,7 +200,7 @@ def test_a_floor_above_is_told_of_start_and_end(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rpc.api, "on_start", [start, fail])  # type: ignore[attr-defined]
     with pytest.raises(KeyError):
         init()
-    assert said[-2:] == ["driver", False]
+    assert events[-2:] == ["driver", False]
     assert not rpc.is_initialized()
 
 
@@ -206,7 +208,7 @@ def test_a_floor_above_is_told_of_start_and_end(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_shutdown_while_workers_start_and_work() -> None:
+def test_shutdown_fails_pending_starts_and_running_calls() -> None:
     init()
     futures = [cluster().start(ProcessSpec(label="Early")) for _ in range(3)]
     rpc.shutdown()
@@ -225,7 +227,7 @@ def test_shutdown_while_workers_start_and_work() -> None:
 
 
 @pytest.mark.slow
-def test_shutdown_does_not_wait_for_stopped_workers() -> None:
+def test_shutdown_kills_stopped_workers_after_its_time_out() -> None:
     with init():
         name = cluster().start(ProcessSpec(label="Stopped")).wait(50).name
         pid = rpc.rpc_sync(name, os.getpid)
@@ -262,7 +264,7 @@ elif how == "thread":
 @pytest.mark.parametrize(
     "how", rest_is_slow(["end", "raise", "exit", "os._exit", "thread", "kill", "interrupt", "terminate"], 1)
 )
-def test_nothing_is_left_however_the_driver_ends(tmp_path: Path, how: str) -> None:
+def test_workers_and_files_are_gone_however_the_driver_ends(tmp_path: Path, how: str) -> None:
     runtime_directory = tmp_path / "run"
     runtime_directory.mkdir(mode=0o700)
     signals = {"kill": signal.SIGKILL, "interrupt": signal.SIGINT, "terminate": signal.SIGTERM}
@@ -272,7 +274,7 @@ def test_nothing_is_left_however_the_driver_ends(tmp_path: Path, how: str) -> No
         _END,
         argument,
         prints=[
-            r"threads of 'Counter-\d' are still in user code after shutdown",  # one waits for ever
+            r"threads of 'Counter-\d' are still in user code after shutdown",  # a call that blocks forever
             *{"raise": ["Traceback.*KeyError"], "interrupt": ["Traceback.*KeyboardInterrupt"]}.get(how, ()),
         ],
         env={"ACTORRPC_RUNTIME_DIR": str(runtime_directory)},
@@ -286,9 +288,9 @@ def test_nothing_is_left_however_the_driver_ends(tmp_path: Path, how: str) -> No
         pids = [int(word) for word in line.split()[1:]]
         assert len(pids) == 4
         if how in signals:
-            os.killpg(process.pid, signals[how])  # as Ctrl-C in a terminal does it
+            os.killpg(process.pid, signals[how])  # like Ctrl-C in a terminal
         code, _, err = _finish(process)
-        # The one that outlives the driver by a moment is the fork server; nobody waits for it.
+        # The fork server may outlive the driver by a moment.
         until(lambda: not any(_runs(pid) for pid in pids))
         until(lambda: not list(runtime_directory.iterdir()))
     expected = {"raise": 1, "exit": 3, "os._exit": 4, "kill": -9, "interrupt": -2, "terminate": -15}
@@ -345,14 +347,14 @@ with init():
 
 
 _ALWAYS = ["install,enter", "_launch,spawn", "_wait_gone"]
-_NIGHTLY = ["start", "_park", "_close_down", "close"]
+_MORE_AT_NIGHT = ["start", "_park", "_close_down", "close"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "inside", _ALWAYS + _NIGHTLY if os.environ.get("ACTORRPC_NIGHTLY") == "1" else _ALWAYS
+    "inside", _ALWAYS + _MORE_AT_NIGHT if os.environ.get("ACTORRPC_NIGHTLY") == "1" else _ALWAYS
 )
-def test_ctrl_c_at_any_time_leaves_no_mess(tmp_path: Path, inside: str) -> None:
+def test_after_ctrl_c_in_init_or_shutdown_a_new_cluster_can_start(tmp_path: Path, inside: str) -> None:
     with script(tmp_path, _INTERRUPTED, inside) as process:
         code, _, err = _finish(process)
     assert code == 0, err
@@ -371,7 +373,7 @@ def _task() -> int:
 
 
 @pytest.mark.slow
-def test_without_a_processor_there_is_no_place_for_what_says_nothing() -> None:
+def test_with_num_cpus_0_actors_and_tasks_of_default_options_raise_placement_error() -> None:
     with init(num_cpus=0):
         for make in (_Plain.remote, _Plain.options(placement_timeout=60).remote, _task.remote):
             with pytest.raises(PlacementError, match=r"needs CPU 1; there are .*new processes on"):
@@ -384,7 +386,7 @@ def test_without_a_processor_there_is_no_place_for_what_says_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_fork_of_the_driver_has_no_cluster() -> None:
+def test_a_forked_child_of_the_driver_has_no_cluster_and_none_of_its_descriptors() -> None:
     with init(), workers(1) as (name,):
         server = engine().server
         assert server is not None
@@ -420,7 +422,7 @@ names = [spawn() for _ in range(2)]
 pids = [rpc.rpc_sync(name, os.getpid) for name in names] + [serving.current().engine.server.pid]
 child = os.fork()
 if child == 0:
-    # It outlives the driver, and must not keep anything of it alive.
+    # This child outlives the driver.
     sys.stdout.close()
     os.close(1)
     os.close(2)
@@ -431,7 +433,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_a_fork_that_outlives_the_driver_keeps_nothing_alive(tmp_path: Path) -> None:
+def test_workers_end_with_a_killed_driver_even_if_its_forked_child_survives(tmp_path: Path) -> None:
     with script(tmp_path, _FORK) as process:
         _, out, _ = _finish(process)
         child, *pids = map(int, out.split())
@@ -447,7 +449,7 @@ def test_a_fork_that_outlives_the_driver_keeps_nothing_alive(tmp_path: Path) -> 
 _SCRIPT = """
 from dataclasses import dataclass
 
-import beside  # a module that lies beside the script
+import neighbour  # a module in the folder of the script
 
 print("this script runs")
 
@@ -457,7 +459,7 @@ class Point:
 
 def double(point):
     print("doubling")
-    return Point(beside.factor * point.x)
+    return Point(neighbour.factor * point.x)
 
 with init():
     names = [spawn(), spawn()]
@@ -473,8 +475,8 @@ with init():
 
 
 @pytest.mark.slow
-def test_a_script_needs_no_guard_and_its_classes_travel(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("factor = 2\n")
+def test_a_script_without_main_guard_can_send_its_functions_and_classes(tmp_path: Path) -> None:
+    (tmp_path / "neighbour.py").write_text("factor = 2\n")
     with script(tmp_path, _SCRIPT) as process:
         code, out, err = _finish(process)
     assert code == 0, err

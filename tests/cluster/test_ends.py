@@ -1,4 +1,4 @@
-"""The end of a cluster: one bound for all who leave, whoever has started them; and nothing is left by what was cut short."""
+"""Shutdown of a cluster: all workers share one time-out, and interrupted or failed starts leave nothing behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.cluster.drive import cluster, engine, until, workers
 
 
 class _Peer:
-    """Another worker."""
+    """A peer with a name."""
 
     state = "alive"
 
@@ -37,13 +37,13 @@ class _Peer:
 
 
 class _Agent:
-    """An agent whose calls nobody answers."""
+    """An agent whose calls are never answered."""
 
     name = "driver"
 
     def __init__(self) -> None:
         self.on_peer_end: list[Callable[[Any], None]] = []
-        self.asked: list[str] = []
+        self.called: list[str] = []
         self.clock = self
         self.tasks: list[Callable[[], Any]] | None = None
 
@@ -57,20 +57,20 @@ class _Agent:
         return self
 
     def cancel(self) -> None:
-        """As a timer."""
+        """Do nothing, as a timer."""
 
     def peer(self, worker: str) -> _Peer:
         return _Peer(worker)
 
     def call(self, peer: _Peer, *_: object, future: Future[Any]) -> None:
-        self.asked.append(peer.name)
+        self.called.append(peer.name)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no call is queued."""
 
 
 class _Engine:
-    """An engine whose processes take all the time that they get."""
+    """An engine whose shutdown takes the whole time-out."""
 
     name = "test"
 
@@ -79,7 +79,7 @@ class _Engine:
         self.given: list[tuple[bool, float]] = []
 
     def attach(self, agent: Any) -> None:
-        """It asks nothing of others."""
+        """Do nothing: this engine makes no calls."""
 
     def owns(self, worker: str) -> bool:
         return False
@@ -93,7 +93,7 @@ _FACTS = {"hosts": ["far"], "num_cpus": 1, "num_gpus": 0, "resources": {}, "labe
 
 
 def _cluster(engine: Any) -> tuple[Any, Any]:
-    """Return a cluster that two have joined, and its agent."""
+    """Return a cluster that two workers have joined, and its agent."""
     agent: Any = _Agent()
     made = Cluster(agent, Directory(), engine, Reception(settings={}, namespace="", timeout=1.0))
     for rank, name in enumerate(("one", "other"), 1):
@@ -103,7 +103,7 @@ def _cluster(engine: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("timeout", "bound"), [(2.0, 2.0), (0.4, 0.4), (0.0, 5.0), (60.0, 60.0)])
-def test_those_who_joined_and_those_of_the_engine_share_one_time_out(
+def test_joined_workers_and_workers_of_the_engine_share_the_time_out_of_shutdown(
     timeout: float, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent: list[float] = []
@@ -112,16 +112,16 @@ def test_those_who_joined_and_those_of_the_engine_share_one_time_out(
     ending, agent = _cluster(engine)
     monkeypatch.setattr(ending._gone, "wait", lambda seconds: spent.append(seconds))
     ending.end(True, timeout)
-    assert agent.asked == ["one", "other"]
-    assert len(spent) == 2  # both have waited in vain
+    assert agent.called == ["one", "other"]
+    assert len(spent) == 2  # for joined workers and for the engine
     assert sum(spent) <= bound + 1e-6
     (given,) = engine.given
     assert given[0]
-    assert 0 < given[1] >= min(0.5, bound / 4) - 1e-6  # those who were not asked yet have a part of it
+    assert 0 < given[1] >= min(0.5, bound / 4) - 1e-6  # some time remains for the engine's workers
 
 
-def test_nobody_waits_for_one_that_died_while_it_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its end was told before it was on any list, and will not be told again."""
+def test_shutdown_does_not_wait_for_a_worker_that_died_while_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its death was reported before it was registered, and will not be reported again."""
     engine = _Engine(lambda _: None)
     agent: Any = _Agent()
     made = Cluster(
@@ -138,10 +138,10 @@ def test_nobody_waits_for_one_that_died_while_it_joined(monkeypatch: pytest.Monk
     assert made.directory.members() == []
     assert not made.book.workers
     made.end(True, 60.0)
-    assert agent.asked == []
+    assert agent.called == []
 
 
-def test_after_ctrl_c_nobody_waits_for_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_ctrl_c_the_engine_ends_its_workers_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_seconds: float) -> None:
         raise KeyboardInterrupt
 
@@ -154,7 +154,7 @@ def test_after_ctrl_c_nobody_waits_for_those_of_the_engine(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("timeout", "bound"), [(3.0, 3.0), (1.0, 1.0), (0.0, 7.0)])
-def test_rays_actors_and_their_processes_share_one_time_out(
+def test_ray_actors_and_their_processes_share_the_time_out_of_shutdown(
     timeout: float, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent: list[float] = []
@@ -173,7 +173,7 @@ def test_rays_actors_and_their_processes_share_one_time_out(
 
 @pytest.mark.limit(90)
 @pytest.mark.parametrize(("graceful", "parting"), [(True, (5.0,)), (False, ())])
-def test_only_a_graceful_end_takes_its_time_for_the_last_word(
+def test_only_graceful_shutdown_allows_5_s_for_sending_goodbyes(
     graceful: bool, parting: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close, given = Agent.close, []
@@ -187,16 +187,16 @@ def test_only_a_graceful_end_takes_its_time_for_the_last_word(
     assert given == [parting]
 
 
-# -- engines on top of others --------------------------------------------------------------------------------
+# -- engines that launch workers through other systems ----------------------------------------------
 
 
 class _Launches(LaunchedEngine):
-    """Launches nothing, and writes down what it is told."""
+    """An engine that launches nothing, and records its calls."""
 
     def __init__(self, agent: Any) -> None:
         super().__init__()
         self.attach(agent)
-        self.said: list[str] = []
+        self.calls: list[str] = []
         self.during: Callable[[], None] = lambda: None
         self.stops: Callable[[str], None] = lambda _: None
 
@@ -204,22 +204,22 @@ class _Launches(LaunchedEngine):
         return []
 
     def launch(self, order: LaunchRequest) -> None:
-        self.said.append(f"launch {order.name}")
+        self.calls.append(f"launch {order.name}")
         self.during()
 
     def stop(self, worker: str) -> None:
-        self.said.append(f"stop {worker}")
+        self.calls.append(f"stop {worker}")
         self.stops(worker)
 
     def close(self) -> None:
-        self.said.append("close")
+        self.calls.append("close")
 
     def begin(self, name: str) -> Future[Any]:
         """Start a worker."""
         return self.start(LaunchRequest(name=name, address="", spec=ProcessSpec(label=name)))
 
 
-def test_ctrl_c_while_one_is_stopped_stops_the_others_first() -> None:
+def test_ctrl_c_while_the_engine_stops_a_worker_still_stops_all_workers() -> None:
     engine = _Launches(_Agent())
     futures = [engine.begin(name) for name in ("a", "b", "c")]
 
@@ -230,22 +230,22 @@ def test_ctrl_c_while_one_is_stopped_stops_the_others_first() -> None:
     engine.stops = stops
     with pytest.raises(KeyboardInterrupt):
         engine.end(False, 0.0)
-    assert engine.said[3:] == ["stop a", "stop b", "stop c", "close"]
+    assert engine.calls[3:] == ["stop a", "stop b", "stop c", "close"]
     for future in futures:
         with pytest.raises(ShutdownError):
             future.result()
 
 
-def test_who_is_launched_while_all_ends_is_stopped() -> None:
+def test_a_worker_launched_during_shutdown_is_stopped() -> None:
     engine = _Launches(_Agent())
     engine.during = lambda: engine.end(False, 0.0)
     engine.begin("late")
-    # It was not there the first time.
-    assert engine.said == ["launch late", "stop late", "close", "stop late"]
+    # The first `end` did not know this worker.
+    assert engine.calls == ["launch late", "stop late", "close", "stop late"]
 
 
 @pytest.mark.parametrize("how", ["end", "kill"])
-def test_who_is_not_wanted_any_more_is_not_launched(how: str) -> None:
+def test_a_queued_start_is_not_launched_after_shutdown_or_kill(how: str) -> None:
     agent: Any = _Agent()
     agent.tasks = []
     engine = _Launches(agent)
@@ -256,13 +256,13 @@ def test_who_is_not_wanted_any_more_is_not_launched(how: str) -> None:
         engine.kill("late")
     for task in agent.tasks:
         task()
-    assert "launch late" not in engine.said
+    assert "launch late" not in engine.calls
     with pytest.raises(ShutdownError if how == "end" else PeerDiedError):
         future.result()
 
 
-def _open() -> list[str]:
-    """Return what the descriptors of this process are."""
+def _open_descriptors() -> list[str]:
+    """Return the targets of the descriptors of this process."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -270,19 +270,19 @@ def _open() -> list[str]:
     return found
 
 
-# -- what was cut short ---------------------------------------------------------------------------------------
+# -- interrupted and failed starts ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.limit(90)
-def test_ctrl_c_at_the_very_beginning_of_the_end_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_at_the_start_of_shutdown_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     context = init()
     cluster().start(ProcessSpec(label="Counter", num_gpus=1)).wait(60)
     server = engine().server
     assert server is not None
-    waiting = cluster().start(ProcessSpec(label="Waits", num_gpus=1))  # there is but one device
-    # What waits for a place fails before anything else is ended.
+    waiting = cluster().start(ProcessSpec(label="Waits", num_gpus=1))  # there is only one device
+    # Shutdown fails queued starts before it ends anything else.
     waiting.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         context.shutdown()
@@ -295,7 +295,9 @@ def test_ctrl_c_at_the_very_beginning_of_the_end_leaves_no_process(monkeypatch: 
 
 @pytest.mark.slow
 @pytest.mark.limit(90)
-def test_a_start_is_bounded_also_where_the_fork_server_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_of_a_worker_times_out_if_the_fork_server_is_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with init(), workers():
         server = engine().server
         assert server is not None
@@ -311,12 +313,14 @@ def test_a_start_is_bounded_also_where_the_fork_server_does_nothing(monkeypatch:
                 future.wait(60)
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        until(lambda: len(engine()._workers) == 1)  # it is made after all, and ended at once
+        until(lambda: len(engine()._workers) == 1)  # the late process is started after all, and ended at once
 
 
 @pytest.mark.slow
 @pytest.mark.limit(90)
-def test_a_process_without_descriptors_for_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_without_free_descriptors_names_the_limit_and_leaks_no_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with init(), workers():
         pipe2, made = os.pipe2, []
 
@@ -334,14 +338,16 @@ def test_a_process_without_descriptors_for_its_output(monkeypatch: pytest.Monkey
             PeerDiedError, match=r"process for 'Counter' could not be started.*RLIMIT_NOFILE.*ulimit"
         ):
             future.result()
-        assert made[0] not in _open()
+        assert made[0] not in _open_descriptors()
         with workers():
-            pass  # the next one has them
+            pass  # the next start has descriptors again
 
 
 @pytest.mark.slow
 @pytest.mark.limit(90)
-def test_a_drain_that_gets_no_answer_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drain_without_an_answer_raises_a_time_out_error_that_names_the_drain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ask = Agent.ask
 
     def mute(agent: Agent, to: Any, function: Any, *given: Any) -> Any:
@@ -356,7 +362,7 @@ def test_a_drain_that_gets_no_answer_says_that_it_is_one(monkeypatch: pytest.Mon
 
 
 class _Store:
-    """A launcher's store, of this process alone."""
+    """A launcher's store within this process."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -365,7 +371,7 @@ class _Store:
         self.values[name] = value
 
 
-def test_no_key_is_left_behind_by_a_rank_0_that_cannot_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_0_that_fails_to_start_a_cluster_removes_its_key_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise OSError("no port is free")
 

@@ -1,4 +1,4 @@
-"""The examples of starting a cluster: manifests against what their operators document, scripts as far as a shell can tell."""
+"""The examples of starting a cluster: manifests follow the rules of their operators, and scripts are valid shell."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from actorrpc.group.launchers import of_environment
 
 yaml = pytest.importorskip("yaml")
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "cluster"
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # a DNS label, as Kubernetes names things
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # a DNS label, as Kubernetes requires
 _SECRET = {"secretKeyRef": {"name": "actorrpc-key", "key": "key"}}
 
 
 def _manifest(name: str) -> dict[str, Any]:
-    """Return the one document of a file, in which no key may stand twice."""
+    """Return the only document of a file, which must have no duplicate keys."""
 
     class Strict(yaml.SafeLoader):  # type: ignore[misc, name-defined]
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -33,31 +33,33 @@ def _manifest(name: str) -> dict[str, Any]:
 
 
 def _container(pod: dict[str, Any]) -> dict[str, Any]:
-    """Return the one container of a pod, and see that it says what it needs and gives its key by a secret."""
+    """Return the only container of a pod; check its fields, and that the key comes from a secret."""
     (container,) = pod["containers"]
     assert _NAME.fullmatch(container["name"])
     assert container["image"]
     assert container["command"][-1].endswith("pi.py")
     for each in container["env"]:
         assert set(each) in ({"name", "value"}, {"name", "valueFrom"})
-        assert isinstance(each.get("value", ""), str)  # numbers are refused by Kubernetes
+        assert isinstance(each.get("value", ""), str)  # Kubernetes refuses numbers
     given = {each["name"]: each for each in container["env"]}
     assert given["ACTORRPC_KEY"]["valueFrom"] == _SECRET
     return container  # type: ignore[no-any-return]
 
 
-def test_pytorchjob() -> None:
+def test_the_pytorchjob_manifest_follows_the_rules_of_its_operator() -> None:
     job = _manifest("pytorchjob.yaml")
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
     replicas = job["spec"]["pytorchReplicaSpecs"]
     assert set(replicas) == {"Master", "Worker"}
-    assert replicas["Master"]["replicas"] == 1  # the operator takes no other number
+    assert replicas["Master"]["replicas"] == 1  # the operator requires this number
     assert replicas["Worker"]["replicas"] >= 1
     for spec in replicas.values():
         assert spec["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
         container = _container(spec["template"]["spec"])
-        assert container["name"] == "pytorch"  # it sets its variables in that one
-        # It sets these four itself; what a manifest says would be in their way.
+        assert (
+            container["name"] == "pytorch"
+        )  # the operator sets its variables only in a container of this name
+        # The operator sets these four itself, so the manifest must not.
         assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & {
             each["name"] for each in container["env"]
         }
@@ -69,22 +71,22 @@ def test_pytorchjob() -> None:
     assert (found.rank, found.size, found.master) == (1, 4, "pi-master-0")
 
 
-def test_jobset() -> None:
+def test_the_jobset_manifest_sets_ranks_and_the_address_of_rank_0() -> None:
     jobs = _manifest("jobset.yaml")
     assert (jobs["apiVersion"], jobs["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert jobs["spec"]["failurePolicy"]["maxRestarts"] >= 0
     (replicated,) = jobs["spec"]["replicatedJobs"]
     assert replicated["replicas"] == 1
     job = replicated["template"]["spec"]
-    assert job["completionMode"] == "Indexed"  # it is what gives pods numbers, and names in the DNS
-    assert job["parallelism"] == job["completions"]  # all at a time: they wait for each other
-    assert job["backoffLimit"] == 0  # a lost rank restarts all, by the failure policy
+    assert job["completionMode"] == "Indexed"  # required for numbers and DNS names of pods
+    assert job["parallelism"] == job["completions"]  # all at once, as they wait for each other
+    assert job["backoffLimit"] == 0  # the failure policy restarts all ranks after the loss of a rank
     pod = job["template"]["spec"]
     assert pod["restartPolicy"] in ("Never", "OnFailure")
     container = _container(pod)
     given = {each["name"]: each.get("value", "x") for each in container["env"]}
     assert given["WORLD_SIZE"] == str(job["completions"])
-    # <jobset>-<job>-<index of the job>-<index of the pod>.<subdomain>, the latter being the JobSet's name by default.
+    # <jobset>-<job>-<index of the job>-<index of the pod>.<subdomain>; the default subdomain is the name of the JobSet.
     name = jobs["metadata"]["name"]
     assert given["MASTER_ADDR"] == f"{name}-{replicated['name']}-0-0.{name}"
     assert _NAME.fullmatch(replicated["name"])
@@ -96,7 +98,7 @@ def test_jobset() -> None:
 
 
 @pytest.mark.parametrize("name", ["torchrun.sh", "mpi.sh", "slurm.sbatch"])
-def test_scripts_are_shell_and_give_no_key_as_an_argument(name: str) -> None:
+def test_launch_scripts_are_valid_shell_and_pass_no_key_as_an_argument(name: str) -> None:
     path = _EXAMPLES / name
     for shell in ("sh", "bash"):
         subprocess.run([shell, "-n", str(path)], check=True)
@@ -108,14 +110,14 @@ def test_scripts_are_shell_and_give_no_key_as_an_argument(name: str) -> None:
     assert "KEY=" not in command
 
 
-def test_slurms_header() -> None:
+def test_the_sbatch_options_precede_all_commands_and_request_several_tasks() -> None:
     lines = (_EXAMPLES / "slurm.sbatch").read_text().splitlines()
     commands = [number for number, line in enumerate(lines) if line and not line.startswith("#")]
     header = [number for number, line in enumerate(lines) if line.startswith("#SBATCH")]
-    assert max(header) < min(commands)  # sbatch reads no further than to the first command
+    assert max(header) < min(commands)  # sbatch stops reading options at the first command
     options = dict(lines[number].removeprefix("#SBATCH --").split("=") for number in header)
     assert set(options) == {"job-name", "nodes", "ntasks-per-node", "cpus-per-task"}
-    # One task alone makes no cluster of several.
+    # A cluster needs several tasks.
     assert int(options["nodes"]) * int(options["ntasks-per-node"]) > 1
     assert lines[-1].startswith("srun ")
     assert "--export=ALL" in lines[-1]

@@ -1,4 +1,4 @@
-"""Who gets which CUDA device: pure bookkeeping."""
+"""Assignment of CUDA devices to workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, 5,GPU-abc")
 
 
-def test_whole_devices_are_exclusive_and_come_back() -> None:
+def test_whole_devices_are_exclusive_and_reused_after_release() -> None:
     devices = Devices()
     assert devices.total == 3
     assert devices.take("a", 2) == ["4", "5"]
@@ -32,7 +32,7 @@ def test_whole_devices_are_exclusive_and_come_back() -> None:
     assert devices.take("c", 2) == ["4", "5"]
 
 
-def test_shares_go_where_they_fit_best() -> None:
+def test_fractions_of_devices_are_packed_where_they_fit_best() -> None:
     devices = Devices()
     assert devices.take("a", 0.5) == ["4"]
     assert devices.take("b", 0.5) == ["4"]
@@ -46,12 +46,14 @@ def test_shares_go_where_they_fit_best() -> None:
 
 
 @pytest.mark.parametrize("count", [4, 1.5, -1])
-def test_more_than_there_are_is_refused(count: float) -> None:
+def test_impossible_numbers_of_devices_raise_config_error(count: float) -> None:
     with pytest.raises(ConfigError):
         Devices().take("a", count)
 
 
-def test_visible_devices_and_the_limit_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_visible_devices_and_num_gpus_limit_the_number_of_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert Devices(2).total == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,-1,2")
     assert Devices().total == 1
@@ -61,22 +63,24 @@ def test_visible_devices_and_the_limit_count(monkeypatch: pytest.MonkeyPatch) ->
     assert Devices(3).take("a", 3) == ["0", "1", "2"]
 
 
-def _visible_there(name: str) -> str | None:
+def _visible_devices_of(name: str) -> str | None:
     return rpc.rpc_sync(name, os.getenv, ("CUDA_VISIBLE_DEVICES",))
 
 
 @pytest.mark.slow
-def test_a_process_sees_its_devices_and_others_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_sees_only_its_devices_and_later_workers_wait_for_free_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with init(num_gpus=3):
         with workers(1, num_gpus=2) as (two,):
-            assert _visible_there(two) == "4,5"
+            assert _visible_devices_of(two) == "4,5"
             with workers(1) as (all_of_them,), workers(1, num_gpus=0) as (none,):
-                assert _visible_there(all_of_them) == "4, 5,GPU-abc"
-                assert _visible_there(none) == ""
+                assert _visible_devices_of(all_of_them) == "4, 5,GPU-abc"
+                assert _visible_devices_of(none) == ""
             waiting = cluster().start(ProcessSpec(label="Waiting", num_gpus=3))
             assert not waiting.done()
         name = waiting.wait(20).name
-        assert _visible_there(name) == "4,5,GPU-abc"
+        assert _visible_devices_of(name) == "4,5,GPU-abc"
         monkeypatch.setattr("actorrpc.cluster.provisioners.local._DEVICES_S", 0.01)
         with pytest.raises(ConfigError, match=f"They are held by: {name}"):
             cluster().start(ProcessSpec(label="Late", num_gpus=1)).wait(20)

@@ -1,6 +1,6 @@
-"""Clusters over three hosts, each with its own addresses, name and files: by hand, by torchrun, by Slurm's variables.
+"""Clusters on three hosts, each with its own addresses, name and files: joined by hand, by torchrun, by Slurm's variables.
 
-The program is on host a alone; the workers of the others get its code by value. Then host b is lost, and it goes on.
+Only host a has the program, so workers on other hosts get its code by value. Then host b is lost, and the program continues.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ _VARIANTS: dict[str, tuple[dict[str, str], dict[str, object]]] = {
         pytest.param("ipv6", "integrity", "silence", marks=_nightly),
     ],
 )
-def test_three_hosts_and_then_two(family: str, variant: str, loss: str) -> None:
+def test_a_cluster_on_three_hosts_keeps_working_after_losing_a_host(
+    family: str, variant: str, loss: str
+) -> None:
     env, settings = _VARIANTS[variant]
     if variant == "tls":
         env = certificates.files().environment
@@ -79,26 +81,29 @@ def test_three_hosts_and_then_two(family: str, variant: str, loss: str) -> None:
         ends = json.loads(driver.expect("ended"))
         note("a host is lost", {"family": family, "variant": variant, "loss": loss, "ends": ends})
         assert {name: kind for name, (kind, _) in ends.items()} == {
-            "actor": "ActorUnavailableError",  # it is on its way to host c
+            "actor": "ActorUnavailableError",  # the actor is being restarted on host c
             "call": "PeerDiedError",
         }
         driver.expect("done")
         driver.ends()
         joiners["c"].ends()
         if loss != "power":
-            joiners["b"].ends()  # it has seen that it is alone
+            joiners["b"].ends()  # it ends after losing the driver
         machines.are_empty("a", "c")
         machines.are_empty(*(["b"] if loss != "power" else []))
 
 
 @_nightly
 @pytest.mark.limit(300)
-def test_cartpole_goes_on_without_a_host() -> None:
+def test_cartpole_training_continues_after_losing_a_host() -> None:
     with Network("a", "b", "c") as network, Machines(network) as machines:
         place = program(machines, "a", "games.py", _CARTPOLE)
         address = _address(network, "a")
         driver = machines.start("a", sys.executable, str(place / "games.py"), address, directory=place)
-        for name in ("c", "b"):  # where two have as many actors, the next one goes to who came first
+        for name in (
+            "c",
+            "b",
+        ):  # of two workers with equally many actors, the first that joined gets the next actor
             joiner = machines.join(name, address, "--labels", "plays=yes")
             until(lambda joiner=joiner: "has joined" in joiner.errors)  # type: ignore[misc]
         driver.expect("lose")
@@ -121,7 +126,7 @@ _RAN = "a 3 ['b', 'c'] [6.0, 6.0, 6.0] [10.0, 10.0]"
 
 @_nightly
 @pytest.mark.parametrize(("family", "tls"), [("ipv4", False), ("ipv6", True)])
-def test_torchrun_restarts_the_groups_of_all_hosts(family: str, tls: bool) -> None:
+def test_torchrun_restarts_the_ranks_of_all_hosts_after_a_failure(family: str, tls: bool) -> None:
     with (
         Network("a", "b", "c", ipv4=family == "ipv4", ipv6=family == "ipv6") as network,
         Machines(network) as machines,
@@ -141,12 +146,12 @@ def test_torchrun_restarts_the_groups_of_all_hosts(family: str, tls: bool) -> No
         agents[0].expect("done")
         for agent in agents:
             agent.ends()
-        machines.are_empty("a", "b", "c", killed=True)  # torchrun ends with signals
+        machines.are_empty("a", "b", "c", killed=True)  # torchrun kills its ranks
 
 
 @_nightly
 @pytest.mark.parametrize("family", ["ipv4", "ipv6"])
-def test_slurms_variables_are_enough(family: str) -> None:
+def test_slurm_variables_alone_start_a_cluster_on_three_hosts(family: str) -> None:
     with (
         Network("a", "b", "c", ipv4=family == "ipv4", ipv6=family == "ipv6") as network,
         Machines(network) as machines,

@@ -1,4 +1,4 @@
-"""Joining by hand: a worker from anywhere, what it can do, how it leaves, and every way in which it cannot come."""
+"""Workers that join a cluster by hand: their work, how they leave, and the error for each failed attempt to join."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.cluster.drive import until
 from tests.cluster.joiners import CLEAN, is_there, joiner, output
 from tests.ports import free_port
 
-# Said by the driver of several tests when it ends, of those whom it has refused.
+# The driver of several tests logs the number of refused connections at its end.
 pytestmark = pytest.mark.prints(r"^\d+ more connections were refused within a minute.*'joining-\w+'")
 
 _KEY = "a key for these tests, long enough"
@@ -56,19 +56,21 @@ def driver() -> Iterator[ClusterContext]:
         yield context
 
 
-# -- what works ----------------------------------------------------------------------------------------
+# -- joining ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.limit(90)
-def test_a_worker_joins_works_and_leaves_at_a_signal(driver: ClusterContext) -> None:
+def test_a_joined_worker_runs_actors_calls_and_gradients_and_leaves_at_sigterm(
+    driver: ClusterContext,
+) -> None:
     with joiner(driver.address, "--name", "gpu7", "--labels", "zone=a,kind=test") as process:
-        # The actor waits for the worker that suits it: nobody else does.
+        # The actor waits for the only worker with its label.
         handle = Place.options(labels={"zone": "a"}, placement_timeout=80).remote()
         assert actorrpc.get(handle.where.remote()) == (process.pid, "gpu7")
         named = Place.options(worker="gpu7").remote()
         assert actorrpc.get(named.where.remote()) == (process.pid, "gpu7")
-        beside = Place.remote()  # processes of their own are made here, as ever
-        assert actorrpc.get(beside.where.remote())[0] != process.pid
+        other = Place.remote()  # without options, the driver still starts a new process
+        assert actorrpc.get(other.where.remote())[0] != process.pid
 
         # Calls, references and gradients.
         assert rpc.rpc_sync("gpu7", lambda x: (x + 1, os.getpid()), args=(1,)) == (2, process.pid)
@@ -82,7 +84,7 @@ def test_a_worker_joins_works_and_leaves_at_a_signal(driver: ClusterContext) -> 
         assert {row.name: row.state for row in rpc.workers()} == {
             "driver": "alive",
             "gpu7": "alive",
-            actorrpc.get(beside.where.remote())[1]: "alive",
+            actorrpc.get(other.where.remote())[1]: "alive",
         }
 
         process.send_signal(signal.SIGTERM)
@@ -136,7 +138,7 @@ def twice(one):
 
 @pytest.mark.slow
 @pytest.mark.limit(90)
-def test_code_that_only_the_driver_has_and_the_drivers_end_ends_the_worker(tmp_path: Path) -> None:
+def test_a_joined_worker_gets_the_drivers_modules_by_value_and_ends_with_the_driver(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(_SCRIPT))
     (tmp_path / "helper.py").write_text(textwrap.dedent(_HELPER))
     with subprocess.Popen(
@@ -147,7 +149,7 @@ def test_code_that_only_the_driver_has_and_the_drivers_end_ends_the_worker(tmp_p
     ) as script:
         assert script.stdout is not None
         address = script.stdout.readline().strip()
-        # As on a host without the script's file: it is gone before the worker comes.
+        # Remove the files before the worker starts, as if it ran on another host.
         (tmp_path / "script.py").unlink()
         (tmp_path / "helper.py").unlink()
         with joiner(address, "--name", "far", "--labels", "where=far") as process:
@@ -171,7 +173,7 @@ assert not rpc.is_initialized()
 
 @pytest.mark.limit(90)
 @pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
-def test_a_program_joins_as_a_client_and_leaves_alone(driver: ClusterContext) -> None:
+def test_a_client_program_joins_and_leaves_without_ending_the_cluster(driver: ClusterContext) -> None:
     with subprocess.Popen(
         [
             sys.executable,
@@ -191,10 +193,10 @@ def test_a_program_joins_as_a_client_and_leaves_alone(driver: ClusterContext) ->
     assert rpc.rpc_sync("driver", os.getpid) == os.getpid()
 
 
-# -- what does not ---------------------------------------------------------------------------------------
+# -- failed attempts ---------------------------------------------------------------------------------------
 
 
-def _fails(kind: type[Exception], says: str, address: str, **options: Any) -> None:
+def _join_fails(kind: type[Exception], says: str, address: str, **options: Any) -> None:
     threads = set(os.listdir("/proc/self/task"))
     with pytest.raises(kind, match=says):
         join.join(address, **{"name": "one", "timeout": 5.0, **options})
@@ -203,23 +205,25 @@ def _fails(kind: type[Exception], says: str, address: str, **options: Any) -> No
 
 
 @pytest.mark.limit(60)
-def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_an_address_without_a_driver_raises_rendezvous_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     port = free_port()
-    _fails(
+    _join_fails(
         RendezvousError,
         rf"no driver answers at tcp://127.0.0.1:{port}.*listen=",
         f"127.0.0.1:{port}",
         timeout=0.3,
     )
-    with socket.create_server(("127.0.0.1", 0)) as mute:  # accepts, and says nothing
-        port = mute.getsockname()[1]
-        _fails(RendezvousError, r"no driver answers at .*timed out", f"tcp://127.0.0.1:{port}", timeout=0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
+        port = silent.getsockname()[1]
+        _join_fails(
+            RendezvousError, r"no driver answers at .*timed out", f"tcp://127.0.0.1:{port}", timeout=0.3
+        )
 
 
 @pytest.fixture(scope="module")
-def elsewhere() -> Iterator[str]:
-    """A driver in another process, with a key and a worker called "twice"; gives its address."""
+def driver_elsewhere() -> Iterator[str]:
+    """Run a driver in another process, with a key and a worker named "twice"; yield its address."""
     source = """
     import actorrpc, sys
     with actorrpc.init(listen="tcp://127.0.0.1:0") as context:
@@ -239,7 +243,7 @@ def elsewhere() -> Iterator[str]:
             assert first.stderr is not None
             assert "has joined" in first.stderr.readline()
             yield address
-            assert first.poll() is None  # no refusal has disturbed it
+            assert first.poll() is None  # refused attempts did not end it
             first.send_signal(signal.SIGINT)
             assert output(first)[0] == 0
         driver.communicate()
@@ -263,17 +267,19 @@ def elsewhere() -> Iterator[str]:
     ],
 )
 @pytest.mark.prints(r"'joining-\w+' did not prove to worker 'driver'", r"'joining-\w+' speaks 77 to 78")
-def test_the_driver_refuses(
-    elsewhere: str, case: str, kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+def test_joining_with_a_wrong_key_version_or_name_raises_an_error(
+    driver_elsewhere: str, case: str, kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY if case != "wrong key" else _KEY[::-1])
     if case == "version":
         monkeypatch.setitem(join.Dialler.__init__.__kwdefaults__, "versions", (77, 78))
     name = case if case in ("driver", "twice", "joining-x") else "one"
-    _fails(kind, says, elsewhere, name=name)
+    _join_fails(kind, says, driver_elsewhere, name=name)
 
 
-def test_the_time_out_is_for_all_of_it(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_out_of_join_includes_the_registration(
+    driver_elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits: list[float] = []
 
     def slow(group: Any, *_: object, limit: float, **__: object) -> None:
@@ -284,13 +290,15 @@ def test_the_time_out_is_for_all_of_it(elsewhere: str, monkeypatch: pytest.Monke
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     with monkeypatch.context() as patch:
         patch.setattr(join, "enter", slow)
-        _fails(RendezvousError, "has not registered 'one': it has not answered", elsewhere, timeout=9.0)
+        _join_fails(
+            RendezvousError, "has not registered 'one': it has not answered", driver_elsewhere, timeout=9.0
+        )
     assert 0 < limits[0] <= 9.0
 
 
 @pytest.mark.slow
-def test_who_finds_another_group_in_force_leaves_nothing(
-    elsewhere: str, monkeypatch: pytest.MonkeyPatch
+def test_a_join_that_finds_rpc_initialized_leaves_nothing_behind(
+    driver_elsewhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("RPC is already initialized")
@@ -300,30 +308,32 @@ def test_who_finds_another_group_in_force_leaves_nothing(
     files = sorted(os.listdir(keys.runtime_directory()))
     with monkeypatch.context() as patch:
         patch.setattr(rpc.api, "install", refuse)
-        _fails(RuntimeError, "already initialized", elsewhere, name="again")
-    # Threads of the one that asked may close the last.
+        _join_fails(RuntimeError, "already initialized", driver_elsewhere, name="again")
+    # Threads of the refused worker may close the last descriptors.
     until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     assert sorted(os.listdir(keys.runtime_directory())) == files
 
 
-def test_a_worker_that_is_no_driver_says_so(elsewhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_a_worker_that_is_not_the_driver_raises_rendezvous_error(
+    driver_elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
-    join.join(elsewhere, name="knocked")
+    join.join(driver_elsewhere, name="knocked")
     try:
         host, port = rpc.rpc_sync("twice", _own_address)
     finally:
         rpc.shutdown()
-    _fails(RendezvousError, "drives no cluster", join.show(host, port))
+    _join_fails(RendezvousError, "drives no cluster", join.show(host, port))
 
 
 def _own_address() -> tuple[str, int]:
     return rpc.api.group().agent.record.tcp[0]  # type: ignore[attr-defined, no-any-return]
 
 
-def test_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joining_or_listening_without_a_key_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACTORRPC_KEY", raising=False)
     monkeypatch.delenv("ACTORRPC_KEY_FILE", raising=False)
-    _fails(
+    _join_fails(
         AuthenticationError,
         "there is no key for joining tcp://192.0.2.1:7777: set ACTORRPC_KEY",
         "192.0.2.1:7777",
@@ -344,11 +354,13 @@ def test_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--join", "a:1", "--num-cpus", "-1"], "num_cpus must be a number"),
         (["--join", "a:1", "--name", "no spaces"], "Worker name"),
         (["--join", "a:1", "--timeout", "0"], "--timeout"),
-        (["--join", "a:1", "--key", "secret-that-nobody-repeats"], "not taken from the command line"),
-        (["--join", "a:1", "--key=secret-that-nobody-repeats"], "not taken from the command line"),
+        (["--join", "a:1", "--key", "secret-that-must-not-be-printed"], "not taken from the command line"),
+        (["--join", "a:1", "--key=secret-that-must-not-be-printed"], "not taken from the command line"),
     ],
 )
-def test_wrong_command_lines(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_of_the_worker_command_exit_with_2_and_never_print_the_key(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     try:
         code: object = command.main(arguments)
     except SystemExit as end:
@@ -375,7 +387,7 @@ def test_wrong_command_lines(arguments: list[str], says: str, capsys: pytest.Cap
         ({"spmd": True}, "RANK"),
     ],
 )
-def test_wrong_options(given: dict[str, Any], says: str) -> None:
+def test_init_rejects_wrong_addresses_engines_and_labels(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         init(**given)
     assert not rpc.is_initialized()

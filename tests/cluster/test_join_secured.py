@@ -1,6 +1,6 @@
-"""Joining where connections are secured: TLS with certificates of the group's own CA, and frames that are sealed.
+"""Joining over secured connections: TLS with certificates of the group's CA, and frames with integrity tags.
 
-And what others see of one who asks whether it may come: nothing, as a visitor is no member.
+Until it has joined, a worker is invisible to other workers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ with actorrpc.init(listen="tcp://127.0.0.1:0", transport="tcp") as context:
 
 @contextlib.contextmanager
 def _driver(**environment: str) -> Iterator[str]:
-    """Run a driver in another process; gives its address."""
+    """Run a driver in another process; yield its address."""
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(_DRIVER)],
         env={**CLEAN, "PYTHONPATH": str(_ROOT), "ACTORRPC_KEY": _KEY, **environment},
@@ -55,7 +55,7 @@ def _driver(**environment: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _joined(address: str, **settings: Any) -> Iterator[Any]:
-    """Be a worker of that driver; gives the connection to it."""
+    """Join that driver as a worker; yield the connection to it."""
     member = join.join(address, name="one", settings={"transport": "tcp", **settings})
     try:
         assert rpc.rpc_sync("driver", os.getpid) != os.getpid()
@@ -64,8 +64,8 @@ def _joined(address: str, **settings: Any) -> Iterator[Any]:
         rpc.shutdown()
 
 
-def _refused(address: str, kind: type[RpcError], says: str, **settings: Any) -> None:
-    """Try to join: the reason is known at once, where nobody answering would be a RendezvousError at the time-out."""
+def _join_is_refused(address: str, kind: type[RpcError], says: str, **settings: Any) -> None:
+    """Check that joining fails at once with this error, and not with RendezvousError at the time-out."""
     with pytest.raises(kind, match=says) as found:
         join.join(address, name="one", timeout=60.0, settings={"transport": "tcp", **settings})
     assert address in str(found.value)
@@ -77,35 +77,39 @@ def _refused(address: str, kind: type[RpcError], says: str, **settings: Any) -> 
     r"certificate of the process that connected from 127\.0\.0\.1 is refused: self.signed certificate",
     "it does not speak TLS, and this worker speaks nothing else",
 )
-def test_over_tls_and_with_other_certificates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_joining_over_tls_works_only_with_certificates_of_the_same_ca(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     ours, others = certificates.files(), certificates.foreign()
     with _driver(**ours.environment) as address:
         with _joined(address, **ours.options) as conn:
             assert isinstance(conn.stream.sock, ssl.SSLSocket)
             assert conn.writer.seal is None
-        _refused(
+        _join_is_refused(
             address, AuthenticationError, "the certificate of the driver .* is refused", **others.options
         )
-        # It trusts the driver, and the driver does not trust it.
+        # The worker trusts the driver, but the driver does not trust the worker.
         both = tmp_path / "both.pem"
         both.write_text(Path(ours.ca).read_text() + Path(others.ca).read_text())
-        _refused(address, AuthenticationError, "refuses the cert", **{**others.options, "tls_ca": str(both)})
-        _refused(address, ProtocolError, "TLS")
+        _join_is_refused(
+            address, AuthenticationError, "refuses the cert", **{**others.options, "tls_ca": str(both)}
+        )
+        _join_is_refused(address, ProtocolError, "TLS")
 
 
 @pytest.mark.slow
 @pytest.mark.prints("it speaks TLS, and this worker has no certificates")
-def test_sealed_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frame_integrity_applies_if_only_the_driver_requires_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     with _driver(ACTORRPC_INTEGRITY="1") as address:
-        with _joined(address) as conn:  # it is enough that one of the two wants it
+        with _joined(address) as conn:  # integrity applies if either side requires it
             assert conn.writer.seal is not None
-        _refused(address, ProtocolError, "TLS", **certificates.files().options)
+        _join_is_refused(address, ProtocolError, "TLS", **certificates.files().options)
 
 
 @pytest.mark.slow
-def test_nobody_sees_who_only_asks() -> None:
+def test_a_worker_is_invisible_to_others_until_it_has_joined() -> None:
     changes: list[tuple[str, str]] = []
     with init(listen="tcp://127.0.0.1:0", num_cpus=1, transport="tcp") as context:
         rpc.on_member_change(lambda worker, old, new, reason: changes.append((worker.name, new)))
@@ -113,14 +117,14 @@ def test_nobody_sees_who_only_asks() -> None:
         seen: set[str] = set()
         admit = driver_rpc.current().admit  # type: ignore[union-attr]
 
-        def look(request: Any) -> Any:
+        def admit_and_record(request: Any) -> Any:
             visitors = [peer.name for peer in agent.peers() if peer.record.is_visitor]
-            assert visitors  # it is there, and asks
+            assert visitors  # the joining worker is connected as a visitor
             seen.update(row.name for row in rpc.workers())
             seen.update(info.name for info in rpc.get_worker_infos())
             return admit(request)
 
-        driver_rpc.current().admit = look  # type: ignore[union-attr, method-assign]
+        driver_rpc.current().admit = admit_and_record  # type: ignore[union-attr, method-assign]
         with joiner(context.address, "--name", "far", ACTORRPC_TRANSPORT="tcp") as process:
             until(lambda: is_there("far"))
             assert actorrpc.get(actorrpc.remote(os.getpid).options(worker="far").remote()) == process.pid

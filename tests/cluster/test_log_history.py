@@ -1,4 +1,4 @@
-"""What is kept of what processes have printed: bounded, fair to those that say little, and read page by page."""
+"""The history of printed lines: bounded, fair to processes that print little, and read in pages."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def test_lines_are_kept_in_order() -> None:
     assert history.since(following, 10, 1 << 20) == ([], 4, False)
 
 
-def test_workers_are_known_by_their_processes_as_long_as_their_lines_are_kept(
+def test_workers_are_listed_as_long_as_their_lines_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logs, "HISTORY_BYTES", 1 << 10)
     history = History()
     history.add(7, False, [("A", "one")], "A-1")
-    history.add(8, False, [("fork server", "none is its worker")])
+    history.add(8, False, [("fork server", "it is no worker")])
     assert history.workers() == [(7, "A-1")]
     history.add(7, False, [("A", "x" * 5000)], "A-1")
     assert history.workers() == []
 
 
-def test_they_come_in_pages() -> None:
+def test_lines_are_read_in_pages() -> None:
     history = History()
     history.add(7, False, [("A", "x" * 500) for _ in range(5)])
     found, at, more = [], 1, True
@@ -47,11 +47,13 @@ def test_they_come_in_pages() -> None:
         assert len(lines) <= 2
         found += lines
     assert [line[0] for line in found] == [1, 2, 3, 4, 5]
-    # One that is larger than a page comes alone.
+    # A line larger than a page is returned alone.
     assert len(history.since(1, 10, 1)[0]) == 1
 
 
-def test_one_that_prints_a_lot_does_not_push_out_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_prints_much_does_not_evict_lines_of_other_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(logs, "HISTORY_BYTES", 64 << 10)
     history = History()
     history.add(8, False, [("B", "the last words of a process")])
@@ -65,7 +67,7 @@ def test_one_that_prints_a_lot_does_not_push_out_the_others(monkeypatch: pytest.
     assert history._size == sum(history._sizes.values())
 
 
-def test_a_line_that_is_larger_than_all_there_is_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_larger_than_the_history_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "HISTORY_BYTES", 1 << 10)
     history = History()
     history.add(7, False, [("A", "x" * 5000)])

@@ -1,4 +1,4 @@
-"""What workers print: complete, marked, folded and bounded."""
+"""Output of workers: complete, with prefixes, equal lines folded, long lines cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cluster.drive import script
 
 
 class _Printer:
-    """A process, as far as the logs know one."""
+    """A process as the logs see it: two pipes."""
 
     def __init__(self, logs: Logs, label: str, pid: int) -> None:
         stdout, self.stdout = os.pipe()
@@ -28,7 +28,7 @@ class _Printer:
 
 
 def _run(capfd: pytest.CaptureFixture[str], *, show: bool = True, **written: list[bytes]) -> tuple[str, str]:
-    """Have processes (label and pid in the name, `A1`) write in turn; return what is shown."""
+    """Let processes (label and pid in the name, as `A1`) write in turn; return the shown output."""
     logs = Logs(show)
     logs.start()
     printers = {name: _Printer(logs, name[0], int(name[1:])) for name in written}
@@ -45,14 +45,14 @@ def _run(capfd: pytest.CaptureFixture[str], *, show: bool = True, **written: lis
 
 
 def _barrier(logs: Logs) -> None:
-    """Wait until the thread has read what is there."""
-    for _ in range(2):  # an order is carried out behind the reads of its turn
+    """Wait until the thread of the logs has read all pipes."""
+    for _ in range(2):  # an order runs after the reads of its iteration
         done = threading.Event()
         logs._order(done.set)
         done.wait()
 
 
-def test_lines_are_marked_and_nothing_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_have_a_prefix_with_label_and_pid_and_none_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
     out, err = _run(capfd, A1=[b"one\ntw", b"o\n\nthree", b" and more"], B2=[b"\xff\xfe\n", b"last"])
     assert out.splitlines() == [
         "(A pid=1) one",
@@ -64,7 +64,7 @@ def test_lines_are_marked_and_nothing_is_lost(capfd: pytest.CaptureFixture[str])
     assert err == ""
 
 
-def test_a_process_changes_its_label(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_prefix_follows_a_change_of_the_label(capfd: pytest.CaptureFixture[str]) -> None:
     out, _ = _run(
         capfd,
         A1=[b"one\nbegun ", b"\x1eactorrpc label:A(n=1)\nand ended\ntw", b"o\n\x1eactorrpc label:C\nthree\n"],
@@ -79,7 +79,7 @@ def test_a_process_changes_its_label(capfd: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_what_is_redirected_gets_no_labels(tmp_path: Path) -> None:
+def test_a_stream_redirected_after_the_start_gets_no_labels(tmp_path: Path) -> None:
     with open(tmp_path / "out", "w+b") as file:
         before = os.dup(1), os.dup(2)
         try:
@@ -108,7 +108,7 @@ def test_equal_lines_of_several_processes_are_folded(
     assert out.count("own") == 8
 
 
-def test_a_process_that_repeats_itself_is_not_folded(capfd: pytest.CaptureFixture[str]) -> None:
+def test_repeated_lines_of_one_process_are_not_folded(capfd: pytest.CaptureFixture[str]) -> None:
     out, _ = _run(capfd, A1=[b"tick\n"] * 5, A2=[b"tick\n"])
     assert out.count("(A pid=1) tick\n") == 5
     assert out.count("(A pid=2) tick\n") == 1
@@ -126,7 +126,7 @@ def test_long_lines_are_cut_and_progress_bars_show_their_end(capfd: pytest.Captu
     assert lines[1:] == ["(A pid=1) short", "(A pid=1) 100%", "(A pid=1) a", "(A pid=1) 100%"]
 
 
-def test_turned_off_the_last_errors_are_kept(capfd: pytest.CaptureFixture[str]) -> None:
+def test_if_output_is_not_shown_the_last_lines_of_stderr_are_kept(capfd: pytest.CaptureFixture[str]) -> None:
     logs = Logs(show=False)
     logs.start()
     printer = _Printer(logs, "A", 1)
@@ -145,7 +145,9 @@ def test_turned_off_the_last_errors_are_kept(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_pipe_that_others_hold_open_does_not_hold_up_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_pipe_held_open_by_a_grandchild_does_not_delay_the_end_of_a_process(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     logs = Logs()
     logs.start()
     printer = _Printer(logs, "A", 1)
@@ -164,16 +166,16 @@ def test_a_pipe_that_others_hold_open_does_not_hold_up_the_end(capfd: pytest.Cap
 
 
 def test_logs_that_never_started_leave_no_descriptors() -> None:
-    Logs().close()  # the fixtures look for what is left
+    Logs().close()  # the leak check finds open descriptors
 
 
-def test_a_driver_without_output_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logs_work_without_a_writable_sys_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
     for stdout in (None, open(os.devnull)):  # noqa: SIM115
         monkeypatch.setattr("sys.stdout", stdout)
         logs = Logs()
         logs.start()
         printer = _Printer(logs, "A", 1)
-        os.write(printer.stdout, b"nobody reads this\n")
+        os.write(printer.stdout, b"unread\n")
         printer.end()
         logs.close()
         if stdout is not None:
@@ -199,7 +201,7 @@ with init(log_to_driver=sys.argv[1] == "on"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["on", "off"])
-def test_everything_is_shown_before_shutdown_returns(tmp_path: Path, how: str) -> None:
+def test_all_output_of_workers_is_shown_before_shutdown_returns(tmp_path: Path, how: str) -> None:
     with script(tmp_path, _PRINTING, how, prints=("^to stderr$", "^about to exit$")) as process:
         out, err = process.communicate()
         assert process.returncode == 0, err
@@ -220,22 +222,22 @@ def test_everything_is_shown_before_shutdown_returns(tmp_path: Path, how: str) -
 
 
 @pytest.mark.slow
-def test_a_driver_whose_reader_is_gone_goes_on(tmp_path: Path) -> None:
+def test_a_driver_that_cannot_write_to_stdout_keeps_working(tmp_path: Path) -> None:
     source = """
         with init():
             name = spawn()
             os.close(1)
             os.open("/dev/full", os.O_WRONLY)
-            rpc.rpc_sync(name, remotes.say, ("nobody reads this",))
+            rpc.rpc_sync(name, remotes.say, ("unread",))
             assert rpc.rpc_sync(name, operator.add, (1, 2)) == 3
         sys.stdout = None
     """
     with script(tmp_path, source) as process:
         _, err = process.communicate()
-        assert process.returncode in (0, 120), err  # 120: Python could not flush what is left
+        assert process.returncode in (0, 120), err  # 120: Python could not flush its output
 
 
-def test_a_fold_is_shown_when_its_time_is_over(
+def test_folded_lines_are_shown_when_the_window_ends(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actorrpc.cluster.logs._WINDOW_S", 0.05)
@@ -245,7 +247,7 @@ def test_a_fold_is_shown_when_its_time_is_over(
     for printer in printers:
         os.write(printer.stdout, b"the same\n")
     shown = ""
-    while "pid=2" not in shown:  # without any further event
+    while "pid=2" not in shown:  # without further output
         shown += capfd.readouterr().out
     for printer in printers:
         printer.end()

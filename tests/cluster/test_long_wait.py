@@ -1,4 +1,4 @@
-"""What scale(), init() and joining say of a wait that takes long."""
+"""Log messages about long waits of scale(), init() and joining."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from actorrpc.futures import Future
 from actorrpc.wire.keys import Key
 from tests.ports import free_port
 
-_BOUND_S = 20.0  # of waits that nobody ends where the line is missing
+_BOUND_S = 20.0  # bound of waits that would not end without the log message
 
 
 class _Lines(logging.Handler):
-    """What was said, and what is done then."""
+    """Collects log messages, and calls ``then`` after each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class _Lines(logging.Handler):
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Lines]:
-    """What is said of waits, each of which is long."""
+def messages(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Lines]:
+    """Log messages about waits, with every wait considered long."""
     monkeypatch.setattr(long_wait, "SOON_S", 0.0)
     monkeypatch.setattr(long_wait._log, "propagate", False)
     handler = _Lines()
@@ -46,8 +46,8 @@ def said(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Lines]:
     long_wait._log.removeHandler(handler)
 
 
-class _HeldUp(LaunchedEngine):
-    """Starts nothing, and says so when it is let go."""
+class _BlockedEngine(LaunchedEngine):
+    """An engine whose starts fail when the gate is opened."""
 
     name = "held"
 
@@ -63,26 +63,26 @@ class _HeldUp(LaunchedEngine):
         raise OSError(f"nothing is started for {order.name}")
 
     def stop(self, worker: str) -> None:
-        """There is nothing to stop."""
+        """Do nothing: no worker was started."""
 
 
-def test_scale_says_who_has_not_come(said: _Lines) -> None:
-    engine = _HeldUp()
-    said.then = engine.gate.set
+def test_scale_logs_the_workers_that_have_not_started(messages: _Lines) -> None:
+    engine = _BlockedEngine()
+    messages.then = engine.gate.set
 
     def fails() -> None:
         with init(engine=engine), pytest.raises(OSError, match="nothing is started for"):
             scale(2)
 
     fails()
-    gc.collect()  # the other one's failure is nobody's to look at: that is not complained of
-    assert [text for text in said.texts if "waits for" in text] == [
+    gc.collect()  # the unretrieved error of the other start is not reported
+    assert [text for text in messages.texts if "waits for" in text] == [
         "scale(2) waits for the start of 'worker-held-1', the start of 'worker-held-2'"
     ]
 
 
 class _Store:
-    """A launcher's store in this process."""
+    """A launcher's store within this process."""
 
     def __init__(self) -> None:
         self.values: dict[str, str] = {}
@@ -107,36 +107,38 @@ def _launch(rank: int) -> Launch:
     )
 
 
-def test_init_says_which_ranks_have_not_come(said: _Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_logs_the_ranks_that_have_not_joined(messages: _Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", "0" * 32)
     store, until = _Store(), _time.now() + _BOUND_S
     first, second, third = (LaunchMeeting(_launch(rank), store, until) for rank in range(3))
-    said.then = lambda: first.announce("tcp://here:1")
+    messages.then = lambda: first.announce("tcp://here:1")
     assert second.address() == "tcp://here:1"
     second.arrived("tcp://here:1")
-    said.then = lambda: third.arrived("tcp://here:1")
+    messages.then = lambda: third.arrived("tcp://here:1")
     first.wait_for("tcp://here:1", _BOUND_S)
-    assert said.texts == [
+    assert messages.texts == [
         "init() on rank 1 waits for rank 0, which has not announced its address yet",
         "init() on rank 0 waits for 1 of 3 ranks to join: 2",
     ]
 
 
-def test_joining_says_where_nobody_answers(said: _Lines) -> None:
+def test_joining_logs_the_address_that_does_not_answer(messages: _Lines) -> None:
     where = f"tcp://127.0.0.1:{free_port()}"
     with pytest.raises(RendezvousError, match="no driver answers"):
         join(where, key=Key.from_text("0" * 32), timeout=0.01)
-    assert len(said.texts) == 1
-    assert re.match(f"joining waits for a driver to answer at {where}: .*refused", said.texts[0])
+    assert len(messages.texts) == 1
+    assert re.match(f"joining waits for a driver to answer at {where}: .*refused", messages.texts[0])
 
 
-def test_a_wait_is_said_once_and_only_where_it_is_long(said: _Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_logged_once_and_only_if_it_is_long(
+    messages: _Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wait = LongWait("it", lambda: "her")
     late: Future[int] = Future()
     for _ in range(2):
         with pytest.raises(RpcTimeoutError):
             wait.future(late, 0.0)
-    assert said.texts == ["it waits for her"]
+    assert messages.texts == ["it waits for her"]
     monkeypatch.setattr(long_wait, "SOON_S", 60.0)
     wait = LongWait("it", lambda: "her")
     assert not wait.over(lambda: False)()
@@ -148,9 +150,9 @@ def test_a_wait_is_said_once_and_only_where_it_is_long(said: _Lines, monkeypatch
     late.set_exception(RpcTimeoutError("its own"))
     with pytest.raises(RpcTimeoutError, match="its own"):
         wait.future(late, _time.now() + 60)
-    assert len(said.texts) == 1
+    assert len(messages.texts) == 1
 
 
-def test_many_names() -> None:
+def test_long_lists_of_names_are_shortened() -> None:
     assert some(range(3)) == "0, 1, 2"
     assert some(range(12)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"

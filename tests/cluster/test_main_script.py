@@ -1,4 +1,4 @@
-"""What a script defines above init() reaches the processes of the embedded cluster, which cannot import it."""
+"""Definitions of a script above init() are sent to workers, which cannot import the script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROGRAM = Path(__file__).parent / "programs" / "main_script.py"
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """Return what each function of the script gave in another process, by its name."""
+    """Return the result of each function of the script in a worker, by name."""
     done = subprocess.run(
         [sys.executable, str(_PROGRAM), "--size", "3"],
         env={**os.environ, "PYTHONPATH": str(_PROGRAM.parents[3])},
@@ -59,30 +59,30 @@ def test_code_of_the_main_script_runs_in_other_processes(
     ("name", "words"),
     [
         ("a_lock", ["global 'LOCK'", "Move the code that needs this object into a module"]),
-        ("unknown_module", ["global 'SETTINGS'", "'settings_of_nobody': no module has it"]),
+        ("unknown_module", ["global 'SETTINGS'", "'unknown_settings': no module has it"]),
         ("a_name", ["'NAMED'", "__reduce__ returns a name", "define it in a module"]),
     ],
 )
-def test_an_error_names_what_cannot_be_sent_and_the_remedy(
+def test_sending_an_unpicklable_global_raises_an_error_with_its_name_and_a_remedy(
     found: dict[str, Any], name: str, words: list[str]
 ) -> None:
     assert found[name].startswith("SerializationError: ")
     assert [word for word in words if word not in found[name]] == []
 
 
-def test_an_actor_has_its_class_as_it_was_at_the_creation(found: dict[str, Any]) -> None:
+def test_an_actor_uses_its_class_as_of_its_creation(found: dict[str, Any]) -> None:
     seen, knows = found["changes"]
     assert seen == [[1, 1, 1], [2, 2, 1], [2, 2, 3]]
-    assert knows == [True, True, True]  # an instance is of the same class for all of them
+    assert knows == [True, True, True]  # all actors recognise an instance of the class
 
 
-def test_an_argument_has_its_class_as_it_is_when_the_argument_is_sent(found: dict[str, Any]) -> None:
+def test_an_argument_is_sent_with_its_class_as_of_the_call(found: dict[str, Any]) -> None:
     assert found["argument_changes"] == [["old", 3], ["new", 3], ["new", 4]]
 
 
-def test_a_handle_has_the_methods_of_its_class_at_the_creation(found: dict[str, Any]) -> None:
+def test_a_handle_has_the_methods_of_its_class_as_of_its_creation(found: dict[str, Any]) -> None:
     assert found["methods_change"] == ["old", "new", "added", False]
 
 
-def test_processes_have_the_arguments_of_the_script(found: dict[str, Any]) -> None:
+def test_workers_have_the_command_line_of_the_script(found: dict[str, Any]) -> None:
     assert found["arguments"] == [str(_PROGRAM), "--size", "3"]

@@ -1,4 +1,4 @@
-"""More and fewer workers: what a drained one takes along, and what it leaves behind."""
+"""scale() and drain(): actors move from a drained worker, restart, or end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.limit(90)
 
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing() -> None:
-    """Leave the look for leaks to the end of the module: threads and workers of the cluster come and go between tests."""
+    """Disable the leak check of single tests: threads and workers of the shared cluster start and end between tests."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def driver() -> Iterator[ClusterContext]:
 
 @actorrpc.remote
 class Counter:
-    """Keeps its state, but seldom: the last state is asked for when it moves."""
+    """An actor with a checkpoint; its last state is fetched when it moves."""
 
     def __init__(self, start: int) -> None:
         self.count = start
@@ -75,7 +75,7 @@ class Plain:
 
 
 @pytest.mark.slow
-def test_a_drained_worker_hands_its_actors_over(driver: ClusterContext) -> None:
+def test_drain_moves_actors_with_checkpoints_after_running_calls_have_ended(driver: ClusterContext) -> None:
     first, second = scale(2)
     assert is_there(first)
     assert is_there(second)
@@ -89,12 +89,12 @@ def test_a_drained_worker_hands_its_actors_over(driver: ClusterContext) -> None:
 
     with pytest.raises(RpcTimeoutError, match=f"drain of {first!r}.*have not finished within 0.5 s"):
         drain(first, timeout=0.5)
-    assert is_there(first)  # its call is not cut short
+    assert is_there(first)  # the running call is not interrupted
     actorrpc.get(plain.open.remote())
     drain(first, timeout=60)
     assert actorrpc.get(running) == "finished"
     assert actorrpc.get(calls) == list(range(14, 64))
-    assert actorrpc.get(moving.add.remote()) == 64  # the handle has found it
+    assert actorrpc.get(moving.add.remote()) == 64  # the handle finds the moved actor
     assert actorrpc.get(moving.where.remote()) not in (first, "driver")
     with pytest.raises(ActorDiedError):
         actorrpc.get(plain.where.remote())
@@ -105,11 +105,11 @@ def test_a_drained_worker_hands_its_actors_over(driver: ClusterContext) -> None:
 
 
 @pytest.mark.prints("supervision group 'fixed': it has given up")
-def test_what_does_not_move_ends_or_begins_anew(driver: ClusterContext) -> None:
+def test_drain_restarts_or_ends_actors_that_cannot_move(driver: ClusterContext) -> None:
     worker, other = scale(2, labels={"pool": "a"})
-    loose, once = _on(worker, Plain, max_restarts=1), _on(worker, Plain)
+    loose, once = _created_on(worker, Plain, max_restarts=1), _created_on(worker, Plain)
     pinned = Plain.options(worker=worker, max_restarts=1).remote()
-    child = _on(worker, Counter, 10, max_restarts=1)
+    child = _created_on(worker, Counter, 10, max_restarts=1)
     fixed = Counter.options(worker=worker, max_restarts=1).remote(10)
     moved, stuck = actorrpc.supervise([child]), actorrpc.supervise([fixed], name="fixed")
     assert actorrpc.get([pinned.where.remote(), fixed.where.remote()]) == [worker] * 2
@@ -117,34 +117,34 @@ def test_what_does_not_move_ends_or_begins_anew(driver: ClusterContext) -> None:
     given_up = stuck.monitor()
 
     drain(worker)
-    why = rf"its worker {worker!r} is drained, and it cannot move"
-    with pytest.raises(ActorDiedError, match=rf"max_restarts is 0.*{why}") as found:
+    reason = rf"its worker {worker!r} is drained, and it cannot move"
+    with pytest.raises(ActorDiedError, match=rf"max_restarts is 0.*{reason}") as found:
         actorrpc.get(once.where.remote())
     assert found.value.worker == worker
-    with pytest.raises(ActorDiedError, match=rf"not restarted: worker= has put it there.*{why}"):
+    with pytest.raises(ActorDiedError, match=rf"not restarted: worker= has put it there.*{reason}"):
         actorrpc.get(pinned.where.remote())
-    with pytest.raises(ActorDiedError, match=rf"not restarted: worker= has put it there.*{why}"):
+    with pytest.raises(ActorDiedError, match=rf"not restarted: worker= has put it there.*{reason}"):
         actorrpc.get(fixed.where.remote())
-    assert re.search(rf"'fixed': it has given up.*{why}", str(given_up.wait(60)), re.DOTALL)
-    # What is restarted anyway begins elsewhere: anew, or with its last checkpoint.
+    assert re.search(rf"'fixed': it has given up.*{reason}", str(given_up.wait(60)), re.DOTALL)
+    # Actors with restarts start on the other worker, without state or with their last checkpoint.
     assert _where(loose) == other
     assert _where(child) == other
     assert actorrpc.get(child.add.remote()) == 12
     moved.end()
 
 
-def _on(worker: str, cls: Any, *args: Any, **options: Any) -> Any:
-    """Make actors that may live anywhere until one lives on a certain worker; return that one."""
-    elsewhere = []
+def _created_on(worker: str, cls: Any, *args: Any, **options: Any) -> Any:
+    """Create actors until one is placed on this worker; return it."""
+    misplaced = []
     while True:
         handle = cls.options(labels={"pool": "a"}, **options).remote(*args)
         if actorrpc.get(handle.where.remote()) == worker:
             return handle
-        elsewhere.append(handle)
+        misplaced.append(handle)
 
 
 def _where(handle: Any) -> str:
-    """Where an actor is, as soon as it lives."""
+    """Return the worker of an actor, once the actor is alive."""
     while True:
         try:
             return str(actorrpc.get(handle.where.remote()))
@@ -152,7 +152,7 @@ def _where(handle: Any) -> str:
             actorrpc.get(actorrpc.ready(handle))
 
 
-def test_calls_go_on_while_an_actor_moves(driver: ClusterContext) -> None:
+def test_calls_are_executed_once_and_in_order_while_their_actor_moves(driver: ClusterContext) -> None:
     (worker,) = scale(1)
     handle = Counter.options(worker=worker).remote(0)
     assert actorrpc.get(handle.add.remote()) == 1
@@ -173,10 +173,10 @@ def test_calls_go_on_while_an_actor_moves(driver: ClusterContext) -> None:
     finally:
         stop.set()
         caller.join()
-    assert seen == list(range(2, len(seen) + 2))  # none lost, none twice
+    assert seen == list(range(2, len(seen) + 2))  # no call lost or executed twice
 
 
-def test_what_cannot_be(driver: ClusterContext) -> None:
+def test_drain_and_scale_reject_wrong_workers_and_numbers(driver: ClusterContext) -> None:
     with pytest.raises(ConfigError, match="other workers"):
         drain("driver")
     with pytest.raises(UnknownWorkerError):

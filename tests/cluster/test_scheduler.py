@@ -1,4 +1,4 @@
-"""Placement: who suits a wish, what is booked and given back, and what is said where nobody suits."""
+"""Placement: choice of workers, booking and release of resources, and errors for unsatisfiable requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Place:
 
 
 def _try() -> list[str]:
-    """Make actors that have no place, on a worker; return what is said."""
+    """Create unplaceable actors on a worker; return the error messages."""
     found = []
     for options in ({"labels": {"zone": "nowhere"}}, {"worker": "driver", "resources": {"tape": 1}}):
         try:
@@ -39,12 +39,12 @@ def _try() -> list[str]:
     return found
 
 
-def _booked(worker: str, what: str) -> float:
+def _booked(worker: str, resource: str) -> float:
     holder = driver_rpc.current().book.workers[worker]  # type: ignore[union-attr]
-    return holder.totals[what] - holder.free(what)
+    return holder.totals[resource] - holder.free(resource)
 
 
-# -- the book ------------------------------------------------------------------------------------------
+# -- the resource table ------------------------------------------------------------------------------------------
 
 
 def _holder(name: str, rank: int, cpus: float = 2, gpus: float = 0, **labels: str) -> ResourceHolder:
@@ -60,15 +60,15 @@ def _book(*workers: ResourceHolder) -> ResourceTable:
     return book
 
 
-def _choose(book: ResourceTable, booking: int = 0, **wish: Any) -> str | None:
-    spec = ProcessSpec(label="Actor", **wish)
+def _choose(book: ResourceTable, booking: int = 0, **needs: Any) -> str | None:
+    spec = ProcessSpec(label="Actor", **needs)
     found = book.choose(spec, True)
     if found is not None and booking:
         found.bookings[booking] = {"CPU": spec.num_cpus or 0.0, "GPU": spec.num_gpus or 0.0, **spec.resources}
     return None if found is None else found.name
 
 
-def test_wishes() -> None:
+def test_workers_are_chosen_by_labels_host_and_resources() -> None:
     book = _book(_holder("a", 1, zone="x"), _holder("b", 2, gpus=2, zone="y"))
     assert _choose(book) == "a"
     assert _choose(book, labels={"zone": "y"}) == "b"
@@ -81,7 +81,7 @@ def test_wishes() -> None:
     assert _choose(book) == "b"
 
 
-def test_bookings() -> None:
+def test_resources_are_booked_released_and_listed_in_errors() -> None:
     book = _book(_holder("a", 1, gpus=1))
     assert _choose(book, 1, num_gpus=0.5) == "a"
     assert _choose(book, 2, num_gpus=0.5) == "a"
@@ -94,7 +94,7 @@ def test_bookings() -> None:
     assert "'a' on host-a (CPU 2/2, GPU 0/1" in text
 
 
-def test_spread() -> None:
+def test_spread_alternates_between_workers() -> None:
     book = _book(*(_holder(name, rank) for rank, name in enumerate("abc", 1)))
     assert [_choose(book, number, spread=True) for number in range(1, 7)] == list("abcabc")
 
@@ -104,7 +104,7 @@ def test_spread() -> None:
 
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing() -> None:
-    """Leave the look for leaks to the end of the module: threads and workers of the cluster come and go between tests."""
+    """Disable the leak check of single tests: threads and workers of the shared cluster start and end between tests."""
 
 
 @pytest.fixture(scope="module")
@@ -115,30 +115,32 @@ def driver() -> Iterator[ClusterContext]:
         yield context
 
 
-@pytest.mark.parametrize("wish", [{"num_cpus": 1000}, {"num_gpus": 1000}, {"resources": {"tape": 1}}])
-def test_what_nobody_has_is_refused_when_the_actor_is_made(
-    driver: ClusterContext, wish: dict[str, Any]
+@pytest.mark.parametrize("needs", [{"num_cpus": 1000}, {"num_gpus": 1000}, {"resources": {"tape": 1}}])
+def test_a_request_that_no_worker_can_satisfy_raises_placement_error_at_once(
+    driver: ClusterContext, needs: dict[str, Any]
 ) -> None:
     with pytest.raises(PlacementError, match="'Place' needs") as caught:
-        Place.options(**wish).remote()
-    told = actorrpc.get(actorrpc.call(Place.remote(), _refusal, wish))
-    assert told.partition("; there are")[0] == str(caught.value).partition("; there are")[0]
+        Place.options(**needs).remote()
+    of_worker = actorrpc.get(actorrpc.call(Place.remote(), _refusal, needs))
+    assert of_worker.partition("; there are")[0] == str(caught.value).partition("; there are")[0]
 
 
-def _refusal(_: Any, wish: dict[str, Any]) -> str:
+def _refusal(_: Any, needs: dict[str, Any]) -> str:
     with pytest.raises(PlacementError) as caught:
-        Place.options(**wish).remote()
+        Place.options(**needs).remote()
     return str(caught.value)
 
 
 @pytest.mark.slow
-def test_waiting_booking_and_leaving(driver: ClusterContext) -> None:
+def test_actors_wait_for_resources_until_placement_timeout_and_release_them_at_their_end(
+    driver: ClusterContext,
+) -> None:
     def refused() -> str:
         with pytest.raises(PlacementError, match=r"'Place' needs GPU 1, label zone=a; there are ") as said:
             Place.options(num_gpus=1, labels={"zone": "a"}).remote()
         return str(said.value)
 
-    # What actors of other tests have booked is given back when their processes have ended.
+    # Actors of other tests release their resources when their processes end.
     until(lambda: "disk 1/1, CPU 2/2" in refused())
     late = Place.options(labels={"zone": "a"}, placement_timeout=0.05).remote()
     with pytest.raises(
@@ -167,12 +169,12 @@ def test_waiting_booking_and_leaving(driver: ClusterContext) -> None:
             )
         with pytest.raises(PlacementError, match=r"needs tape 1, worker \d+;"):
             Place.options(worker="w1", resources={"tape": 1}).remote()
-        # On a worker, where nobody keeps books, it is known later.
+        # A worker has no resource table, so the error comes with the first call.
         texts = rpc.rpc_sync("w1", _try)
         assert "needs label zone=nowhere" in texts[0]
         assert "needs tape 1" in texts[1]
         third = Place.options(num_gpus=1, placement_timeout=80).remote()
-        actorrpc.kill(first)  # gives back what it had
+        actorrpc.kill(first)  # releases its resources
         assert actorrpc.get(third.where.remote()) == "w1"
         actorrpc.kill(third)
         named = Place.options(worker="w1", num_gpus=1, placement_timeout=80).remote()
@@ -186,7 +188,9 @@ def test_waiting_booking_and_leaving(driver: ClusterContext) -> None:
 
 
 @pytest.mark.slow
-def test_the_drivers_own_process_and_that_of_an_actor(driver: ClusterContext) -> None:
+def test_actors_can_be_placed_in_the_drivers_process_or_in_that_of_another_actor(
+    driver: ClusterContext,
+) -> None:
     here = Place.options(worker="driver", resources={"disk": 1}).remote()
     assert actorrpc.get(here.where.remote()) == "driver"
     with pytest.raises(PlacementError, match=r"needs disk 1, worker 0; .*disk 0/1"):
@@ -199,8 +203,8 @@ def test_the_drivers_own_process_and_that_of_an_actor(driver: ClusterContext) ->
         Place.options(worker="driver", num_cpus=3).remote()
     kept = Place.remote()
     where = actorrpc.get(kept.where.remote())
-    beside = Place.options(worker=where, num_cpus=1).remote()  # nothing is booked there
-    assert actorrpc.get(beside.where.remote()) == where
+    neighbour = Place.options(worker=where, num_cpus=1).remote()  # such a process has no resource table
+    assert actorrpc.get(neighbour.where.remote()) == where
     with pytest.raises(PlacementError, match="needs disk 1, worker"):
         Place.options(worker=where, resources={"disk": 1}).remote()
 
@@ -218,28 +222,28 @@ def test_the_drivers_own_process_and_that_of_an_actor(driver: ClusterContext) ->
         ({"label_selector": {}}, "use labels="),
     ],
 )
-def test_wrong_options(given: dict[str, Any], says: str) -> None:
+def test_wrong_placement_options_raise_config_error(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Place.options(**given)
 
 
-def test_contradictions(driver: ClusterContext) -> None:
+def test_worker_together_with_spread_raises_config_error(driver: ClusterContext) -> None:
     with pytest.raises(ConfigError, match="worker= fixes where"):
         Place.options(worker="driver", spread=True).remote()
 
 
 @pytest.mark.slow
-def test_a_worker_that_has_died_gets_nothing_even_before_the_books_say_so(driver: ClusterContext) -> None:
+def test_a_dead_worker_gets_no_actor_even_before_the_cluster_is_notified(driver: ClusterContext) -> None:
     first, second = scale(2, labels={"zone": "x"})
     found = driver_rpc.current()
     assert found is not None
     placed = []
 
-    # As one who looks after an actor there, and hears of it before the cluster does.
+    # Like a supervisor of an actor on that worker, which is notified of the death before the cluster is.
     def at_once(peer: Peer) -> None:
-        if peer.name == first:  # not one of an earlier test, whose end is heard of only now
-            wish = ProcessSpec(label="Place", labels={"zone": "x"}, spread=True, booking=7)
-            placed.append(found.spawn(wish))
+        if peer.name == first:  # not a worker of an earlier test
+            needs = ProcessSpec(label="Place", labels={"zone": "x"}, spread=True, booking=7)
+            placed.append(found.spawn(needs))
 
     found.agent.on_peer_end.insert(0, at_once)
     try:

@@ -1,4 +1,4 @@
-"""Launchers: what their environments say, and real runs of torchrun, restarts of its groups among them."""
+"""Launchers: reading their environment variables, and real runs of torchrun with restarts."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ def _read(environment: dict[str, str]) -> Launch:
 # -- environments --------------------------------------------------------------------------------------
 
 
-def test_nobody_has_launched_this() -> None:
+def test_no_launcher_is_found_without_variables_of_a_rank() -> None:
     assert of_environment({}) is None
     assert of_environment({"MASTER_ADDR": "x", "SLURM_JOB_ID": "1"}) is None
     assert of_environment({**_TORCHRUN, "ACTORRPC_LAUNCHER": "none"}) is None
 
 
-def test_torchrun_and_the_operators() -> None:
+def test_variables_of_torchrun_and_pytorchjob_are_read() -> None:
     found = _read(_TORCHRUN)
     assert (found.rank, found.size, found.local_rank) == (2, 4, 0)
     assert (found.master, found.port, found.name) == ("node1", 29500, "rank2")
     again = {"TORCHELASTIC_RESTART_COUNT": "2"}
     assert found.run != _read({**_TORCHRUN, **again}).run
-    # Each host counts its own restarts: a host that was only told to begin anew has counted none.
+    # Each host counts only its own restarts, so with several hosts the count must not identify the run.
     several = {**_TORCHRUN, "GROUP_WORLD_SIZE": "2"}
     assert _read(several).run == _read({**several, **again}).run
-    # PyTorchJob sets no more than these.
+    # PyTorchJob sets only these variables.
     plain = {name: _TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     assert _read(plain).rank == 2
     assert _read({"RANK": "0", "WORLD_SIZE": "1"}).size == 1
 
 
-def test_slurm() -> None:
+def test_variables_of_slurm_are_read() -> None:
     found = _read(_SLURM)
     assert (found.rank, found.size, found.local_rank, found.master) == (3, 8, 1, "gpu07")
     assert 20_000 <= found.port < 30_000
@@ -91,11 +91,11 @@ def test_slurm() -> None:
         ("n.example.org", "n.example.org"),
     ],
 )
-def test_lists_of_nodes(nodes: str, first: str) -> None:
+def test_the_first_host_of_a_slurm_node_list_is_found(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
 
 
-def test_mpi() -> None:
+def test_variables_of_mpi_are_read() -> None:
     assert (_read(_MPI).rank, _read(_MPI).master) == (1, "127.0.0.1")
     several = {**_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     with pytest.raises(ConfigError, match="MASTER_ADDR"):
@@ -122,13 +122,15 @@ def test_mpi() -> None:
         ),
     ],
 )
-def test_what_is_missing_or_contradicts(change: dict[str, str | None], names: str) -> None:
+def test_missing_or_contradictory_variables_raise_config_error(
+    change: dict[str, str | None], names: str
+) -> None:
     given = {name: value for name, value in {**_TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(ConfigError, match=names):
         of_environment(given)
 
 
-def test_slurm_without_its_nodes() -> None:
+def test_slurm_without_a_node_list_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="SLURM_NODELIST"):
         of_environment({name: value for name, value in _SLURM.items() if name != "SLURM_NODELIST"})
 
@@ -144,7 +146,7 @@ class Place:
     def where(self):
         return rpc.get_worker_info().name
 
-with actorrpc.init() as context:  # ranks other than 0 serve in here, and end
+with actorrpc.init() as context:  # other ranks serve inside init(), and end
     places = [Place.remote() for _ in range(2)]
     print("placed", sorted(actorrpc.get([each.where.remote() for each in places])), flush=True)
     restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -164,7 +166,7 @@ from actorrpc import rpc
 with actorrpc.init(spmd=True):
     me = rpc.get_worker_info()
     other = "driver" if me.name == "rank1" else "rank1"
-    for _ in range(1 if me.id == 0 else 200):  # rank 0 comes to its end first, and waits
+    for _ in range(1 if me.id == 0 else 200):  # rank 0 finishes first, and waits
         found = rpc.rpc_sync(other, torch.add, args=(torch.ones(1), 1))
     print("spmd", me.name, float(found), flush=True)
 """
@@ -188,7 +190,7 @@ class Early:
     def __init__(self, value):
         self.value = value
 
-actorrpc.init()  # rank 1 stays in here
+actorrpc.init()  # rank 1 stays inside init()
 
 class Refused(ValueError):
     pass
@@ -262,7 +264,7 @@ def _torchrun(directory: Path, source: str, *arguments: str) -> tuple[int, list[
 
 @pytest.mark.limit(120)
 @_nightly
-def test_rank_0_drives_and_a_restarted_group_is_a_new_one(tmp_path: Path) -> None:
+def test_ranks_restarted_by_torchrun_form_a_new_cluster(tmp_path: Path) -> None:
     code, lines, err = _torchrun(
         tmp_path, _DRIVES.replace("{kill}", "True"), "--nproc-per-node", "2", "--max-restarts", "1"
     )
@@ -278,7 +280,7 @@ def test_rank_0_drives_and_a_restarted_group_is_a_new_one(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=_nightly)])
-def test_rank_0_drives(count: int, tmp_path: Path) -> None:
+def test_under_torchrun_rank_0_drives_and_the_other_ranks_serve(count: int, tmp_path: Path) -> None:
     code, lines, err = _torchrun(tmp_path, _DRIVES.replace("{kill}", "False"), "--nproc-per-node", str(count))
     assert code == 0, err
     assert lines == [
@@ -289,7 +291,7 @@ def test_rank_0_drives(count: int, tmp_path: Path) -> None:
 
 @pytest.mark.limit(120)
 @_nightly
-def test_every_rank_runs_the_script(tmp_path: Path) -> None:
+def test_with_spmd_every_rank_runs_the_script(tmp_path: Path) -> None:
     code, lines, err = _torchrun(tmp_path, _SPMD, "--nproc-per-node", "2")
     assert code == 0, err
     assert lines == ["spmd driver 2.0", "spmd rank1 2.0"]
@@ -297,13 +299,13 @@ def test_every_rank_runs_the_script(tmp_path: Path) -> None:
 
 @pytest.mark.limit(120)
 @_nightly
-def test_init_rpc_without_arguments(tmp_path: Path) -> None:
+def test_init_rpc_without_arguments_works_under_torchrun(tmp_path: Path) -> None:
     code, lines, err = _torchrun(tmp_path, _RPC, "--nproc-per-node", "2")
     assert code == 0, err
     assert lines == ["rpc worker0 2.0", "rpc worker1 2.0"]
 
 
-def test_what_is_defined_after_init_reaches_the_ranks(tmp_path: Path) -> None:
+def test_classes_defined_after_init_can_be_sent_to_the_other_ranks(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(_IN_RAYS_ORDER)
     codes, said = run_ranks(path, 2, "PMI_RANK", "PMI_SIZE")

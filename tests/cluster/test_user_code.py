@@ -1,4 +1,4 @@
-"""The program's own modules: which travel by value while a driver can be joined, and which do afterwards."""
+"""The program's own modules are sent by value while workers can join the driver, and by name afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from actorrpc.cluster import user_code
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory of a script, with modules in it."""
+    """The directory of a script, with modules."""
     for name in ("first_beside", "second_beside", "third_beside"):
         (tmp_path / f"{name}.py").write_text("def f():\n    return 1\n")
     (tmp_path / "package_beside").mkdir()
@@ -36,7 +36,7 @@ def registered() -> list[str]:
     return sorted(cloudpickle.list_registry_pickle_by_value())
 
 
-def test_all_that_we_registered_is_undone(place: Path) -> None:
+def test_modules_are_registered_by_value_while_watched_and_unregistered_afterwards(place: Path) -> None:
     importlib.import_module("first_beside")
     user_code.watch()
     user_code.watch()
@@ -53,14 +53,14 @@ def test_all_that_we_registered_is_undone(place: Path) -> None:
     assert "third_beside" in registered()
 
 
-def test_what_the_program_registered_stays(place: Path) -> None:
+def test_modules_that_the_program_registered_stay_registered(place: Path) -> None:
     first = importlib.import_module("first_beside")
     second = importlib.import_module("second_beside")
     cloudpickle.register_pickle_by_value(first)
     try:
         user_code.watch()
         third = importlib.import_module("third_beside")
-        # It changes its mind about one of ours: from then on that is its own.
+        # The program unregisters and registers this module itself, so it stays registered.
         cloudpickle.unregister_pickle_by_value(third)
         cloudpickle.register_pickle_by_value(third)
         assert registered() == ["first_beside", "second_beside", "third_beside"]
@@ -73,7 +73,7 @@ def test_what_the_program_registered_stays(place: Path) -> None:
         cloudpickle.unregister_pickle_by_value(second)
 
 
-def test_a_program_may_unregister_what_we_registered(place: Path) -> None:
+def test_the_program_may_unregister_a_watched_module(place: Path) -> None:
     first = importlib.import_module("first_beside")
     user_code.watch()
     cloudpickle.unregister_pickle_by_value(first)
@@ -81,7 +81,7 @@ def test_a_program_may_unregister_what_we_registered(place: Path) -> None:
     user_code.unwatch()
 
 
-def test_an_import_that_fails(place: Path) -> None:
+def test_a_module_whose_import_fails_is_not_registered(place: Path) -> None:
     (place / "broken_beside.py").write_text("raise RuntimeError('broken')\n")
     user_code.watch()
     with pytest.raises(RuntimeError, match="broken"):

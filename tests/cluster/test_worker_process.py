@@ -1,4 +1,4 @@
-"""A process of an actor: what it does when it starts, also if nobody wants it by then."""
+"""The process of an actor: its start, also if the driver no longer waits for it, and its garbage collector."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from actorrpc.wire.identity import WorkerRecord
 
 
 @pytest.mark.parametrize("error", [ShutdownError, PeerDiedError, RpcError])
-def test_a_process_that_nobody_waits_for_any_more_ends_quietly(
+def test_a_worker_whose_driver_is_gone_or_no_longer_expects_it_ends_quietly(
     monkeypatch: pytest.MonkeyPatch, error: type[RpcError]
 ) -> None:
     record = WorkerRecord(name="driver", rank=0, incarnation="a" * 32, host="here")
@@ -31,7 +31,7 @@ def test_a_process_that_nobody_waits_for_any_more_ends_quietly(
     }
 
     def refused(*_: Any, **__: Any) -> Any:
-        raise error("nobody waits for 'Counter-1' any more")
+        raise error("'Counter-1' is no longer expected")
 
     monkeypatch.setattr(worker_process.torch, "set_num_threads", lambda _: None)
     monkeypatch.setattr(worker_process, "group", SimpleNamespace(enter=lambda *_, **__: None))
@@ -47,20 +47,20 @@ _MADE_BY_AN_IMPORT = [[]]  # type: ignore[var-annotated]
 
 
 class Collector:
-    """Say what the garbage collector of a process goes through."""
+    """An actor that inspects the garbage collector of its process."""
 
     def __init__(self) -> None:
         self.own = [[]]  # type: ignore[var-annotated]
 
-    def goes_through(self) -> tuple[bool, bool]:
-        """Say whether it goes through what an import has made, and through what the actor has made."""
+    def examines(self) -> tuple[bool, bool]:
+        """Return whether the collector examines objects of imports, and objects of the actor."""
         found = {id(each) for each in gc.get_objects()}
         return id(_MADE_BY_AN_IMPORT) in found, id(self.own) in found
 
 
-def test_the_collector_of_an_actors_process_passes_over_what_imports_have_made() -> None:
+def test_the_garbage_collector_of_an_actors_process_skips_objects_of_imports() -> None:
     frozen = gc.get_freeze_count()
     with actorrpc.init():
         actor = actorrpc.remote(Collector).remote()
-        assert actorrpc.get(actor.goes_through.remote(), timeout=30) == (False, True)
-    assert gc.get_freeze_count() <= frozen  # leak tools of the driver see everything
+        assert actorrpc.get(actor.examines.remote(), timeout=30) == (False, True)
+    assert gc.get_freeze_count() <= frozen  # the driver's objects are not frozen

@@ -1,4 +1,4 @@
-"""Looks at groups that are not there, and a server over one in a thread."""
+"""A fake group, and a dashboard server for it in a thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from actorrpc.observe.outside import FoundGroup, GroupLook
 from actorrpc.observe.visitor import Target
 from actorrpc.wire.identity import WorkerRecord
 
-SCRIPT = "<script>alert(1)</script>"  # what a job is called is a text, whatever it is
+SCRIPT = "<script>alert(1)</script>"  # names of jobs must be shown as text
 
 
 def actor_row(number: int, **more: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def actor_row(number: int, **more: Any) -> dict[str, Any]:
 
 @dataclass
 class FakeGroup:
-    """A group of two workers, one of them stopped; ``see`` is what a feed asks."""
+    """A fake group of two workers, one of them stopped; a feed calls ``see``."""
 
     actors: list[dict[str, Any]] = field(default_factory=list)
     threads: list[dict[str, Any]] = field(default_factory=list)
@@ -48,14 +48,14 @@ class FakeGroup:
     records: list[list[Any]] = field(default_factory=list)
     calls: int = 0
     problem: str = ""
-    is_well: bool = False  # the second worker answers, too
+    is_well: bool = False  # whether the second worker answers as well
 
     def see(self, parts: list[str], begin: dict[str, int] | None = None) -> GroupLook:
         self.asked.append(list(parts))
         self.begun.append(begin)
         if self.problem:
             raise RpcError(self.problem)
-        well, ill = (
+        running, stopped = (
             WorkerRecord(name=name, rank=rank, incarnation=f"{rank:032x}", host="here", pid=100 + rank)
             for rank, name in enumerate(["driver", "Store-1"])
         )
@@ -72,12 +72,14 @@ class FakeGroup:
             },
         }
         silent = Silent("stopped", "a signal has stopped it")
-        targets = [Target(record=well, addresses=[], key=None)]
+        targets = [Target(record=running, addresses=[], key=None)]
         group = FoundGroup(what="a fake", program=SCRIPT, pids=[100], targets=targets)
         other = {"process": dict(answer["process"])} if self.is_well else silent
         if "actors" not in parts and parts:
             del answer["actors"]
-        return GroupLook(group, {well.incarnation: (well, answer), ill.incarnation: (ill, other)}, 0.001)
+        return GroupLook(
+            group, {running.incarnation: (running, answer), stopped.incarnation: (stopped, other)}, 0.001
+        )
 
     def feed(self, every: float = 0.01, *, acts: bool = False) -> Feed:
         return Feed(self.see, self.groups, every, acts=acts)
@@ -87,7 +89,7 @@ class FakeGroup:
 
 
 class ServedPage:
-    """A server in a thread, and requests to it as nobody's browser would send them."""
+    """A server in a thread, and arbitrary requests to it."""
 
     def __init__(self, dashboard: Dashboard, links: list[str]) -> None:
         self.dashboard = dashboard
@@ -118,7 +120,7 @@ class ServedPage:
             connection.close()
 
     def log_in(self) -> str:
-        """Return the cookie that the link gives."""
+        """Log in with the token of the link; return the cookie."""
         origin = f"http://{self.host}"
         status, headers, _ = self.ask("login", method="POST", body=self.token, Origin=origin)
         assert status == 204
@@ -127,15 +129,15 @@ class ServedPage:
 
 @contextlib.contextmanager
 def served(feed: Feed, host: str = "127.0.0.1", **options: Any) -> Iterator[ServedPage]:
-    """A server at a port of its own."""
+    """Run a server on a free port."""
     links: list[str] = []
-    said = threading.Event()
+    announced = threading.Event()
 
     def say(link: str) -> None:
         links.append(link)
-        said.set()
+        announced.set()
 
-    # uvicorn sets the level of its loggers, which are those of the whole process.
+    # uvicorn changes the levels of global loggers, so restore them afterwards.
     levels = {
         name: logging.getLogger(name).level
         for name in ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi")
@@ -144,7 +146,7 @@ def served(feed: Feed, host: str = "127.0.0.1", **options: Any) -> Iterator[Serv
     thread = threading.Thread(target=dashboard.run, name="page")
     thread.start()
     try:
-        said.wait()
+        announced.wait()
         yield ServedPage(dashboard, links)
     finally:
         dashboard.stop()

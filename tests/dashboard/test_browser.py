@@ -1,4 +1,4 @@
-"""The page in a real browser: Debian's chromium, driven by playwright; ``actorrpc dashboard`` is a process as users start it."""
+"""The dashboard in Debian's chromium, driven by playwright, with ``actorrpc dashboard`` as a separate process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _CHROMIUM = shutil.which("chromium")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.limit(180),
-    # Not the module as a whole: pytest takes a run that has collected nothing for a failed one.
+    # Skip tests instead of the module: pytest fails a run that collects nothing.
     pytest.mark.skipif(
         find_spec("playwright") is None,
-        reason="the page is tried in a browser where playwright is: pip install playwright",
+        reason="needs playwright: pip install playwright",
     ),
-    pytest.mark.skipif(_CHROMIUM is None, reason="there is no chromium: apt-get install chromium"),
+    pytest.mark.skipif(_CHROMIUM is None, reason="needs chromium: apt-get install chromium"),
 ]
-_AXE = Path(sys.prefix, "share", "axe-core", "axe.min.js")  # as .ci/browser has put it there
+_AXE = Path(sys.prefix, "share", "axe-core", "axe.min.js")  # installed by .ci/browser
 _MARKUP = "<img src=x onerror=alert(1)>"
 _PIXELS = """() => {
   const canvas = document.querySelector("canvas");
@@ -60,7 +60,7 @@ class Store:
 
 @contextlib.contextmanager
 def _viewer(*options: str) -> Iterator[str]:
-    """A viewer; its link."""
+    """Run ``actorrpc dashboard``; yield its link."""
     command = [sys.executable, "-m", "actorrpc", "dashboard", "--json", "--timeout", "5", *options]
     with subprocess.Popen(
         [*command, "--pid", str(os.getpid())], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -75,18 +75,18 @@ def _viewer(*options: str) -> Iterator[str]:
             process.kill()
 
 
-class _Seen:
-    """A page, and what it has asked for and complained of."""
+class _Page:
+    """A page, with its requests to other hosts and its console messages."""
 
     def __init__(self, browser: Any, **options: Any) -> None:
         self.context = browser.new_context(**options)
         self.page = self.context.new_page()
         self.foreign: list[str] = []
-        self.complaints: list[str] = []
-        self.page.on("console", lambda each: self.complaints.append(each.text))
-        self.page.on("pageerror", lambda each: self.complaints.append(str(each)))
+        self.console: list[str] = []
+        self.page.on("console", lambda each: self.console.append(each.text))
+        self.page.on("pageerror", lambda each: self.console.append(str(each)))
         self.page.on("request", lambda each: self._note(each.url))
-        self.page.on("dialog", lambda each: self.complaints.append("a dialog"))
+        self.page.on("dialog", lambda each: self.console.append("a dialog"))
 
     def _note(self, url: str) -> None:
         if urlsplit(url).hostname != "127.0.0.1":
@@ -97,7 +97,7 @@ class _Seen:
 def browser() -> Iterator[Any]:
     sync = importlib.import_module("playwright.sync_api")
     with sync.sync_playwright() as tools:
-        # Without a sandbox: it needs rights that containers do not give; what is opened is our own page.
+        # Containers lack the rights for a sandbox, and the page is our own.
         found = tools.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
         yield found
         found.close()
@@ -105,7 +105,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Path]:
-    """A cluster with a name that is markup, a call that runs and one that waits."""
+    """A cluster whose actors have markup in their names, with a running call and a waiting call."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with actorrpc.init(num_cpus=2, log_to_driver=False):
@@ -118,20 +118,20 @@ def job(tmp_path: Path) -> Iterator[Path]:
         actorrpc.get(calls)
 
 
-def _hindrances(page: Any) -> list[str]:
-    """What axe-core finds that keeps people from using the page as it is now."""
+def _violations(page: Any) -> list[str]:
+    """Return the accessibility violations that axe-core finds in the present page."""
     found = page.evaluate("axe.run(document, { preload: false })")
-    assert len(found["passes"]) > 10  # it has looked
+    assert len(found["passes"]) > 10  # the checks have run
     return [f"{each['id']}: {node['html'][:200]}" for each in found["violations"] for node in each["nodes"]]
 
 
-@pytest.mark.skipif(not _AXE.exists(), reason="axe-core is not there: .ci/browser gets it")
+@pytest.mark.skipif(not _AXE.exists(), reason="needs axe-core: .ci/browser installs it")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_keeps_people_from_using_a_view(browser: Any, job: Path, scheme: str) -> None:
+def test_axe_finds_no_accessibility_violation_in_any_view(browser: Any, job: Path, scheme: str) -> None:
     found = {}
     with _viewer("--allow-actions") as link:
-        seen = _Seen(browser, color_scheme=scheme)
-        page = seen.page
+        opened = _Page(browser, color_scheme=scheme)
+        page = opened.page
         page.goto(link)
         page.get_by_role("cell", name="driver", exact=True).wait_for()
         page.evaluate(_AXE.read_text())
@@ -140,22 +140,24 @@ def test_nothing_keeps_people_from_using_a_view(browser: Any, job: Path, scheme:
             if view == "stacks":
                 page.get_by_role("button", name="Take stacks").click()
             page.get_by_text(_SHOWS[view]).first.wait_for()
-            found[view] = _hindrances(page)
+            found[view] = _violations(page)
             if view == "actors":
                 page.get_by_role("button", name="Kill").first.click()
                 page.get_by_role("dialog").wait_for()
-                found["dialog"] = _hindrances(page)
+                found["dialog"] = _violations(page)
                 page.keyboard.press("Escape")
-        seen.context.close()
+        opened.context.close()
     assert {view: each for view, each in found.items() if each} == {}
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_each_view(browser: Any, job: Path, tmp_path: Path, scheme: str) -> None:
+def test_each_view_works_on_a_phone_without_errors_or_foreign_requests(
+    browser: Any, job: Path, tmp_path: Path, scheme: str
+) -> None:
     with _viewer() as link:
         phone = {"width": 360, "height": 740}
-        seen = _Seen(browser, viewport=phone, color_scheme=scheme)
-        page = seen.page
+        opened = _Page(browser, viewport=phone, color_scheme=scheme)
+        page = opened.page
         page.goto(link)
         page.get_by_text("nothing is wrong", exact=False).first.wait_for()
         assert "token" not in page.url
@@ -199,18 +201,18 @@ def test_each_view(browser: Any, job: Path, tmp_path: Path, scheme: str) -> None
                 page.get_by_role("button", name="Take the last passes").click()
                 page.get_by_text("0 passes", exact=True).wait_for()
             assert page.locator("nav a[aria-current=page]").inner_text().lower() == view
-            # Nothing is wider than the phone: tables scroll by themselves.
+            # The page is not wider than the phone; only tables scroll.
             assert page.evaluate("document.documentElement.scrollWidth") <= phone["width"]
             page.screenshot(path=tmp_path / f"{view}-{scheme}.png")
-        # A view has an address, which says all that was chosen.
+        # The address of a view contains its filter.
         address = page.url.partition("#")[0]
         page.goto("about:blank")
-        page.goto(f"{address}#actors?q=nobody")
+        page.goto(f"{address}#actors?q=stranger")
         page.get_by_text("0 actors of 2").wait_for()
-        assert page.get_by_label("Filter").input_value() == "nobody"
-        seen.context.close()
-    assert seen.foreign == []
-    assert seen.complaints == []
+        assert page.get_by_label("Filter").input_value() == "stranger"
+        opened.context.close()
+    assert opened.foreign == []
+    assert opened.console == []
 
 
 _SHOWS = {
@@ -225,11 +227,11 @@ _SHOWS = {
 }
 
 
-def test_each_view_is_saved_as_one_file_that_asks_nobody(browser: Any, job: Path, tmp_path: Path) -> None:
+def test_each_view_is_saved_as_one_file_that_works_offline(browser: Any, job: Path, tmp_path: Path) -> None:
     files = {}
     with _viewer() as link:
-        seen = _Seen(browser)
-        page = seen.page
+        opened = _Page(browser)
+        page = opened.page
         page.goto(link)
         for view in _VIEWS:
             page.get_by_role("link", name=view.capitalize(), exact=True).click()
@@ -241,32 +243,32 @@ def test_each_view_is_saved_as_one_file_that_asks_nobody(browser: Any, job: Path
             assert file.value.suggested_filename.startswith(f"actorrpc-{view}-")
             files[view] = tmp_path / f"{view}.html"
             file.value.save_as(files[view])
-        seen.context.close()
-    assert seen.complaints == []
+        opened.context.close()
+    assert opened.console == []
     for view, path in files.items():
         text = path.read_text()
         assert _MARKUP not in text
         assert "token" not in text.partition('id="saved"')[2].partition("</script>")[0]
-        seen = _Seen(browser, offline=True, viewport={"width": 360, "height": 740})
-        asked: list[str] = []
-        seen.page.on("request", lambda each, asked=asked: asked.append(each.url))
-        seen.page.goto(path.as_uri())
-        seen.page.get_by_text(_SHOWS[view]).first.wait_for()
-        seen.page.get_by_text("Saved at").wait_for()
-        assert asked == [path.as_uri()]
+        opened = _Page(browser, offline=True, viewport={"width": 360, "height": 740})
+        requests: list[str] = []
+        opened.page.on("request", lambda each, requests=requests: requests.append(each.url))
+        opened.page.goto(path.as_uri())
+        opened.page.get_by_text(_SHOWS[view]).first.wait_for()
+        opened.page.get_by_text("Saved at").wait_for()
+        assert requests == [path.as_uri()]
         if view == "actors":
-            seen.page.get_by_label("Filter").fill("0')")
-            seen.page.get_by_text("1 actor of 2").wait_for()
-        seen.page.screenshot(path=tmp_path / f"saved-{view}.png")
-        seen.context.close()
-        assert seen.complaints == []
+            opened.page.get_by_label("Filter").fill("0')")
+            opened.page.get_by_text("1 actor of 2").wait_for()
+        opened.page.screenshot(path=tmp_path / f"saved-{view}.png")
+        opened.context.close()
+        assert opened.console == []
 
 
 @pytest.mark.prints(r"acting-visitor-")
-def test_an_actor_is_killed_when_that_was_confirmed(browser: Any, job: Path) -> None:
+def test_an_actor_is_killed_only_after_confirmation(browser: Any, job: Path) -> None:
     with _viewer("--allow-actions") as link:
-        seen = _Seen(browser)
-        page = seen.page
+        opened = _Page(browser)
+        page = opened.page
         page.goto(link)
         page.get_by_role("button", name="Drain Store-1").wait_for()
         page.get_by_role("link", name="Actors", exact=True).click()
@@ -281,5 +283,5 @@ def test_an_actor_is_killed_when_that_was_confirmed(browser: Any, job: Path) -> 
         page.get_by_role("searchbox").focus()
         page.get_by_role("cell", name="dead", exact=True).wait_for()
         assert kill.count() == 0
-        seen.context.close()
-    assert seen.complaints == []
+        opened.context.close()
+    assert opened.console == []

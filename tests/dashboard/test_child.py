@@ -1,4 +1,4 @@
-"""``init(dashboard=...)``: the page as a child of the driver."""
+"""``init(dashboard=...)``: the dashboard as a child process of the driver."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LINK = re.compile(r"(http://\S+)#token=(\S+)")
 
 
 @pytest.mark.parametrize(
-    ("given", "where"),
+    ("given", "expected"),
     [
         (False, None),
         (True, ("127.0.0.1", 0)),
@@ -38,8 +38,10 @@ _LINK = re.compile(r"(http://\S+)#token=(\S+)")
         ("[::1]:8265", ("::1", 8265)),
     ],
 )
-def test_where_it_listens(given: bool | str, where: tuple[str, int] | None) -> None:
-    assert page.listens_at(given) == where
+def test_the_dashboard_option_gives_host_and_port(
+    given: bool | str, expected: tuple[str, int] | None
+) -> None:
+    assert page.listens_at(given) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,32 +55,34 @@ def test_where_it_listens(given: bool | str, where: tuple[str, int] | None) -> N
         (None, "dashboard must be a str"),
     ],
 )
-def test_what_is_no_address_of_this_host_is_refused(given: Any, says: str) -> None:
+def test_remote_and_malformed_dashboard_addresses_are_refused(given: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         actorrpc.init(dashboard=given)
     assert not rpc.is_initialized()
 
 
-def test_one_who_joins_is_told_who_has_the_page() -> None:
+def test_dashboard_is_refused_when_joining_and_the_error_names_the_command() -> None:
     with pytest.raises(ConfigError, match=r"--connect tcp://127\.0\.0\.1:1"):
         actorrpc.init("tcp://127.0.0.1:1", dashboard=True)
 
 
-def test_without_the_extra_it_says_so_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_dashboard_extra_init_fails_before_it_starts_anything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"pip install 'actorrpc\[dashboard\]'"):
         actorrpc.init(dashboard=True)
     assert not rpc.is_initialized()
 
 
-def _answers(address: str) -> bool:
+def _listens(address: str) -> bool:
     parts = urlsplit(address)
     with socket.socket() as made:
         return made.connect_ex((parts.hostname, parts.port)) == 0
 
 
-def _seen(address: str, token: str) -> dict[str, Any]:
-    """What a browser that follows the link sees."""
+def _first_view(address: str, token: str) -> dict[str, Any]:
+    """Log in like a browser that follows the link; return the data of the first view."""
     parts = urlsplit(address)
     connection = http.client.HTTPConnection(parts.netloc, timeout=30)
     connection.request("POST", f"{parts.path}login", token, {"Origin": f"http://{parts.netloc}"})
@@ -92,7 +96,7 @@ def _seen(address: str, token: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_it_shows_the_cluster_and_ends_with_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_dashboard_shows_the_cluster_and_ends_with_it(capfd: pytest.CaptureFixture[str]) -> None:
     text = ""
 
     def link() -> re.Match[str] | None:
@@ -104,9 +108,9 @@ def test_it_shows_the_cluster_and_ends_with_it(capfd: pytest.CaptureFixture[str]
         until(lambda: link() is not None)
         found = _LINK.search(text)
         assert found is not None
-        assert _seen(found[1], found[2])["pid"] == os.getpid()
-    assert not _answers(found[1])
-    assert len(_LINK.findall(capfd.readouterr().err)) == 1  # for the next browser
+        assert _first_view(found[1], found[2])["pid"] == os.getpid()
+    assert not _listens(found[1])
+    assert len(_LINK.findall(capfd.readouterr().err)) == 1  # a new link for the next browser
 
 
 _PROGRAM = """
@@ -117,16 +121,16 @@ signal.pause()
 
 
 @pytest.mark.slow
-def test_it_ends_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+def test_the_dashboard_ends_with_a_killed_driver(tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(_PROGRAM)
     with subprocess.Popen([sys.executable, path], stderr=subprocess.PIPE, text=True) as driver:
         assert driver.stderr is not None
         found = _LINK.search(driver.stderr.readline())
         assert found is not None
-        assert _answers(found[1])
+        assert _listens(found[1])
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-        until(lambda: not _answers(found[1]))
-        # All who have its end of the pipe are gone, and none has complained.
+        until(lambda: not _listens(found[1]))
+        # All processes that held the pipe have ended, without a traceback.
         assert "Traceback" not in driver.stderr.read()

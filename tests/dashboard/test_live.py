@@ -1,4 +1,4 @@
-"""The page of a cluster that runs."""
+"""The views of the dashboard for a running cluster."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _counted(rows: list[dict[str, Any]]) -> int:
 
 
 def _drawn(found: dict[str, Any]) -> list[str]:
-    """The calls that have an arrow to an execution of the actor."""
+    """Return the calls with an arrow to an execution of the actor."""
     slices, lanes = found["slices"], found["lanes"]
     reached = [each for each in slices if each[7] >= 0]
     return [
@@ -48,7 +48,7 @@ def _drawn(found: dict[str, Any]) -> list[str]:
 
 
 class _Browser:
-    """Somebody who has used the link."""
+    """A logged-in client of the page."""
 
     def __init__(self, page: ServedPage) -> None:
         self._page = page
@@ -62,7 +62,7 @@ class _Browser:
 
 
 @pytest.mark.slow
-def test_the_page_of_a_cluster(tmp_path: Path) -> None:
+def test_views_show_the_actors_stacks_logs_memory_calls_and_passes_of_a_cluster(tmp_path: Path) -> None:
     gates = [tmp_path / "first", tmp_path / "second"]
     for gate in gates:
         os.mkfifo(gate)
@@ -73,7 +73,7 @@ def test_the_page_of_a_cluster(tmp_path: Path) -> None:
         calls = [store.pass_gate.remote(str(gate)) for gate in gates]
         with served(feed) as page:
             browser = _Browser(page)
-            # It runs calls a moment before the driver hears that it is made.
+            # The actor runs calls shortly before the driver knows that it was created.
             until(
                 lambda: any(
                     each["waiting"] and each["runs"] and each["state"] == "ALIVE"
@@ -86,13 +86,13 @@ def test_the_page_of_a_cluster(tmp_path: Path) -> None:
             seen = browser.get("api/now")
             assert [each["state"] for each in seen["workers"]] == ["alive", "alive"]
             assert seen["pid"] == os.getpid()
-            # The stack of the call that runs comes first.
+            # The stack of the running call comes first.
             fold = browser.get("api/stacks")["folds"][0]
             assert "pass_gate" in fold["calls"][0]
             assert "pass_gate" in [name for name, _, _ in fold["frames"]]
             (line,) = browser.get("api/logs?q=A%20STORE")["lines"]
             assert line["text"] == "a store is made"
-            assert browser.get("api/logs?whom=nobody")["lines"] == []
+            assert browser.get("api/logs?whom=stranger")["lines"] == []
             kept = actorrpc.put(torch.ones(1 << 20))
             until(lambda: browser.get("api/memory")["objects"])
             (held,) = browser.get("api/memory")["objects"]
@@ -103,7 +103,7 @@ def test_the_page_of_a_cluster(tmp_path: Path) -> None:
                 browser.get("api/memory")["holders"][0].items()
             )
             del kept
-            browser.get("api/calls")  # now they count
+            browser.get("api/calls")  # from now on, workers count calls
             for gate in gates:
                 open_gate(gate)
             actorrpc.get(calls)

@@ -1,4 +1,4 @@
-"""What the views are sent, and when looks are taken: no server."""
+"""The data of the views, and when the feed takes looks, without a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _buckets(**numbers: int) -> list[int]:
     return [numbers.get(f"b{place}", 0) for place in range(len(BUCKETS) + 1)]
 
 
-def test_the_first_view_names_what_is_wrong_and_whom() -> None:
+def test_the_first_view_shows_workers_classes_and_findings() -> None:
     group = FakeGroup([actor_row(1), actor_row(2)])
     first = Picture.of(group.see([]))
     seen = payloads.now(7, Picture.of(group.see([])), first)
@@ -37,7 +37,7 @@ def test_the_first_view_names_what_is_wrong_and_whom() -> None:
     assert [(each["name"], each["waiting"]) for each in seen["classes"]] == [("Store", 3)]
 
 
-def test_however_large_a_group_is_the_first_view_is_small() -> None:
+def test_the_first_view_stays_below_64_kib_for_3000_actors() -> None:
     rows = [actor_row(n, class_name=f"Class{n}", mailbox=[{"waiting": 500}]) for n in range(3000)]
     seen = payloads.now(1, Picture.of(FakeGroup(rows).see([])), None)
     assert len(json.dumps(seen)) < 64 << 10
@@ -55,10 +55,10 @@ def test_however_large_a_group_is_the_first_view_is_small() -> None:
         ("", "title", 0, 2, 5, [0, 1]),
         ("#0003", "waiting", 0, 9, 1, [3]),
         ("DRIVER", "title", 4, 9, 5, [4]),
-        ("nobody", "waiting", 9, 9, 0, []),
+        ("stranger", "waiting", 9, 9, 0, []),
     ],
 )
-def test_some_rows_of_the_actors(
+def test_actors_are_filtered_sorted_and_paged(
     text: str, sort: str, first: int, most: int, matches: int, shown: list[int]
 ) -> None:
     picture = Picture.of(FakeGroup([actor_row(n) for n in range(5)]).see([]))
@@ -67,14 +67,14 @@ def test_some_rows_of_the_actors(
     assert [int(each["id"], 16) for each in found["rows"]] == shown
 
 
-def test_actors_are_sorted_by_how_long_their_calls_took() -> None:
+def test_actors_are_sorted_by_percentiles_of_their_call_times() -> None:
     rows = [actor_row(n, latest=2, p50=0.001, p99=0.5 if n == 1 else 0.002) for n in range(2)]
     picture = Picture.of(FakeGroup([*rows, actor_row(2)]).see([]))
     found = payloads.actors(picture, {}, "", "p99", 0, 9)["rows"]
     assert [(each["p50"], each["p99"]) for each in found] == [(0.001, 0.5), (0.001, 0.002), (None, None)]
 
 
-def test_calls_of_the_last_looks() -> None:
+def test_rates_and_percentiles_of_calls_cover_the_time_since_an_earlier_query() -> None:
     before = {("server", "Store/get", False): (100, 1.0, _buckets(b0=100))}
     sums = {
         ("server", "Store/get", False): (110, 1.0, _buckets(b0=100, b3=10)),
@@ -87,7 +87,7 @@ def test_calls_of_the_last_looks() -> None:
     assert (add["method"], add["rate"], add["p50"]) == ("add", 0.0, None)
 
 
-def test_equal_stacks_are_one() -> None:
+def test_equal_stacks_are_folded() -> None:
     frames = [{"function": "run", "file": "a.py", "line": 3}, {"function": "wait", "file": "b.py", "line": 5}]
     threads = [{"name": f"t{n}", "ident": n, "frames": frames} for n in range(20)]
     found = payloads.stacks(Picture.of(FakeGroup(threads=threads).see([])))
@@ -97,10 +97,10 @@ def test_equal_stacks_are_one() -> None:
     assert "stopped" in found["silent"][0]
 
 
-# -- when looks are taken ----------------------------------------------------------------------------------------
+# -- looks of the feed ----------------------------------------------------------------------------------------
 
 
-def test_all_who_look_share_the_looks_and_nobody_looking_costs_nothing() -> None:
+def test_clients_share_queries_of_the_group_and_without_clients_none_is_made() -> None:
     group = FakeGroup()
 
     async def look() -> list[FeedLook]:
@@ -118,7 +118,7 @@ def test_all_who_look_share_the_looks_and_nobody_looking_costs_nothing() -> None
     assert all("metrics" not in each for each in group.asked)
 
 
-def test_workers_count_calls_only_while_somebody_sees_them() -> None:
+def test_call_metrics_are_requested_only_while_a_client_shows_them() -> None:
     group = FakeGroup()
 
     async def look() -> list[dict[str, Any]]:
@@ -137,28 +137,30 @@ def test_workers_count_calls_only_while_somebody_sees_them() -> None:
     assert "metrics" in group.asked[-1]
 
 
-def test_a_group_that_has_gone_is_said_and_may_come_again() -> None:
+def test_an_unreachable_group_is_reported_until_it_answers_again() -> None:
     group = FakeGroup(problem="no group has answered")
 
     async def look() -> tuple[FeedLook, FeedLook]:
         feed = group.feed()
         try:
-            gone = await feed.after(0)
+            unreachable = await feed.after(0)
             group.problem = ""
-            here = await feed.after(gone.number)
-            while here.picture is None:
-                here = await feed.after(here.number)
-            return gone, here
+            reachable = await feed.after(unreachable.number)
+            while reachable.picture is None:
+                reachable = await feed.after(reachable.number)
+            return unreachable, reachable
         finally:
             await feed.close()
 
-    gone, here = asyncio.run(look())
-    assert gone.now["problem"] == "no group has answered"
-    assert here.now["worker_count"] == 2
+    unreachable, reachable = asyncio.run(look())
+    assert unreachable.now["problem"] == "no group has answered"
+    assert reachable.now["worker_count"] == 2
 
 
 @pytest.mark.prints("a look at the group has failed")
-def test_a_look_that_fails_for_any_reason_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_query_of_the_group_ends_the_wait_of_clients_with_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: object) -> dict[str, Any]:
         raise ZeroDivisionError("by zero")
 

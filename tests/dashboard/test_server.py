@@ -1,4 +1,4 @@
-"""What is refused, and what the page may be: attacks, headers, limits."""
+"""The dashboard server: logins, attacks, headers, actions and limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _API = [f"api/{each}" for each in ("now", "events", "actors", "calls", "stacks",
 
 
 class _Page:
-    """A client of the application that has the right ``Host``, without a server between the two."""
+    """A client that calls the application directly, with the right ``Host`` header."""
 
     def __init__(self, runner: asyncio.Runner, access: Access, client: httpx.AsyncClient) -> None:
         self._runner = runner
@@ -75,18 +75,18 @@ def page() -> Iterator[_Page]:
         yield opened
 
 
-# -- who is let in -----------------------------------------------------------------------------------------------
+# -- logins -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", _API)
-def test_without_a_cookie_nothing_is_shown(page: _Page, path: str) -> None:
+def test_without_a_valid_cookie_the_api_answers_401(page: _Page, path: str) -> None:
     for cookie in ("", "actorrpc-dashboard=", "actorrpc-dashboard=wrong", "other=1"):
         answer = page.get(path, Cookie=cookie)
         assert answer.status_code == 401
         assert "Store" not in answer.text
 
 
-def test_the_link_works_once(page: _Page) -> None:
+def test_a_login_token_works_once(page: _Page) -> None:
     token = page.access.new_token()
     assert page.log_in("wrong").status_code == 401
     assert page.log_in("").status_code == 401
@@ -96,7 +96,9 @@ def test_the_link_works_once(page: _Page) -> None:
     cookie = answer.headers["set-cookie"].lower()
     assert "httponly" in cookie
     assert "samesite=strict" in cookie
-    assert "path" not in cookie  # that of the page then: servers at other ports of the host do not get it
+    assert (
+        "path" not in cookie
+    )  # the default path is that of the page, so other servers of the host do not get the cookie
     assert page.get("api/now").status_code == 200
     page.client.cookies.clear()
     assert page.log_in(token).status_code == 401
@@ -107,7 +109,7 @@ def test_the_link_works_once(page: _Page) -> None:
     ("host", "status"),
     [
         ("127.0.0.1:8000", 200),
-        ("localhost:9", 200),  # the port of a tunnel
+        ("localhost:9", 200),  # any port, for tunnels
         ("LOCALHOST", 200),
         ("[::1]:8000", 200),
         ("proxy.example", 200),
@@ -122,7 +124,7 @@ def test_the_link_works_once(page: _Page) -> None:
         ("", 421),
     ],
 )
-def test_hosts(page: _Page, host: str, status: int) -> None:
+def test_requests_with_a_foreign_host_header_are_refused(page: _Page, host: str, status: int) -> None:
     assert page.get("", Host=host).status_code == status
     assert page.get("api/now", Host=host).status_code == (401 if status == 200 else status)
 
@@ -132,7 +134,7 @@ def test_hosts(page: _Page, host: str, status: int) -> None:
     [
         ("http://127.0.0.1:8000", 204),
         ("https://proxy.example", 204),
-        ("http://127.0.0.1:9000", 403),  # another server of this host
+        ("http://127.0.0.1:9000", 403),  # another server on this host
         ("http://localhost:8000", 403),
         ("http://evil.example", 403),
         ("http://127.0.0.1:8000.evil.example", 403),
@@ -142,26 +144,26 @@ def test_hosts(page: _Page, host: str, status: int) -> None:
         ("file://127.0.0.1:8000", 403),
     ],
 )
-def test_origins(page: _Page, origin: str, status: int) -> None:
+def test_logins_from_another_origin_are_refused(page: _Page, origin: str, status: int) -> None:
     assert page.log_in(page.access.new_token(), Origin=origin).status_code == status
 
 
-def test_a_login_without_an_origin_is_refused(page: _Page) -> None:
+def test_a_login_without_an_origin_is_refused_and_keeps_its_token_valid(page: _Page) -> None:
     token = page.access.new_token()
     assert page.ask("POST", page.place + "login", token).status_code == 403
-    assert page.log_in(token).status_code == 204  # and has not used it up
+    assert page.log_in(token).status_code == 204  # the token is still valid
 
 
 @pytest.mark.parametrize(
     ("site", "status"), [("same-origin", 200), ("none", 200), ("same-site", 403), ("cross-site", 403)]
 )
-def test_a_page_of_another_port_of_this_host_sees_nothing(page: _Page, site: str, status: int) -> None:
+def test_requests_from_other_sites_are_refused(page: _Page, site: str, status: int) -> None:
     page.log_in(page.access.new_token())
     assert page.get("api/actors", Sec_Fetch_Site=site).status_code == status
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_there_is_nothing_to_change(page: _Page, method: str) -> None:
+def test_without_allowed_actions_only_get_requests_are_accepted(page: _Page, method: str) -> None:
     page.log_in(page.access.new_token())
     assert page.ask(method, page.place + "api/act", Origin="http://127.0.0.1:8000").status_code == 404
     for path in ("", "app.js", *_API):
@@ -175,9 +177,9 @@ def test_there_is_nothing_to_change(page: _Page, method: str) -> None:
 
 @dataclass
 class _FakeVisit:
-    """In place of a visit to a worker: what was asked for, and what is answered."""
+    """Replaces a visit to a worker: records actions, and answers with ``problem``."""
 
-    did: list[tuple[str, str, str]] = field(default_factory=list)
+    done: list[tuple[str, str, str]] = field(default_factory=list)
     problem: str = ""
     name: str = ""
 
@@ -188,7 +190,7 @@ class _FakeVisit:
         return self
 
     def act(self, what: str, whom: str, _until: float) -> str:
-        self.did.append((self.name, what, whom))
+        self.done.append((self.name, what, whom))
         return self.problem
 
     def close(self) -> None: ...
@@ -221,7 +223,7 @@ _KILL = json.dumps({"do": "kill", "whom": f"{0:016x}"})
     [
         ({}, 200),
         ({"Sec-Fetch-Site": "same-origin"}, 200),
-        ({"X-Actorrpc-Action": ""}, 403),  # a form, or an image
+        ({"X-Actorrpc-Action": ""}, 403),  # as from a form or an image
         ({"X-Actorrpc-Action": "0"}, 403),
         ({"Origin": ""}, 403),
         ({"Origin": "http://evil.example"}, 403),
@@ -233,14 +235,14 @@ _KILL = json.dumps({"do": "kill", "whom": f"{0:016x}"})
         ({"Cookie": "actorrpc-dashboard=wrong"}, 401),
     ],
 )
-def test_only_the_page_itself_acts(
+def test_actions_need_the_cookie_origin_and_header_of_the_page(
     acting: _Page, visit: _FakeVisit, headers: dict[str, str], status: int
 ) -> None:
     if "Cookie" in headers:
         acting.client.cookies.clear()
     answer = acting.ask("POST", acting.place + "api/act", _KILL, **{**_ACT, **headers})
     assert answer.status_code == status
-    assert visit.did == ([("driver", "kill", f"{0:016x}")] if status == 200 else [])
+    assert visit.done == ([("driver", "kill", f"{0:016x}")] if status == 200 else [])
 
 
 @pytest.mark.parametrize(
@@ -252,17 +254,19 @@ def test_only_the_page_itself_acts(
         ('{"do": "kill", "whom": "00000000000000ff"}', "dead or does not exist"),
         ('{"do": "drain", "whom": "Store-1"}', ""),
         ('{"do": "drain", "whom": "driver"}', "could be drained"),
-        ('{"do": "drain", "whom": "nobody"}', "could be drained"),
+        ('{"do": "drain", "whom": "stranger"}', "could be drained"),
         ('{"do": "eval", "whom": "x"}', "there is no such action"),
         ('{"do": "kill", "whom": 1}', "there is no such action"),
         ("[" * 900, "there is no such action"),
         ("", "there is no such action"),
     ],
 )
-def test_what_is_done(acting: _Page, visit: _FakeVisit, body: str, says: str) -> None:
+def test_actions_are_done_or_refused_with_a_reason(
+    acting: _Page, visit: _FakeVisit, body: str, says: str
+) -> None:
     found = acting.ask("POST", acting.place + "api/act", body, **_ACT).json()
     assert says in found["problem"]
-    assert bool(found["said"]) is bool(visit.did) is not bool(says)
+    assert bool(found["said"]) is bool(visit.done) is not bool(says)
     visit.problem = "only a visitor"
     found = acting.ask("POST", acting.place + "api/act", body, **_ACT).json()
     assert found["problem"]
@@ -299,7 +303,7 @@ def test_no_path_leads_to_another_file(page: _Page, path: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "/a/b", "/user/me/proxy/8000"])
-def test_any_prefix_of_a_proxy(page: _Page, prefix: str) -> None:
+def test_the_page_works_under_any_prefix_of_a_proxy(page: _Page, prefix: str) -> None:
     assert page.ask("GET", prefix + page.place).status_code == 200
     assert page.ask("GET", f"{prefix}{page.place}style.css").status_code == 200
     assert page.ask("GET", f"{prefix}{page.place}api/now").status_code == 401
@@ -308,7 +312,7 @@ def test_any_prefix_of_a_proxy(page: _Page, prefix: str) -> None:
 # -- headers and contents ----------------------------------------------------------------------------------------
 
 
-def test_every_answer_tells_browsers_what_they_may_not(page: _Page) -> None:
+def test_every_answer_has_restrictive_security_headers(page: _Page) -> None:
     answers = [page.get(path) for path in ("", "app.js", "nothing", "api/now")]
     answers += [page.get("", Host="evil.example"), page.log_in("wrong")]
     page.log_in(page.access.new_token())
@@ -325,7 +329,7 @@ def test_every_answer_tells_browsers_what_they_may_not(page: _Page) -> None:
     assert answers[-1].headers["cache-control"] == "no-store"
 
 
-def test_the_page_is_small_and_asks_nobody_else() -> None:
+def test_the_page_is_small_and_has_no_inline_or_foreign_code() -> None:
     files = {each.name: each.read_bytes() for each in _STATIC.iterdir()}
     assert sum(len(gzip.compress(each)) for each in files.values()) < 100 << 10
     for name, body in files.items():
@@ -335,14 +339,14 @@ def test_the_page_is_small_and_asks_nobody_else() -> None:
         ), name
     html = files["index.html"].decode()
     assert not re.search(r"<style| style=| on[a-z]+=|<script(?![^>]* src=)", html)
-    # Relative, so that the page is at home under any prefix.
+    # All paths are relative, so that the page works under any prefix.
     assert not re.search(
         r"""(?:src|href)="/|(?:ask|fetch|EventSource|from)\(?\s*["'`]/""",
         "".join(map(bytes.decode, files.values())),
     )
 
 
-def test_what_the_views_ask_for(page: _Page) -> None:
+def test_each_view_gets_its_data_even_for_malformed_queries(page: _Page) -> None:
     page.log_in(page.access.new_token())
     assert page.get("api/now").json()["program"] == SCRIPT
     found = page.get("api/actors?sort=waiting&first=5&most=3&q=store")
@@ -361,7 +365,7 @@ def test_what_the_views_ask_for(page: _Page) -> None:
     assert "no driver" in page.get("api/logs?q=x").json()["problem"]
 
 
-def test_the_last_calls_as_a_picture_and_as_a_file() -> None:
+def test_recent_calls_are_sent_as_a_timeline_and_as_a_trace_file() -> None:
     group = FakeGroup(records=[executed(n, n, n, n + 1.0, n) for n in range(50)])
     with _opened("http://127.0.0.1:8000", group=group) as page:
         page.log_in(page.access.new_token())
@@ -371,7 +375,7 @@ def test_the_last_calls_as_a_picture_and_as_a_file() -> None:
         assert [each for each in group.begun if each] == [{"records": -12_000}]
         answer = page.get("api/trace")
         assert answer.headers["content-disposition"] == 'attachment; filename="actorrpc-trace.json"'
-        # What has ended before this host was started is none of the last seconds.
+        # No record lies within the last seconds.
         assert answer.json()["otherData"]["missing"] == {"Store-1": "a signal has stopped it"}
         group.problem = "no group has answered"
         assert page.get("api/timeline").json()["problem"] == "no group has answered"
@@ -399,7 +403,7 @@ def test_other_hosts_are_served_over_tls_only(host: str, local: bool) -> None:
             Dashboard(FakeGroup().feed(), host, 0, say=print)
 
 
-def test_over_tls() -> None:
+def test_over_tls_the_link_and_the_allowed_hosts_have_the_given_name() -> None:
     made = certificates.files()
     files = (made.cert, made.key)
     with pytest.raises(ConfigError, match="--allow-host"):
@@ -425,7 +429,7 @@ def test_no_secret_is_in_any_log(caplog: pytest.LogCaptureFixture, capfd: pytest
         cookie = page.log_in()
         assert page.ask("api/now", Cookie=cookie)[0] == 200
         assert page.ask("login", method="POST", body="wrong", Origin="http://evil.example")[0] == 403
-        # The next link is there for the next browser.
+        # After a login, a new link for another browser is announced.
         assert len(page.links) == 2
         secrets = [each.partition("#token=")[2] for each in page.links] + [cookie.partition("=")[2]]
     assert all(len(each) > 40 for each in secrets)
@@ -443,7 +447,7 @@ def _stream(page: ServedPage, cookie: str, **headers: str) -> Iterator[http.clie
         yield answer
 
 
-def test_looks_come_as_events() -> None:
+def test_states_of_the_group_are_streamed_as_events() -> None:
     with served(FakeGroup().feed()) as page:
         cookie = page.log_in()
         with _stream(page, cookie) as answer:
@@ -460,11 +464,11 @@ def test_looks_come_as_events() -> None:
         assert b'"workers":[{' in text
 
 
-def test_the_end_of_the_server_is_the_end_of_events() -> None:
+def test_stopping_the_server_ends_event_streams_regularly() -> None:
     with served(FakeGroup().feed()) as page, _stream(page, page.log_in()) as answer:
         assert answer.readline()
         page.dashboard.stop()
-        # It has come to its end, and was not cut, which http.client would raise.
+        # The stream ended regularly; otherwise http.client raises an error.
         assert answer.read().endswith(b"\n")
 
 
@@ -479,7 +483,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server._BoundedProtocol, "patience", 0.1)
 
 
-def _ends(made: socket.socket) -> bool:
+def _is_closed(made: socket.socket) -> bool:
     try:
         while made.recv(1 << 16):
             pass
@@ -496,20 +500,18 @@ _WHOLE = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
     ("before", "begin"),
     [(b"", b""), (b"", b"GET / HTTP/1.1\r\nHost: 127"), (_WHOLE, b"GET / HTTP/1.1\r\nHost: 127")],
 )
-def test_a_request_that_does_not_come_to_its_end_is_the_end_of_its_connection(
-    before: bytes, begin: bytes
-) -> None:
+def test_a_connection_with_an_incomplete_request_is_closed(before: bytes, begin: bytes) -> None:
     with served(FakeGroup().feed()) as page, _socket(page) as made:
         if before:
             made.sendall(before)
             assert made.recv(1 << 16).startswith(b"HTTP/1.1 421")
         made.sendall(begin)
-        assert _ends(made)
-        assert page.ask("")[0] == 200  # others are served
+        assert _is_closed(made)
+        assert page.ask("")[0] == 200  # other requests are still served
 
 
 @pytest.mark.usefixtures("patience")
-def test_a_client_that_does_not_read_is_the_end_of_its_connection() -> None:
+def test_the_connection_of_a_client_that_does_not_read_is_closed() -> None:
     rows = [actor_row(n, class_name=f"{n}" * 500) for n in range(60)]
     with served(FakeGroup(rows).feed(0.001)) as page:
         cookie = page.log_in()
@@ -519,9 +521,9 @@ def test_a_client_that_does_not_read_is_the_end_of_its_connection() -> None:
             made.connect(("127.0.0.1", page.dashboard.port))
             request = f"GET {page.place}api/events HTTP/1.1\r\nHost: {page.host}\r\nCookie: {cookie}\r\n\r\n"
             made.sendall(request.encode())
-            assert made.recv(1)  # the server is at it, and nobody reads on
+            assert made.recv(1)  # the server is sending, and the client stops reading
             until(lambda: not page.dashboard._server.server_state.tasks)
-            assert _ends(made)
+            assert _is_closed(made)
 
 
 @pytest.mark.parametrize(
@@ -535,7 +537,7 @@ def test_a_client_that_does_not_read_is_the_end_of_its_connection() -> None:
         b"POST /login HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
     ],
 )
-def test_requests_that_are_none(request_line: bytes) -> None:
+def test_malformed_requests_are_answered_with_4xx(request_line: bytes) -> None:
     with served(FakeGroup().feed()) as page, _socket(page) as made:
         made.sendall(request_line)
         first = made.recv(1 << 16).split(b"\r\n")[0]

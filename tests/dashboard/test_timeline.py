@@ -1,4 +1,4 @@
-"""What the view of the timeline is sent: lanes, slices and arrows."""
+"""The data of the timeline view: lanes, slices and arrows."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def _recording(worker: str, records: list[list[Any]], **more: Any) -> Recording:
     return made
 
 
-def test_a_call_and_its_execution_on_clocks_that_differ() -> None:
-    here = _recording("driver", [called(0, 50.0, 50.010, 3, "w1")])
-    there = _recording("w1", [executed(0, 7.001, 7.003, 7.009, 3)], offset=43.0, error=0.001)
-    found = timeline([here, there], 30.0)
+def test_a_call_is_linked_to_its_execution_despite_different_clocks() -> None:
+    caller = _recording("driver", [called(0, 50.0, 50.010, 3, "w1")])
+    callee = _recording("w1", [executed(0, 7.001, 7.003, 7.009, 3)], offset=43.0, error=0.001)
+    found = timeline([caller, callee], 30.0)
     assert found["lanes"] == [[0, "calls made", 0], [1, "Store#1", 0]]
     assert found["slices"] == [
         [0, CALLED, 0, 10_000, 0, 0, 0, 1, 0],
@@ -49,7 +49,7 @@ def test_a_call_and_its_execution_on_clocks_that_differ() -> None:
     assert [each["more"] for each in found["processes"]] == [False, False]
 
 
-def test_what_overlaps_is_in_lanes_of_its_own() -> None:
+def test_overlapping_executions_are_in_separate_lanes() -> None:
     rows = [executed(n, n, n, n + 2.5, n) for n in range(6)]
     found = timeline([_recording("w1", rows)], 30.0)
     assert found["lanes"] == [[0, "Store#1", 0], [0, "Store#1", 1], [0, "Store#1", 2]]
@@ -59,7 +59,7 @@ def test_what_overlaps_is_in_lanes_of_its_own() -> None:
     assert len(crowd["slices"]) == 50
 
 
-def test_what_is_long_over_and_what_is_too_much_is_left_out() -> None:
+def test_old_and_surplus_slices_are_left_out() -> None:
     rows = [executed(n, n, n, n + 1.0, n) for n in range(100)]
     found = timeline([_recording("w1", rows)], 9.5)
     assert len(found["slices"]) == 10
@@ -67,21 +67,21 @@ def test_what_is_long_over_and_what_is_too_much_is_left_out() -> None:
     found = timeline([_recording("w1", rows)], 1e6, most=20)
     assert (len(found["slices"]), found["left_out"]) == (20, 80)
     assert found["slices"][0][_BEGUN] == 0
-    late = timeline([_recording("w1", rows[50:])], 1e6)  # those before were overwritten, or not asked for
+    late = timeline([_recording("w1", rows[50:])], 1e6)  # earlier records were overwritten or not requested
     assert late["processes"][0]["more"]
 
 
-def test_what_is_under_way_is_shown_however_old_it_is() -> None:
+def test_unfinished_calls_are_shown_however_old_they_are() -> None:
     rows = [executed(0, 995.0, 995.0, 996.0, 0), executed(UNDER_WAY, 1.0, 2.0, 1000.0, 1)]
     found = timeline([_recording("w1", rows)], 30.0)
     shown = [(each[_BEGUN], each[_ENDED], each[_UNFINISHED]) for each in found["slices"]]
-    # The picture begins with the time that is shown, and not with what hangs.
+    # Time 0 is the start of the shown interval, not of the unfinished call.
     assert shown == [(-968_000_000, 30_000_000, 1), (25_000_000, 26_000_000, 0)]
     alone = timeline([_recording("w1", rows[1:])], 1e6)
     assert alone["slices"][0][_BEGUN] == 1_000_000
 
 
-def test_functions_notes_and_those_who_have_said_nothing() -> None:
+def test_functions_notes_and_silent_workers_are_shown() -> None:
     rows = [executed(0, 1.0, 1.0, 2.0, 1, ""), [1, NOTED, 3.0, 4.0, "restart", SCRIPT, 5]]
     silent = Recording.of("w2", 7, Silent("stopped", "a signal has stopped it"))
     found = timeline([_recording("w1", rows), silent], 30.0)
@@ -101,11 +101,13 @@ _rows = st.lists(
 
 
 @given(_rows, st.floats(0.1, 60))
-def test_slices_of_a_lane_do_not_overlap_but_in_a_crowd(rows: list[list[Any]], seconds: float) -> None:
+def test_slices_of_a_lane_do_not_overlap_below_the_limit_of_lanes(
+    rows: list[list[Any]], seconds: float
+) -> None:
     found = timeline([_recording("w1", rows)], seconds)
     ends: dict[int, int] = {}
     for each in found["slices"]:
         assert 0 <= each[_BEGUN] <= each[_ENDED]
         if len(found["lanes"]) < 10:
-            assert each[_BEGUN] >= ends.get(each[_LANE], 0) - 1  # figures are rounded
+            assert each[_BEGUN] >= ends.get(each[_LANE], 0) - 1  # times are rounded
         ends[each[_LANE]] = max(ends.get(each[_LANE], 0), each[_ENDED])

@@ -1,4 +1,4 @@
-"""What holds for the tests of a module that debug one cluster."""
+"""Leak check of test modules that debug one cluster."""
 
 from tests.cli.conftest import _test_leaves_nothing
 

@@ -1,4 +1,4 @@
-"""Calls that are held, entered and talked to, over the connections of a cluster that runs."""
+"""Debugging calls of a running cluster: holding, entering, stepping, detaching."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.limit(60), pytest.mark.prints]
 _S = 30.0
 
 
-class _UnsaidError(Exception):
+class _UnprintableError(Exception):
     def __str__(self) -> str:
         raise ValueError("as asked")
 
@@ -64,11 +64,11 @@ class Counter:
         known = {"a": 1}
         return known["b"]
 
-    def fail_unsaid(self) -> None:
-        raise _UnsaidError
+    def fail_unprintably(self) -> None:
+        raise _UnprintableError
 
     def in_c(self, path: str) -> None:
-        ctypes.PyDLL(None).open(path.encode(), os.O_RDONLY)  # the lock of the interpreter is kept meanwhile
+        ctypes.PyDLL(None).open(path.encode(), os.O_RDONLY)  # holds the GIL
 
     def items(self, n: int) -> Iterator[int]:
         for number in range(n):
@@ -138,7 +138,7 @@ def _attached(held: HeldCall) -> Iterator[Attached]:
 
 
 def _say(attached: Attached, *lines: str) -> str:
-    """Give commands, and return the last one's answer."""
+    """Send commands; return the answer to the last command."""
     text = ""
     for line in lines:
         attached.shown()
@@ -154,7 +154,7 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]
     return status, capsys.readouterr().out
 
 
-def test_a_call_is_held_looked_into_and_changed(counter: Any) -> None:
+def test_a_held_call_can_be_inspected_and_changed(counter: Any) -> None:
     ref = counter.add.remote(5)
     (held,) = _soon_held()
     assert (held.function, held.why, held.attached) == ("add", "breakpoint()", False)
@@ -175,15 +175,15 @@ def test_a_call_is_held_looked_into_and_changed(counter: Any) -> None:
     assert not _held()
 
 
-def test_status_and_describe_name_it(counter: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_and_describe_show_a_held_call(counter: Any, capsys: pytest.CaptureFixture[str]) -> None:
     ref = counter.add.remote(1)
     (held,) = _soon_held()
     assert commands.main(["status", "--pid", str(os.getpid()), "--timeout", str(_S)]) == 0
     assert f"actorrpc debug {held.session} attaches to it" in capsys.readouterr().out
     assert commands.main(["describe", "--pid", str(os.getpid()), "--timeout", str(_S), held.actor_id]) == 0
-    said = capsys.readouterr().out
-    assert f"held by breakpoint() at {held.file}:{held.line}, in add(), for " in said
-    assert f"; to debug it: actorrpc debug {held.session}\n" in said
+    described = capsys.readouterr().out
+    assert f"held by breakpoint() at {held.file}:{held.line}, in add(), for " in described
+    assert f"; to debug it: actorrpc debug {held.session}\n" in described
     status, text = _run(capsys)
     assert status == 0
     assert held.session in text
@@ -192,20 +192,20 @@ def test_status_and_describe_name_it(counter: Any, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_the_time_of_its_callers_is_put_off(counter: Any) -> None:
+def test_time_outs_of_callers_are_suspended_while_a_call_is_held(counter: Any) -> None:
     first = Counter.remote()
     actorrpc.get([actorrpc.ready(first), actorrpc.ready(counter)])
     ref = first.ask.options(timeout=0.5).remote(counter, 2)
     (held,) = _soon_held()
     begun = time.monotonic()
-    until(lambda: time.monotonic() - begun > 1.0)  # longer than its time
+    until(lambda: time.monotonic() - begun > 1.0)  # longer than the time-out
     with _attached(held) as front_end:
         front_end.say("c")
         assert actorrpc.get(ref) == 2
     actorrpc.kill(first)
 
 
-def test_stepping_out_of_a_call_ends_with_it(counter: Any) -> None:
+def test_stepping_past_the_return_of_a_call_ends_the_session(counter: Any) -> None:
     ref, others = counter.add.remote(1), [counter.count.remote() for _ in range(3)]
     (held,) = _soon_held()
     with _attached(held) as front_end:
@@ -214,7 +214,7 @@ def test_stepping_out_of_a_call_ends_with_it(counter: Any) -> None:
         assert actorrpc.get([ref, *others]) == [1, 1, 1, 1]
 
 
-def test_a_breakpoint_of_a_front_end_ends_with_the_call(counter: Any) -> None:
+def test_a_breakpoint_set_in_a_session_ends_with_the_call(counter: Any) -> None:
     ref = counter.add.remote(1)
     (held,) = _soon_held()
     with _attached(held) as front_end:
@@ -230,7 +230,7 @@ def test_a_breakpoint_of_a_front_end_ends_with_the_call(counter: Any) -> None:
         assert actorrpc.get(again) == 2
 
 
-def test_a_coroutine_is_stepped_over_its_awaits(job: None) -> None:
+def test_a_coroutine_can_be_stepped_over_its_awaits(job: None) -> None:
     actor = Coroutines.remote()
     ref = actor.step.remote()
     (held,) = _soon_held()
@@ -243,7 +243,7 @@ def test_a_coroutine_is_stepped_over_its_awaits(job: None) -> None:
     actorrpc.kill(actor)
 
 
-def test_what_ends_a_program_ends_no_worker(counter: Any) -> None:
+def test_sys_exit_in_the_debugger_does_not_end_the_worker(counter: Any) -> None:
     ref = counter.add.remote(1)
     (held,) = _soon_held()
     with _attached(held) as front_end:
@@ -256,7 +256,7 @@ def test_what_ends_a_program_ends_no_worker(counter: Any) -> None:
         assert actorrpc.get(ref) == 1
 
 
-def test_a_task_and_a_stream(counter: Any) -> None:
+def test_breakpoints_hold_tasks_and_streams(counter: Any) -> None:
     ref = task.remote(1)
     (held,) = _soon_held()
     with _attached(held) as front_end:
@@ -270,7 +270,7 @@ def test_a_task_and_a_stream(counter: Any) -> None:
         assert [actorrpc.get(each) for each in items] == [0, 1, 2]
 
 
-def test_a_call_goes_on_when_its_front_end_is_gone_without_a_word(counter: Any) -> None:
+def test_a_call_continues_when_its_front_end_disconnects(counter: Any) -> None:
     ref = counter.add.remote(1)
     (held,) = _soon_held()
     with _attached(held) as front_end:
@@ -278,7 +278,7 @@ def test_a_call_goes_on_when_its_front_end_is_gone_without_a_word(counter: Any) 
         assert actorrpc.get(ref) == 1
 
 
-def test_detaching_leaves_it_held(counter: Any) -> None:
+def test_detaching_leaves_the_call_held(counter: Any) -> None:
     ref = counter.add.remote(1)
     (held,) = _soon_held()
     with _attached(held) as front_end:
@@ -304,13 +304,13 @@ def _observed(actor: Any) -> ObservedActor:
     return found
 
 
-def test_what_runs_is_entered(counter: Any, tmp_path: Any) -> None:
+def test_a_running_call_can_be_entered(counter: Any, tmp_path: Any) -> None:
     ref = counter.spin.remote(str(tmp_path / "end"))
     until(lambda: [each.method for each in _observed(counter).running] == ["spin"])
     front_end = enter(counter)
     for _ in range(5):
         if "NameError" in _say(front_end, "p turns"):
-            _say(front_end, "up")  # it is in a function that it calls
+            _say(front_end, "up")  # the call may be in a nested function
     assert int(_say(front_end, "p turns")) > 0
     (tmp_path / "end").touch()
     assert "spin" in _say(front_end, "where")
@@ -319,7 +319,7 @@ def test_what_runs_is_entered(counter: Any, tmp_path: Any) -> None:
     front_end.detach()
 
 
-def test_what_waits_in_a_call_is_entered(counter: Any) -> None:
+def test_a_call_that_waits_for_another_can_be_entered(counter: Any) -> None:
     other = Counter.options(name="other").remote()
     ref = counter.ask.remote(other, 4)
     (held,) = _soon_held()
@@ -333,7 +333,7 @@ def test_what_waits_in_a_call_is_entered(counter: Any) -> None:
     actorrpc.kill(other)
 
 
-def test_an_actor_that_is_debugged_where_it_fails(job: None) -> None:
+def test_on_error_debug_holds_a_call_where_it_fails(job: None) -> None:
     actor = Counter.options(on_error="debug").remote()
     ref = actor.fail.remote()
     (held,) = _soon_held()
@@ -347,19 +347,19 @@ def test_an_actor_that_is_debugged_where_it_fails(job: None) -> None:
     actorrpc.kill(actor)
 
 
-def test_an_error_that_cannot_be_said_is_held_and_stays_what_it_is(job: None) -> None:
+def test_an_error_whose_str_fails_is_held_and_raised_unchanged(job: None) -> None:
     actor = Counter.options(on_error="debug").remote()
-    ref = actor.fail_unsaid.remote()
+    ref = actor.fail_unprintably.remote()
     (held,) = _soon_held()
     with _attached(held) as front_end:
-        assert "_UnsaidError whose str() failed" in front_end.shown()
+        assert "_UnprintableError whose str() failed" in front_end.shown()
         front_end.say("c")
-        with pytest.raises(_UnsaidError):
+        with pytest.raises(_UnprintableError):
             actorrpc.get(ref)
     actorrpc.kill(actor)
 
 
-def test_an_actor_that_keeps_its_worker_from_answering_is_not_entered(
+def test_entering_an_actor_of_a_busy_worker_fails_with_the_reason(
     counter: Any, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
     gate = tmp_path / "gate"
@@ -375,7 +375,7 @@ def test_an_actor_that_keeps_its_worker_from_answering_is_not_entered(
     actorrpc.get(ref)
 
 
-def test_a_call_that_is_cancelled_is_held_no_more(counter: Any) -> None:
+def test_a_cancelled_call_is_no_longer_held(counter: Any) -> None:
     ref = counter.add.remote(1)
     _soon_held()
     actorrpc.cancel(ref)
@@ -385,10 +385,12 @@ def test_a_call_that_is_cancelled_is_held_no_more(counter: Any) -> None:
     assert actorrpc.get(counter.count.remote()) in (0, 1)
 
 
-def test_what_is_not_there(job: None, capsys: pytest.CaptureFixture[str]) -> None:
-    status = commands.main(["debug", "--pid", str(os.getpid()), "--timeout", str(_S), "nobody"])
+def test_debugging_an_unknown_or_unspecified_call_exits_with_2(
+    job: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = commands.main(["debug", "--pid", str(os.getpid()), "--timeout", str(_S), "stranger"])
     assert status == 2
-    assert "no call of 'nobody' is held" in capsys.readouterr().err
+    assert "no call of 'stranger' is held" in capsys.readouterr().err
     status = commands.main(["debug", "--pid", str(os.getpid()), "--timeout", str(_S), "--now"])
     assert status == 2
     assert "say which" in capsys.readouterr().err

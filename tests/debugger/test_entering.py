@@ -1,4 +1,4 @@
-"""Entering another thread: while others begin and end as fast as they can, in a process of its own."""
+"""Entering a thread, while other threads start and end quickly, in a separate process."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def spin():
     while not done.is_set():
         turns += 1
 
-def come_and_go():
+def start_and_end_threads():
     while not done.is_set():
         thread = threading.Thread(target=int)
         thread.start()
         thread.join()
 
-def here(frame):
+def count_entry(frame):
     global entered
     entered += 1
     return True
 
 sys.setswitchinterval(1e-6)
 spinner = threading.Thread(target=spin)
-others = [threading.Thread(target=come_and_go) for _ in range(4)]
+others = [threading.Thread(target=start_and_end_threads) for _ in range(4)]
 for each in (spinner, *others):
     each.start()
 for _ in range(600):
-    entering.enter(spinner.ident, here)
+    entering.enter(spinner.ident, count_entry)
 done.set()
 for each in (spinner, *others):
     each.join()
@@ -47,7 +47,7 @@ print("entered")
 
 
 @pytest.mark.limit(120)
-def test_threads_that_end_meanwhile_do_no_harm() -> None:
+def test_a_thread_can_be_entered_while_other_threads_start_and_end() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", _PROGRAM], cwd=_ROOT, capture_output=True, text=True, timeout=100, check=False
     )

@@ -1,4 +1,4 @@
-"""Where calls are not held, or not for long."""
+"""Cases in which breakpoints do not hold calls, or not for long."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _stop_here() -> int:
 
 
 @pytest.mark.prints("holds nothing on worker 'worker0'")
-def test_a_worker_that_takes_data_only_holds_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_data_only_worker_holds_no_call(caplog: pytest.LogCaptureFixture) -> None:
     with InProcessCluster(data_only=True) as cluster, cluster["worker0"]:
         worker = current_worker()
         assert worker is not None
@@ -32,14 +32,16 @@ def test_a_worker_that_takes_data_only_holds_nothing(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.prints("holds nothing on worker 'worker1'")
-def test_in_a_group_without_a_key_calls_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_in_a_group_without_a_key_breakpoints_are_ignored_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with InProcessCluster() as cluster:
         cluster["worker1"].run(_forget_key)
         assert cluster["worker0"].rpc_sync("worker1", _stop_here) == 7
         assert cluster["worker0"].rpc_sync("worker1", _stop_here) == 7
-    said = caplog.text
+    logged = caplog.text
     assert (
-        said.count("holds nothing on worker 'worker1': its group has no key: anybody could run code in it")
+        logged.count("holds nothing on worker 'worker1': its group has no key: anybody could run code in it")
         == 1
     )
 
@@ -54,10 +56,10 @@ def _forget_key() -> None:
     "variables",
     [
         pytest.param({"ACTORRPC_DEBUG": "0"}, id="off"),
-        pytest.param({"ACTORRPC_DEBUG_WAIT": "0.2"}, id="nobody", marks=pytest.mark.slow),
+        pytest.param({"ACTORRPC_DEBUG_WAIT": "0.2"}, id="no front end", marks=pytest.mark.slow),
     ],
 )
-def test_where_nobody_may_or_does_come(
+def test_calls_continue_if_the_debugger_is_off_or_no_front_end_attaches(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], variables: dict[str, str]
 ) -> None:
     for name, value in variables.items():
@@ -70,9 +72,9 @@ def test_where_nobody_may_or_does_come(
                 RpcError, match="refuses the debugger: ACTORRPC_DEBUG=0 has switched the debugger off"
             ):
                 enter(actor)
-    said = capfd.readouterr().err
+    logged = capfd.readouterr().err
     assert (
         "This is logged once"
         if "ACTORRPC_DEBUG" in variables
         else "no front end has attached to it within 0.2 s"
-    ) in said
+    ) in logged

@@ -1,4 +1,4 @@
-"""How the tests of the examples run them: as a user would, in a directory of their own."""
+"""Helpers that run examples as users do, in a separate directory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.ports import free_port
 
 __all__ = ["NIGHTLY", "PNG", "ROOT", "environment", "outcome", "run"]
 
-NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"  # where torch's side of a comparison takes long
+NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"  # runs comparisons with torch that take long
 
 ROOT = Path(__file__).resolve().parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def environment() -> dict[str, str]:
-    """Return one with this tree's actorrpc, and no group's addresses."""
+    """Return an environment with this tree's actorrpc, and without addresses of a group."""
     found = {key: value for key, value in os.environ.items() if not key.startswith("MASTER_")}
     found["MASTER_PORT"] = str(free_port())
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -33,11 +33,11 @@ def environment() -> dict[str, str]:
 def run(
     directory: Path, name: str, *flags: str, prints: Sequence[str] = (), folder: str = "torch_style"
 ) -> subprocess.CompletedProcess[str]:
-    """Run an example to its end with this tree's actorrpc, in no group's environment.
+    """Run an example to its end.
 
     Args:
-        prints: what it may write to standard error where it ends well (tests/output.py).
-        folder: where the example is, below ``examples``.
+        prints: patterns of allowed standard error, if it succeeds (tests/output.py).
+        folder: folder of the example, below ``examples``.
     """
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / folder / name), *flags],
@@ -53,11 +53,11 @@ def run(
 
 
 def outcome(directory: Path, name: str, *flags: str, backend: str) -> tuple[list[str], dict[str, Any]]:
-    """Run an example with ``--json``; return the lines of its progress, and what the last line says."""
+    """Run an example with ``--json``; return its lines of progress, and the JSON of its last line."""
     prints = TORCH_RPC if backend == "torch" else ()
     done = run(directory, name, "--json", "--backend", backend, *flags, prints=prints)
     assert done.returncode == 0, done.stderr
     *lines, last = done.stdout.splitlines()
-    told: dict[str, Any] = json.loads(last)
-    assert told["backend"] == backend
-    return lines, told
+    result: dict[str, Any] = json.loads(last)
+    assert result["backend"] == backend
+    return lines, result

@@ -1,4 +1,4 @@
-"""The examples as modules, for what needs no processes."""
+"""Import of examples as modules, for tests without processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples"
 
 
 def load(name: str, folder: str = "torch_style") -> ModuleType:
-    """Import an example, of a folder below ``examples``, under a name of its own."""
+    """Import an example from a folder below ``examples``, under a unique module name."""
     spec = importlib.util.spec_from_file_location(
         f"example_{name.removesuffix('.py')}", FOLDER / folder / name
     )
@@ -23,6 +23,6 @@ def load(name: str, folder: str = "torch_style") -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up while it loads
+        patch.setitem(sys.modules, spec.name, module)  # dataclasses look up their module during the import
         spec.loader.exec_module(module)
     return module

@@ -23,7 +23,7 @@ PROGRESS = r"^\[[# ]*\] episode "
 
 
 def environment() -> dict[str, str]:
-    """This tree's actorrpc, and no group's addresses."""
+    """Return an environment with this tree's actorrpc, and without addresses of a group."""
     found = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return found
@@ -32,7 +32,7 @@ def environment() -> dict[str, str]:
 def run(
     directory: Path, name: str, *flags: str, prints: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run an example to its end, in a directory of its own; ``prints``: what it may write to standard error."""
+    """Run an example to its end in this directory; ``prints`` has patterns of its allowed standard error."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name), *flags],
         cwd=directory,
@@ -51,7 +51,7 @@ def run(
 )
 class TestCartpole:
     @pytest.mark.limit(60)
-    def test_plays_shows_its_progress_and_draws(self, tmp_path: Path) -> None:
+    def test_cartpole_shows_its_progress_and_draws_its_curve(self, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'actorrpc[examples]'")
         flags = ("--max-episodes", "10", "--observers", "2", "--seed", "1")
         done = run(tmp_path, "cartpole.py", *flags, prints=[PROGRESS])
@@ -63,7 +63,7 @@ class TestCartpole:
 
     @pytest.mark.limit(120)
     @pytest.mark.skipif(not NIGHTLY, reason="two runs: nightly")
-    def test_a_seed_gives_the_same_games_again(self, tmp_path: Path) -> None:
+    def test_cartpole_plays_the_same_games_for_the_same_seed(self, tmp_path: Path) -> None:
         flags = ("--max-episodes", "3", "--observers", "3", "--seed", "7", "--plot", "")
         reports = [
             run(tmp_path, "cartpole.py", *flags, prints=[PROGRESS]).stdout.split(" in ")[0] for _ in range(2)
@@ -72,7 +72,7 @@ class TestCartpole:
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.limit(60)
-    def test_ctrl_c_ends_it_with_a_report(self, tmp_path: Path) -> None:
+    def test_ctrl_c_ends_cartpole_with_a_report(self, tmp_path: Path) -> None:
         process = subprocess.Popen(
             [sys.executable, str(EXAMPLES / "cartpole.py"), "--plot", "curve.png"],
             cwd=tmp_path,
@@ -86,7 +86,7 @@ class TestCartpole:
             try:
                 assert process.stderr is not None
                 progress = process.stderr.readline()
-                os.killpg(process.pid, signal.SIGINT)  # to all of them, as a terminal does
+                os.killpg(process.pid, signal.SIGINT)  # to the whole process group, as a terminal does
                 report, errors = process.communicate()
             finally:
                 process.kill()
@@ -107,7 +107,7 @@ def test_parameter_server_learns(tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.limit(60)
-def test_pipeline_is_the_same_as_one_process(tmp_path: Path) -> None:
+def test_pipeline_has_the_results_of_one_process(tmp_path: Path) -> None:
     done = run(
         tmp_path, "pipeline.py", "--stages", "2", "--steps", "5", "--micro-batches", "3", "--batch", "50"
     )
@@ -116,7 +116,7 @@ def test_pipeline_is_the_same_as_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.limit(60)
-def test_asyncio_server_answers_many_at_once(tmp_path: Path) -> None:
+def test_asyncio_server_answers_concurrent_requests(tmp_path: Path) -> None:
     done = run(tmp_path, "asyncio_server.py", "--self-test", "--replicas", "2")
     assert "all answers right" in done.stdout
     assert done.stderr == ""

@@ -1,4 +1,4 @@
-"""Batched action selection: it learns, and (nightly) plays the games that torch's RPC plays without batches."""
+"""Batched action selection learns, and (nightly) plays the same games as torch's RPC without batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = "batch_reinforce.py"
 
 
 @pytest.mark.limit(180)
-def test_learns(tmp_path: Path) -> None:
+def test_batched_action_selection_learns(tmp_path: Path) -> None:
     flags = ("--world_size", "3", "--steps", "300")
     lines, ours = outcome(tmp_path, SCRIPT, *flags, "--episodes", "12", backend="actorrpc")
     assert len(lines) == len(ours["rewards"]) == 12

@@ -22,7 +22,7 @@ def example() -> ModuleType:
 
 
 def in_one_process(example: ModuleType, steps: int, *, trainers: int, vocabulary: int) -> list[float]:
-    """Return the mean losses of the example's first steps, with its defaults but for these."""
+    """Return the mean losses of the example's first steps in one process."""
     args = example.parse([])
     torch.manual_seed(args.seed)
     embedding = torch.nn.EmbeddingBag(vocabulary, args.width, mode="sum")
@@ -39,31 +39,30 @@ def in_one_process(example: ModuleType, steps: int, *, trainers: int, vocabulary
         total.backward()
         for parameter in layers.parameters():
             assert parameter.grad is not None
-            parameter.grad /= trainers  # what DDP does; the embedding has a step for each trainer
+            parameter.grad /= trainers  # like DDP; the embedding sums the gradients of all trainers
         optimizer.step()
         losses.append(total.item() / trainers)
     return losses
 
 
 @pytest.mark.limit(180)
-def test_learns_as_one_process_does(tmp_path: Path, example: ModuleType) -> None:
+def test_ddp_hybrid_learns_with_the_losses_of_one_process(tmp_path: Path, example: ModuleType) -> None:
     flags = ("--steps", "40", "--vocabulary", "160", "--log_interval", "20")
-    progress, told = outcome(tmp_path, SCRIPT, *flags, backend="actorrpc")
+    progress, result = outcome(tmp_path, SCRIPT, *flags, backend="actorrpc")
     assert [line[:10] for line in progress] == ["step   20 ", "step   40 "]
-    losses = told["losses"]
+    losses = result["losses"]
     assert len(losses) == 40
-    # Gradients that DDP has not averaged, or has averaged twice, show in the second loss. Later ones make much of
-    # the last bits of a sum.
+    # Gradients that DDP has not averaged, or averaged twice, change the second loss. Rounding errors grow in later losses.
     expected = in_one_process(example, 6, trainers=2, vocabulary=160)
     assert losses[:6] == pytest.approx(expected, rel=1e-4)
-    assert losses[0] == pytest.approx(math.log(8), abs=0.5)  # knows nothing: one of eight topics
+    assert losses[0] == pytest.approx(math.log(8), abs=0.5)  # untrained: one of eight topics
     assert sum(losses[-5:]) / 5 < 0.6
-    assert told["accuracy"] > 0.85
+    assert result["accuracy"] > 0.85
 
 
 @pytest.mark.skipif(not NIGHTLY, reason="torch's side: nightly")
 @pytest.mark.limit(180)  # torch compiles its optimizer first
-def test_runs_on_torch(tmp_path: Path, example: ModuleType) -> None:
+def test_ddp_hybrid_has_the_same_losses_on_torch(tmp_path: Path, example: ModuleType) -> None:
     flags = ("--steps", "3", "--vocabulary", "160", "--trainers", "1")
-    _, told = outcome(tmp_path, SCRIPT, *flags, backend="torch")
-    assert told["losses"] == pytest.approx(in_one_process(example, 3, trainers=1, vocabulary=160), rel=1e-4)
+    _, result = outcome(tmp_path, SCRIPT, *flags, backend="torch")
+    assert result["losses"] == pytest.approx(in_one_process(example, 3, trainers=1, vocabulary=160), rel=1e-4)

@@ -1,4 +1,4 @@
-"""Examples of reinforcement learning, search, loading and serving: each at small size, and what it promises."""
+"""Examples of reinforcement learning, hyperparameter search, data loading and serving, at small sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(directory: Path, name: str, *flags: str) -> list[str]:
-    """Run an example to its end; return the lines that it prints."""
+    """Run an example to its end; return its output lines."""
     done = kit.run(directory, name, *flags, folder="")
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -35,7 +35,7 @@ def run(directory: Path, name: str, *flags: str) -> list[str]:
 
 @contextlib.contextmanager
 def started(directory: Path, name: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """Start an example, in a process group of its own, which ends with the block."""
+    """Start an example in a new process group; kill it at the end of the block."""
     process = subprocess.Popen(
         [sys.executable, "-u", str(kit.ROOT / "examples" / name), *flags],
         cwd=directory,
@@ -66,7 +66,7 @@ class TestPostTraining:
 
 class TestImpala:
     @pytest.mark.limit(120)
-    def test_plays_learns_and_draws(self, tmp_path: Path) -> None:
+    def test_impala_learns_and_draws_its_curve(self, tmp_path: Path) -> None:
         lines = run(tmp_path, "impala.py", "--max-steps", "12000", "--samplers", "2")
         assert lines[-2].startswith("not solved after 1")
         rewards = [float(line.split()[3]) for line in lines if line.startswith("steps ")]
@@ -74,18 +74,18 @@ class TestImpala:
         assert (tmp_path / "impala.png").read_bytes().startswith(kit.PNG)
 
     @pytest.mark.parametrize(("bound", "trace"), [(1.0, 1.0), (2.0, 0.5), (1e9, 1e9)])
-    def test_vtrace_is_that_of_the_paper(self, bound: float, trace: float) -> None:
-        """Written out as the sums and products of its definition (section 4.1), for one game at a time."""
+    def test_vtrace_equals_the_definition_of_the_paper(self, bound: float, trace: float) -> None:
+        """Compared with the sums and products of its definition (section 4.1), game by game."""
         impala = modules.load("impala.py", "")
         dice = torch.Generator().manual_seed(0)
         length, games = 7, 3
         ratios = torch.rand(length, games, generator=dice, dtype=torch.float64) * 4
         rewards = torch.randn(length, games, generator=dice, dtype=torch.float64)
         values = torch.randn(length + 1, games, generator=dice, dtype=torch.float64)
-        going_on = torch.rand(length, games, generator=dice) > 0.2
-        discounts = 0.9 * going_on.double()
+        continues = torch.rand(length, games, generator=dice) > 0.2
+        discounts = 0.9 * continues.double()
         assert (ratios > bound).any() or bound > 4
-        assert not going_on.all()
+        assert not continues.all()
 
         targets, advantages = impala.vtrace(ratios, rewards, discounts, values, bound, trace)
 
@@ -103,7 +103,7 @@ class TestImpala:
                     surprise = reward[step] + discount[step] * value[step + 1] - value[step]
                     total += factor * min(bound, ratio[step]) * surprise
                 wanted.append(total)
-            wanted.append(value[length])  # nothing is known of what comes behind the last step
+            wanted.append(value[length])  # the value estimate stands for all later steps
             better = [
                 min(bound, ratio[step]) * (reward[step] + discount[step] * following - value[step])
                 for step, (_, following) in enumerate(pairwise(wanted))
@@ -113,14 +113,14 @@ class TestImpala:
 
 
 class TestHyperparameters:
-    def test_the_better_half_goes_on(self) -> None:
+    def test_survivors_are_the_better_half(self) -> None:
         survivors = modules.load("hyperparameters.py", "").survivors
         assert survivors({0: 0.1, 1: 0.9, 2: 0.5, 3: 0.7}) == [1, 3]
         assert survivors({4: 0.2, 7: 0.2, 9: 0.2}) == [4, 7]
         assert survivors({5: 0.3}) == [5]
 
     @pytest.mark.limit(120)
-    def test_survivors_have_the_best_scores_and_go_on_where_they_were(self, tmp_path: Path) -> None:
+    def test_survivors_have_the_best_scores_and_continue_their_training(self, tmp_path: Path) -> None:
         lines = run(tmp_path, "hyperparameters.py", "--trials", "4", "--lose", "2", "--seed", "1")
         found = [re.match(r"rung (\d) .* trial (\d+)  accuracy ([\d.]+)  (\w+)", line) for line in lines]
         rungs: dict[int, dict[int, tuple[float, bool]]] = {}
@@ -128,16 +128,16 @@ class TestHyperparameters:
             rungs.setdefault(int(rung), {})[int(trial)] = (float(accuracy), outcome != "ends")
         assert [len(trials) for trials in rungs.values()] == [4, 2, 1]
         for rung, following in pairwise(rungs):
-            kept = {trial for trial, (_, goes_on) in rungs[rung].items() if goes_on}
+            kept = {trial for trial, (_, continues) in rungs[rung].items() if continues}
             assert kept == set(rungs[following])
             worst = min(rungs[rung][trial][0] for trial in kept)
-            assert all(accuracy <= worst for accuracy, goes_on in rungs[rung].values() if not goes_on)
-        # Two trials end after 1 epoch, one after 2, and one, whose process was lost or not, is left after 4.
+            assert all(accuracy <= worst for accuracy, continues in rungs[rung].values() if not continues)
+        # Two trials end after 1 epoch, one trial after 2, and one trial after 4 epochs.
         assert "; 8 epochs for 16, in " in lines[-2]
         assert (tmp_path / "hyperparameters.png").read_bytes().startswith(kit.PNG)
 
     @pytest.mark.limit(120)
-    def test_a_trial_that_dies_goes_on_from_its_checkpoint(self) -> None:
+    def test_a_killed_trial_continues_from_its_checkpoint(self) -> None:
         module = modules.load("hyperparameters.py", "")
         dice = torch.Generator().manual_seed(0)
         pictures = torch.rand(600, 64, generator=dice)
@@ -154,7 +154,7 @@ class TestHyperparameters:
 
 class TestDataLoader:
     @pytest.mark.limit(120)
-    def test_both_ways_learn_the_same(self, tmp_path: Path) -> None:
+    def test_loading_ahead_and_loading_in_between_give_the_same_loss(self, tmp_path: Path) -> None:
         lines = run(tmp_path, "data_loader.py", "--files", "4", "--ahead", "3")
         ahead = re.fullmatch(r"loaded by 2 actors: \d+ items/s, at most (\d+) batches ahead", lines[0])
         assert ahead is not None
@@ -163,7 +163,7 @@ class TestDataLoader:
         assert (tmp_path / "data_loader.png").read_bytes().startswith(kit.PNG)
 
     @pytest.mark.limit(120)
-    def test_a_loader_is_never_further_ahead_than_it_may(self, tmp_path: Path) -> None:
+    def test_a_loader_is_never_ahead_by_more_than_max_buffered_items(self, tmp_path: Path) -> None:
         module = modules.load("data_loader.py", "")
         paths = module.write_files(tmp_path, 2, seed=0)
         with actorrpc.init():
@@ -171,7 +171,7 @@ class TestDataLoader:
             batches = loader.batches.options(max_buffered_items=3).remote(paths, 1).values()
             for taken in range(1, 11):
                 next(batches)
-                for _ in range(20):  # each question gives it time for more
+                for _ in range(20):  # each call gives the loader time for more
                     made = actorrpc.get(loader.made.remote())
                     assert taken <= made <= taken + 3
             batches.close()
@@ -181,19 +181,19 @@ class TestServe:
     @pytest.mark.limit(120)
     def test_reloads_and_a_death_lose_no_request_and_requests_are_batched(self, tmp_path: Path) -> None:
         (line,) = run(tmp_path, "serve.py", "--self-test", "--requests", "300", "--batch", "16")
-        told = re.fullmatch(
+        report = re.fullmatch(
             r"self-test: (\d+) requests of 300 answered, all right, in [\d.]+ s; "
             r"(\d+) batches of up to (\d+), weights \[1, 2, 3\]",
             line,
         )
-        assert told is not None, line
-        answered, batches, largest = map(int, told.groups())
+        assert report is not None, line
+        answered, batches, largest = map(int, report.groups())
         assert answered == 300
         assert batches < 150
         assert largest == 16
 
     @pytest.mark.limit(120)
-    def test_uvicorn_serves_it_until_ctrl_c(self, tmp_path: Path) -> None:
+    def test_uvicorn_serves_the_model_until_ctrl_c(self, tmp_path: Path) -> None:
         httpx = pytest.importorskip("httpx")
         port = free_port()
         with started(tmp_path, "serve.py", "--port", str(port), "--replicas", "1") as process:
@@ -220,11 +220,11 @@ class TestServe:
         ("hyperparameters.py", ("--trials", "3")),
     ],
 )
-def test_ctrl_c_ends_it(tmp_path: Path, name: str, flags: tuple[str, ...]) -> None:
+def test_ctrl_c_ends_the_example_with_a_report(tmp_path: Path, name: str, flags: tuple[str, ...]) -> None:
     with started(tmp_path, name, *flags) as process:
         assert process.stdout is not None
         assert process.stdout.readline()
-        os.killpg(process.pid, signal.SIGINT)  # to all of them, as a terminal does
+        os.killpg(process.pid, signal.SIGINT)  # to the whole process group, as a terminal does
         report, errors = process.communicate()
     assert process.returncode == 130
     assert "interrupted" in report

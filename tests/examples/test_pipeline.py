@@ -1,4 +1,4 @@
-"""The pipeline in torch's style: it learns as one process does, however the batches are cut."""
+"""The pipeline in torch's style learns with the losses of one process, for any number of micro-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from tests.examples.kit import NIGHTLY, outcome
 from tests.examples.modules import load
 
 SCRIPT = "pipeline.py"
-SMALL = ("--batch", "31", "--size", "8", "--blocks", "1")  # five parts of it are not of one size
+SMALL = (
+    "--batch",
+    "31",
+    "--size",
+    "8",
+    "--blocks",
+    "1",
+)  # 31 is not divisible by 5, so micro-batches differ in size
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +47,15 @@ def in_one_process(example: ModuleType, flags: tuple[str, ...]) -> list[float]:
 
 
 @pytest.mark.limit(180)
-def test_learns_as_one_process_does_however_batches_are_cut(tmp_path: Path, example: ModuleType) -> None:
+def test_pipeline_learns_with_the_losses_of_one_process_for_any_micro_batches(
+    tmp_path: Path, example: ModuleType
+) -> None:
     flags = (*SMALL, "--steps", "30")
-    lines, told = outcome(tmp_path, SCRIPT, *flags, "--micro_batches", "1", "5", backend="actorrpc")
+    lines, result = outcome(tmp_path, SCRIPT, *flags, "--micro_batches", "1", "5", backend="actorrpc")
     assert [line[:16] for line in lines] == [" 1 micro-batch  ", " 5 micro-batches"]
     expected = in_one_process(example, (*SMALL, "--steps", "6"))
-    assert expected[0] == pytest.approx(2.1, abs=0.3)  # knows nothing: one of eight directions
-    for cut, training in zip((1, 5), told["trainings"], strict=True):
+    assert expected[0] == pytest.approx(2.1, abs=0.3)  # untrained: one of eight directions
+    for cut, training in zip((1, 5), result["trainings"], strict=True):
         assert training["micro_batches"] == cut
         losses = training["losses"]
         assert len(losses) == 30
@@ -56,10 +65,10 @@ def test_learns_as_one_process_does_however_batches_are_cut(tmp_path: Path, exam
 
 @pytest.mark.skipif(not NIGHTLY, reason="torch's side: nightly")
 @pytest.mark.limit(180)  # torch compiles its optimizer first
-def test_runs_on_torch(tmp_path: Path, example: ModuleType) -> None:
+def test_pipeline_has_the_same_losses_on_torch(tmp_path: Path, example: ModuleType) -> None:
     flags = (*SMALL, "--steps", "3")
-    _, told = outcome(tmp_path, SCRIPT, *flags, "--micro_batches", "5", backend="torch")
-    (training,) = told["trainings"]
+    _, result = outcome(tmp_path, SCRIPT, *flags, "--micro_batches", "5", backend="torch")
+    (training,) = result["trainings"]
     assert training["losses"] == pytest.approx(in_one_process(example, flags), rel=1e-3)
 
 

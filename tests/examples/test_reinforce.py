@@ -1,7 +1,7 @@
-"""The reinforcement-learning example: it plays, learns, reports and draws, on our RPC as on torch's.
+"""The reinforcement-learning example plays, reports and draws the same on actorrpc as on torch.
 
-Solving the task takes too long for a test. A run of a few episodes goes through everything else, and as an
-episode depends on the seed alone, both backends must come out with the same steps and rewards.
+Solving the task takes too long for a test. A run of a few episodes exercises everything else. As an episode depends only on the
+seed, both backends must have the same steps and rewards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def run(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run the example in a directory of its own, with this tree's actorrpc."""
+    """Run the example in this directory, with this tree's actorrpc."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
     environment["MASTER_PORT"] = str(free_port())
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -47,7 +47,7 @@ def run(directory: Path, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def outcome(directory: Path, *flags: str) -> tuple[list[str], dict[str, Any]]:
-    """Run a few episodes; return the lines before the JSON, and what the JSON says."""
+    """Run a few episodes; return the lines before the JSON, and the JSON."""
     done = run(directory, "--max_episodes", "3", "--log_interval", "2", "--json", *flags)
     assert done.returncode == 0, done.stderr
     check(done.stderr, *(TORCH_RPC if "torch" in flags else ()), what="the example")
@@ -57,19 +57,19 @@ def outcome(directory: Path, *flags: str) -> tuple[list[str], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    """The example as a module, for what needs no processes."""
+    """The example as a module, for tests without processes."""
     spec = importlib.util.spec_from_file_location("reinforce_example", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up while it loads
+        patch.setitem(sys.modules, spec.name, module)  # dataclasses look up their module during the import
         spec.loader.exec_module(module)
     return module
 
 
 @pytest.mark.limit(180)  # two groups of three processes, each of which imports torch and gymnasium
-def test_runs_reports_and_draws_the_same_as_on_torch(tmp_path: Path) -> None:
+def test_reinforce_has_the_steps_and_rewards_of_torch_and_draws_its_curve(tmp_path: Path) -> None:
     lines, ours = outcome(tmp_path, "--world_size", "3", "--plot", "curve.png")
     assert len(lines) == 1
     assert lines[0].startswith("episode    2")
@@ -86,7 +86,7 @@ def test_runs_reports_and_draws_the_same_as_on_torch(tmp_path: Path) -> None:
     assert ours["backend"] == "actorrpc"
     assert ours["episodes"] == 3
     assert ours["solved"] is False
-    assert ours["env_steps"] >= 3 * 2 * 8  # no game of CartPole is over before its eighth step
+    assert ours["env_steps"] >= 3 * 2 * 8  # no game of CartPole ends before its eighth step
     assert ours["steps_per_second"] == pytest.approx(ours["env_steps"] / ours["seconds"])
 
     lines, theirs = outcome(tmp_path, "--world_size", "3", "--plot", "", "--quiet", "--backend", "torch")
@@ -122,12 +122,12 @@ def test_wrong_flags_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_returns_are_discounted_sums_of_what_follows(example: ModuleType) -> None:
+def test_returns_are_discounted_sums_of_later_rewards(example: ModuleType) -> None:
     episode = example.Episode(None, rewards=[1.0, 2.0, 4.0])
     assert episode.returns(0.5).tolist() == [3.0, 4.0, 4.0]
 
 
-def test_actions_are_drawn_with_the_probabilities_that_are_learned(example: ModuleType) -> None:
+def test_actions_are_sampled_with_the_learned_probabilities(example: ModuleType) -> None:
     policy = example.Policy(hidden=8)
     states = [[0.1, -0.2, 0.3, -0.4], [1.0, 2.0, -3.0, 0.5]]
     batch = policy(example.torch.tensor(states)).exp()

@@ -1,4 +1,4 @@
-"""The model-parallel language model: it learns, draws its curve, and its losses are those of torch's RPC."""
+"""The model-parallel language model learns, draws its curve, and has the losses of torch's RPC."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SIZES = ("--vocabulary", "300", "--hidden", "64", "--embedding", "32", "--lr", "
 def test_perplexity_falls_with_the_losses_of_torch(tmp_path: Path) -> None:
     flags = ("--epochs", "2", "--plot", "curve.png")
     lines, ours = outcome(tmp_path, SCRIPT, *SIZES, *flags, backend="actorrpc")
-    untrained, first, second = ours["perplexities"]  # of text that is not trained on
-    assert untrained == pytest.approx(300, rel=0.05)  # knows nothing: one of all words, all alike
+    untrained, first, second = ours["perplexities"]  # of held-out text
+    assert untrained == pytest.approx(300, rel=0.05)  # untrained: all words are equally likely
     assert untrained > first > second
     assert second < 60
     assert [line[:10] for line in lines if "perplexity" in line] == ["untrained ", "epoch    1", "epoch    2"]
@@ -36,13 +36,13 @@ def test_perplexity_falls_with_the_losses_of_torch(tmp_path: Path) -> None:
     losses = ours["losses"][:12]
     assert losses[0] == pytest.approx(math.log(300), rel=0.01)
     assert losses[-1] < losses[0] - 0.5
-    # Adam's steps tell a gradient that lacks a part or has one twice, in any parameter; not the order of a sum.
+    # With Adam, a missing or doubled gradient changes all later losses; the order of sums changes only the last digits.
     assert losses == pytest.approx(theirs["losses"], rel=1e-5)
     assert theirs["perplexities"][0] == pytest.approx(untrained, rel=1e-6)
     assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
 
 
-def test_batches_go_on_where_the_last_one_ended_and_targets_are_one_word_ahead() -> None:
+def test_batches_are_consecutive_and_targets_are_one_word_ahead() -> None:
     batches = list(load(SCRIPT).batches(torch.arange(23), 2, 4))
     assert [inputs[:, 0].tolist() for inputs, _ in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert [inputs[:, 1].tolist() for inputs, _ in batches] == [[11, 12, 13, 14], [15, 16, 17, 18], [19, 20]]
@@ -50,7 +50,9 @@ def test_batches_go_on_where_the_last_one_ended_and_targets_are_one_word_ahead()
 
 
 def test_no_paragraph_is_both_trained_on_and_held_out() -> None:
-    text = load(SCRIPT).Text(vocabulary=10**6, seed=1)  # all words: nothing unknown hides a difference
+    text = load(SCRIPT).Text(
+        vocabulary=10**6, seed=1
+    )  # all words are known, so unknown words hide no difference
     assert 0 not in text.train
     train, test = ([text.words[number] for number in part] for part in (text.train, text.test))
     assert 0.05 < len(test) / len(train) < 0.2

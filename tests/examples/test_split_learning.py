@@ -1,4 +1,4 @@
-"""Split learning with actors: the same as in one process, and it learns."""
+"""Split learning with actors learns, with the results of one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCRIPT = "../split_learning.py"
 
 
 @pytest.mark.limit(120)
-def test_is_the_same_as_one_process_and_learns(tmp_path: Path) -> None:
+def test_split_learning_learns_with_the_results_of_one_process(tmp_path: Path) -> None:
     done = run(tmp_path, SCRIPT, "--clients", "2", "--rounds", "5", "--steps", "10")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""

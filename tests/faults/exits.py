@@ -1,7 +1,7 @@
-"""Programs that end, of which only the end matters: run by ``python -m tests.faults.exits RUNS SEED FOLDER``.
+"""Random programs of three processes, to test how processes exit: ``python -m tests.faults.exits RUNS SEED FOLDER``.
 
-Processes are forked from this one, which has imported everything and started nothing, and end as any process of Python's does.
-Prints, as JSON, each process that has ended in another way than it meant to, or has said something while it did.
+Processes are forked from this process, which has imported everything and started no thread, and end as ordinary Python processes.
+Prints, as JSON, each process that ended with another status than its program's, or that printed anything.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from actorrpc.errors import RpcError
 
 _WORKERS = 3
 _LIMIT_S = 40.0
-_kept: list[Any] = []  # until the end of the interpreter
+_kept: list[Any] = []  # objects that live until the interpreter ends
 _over = threading.Event()
 
 
-# -- what runs on workers ----------------------------------------------------------------------------------------
+# -- functions that run on workers ----------------------------------------------------------------------------------------
 
 
 def _finish() -> None:
@@ -48,12 +48,16 @@ def _keep(thing: Any) -> None:
     _kept.append(thing)
 
 
-def _back(to: str, depth: int) -> Any:
-    return rpc.rpc_sync(to, _back, (rpc.get_worker_info().name, depth - 1)) if depth else torch.ones(3)
+def _call_back_and_forth(to: str, depth: int) -> Any:
+    return (
+        rpc.rpc_sync(to, _call_back_and_forth, (rpc.get_worker_info().name, depth - 1))
+        if depth
+        else torch.ones(3)
+    )
 
 
 class _Slow:
-    """Takes its time over its end, which needs the interpreter."""
+    """An object whose finaliser sleeps, and needs the interpreter."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -62,8 +66,8 @@ class _Slow:
         time.sleep(self._seconds)
 
 
-def _leave_behind(seconds: float) -> None:
-    """Keep something with this thread where torch does, as its inductor does with whoever imports it."""
+def _store_in_thread(seconds: float) -> None:
+    """Store an object in torch's thread-local storage, as torch's inductor does in each thread that imports it."""
     torch._C._stash_obj_in_tls("of this thread", _Slow(seconds))
 
 
@@ -88,7 +92,7 @@ class _Async:
         return x * 2
 
 
-# -- what the first worker has them do -----------------------------------------------------------------------------
+# -- actions of worker0 -----------------------------------------------------------------------------
 
 
 def _calls(to: str, dice: random.Random) -> None:
@@ -99,7 +103,7 @@ def _calls(to: str, dice: random.Random) -> None:
 
 
 def _nested(to: str, dice: random.Random) -> None:
-    assert rpc.rpc_sync(to, _back, ("worker0", dice.randrange(4))).shape == (3,)
+    assert rpc.rpc_sync(to, _call_back_and_forth, ("worker0", dice.randrange(4))).shape == (3,)
 
 
 def _references(to: str, dice: random.Random) -> None:
@@ -127,7 +131,7 @@ def _gradients(to: str, dice: random.Random) -> None:
 
 def _thread_locals(to: str, dice: random.Random) -> None:
     seconds = dice.choice((0.01, 0.05, 0.2))
-    for future in [rpc.rpc_async(to, _leave_behind, (seconds,)) for _ in range(dice.randrange(1, 6))]:
+    for future in [rpc.rpc_async(to, _store_in_thread, (seconds,)) for _ in range(dice.randrange(1, 6))]:
         future.wait()
 
 
@@ -157,7 +161,7 @@ def _streams(to: str, dice: random.Random) -> None:
         _kept.append((actor, items))
 
 
-_DEEDS: list[Callable[[str, random.Random], None]] = [
+_ACTIONS: list[Callable[[str, random.Random], None]] = [
     _calls,
     _nested,
     _references,
@@ -177,12 +181,12 @@ def _shutdown() -> int:
     return 0
 
 
-def _at_once() -> int:
+def _shutdown_forced() -> int:
     rpc.shutdown(graceful=False)
     return 0
 
 
-def _nothing() -> int:
+def _return_normally() -> int:
     return 0
 
 
@@ -190,14 +194,14 @@ def _exit() -> int:
     sys.exit(3)
 
 
-def _together(dice: random.Random) -> Callable[[], int]:
-    """Return how all of them end. Who leaves without a word is missed by those that end in an orderly way."""
-    return dice.choice((_shutdown, _shutdown, _at_once, _nothing, _exit))
+def _common_end(dice: random.Random) -> Callable[[], int]:
+    """Choose how all processes of a program end. They end in the same way: others would report a worker that exits silently."""
+    return dice.choice((_shutdown, _shutdown, _shutdown_forced, _return_normally, _exit))
 
 
 def _process(rank: int, seed: int, store: Path) -> int:
     dice = random.Random(seed)
-    end = _together(dice)
+    end = _common_end(dice)
     rpc.init_rpc(
         f"worker{rank}",
         rank=rank,
@@ -208,9 +212,9 @@ def _process(rank: int, seed: int, store: Path) -> int:
         assert _over.wait(_LIMIT_S)
     else:
         for _ in range(dice.randrange(1, 6)):
-            dice.choice(_DEEDS)(f"worker{dice.randrange(_WORKERS)}", dice)
+            dice.choice(_ACTIONS)(f"worker{dice.randrange(_WORKERS)}", dice)
         for future in [rpc.rpc_async(f"worker{other}", _finish) for other in range(1, _WORKERS)]:
-            with contextlib.suppress(RpcError):  # it may have gone before it could answer
+            with contextlib.suppress(RpcError):  # the worker may have ended before it could answer
                 future.wait()
     if dice.random() < 0.3:
         gc.collect()
@@ -218,7 +222,7 @@ def _process(rank: int, seed: int, store: Path) -> int:
 
 
 def _fork(rank: int, seed: int, folder: Path) -> int | None:
-    """Return the new process's id; None in that process."""
+    """Return the process id of the child; None in the child."""
     pid = os.fork()
     if pid:
         return pid
@@ -242,7 +246,7 @@ def _outcome(pid: int, until: float) -> int | None:
 
 
 def _run(seed: int, folder: Path) -> list[dict[str, Any]] | int:
-    """Run one program; returns what went wrong, or, in one of its processes, its rank."""
+    """Run one program; return its failures, or, in a child, the rank."""
     store = folder / "store"
     store.unlink(missing_ok=True)
     pids = []
@@ -254,7 +258,7 @@ def _run(seed: int, folder: Path) -> list[dict[str, Any]] | int:
     until = time.monotonic() + _LIMIT_S
     statuses = [_outcome(pid, until) for pid in pids]
     dice = random.Random(seed)
-    wanted = 3 if _together(dice) is _exit else 0
+    wanted = 3 if _common_end(dice) is _exit else 0
     wrong = []
     for rank, status in enumerate(statuses):
         said = (folder / f"said{rank}").read_text(errors="replace")
@@ -266,7 +270,7 @@ def _run(seed: int, folder: Path) -> list[dict[str, Any]] | int:
 
 
 def main(runs: int, seed: int, folder: Path) -> None:
-    """Run so many programs."""
+    """Run ``runs`` programs, with consecutive seeds."""
     wrong: list[dict[str, Any]] = []
     for number in range(seed, seed + runs):
         found = _run(number, folder)

@@ -1,6 +1,6 @@
-"""Figures of tests under load: what a process takes, and where what was measured is written down.
+"""Measurements of tests under load: the resources of a process, and a log of figures.
 
-Each `note` is printed and, where the variable ACTORRPC_FIGURES names a file, added to it as one line of JSON.
+`note` prints figures and, if the variable ACTORRPC_FIGURES names a file, adds them to it as one line of JSON.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What this process has taken of the machine.
+    """Resources that this process uses.
 
-    Memory of the process jumps as the allocator likes; the number of objects that the collector knows tells of a leak exactly.
+    Resident memory jumps with the allocator; the number of objects of the garbage collector shows leaks exactly.
     """
 
     rss_mb: float
@@ -38,7 +38,7 @@ class Taken:
 
     @classmethod
     def now(cls, *, collect: bool = True) -> Taken:
-        """Look at this process; garbage first."""
+        """Measure this process, after a garbage collection if ``collect``."""
         if collect:
             gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -52,7 +52,7 @@ class Taken:
 
 
 def note(title: str, figures: Mapping[str, Any]) -> None:
-    """Write figures down."""
+    """Print figures, and add them to the file of ACTORRPC_FIGURES."""
     row = {
         "what": title,
         **{name: asdict(each) if isinstance(each, Taken) else each for name, each in figures.items()},

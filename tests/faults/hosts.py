@@ -1,8 +1,8 @@
-"""Hosts for tests: network namespaces, each with its own addresses, name and directory, on a switch that can be cut.
+"""Hosts for tests: network namespaces, each with its own addresses, name and directory, on a switch that can be split.
 
-The switch is a namespace, too, so that nothing is made in the network of the machine itself. In it are two bridges:
-"one", which all ports are on, and "other", to which `split` moves ports. A frame between the two goes nowhere and
-nobody is told: no reset, no unreachable. Needs root and `ip`; `needs_hosts` skips tests where there are none.
+The switch is a namespace as well, so the network of the machine does not change. It has two bridges: "one", with all ports,
+and "other", to which `split` moves ports. Frames between the bridges are dropped silently: no reset, no unreachable.
+Needs root and the command `ip`; `needs_hosts` skips tests without them.
 
     def work(rank, world_size, network): ...          # at module level: the ranks import it
 
@@ -42,7 +42,7 @@ __all__ = ["Host", "Network", "Signals", "host_group", "needs_hosts"]
 
 _CLONE_NEWNET = 0x40000000
 _CLONE_NEWUTS = 0x04000000
-_PORT = 29400  # nobody else is in these networks
+_PORT = 29400  # no other programs use these networks
 _numbers = itertools.count()
 
 needs_hosts = pytest.mark.skipif(
@@ -52,7 +52,7 @@ needs_hosts = pytest.mark.skipif(
 
 
 def _ip(*words: str, lines: Sequence[str] = ()) -> None:
-    """Run `ip`, with commands of a batch on its standard input if there are any."""
+    """Run `ip`, with ``lines`` as batch commands on its standard input."""
     done = subprocess.run(
         ["ip", *words], input="\n".join(lines), capture_output=True, text=True, timeout=20, check=False
     )
@@ -62,7 +62,7 @@ def _ip(*words: str, lines: Sequence[str] = ()) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One namespace: what it is called and where it can be reached."""
+    """A namespace with its name and addresses."""
 
     name: str
     namespace: str
@@ -72,17 +72,17 @@ class Host:
 
     @property
     def address(self) -> str:
-        """The address by which the others know it."""
+        """The address under which other hosts reach it."""
         address = self.ipv4 or self.ipv6
         assert address is not None
         return address
 
     def enter(self) -> None:
-        """Move this process onto the host. Before any thread: each has a network of its own.
+        """Move this process onto the host. Call it before starting threads, as each thread has its own network namespace.
 
-        It has the host's name, directory for temporary files, runtime directory and copy of the group's key.
+        The process gets the host's name, temporary directory, runtime directory and copy of the group's key.
         """
-        # That which writes stacks when it is asked to has no use for a network.
+        # The thread that dumps stacks uses no network.
         assert {thread.name for thread in threading.enumerate()} <= {"MainThread", "stacks"}
         libc = ctypes.CDLL(None, use_errno=True)
         with open(f"/run/netns/{self.namespace}") as file:
@@ -97,11 +97,11 @@ class Host:
 
 
 class Network:
-    """Hosts on one switch. A context manager: what it has made is gone at its end, whatever happens.
+    """Hosts on one switch. A context manager, which removes its namespaces and files at the end.
 
     Args:
-        names: of the hosts.
-        ipv4, ipv6: which addresses they have: 10.77.0.1, ... and fd77::1, ...
+        names: names of the hosts.
+        ipv4, ipv6: kinds of addresses: 10.77.0.1, ... and fd77::1, ...
     """
 
     def __init__(self, *names: str, ipv4: bool = True, ipv6: bool = False) -> None:
@@ -166,14 +166,14 @@ class Network:
     def __getitem__(self, name: str) -> Host:
         return self.hosts[name]
 
-    # -- what can go wrong -----------------------------------------------------------------------
+    # -- faults -----------------------------------------------------------------------
 
     def split(self, *names: str) -> None:
-        """Part these hosts from all others, silently; among each other they are still connected."""
+        """Silently disconnect these hosts from all others; they remain connected to each other."""
         _ip("-n", self._switch, "-batch", "-", lines=[f"link set port-{name} master other" for name in names])
 
     def heal(self) -> None:
-        """Have all hosts on one bridge again."""
+        """Connect all hosts again."""
         _ip(
             "-n",
             self._switch,
@@ -183,11 +183,11 @@ class Network:
         )
 
     def unplug(self, name: str) -> None:
-        """Take a host's link down, from its own side: its kernel knows."""
+        """Take a host's link down on its own side, so that its kernel reports errors."""
         _ip("-n", self.hosts[name].namespace, "link", "set", "eth0", "down")
 
     def lose(self, name: str, to: str) -> None:
-        """Lose what one host sends to another; what comes from there still arrives."""
+        """Drop packets from one host to another; the opposite direction still works."""
         _ip("-n", self.hosts[name].namespace, "route", "add", "blackhole", self.hosts[to].address)
 
     def find(self, name: str, to: str) -> None:
@@ -195,7 +195,7 @@ class Network:
         _ip("-n", self.hosts[name].namespace, "route", "del", "blackhole", self.hosts[to].address)
 
     def left_behind(self) -> list[str]:
-        """Name the files that workers have left in the directories of their hosts."""
+        """Return the files that workers have left in the directories of their hosts."""
         return [
             str(path)
             for host in self.hosts.values()
@@ -205,27 +205,27 @@ class Network:
 
 
 class Signals:
-    """Words between ranks that need no network: files. Any process may say one and wait for one."""
+    """Signals between processes through files, independent of the network. Any process may set a signal and wait for it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def say(self, word: str) -> None:
-        """Let those pass who wait for the word, now or later."""
+        """Set the signal, for present and later calls of `wait`."""
         (self._directory / f"word-{word}").touch()
 
     def said(self, word: str) -> bool:
-        """Whether the word was said."""
+        """Return whether the signal is set."""
         return (self._directory / f"word-{word}").exists()
 
     def wait(self, *words: str) -> None:
-        """Wait until all these words were said; bounded by the group's limit."""
+        """Wait until all these signals are set; bounded by the group's limit."""
         pause = threading.Event()
         while not all(map(self.said, words)):
             pause.wait(0.005)
 
     def meet(self, word: str, rank: int, world_size: int) -> None:
-        """Wait until each rank has come to this word."""
+        """Wait until every rank has called this method with this word."""
         self.say(f"{word}-{rank}")
         self.wait(*(f"{word}-{each}" for each in range(world_size)))
 
@@ -297,15 +297,15 @@ def host_group(
 ) -> list[Any]:
     """Run `fn(rank, world_size, *args)` between `init_rpc` and `shutdown`, rank n on host `places[n]`.
 
-    The store is served by rank 0 or, where the network has a host of the name "store", by a process there that is no
-    worker and stays until somebody says "store may end".
+    Rank 0 serves the store. If the network has a host named "store", a process on it serves the store instead, is no worker,
+    and ends when the signal "store may end" is set.
 
     Args:
         options: keywords for the back-end's options, such as `heartbeat`.
-        advertise: by rank, the address that a worker tells the others instead of its own.
+        advertise: by rank, the address that a worker advertises instead of its own.
         fixed: whether the group has a `world_size`.
 
-    The other arguments, and what is raised, are those of `tests.ranks.run_group`.
+    The other arguments and the errors are those of `tests.ranks.run_group`.
     """
     apart = "store" in network.hosts
     address = network.hosts["store" if apart else places[0]].address

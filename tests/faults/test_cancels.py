@@ -1,4 +1,4 @@
-"""Nested calls that are given up at random moments: what their errors say of them is true, and each runs at most once."""
+"""Nested calls cancelled or timed out at random moments: each runs at most once, and ``maybe_executed`` of its error is true."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from actorrpc.errors import CancelledError, RpcTimeoutError
 from tests.layers import rest_is_slow
 from tests.ranks import rpc_group
 
-_ran: list[int] = []  # on worker2: the calls that were executed
+_ran: list[int] = []  # on worker2: numbers of executed calls
 _ends: dict[
     int, bool | None
-] = {}  # on worker1: what each nested call's error says; None where there was none
+] = {}  # on worker1: maybe_executed of each nested call's error; None without an error
 
 
 def _note(number: int, _data: Any) -> None:
@@ -35,7 +35,7 @@ def _call_note(number: int, size: int, timeout: float) -> None:
         _ends[number] = error.maybe_executed
 
 
-def _found() -> tuple[list[int], dict[int, bool | None]]:
+def _ran_and_ends() -> tuple[list[int], dict[int, bool | None]]:
     return _ran, _ends
 
 
@@ -68,11 +68,11 @@ def _time_out(count: int, size: int, within: float) -> None:
 
 
 def _until_nothing_runs() -> None:
-    """Wait until no call has begun or ended for a while: what was given up on the way may still arrive."""
+    """Wait until no call starts or ends for 0.3 s: cancelled calls may still arrive."""
     pause = threading.Event()
     before: Any = None
     while True:
-        now = [rpc.rpc_sync(worker, _found) for worker in ("worker1", "worker2")]
+        now = [rpc.rpc_sync(worker, _ran_and_ends) for worker in ("worker1", "worker2")]
         if now == before:
             return
         before = now
@@ -85,12 +85,14 @@ def _give_up(rank: int, _size: int, way: str, count: int, size: int) -> None:
     within = 1.3 * min(_seconds_of_a_call(size) for _ in range(5))
     (_cancel if way == "cancelled" else _time_out)(count, size, within)
     _until_nothing_runs()
-    ran = rpc.rpc_sync("worker2", _found)[0]
-    ends = rpc.rpc_sync("worker1", _found)[1]
-    of_ours = [number for number in ran if number >= 0]
-    assert len(of_ours) == len(set(of_ours))
-    assert len(ends) > count // 4  # the others were given up before they made their nested call
-    assert [number for number, may_have in ends.items() if may_have is False and number in of_ours] == []
+    ran = rpc.rpc_sync("worker2", _ran_and_ends)[0]
+    ends = rpc.rpc_sync("worker1", _ran_and_ends)[1]
+    executed = [number for number in ran if number >= 0]
+    assert len(executed) == len(set(executed))
+    assert len(ends) > count // 4  # the other calls were cancelled before they made their nested call
+    assert [
+        number for number, maybe_executed in ends.items() if maybe_executed is False and number in executed
+    ] == []
 
 
 _MIB = 1 << 20
@@ -112,5 +114,7 @@ _MIB = 1 << 20
     ),
 )
 @pytest.mark.limit(200)
-def test_an_error_never_denies_that_its_call_ran(transport: str, way: str, count: int, size: int) -> None:
+def test_maybe_executed_is_never_false_for_a_nested_call_that_ran(
+    transport: str, way: str, count: int, size: int
+) -> None:
     rpc_group(_give_up, 3, way, count, size, options={"transport": transport}, timeout=180)

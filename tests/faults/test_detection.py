@@ -1,7 +1,6 @@
-"""Workers that are killed, stopped, cut off or busy: what others are told, and how long it took.
+"""Detection of workers that are killed, stopped, cut off or busy: membership events, and errors of calls.
 
-Times are shown (`-s`), not asserted: the bounds here are those of the tests' limits. The nightly part repeats it and shows
-percentiles.
+Detection times are printed (`-s`) and not asserted; only the tests' limits bound them. The nightly part prints percentiles.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from tests.harness.proxy import FaultProxy
 from tests.ranks import Died, rpc_group, run_group
 
 _nightly = pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
-_for_ever = threading.Event()
+_never_set = threading.Event()
 _running = threading.Semaphore(0)
 
 
 def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
+    """Poll until the condition is true; bounded by the test's limit."""
     pause = threading.Event()
     while not condition():
         pause.wait(0.001)
 
 
-def _runs() -> None:
+def _note_running() -> None:
     _running.release()
 
 
-def _stay() -> None:
-    """Say that this runs, and never return."""
-    rpc.rpc_sync("worker0", _runs)
-    _for_ever.wait()
+def _block() -> None:
+    """Report to worker0 that this call runs, and never return."""
+    rpc.rpc_sync("worker0", _note_running)
+    _never_set.wait()
 
 
 def _hold_the_gil(seconds: float) -> str:
@@ -57,34 +56,34 @@ def _pid(name: str) -> int:
 
 
 class _Changes:
-    """What worker0 is told, and when."""
+    """Membership events of worker0, with their times."""
 
     def __init__(self) -> None:
-        self._told: list[tuple[str, str, float]] = []
+        self._events: list[tuple[str, str, float]] = []
         rpc.on_member_change(self)
         _until(lambda: all(row.last_seen is not None for row in rpc.workers()))
 
     def __call__(self, worker: rpc.WorkerInfo, old: str, new: str, reason: str) -> None:
-        self._told.append((worker.name, new, time.monotonic()))
+        self._events.append((worker.name, new, time.monotonic()))
 
     def of(self, name: str) -> list[str]:
-        return [state for worker, state, _ in self._told if worker == name]
+        return [state for worker, state, _ in self._events if worker == name]
 
     def when(self, name: str, state: str) -> float:
-        return next(at for worker, new, at in self._told if (worker, new) == (name, state))
+        return next(at for worker, new, at in self._events if (worker, new) == (name, state))
 
 
 # -- killed -------------------------------------------------------------------------------------------
 
 
 def _kills(rank: int, world_size: int) -> list[float]:
-    """Kill all others, one after the other; return how long the calls to each took to fail."""
+    """Kill all other workers, one after the other; return how long the calls to each took to fail."""
     if rank:
-        _for_ever.wait()
+        _never_set.wait()
     changes = _Changes()
     took = []
     for name in [f"worker{i}" for i in range(1, world_size)]:
-        calls = [rpc.rpc_async(name, _stay, timeout=0) for _ in range(4)]
+        calls = [rpc.rpc_async(name, _block, timeout=0) for _ in range(4)]
         for _ in calls:
             _running.acquire()
         pid = _pid(name)
@@ -112,20 +111,20 @@ def _kill_round(victims: int, transport: str, **options: float) -> list[float]:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_a_killed_worker_is_dead_and_all_calls_to_it_end(
+def test_a_killed_worker_is_declared_dead_and_all_calls_to_it_fail(
     transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Found by the end of its sockets: neither by silence nor when the time in which a connection may come back is over.
+    # With these settings, only the end of the sockets can reveal the death: heartbeat and grace time are too long.
     monkeypatch.setenv("ACTORRPC_SESSION_GRACE", "600")
     took = _kill_round(3, transport, heartbeat=600.0)
-    print(f"killed ({transport}): {_shown(took)}")
+    print(f"killed ({transport}): {_percentiles(took)}")
 
 
 # -- stopped, cut off, busy --------------------------------------------------------------------------
 
 
 def _silence(rank: int, _: int, path: str, given: dict[str, Any], behind: dict[str, Any], busy: float) -> Any:
-    """Worker1 is stopped, worker2 busy, worker3 behind a relay that stops forwarding (where there is one)."""
+    """Worker1 is stopped, worker2 is busy, and worker3 is behind a relay that stops forwarding (only if ``behind``)."""
     options = given | behind if rank == 3 else given
     rpc.init_rpc(
         f"worker{rank}",
@@ -134,13 +133,13 @@ def _silence(rank: int, _: int, path: str, given: dict[str, Any], behind: dict[s
         rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}/store", **options),
     )
     if rank in (1, 3):
-        _for_ever.wait()
+        _never_set.wait()
     if rank == 2:
         rpc.shutdown()
         return None
     changes = _Changes()
     lost = ["worker1", "worker3"] if behind else ["worker1"]
-    calls = {name: [rpc.rpc_async(name, _stay, timeout=0) for _ in range(2)] for name in lost}
+    calls = {name: [rpc.rpc_async(name, _block, timeout=0) for _ in range(2)] for name in lost}
     for _each in range(2 * len(lost)):
         _running.acquire()
     begun = time.monotonic()
@@ -196,7 +195,7 @@ def _stall_on_demand(proxy: Any, pipe: Path) -> None:
 
 
 def _release(pipe: Path, thread: threading.Thread) -> None:
-    """End the thread also where worker0 has not come to open the pipe."""
+    """End the thread even if worker0 has not opened the pipe."""
     while thread.is_alive():
         try:
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
@@ -206,12 +205,16 @@ def _release(pipe: Path, thread: threading.Thread) -> None:
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_tuned(tmp_path: Path, transport: str) -> None:
+def test_silent_workers_are_declared_dead_and_a_busy_worker_is_not_with_heartbeat_0_2(
+    tmp_path: Path, transport: str
+) -> None:
     print(f"silent, heartbeat 0.2 s ({transport}): {_silence_round(tmp_path, transport, 0.2, 2.5)}")
 
 
 @_nightly
-def test_by_default(tmp_path: Path) -> None:
+def test_silent_workers_are_declared_dead_and_a_busy_worker_is_not_with_default_heartbeat(
+    tmp_path: Path,
+) -> None:
     print(f"silent, default: {_silence_round(tmp_path, 'tcp', None, 5.0)}")
 
 
@@ -219,7 +222,7 @@ def test_by_default(tmp_path: Path) -> None:
 
 
 def _pauses(rank: int, world_size: int) -> None:
-    """A worker that is stopped again and again, each time for a while, loses nothing and is never dead."""
+    """Stop worker1 three times: no call is lost, and it is never declared dead."""
     if rank:
         return
     changes = _Changes()
@@ -233,17 +236,17 @@ def _pauses(rank: int, world_size: int) -> None:
         os.kill(pid, signal.SIGCONT)
         assert [call.wait() for call in calls] == list(range(20))
         _until(lambda: changes.of("worker1")[-1] == "alive")
-    told = changes.of("worker1")
-    assert told == ["suspect", "alive"] * (len(told) // 2)
+    states = changes.of("worker1")
+    assert states == ["suspect", "alive"] * (len(states) // 2)
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_a_worker_that_is_stopped_for_a_while_comes_back(transport: str) -> None:
+def test_a_worker_stopped_for_a_while_is_suspect_then_alive_and_loses_no_call(transport: str) -> None:
     rpc_group(_pauses, 2, options={"heartbeat": 0.1, "heartbeat_misses": 200, "transport": transport})
 
 
-def _who_was_stopped(rank: int, _: int, path: str) -> list[str]:
-    """Worker0 is stopped for thrice what makes a peer lost to it; to worker1, that is short."""
+def _stop_worker0(rank: int, _: int, path: str) -> list[str]:
+    """Worker0 is stopped for three times its own heartbeat limit, which is far below worker1's limit."""
     options = {"transport": "tcp", "heartbeat": 60.0 if rank else 0.1}
     rpc.init_rpc(
         f"worker{rank}",
@@ -251,7 +254,7 @@ def _who_was_stopped(rank: int, _: int, path: str) -> list[str]:
         world_size=2,
         rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}/store", **options),
     )
-    told: list[str] = []
+    states: list[str] = []
     if rank == 0:
         changes = _Changes()
         me = os.getpid()
@@ -259,19 +262,19 @@ def _who_was_stopped(rank: int, _: int, path: str) -> list[str]:
             stopper.wait()
         for _each in range(3):
             assert rpc.rpc_sync("worker1", abs, (-1,)) == 1
-        told = changes.of("worker1")
+        states = changes.of("worker1")
     rpc.shutdown()
-    return told
+    return states
 
 
-def test_who_was_stopped_itself_takes_nobody_for_dead(tmp_path: Path) -> None:
-    assert "dead" not in run_group(_who_was_stopped, 2, str(tmp_path))[0]
+def test_a_worker_that_was_stopped_itself_declares_no_peer_dead(tmp_path: Path) -> None:
+    assert "dead" not in run_group(_stop_worker0, 2, str(tmp_path))[0]
 
 
 # -- figures -----------------------------------------------------------------------------------------
 
 
-def _shown(times: list[float]) -> str:
+def _percentiles(times: list[float]) -> str:
     times = sorted(times)
     middle, late = times[len(times) // 2], times[min(len(times) - 1, int(len(times) * 0.99))]
     return f"n={len(times)} p50={middle * 1e3:.1f} ms p99={late * 1e3:.1f} ms max={times[-1] * 1e3:.1f} ms"
@@ -279,14 +282,16 @@ def _shown(times: list[float]) -> str:
 
 @_nightly
 @pytest.mark.limit(900)
-def test_figures(tmp_path: Path) -> None:
+def test_detection_times_of_killed_and_silent_workers_are_measured(tmp_path: Path) -> None:
     for transport in ("unix", "tcp"):
         killed = [each for _ in range(20) for each in _kill_round(10, transport)]
-        print(f"killed ({transport}): {_shown(killed)}")
+        print(f"killed ({transport}): {_percentiles(killed)}")
     for heartbeat, rounds in ((0.2, 20), (None, 5)):
         found = [
             _silence_round(tmp_path, "tcp", heartbeat, 5.0 if heartbeat is None else 2.0)
             for _ in range(rounds)
         ]
-        for name, what in (("worker1", "stopped"), ("worker3", "black hole")):
-            print(f"{what}, heartbeat {heartbeat or 'default'}: {_shown([each[name] for each in found])}")
+        for name, fault in (("worker1", "stopped"), ("worker3", "black hole")):
+            print(
+                f"{fault}, heartbeat {heartbeat or 'default'}: {_percentiles([each[name] for each in found])}"
+            )

@@ -1,9 +1,8 @@
 """Every call ends exactly once: with its value, its error, PeerDiedError, RpcTimeoutError or CancelledError.
 
-Many agents in one process call each other at random: plain and nested calls, that raise, that return what cannot travel,
-that are cancelled or too slow, posts of large tensors, while connections are cut and whole agents leave. Each future is
-watched: completed once, with one of those ends; none is left over. What an error says of whether the call has run is
-compared with what has run.
+Agents in one process call each other at random, while connections are cut and agents are closed: plain and nested calls, calls
+that raise, that return unpicklable values, that are cancelled or time out, and large tensors. Each future must complete
+exactly once, with one of these outcomes, and ``maybe_executed`` of its error must agree with what ran.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from actorrpc.futures import Future
 from tests.agent.agents import agents
 from tests.faults.figures import NIGHTLY, note
 
-_CALLS = 1_000_000 if NIGHTLY else 5_000  # in all rounds together
+_CALLS = 1_000_000 if NIGHTLY else 5_000  # of all rounds
 _ROUND = 1_000  # calls with the same agents
 _AGENTS = 4
 
@@ -42,7 +41,7 @@ _gate = threading.Event()
 
 
 def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
+    """Poll until the condition is true; bounded by the test's limit."""
     pause = threading.Event()
     while not condition():
         pause.wait(0.002)
@@ -70,7 +69,7 @@ def _slow(number: int, seconds: float) -> int:
 
 
 def _nested(number: int, path: list[str], seconds: float) -> int:
-    """Go on to the next agent of a path; at its end, wait."""
+    """Call the next agent of a path; at its end, wait."""
     if not path:
         return int(_slow(number, seconds))
     here, *rest = path
@@ -80,16 +79,16 @@ def _nested(number: int, path: list[str], seconds: float) -> int:
 
 
 class _Watched:
-    """A future and what has become of it."""
+    """A future and the number of its completions."""
 
     def __init__(self, number: int, allowed: tuple[type[BaseException], ...]) -> None:
         self.number = number
         self.allowed = allowed
         self.future: Future[Any] = Future()
         self.ends = 0
-        self.future.add_done_callback(self._ended)
+        self.future.add_done_callback(self._count_end)
 
-    def _ended(self, _: Any) -> None:
+    def _count_end(self, _: Any) -> None:
         self.ends += 1
 
 
@@ -97,14 +96,14 @@ _ANY_TIME = (PeerDiedError, ShutdownError, CancelledError, RpcTimeoutError)
 
 
 class _Round:
-    """Some agents, and calls between them until one after the other is gone."""
+    """Random calls between some agents, of which up to two are closed."""
 
     def __init__(self, made: list[Agent], seed: int, first: int) -> None:
         self.agents = made
         self.dice = random.Random(seed)
         self.number = first
         self.watched: list[_Watched] = []
-        self.over: list[_Watched] = []
+        self.ended: list[_Watched] = []
         self.ends: Counter[str] = Counter()
         self.closed: set[str] = set()
 
@@ -140,7 +139,7 @@ class _Round:
                 self.end("value", number)
                 return
             agent.call(agent.peer(to.name), function, args, {}, timeout, future=watched.future)
-        except allowed as error:  # of the call itself, or before anything was sent
+        except allowed as error:  # of a synchronous call, or raised before anything was sent
             self.end(type(error).__name__, number, error)
             return
         self.watched.append(watched)
@@ -161,17 +160,17 @@ class _Round:
             agent.close(0.05)
 
     def collect(self, keep: int) -> None:
-        """Wait for all but the last calls."""
+        """Wait for calls in random order, until ``keep`` remain."""
         while len(self.watched) > keep:
             watched = self.watched.pop(self.dice.randrange(len(self.watched)))
             try:
                 watched.future.wait(60.0)
             except watched.allowed as error:
-                assert watched.future.done(), f"call {watched.number} is not over after 60 s"
+                assert watched.future.done(), f"call {watched.number} has not ended after 60 s"
                 self.end(type(error).__name__, watched.number, error)
             else:
                 self.end("value", watched.number)
-            self.over.append(watched)
+            self.ended.append(watched)
 
     def end(self, how: str, number: int, error: BaseException | None = None) -> None:
         self.ends[how] += 1
@@ -179,15 +178,15 @@ class _Round:
         if how in ("value", "ValueError", "SerializationError"):
             assert _ran[number] == 1, (how, number)
         if isinstance(error, RpcError) and error.maybe_executed is False:
-            _never.append(number)
+            _reported_as_not_executed.append(number)
 
 
-_never: list[int] = []
+_reported_as_not_executed: list[int] = []
 
 
 def _play(seed: int, calls: int, first: int) -> Counter[str]:
     _ran.clear()
-    _never.clear()
+    _reported_as_not_executed.clear()
     _gate.clear()
     with agents(_AGENTS) as made:
         _names.update({agent.name: agent for agent in made})
@@ -199,14 +198,14 @@ def _play(seed: int, calls: int, first: int) -> Counter[str]:
         for agent in made:
             agent.flush()
         played.collect(0)
-        # Callbacks run on threads of the agents, and calls nested in one that was given up end a little later.
-        _until(lambda: all(each.ends for each in played.over))
+        # Callbacks run on threads of the agents, and calls nested in a cancelled call end a little later.
+        _until(lambda: all(each.ends for each in played.ended))
         _until(lambda: not any(peer.pending for agent in made for peer in agent.peers()))
     _gate.set()
     _names.clear()
-    # Looked at when all is over: no future has ended twice, and what "has not run" has not run later either.
-    assert {each.ends for each in played.over} == {1}
-    assert [number for number in _never if _ran[number]] == []
+    # Checked at the end: no future completed twice, and no call with maybe_executed False ran later.
+    assert {each.ends for each in played.ended} == {1}
+    assert [number for number in _reported_as_not_executed if _ran[number]] == []
     return played.ends
 
 
@@ -220,6 +219,6 @@ def test_every_call_ends_exactly_once() -> None:
     assert ends.total() == _CALLS
     assert {"value", "ValueError", "CancelledError", "RpcTimeoutError", "PeerDiedError"} <= set(ends)
     note(
-        "calls that were fuzzed, and how they ended",
+        "outcomes of random calls",
         {"calls": _CALLS, "hung": 0, "seconds": round(time.monotonic() - begun, 1), **ends},
     )

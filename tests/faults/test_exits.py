@@ -1,4 +1,4 @@
-"""Processes end as they mean to: with their own status, and without a word, whatever they have done and still keep."""
+"""Processes exit with their own status and without output, whatever they have done and still hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RUNS = 1_000 if NIGHTLY else 8
 
 
 @pytest.mark.limit(30 * _RUNS)
-def test_processes_end_as_they_mean_to(tmp_path: Path) -> None:
+def test_processes_exit_with_their_own_status_and_without_output(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.faults.exits", str(_RUNS), "0", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=25 * _RUNS)
     assert done.returncode == 0, done.stderr

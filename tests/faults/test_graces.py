@@ -1,8 +1,8 @@
-"""Ways that are lost: in one direction, or with the connection itself, while it may still come back.
+"""Detection when a link loses one direction, or when a broken connection may still be resumed.
 
-Two agents of one process, each behind a proxy, that take each other for workers of different hosts: silence is all that they
-can go by. Both learn of it within the one time that is promised (heartbeat times misses): the side that still hears the
-other one is told by it, and the grace time of a broken connection is no respite for a peer that is silent.
+Two agents of one process, each behind a proxy, consider each other workers of different hosts, so only silence reveals a fault.
+Both must detect it within the promised time (heartbeat times misses): a side that still receives is told by its peer, and
+the grace time of a broken connection does not extend the time of a silent peer.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _entered = threading.Semaphore(0)
 _gate = threading.Event()
 
 
-def _stay() -> None:
+def _block() -> None:
     _entered.release()
     _gate.wait()
 
 
-class _End:
-    """One of the two: its agent, the proxy before it, and what it was told of the other one."""
+class _Side:
+    """One of the two agents, with its proxy and its membership events about the other agent."""
 
     def __init__(self, rank: int, records: dict[str | int, WorkerRecord], settings: dict[str, Any]) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -55,13 +55,13 @@ class _End:
         )
         self.agent.start([listener])
         self.other = f"a{1 - rank}"
-        self.told: list[tuple[str, str]] = []
+        self.events: list[tuple[str, str]] = []
         self.over = threading.Event()
-        self.agent.scheduler.changes.listen(self._heard)
+        self.agent.scheduler.changes.listen(self._on_change)
 
-    def _heard(self, worker: WorkerInfo, old: str, new: str, reason: str) -> None:
+    def _on_change(self, worker: WorkerInfo, old: str, new: str, reason: str) -> None:
         assert worker.name == self.other
-        self.told.append((new, reason))
+        self.events.append((new, reason))
         if new in ("dead", "left"):
             self.over.set()
 
@@ -82,71 +82,71 @@ class _End:
 
 
 @contextlib.contextmanager
-def _two(*each: dict[str, Any], **settings: Any) -> Iterator[list[_End]]:
-    """Run the two, with settings of each one's own if there are any."""
+def _two(*each: dict[str, Any], **settings: Any) -> Iterator[list[_Side]]:
+    """Run two agents; ``each`` has settings of the single agents."""
     records: dict[str | int, WorkerRecord] = {}
     _gate.clear()
     with contextlib.ExitStack() as stack:
         ends = []
         for rank in range(2):
-            ends.append(_End(rank, records, {**settings, **(each[rank] if each else {})}))
+            ends.append(_Side(rank, records, {**settings, **(each[rank] if each else {})}))
             stack.callback(ends[-1].close)
         stack.callback(_gate.set)
         yield ends
 
 
-def _under_way(ends: list[_End], count: int = 3) -> dict[_End, list[Future[Any]]]:
-    """Have calls run on both, made by the other one."""
-    calls = {end: [end.begin(_stay) for _ in range(count)] for end in ends}
+def _start_calls(ends: list[_Side], count: int = 3) -> dict[_Side, list[Future[Any]]]:
+    """Start calls in both directions, and wait until they run."""
+    calls = {end: [end.begin(_block) for _ in range(count)] for end in ends}
     for _ in range(2 * count):
         _entered.acquire()
     return calls
 
 
-def _ended(calls: list[Future[Any]], executed: bool) -> None:
+def _failed(calls: list[Future[Any]], executed: bool) -> None:
     for call in calls:
         with pytest.raises(PeerDiedError) as caught:
             call.wait()
         assert caught.value.maybe_executed is executed
 
 
-def _is_dead(end: _End) -> None:
-    """See that it has taken the other one for dead, once and for good."""
+def _declares_other_dead(end: _Side) -> None:
+    """Wait until this side has declared the other dead, exactly once, and check that calls fail."""
     end.over.wait()
     assert end.state == "dead"
     with pytest.raises(PeerDiedError) as caught:
         end.begin(operator.add, 1, 1).wait()
     assert caught.value.maybe_executed is False
-    assert [state for state, _ in end.told].count("dead") == 1
-    assert end.told[-1][0] == "dead"
+    assert [state for state, _ in end.events].count("dead") == 1
+    assert end.events[-1][0] == "dead"
 
 
 @pytest.mark.limit(60)
 @pytest.mark.parametrize("direction", ["to", "from"])
-def test_the_side_that_still_hears_is_told(direction: str) -> None:
-    # The connection is the one that a0 has made: over the proxy before a1.
+def test_a_peer_that_still_receives_is_told_that_the_other_direction_is_lost(direction: str) -> None:
+    # a0 opened the connection, through the proxy of a1.
     order = [0, 1] if direction == "from" else [1, 0]
-    # The one that hears does not find out by its own count of silence, which is that of a day.
+    # With this heartbeat, the receiving side cannot detect the silence by itself.
     own: list[dict[str, Any]] = [{"heartbeat": 0.5}, {"heartbeat": 86_400.0}]
     with _two(*(own[number] for number in order), session_grace=600.0) as ends:
-        calls = _under_way(ends)
-        deaf, hearing = (ends[number] for number in order)
+        calls = _start_calls(ends)
+        silent_side, receiving_side = (ends[number] for number in order)
         for end in ends:
             end.proxy.add(Disturbance("stall", direction=direction))
-        for end in (deaf, hearing):
-            _ended(calls[end], True)
-            _is_dead(end)
-        assert [state for state, _ in deaf.told] == ["suspect", "dead"]
-        assert "silent for" in deaf.told[-1][1]
-        assert hearing.told[-1][1] == "it considers this worker dead, and has closed the connection"
+        for end in (silent_side, receiving_side):
+            _failed(calls[end], True)
+            _declares_other_dead(end)
+        assert [state for state, _ in silent_side.events] == ["suspect", "dead"]
+        assert "silent for" in silent_side.events[-1][1]
+        assert receiving_side.events[-1][1] == "it considers this worker dead, and has closed the connection"
 
 
 @pytest.mark.limit(60)
-def test_a_grace_is_no_respite_for_who_is_silent() -> None:
+def test_the_session_grace_time_does_not_delay_the_detection_of_a_silent_peer() -> None:
     with _two(heartbeat=0.2, session_grace=600.0) as ends:
-        calls = _under_way(ends)
+        calls = _start_calls(ends)
         for end in ends:
-            end.proxy.stall()  # of those that come, too: they are accepted, and hear nothing
+            end.proxy.stall()  # new connections as well: they are accepted and receive nothing
         for end in ends:
             end.proxy.cut()
         conns = [end.agent.peer(end.other).conn for end in ends]
@@ -156,10 +156,12 @@ def test_a_grace_is_no_respite_for_who_is_silent() -> None:
             threading.Event().wait(0.002)
         held: list[Future[Any]] = []
         for end in ends:
-            with contextlib.suppress(PeerDiedError):  # on a busy machine, it is over by now
+            with contextlib.suppress(
+                PeerDiedError
+            ):  # on a busy machine, the peer may be declared dead already
                 held.append(end.begin(operator.add, 1, 1))
         for end in ends:
-            _ended(calls[end], True)
-            _is_dead(end)
-            assert [state for state, _ in end.told] == ["suspect", "dead"]
-        _ended(held, False)  # made while there was no connection: they never left
+            _failed(calls[end], True)
+            _declares_other_dead(end)
+            assert [state for state, _ in end.events] == ["suspect", "dead"]
+        _failed(held, False)  # made without a connection, so never sent

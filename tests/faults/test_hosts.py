@@ -1,4 +1,4 @@
-"""A group over several hosts: what works on one machine works between three, over IPv4 and over IPv6 alone."""
+"""A group on three hosts: calls, tensors, RRefs, gradients and actors work over IPv4 alone and over IPv6 alone."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tests.faults.hosts import Network, host_group, needs_hosts
 
 pytestmark = [
     needs_hosts,
-    # The store of torch says so: these hosts have addresses without names.
+    # torch's store prints this, as these hosts have addresses without names.
     pytest.mark.prints("The hostname of the client socket cannot be retrieved"),
 ]
 
-# Some bytes; where a lane would begin on one host; in chunks; many of them.
+# Inline; the least size for shared memory on one host; several chunks; many chunks.
 _SIZES = (100, 64 << 10, 3 << 20, 24 << 20)
 
 
 class Table:
-    """What RRefs lead to."""
+    """A value for RRefs."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Any] = {}
@@ -43,7 +43,7 @@ class Table:
 
 @actorrpc.remote
 class Counter:
-    """An actor that says where it is."""
+    """An actor that returns its host."""
 
     def __init__(self, start: int) -> None:
         self.count = start
@@ -59,7 +59,7 @@ class Counter:
         return int(actorrpc.get(other.add.remote(number))) + 1
 
 
-def _where() -> tuple[str, int]:
+def _host_and_pid() -> tuple[str, int]:
     return socket.gethostname(), os.getpid()
 
 
@@ -75,7 +75,7 @@ def _parameter(size: int) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.ones(size))
 
 
-def _times(parameter: rpc.RRef, x: torch.Tensor) -> torch.Tensor:
+def _multiply(parameter: rpc.RRef, x: torch.Tensor) -> torch.Tensor:
     return parameter.local_value() * x
 
 
@@ -89,10 +89,10 @@ def _connections() -> dict[str, bool]:
 
 
 def _calls(world_size: int) -> None:
-    places = [rpc.rpc_sync(f"worker{n}", _where) for n in range(world_size)]
+    places = [rpc.rpc_sync(f"worker{n}", _host_and_pid) for n in range(world_size)]
     assert [name for name, _ in places] == ["a", "b", "c", "b"]
     assert len({pid for _, pid in places}) == world_size
-    # From any to any, by way of any.
+    # From any worker to any worker, through any worker.
     for through in range(1, world_size):
         for to in range(world_size):
             name = f"worker{to}"
@@ -111,7 +111,7 @@ def _tensors() -> None:
         tensor = torch.arange(size // 4, dtype=torch.int32)
         for each in [rpc.rpc_async(f"worker{n}", _twice, (tensor,)) for n in (1, 2, 2)]:
             assert torch.equal(each.wait(), tensor * 2)
-        # Handed on: host a to b to c and back.
+        # Forwarded from host a to b to c and back.
         assert torch.equal(rpc.rpc_sync("worker1", _forward, ("worker2", _twice, (tensor,))), tensor * 2)
 
 
@@ -128,8 +128,8 @@ def _gradients() -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, weights, lr=0.5)
     x = torch.full((4,), 3.0)
     with dist_autograd.context() as context:
-        first = rpc.rpc_sync("worker1", _times, (weights[0], x))
-        second = rpc.rpc_sync("worker2", _times, (weights[1], first))
+        first = rpc.rpc_sync("worker1", _multiply, (weights[0], x))
+        second = rpc.rpc_sync("worker2", _multiply, (weights[1], first))
         dist_autograd.backward(context, [second.sum()])
         optimizer.step(context)
     for weight in weights:
@@ -140,7 +140,7 @@ def _actors() -> None:
     counters = [Counter.options(worker=f"worker{n}").remote(n) for n in (1, 2, 3)]
     assert actorrpc.get([each.where.remote() for each in counters]) == ["b", "c", "b"]
     assert actorrpc.get([each.add.remote(10) for each in counters]) == [11, 12, 13]
-    # From actor to actor, host to host.
+    # From an actor to an actor on another host.
     assert actorrpc.get(counters[0].add_to.remote(counters[1], 5)) == 18
     assert actorrpc.get(counters[1].add_to.remote(counters[0], 5)) == 17
 
@@ -155,7 +155,7 @@ def _everything(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["ipv4", "ipv6"])
-def test_what_works_on_one_machine_works_between_three(family: str) -> None:
+def test_calls_rrefs_gradients_and_actors_work_between_three_hosts(family: str) -> None:
     with Network("a", "b", "c", ipv4=family == "ipv4", ipv6=family == "ipv6") as network:
         host_group(_everything, network, ["a", "b", "c", "b"])
 
@@ -165,7 +165,7 @@ def _fail(rank: int, world_size: int) -> None:
         raise ValueError("worker1 has failed")
 
 
-def test_nothing_is_left_of_a_network() -> None:
+def test_a_test_network_removes_its_namespaces_and_files() -> None:
     with Network("a", "b") as network:
         namespaces = [host.namespace for host in network.hosts.values()]
         assert all(Path("/run/netns", each).exists() for each in namespaces)

@@ -1,7 +1,7 @@
-"""A worker that restarts under its name, again and again, while others call it: nothing meant for one life reaches another.
+"""A worker restarts repeatedly under the same name while others call it: no call reaches another incarnation.
 
-In one process, so that a restart costs milliseconds: the new agent has the name, the rank and the very address of the one
-before. Each call says whom it is for, and is compared with who executes it.
+All agents are in one process, so that a restart takes milliseconds. The new agent has the name, the rank and the address of its
+predecessor. Each call names its target incarnation, and the executing agent compares it with its own.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from tests.faults.figures import NIGHTLY, note
 
 _RESTARTS = 1000 if NIGHTLY else 20
 
-_lives: dict[str, Agent] = {}  # by incarnation
-_landed: Counter[str] = Counter()
+_agents: dict[str, Agent] = {}  # agents by incarnation
+_executed: Counter[str] = Counter()
 _wrong: list[tuple[str, str]] = []
 
 
-def _land(incarnation: str) -> str:
-    """Run on the worker that restarts: be for this life of it."""
+def _execute(incarnation: str) -> str:
+    """Run on the restarting worker; record a call for another incarnation as wrong."""
     execution = CURRENT.get()
     assert execution is not None
-    for mine, agent in list(_lives.items()):
+    for mine, agent in list(_agents.items()):
         if any(peer is execution.peer for peer in agent.peers()):
-            _landed[mine] += 1
+            _executed[mine] += 1
             if mine != incarnation:
                 _wrong.append((incarnation, mine))
             return mine
-    raise AssertionError("executed by nobody")
+    raise AssertionError("executed by no agent")
 
 
-class _Town:
-    """Two callers, and the worker that restarts."""
+class _Group:
+    """Two calling agents, and the restarting worker."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._records: dict[str | int, WorkerRecord] = {}
@@ -70,13 +70,13 @@ class _Town:
             members=lambda: [each for key, each in self._records.items() if isinstance(key, str)],
         )
         agent.start([listener])
-        # Known to the others from here on: until now they know the life before.
+        # From here on, the callers resolve the name to this incarnation.
         self._records[name] = self._records[rank] = mine
         return agent
 
 
 def _crash(agent: Agent) -> None:
-    """End without a goodbye, as a process that is killed."""
+    """End without a GOODBYE frame, like a killed process."""
     for peer in agent.peers():
         for conn in list(peer.conns):
             with contextlib.suppress(OSError):
@@ -85,19 +85,19 @@ def _crash(agent: Agent) -> None:
 
 
 @pytest.mark.prints("threads of 'victim' are still in user code after shutdown")
-def test_an_address_that_a_later_life_has_is_no_question_of_keys() -> None:
+def test_a_call_to_a_dead_incarnation_raises_peer_died_error_when_its_address_has_a_new_one() -> None:
     with contextlib.ExitStack() as stack:
-        town = _Town(stack)
+        group = _Group(stack)
         path = keys.socket_path(keys.runtime_directory())
-        before = town.start("victim", 2, path)
-        caller = town.callers[0]
+        before = group.start("victim", 2, path)
+        caller = group.callers[0]
         peer = caller.peer("victim")
         before.close(0.0)
-        after = town.start("victim", 2, path)
+        after = group.start("victim", 2, path)
         stack.callback(after.close)
-        for what in (abs, str):
+        for function in (abs, str):
             with pytest.raises(PeerDiedError, match="a new run") as caught:
-                caller.ask(peer, what, (-1,), {}, 20.0)
+                caller.ask(peer, function, (-1,), {}, 20.0)
             assert (caught.value.worker, caught.value.maybe_executed) == ("victim", False)
         new = caller.peer("victim")
         assert new is not peer
@@ -106,16 +106,16 @@ def test_an_address_that_a_later_life_has_is_no_question_of_keys() -> None:
 
 @pytest.mark.limit(1200 if NIGHTLY else 60)
 @pytest.mark.prints("threads of 'victim' are still in user code after shutdown")
-def test_nothing_that_is_meant_for_a_life_reaches_another() -> None:
-    _lives.clear()
-    _landed.clear()
+def test_no_call_reaches_another_incarnation_during_restarts() -> None:
+    _agents.clear()
+    _executed.clear()
     _wrong.clear()
     outcomes: Counter[str] = Counter()
     over = threading.Event()
     grew = threading.Condition()
 
     def call(agent: Agent) -> None:
-        """Call whoever is there, and those whom this thread has known before."""
+        """Call the present incarnation, and the previous one that this thread has called."""
         known: list[Any] = []
         while not over.is_set():
             peer = agent.peer("victim")
@@ -127,10 +127,10 @@ def test_nothing_that_is_meant_for_a_life_reaches_another() -> None:
                 try:
                     for _ in range(4):
                         future: Future[Any] = Future()
-                        agent.call(each, _land, (incarnation,), {}, 20.0, future=future)
+                        agent.call(each, _execute, (incarnation,), {}, 20.0, future=future)
                         futures.append(future)
-                    agent.cast(each, _land, (incarnation,), "a post")
-                    assert agent.ask(each, _land, (incarnation,), {}, 20.0) == incarnation
+                    agent.cast(each, _execute, (incarnation,), "a post")
+                    assert agent.ask(each, _execute, (incarnation,), {}, 20.0) == incarnation
                     agent.flush()
                 except RpcError as error:
                     outcomes[type(error).__name__] += 1
@@ -142,37 +142,39 @@ def test_nothing_that_is_meant_for_a_life_reaches_another() -> None:
                 grew.notify_all()
 
     with contextlib.ExitStack() as stack:
-        town = _Town(stack)
+        group = _Group(stack)
         path = keys.socket_path(keys.runtime_directory())
-        victim = town.start("victim", 2, path)
-        _lives[victim.record.incarnation] = victim
-        threads = [threading.Thread(target=call, args=(agent,)) for agent in town.callers for _ in range(2)]
+        victim = group.start("victim", 2, path)
+        _agents[victim.record.incarnation] = victim
+        threads = [threading.Thread(target=call, args=(agent,)) for agent in group.callers for _ in range(2)]
         for each in threads:
             each.start()
         try:
             for number in range(_RESTARTS):
                 mine = victim.record.incarnation
-                with grew:  # it is called
-                    assert grew.wait_for(lambda mine=mine: _landed[mine] > 20, 50.0)
+                with grew:  # wait until it was called
+                    assert grew.wait_for(lambda mine=mine: _executed[mine] > 20, 50.0)
                 before, crashes = victim, number % 2
                 if crashes:
                     _crash(before)
                 else:
                     before.close(0.2)
-                victim = town.start("victim", 2, path)
-                _lives[victim.record.incarnation] = victim
-                if len(_lives) > 8:
-                    del _lives[next(iter(_lives))]
+                victim = group.start("victim", 2, path)
+                _agents[victim.record.incarnation] = victim
+                if len(_agents) > 8:
+                    del _agents[next(iter(_agents))]
         finally:
             over.set()
             for each in threads:
                 each.join()
             victim.close()
     assert _wrong == []
-    assert len(_landed) >= _RESTARTS
+    assert len(_executed) >= _RESTARTS
     assert outcomes["PeerDiedError"]
-    assert not outcomes["AuthenticationError"], "the address has a new life: that is a death, not a wrong key"
+    assert not outcomes["AuthenticationError"], (
+        "a new incarnation at the same address means a death, not a wrong key"
+    )
     note(
         "restarts under load",
-        {"restarts": _RESTARTS, "calls that reached another life": len(_wrong), **outcomes},
+        {"restarts": _RESTARTS, "calls that reached another incarnation": len(_wrong), **outcomes},
     )

@@ -1,7 +1,7 @@
 """Groups under load: many workers, many calls in flight, slow consumers, many RRefs, too few processors.
 
-The numbers are those of the nightly run where ACTORRPC_NIGHTLY is 1, and small otherwise. What is asserted is that every
-call ends with the right answer and that nothing grows without bound; times are only written down (`figures.note`).
+Sizes are large if ACTORRPC_NIGHTLY is 1, and small otherwise. The tests assert that every call returns the right answer and that
+no resource grows without bound; times are only recorded (`figures.note`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.ranks import rpc_group
 _LIMIT = 1800 if NIGHTLY else 60
 nightly = pytest.mark.limit(_LIMIT)
 
-# The pool keeps 8 threads; besides there are the clock, the main thread and those of the test itself.
+# 8 threads of the pool, the clock, the main thread, and threads of the test.
 _KEPT = 14
 
 _gate: Future[int] = Future()
@@ -42,13 +42,13 @@ def _agent() -> Any:
 
 
 def _taken() -> Taken:
-    """Look at this process when the threads of a rush have ended."""
+    """Measure this process after temporary threads of the pool have ended."""
     _until(lambda: threading.active_count() <= _KEPT)
     return Taken.now()
 
 
 def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
+    """Poll until the condition is true; bounded by the test's limit."""
     pause = threading.Event()
     while not condition():
         pause.wait(0.005)
@@ -73,7 +73,7 @@ def _all_to_all(rank: int, world_size: int, rounds: int) -> dict[str, Any]:
 
 
 @nightly
-def test_everybody_calls_everybody() -> None:
+def test_calls_from_all_workers_to_all_others_return_right_answers() -> None:
     workers, rounds = (64, 20) if NIGHTLY else (12, 5)
     begun = time.monotonic()
     found = rpc_group(_all_to_all, workers, rounds, timeout=_LIMIT - 20)
@@ -93,7 +93,7 @@ def test_everybody_calls_everybody() -> None:
             "descriptors_most": max(each.descriptors for each in after),
         },
     )
-    # For each peer: at most two connections (both sides may dial at once) with their eventfds, and their lanes.
+    # Each peer has at most two connections (both sides may dial at once), with their eventfds and lanes.
     assert max(each.descriptors for each in after) < 60 + 12 * workers
 
 
@@ -102,7 +102,7 @@ def test_everybody_calls_everybody() -> None:
 
 @rpc.functions.async_execution
 def _held(number: int) -> Future[int]:
-    """Answer when the gate is opened. No thread waits here."""
+    """Complete when the gate is opened, without a waiting thread."""
     return _gate.then(lambda gate: number + gate.wait())
 
 
@@ -127,18 +127,18 @@ def _in_flight(rank: int, world_size: int, calls: int) -> dict[str, Any] | None:
     if rank:
         return None
     rounds: list[dict[str, Any]] = []
-    for _ in range(4):  # memory is taken in the first ones, and must do for the others
+    for _ in range(4):  # the first rounds allocate memory, which must suffice for later rounds
         rpc.rpc_sync("worker1", _new_gate)
         before = _taken()
         begun = time.monotonic()
         futures = [rpc.rpc_async("worker1", _held, (n,), timeout=0) for n in range(calls)]
         sent = time.monotonic()
         _until(lambda: rpc.rpc_sync("worker1", _running) >= calls)
-        there = time.monotonic()
+        arrived = time.monotonic()
         peer = _agent().peer("worker1")
         assert len(peer.pending) >= calls
-        full, full_there = Taken.now(collect=False), rpc.rpc_sync("worker1", _full)
-        # The worker is not impressed, nor are others.
+        full, full_at_callee = Taken.now(collect=False), rpc.rpc_sync("worker1", _full)
+        # The worker and other workers still answer calls.
         assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
         assert rpc.rpc_sync("worker2", operator.add, (1, 1)) == 2
         opened = time.monotonic()
@@ -150,11 +150,11 @@ def _in_flight(rank: int, world_size: int, calls: int) -> dict[str, Any] | None:
         rounds.append(
             {
                 "sent_s": round(sent - begun, 2),
-                "there_s": round(there - begun, 2),
+                "there_s": round(arrived - begun, 2),
                 "answered_s": round(ended - opened, 2),
                 "before": before,
                 "full": full,
-                "full_there": full_there,
+                "full_at_callee": full_at_callee,
                 "after": _taken(),
                 "after_there": rpc.rpc_sync("worker1", _taken),
             }
@@ -163,10 +163,10 @@ def _in_flight(rank: int, world_size: int, calls: int) -> dict[str, Any] | None:
 
 
 @nightly
-def test_many_calls_in_flight_to_one_worker() -> None:
+def test_many_calls_in_flight_to_one_worker_end_and_leak_nothing() -> None:
     calls = 100_000 if NIGHTLY else 10_000
     assert calls < MAX_PENDING
-    # Without records of calls, whose memory grows until there are 32 768 of them.
+    # Without the flight recorder, whose memory grows up to 32 768 records.
     found = rpc_group(_in_flight, 3, calls, timeout=_LIMIT - 10, env={"ACTORRPC_RECORDER": "0"})[0]
     second, last = found["rounds"][1], found["rounds"][-1]
     for n, each in enumerate(found["rounds"]):
@@ -177,12 +177,12 @@ def test_many_calls_in_flight_to_one_worker() -> None:
             0, last[side].threads - second[side].threads
         )  # the pool may have grown meanwhile
         assert last[side].objects <= second[side].objects + of_threads + calls // 100
-        # What was taken at first is used again, as far as the allocator can.
+        # Memory of the first rounds is reused, as far as the allocator can.
         assert last[side].rss_mb - second[side].rss_mb < 8 + calls / 2_000
 
 
 def _overfull(rank: int, world_size: int) -> None:
-    """More calls than may be in flight: callers wait for room, and every call ends."""
+    """Make more calls than may be in flight: callers wait until calls end, and every call ends."""
     if rank:
         return
     extra = 100
@@ -213,7 +213,7 @@ def _open_at(worker: str) -> None:
 
 @pytest.mark.skipif(not NIGHTLY, reason="131 172 calls in flight: nightly")
 @nightly
-def test_more_calls_than_may_be_in_flight() -> None:
+def test_callers_wait_when_too_many_calls_are_in_flight() -> None:
     rpc_group(_overfull, 3, timeout=300)
 
 
@@ -245,12 +245,12 @@ def _slow_consumer(
         )
     )
     sender.start()
-    _until(lambda: peer.window.waiting)  # it is slowed
+    _until(lambda: peer.window.waiting)  # the sender is blocked
     slowed = Taken.now()
     charged = peer.window.charged
     assert charged <= window + 2 * size
     assert len(peer.pending) < count
-    # The others do not notice, however much is sent to them.
+    # Calls to another worker are not slowed, however much data they send.
     for n in range(500):
         assert rpc.rpc_sync("worker2", operator.add, (n, 1)) == n + 1
     for _ in range(2 * window // size):
@@ -271,15 +271,15 @@ def _slow_consumer(
     }
 
 
-@pytest.mark.prints("the call of _consume has been blocked for")  # where the machine is slow
+@pytest.mark.prints("the call of _consume has been blocked for")  # on a slow machine
 @nightly
 @pytest.mark.parametrize("kind", ["bytes", "tensors", "tensors over TCP"])
-def test_a_slow_consumer_slows_its_sender_and_nobody_else(kind: str, tmp_path: Path) -> None:
+def test_a_slow_consumer_blocks_its_sender_and_no_other_calls(kind: str, tmp_path: Path) -> None:
     window = (64 if NIGHTLY else 16) << 20
     options = {"window": window, "max_threads": 8, "transport": "tcp" if "TCP" in kind else "auto"}
     found = rpc_group(_slow_consumer, 3, kind, window, tmp_path, options=options, timeout=_LIMIT - 10)[0]
     note("slow consumer", {"kind": kind, "window_mb": window >> 20, **found})
-    # What waits to be read is there at most twice, packed and on its way; never all of it.
+    # Unread data exists at most twice, packed and in the kernel; never all of the calls' data.
     assert found["slowed"].rss_mb - found["before"].rss_mb < 2.5 * (window >> 20) + 32
 
 
@@ -287,7 +287,7 @@ def test_a_slow_consumer_slows_its_sender_and_nobody_else(kind: str, tmp_path: P
 
 
 class Thing:
-    """What RRefs lead to; how many there are is counted."""
+    """A value for RRefs, whose instances are counted."""
 
     living = 0
 
@@ -334,24 +334,24 @@ def _make_and_drop(rank: int, world_size: int, total: int) -> dict[str, Any] | N
 
 
 @nightly
-def test_rrefs_made_and_dropped_leave_nothing() -> None:
-    total = 1_000_000 if NIGHTLY else 20_000  # half of which fills the tables of what was freed lately
+def test_created_and_dropped_rrefs_leave_nothing_behind() -> None:
+    total = 1_000_000 if NIGHTLY else 20_000  # the first half fills the tables of recently freed RRefs
     found = rpc_group(_make_and_drop, 3, total, timeout=_LIMIT - 10)[0]
-    (some, here, there), (all_of_them, here_then, there_then) = found["rows"]
+    (some, maker_before, owner_before), (all_of_them, maker_after, owner_after) = found["rows"]
     note(
         "RRefs made and dropped",
         {
             "rrefs": total,
             "took_s": found["took_s"],
-            f"maker_after_{some}": here,
-            f"maker_after_{all_of_them}": here_then,
-            f"owner_after_{some}": there,
-            f"owner_after_{all_of_them}": there_then,
+            f"maker_after_{some}": maker_before,
+            f"maker_after_{all_of_them}": maker_after,
+            f"owner_after_{some}": owner_before,
+            f"owner_after_{all_of_them}": owner_after,
         },
     )
-    for before, after in ((here, here_then), (there, there_then)):
+    for before, after in ((maker_before, maker_after), (owner_before, owner_after)):
         assert after.descriptors <= before.descriptors + 2
-        # The tables of what was freed lately are full by now.
+        # The tables of recently freed RRefs are full.
         assert after.objects <= before.objects + total // 100
         assert after.rss_mb - before.rss_mb < 16
 
@@ -361,7 +361,7 @@ def test_rrefs_made_and_dropped_leave_nothing() -> None:
 
 @contextmanager
 def _burners(count: int) -> Iterator[None]:
-    """Keep processors busy with other things."""
+    """Run busy processes."""
     burning: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
@@ -390,8 +390,8 @@ def _busy(rank: int, world_size: int, seconds: float) -> dict[str, Any]:
     return {"calls": calls, "slowest_s": round(slowest, 3)}
 
 
-def _call_a_busy_one(rank: int, world_size: int, directory: Path) -> None:
-    """Make the first call ever to a worker that holds the interpreter in C code for longer than a handshake may take."""
+def _call_a_busy_worker(rank: int, world_size: int, directory: Path) -> None:
+    """Make a first call to a worker that holds the GIL in C code for longer than the handshake time-out."""
     signals = Signals(directory)
     if rank == 0:
         object.__setattr__(_agent().settings, "handshake_timeout", 0.3)
@@ -405,15 +405,13 @@ def _call_a_busy_one(rank: int, world_size: int, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_a_worker_that_is_too_busy_for_a_handshake_is_not_taken_for_dead(
-    tmp_path: Path, transport: str
-) -> None:
-    rpc_group(_call_a_busy_one, 2, tmp_path, options={"transport": transport})
+def test_a_worker_too_busy_for_a_handshake_is_not_declared_dead(tmp_path: Path, transport: str) -> None:
+    rpc_group(_call_a_busy_worker, 2, tmp_path, options={"transport": transport})
 
 
 @nightly
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_nobody_is_taken_for_dead_on_an_oversubscribed_machine(transport: str) -> None:
+def test_no_worker_is_declared_dead_on_an_oversubscribed_machine(transport: str) -> None:
     minutes = float(os.environ.get("ACTORRPC_SOAK_MINUTES", "10")) / 2
     seconds = 60 * minutes if NIGHTLY else 4.0
     burners = 2 * len(os.sched_getaffinity(0))

@@ -1,6 +1,6 @@
-"""What an error says of whether its call may have run, in each way that a call can end and at each moment of it.
+"""``maybe_executed`` of the errors of calls, for each way in which a call can end and each moment.
 
-``maybe_executed`` is False only where the call has certainly not run and never will; True where it may have.
+It is False only if the call has certainly not run and never will; True if the call may have run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _work(number: int, *_rest: Any) -> int:
 
 
 @pytest.fixture(autouse=True)
-def _anew() -> Iterator[None]:
+def _reset() -> Iterator[None]:
     _ran.clear()
     _entered.clear()
     _release.clear()
@@ -57,7 +57,7 @@ def _anew() -> Iterator[None]:
 
 
 def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
+    """Poll until the condition is true; bounded by the test's limit."""
     pause = threading.Event()
     while not condition():
         pause.wait(0.002)
@@ -71,7 +71,7 @@ def _crash(agent: Agent) -> None:
 
 
 def _time_out(a: Agent, b: Agent, future: Future[int]) -> None:
-    pass  # it comes by itself
+    pass  # the time-out of the call expires
 
 
 def _cancel(a: Agent, b: Agent, future: Future[int]) -> None:
@@ -96,7 +96,9 @@ _WAYS: dict[str, tuple[Callable[[Agent, Agent, Future[int]], None], type[RpcErro
 
 @pytest.mark.parametrize("way", _WAYS)
 @pytest.mark.parametrize("moment", ["in the outbox", "sent", "started"])
-def test_a_call_that_ends_on_its_callers_side(way: str, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_maybe_executed_is_false_only_if_the_call_was_still_in_the_outbox(
+    way: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     end, error = _WAYS[way]
     with agents(2) as (a, b):
         assert a.ask(a.peer("a1"), _note, (0,), {}, 0.0) == 0
@@ -133,8 +135,10 @@ def test_a_call_that_ends_on_its_callers_side(way: str, moment: str, monkeypatch
 
 
 @pytest.mark.parametrize("way", ["cancelled", "peer dies", "shutdown"])
-def test_a_call_that_ends_while_its_frame_is_made(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other thread can say that it did not run, and then have it sent."""
+def test_maybe_executed_is_right_if_another_thread_ends_the_call_during_serialization(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread must not report that the call did not run while this thread still sends it."""
     place = Lender.place
     with agents(2) as (a, b):
         peer = a.peer("a1")
@@ -163,7 +167,7 @@ def test_a_call_that_ends_while_its_frame_is_made(way: str, monkeypatch: pytest.
         try:
             a.call(peer, _work, (1, torch.zeros(1 << 20)), {}, 0.0, future=future)
             if certificates.OVER_TLS:
-                _release.set()  # tensors go through no shared memory there: nothing has ended the call
+                _release.set()  # over TLS, tensors use no shared memory, so `place` was not called
             ended = future.exception()
         except RpcError as error:
             ended = error
@@ -177,11 +181,11 @@ def test_a_call_that_ends_while_its_frame_is_made(way: str, monkeypatch: pytest.
     assert _ran == [0] or ended.maybe_executed
 
 
-def test_a_call_that_is_refused_before_it_is_sent() -> None:
+def test_maybe_executed_is_false_for_calls_refused_before_sending() -> None:
     with agents(3) as (a, b, _):
-        with pytest.raises(SerializationError) as unsent:
+        with pytest.raises(SerializationError) as not_serializable:
             a.call(a.peer("a1"), _note, (threading.Lock(),), {}, 0.0)
-        assert unsent.value.maybe_executed is False
+        assert not_serializable.value.maybe_executed is False
         b.close()
         _until(lambda: a.peer("a1").state != "alive" or a.peer("a1").conn is None)
         with pytest.raises(PeerDiedError) as dead:
@@ -194,8 +198,8 @@ def test_a_call_that_is_refused_before_it_is_sent() -> None:
     assert _ran == []
 
 
-def test_a_call_that_its_worker_refuses() -> None:
-    """Too late to be started, given up before its turn, or with no thread left for it."""
+def test_maybe_executed_is_false_for_late_and_cancelled_calls_that_the_callee_refuses() -> None:
+    """The call arrived after its time-out, or was cancelled while it was queued."""
     with agents(2) as (a, b):
         assert a.ask(a.peer("a1"), abs, (-1,), {}, 0.0) == 1
         begun, go = threading.Event(), threading.Event()
@@ -215,7 +219,7 @@ def test_a_call_that_its_worker_refuses() -> None:
             refuse(conn, frame, error, **given)
 
         b.executor.refuse = note  # type: ignore[method-assign]
-        while not begun.is_set():  # on a loaded machine, its time may be over before it has left
+        while not begun.is_set():  # on a busy machine, the call may time out before it is sent
             late: Future[int] = Future()
             a.call(a.peer("a1"), _note, (1,), {}, 0.1, future=late)
             a.flush()
@@ -236,7 +240,9 @@ def test_a_call_that_its_worker_refuses() -> None:
         assert _ran == []
 
 
-def test_a_call_that_no_thread_can_take_has_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_maybe_executed_is_false_for_calls_refused_without_a_free_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("actorrpc.agent.threads._STUCK_S", 0.2)
     with agents(2, max_threads=3) as (a, _):
         futures: list[Future[int]] = []
@@ -256,8 +262,8 @@ def test_a_call_that_no_thread_can_take_has_not_run(monkeypatch: pytest.MonkeyPa
         assert number not in _ran
 
 
-def test_nested_calls_say_it_of_themselves() -> None:
-    """What is nested in a call that has been given up is not sent any more, and says so."""
+def test_maybe_executed_is_false_for_a_nested_call_after_the_outer_call_was_cancelled() -> None:
+    """The nested call is not sent, as its outer call was cancelled before."""
     with agents(2) as (a, b):
         ends: list[BaseException] = []
         done = threading.Event()

@@ -1,10 +1,9 @@
-"""A worker that is killed, stopped or held up, or whose messages are lost, at each point that has a name.
+"""Faults at each named kill point: worker1 is killed, stopped or delayed, or its messages are lost.
 
-worker1 is the one to whom it happens. worker0 and worker2 use it in one way (a call, an RRef, a backward pass, an actor)
-until the point is reached. Each of their waits ends, with a value or with an error of ours, and after that the two, and
-worker1 where it lives, make ten calls with each other. A backward pass that fails leaves the gradients as they were.
-
-The matrix is made of all points and all message types that there are: a new one is in it by itself.
+worker0 and worker2 use worker1 in one way (a call, an RRef, a backward pass, an actor) until the point is reached. Each of their
+waits must end with a value or an error of this package, and afterwards worker0 and worker2 call each other ten times. A failed
+backward pass must leave the gradients unchanged. The cases are derived from all points and message types, so new ones are
+included automatically.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from tests.faults.figures import NIGHTLY, note
 from tests.harness.kill_points import POINTS, KillPointError, kill_at
 from tests.ranks import run_group
 
-# What each use of worker1 is made of: at points of other messages nothing would happen.
+# Prefixes of the points that each use of worker1 reaches.
 USES = {
     "call": ("call", ANSWER),
     "rref": ("remote", "to_here", ANSWER, "rref_"),
@@ -39,19 +38,19 @@ USES = {
     "actor": ("actor_call", "actor_control", "actor.", ANSWER),
     "end": ("join.", "shutdown.", CONTROL),
 }
-_TIMEOUT = 3.0  # of the calls: what is lost, or held by a stopped worker, ends by it at latest
+_TIMEOUT = 3.0  # of the calls; calls that are lost or held by a stopped worker end by it
 _HEARTBEAT = 0.2
 _SLEEP = 0.3
 
-Case = tuple[str, str, str]  # use, what happens, where
+Case = tuple[str, str, str]  # use of worker1, fault, kill point or message type
 
 
-# There is no group yet: the others wait in init_rpc until its time-out (below), and there is nobody to make calls with.
+# At this point there is no group yet, so this point has a separate test below.
 _WITHOUT_A_GROUP = "join.listening"
 
 
 def _cases() -> list[Case]:
-    """Return all that there is to try: every point, and every type of message that can be lost."""
+    """Return all cases: every point with each action, and every type of message that can be lost."""
     found: list[Case] = []
     for use, parts in USES.items():
         for point in POINTS:
@@ -64,7 +63,7 @@ def _cases() -> list[Case]:
     return found
 
 
-def test_every_point_is_in_the_matrix() -> None:
+def test_every_kill_point_has_a_case() -> None:
     tried = {where for _, action, where in _cases() if action == "sleep"}
     assert tried == set(POINTS)
 
@@ -75,22 +74,19 @@ _held: list[Any] = []
 
 
 class Keeper:
-    """An actor that keeps what it is given, and has a state to be kept."""
+    """An actor with a checkpoint."""
 
     def __init__(self) -> None:
         self.number = 0
 
     def add(self, number: int) -> int:
-        """Add to the state."""
         self.number += number
         return self.number
 
     def checkpoint(self) -> int:
-        """Return the state."""
         return self.number
 
     def restore(self, state: int) -> None:
-        """Take up a state."""
         self.number = state
 
 
@@ -102,7 +98,7 @@ def _keep(rref: Any) -> None:
     _held.append(rref)
 
 
-def _hand_on(rref: Any, to: str) -> None:
+def _forward(rref: Any, to: str) -> None:
     rpc.rpc_sync(to, _keep, (rref,), timeout=_TIMEOUT)
 
 
@@ -114,20 +110,20 @@ class _Signals:
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
 
-    def tell(self, what: str) -> None:
-        (self._directory / what).touch()
+    def set(self, name: str) -> None:
+        (self._directory / name).touch()
 
-    def told(self, what: str) -> bool:
-        return (self._directory / what).exists()
+    def is_set(self, name: str) -> bool:
+        return (self._directory / name).exists()
 
-    def wait(self, what: str) -> None:
+    def wait(self, name: str) -> None:
         pause = threading.Event()
-        while not self.told(what):
+        while not self.is_set(name):
             pause.wait(0.005)
 
 
 def _ends(wait: Callable[[], Any], outcomes: list[str]) -> Any:
-    """Wait for something: it ends with a value or with an error of ours, not by the time that a hang would take."""
+    """Call ``wait`` and record its outcome: a value or an error of this package."""
     try:
         value = wait()
     except (RpcError, KillPointError) as error:
@@ -151,11 +147,11 @@ def _rref(outcomes: list[str]) -> None:
         _ends(lambda rref=rref: rref.to_here(timeout=_TIMEOUT), outcomes)
         _ends(lambda rref=rref: rpc.rpc_sync("worker2", _keep, (rref,), timeout=_TIMEOUT), outcomes)
         _ends(
-            lambda rref=rref: rpc.rpc_sync("worker1", _hand_on, (rref, "worker2"), timeout=_TIMEOUT), outcomes
+            lambda rref=rref: rpc.rpc_sync("worker1", _forward, (rref, "worker2"), timeout=_TIMEOUT), outcomes
         )
         mine = rpc.RRef(7)
         _ends(
-            lambda mine=mine: rpc.rpc_sync("worker1", _hand_on, (mine, "worker2"), timeout=_TIMEOUT), outcomes
+            lambda mine=mine: rpc.rpc_sync("worker1", _forward, (mine, "worker2"), timeout=_TIMEOUT), outcomes
         )
         for name in ("worker1", "worker2"):
             _ends(lambda name=name: rpc.rpc_sync(name, _forget, timeout=_TIMEOUT), outcomes)
@@ -174,10 +170,10 @@ def _backward_in(context: int, leaf: torch.Tensor, mode: Any, outcomes: list[str
     before = autograd.get_gradients(context)[leaf].clone()
 
     def forward() -> torch.Tensor:
-        there = rpc.rpc_sync("worker1", _square, (leaf,), timeout=_TIMEOUT)
-        there = rpc.rpc_sync("worker2", _square, (there,), timeout=_TIMEOUT)
-        there = rpc.rpc_sync("worker1", _square, (there,), timeout=_TIMEOUT)
-        return there.sum()
+        squared = rpc.rpc_sync("worker1", _square, (leaf,), timeout=_TIMEOUT)
+        squared = rpc.rpc_sync("worker2", _square, (squared,), timeout=_TIMEOUT)
+        squared = rpc.rpc_sync("worker1", _square, (squared,), timeout=_TIMEOUT)
+        return squared.sum()
 
     loss = _ends(forward, outcomes)
     if loss is None:
@@ -187,7 +183,7 @@ def _backward_in(context: int, leaf: torch.Tensor, mode: Any, outcomes: list[str
     if outcomes[-1] == "value":
         assert torch.equal(after, before + 8)
     else:
-        assert torch.equal(after, before), "a pass that failed has changed gradients"
+        assert torch.equal(after, before), "a failed pass has changed gradients"
 
 
 def _actor(outcomes: list[str]) -> None:
@@ -203,7 +199,7 @@ def _end(outcomes: list[str]) -> None:
     _ends(lambda: rpc.rpc_sync("worker1", operator.add, (1, 2), timeout=_TIMEOUT), outcomes)
 
 
-_DEEDS = {"call": _call, "rref": _rref, "backward": _backward, "actor": _actor, "end": _end}
+_USE = {"call": _call, "rref": _rref, "backward": _backward, "actor": _actor, "end": _end}
 
 
 def _member(rank: int, world_size: int, directory: str, cases: Sequence[Case]) -> Any:
@@ -228,21 +224,21 @@ def _member(rank: int, world_size: int, directory: str, cases: Sequence[Case]) -
     except (RpcError, KillPointError) as error:
         return [type(error).__name__]
     if role:
-        # Serves; the end comes when worker0 is done, however it is.
+        # Serve calls until worker0 has finished.
         signals.wait("over")
         outcomes: list[str] = []
         _ends(lambda: rpc.shutdown(timeout=20.0), outcomes)
-        signals.tell(f"{role} has left")
+        signals.set(f"{role} has left")
         if fault is not None:
             fault.stop()
         return outcomes
     outcomes = []
-    _DEEDS[use](outcomes)
-    # Whoever lives goes on; what was lost meanwhile has had its time.
+    _USE[use](outcomes)
+    # The remaining workers still work; lost calls have timed out.
     for _ in range(10):
         assert rpc.rpc_sync("worker2", operator.add, (1, 2), timeout=20.0) == 3
         assert rpc.rpc_sync("worker2", rpc.rpc_sync, ("worker0", operator.add, (1, 2)), timeout=20.0) == 3
-    signals.tell("over")
+    signals.set("over")
     _ends(lambda: rpc.shutdown(timeout=20.0), outcomes)
     signals.wait("2 has left")
     pid = int((Path(place) / "pid").read_text())
@@ -261,7 +257,7 @@ def _is_stopped(pid: int) -> bool:
 _JOIN_S = 1.5
 
 
-def _joins(rank: int, world_size: int, directory: str, actions: Sequence[str]) -> Any:
+def _join_with_a_fault(rank: int, world_size: int, directory: str, actions: Sequence[str]) -> Any:
     cell, role = divmod(rank, 3)
     place = Path(directory) / str(cell)
     rpc.api._JOIN_TIMEOUT = _JOIN_S  # type: ignore[attr-defined]
@@ -280,13 +276,15 @@ def _joins(rank: int, world_size: int, directory: str, actions: Sequence[str]) -
 
 
 @pytest.mark.limit(100)
-def test_who_ends_while_it_joins_is_missed_by_the_others(tmp_path: Path) -> None:
-    """They get an error that says who has not come, when the time for joining is over."""
+def test_a_worker_that_fails_while_joining_is_named_in_the_errors_of_the_others(tmp_path: Path) -> None:
+    """They raise RendezvousError with the missing rank when the time-out for joining expires."""
     actions = ("kill", "stop", "raise") if NIGHTLY else ("kill",)
     for number in range(len(actions)):
         (tmp_path / str(number)).mkdir()
     mortal = [3 * number + 1 for number, action in enumerate(actions) if action != "raise"]
-    found = run_group(_joins, 3 * len(actions), str(tmp_path), actions, may_die=mortal, timeout=80)
+    found = run_group(
+        _join_with_a_fault, 3 * len(actions), str(tmp_path), actions, may_die=mortal, timeout=80
+    )
     keys.sweep()
     if "raise" in actions:
         assert found[7][0] == "KillPointError"
@@ -300,7 +298,7 @@ def _chosen() -> list[list[Case]]:
     every = _cases()
     if NIGHTLY:
         return [every[at : at + 4] for at in range(0, len(every), 4)]
-    # One of each use and action: all others run nightly.
+    # Four random cases; all cases run nightly.
     dice = random.Random(5)
     pairs = (("call", "kill"), ("rref", "stop"), ("backward", "kill"), ("actor", "drop"))
     return [[dice.choice([case for case in every if case[:2] == pair]) for pair in pairs]]
@@ -311,9 +309,11 @@ def _chosen() -> list[list[Case]]:
 @pytest.mark.prints(
     r"the state of actor Keeper#\w+ could not be kept$",
     r"^actorrpc\.errors\.RpcTimeoutError: the call of actorrpc\._keep on .*drop\('actor_control'",
-    r"shutdown does not wait for 'worker1' any longer: .*'worker1' cannot be reached",  # it was stopped
+    r"shutdown does not wait for 'worker1' any longer: .*'worker1' cannot be reached",  # worker1 was stopped
 )
-def test_waits_end_and_others_go_on(cases: list[Case], tmp_path: Path) -> None:
+def test_a_fault_at_a_kill_point_ends_all_waits_and_other_workers_keep_working(
+    cases: list[Case], tmp_path: Path
+) -> None:
     for number in range(len(cases)):
         (tmp_path / str(number)).mkdir()
     mortal = [3 * number + 1 for number, (_, action, _) in enumerate(cases) if action in ("kill", "stop")]

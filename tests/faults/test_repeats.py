@@ -1,8 +1,8 @@
-"""What comes twice, or late: frames of every kind, messages of every type, and every handler of the floors above.
+"""Duplicated and late frames: frames of every kind, messages of every type, and every handler of the higher layers.
 
-The receiver is made to see frames twice (its reader returns them so). A connection never does that by itself; a broken peer,
-or a mistake in what resumes connections, would. A call's function runs once all the same, and what controls a connection
-or an RRef, a backward pass or a group comes to the same state and the same values as if it had come once.
+Patched readers return frames twice. A connection never duplicates frames by itself, but a broken peer or a fault in the
+resumption of connections would. A call's function must still run once, and control messages of connections, RRefs, backward
+passes and groups must lead to the same state as without duplicates.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ KINDS = {
 
 
 def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
+    """Poll until the condition is true; bounded by the test's limit."""
     pause = threading.Event()
     while not condition():
         pause.wait(0.002)
 
 
 class Repeater:
-    """Has every reader of this process return frames twice: the second one at once, or some frames later.
+    """Makes every reader of this process return frames twice, the duplicate at once or ``late`` frames later.
 
     Attributes:
-        repeated: how often, by kind.
+        repeated: number of duplicates, by kind.
     """
 
     def __init__(self, kinds: frozenset[int], *, late: int = 0) -> None:
@@ -71,10 +71,10 @@ class Repeater:
     def __enter__(self) -> Repeater:
         repeater, fed = self, self._fed
 
-        def twice(reader: FrameReader, count: int) -> list[Frame]:
+        def fed_twice(reader: FrameReader, count: int) -> list[Frame]:
             return repeater._double(reader, fed(reader, count))
 
-        FrameReader.fed = twice  # type: ignore[method-assign]
+        FrameReader.fed = fed_twice  # type: ignore[method-assign]
         FrameReader.straight = False
         return self
 
@@ -127,7 +127,7 @@ def _sync(agent: Agent, to: Agent, function: Any, *args: Any) -> Any:
 
 
 def _local(scale: int) -> Callable[[int], int]:
-    """Make a function that can only travel by value, and whose definition is sent for itself."""
+    """Return a function that is sent by value, in a DEFINITION frame."""
 
     def scaled(number: int) -> int:
         return number * scale
@@ -135,27 +135,30 @@ def _local(scale: int) -> Callable[[int], int]:
     return scaled
 
 
-def _talk(a: Agent, b: Agent) -> list[Any]:
-    """Use all that there is between two agents; return what came of it."""
-    came: list[Any] = []
+def _exchange(a: Agent, b: Agent) -> list[Any]:
+    """Exchange frames of all kinds between two agents; return the results."""
+    results: list[Any] = []
     router = Router(b)
-    told: list[bytes] = []
-    b.on_notice["told"] = lambda peer, body: told.append(body)
+    notices: list[bytes] = []
+    b.on_notice["notices"] = lambda peer, body: notices.append(body)
     for number in range(40):
-        came.append(_sync(a, b, _note, ("sync", number), number))
-        came.append(_sync(b, a, _note, ("back", number), number))
+        results.append(_sync(a, b, _note, ("sync", number), number))
+        results.append(_sync(b, a, _note, ("back", number), number))
     futures = [_begin(a, b, _note, ("async", number), number) for number in range(40)]
-    came += [each.wait() for each in futures]
+    results += [each.wait() for each in futures]
     for number in range(3):
         with pytest.raises(ZeroDivisionError):
             _sync(a, b, operator.truediv, number, 0)
-    for size in (100, 30_000, 400_000, 3_000_000):  # inline, chunks or shared memory, and back
+    for size in (100, 30_000, 400_000, 3_000_000):  # sent and returned inline, in chunks or in shared memory
         value = torch.arange(size)
         kept = _sync(a, b, _note, ("tensor", size), value)
         others = [_sync(a, b, _note, ("tensors", size, n), value + n) for n in range(3)]
-        came += [torch.equal(kept, value), *(torch.equal(each, value + n) for n, each in enumerate(others))]
+        results += [
+            torch.equal(kept, value),
+            *(torch.equal(each, value + n) for n, each in enumerate(others)),
+        ]
     for number in range(3):  # definitions
-        came.append(_sync(a, b, _local(number), 5))
+        results.append(_sync(a, b, _local(number), 5))
     # Messages keep their order.
     for number in range(6):
         future: Future[Any] = Future()
@@ -169,9 +172,9 @@ def _talk(a: Agent, b: Agent) -> list[Any]:
             future=future,
             mail=MailHeader({"method": f"n{number}"}),
         )
-        came.append(future.wait())
-    came.append(len(router.places))
-    # Calls that are given up, some before they run and some meanwhile.
+        results.append(future.wait())
+    results.append(len(router.places))
+    # Cancelled calls, some queued and some running.
     _gate.clear()
     held = [_begin(a, b, _hold, ("held", number)) for number in range(3)]
     held.append(_begin(a, b, _hold, ("held", 3), torch.zeros(400_000)))
@@ -179,20 +182,20 @@ def _talk(a: Agent, b: Agent) -> list[Any]:
         _entered.acquire()
     _until(
         lambda: a.peer(b.name).window.charged == 0
-    )  # what runs has been taken up: credit comes before its answer
-    came += [each.cancel() for each in held[:3]]
+    )  # CREDIT for running calls arrives before their answers
+    results += [each.cancel() for each in held[:3]]
     _gate.set()
-    came.append(held[3].wait())
-    a.notify(a.peer(b.name), "told", b"news")
-    came += [_sync(a, b, _note, ("last", number), number) for number in range(12)]
-    _until(lambda: told)
+    results.append(held[3].wait())
+    a.notify(a.peer(b.name), "notices", b"news")
+    results += [_sync(a, b, _note, ("last", number), number) for number in range(12)]
+    _until(lambda: notices)
     _until(lambda: not b.peer(a.name).running)
     assert not a.peer(b.name).pending
     assert a.peer(b.name).window.charged == 0
-    return [*came, set(told)]
+    return [*results, set(notices)]
 
 
-def _ways() -> dict[str, Callable[[], Any]]:
+def _transports() -> dict[str, Callable[[], Any]]:
     chunks = {"lane": False, "chunk": 1 << 16}
 
     def over_tcp() -> Any:
@@ -210,57 +213,58 @@ def _pair(made: Any) -> tuple[Agent, Agent]:
     return a, b
 
 
-# Which way of talking has them all but those that are tried below.
-_BELOW = {"INTRO", "PING", "PONG", "STREAM_ABORT", "LANE_RETIRE", "GOODBYE"}
+# Kinds of frames that `_exchange` does not send; tests below send them.
+_SENT_BY_OTHER_TESTS = {"INTRO", "PING", "PONG", "STREAM_ABORT", "LANE_RETIRE", "GOODBYE"}
 
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "actorrpc")  # each repeated request is a line
+    caplog.set_level(logging.CRITICAL, "actorrpc")  # each duplicated request logs a line
 
 
 @pytest.fixture(scope="module")
-def once() -> Any:
+def without_duplicates() -> Any:
     _ran.clear()
     with agents(2) as (a, b):
-        came = _talk(a, b)
-    return came, Counter(_ran)
+        results = _exchange(a, b)
+    return results, Counter(_ran)
 
 
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("late", [0, 7])
 @pytest.mark.parametrize("way", ["lane", "chunks", "tcp"])
-def test_frames_that_come_twice_change_nothing(way: str, late: int, once: Any) -> None:
+def test_duplicated_frames_change_no_result_and_run_no_call_twice(
+    way: str, late: int, without_duplicates: Any
+) -> None:
     kinds = frozenset(KINDS) - {frames.INTRO, frames.CHUNK if late else frames.INTRO}
     with Repeater(kinds, late=late) as repeater:
         _ran.clear()
-        with _ways()[way]() as made:
+        with _transports()[way]() as made:
             a, b = _pair(made)
-            came = _talk(a, b)
+            results = _exchange(a, b)
             assert a.peer(b.name).state == b.peer(a.name).state == "alive"
-    assert (came, _ran) == once
+    assert (results, _ran) == without_duplicates
     seen = {KINDS[kind] for kind in repeater.repeated}
     assert {"REQUEST", "REPLY", "FAILURE", "NOTICE", "CANCEL", "DEFINITION", "CREDIT"} <= seen
 
 
-def test_every_kind_of_frame_has_a_case() -> None:
-    """A new kind of frame has to be talked about above, or tried below by its name."""
+def test_every_kind_of_frame_is_sent_by_a_test() -> None:
+    """A new kind of frame must be sent by `_exchange`, or by a test below."""
     with Repeater(frozenset(KINDS) - {frames.INTRO}) as repeater:
         for way in ("lane", "tcp"):
-            with _ways()[way]() as made:
-                _talk(*_pair(made))
-    assert set(KINDS.values()) - {KINDS[kind] for kind in repeater.repeated} <= _BELOW
+            with _transports()[way]() as made:
+                _exchange(*_pair(made))
+    assert set(KINDS.values()) - {KINDS[kind] for kind in repeater.repeated} <= _SENT_BY_OTHER_TESTS
 
 
 @pytest.mark.parametrize("name", sorted(set(KINDS.values()) - {"REQUEST", "INTRO", "CHUNK"}))
-def test_what_is_about_nothing_twice_is_harmless(name: str) -> None:
-    """Late: what it is about is over, or never was."""
+def test_duplicated_frames_about_unknown_calls_are_ignored(name: str) -> None:
     kind = next(number for number, each in KINDS.items() if each == name)
     body, extra = bytes(16), b""
     if kind == frames.DEFINITION:
         body = hashlib.blake2b(b"nothing", digest_size=16).digest() + b"nothing"
     elif kind == frames.NOTICE:
-        extra = msgpack.packb({"n": "nobody's"})
+        extra = msgpack.packb({"n": "unknown"})
     with agents(1) as (agent,):
         stranger = Stranger(agent)
         stranger.shake_hands()
@@ -277,21 +281,21 @@ def test_what_is_about_nothing_twice_is_harmless(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["INTRO", "CHUNK"])
-def test_what_must_not_come_twice_closes_the_connection(name: str) -> None:
+def test_a_second_intro_or_a_chunk_of_no_message_closes_the_connection(name: str) -> None:
     with agents(2) as (agent, other):
         stranger = Stranger(agent)
         stranger.shake_hands()
         stranger.introduce()
         if name == "INTRO":
             stranger.introduce()
-        else:  # of a message that is over
+        else:  # of a message that is complete
             stranger.sock.sendall(pack_frame(frames.CHUNK, 5, b"more"))
         stranger.read_to_the_end()
         stranger.close()
         assert _sync(other, agent, operator.add, 1, 2) == 3
 
 
-def test_a_request_that_comes_again_much_later_is_not_executed() -> None:
+def test_a_request_duplicated_much_later_is_not_executed_again() -> None:
     call = pickle.dumps((_note, ("again", 1), {}))
     _ran.clear()
     with agents(1) as (agent,):
@@ -333,8 +337,8 @@ def _doubled(rank: int, world_size: int, store: str, late: int) -> dict[str, int
 
 @pytest.mark.limit(90)
 @pytest.mark.parametrize("late", [0, 3] if NIGHTLY else [0])
-def test_messages_of_every_type_that_come_twice_are_executed_once(late: int) -> None:
-    """Values, gradients and references are as ever (`everything` looks at them), and nothing is left at the end."""
+def test_duplicated_messages_of_every_type_are_executed_once(late: int) -> None:
+    """`everything` checks values, gradients and references."""
     store = f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store"
     each = run_group(_doubled, 3, store, late)
     total = {point: sum(counts[point] for counts in each) for point in POINTS}
@@ -344,10 +348,10 @@ def test_messages_of_every_type_that_come_twice_are_executed_once(late: int) -> 
         sent = total[f"{type}.sent"]
         assert sent, f"{type} has no case: have tests/harness/every_message.py send one"
         if type in NOTICES:
-            # It was handled twice, and that did no harm. The last of these are on their way when their worker counts.
+            # Notices are handled twice. The last rref_delete may still be on its way when its worker counts.
             least = 0 if type == "rref_delete" else sent
             assert total[f"{type}.handled"] > least or late, type
-        elif type != CONTROL:  # the last of these are on their way when their worker leaves
-            # What an actor is asked is not all executed: the order to end it, for one.
+        elif type != CONTROL:  # the last control messages may be on their way when their worker leaves
+            # Not every actor_control message is executed, for example the order to end the actor.
             least = 1 if type == "actor_control" else sent
             assert least <= total[f"{type}.starting"] <= sent, type

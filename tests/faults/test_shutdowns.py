@@ -1,9 +1,8 @@
-"""Leaving, whatever state the group is in and however it is asked for: it ends, in time, and says what it has to say.
+"""``shutdown`` ends in time in every state of the group and in every mode, and raises the right error.
 
-Each cell is a group of three: worker0 leaves, worker1 leaves with it, and worker2 is what is wrong with the group. Cells run
-side by side. That they end is asserted (by the limits); how long each took is written down with the figures. What is
-promised: a graceful end within 30 s of the moment when the only ones missing are dead or out of reach; by force, 2 s;
-Ctrl-C, 1 s.
+Each cell is a group of three workers: worker0 and worker1 shut down, and worker2 has the fault. Cells run at the same time. The
+tests' limits assert that they end; the times are recorded as figures. The promise is 30 s for a graceful shutdown whose
+missing workers are all dead or unreachable, 2 s for a forced one, and 1 s after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from tests.ranks import run_group
 
 STATES = ("idle", "calls", "killed", "stopped", "cut off", "left", "passive")
 MODES = ("graceful", "timeout", "forced", "ctrl-c")
-_GONE = ("killed", "stopped", "cut off")  # its process is ended by the cell, not by itself
+_KILLED_BY_THE_CELL = ("killed", "stopped", "cut off")  # worker0 kills its process
 _TIMEOUT = 1.5
-_HEARTBEAT = None if NIGHTLY else 0.2  # seconds; None: what users have
+_HEARTBEAT = None if NIGHTLY else 0.2  # seconds; None: the default
 
 Cell = tuple[str, str]
 
-_for_ever = threading.Event()
+_released = threading.Event()
 _entered = threading.Semaphore(0)
 
 
 def _until(condition: Callable[[], Any]) -> None:
-    """Wait for something that nothing announces; bounded by the test's limit."""
+    """Poll until the condition is true; bounded by the test's limit."""
     pause = threading.Event()
     while not condition():
         pause.wait(0.005)
@@ -50,21 +49,21 @@ def _until(condition: Callable[[], Any]) -> None:
 
 def _hold(seconds: float) -> str:
     _entered.release()
-    _for_ever.wait(seconds)
+    _released.wait(seconds)
     return "held"
 
 
 class _Signals:
-    """How the members of a cell tell each other how far they are, whatever has become of their group."""
+    """Synchronises the members of a cell through files, whatever the state of their group."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
 
-    def tell(self, what: str) -> None:
-        (self._directory / what).touch()
+    def set(self, name: str) -> None:
+        (self._directory / name).touch()
 
-    def wait(self, what: str) -> None:
-        _until((self._directory / what).exists)
+    def wait(self, name: str) -> None:
+        _until((self._directory / name).exists)
 
 
 def _pid_of(name: str) -> int:
@@ -86,37 +85,37 @@ def _member(rank: int, world_size: int, directory: str, cells: Sequence[Cell]) -
                 options |= proxy.options
         given = rpc.RpcBackendOptions(init_method=f"file://{place}/store", **options)
         rpc.init_rpc(f"worker{role}", rank=role, world_size=3, rpc_backend_options=given)
-        stack.callback(_for_ever.set)  # what was held may go
+        stack.callback(_released.set)  # release held calls
         if role == 2:
-            return _the_third(state, mode, signals, proxy)
-        return _leave(role, state, mode, signals)
+            return _faulty_worker(state, mode, signals, proxy)
+        return _shut_down_and_report(role, state, mode, signals)
 
 
-def _the_third(state: str, mode: str, signals: _Signals, proxy: FaultProxy | None) -> None:
-    """Be what is wrong."""
+def _faulty_worker(state: str, mode: str, signals: _Signals, proxy: FaultProxy | None) -> None:
+    """Run worker2, which has the fault."""
     signals.wait("1 is ready")
     signals.wait("0 is ready")
     if state == "left":
         rpc.shutdown(graceful=False)
-        signals.tell("2 is ready")
+        signals.set("2 is ready")
         return
     if state == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if state == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
-        _for_ever.wait()
+        _released.wait()
     if proxy is not None:
         proxy.stall()
-        signals.tell("2 is ready")
-        _for_ever.wait()  # it is ended by worker0
-    signals.tell("2 is ready")
+        signals.set("2 is ready")
+        _released.wait()  # worker0 kills this process
+    signals.set("2 is ready")
     if state == "passive" or mode in ("forced", "ctrl-c"):
         signals.wait("0 has left")
     rpc.shutdown()
 
 
-def _leave(role: int, state: str, mode: str, signals: _Signals) -> dict[str, Any] | None:
-    """Be one that leaves, and say how it was."""
+def _shut_down_and_report(role: int, state: str, mode: str, signals: _Signals) -> dict[str, Any] | None:
+    """Shut down as worker0 or worker1; worker0 returns a report."""
     pid = _pid_of("worker2")
     calls: list[Future[Any]] = []
     assert rpc.rpc_sync("worker2", abs, (-1,)) == 1
@@ -125,7 +124,7 @@ def _leave(role: int, state: str, mode: str, signals: _Signals) -> dict[str, Any
             calls.append(rpc.rpc_async(name, _hold, (0.3 if mode == "graceful" else 30.0,), timeout=0))
     elif state != "idle":
         calls.append(rpc.rpc_async("worker2", _hold, (30.0,), timeout=0))
-    signals.tell(f"{role} is ready")
+    signals.set(f"{role} is ready")
     if state == "stopped":
         _until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     elif state != "killed":
@@ -138,7 +137,7 @@ def _leave(role: int, state: str, mode: str, signals: _Signals) -> dict[str, Any
         return None
     begun, error = _shut_down(mode)
     took = time.monotonic() - begun
-    signals.tell("0 has left")
+    signals.set("0 has left")
     assert not rpc.is_initialized()
     ends = _ends(calls)
     if state in ("stopped", "cut off"):
@@ -147,12 +146,12 @@ def _leave(role: int, state: str, mode: str, signals: _Signals) -> dict[str, Any
 
 
 def _ends(calls: list[Future[Any]]) -> set[str]:
-    """Look at how calls have ended: all of them are over, or this does not end."""
+    """Wait for all calls, and return the types of their errors."""
     return {type(each.exception()).__name__ for each in calls}
 
 
 def _shut_down(mode: str) -> tuple[float, BaseException | None]:
-    """Leave; return since when it has been on, and what it has raised."""
+    """Call shutdown; return the time of its start (or of Ctrl-C) and its error."""
     begun = time.monotonic()
     try:
         if mode == "graceful":
@@ -171,7 +170,7 @@ def _shut_down(mode: str) -> tuple[float, BaseException | None]:
 
 @contextlib.contextmanager
 def _ctrl_c() -> Iterator[list[float]]:
-    """Have Ctrl-C come when the main thread waits for the others."""
+    """Send SIGINT when the main thread waits for other workers."""
     main = threading.main_thread().ident
     assert main is not None
     over = threading.Event()
@@ -202,19 +201,19 @@ def _expected(state: str, mode: str) -> set[str]:
         return {"KeyboardInterrupt"}
     if mode == "timeout" and state == "passive":
         return {"RpcTimeoutError"}
-    if mode == "timeout" and state in _GONE:
-        return {"NoneType", "RpcTimeoutError"}  # whichever comes first: its death, or the time
+    if mode == "timeout" and state in _KILLED_BY_THE_CELL:
+        return {"NoneType", "RpcTimeoutError"}  # the death of worker2 or the time-out, whichever is first
     return {"NoneType"}
 
 
 def _check(directory: Path, cells: Sequence[Cell]) -> None:
     for number, (_, mode) in enumerate(cells):
         (directory / str(number)).mkdir(parents=True)
-        # A graceful end waits for who is passive: here until it is told to go.
+        # A graceful shutdown would wait for the passive worker.
         if mode == "graceful":
             assert cells[number] != ("passive", "graceful")
-    gone = [3 * number + 2 for number, (state, _) in enumerate(cells) if state in _GONE]
-    found = run_group(_member, 3 * len(cells), str(directory), cells, may_die=gone, timeout=90)
+    may_die = [3 * number + 2 for number, (state, _) in enumerate(cells) if state in _KILLED_BY_THE_CELL]
+    found = run_group(_member, 3 * len(cells), str(directory), cells, may_die=may_die, timeout=90)
     keys.sweep()
     for number, (state, mode) in enumerate(cells):
         report = found[3 * number]
@@ -238,22 +237,22 @@ def _cells() -> list[list[Cell]]:
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("cells", _cells(), ids=lambda cells: "; ".join(map(", ".join, cells)))
 @pytest.mark.prints("threads of 'worker[012]' are still in user code after shutdown")
-def test_leaving_a_group(cells: list[Cell], tmp_path: Path) -> None:
+def test_shutdown_of_a_group_ends_in_every_state_and_mode(cells: list[Cell], tmp_path: Path) -> None:
     _check(tmp_path, cells)
 
 
 def _passive(rank: int, world_size: int, directory: str) -> bool:
-    """worker0 waits for as long as worker1 only serves, and not longer."""
+    """worker0 waits in `shutdown` until worker1 calls it, too."""
     signals = _Signals(directory)
     options = rpc.RpcBackendOptions(init_method=f"file://{directory}/store")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
     if rank:
-        # It waits for this worker: it serves calls, and has not left.
+        # worker0 waits in `shutdown`, and still serves calls.
         _until(lambda: rpc.rpc_sync("worker0", _is_leaving))
         for number in range(200):
             assert rpc.rpc_sync("worker0", abs, (-number,)) == number
         assert rpc.rpc_sync("worker0", _is_leaving)
-        signals.tell("over")
+        signals.set("over")
         rpc.shutdown()
         return True
     rpc.shutdown()
@@ -265,7 +264,7 @@ def _is_leaving() -> bool:
     return "worker0" in barrier._arrived.get(0, ())
 
 
-def test_a_graceful_end_waits_for_who_only_serves(tmp_path: Path) -> None:
+def test_graceful_shutdown_waits_until_every_worker_calls_it(tmp_path: Path) -> None:
     assert run_group(_passive, 2, str(tmp_path)) == [True, True]
 
 
@@ -273,15 +272,13 @@ def test_a_graceful_end_waits_for_who_only_serves(tmp_path: Path) -> None:
 
 
 class Worker:
-    """An actor that does as it is told."""
+    """An actor that returns its process, or blocks."""
 
     def pid(self) -> int:
-        """Return its process."""
         return os.getpid()
 
     def hold(self) -> None:
-        """Never return."""
-        _for_ever.wait()
+        _released.wait()
 
 
 def _cluster(rank: int, world_size: int, cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -314,7 +311,7 @@ def _cluster(rank: int, world_size: int, cells: Sequence[Cell]) -> list[dict[str
         took = time.monotonic() - begun
         assert not actorrpc.is_initialized()
         for ref in refs:
-            with pytest.raises((ActorError, ShutdownError, PeerDiedError)):  # not that it takes too long
+            with pytest.raises((ActorError, ShutdownError, PeerDiedError)):  # not a time-out
                 actorrpc.get(ref, timeout=20)
         _until(lambda pids=pids: not any(_runs(pid) for pid in pids))
         reports.append({"took": took, "error": type(error).__name__})
@@ -330,8 +327,8 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.limit(240 if NIGHTLY else 60)
-def test_ending_a_cluster() -> None:
-    """Its processes are on this machine: none is cut off, and none is passive or has left before."""
+def test_shutdown_of_a_cluster_ends_in_every_state_and_mode() -> None:
+    """Only the states that processes of one machine can be in."""
     cells = [(state, mode) for state in STATES[:4] for mode in MODES]
     if not NIGHTLY:
         cells = [("stopped", "forced"), ("calls", "ctrl-c")]
@@ -340,6 +337,6 @@ def test_ending_a_cluster() -> None:
         allowed = {"NoneType", "KeyboardInterrupt"} if mode == "ctrl-c" else {"NoneType", "RpcTimeoutError"}
         assert report["error"] in allowed, (state, mode, report)
         note(
-            f"cluster's end: {state}, {mode}",
+            f"shutdown of a cluster: {state}, {mode}",
             {"seconds": round(report["took"], 2), "raised": report["error"]},
         )

@@ -1,8 +1,8 @@
-"""Soak: calls of all kinds for minutes, while actors and the processes they live in are killed at random.
+"""Soak test: calls of all kinds for minutes, while actors and their processes are killed at random.
 
-Every call must end, within its bound, with its value or with an error that says who died; when it is over, there must be no
-thread, process, descriptor, file or reference more than before. 30 minutes at night (ACTORRPC_SOAK_MINUTES), some seconds
-otherwise.
+Every call must end in time, with its value or with an error that names the dead actor or worker. At the end there must be no
+more threads, processes, descriptors, files or references than before. It runs 30 minutes at night (ACTORRPC_SOAK_MINUTES), and
+some seconds otherwise.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from actorrpc.testing import processes
 from tests.faults.figures import NIGHTLY, Taken, note
 
 _SECONDS = 60 * float(os.environ.get("ACTORRPC_SOAK_MINUTES", "30")) if NIGHTLY else 6.0
-_BOUND = 60.0  # for each call: restarts on a busy machine included
+_BOUND = 60.0  # time-out of each call, which includes restarts on a busy machine
 _ACTORS = 6
-# What a call may end with, besides its value, when somebody that it needs is killed.
-# Two chains that cross each other are a real deadlock, which is found and named.
+# Errors of calls whose actor or worker is killed. Two chains of calls that cross each other are a real deadlock, which is
+# detected.
 _DEATHS = (ActorError, DeadlockError, PeerDiedError)
 
 
 @actorrpc.remote(max_restarts=-1, restart_backoff_s=0.02)
 class Worker:
-    """Comes back as often as it is killed, at once."""
+    """An actor that is restarted at once after each kill."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -70,7 +70,7 @@ def _task(number: int) -> int:
 
 
 class _Soak:
-    """One caller's thread: random calls until the time is over."""
+    """A thread that makes random calls until a given time."""
 
     def __init__(self, seed: int, actors: list[Any], until: float) -> None:
         self.random = random.Random(seed)
@@ -100,7 +100,7 @@ class _Soak:
                 self.ends["value"] += 1
             except _DEATHS as error:
                 self.ends[type(error).__name__] += 1
-            except BaseException as error:  # a time-out, too: a call that did not end
+            except BaseException as error:  # includes time-outs: a call that did not end
                 self.wrong.append(error)
                 error.add_note(f"in {kind.__name__}")
             took = round(time.monotonic() - begun, 2)
@@ -114,7 +114,7 @@ class _Soak:
         picked = [self._pick() for _ in range(20)]
         refs = [actor.who.remote() for _, actor in picked]
         ends: list[Any] = []
-        for ref in refs:  # each of them, also behind one that failed
+        for ref in refs:  # all of them, even after a failure
             try:
                 ends.append(actorrpc.get(ref, timeout=_BOUND)[0])
             except _DEATHS as error:
@@ -153,14 +153,14 @@ class _Soak:
 
 
 def _kill_one(seed: random.Random, actors: list[Any]) -> str:
-    """Kill something at random; say what."""
+    """Kill a random actor or process; return which kind was killed."""
     if seed.random() < 0.3:
         actorrpc.kill(seed.choice(actors), no_restart=False)
         return "actor"
     mine = {row.pid for row in actorrpc.list_actors() if row.pid}
     victims = sorted(each.pid for each in processes.descendants() if each.pid in mine)
     if not victims:
-        return "nobody"
+        return "none"
     with contextlib.suppress(ProcessLookupError):
         os.kill(seed.choice(victims), seed.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM]))
     return "process"
@@ -173,7 +173,7 @@ def _until(condition: Any) -> None:
 
 
 @pytest.mark.limit(_SECONDS + 150)
-def test_soak_with_random_kills() -> None:
+def test_calls_end_and_nothing_leaks_while_actors_and_processes_are_killed() -> None:
     seed = random.Random(6)
     rows: list[dict[str, Any]] = []
     killed: Counter[str] = Counter()
@@ -189,7 +189,7 @@ def test_soak_with_random_kills() -> None:
         minute = max(_SECONDS / 30, 3.0)
         pause = threading.Event()
         while (now := time.monotonic()) < end:
-            # In periods: between two of them nothing is under way, so that what has stayed is a leak.
+            # Between two periods no call is in flight, so remaining resources are leaks.
             callers = [_Soak(seed.randrange(1 << 30), actors, min(end, now + minute)) for _ in range(4)]
             while any(each.thread.is_alive() for each in callers):
                 killed[_kill_one(seed, actors)] += 1
@@ -203,7 +203,7 @@ def test_soak_with_random_kills() -> None:
                 if each.wrong:
                     raise each.wrong[0]
             del callers, each
-            # All are there again, and answer.
+            # All actors answer again.
             for number, actor in enumerate(actors):
                 _answers(actor, number)
             rows.append(_row(begun))
@@ -228,21 +228,21 @@ def test_soak_with_random_kills() -> None:
     )
     assert ends["value"]
     assert killed["actor"] + killed["process"]
-    # The first row is after the pools have grown.
+    # In the first row, the pools have grown already.
     assert rows[-1]["taken"].threads <= rows[0]["taken"].threads + 10
     assert rows[-1]["taken"].descriptors <= rows[0]["taken"].descriptors + 20
     assert rows[-1]["processes"] <= rows[0]["processes"] + 3
     assert rows[-1]["shm_files"] <= rows[0]["shm_files"] + 3
-    # What is kept of those that have ended: all of the last ones, and a few words of each of the others.
+    # The last KEPT dead peers keep their records, older dead peers a short report.
     kills = sum(killed.values())
     assert rows[-1]["taken"].objects - rows[0]["taken"].objects < 5000 + 100 * min(kills, KEPT) + 20 * kills
     assert rows[-1]["taken"].rss_mb - rows[0]["taken"].rss_mb < 30 + _SECONDS / 60
 
 
-# -- what stays of each process that is killed ------------------------------------------------------------------------
+# -- objects left by each killed process ------------------------------------------------------------------------
 
-# Kept of each that has ended, and bounded: words for those who ask later, and what is still due at the clock.
-_WORDS = {"_EndOfPeer", "DeathReport", "PeerDiedError", "WorkerKey", "Timer"}
+# Bounded leftovers of each dead process: reports of its death for later questions, and pending timers.
+_DEATH_RECORDS = {"_EndOfPeer", "DeathReport", "PeerDiedError", "WorkerKey", "Timer"}
 
 
 @actorrpc.remote(max_restarts=-1, restart_backoff_s=0.01)
@@ -251,8 +251,8 @@ class _Victim:
         return os.getpid()
 
 
-def _end_all(actors: list[Any]) -> None:
-    """Kill the processes of all actors, and wait until each lives in another one."""
+def _restart_all(actors: list[Any]) -> None:
+    """Kill the processes of all actors, and wait until each actor runs in a new process."""
     pids = [actorrpc.get(actor.pid.remote(), timeout=_BOUND) for actor in actors]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -267,10 +267,10 @@ def _end_all(actors: list[Any]) -> None:
         _until(lambda actor=actor, pid=pid: is_back(actor, pid))
 
 
-def _ours() -> Counter[str]:
+def _package_objects() -> Counter[str]:
     gc.collect()
     kinds = Counter(type(each) for each in gc.get_objects())
-    # A class may have made a descriptor of its own of its module's name.
+    # A class may define a descriptor named `__module__`, hence str().
     return Counter(
         {
             kind.__qualname__: count
@@ -281,20 +281,24 @@ def _ours() -> Counter[str]:
 
 
 @pytest.mark.limit(60)
-def test_a_process_that_was_killed_leaves_a_few_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "KEPT", 2)  # so that few kills show what many leave
+def test_killed_processes_leave_only_short_death_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "KEPT", 2)  # so that few kills show the effect of many
     with actorrpc.init(log_to_driver=False):
         actors = [_Victim.remote() for _ in range(4)]
-        _end_all(actors)
-        before = _ours()
+        _restart_all(actors)
+        before = _package_objects()
         for _ in range(3):
-            _end_all(actors)
+            _restart_all(actors)
         grown: dict[str, int] = {}
 
         def settled() -> bool:
             nonlocal grown
-            grown = {name: more for name, more in (_ours() - before).items() if name not in _WORDS}
-            return all(more < 10 for more in grown.values())  # of 12 kills; some is under way
+            grown = {
+                name: more
+                for name, more in (_package_objects() - before).items()
+                if name not in _DEATH_RECORDS
+            }
+            return all(more < 10 for more in grown.values())  # of 12 kills; some may be in progress
 
         try:
             _until(settled)
@@ -303,7 +307,7 @@ def test_a_process_that_was_killed_leaves_a_few_words(monkeypatch: pytest.Monkey
 
 
 def _answers(actor: Any, number: int) -> None:
-    """Ask until it answers: it may be about to die of the last kill."""
+    """Call the actor until it answers: it may still be about to die of the last kill."""
     until = time.monotonic() + _BOUND
     while True:
         try:

@@ -1,6 +1,6 @@
-"""Device maps: what is refused, which way tensors go, and that answers and gradients come back the other way.
+"""Device maps: invalid maps, and the devices of arguments, answers and gradients.
 
-The device ``meta`` stands for a GPU where there is none: what a map sends there arrives there, but for its values.
+The device ``meta`` stands for a GPU: tensors arrive there, but without their values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def record(
     gpus: int = 0,
     devices: tuple[str, ...] = (),
 ) -> WorkerRecord:
-    routes = [(to, here, there) for to, each in (maps or {}).items() for here, there in each.items()]
+    routes = [(to, source, target) for to, each in (maps or {}).items() for source, target in each.items()]
     return WorkerRecord(
         name=name,
         rank=ord(name),
@@ -37,7 +37,7 @@ def record(
     )
 
 
-# -- what is refused -----------------------------------------------------------------------------
+# -- invalid maps -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -73,28 +73,30 @@ def record(
         ),
     ],
 )
-def test_maps_that_cannot_be(one: dict[str, Any], other: dict[str, Any], text: str) -> None:
+def test_invalid_device_maps_raise_config_error(
+    one: dict[str, Any], other: dict[str, Any], text: str
+) -> None:
     a, b = record("a", **{"gpus": 2, **one}), record("b", **{"gpus": 2, **other})
     with pytest.raises(errors.ConfigError, match=text) as caught:
         device_maps.check([b, a], {"a": a, "b": b}.get, fixed=True)
-    assert isinstance(caught.value, ValueError)  # as torch
+    assert isinstance(caught.value, ValueError)  # like torch
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_all_workers_say_the_same_of_several_that_cannot_be(order: tuple[int, int]) -> None:
+def test_of_several_invalid_maps_all_workers_report_the_same_one(order: tuple[int, int]) -> None:
     both = [record("a", {"b": {"cuda:0": "cpu"}}), record("b", {"a": {"cuda:0": "cpu"}})]
     found = {each.name: each for each in both}
     with pytest.raises(errors.ConfigError, match="Node a has source devices"):
         device_maps.check([both[at] for at in order], found.get, fixed=True)
 
 
-def test_maps_that_can_be() -> None:
+def test_valid_device_maps_are_accepted() -> None:
     a = record(
         "a", {"b": {"cuda:0": "cuda:1", "cuda:1": "cpu", "cpu": "cuda:0"}, "a": {"cuda:0": "cuda:1"}}, gpus=2
     )
     b = record("b", {"a": {"cpu": "meta"}}, gpus=2, devices=("cuda:0", "cuda:1", "cpu"))
     device_maps.check([a, b], {"a": a, "b": b}.get, fixed=True)
-    # Of whom nothing is known yet, in a group that workers join as they like, nothing is checked.
+    # In a dynamic group, maps for unknown workers are not checked.
     device_maps.check([record("a", {"x": {"cpu": "cuda:7"}})], {}.get, fixed=False)
 
 
@@ -110,40 +112,40 @@ def _join_wrongly(rank: int, world_size: int, path: str) -> str:
     return "no error"
 
 
-def test_all_workers_of_a_group_hear_of_a_map_that_cannot_be() -> None:
+def test_an_invalid_map_fails_init_rpc_on_all_workers() -> None:
     for found in run_group(_join_wrongly, 2, unused_path("maps")):
         assert "Node worker0 has source devices with invalid indices in its device map for worker1" in found
 
 
-# -- which way -----------------------------------------------------------------------------------
+# -- maps of calls and answers -----------------------------------------------------------------------------------
 
 
-def ways(own: WorkerRecord, other: WorkerRecord) -> tuple[Any, Any]:
+def maps_of(own: WorkerRecord, other: WorkerRecord) -> tuple[Any, Any]:
     peer = Peer(other, own=own, window=1, definitions=None)
     return peer.device_map, peer.answer_map
 
 
-def test_answers_come_back_the_other_way() -> None:
+def test_answers_use_the_inverse_of_the_callers_map() -> None:
     ring = {"cuda:0": "cuda:1", "cuda:1": "cuda:2", "cuda:2": "cuda:0"}
-    back = {there: here for here, there in ring.items()}
+    inverse = {target: source for source, target in ring.items()}
     a, b = record("a", {"b": ring}), record("b")
-    assert ways(a, b) == (ring, ring)
-    # Gradients of what came with a call go back in calls.
-    assert ways(b, a) == (back, back)
+    assert maps_of(a, b) == (ring, ring)
+    # Gradients of arguments are sent in calls in the opposite direction.
+    assert maps_of(b, a) == (inverse, inverse)
     both = record("b", {"a": ring})
-    assert ways(a, both) == ways(both, a) == (ring, back)
+    assert maps_of(a, both) == maps_of(both, a) == (ring, inverse)
     alone = record("c", {"c": ring})
-    assert ways(alone, alone) == (ring, back)
-    assert ways(a, record("c")) == (None, None)
+    assert maps_of(alone, alone) == (ring, inverse)
+    assert maps_of(a, record("c")) == (None, None)
 
 
-def test_what_is_on_the_cpu_moves_only_by_the_map_that_is_meant() -> None:
+def test_cpu_tensors_move_only_by_an_explicit_map() -> None:
     a, b = record("a", {"b": {"cpu": "cuda:0"}}), record("b")
-    assert ways(a, b) == ({"cpu": "cuda:0"}, None)
-    assert ways(b, a) == ({"cuda:0": "cpu"}, {"cuda:0": "cpu"})
+    assert maps_of(a, b) == ({"cpu": "cuda:0"}, None)
+    assert maps_of(b, a) == ({"cuda:0": "cpu"}, {"cuda:0": "cpu"})
     a = record("a", {"b": {"cuda:0": "cpu"}})
-    assert ways(a, b) == ({"cuda:0": "cpu"}, {"cuda:0": "cpu"})
-    assert ways(b, a) == (None, {"cpu": "cuda:0"})
+    assert maps_of(a, b) == ({"cuda:0": "cpu"}, {"cuda:0": "cpu"})
+    assert maps_of(b, a) == (None, {"cpu": "cuda:0"})
 
 
 def _place_of(*tensors: torch.Tensor) -> list[str]:
@@ -159,7 +161,7 @@ def _by_map(rank: int, world_size: int) -> None:
         return
     small, large, none = torch.ones(3), torch.ones(9000), torch.ones(0, 4)
     assert rpc.rpc_sync("worker1", _place_of, (small, large, large[3:], large[::3], none)) == ["meta"] * 5
-    # The map of worker 0 does not count for what others send without one.
+    # The map of worker 0 does not apply to tensors of workers without a map.
     assert rpc.rpc_sync("worker1", _call_back) == ["cpu"]
     assert rpc.rpc_sync("worker1", _made, ("cpu",)).device.type == "cpu"
     assert rpc.rpc_sync("worker2", _place_of, (small,)) == ["cpu"]
@@ -188,32 +190,32 @@ def _start(rank: int, world_size: int, path: str) -> None:
     rpc.shutdown()
 
 
-def test_tensors_of_the_cpu_by_a_map() -> None:
+def test_cpu_tensors_are_sent_to_their_mapped_device() -> None:
     run_group(_start, 3, unused_path("by-map"))
 
 
 # -- in messages ---------------------------------------------------------------------------------
 
 
-def _trip(value: Any, device_map: Mapping[str, str]) -> Any:
+def _encode_and_decode(value: Any, device_map: Mapping[str, str]) -> Any:
     encoded = encode(value, device_map=device_map)
     return decode(encoded.body, [bytearray(span.view()) for span in encoded.spans], definitions=None)
 
 
-def test_what_has_no_elements_arrives_where_the_map_says() -> None:
+def test_empty_tensors_arrive_on_their_mapped_device() -> None:
     none = torch.empty(0, 3)
     for made in (none, none.clone().requires_grad_(), torch.nn.Parameter(none)):
-        arrived = _trip(made, {"cpu": "meta"})
+        arrived = _encode_and_decode(made, {"cpu": "meta"})
         assert (arrived.device.type, arrived.shape, arrived.requires_grad) == (
             "meta",
             made.shape,
             made.requires_grad,
         )
         assert type(arrived) is type(made)
-        assert _trip(made, {"cpu": "cpu"}).device.type == "cpu"
+        assert _encode_and_decode(made, {"cpu": "cpu"}).device.type == "cpu"
 
 
 @pytest.mark.parametrize("size", [0, 3, 9000])
-def test_a_device_that_is_not_there_is_named(size: int) -> None:
+def test_a_missing_target_device_is_named_in_the_error(size: int) -> None:
     with pytest.raises(errors.SerializationError, match="a tensor for cuda:99 cannot be put there"):
-        _trip(torch.ones(size), {"cpu": "cuda:99"})
+        _encode_and_decode(torch.ones(size), {"cpu": "cuda:99"})

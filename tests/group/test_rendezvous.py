@@ -1,4 +1,4 @@
-"""Workers find each other through every kind of store, or all hear why not."""
+"""Workers find each other through every kind of store, or all raise the reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["hash", "file", "tcp"])
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Any]]:
-    """Give a function that opens one and the same store again."""
+    """A function that opens the same store again at each call."""
     if request.param == "hash":
         store = HashStore()
         yield lambda: store
@@ -53,12 +53,12 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable
         yield lambda: FileStore(str(tmp_path / "store"), -1)
     else:
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # Two connections for all: torch's client looks up names, which may take seconds without a network.
+        # Only two connections: torch's client looks up names, which may take seconds without a network.
         held = [server, TCPStore("127.0.0.1", server.port, is_master=False)]
         turns = itertools.count()
         yield lambda: held[next(turns) % 2]
         del server
-        held.clear()  # pytest keeps the function
+        held.clear()  # pytest keeps the function alive
 
 
 @pytest.fixture
@@ -86,8 +86,8 @@ def dynamic(store: Any, rank: int = -1, timeout: float = LONG) -> Rendezvous:
     return Rendezvous(store, rank=rank, world_size=None, timeout=timeout)
 
 
-def together(*tasks: Callable[[], Any]) -> list[Any]:
-    """Run all at once; return their results, or what they raised."""
+def run_together(*tasks: Callable[[], Any]) -> list[Any]:
+    """Run all tasks at once; return their results or errors."""
 
     def run(task: Callable[[], Any]) -> Any:
         try:
@@ -101,7 +101,7 @@ def together(*tasks: Callable[[], Any]) -> list[Any]:
 
 def meet(connect: Callable[[], Any], records: list[WorkerRecord], timeout: float = LONG) -> list[Any]:
     size = len(records)
-    return together(
+    return run_together(
         *(lambda r=r, n=n: fixed(connect(), n, size, timeout).join(r) for n, r in enumerate(records))
     )
 
@@ -110,16 +110,16 @@ def meet(connect: Callable[[], Any], records: list[WorkerRecord], timeout: float
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
-def test_all_get_the_same_table(connect: Callable[[], Any], size: int) -> None:
+def test_all_workers_get_the_same_table(connect: Callable[[], Any], size: int) -> None:
     records = [record(n) for n in range(size)]
     tables = meet(connect, records)
     assert tables == [{each.name: each for each in records}] * size
 
 
-def test_what_is_looked_up_in_a_fixed_group_is_in_its_table(store: HashStore) -> None:
+def test_members_of_a_fixed_group_are_found_by_name_and_rank(store: HashStore) -> None:
     points = [fixed(store, n, 3) for n in range(3)]
     records = [record(n) for n in range(3)]
-    together(*(lambda p=p, r=r: p.join(r) for p, r in zip(points, records, strict=True)))
+    run_together(*(lambda p=p, r=r: p.join(r) for p, r in zip(points, records, strict=True)))
     for point in points:
         assert point.members() == records
         assert point.resolve("w1") == point.resolve(1) == records[1]
@@ -129,7 +129,7 @@ def test_what_is_looked_up_in_a_fixed_group_is_in_its_table(store: HashStore) ->
         point.close()
 
 
-def test_groups_follow_each_other_in_one_store(connect: Callable[[], Any]) -> None:
+def test_one_store_serves_successive_groups(connect: Callable[[], Any]) -> None:
     for _ in range(3):
         records = [record(n) for n in range(3)]
         assert meet(connect, records) == [{each.name: each for each in records}] * 3
@@ -137,7 +137,7 @@ def test_groups_follow_each_other_in_one_store(connect: Callable[[], Any]) -> No
     assert meet(connect, pair) == [{each.name: each for each in pair}] * 2
 
 
-def test_names_are_unique(connect: Callable[[], Any]) -> None:
+def test_duplicate_names_fail_on_all_workers(connect: Callable[[], Any]) -> None:
     results = meet(connect, [record(0), record(1, "w0"), record(2)])
     for error in results:
         assert isinstance(error, RendezvousError)
@@ -147,23 +147,23 @@ def test_names_are_unique(connect: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [0, 7])
-def test_ranks_are_unique_and_in_range(store: HashStore, wrong: int) -> None:
+def test_duplicate_and_out_of_range_ranks_fail_on_all_workers(store: HashStore, wrong: int) -> None:
     points = [fixed(store, n, 3) for n in range(3)]
     records = [record(0), record(wrong, "other"), record(2)]
-    results = together(*(lambda p=p, r=r: p.join(r) for p, r in zip(points, records, strict=True)))
+    results = run_together(*(lambda p=p, r=r: p.join(r) for p, r in zip(points, records, strict=True)))
     for error in results:
         assert isinstance(error, RendezvousError)
         assert f"'other' (rank {wrong}" in str(error)
 
 
-def test_the_same_error_does_not_stay_in_the_store(store: HashStore) -> None:
+def test_a_failed_rendezvous_does_not_affect_the_next(store: HashStore) -> None:
     assert all(
         isinstance(each, RendezvousError) for each in meet(lambda: store, [record(0), record(1, "w0")])
     )
     assert meet(lambda: store, [record(0), record(1)])[0].keys() == {"w0", "w1"}
 
 
-def test_hosts_need_addresses_that_the_others_can_reach(store: HashStore) -> None:
+def test_groups_on_several_hosts_need_tcp_addresses(store: HashStore) -> None:
     far = record(1, host="elsewhere", tcp=(("10.0.0.2", 5),))
     for error in meet(lambda: store, [record(0), far]):
         assert isinstance(error, RendezvousError)
@@ -178,21 +178,21 @@ def test_hosts_need_addresses_that_the_others_can_reach(store: HashStore) -> Non
         assert "'w0'" not in str(error)
 
 
-def test_a_timeout_names_who_is_missing(connect: Callable[[], Any]) -> None:
+def test_a_time_out_names_the_missing_ranks(connect: Callable[[], Any]) -> None:
     def in_a_hurry() -> Any:
         point, pause = fixed(connect(), 0, 5, 0.3), threading.Event()
-        while point._ask("add", "0/ready", 0) < 2:  # the others come, who have all the time
+        while point._ask("add", "0/ready", 0) < 2:  # wait until two others, with long time-outs, have arrived
             pause.wait(0.005)
         return point.join(record(0))
 
-    results = together(in_a_hurry, *(lambda n=n: fixed(connect(), n, 5).join(record(n)) for n in (2, 3)))
+    results = run_together(in_a_hurry, *(lambda n=n: fixed(connect(), n, 5).join(record(n)) for n in (2, 3)))
     for error in results:
         assert isinstance(error, RendezvousError)
         assert "3 of 5 workers came within 0.3 s; missing: rank 1, 4; here: " in str(error)
         assert "'w2' (rank 2" in str(error)
 
 
-def test_who_comes_after_the_others_gave_up_waits_for_the_next_group(store: HashStore) -> None:
+def test_a_worker_that_comes_after_a_time_out_joins_the_next_group(store: HashStore) -> None:
     with pytest.raises(RendezvousError, match="missing: rank 1"):
         fixed(store, 0, 2, 0.05).join(record(0))
     records = [record(n) for n in range(2)]
@@ -205,12 +205,12 @@ def _dead_pid() -> int:
     return process.pid
 
 
-@pytest.mark.parametrize("left", [[0], [0, 1]])
-def test_what_a_killed_run_has_left_is_recognised(store: HashStore, left: list[int]) -> None:
-    """Of a run that was killed while it met; the same rank comes again, or its process is gone."""
+@pytest.mark.parametrize("recorded_ranks", [[0], [0, 1]])
+def test_records_of_a_killed_run_are_ignored(store: HashStore, recorded_ranks: list[int]) -> None:
+    """The store has records of a run that was killed during its rendezvous."""
     dead = _dead_pid()
     old = PrefixStore("fixed/3/0", store)
-    for n in left:
+    for n in recorded_ranks:
         assert old.add("arrivals", 1) == n + 1
         old.set(f"0/record/{n}", record(n, pid=dead).to_bytes())
         old.add("0/ready", 1)
@@ -221,13 +221,13 @@ def test_what_a_killed_run_has_left_is_recognised(store: HashStore, left: list[i
 @pytest.mark.parametrize(
     "value", [b"", b"\xc1", b"\x93\x01\x02\x03", b"\x92\xa5other\xa0", b"\x92\xa5table\xa0"]
 )
-def test_nonsense_in_the_store_is_an_error(store: HashStore, value: bytes) -> None:
+def test_malformed_data_in_the_store_raises_rendezvous_error(store: HashStore, value: bytes) -> None:
     PrefixStore("fixed/2/0", store).set("0/outcome", value or b"x")
     with pytest.raises(RendezvousError):
         fixed(store, 0, 2, 1.0).join(record(0))
 
 
-def test_a_store_that_fails_is_a_rendezvous_error() -> None:
+def test_a_failing_store_raises_rendezvous_error() -> None:
     class Failing:
         def __getattr__(self, name: str) -> Any:
             def fail(*args: Any) -> Any:
@@ -240,13 +240,13 @@ def test_a_store_that_fails_is_a_rendezvous_error() -> None:
             point.join(record(0))
         assert "frame" not in str(caught.value)
         point.record = record(0)
-        point.close()  # raises nothing
+        point.close()  # does not raise
 
 
 # -- dynamic groups ------------------------------------------------------------------------------------
 
 
-def test_workers_come_and_go(connect: Callable[[], Any]) -> None:
+def test_workers_join_and_leave_a_dynamic_group(connect: Callable[[], Any]) -> None:
     one, two, three = (dynamic(connect()) for _ in range(3))
     assert one.join(record(-1, "a")).keys() == {"a"}
     assert one.record is not None
@@ -269,7 +269,7 @@ def test_workers_come_and_go(connect: Callable[[], Any]) -> None:
     assert [each.name for each in one.members()] == ["a", "b", "c"]
 
 
-def test_a_name_and_a_rank_have_one_holder(store: HashStore) -> None:
+def test_taken_names_and_ranks_are_refused_until_their_holder_leaves(store: HashStore) -> None:
     one = dynamic(store)
     one.join(record(5, "a"))
     with pytest.raises(RendezvousError, match=r"the name is taken: 'a' \(rank 5"):
@@ -281,15 +281,15 @@ def test_a_name_and_a_rank_have_one_holder(store: HashStore) -> None:
     assert dynamic(store).join(record(5, "a"))["a"].rank == 5
 
 
-def test_ranks_that_are_handed_out_avoid_those_that_were_chosen(store: HashStore) -> None:
+def test_assigned_ranks_avoid_chosen_ranks(store: HashStore) -> None:
     for rank in (0, 1, 3):
         dynamic(store).join(record(rank))
     assert [dynamic(store).join(record(-1, name))[name].rank for name in "abc"] == [2, 4, 5]
 
 
-def test_many_at_once_get_ranks_and_names_of_their_own(connect: Callable[[], Any]) -> None:
-    names = [f"n{n % 6}" for n in range(12)]  # each name is wanted by two
-    results = together(*(lambda n=n: dynamic(connect()).join(record(-1, n))[n] for n in names))
+def test_simultaneous_joins_get_unique_ranks_and_names(connect: Callable[[], Any]) -> None:
+    names = [f"n{n % 6}" for n in range(12)]  # two workers want each name
+    results = run_together(*(lambda n=n: dynamic(connect()).join(record(-1, n))[n] for n in names))
     joined = [each for each in results if isinstance(each, WorkerRecord)]
     assert sorted(each.name for each in joined) == [f"n{n}" for n in range(6)]
     assert len({each.rank for each in joined}) == 6
@@ -297,19 +297,19 @@ def test_many_at_once_get_ranks_and_names_of_their_own(connect: Callable[[], Any
     assert sorted(dynamic(connect()).members(), key=str) == sorted(joined, key=str)
 
 
-def test_the_name_of_a_dead_worker_is_free(store: HashStore) -> None:
+def test_the_name_of_a_dead_worker_can_be_reused(store: HashStore) -> None:
     dynamic(store).join(record(0, "a", pid=_dead_pid()))
     far = dynamic(store)
     far.join(record(1, "b", host="elsewhere", pid=1))
     assert dynamic(store).join(record(0, "a"))["a"].pid == os.getpid()
-    with pytest.raises(RendezvousError, match="taken"):  # of other hosts nobody can say
+    with pytest.raises(RendezvousError, match="taken"):  # the state of a process on another host is unknown
         dynamic(store).join(record(-1, "b"))
     found = far.resolve("b")
     assert found is not None
-    dynamic(store).remove(found)  # but who knows may say so
+    dynamic(store).remove(found)  # a worker that was told of the death may remove the record
     again = dynamic(store)
     again.join(record(1, "b"))
-    far.remove(found)  # not the new one
+    far.remove(found)  # must not remove the new record
     assert far.resolve("b") == again.record
 
 
@@ -322,15 +322,17 @@ def agree(point: Rendezvous, own: Key | None = None, host: str = HOST) -> Key:
     return key
 
 
-def test_rank_0_makes_a_key_for_its_host(connect: Callable[[], Any], tmp_path: Path) -> None:
+def test_rank_0_creates_a_key_file_that_is_removed_when_all_have_read_it(
+    connect: Callable[[], Any], tmp_path: Path
+) -> None:
     keys_of = []
     for _ in range(2):
         points = [fixed(connect(), n, 3) for n in range(3)]
-        found = together(*(lambda p=p: agree(p) for p in points))
+        found = run_together(*(lambda p=p: agree(p) for p in points))
         assert isinstance(found[0], Key)
         assert found[0] == found[1] == found[2]
         keys_of.append(found[0])
-        assert os.listdir(tmp_path / "run") == []  # everyone has read it
+        assert os.listdir(tmp_path / "run") == []  # all workers have read the key file
     assert keys_of[0] != keys_of[1]
 
 
@@ -342,9 +344,9 @@ def test_close_removes_the_key_file(store: HashStore, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "run") == []
 
 
-def test_workers_elsewhere_need_a_given_key(store: HashStore) -> None:
+def test_workers_on_several_hosts_need_a_given_key(store: HashStore) -> None:
     points = [fixed(store, n, 2) for n in range(2)]
-    results = together(lambda: agree(points[0]), lambda: agree(points[1], host="elsewhere"))
+    results = run_together(lambda: agree(points[0]), lambda: agree(points[1], host="elsewhere"))
     assert isinstance(results[1], AuthenticationError)
     assert isinstance(results[0], RendezvousError)
     for error in results:
@@ -352,9 +354,9 @@ def test_workers_elsewhere_need_a_given_key(store: HashStore) -> None:
 
 
 @pytest.mark.parametrize("given", [0, 1])
-def test_all_are_given_a_key_or_none_is(store: HashStore, given: int) -> None:
+def test_a_key_given_to_only_some_workers_fails_on_all(store: HashStore, given: int) -> None:
     points = [fixed(store, n, 2) for n in range(2)]
-    results = together(*(lambda n=n: agree(points[n], KEY if n == given else None) for n in range(2)))
+    results = run_together(*(lambda n=n: agree(points[n], KEY if n == given else None) for n in range(2)))
     assert isinstance(results[1], AuthenticationError)
     assert isinstance(results[0], RendezvousError)
     assert "ACTORRPC_KEY" in str(results[0])
@@ -367,7 +369,7 @@ def packed(*parts: str) -> bytes:
 
 
 class Recording:
-    """A store that keeps everything that was written to it."""
+    """A store that records all arguments of its operations."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -384,11 +386,11 @@ class Recording:
 
 
 @pytest.mark.parametrize("given", [KEY, None])
-def test_nothing_secret_goes_through_the_store(store: HashStore, given: Key | None) -> None:
+def test_the_key_is_never_written_to_the_store(store: HashStore, given: Key | None) -> None:
     stores = [Recording(store) for _ in range(3)]
     points = [fixed(stores[0], 0, 2), fixed(stores[1], 1, 2), dynamic(stores[2], 0)]
     found = [
-        *together(lambda: agree(points[0], given), lambda: agree(points[1], given)),
+        *run_together(lambda: agree(points[0], given), lambda: agree(points[1], given)),
         agree(points[2], given),
     ]
     for key in found:
@@ -400,7 +402,7 @@ def test_nothing_secret_goes_through_the_store(store: HashStore, given: Key | No
     points[2].close()
 
 
-def test_a_store_cannot_lead_to_another_file(store: HashStore, tmp_path: Path) -> None:
+def test_a_key_file_outside_of_the_runtime_directory_is_refused(store: HashStore, tmp_path: Path) -> None:
     other = tmp_path / "1-1-1-0123456789abcdef.key"
     other.write_bytes(b"x" * 32)
     other.chmod(0o600)
@@ -410,20 +412,22 @@ def test_a_store_cannot_lead_to_another_file(store: HashStore, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("parts", [("file",), ("file", "a", "b", "c"), ("other",), ("given", "x")])
-def test_nonsense_about_the_key_is_an_error(store: HashStore, parts: tuple[str, ...]) -> None:
+def test_malformed_data_about_the_key_raises_authentication_error(
+    store: HashStore, parts: tuple[str, ...]
+) -> None:
     PrefixStore("fixed/2/0", store).set("0/key", packed(*parts))
     with pytest.raises(AuthenticationError, match="cannot be read"):
         fixed(store, 1, 2).agree_key(None, HOST)
 
 
-def test_a_rank_0_that_does_not_come(store: HashStore) -> None:
+def test_a_missing_rank_0_is_named_after_the_time_out(store: HashStore) -> None:
     points = [fixed(store, n, 3, 0.1) for n in (1, 2)]
-    for error in together(*(lambda p=p: p.agree_key(None, HOST) for p in points)):
+    for error in run_together(*(lambda p=p: p.agree_key(None, HOST) for p in points)):
         assert isinstance(error, RendezvousError)
         assert "rank 0 did not come within 0.1 s" in str(error)
 
 
-def test_the_key_of_a_killed_rank_0_is_not_taken(store: HashStore, tmp_path: Path) -> None:
+def test_the_key_of_a_killed_rank_0_is_not_used(store: HashStore, tmp_path: Path) -> None:
     stale = Path(keys.create_key_file())
     stale = stale.rename(stale.parent / f"{keys._pid_namespace()}-{_dead_pid()}-1-0123456789abcdef.key")
     old = PrefixStore("fixed/2/0", store)
@@ -432,16 +436,16 @@ def test_the_key_of_a_killed_rank_0_is_not_taken(store: HashStore, tmp_path: Pat
     old.set("0/record/0", record(0, pid=_dead_pid()).to_bytes())
     old.add("0/ready", 1)
     points = [fixed(store, n, 2) for n in range(2)]
-    found = together(*(lambda p=p: agree(p) for p in points))
+    found = run_together(*(lambda p=p: agree(p) for p in points))
     assert found[0] == found[1]
     assert found[0] != keys.read_key_file(str(stale))
 
 
-def test_a_dynamic_group_keeps_its_key_while_anyone_has_it(store: HashStore, tmp_path: Path) -> None:
+def test_a_dynamic_group_keeps_its_key_until_its_last_member_leaves(store: HashStore, tmp_path: Path) -> None:
     points = [dynamic(store, n) for n in range(3)]
     first = agree(points[0])
     assert agree(points[1]) == first
-    # All of them are this process here, so that their links have one name: it takes the last away.
+    # In this test all members are one process and share one link, so keep it from being removed.
     points[0]._key_file = None
     points[0].leave()
     assert agree(points[2]) == first
@@ -453,15 +457,15 @@ def test_a_dynamic_group_keeps_its_key_while_anyone_has_it(store: HashStore, tmp
     with pytest.raises(AuthenticationError, match="was removed"):
         dynamic(store).agree_key(None, HOST)
     points[2].close()
-    fresh = dynamic(store, 0)  # all have left: a new group
+    fresh = dynamic(store, 0)  # all members have left, so this is a new group
     assert agree(fresh) not in (first, KEY)
     fresh.close()
     assert os.listdir(tmp_path / "run") == []
 
 
-def test_dynamic_groups_agree_when_all_come_at_once(connect: Callable[[], Any]) -> None:
+def test_members_that_join_at_the_same_time_agree_on_one_key(connect: Callable[[], Any]) -> None:
     points = [dynamic(connect()) for _ in range(6)]
-    found = together(*(lambda p=p: p.agree_key(None, HOST) for p in points))
+    found = run_together(*(lambda p=p: p.agree_key(None, HOST) for p in points))
     assert all(each == found[0] for each in found)
     assert isinstance(found[0], Key)
     for point in points:
@@ -473,7 +477,7 @@ def test_dynamic_groups_agree_when_all_come_at_once(connect: Callable[[], Any]) 
 # -- stores and addresses ------------------------------------------------------------------------------
 
 
-def test_what_an_init_method_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_methods_and_environment_variables_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     parse = StoreMeeting.parse
     found = parse("tcp://h:5?rank=1&world_size=2")
     assert (found.kind, found.host, found.port, found.rank, found.world_size) == ("tcp", "h", 5, 1, 2)
@@ -492,9 +496,9 @@ def test_what_an_init_method_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
     found = parse("env://")
     assert (found.host, found.port, found.rank, found.world_size) == ("m", 77, 1, 3)
-    assert parse("env://", 2, 4).world_size == 4  # what is given wins
+    assert parse("env://", 2, 4).world_size == 4  # arguments take precedence
     assert parse("env://?rank=0&world_size=2").rank == 0
-    assert parse("file:///a").world_size is None  # and other methods do not look there
+    assert parse("file:///a").world_size is None  # other methods ignore these variables
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert not parse("env://", 0, 2).hosts
 
@@ -520,12 +524,12 @@ def test_what_an_init_method_says(monkeypatch: pytest.MonkeyPatch) -> None:
         ("file:///a?rank=0&world_size=2", 0, 3),
     ],
 )
-def test_an_init_method_that_makes_no_sense(method: Any, rank: int, size: int | None) -> None:
+def test_invalid_init_methods_raise_config_error(method: Any, rank: int, size: int | None) -> None:
     with pytest.raises(ConfigError):
         open_store(method, rank, size, 1.0)
 
 
-def test_a_file_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_store_file_that_cannot_be_created_raises_rendezvous_error(tmp_path: Path) -> None:
     for path in (tmp_path / "no" / "such", tmp_path):
         with pytest.raises(RendezvousError, match="cannot be made"):
             open_store(f"file://{path}", 0, 1, 5.0)
@@ -537,24 +541,24 @@ def _open(method: str, rank: int, size: int | None, timeout: float = LONG) -> Re
 
 
 @pytest.mark.parametrize("kind", ["file", "tcp"])
-def test_a_group_meets_at_a_url(kind: str, tmp_path: Path) -> None:
+def test_a_group_meets_at_a_file_or_tcp_url(kind: str, tmp_path: Path) -> None:
     method = f"file://{tmp_path}/store" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
-    # Others come before the one that serves the store.
-    points = together(*(lambda n=n: _open(method, n, 3) for n in (2, 1, 0)))
+    # Other ranks come before rank 0, which serves the store.
+    points = run_together(*(lambda n=n: _open(method, n, 3) for n in (2, 1, 0)))
     for _ in range(2):
-        tables = together(*(lambda p=p: p.join(record(p.rank)) for p in points))
+        tables = run_together(*(lambda p=p: p.join(record(p.rank)) for p in points))
         assert all(table.keys() == {"w0", "w1", "w2"} for table in tables)
         points = [Rendezvous(p._store, rank=p.rank, world_size=3, timeout=LONG) for p in points]
     assert [point.own_address() for point in points] == [None] * 3
 
 
-def test_a_store_that_is_not_there_is_named() -> None:
+def test_an_unreachable_store_is_named_in_the_error() -> None:
     port = free_port()
     with pytest.raises(RendezvousError, match=f"127.0.0.1:{port} cannot be reached: .*refused.*Rank 0"):
         open_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.2)
 
 
-def test_a_port_that_is_in_use() -> None:
+def test_a_store_port_in_use_raises_rendezvous_error() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -566,7 +570,7 @@ def test_a_port_that_is_in_use() -> None:
 @pytest.mark.prints(
     r"\[c10d\] (recvValue failed|TCP client failed to connect|The client socket has timed out)"
 )
-def test_a_server_that_says_nothing() -> None:
+def test_a_store_server_that_does_not_answer_raises_rendezvous_error() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -574,17 +578,18 @@ def test_a_server_that_says_nothing() -> None:
             open_store(f"tcp://127.0.0.1:{other.getsockname()[1]}", 1, 2, 0.3)
         held = [thread for thread in threading.enumerate() if thread.name == "actorrpc-store"]
         assert len(held) == 1
-    # With the listener, the connection that it never accepted is reset; then the thread ends.
+    # Closing the listener resets the unaccepted connection; then the thread ends.
     held[0].join(LONG)
     assert not held[0].is_alive()
 
 
-def test_a_wait_can_be_interrupted(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C is heard while waiting for others."""
+def test_ctrl_c_interrupts_the_wait_for_other_workers(
+    store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waiting = threading.Event()
     poll = store_module.poll
 
-    def told(*args: Any, **options: Any) -> bool:
+    def poll_and_signal(*args: Any, **options: Any) -> bool:
         waiting.set()
         return poll(*args, **options)
 
@@ -592,7 +597,7 @@ def test_a_wait_can_be_interrupted(store: HashStore, monkeypatch: pytest.MonkeyP
         if waiting.wait(LONG):
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    monkeypatch.setattr(rendezvous, "poll", told)
+    monkeypatch.setattr(rendezvous, "poll", poll_and_signal)
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
@@ -604,7 +609,7 @@ def _meet_by_environment(rank: int, world_size: int, folder: str) -> Any:
     os.environ["RANK"] = str(rank)
     point = _open("env://", -1, None)
     key = agree(point)
-    # The process that serves the store must not end before the others have read the table.
+    # The process with the store must not end before the others have read the table.
     (Path(folder) / str(rank)).touch()
     assert store_module.poll(lambda: len(os.listdir(folder)) == world_size, time.monotonic() + LONG)
     own = point.own_address()
@@ -615,7 +620,7 @@ def _meet_by_environment(rank: int, world_size: int, folder: str) -> Any:
 
 @pytest.mark.parametrize("agent", [False, True])
 def test_processes_meet_through_the_environment(agent: bool, tmp_path: Path) -> None:
-    """By hand, where rank 0 serves the store; and as under torchrun, whose agent does."""
+    """Rank 0 serves the store; under torchrun, its agent does."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if agent else None
     port = server.port if server is not None else free_port()
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
@@ -628,7 +633,7 @@ def test_processes_meet_through_the_environment(agent: bool, tmp_path: Path) -> 
     assert [each[4] for each in found] == [None] * 3
 
 
-def test_the_own_address_is_the_one_that_reaches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_address_is_the_local_address_that_reaches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     class Far:
         host, port = "198.51.100.7", 4711
 
@@ -643,12 +648,12 @@ def test_the_own_address_is_the_one_that_reaches_the_store(monkeypatch: pytest.M
             pass
 
         def connect(self, address: tuple[Any, ...]) -> None:
-            asked.append(address)
+            connected.append(address)
 
         def getsockname(self) -> tuple[Any, ...]:
             return answers.pop(0)
 
-    asked: list[tuple[Any, ...]] = []
+    connected: list[tuple[Any, ...]] = []
     answers: list[tuple[Any, ...]] = []
     point = dynamic(Far())
     with monkeypatch.context() as patch:
@@ -664,7 +669,7 @@ def test_the_own_address_is_the_one_that_reaches_the_store(monkeypatch: pytest.M
         ]:
             answers[:] = [answer]
             assert point.own_address() == expected
-        assert set(asked) == {("198.51.100.7", 4711)}
+        assert set(connected) == {("198.51.100.7", 4711)}
         Far.host = "no such host"
         assert point.own_address() is None
     assert dynamic(HashStore()).own_address() is None

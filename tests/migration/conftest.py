@@ -1,6 +1,6 @@
-"""Where the rows of the pages are tried: on workers in this process, and, in the slow layer, on an embedded cluster.
+"""Clusters for the tests of the migration pages: workers in this process and, in the slow layer, an embedded cluster.
 
-Tests that need processes are in classes, each of which shares one cluster: an in-process cluster cannot be started beside it.
+Tests that need processes are in classes that share one cluster, as a process cannot have two clusters at the same time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tests.actors.e2e import kit
 
 @pytest.fixture
 def near() -> Iterator[InProcessCluster]:
-    """Two workers in this process; actors and tasks of the test, which is the first, run on the second."""
+    """Two workers in this process: the test is the first worker, and its actors and tasks run on the second."""
     with InProcessCluster(2) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def passing() -> Iterator[InProcessCluster]:
-    """The same, with a clock that goes on to what is due next by itself."""
+    """The same cluster, with a clock that jumps to the next timer when all threads wait."""
     with InProcessCluster(2, autojump=True) as cluster:
         yield cluster
 
@@ -37,7 +37,7 @@ def embedded() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing(request: pytest.FixtureRequest, _module_leaves_nothing: None) -> None:
-    """In place of the fixture of that name: where the tests of a class share a cluster, it may grow."""
+    """Replace the leak check of single tests if they share a cluster, which may grow."""
     if "embedded" in request.fixturenames:
         request.getfixturevalue("embedded")
         request.config.stash[WATCHDOG].keep(processes.descendants())

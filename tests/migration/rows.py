@@ -1,9 +1,9 @@
-"""The rows of a page's tables, and which test is for which of them.
+"""Connects the rows of a page's tables with their tests.
 
     @row("mesh.slice(")
     def test_slices() -> None: ...
 
-The text is how the first cell of the row begins, without backticks. A row may have several tests, and a test several rows.
+The text is the beginning of the row's first cell, without backticks. A row may have several tests, and a test several rows.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _PAGES = Path(__file__).resolve().parents[2] / "docs" / "migration"
 _RULE = re.compile(r"^\|(-+\|)+$")
-_COLUMNS = 3  # what one has, what it is here, what differs or why
+_COLUMNS = 3  # the other library's feature, this package's feature, differences
 _ATTRIBUTE = "_rows_of_a_page"
 
 
 def row(beginning: str) -> Callable[[F], F]:
-    """Say for which row of the page a test is."""
+    """Mark a test as the test of a row of the page."""
 
     def mark(test: F) -> F:
         setattr(test, _ATTRIBUTE, [*getattr(test, _ATTRIBUTE, []), beginning])
@@ -34,22 +34,22 @@ def row(beginning: str) -> Callable[[F], F]:
 
 
 def check(page: str, module: Mapping[str, Any]) -> None:
-    """Hold the rows of a page against the tests of a module: each row has one, and each test one row for each of its texts.
+    """Check that each row of a page has a test in the module, and that each marked text is the beginning of exactly one row.
 
     Args:
         page: the name of the file in docs/migration, or a path.
-        module: the names of the module, ``globals()``.
+        module: the module's ``globals()``.
     """
     first_cells = _first_cells((_PAGES / page).read_text(encoding="utf-8"))
     assert len(set(first_cells)) == len(first_cells), "two rows begin with the same cell"
-    tested = {_the_row(beginning, first_cells) for beginning in _beginnings(module)}
+    tested = {_matching_row(beginning, first_cells) for beginning in _beginnings(module)}
     assert not [cell for cell in first_cells if cell not in tested], "rows without a test"
 
 
 def names(page: str, beginning: str) -> list[str]:
-    """Return what stands between backticks in the first cell of a row."""
+    """Return the texts between backticks in the first cell of a row."""
     cells = _cells((_PAGES / page).read_text(encoding="utf-8"))
-    wanted = _the_row(beginning, [_plain(cell) for cell in cells])
+    wanted = _matching_row(beginning, [_plain(cell) for cell in cells])
     return re.findall(r"`([^`]+)`", next(cell for cell in cells if _plain(cell) == wanted))
 
 
@@ -73,12 +73,12 @@ def _cells(text: str) -> list[str]:
         if heads:
             assert all(cells), f"a column without a name: {line}"
         elif not _RULE.match(line):
-            assert all(cells[:2]), f"a row that says nothing: {line}"
+            assert all(cells[:2]), f"a row without text: {line}"
             found.append(cells[0])
     return found
 
 
-def _the_row(beginning: str, first_cells: list[str]) -> str:
+def _matching_row(beginning: str, first_cells: list[str]) -> str:
     if beginning in first_cells:
         return beginning
     found = [cell for cell in first_cells if cell.startswith(beginning)]

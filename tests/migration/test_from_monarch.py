@@ -20,12 +20,12 @@ from tests.cluster.joiners import is_there, joiner
 from tests.migration.rows import check, row
 
 
-def test_each_row_has_its_test() -> None:
+def test_each_row_of_the_page_has_a_test() -> None:
     check("from-monarch.md", globals())
 
 
 class Worker:
-    """Not decorated."""
+    """A class without decorator."""
 
     def __init__(self, base: int = 0) -> None:
         self.base = base
@@ -49,7 +49,7 @@ class Worker:
 
 @actorrpc.remote
 class Both:
-    """Plain methods and coroutines."""
+    """A class with plain methods and coroutines."""
 
     def plain(self) -> int:
         return threading.get_ident()
@@ -89,29 +89,29 @@ def group(near: testing.InProcessCluster) -> Any:
 
 @pytest.mark.usefixtures("near")
 @row("class A(Actor)")
-def test_any_class_with_all_its_methods() -> None:
-    counted = actorrpc.remote(collections.Counter).remote("abca")  # a class of others
+def test_any_class_can_be_an_actor_with_all_its_methods() -> None:
+    counted = actorrpc.remote(collections.Counter).remote("abca")  # a class of another library
     assert get(counted.most_common.remote(1)) == [("a", 2)]
-    assert get(things.Counter.remote().add.remote()) == 1  # one that is decorated
+    assert get(things.Counter.remote().add.remote()) == 1  # a decorated class
 
 
 @pytest.mark.usefixtures("near")
 @row("this_host().spawn_procs(")
-def test_spawning_takes_one_step() -> None:
+def test_spawn_creates_a_group_in_one_step() -> None:
     group = actorrpc.spawn({"gpus": 2}, Worker, 10, options={"worker": "worker0", "name": None})
     assert list(get(group.add.call(1)).values()) == [11, 12]
     assert {row.worker for row in actorrpc.list_actors()} == {"worker0"}
 
 
 @row("mesh.m.call(x).get()")
-def test_a_call_of_all_gives_a_value_mesh(group: Any) -> None:
+def test_calling_all_actors_of_a_group_returns_a_value_mesh(group: Any) -> None:
     found = get(group.add.call(1))
     assert isinstance(found, actors.ValueMesh)
     assert list(found.values()) == [11, 12, 13]
 
 
 @row("mesh.m.call_one(x).get()")
-def test_a_call_of_one(group: Any) -> None:
+def test_call_one_calls_the_only_actor_of_a_slice(group: Any) -> None:
     assert get(group.slice(gpus=2).add.call_one(1)) == 13
     assert get(next(iter(group)).add.remote(1)) == 11
     with pytest.raises(ValueError):
@@ -130,20 +130,20 @@ def test_choose_broadcast_and_stream(group: Any) -> None:
 
 
 @row("mesh.slice(gpus=")
-def test_slices(group: Any) -> None:
+def test_groups_can_be_sliced(group: Any) -> None:
     assert group.slice(gpus=slice(0, 2)).extents == {"gpus": 2}
     assert list(get(group.slice(gpus=slice(0, 2)).add.call(1)).values()) == [11, 12]
     assert list(group(gpus=0)) == list(group.slice(gpus=0))
 
 
 @row("current_rank()")
-def test_ranks(group: Any) -> None:
+def test_current_rank_is_known_in_constructors_and_methods(group: Any) -> None:
     assert list(get(group.rank_now.call()).values()) == [0, 1, 2]
-    assert list(get(group.add.call(0)).values()) == [10, 11, 12]  # what the constructor was told
+    assert list(get(group.add.call(0)).values()) == [10, 11, 12]  # known in the constructor
 
 
 @row("await mesh.m.call(x)")
-def test_calls_are_awaited(group: Any) -> None:
+def test_calls_of_a_group_can_be_awaited(group: Any) -> None:
     async def waits() -> Any:
         return await group.add.call(2)
 
@@ -152,7 +152,7 @@ def test_calls_are_awaited(group: Any) -> None:
 
 @pytest.mark.usefixtures("near")
 @row("endpoints are all sync, or all async")
-def test_plain_methods_and_coroutines_in_one_class() -> None:
+def test_a_class_may_have_plain_methods_and_coroutines() -> None:
     both = Both.remote()
     loop = get(both.coroutine.remote())
     assert get(both.plain.remote()) == loop
@@ -160,14 +160,14 @@ def test_plain_methods_and_coroutines_in_one_class() -> None:
 
 
 @row("context().actor_instance")
-def test_an_actor_knows_itself(group: Any) -> None:
+def test_an_actor_can_get_its_own_handle_and_id(group: Any) -> None:
     first = next(iter(group))
     assert get(first.itself.remote()) == (first, first.actor_id)
 
 
 @pytest.mark.usefixtures("passing")
 @row("a failure that no __supervise__ handles")
-def test_a_failure_ends_its_calls_and_nothing_above() -> None:
+def test_the_death_of_an_actor_fails_only_its_calls_and_strategies_restart_actors() -> None:
     group = actorrpc.spawn({"gpus": 2}, Worker, 10)
     actorrpc.kill(next(iter(group)))
     with pytest.raises(actorrpc.ActorDiedError):
@@ -187,7 +187,7 @@ def test_a_failure_ends_its_calls_and_nothing_above() -> None:
 @pytest.mark.usefixtures("passing")
 @row("__supervise__(self, failure)")
 @pytest.mark.prints("it has given up")
-def test_who_asks_is_told_once() -> None:
+def test_monitors_and_on_failure_are_called_once() -> None:
     log: list[Any] = []
     group = actorrpc.spawn({"gpus": 2}, Worker, options={"max_restarts": -1})
     first, second = group
@@ -207,17 +207,17 @@ def test_who_asks_is_told_once() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("__cleanup__")
-def test_on_stop() -> None:
+def test_on_stop_runs_after_the_actor_has_ended() -> None:
     log = Log.remote()
     stopping = Stopping.remote(log)
     with pytest.raises(actorrpc.ActorDiedError):
         get(stopping.leave.remote())
-    until(lambda: get(log.all.remote()) == ["stopped"])  # it runs after the actor has ended
+    until(lambda: get(log.all.remote()) == ["stopped"])  # on_stop runs after the actor has ended
 
 
 @pytest.mark.usefixtures("near")
 @row("Channel.open()")
-def test_what_channels_are_for() -> None:
+def test_streams_and_queues_replace_channels() -> None:
     assert list(Both.remote().items.remote(3).values()) == [0, 1, 2]
     queue = actorrpc.Queue()
     get(actorrpc.remote(lambda queue: queue.put("item")).remote(queue))
@@ -225,7 +225,7 @@ def test_what_channels_are_for() -> None:
 
 
 @row("RDMABuffer")
-def test_tensors_in_arguments_and_results(group: Any) -> None:
+def test_tensors_can_be_arguments_and_results(group: Any) -> None:
     found = list(get(group.scale.call(torch.ones(2))).values())
     assert [each.tolist() for each in found] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
 
@@ -251,10 +251,10 @@ class Member:
 @pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
 class TestProcesses:
-    """The rows that need processes of their own."""
+    """Rows that need processes."""
 
     @row("RDMABuffer")
-    def test_a_collective(self) -> None:
+    def test_actors_of_a_group_can_reduce_in_a_collective(self) -> None:
         group = Member.group(2)
         collective = actorrpc.collective(group)
         assert list(get(group.total.call(1.0)).values()) == [3.0, 3.0]
@@ -276,6 +276,6 @@ def test_a_worker_joins_by_a_command() -> None:
 
 @pytest.mark.slow
 @row("this_host().spawn_procs(")
-def test_where_they_live_is_an_option() -> None:
+def test_placement_is_an_option_of_spawn() -> None:
     with actorrpc.init(num_gpus=0), pytest.raises(actorrpc.PlacementError, match="needs GPU 1"):
         actorrpc.spawn({"gpus": 2}, Worker, options={"num_gpus": 1})

@@ -24,7 +24,7 @@ from tests.migration.rows import check, row
 PAGE = "from-multiprocessing.md"
 
 
-def test_each_row_has_its_test() -> None:
+def test_each_row_of_the_page_has_a_test() -> None:
     check(PAGE, globals())
 
 
@@ -34,7 +34,7 @@ def double(x: int) -> int:
 
 @actorrpc.remote
 class Counter:
-    """What a lock, a value, a pipe and a namespace are for."""
+    """An actor that replaces a lock, a value, a pipe and a namespace."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -59,13 +59,13 @@ class Counter:
         return float(x.fill_(1).sum())
 
     def where(self, x: torch.Tensor) -> str:
-        """Return the name of the memory that a tensor is in."""
+        """Return the name of the memory mapping that contains a tensor."""
         for line in Path("/proc/self/maps").read_text().splitlines():
             span, *_, name = line.split(maxsplit=5) + ([""] if len(line.split(maxsplit=5)) < 6 else [])
             start, end = (int(each, 16) for each in span.split("-"))
             if start <= x.data_ptr() < end:
                 return name
-        raise AssertionError("it is nowhere")
+        raise AssertionError("the tensor is in no mapping")
 
     def spin(self) -> None:
         while True:
@@ -78,7 +78,7 @@ class Counter:
 
 @pytest.mark.usefixtures("near")
 @row("Process(target=f")
-def test_the_result_or_the_exception_comes_back() -> None:
+def test_a_task_returns_its_result_or_raises_its_error() -> None:
     assert get(actorrpc.remote(double).remote(1)) == 2
     assert get(actorrpc.remote(lambda x: x + 1).remote(1)) == 2
     with pytest.raises(ZeroDivisionError):
@@ -87,14 +87,14 @@ def test_the_result_or_the_exception_comes_back() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("Pool(4).map")
-def test_a_map() -> None:
+def test_tasks_replace_pool_map() -> None:
     task = actorrpc.remote(double)
     assert get([task.remote(x) for x in range(4)]) == [0, 2, 4, 6]
 
 
 @pytest.mark.usefixtures("passing")
 @row("pool.apply_async")
-def test_a_reference_is_waited_for_awaited_passed_on_and_cancelled() -> None:
+def test_a_reference_can_be_waited_for_awaited_passed_on_and_cancelled() -> None:
     task, gate = actorrpc.remote(double), Gate.remote()
     ref = task.remote(1)
     assert get(ref, timeout=5) == 2
@@ -114,7 +114,7 @@ def test_a_reference_is_waited_for_awaited_passed_on_and_cancelled() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("pool.imap_unordered")
-def test_results_as_they_come() -> None:
+def test_as_completed_yields_results_in_the_order_of_completion() -> None:
     gate, task = Gate.remote(), actorrpc.remote(double)
     held, free = gate.wait.remote(), task.remote(1)
     done = actorrpc.as_completed([held, free])
@@ -129,15 +129,15 @@ def test_results_as_they_come() -> None:
 
 
 @row("Queue(maxsize=2)")
-def test_a_queue_travels(near: testing.InProcessCluster) -> None:
+def test_a_queue_can_be_sent_to_another_worker(near: testing.InProcessCluster) -> None:
     queue = actorrpc.Queue(maxsize=2)
     queue.put("item")
-    assert near["worker0"].rpc_sync("worker1", _turns_round, (queue,)) == "item"
+    assert near["worker0"].rpc_sync("worker1", _read_and_answer, (queue,)) == "item"
     assert [queue.get(), queue.get()] == ["back", "again"]
-    queue.put("nobody reads this")  # and the end of the cluster does not wait for a reader
+    queue.put("unread")  # shutdown does not wait for a reader
 
 
-def _turns_round(queue: Any) -> Any:
+def _read_and_answer(queue: Any) -> Any:
     item = queue.get()
     queue.put("back")
     queue.put("again")
@@ -148,7 +148,7 @@ def _turns_round(queue: Any) -> Any:
 
 @pytest.mark.usefixtures("near")
 @row("Pipe()")
-def test_a_stream_holds_up_who_makes_it() -> None:
+def test_a_stream_pauses_its_producer() -> None:
     counter = Counter.options(max_concurrency=2).remote()
     stream = counter.numbers.options(max_buffered_items=2).remote(100).values()
     assert [next(stream), next(stream)] == [0, 1]
@@ -157,7 +157,7 @@ def test_a_stream_holds_up_who_makes_it() -> None:
 
 
 @row("Lock(), Value(")
-def test_one_call_at_a_time(near: testing.InProcessCluster) -> None:
+def test_an_actor_runs_one_call_at_a_time(near: testing.InProcessCluster) -> None:
     counter = Counter.remote()
     near["worker0"].rpc_sync("worker1", _adds, (counter,))
     assert get(_many(counter))[-1] == 100
@@ -185,7 +185,7 @@ def _adds_one_by_name(name: str) -> Any:
 
 @pytest.mark.usefixtures("near")
 @row("SharedMemory, torch.multiprocessing")
-def test_what_the_other_side_writes_is_not_seen_here() -> None:
+def test_arguments_are_copies() -> None:
     x = torch.zeros(1 << 12)
     assert get(Counter.remote().fill.remote(x)) == 1 << 12
     assert x.sum() == 0
@@ -206,21 +206,21 @@ def _exits(_: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
-@pytest.mark.prints(LAST_WORDS)  # in a later test, where they come late
+@pytest.mark.prints(LAST_WORDS)  # may be printed during a later test
 class TestProcesses:
-    """The rows that need processes of their own."""
+    """Rows that need processes."""
 
     @row("SharedMemory, torch.multiprocessing")
-    def test_tensors_come_through_shared_memory(self) -> None:
+    def test_large_tensors_arrive_in_shared_memory(self) -> None:
         counter = Counter.remote()
         assert "memfd:" in get(counter.where.remote(torch.zeros(1 << 18)))
 
     @row("process.exitcode, process.sentinel")
     @pytest.mark.prints("its error was never retrieved.*exited with code 3")
-    def test_the_end_of_a_process_is_told_once(self) -> None:
+    def test_a_monitor_gets_the_death_report_of_a_process_once(self) -> None:
         counter = Counter.remote()
-        told: list[Any] = []
-        ended = actorrpc.monitor(counter, told.append)
+        reports: list[Any] = []
+        ended = actorrpc.monitor(counter, reports.append)
         with pytest.raises(actorrpc.ActorDiedError):
             get(counter.die.remote())
         error: Any = ended.wait(30)
@@ -229,14 +229,14 @@ class TestProcesses:
         assert "the last words" in "".join(report.stderr)
         assert report.peak_memory > 0
         actorrpc.kill(counter)
-        until(lambda: told)
-        assert len(told) == 1
+        until(lambda: reports)
+        assert len(reports) == 1
         ended = actorrpc.monitor(counter := Counter.remote())
         actorrpc.call(counter, _exits)
         assert ended.wait(30).report.exit_code == 3
 
     @row('set_start_method("fork")')
-    def test_processes_are_forked_from_one_with_torch_and_without_threads(self) -> None:
+    def test_workers_are_forked_from_a_process_with_torch_and_a_single_thread(self) -> None:
         parent = psutil.Process(get(actorrpc.remote(os.getppid).remote()))
         assert parent.pid != os.getpid()
         assert parent.num_threads() == 1
@@ -247,7 +247,7 @@ class TestProcesses:
 @pytest.mark.slow
 @row('if __name__ == "__main__":')
 @row("Queue(maxsize=2)")
-def test_a_script_needs_no_guard_and_ends_with_items_that_nobody_reads(tmp_path: Path) -> None:
+def test_a_script_needs_no_main_guard_and_ends_with_unread_queue_items(tmp_path: Path) -> None:
     source = """
         import actorrpc
         print("here", flush=True)

@@ -28,7 +28,7 @@ from tests.announced import LAST_WORDS, PROFILER
 from tests.migration.rows import check, row
 
 
-def test_each_row_has_its_test() -> None:
+def test_each_row_of_the_page_has_a_test() -> None:
     check("from-ray.md", globals())
 
 
@@ -38,7 +38,7 @@ class Wrong(ValueError):
         self.code = code
 
 
-_tries: list[Any] = []  # of methods, which run in this process
+_tries: list[Any] = []  # records of methods, which run in this process
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +61,10 @@ class Worker:
     def back(self, other: Any) -> Any:
         return get(other.thread.remote())
 
-    def around(self, other: Any) -> tuple[int, int]:
+    def call_and_be_called_back(self, other: Any) -> tuple[int, int]:
         return threading.get_ident(), get(other.back.remote(actorrpc.current_actor()))
 
-    def around_in_a_loop(self, other: Any) -> tuple[int, int]:
+    def call_and_be_called_back_in_a_loop(self, other: Any) -> tuple[int, int]:
         async def asks() -> Any:
             return await other.back.remote(actorrpc.current_actor())
 
@@ -77,7 +77,7 @@ class Worker:
         while True:
             time.sleep(0.001)
 
-    def asks_behind(self, gate: Any, other: Any) -> Any:
+    def call_after(self, gate: Any, other: Any) -> Any:
         get(gate.wait.remote())
         return get(other.thread.remote())
 
@@ -126,7 +126,7 @@ class Worker:
 
 @actorrpc.remote
 class Kept:
-    """Carries its state over a restart."""
+    """An actor that keeps its state over restarts."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -159,16 +159,16 @@ class Stopping:
             Path(self.word).touch()
 
 
-# -- what there is more, or otherwise ------------------------------------------------------------------------------
+# -- additional and different features ------------------------------------------------------------------------------
 
 
 @row("actors live in worker processes")
-def test_where_actors_live(near: InProcessCluster) -> None:
+def test_actors_can_be_placed_in_a_worker_or_with_another_actor(near: InProcessCluster) -> None:
     actor = Worker.options(worker="worker0").remote()
-    beside = Worker.options(worker=actor).remote()
+    together = Worker.options(worker=actor).remote()
     others = Worker.remote()
-    get([actorrpc.ready(each) for each in (actor, beside, others)])
-    assert [row_of(each).worker for each in (actor, beside, others)] == ["worker0", "worker0", "worker1"]
+    get([actorrpc.ready(each) for each in (actor, together, others)])
+    assert [row_of(each).worker for each in (actor, together, others)] == ["worker0", "worker0", "worker1"]
 
 
 @pytest.mark.usefixtures("near")
@@ -184,8 +184,8 @@ def test_tensors_are_not_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("near")
 @row("an actor that calls back into one that waits for it")
-@pytest.mark.parametrize("method", ["around", "around_in_a_loop"])
-def test_an_actor_is_called_back_on_its_thread(method: str) -> None:
+@pytest.mark.parametrize("method", ["call_and_be_called_back", "call_and_be_called_back_in_a_loop"])
+def test_a_waiting_actor_is_called_back_on_its_own_thread(method: str) -> None:
     one, two = Worker.remote(), Worker.remote()
     waiting, back = get(getattr(one, method).remote(two))
     assert waiting == back
@@ -193,13 +193,13 @@ def test_an_actor_is_called_back_on_its_thread(method: str) -> None:
 
 @pytest.mark.usefixtures("passing")
 @row("actors that wait for each other in a circle")
-def test_a_circle_is_told_with_all_names() -> None:
+def test_a_deadlock_error_names_all_actors_of_the_cycle() -> None:
     one = Worker.options(name="one", reentrant=False).remote()
     two = Worker.options(name="two", reentrant=False).remote()
     with pytest.raises(actorrpc.DeadlockError, match=r"(?s)(one.*two|two.*one)"):
-        get(one.around.remote(two))
+        get(one.call_and_be_called_back.remote(two))
     gate, one, two = Gate.remote(), Worker.options(name="a").remote(), Worker.options(name="b").remote()
-    calls = [one.asks_behind.remote(gate, two), two.asks_behind.remote(gate, one)]  # of two chains
+    calls = [one.call_after.remote(gate, two), two.call_after.remote(gate, one)]  # two chains of calls
     until(lambda: get(gate.count.remote()) == 2)
     get(gate.open.remote())
     actorrpc.wait(calls, num_returns=2)
@@ -209,7 +209,7 @@ def test_a_circle_is_told_with_all_names() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("a running sync method cannot be cancelled")
-def test_a_running_method_is_interrupted() -> None:
+def test_cancel_interrupts_a_running_method() -> None:
     actor = Worker.remote()
     call = actor.spin.remote()
     until(lambda: row_of(actor).running_calls)
@@ -221,18 +221,18 @@ def test_a_running_method_is_interrupted() -> None:
 
 @pytest.mark.usefixtures("passing")
 @row("timeouts of the wait")
-def test_a_call_has_a_time_out_and_hands_it_on() -> None:
+def test_the_time_out_of_a_call_applies_to_nested_calls() -> None:
     actor, gate = Worker.remote(), Gate.remote()
     call = actor.wait_for.options(timeout=5.0).remote(gate)
     with pytest.raises(actorrpc.RpcTimeoutError):
         get(call)
-    until(lambda: get(gate.count.remote()) == 0)  # the call below was given up, too
+    until(lambda: get(gate.count.remote()) == 0)  # the nested call was cancelled, too
     assert get(actor.count.remote()) == 1
 
 
 @pytest.mark.usefixtures("passing")
 @row("restarts: a count")
-def test_restarts_of_a_window_of_time_and_state(passing: InProcessCluster) -> None:
+def test_restarts_are_limited_within_a_time_window_and_keep_state(passing: InProcessCluster) -> None:
     actor = Kept.options(max_restarts=1, restart_window_s=60.0).remote()
     for lived in range(3):
         assert get(actor.count.remote()) == lived + 1
@@ -247,7 +247,7 @@ def test_restarts_of_a_window_of_time_and_state(passing: InProcessCluster) -> No
 @row("calls while an actor restarts")
 def test_calls_wait_for_a_restart(near: InProcessCluster) -> None:
     actor = Worker.options(max_restarts=-1, restart_backoff_s=60.0).remote()
-    for _ in range(2):  # the second restart in a row waits
+    for _ in range(2):  # the second consecutive restart is delayed
         get(actor.count.remote())
         actor.kill(no_restart=False)
     until(lambda: row_of(actor).state == "RESTARTING")
@@ -260,7 +260,7 @@ def test_calls_wait_for_a_restart(near: InProcessCluster) -> None:
 
 @pytest.mark.usefixtures("near")
 @row("generators that are made again")
-def test_generators_are_made_again_while_nothing_has_been_given() -> None:
+def test_generators_are_retried_only_before_their_first_item() -> None:
     actor = Worker.remote()
     retried = {"retry_exceptions": True, "max_task_retries": 2}
     assert list(actor.fails_at_first.options(**retried).remote().values()) == [2]
@@ -274,25 +274,25 @@ def test_generators_are_made_again_while_nothing_has_been_given() -> None:
 
 @pytest.mark.usefixtures("passing")
 @row("calls have no priorities and no deadlines")
-def test_priorities_and_monitors() -> None:
+def test_calls_have_priorities_and_actors_can_be_monitored() -> None:
     actor, gate = Worker.remote(), Gate.remote()
     held = actor.wait_for.remote(gate)
     until(lambda: get(gate.count.remote()))
     later = [actor.count.remote(), actor.count.options(priority=1).remote()]
     get(gate.open.remote())
     assert get([held, *later]) == ["open", 2, 1]
-    told: list[Any] = []
-    ended = actorrpc.monitor(actor, told.append)
+    deaths: list[Any] = []
+    ended = actorrpc.monitor(actor, deaths.append)
     actorrpc.kill(actor)
     actorrpc.kill(actor)
     assert isinstance(ended.wait(20), actorrpc.ActorDiedError)
-    until(lambda: told)
-    assert len(told) == 1
+    until(lambda: deaths)
+    assert len(deaths) == 1
 
 
 @pytest.mark.usefixtures("near")
 @row("no groups of actors")
-def test_groups() -> None:
+def test_groups_can_be_called_sliced_and_streamed() -> None:
     assert list(get(Worker.group(3).count.call()).values()) == [1, 1, 1]
     group = actorrpc.spawn({"hosts": 2, "gpus": 2}, Worker)
     assert list(get(group.slice(hosts=1).count.call()).values()) == [1, 1]
@@ -303,7 +303,7 @@ def test_groups() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("no API of torch's RPC")
-def test_calls_in_torchs_words() -> None:
+def test_actors_can_be_called_in_the_style_of_torch_rpc() -> None:
     actor = Worker.remote()
     assert actor.rpc_sync().count() == 1
     assert actor.rpc_async().count().wait() == 2
@@ -317,8 +317,8 @@ class Typed(actorrpc.Actor):
 
 @pytest.mark.usefixtures("near")
 @row(".remote is Any to a type checker")
-def test_the_base_for_type_checkers() -> None:
-    """What the checkers say of it: tests/actors/typing."""
+def test_a_class_may_inherit_from_actor_for_type_checkers() -> None:
+    """Checked with type checkers in tests/actors/typing."""
     typed = Typed.remote()
     found: int = get(typed.double.remote(1))
     assert found == 2
@@ -329,7 +329,7 @@ def test_the_base_for_type_checkers() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("ray.util.ActorPool")
-def test_names_at_the_top() -> None:
+def test_actor_pool_queue_and_exit_actor_are_top_level_names() -> None:
     pool = actorrpc.ActorPool([Worker.remote(), Worker.remote()])
     assert list(pool.map(lambda actor, value: actor.echo.remote(value), range(3))) == [0, 1, 2]
     assert actorrpc.Queue(maxsize=1).empty()
@@ -339,7 +339,7 @@ def test_names_at_the_top() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("RayTaskError, also an instance of the user's type")
-def test_errors_are_the_users_own() -> None:
+def test_errors_have_the_users_type_and_are_remote_errors() -> None:
     with pytest.raises(Wrong) as caught:
         get(Worker.remote().wrong.remote())
     error: Any = caught.value
@@ -350,7 +350,9 @@ def test_errors_are_the_users_own() -> None:
 
 @row("TaskCancelledError; WorkerCrashedError; GetTimeoutError")
 @pytest.mark.prints("the call of Gate.wait on 'worker0' failed and its error was never retrieved")
-def test_errors_of_the_rpc_layer(passing: InProcessCluster) -> None:
+def test_time_outs_cancellations_and_deaths_of_workers_have_their_own_errors(
+    passing: InProcessCluster,
+) -> None:
     gate = Gate.remote()
     held = gate.wait.remote()
     with pytest.raises(actorrpc.GetTimeoutError) as late:
@@ -372,7 +374,7 @@ def _kills_its_worker() -> Any:
 
 @pytest.mark.usefixtures("near")
 @row("actor.__ray_ready__.remote()")
-def test_ready_and_call() -> None:
+def test_ready_and_call_replace_rays_special_methods() -> None:
     actor = Worker.remote()
     assert get(actorrpc.ready(actor)) is None
     assert get(actorrpc.call(actor, getattr, "n")) == 0
@@ -382,7 +384,7 @@ def test_ready_and_call() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("actor.__ray_terminate__.remote()")
-def test_leaving_behind_the_calls_that_wait() -> None:
+def test_an_exit_sent_by_call_runs_after_waiting_calls() -> None:
     actor, gate = Worker.remote(), Gate.remote()
     held = actor.wait_for.remote(gate)
     left = actorrpc.call(actor, _leave)
@@ -398,16 +400,16 @@ def _leave(_: Any) -> None:
 
 @pytest.mark.usefixtures("near")
 @row("__ray_shutdown__() of the class")
-def test_on_stop() -> None:
+def test_on_stop_runs_after_exit_drop_and_kill() -> None:
     actor = Stopping.remote("left")
     with pytest.raises(actorrpc.ActorDiedError):
         get(actor.leave.remote())
     until(lambda: _tries == ["left"])
-    actor = Stopping.remote("let go of")
+    actor = Stopping.remote("dropped")
     assert get(actor.work.remote()) == "done"
     del actor
-    until(lambda: _tries == ["left", "let go of"])
-    actor = Stopping.remote("killed beside others")
+    until(lambda: _tries == ["left", "dropped"])
+    actor = Stopping.remote("killed")
     assert get(actor.work.remote()) == "done"
     actorrpc.kill(actor)
     until(lambda: len(_tries) == 3)
@@ -416,7 +418,7 @@ def test_on_stop() -> None:
 @pytest.mark.usefixtures("near")
 @pytest.mark.prints(PROFILER)
 @row("cluster_resources(), nodes()")
-def test_what_there_is_and_what_it_does() -> None:
+def test_workers_actors_resources_and_profiles_can_be_listed() -> None:
     actor = Worker.remote()
     with torch.profiler.profile() as found:
         get(actor.count.remote())
@@ -427,7 +429,7 @@ def test_what_there_is_and_what_it_does() -> None:
     assert actorrpc.cluster_resources()["CPU"] == sum(each["Resources"]["CPU"] for each in actorrpc.nodes())
 
 
-# -- starting and placing ------------------------------------------------------------------------------------------
+# -- start and placement ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -443,7 +445,7 @@ def test_what_there_is_and_what_it_does() -> None:
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )
 @row("init(address=")
-def test_options_of_init_that_are_refused(given: dict[str, Any], says: str) -> None:
+def test_unsupported_options_of_init_are_refused_with_advice(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         actorrpc.init(**given)
     assert not actorrpc.is_initialized()
@@ -453,7 +455,7 @@ def test_options_of_init_that_are_refused(given: dict[str, Any], says: str) -> N
     "name", ["scheduling_strategy", "memory", "accelerator_type", "placement_group", "max_calls", "resources"]
 )
 @row("scheduling_strategy, memory")
-def test_options_of_actors_and_tasks_that_are_refused(name: str) -> None:
+def test_unsupported_options_of_actors_and_tasks_are_refused(name: str) -> None:
     task = actorrpc.remote(_leave)
     for each in (task, Worker) if name != "resources" else (task,):
         with pytest.raises(ValueError, match=name) as caught:
@@ -477,13 +479,13 @@ async def _coroutine() -> str:
 
 @pytest.mark.usefixtures("near")
 @row("an async def task is refused")
-def test_a_coroutine_as_a_task() -> None:
+def test_a_coroutine_function_can_be_a_task() -> None:
     assert get(actorrpc.remote(_coroutine).remote()) == "done"
 
 
 @pytest.mark.usefixtures("near")
 @row("exit_actor() in a task")
-def test_exit_actor_outside_of_an_actor() -> None:
+def test_exit_actor_outside_of_an_actor_raises() -> None:
     with pytest.raises(RuntimeError):
         get(actorrpc.remote(actorrpc.exit_actor).remote())
     with pytest.raises(RuntimeError):
@@ -502,7 +504,7 @@ def _spin(seen: Any) -> None:
 
 @pytest.mark.usefixtures("near")
 @row("cancel(ref) of a running task")
-def test_cancelling_a_running_task() -> None:
+def test_cancel_interrupts_a_running_task() -> None:
     call = actorrpc.remote(_spin).remote(None)
     until(lambda: _tries)
     assert actorrpc.cancel(call)
@@ -515,7 +517,7 @@ def test_cancelling_a_running_task() -> None:
 @pytest.mark.usefixtures("near")
 @row("cancel(ref, recursive=False)")
 @row("cancel() returns None")
-def test_cancel_refuses_to_leave_calls_below_and_says_what_it_did() -> None:
+def test_cancel_refuses_recursive_false_and_returns_whether_it_cancelled() -> None:
     gate = Gate.remote()
     held = gate.wait.remote()
     with pytest.raises(ValueError, match="recursive"):
@@ -546,17 +548,17 @@ def test_cancelling_a_future_cancels_the_call() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("a generator with num_returns=3")
-def test_a_generator_with_a_number_of_results() -> None:
+def test_num_returns_takes_the_first_items_of_a_generator() -> None:
     actor = Worker.remote()
     first, second = actor.steps.options(num_returns=2).remote(1 << 30)
-    assert get(first) == 0  # while it goes on
+    assert get(first) == 0  # while the generator is still running
     assert get(second) == 1
 
 
 @pytest.mark.usefixtures("near")
 @row('a generator with num_returns="dynamic"')
 @row("get(generator), and generators in as_completed")
-def test_a_generator_is_a_stream_and_a_result() -> None:
+def test_a_generator_can_be_iterated_or_used_as_one_result() -> None:
     actor = Worker.remote()
     a, b, c = actor.steps.remote()
     assert get([a, b, c]) == [0, 1, 2]
@@ -572,7 +574,7 @@ def test_a_generator_is_a_stream_and_a_result() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("numpy arrays come read-only")
-def test_arrays_are_copies_that_can_be_written() -> None:
+def test_numpy_arrays_are_writable_copies() -> None:
     array = numpy.zeros(1 << 15)
     found = get(Worker.remote().change.remote(array))
     found += 1
@@ -582,7 +584,7 @@ def test_arrays_are_copies_that_can_be_written() -> None:
 
 @row("the large result of an actor outlives it")
 @row("a small value that was put")
-def test_what_becomes_of_results_whose_process_dies(passing: InProcessCluster) -> None:
+def test_only_unfetched_large_results_are_lost_with_their_process(passing: InProcessCluster) -> None:
     actor = Worker.options(worker="worker1").remote()
     large = actor.large.remote()
     [small] = get(actor.puts.remote())
@@ -597,7 +599,7 @@ def test_what_becomes_of_results_whose_process_dies(passing: InProcessCluster) -
     assert get(small) == "small"
 
 
-def _said_by_loading(data: bytes) -> str:
+def _error_of_loading(data: bytes) -> str:
     try:
         return f"nothing: {pickle.loads(data)!r}"
     except actorrpc.errors.RRefError as error:
@@ -607,26 +609,26 @@ def _said_by_loading(data: bytes) -> str:
 @pytest.mark.usefixtures("passing")
 @row("an ObjectRef or a handle that the program pickles")
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
-def test_references_in_pickles_of_the_program(dumps: Any) -> None:
+def test_references_and_handles_can_be_pickled_by_the_program(dumps: Any) -> None:
     actor = Worker.remote()
     ref = actorrpc.put(1)
     assert pickle.loads(dumps([ref, actor])) == [ref, actor]
     lost = dumps(actorrpc.put(2))
     gc.collect()
-    until(lambda: "keep the reference itself" in _said_by_loading(lost))
+    until(lambda: "keep the reference itself" in _error_of_loading(lost))
     assert get(actorrpc.remote(lambda: get(ref)).remote()) == 1
     [inside] = get(actor.echo.remote([{"deep": ref}]))
     assert get(inside["deep"]) == 1
     assert get(actorrpc.remote(lambda: get(actor.count.remote())).remote()) == 1
 
 
-# -- what needs processes ------------------------------------------------------------------------------------------
+# -- rows that need processes ------------------------------------------------------------------------------------------
 
 
 def _stream(given: int, gate: str) -> Iterator[int]:
     for number in range(2):
         if number == given and os.path.exists(gate):
-            pass_gate(gate)  # what was given has been read
+            pass_gate(gate)  # wait until the caller has read the items
             os.unlink(gate)
             os.kill(os.getpid(), signal.SIGKILL)
         yield number
@@ -634,7 +636,7 @@ def _stream(given: int, gate: str) -> Iterator[int]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("embedded")
-@pytest.mark.prints(LAST_WORDS)  # in a later test, where they come late
+@pytest.mark.prints(LAST_WORDS)  # may be printed during a later test
 class TestProcesses:
     @row("init() starts a head node")
     def test_processes_come_from_one_fork_server(self) -> None:
@@ -644,7 +646,7 @@ class TestProcesses:
         assert {psutil.Process(each).ppid() for each in parents} == {os.getpid()}
 
     @row('"The actor is dead because')
-    def test_the_end_of_a_process(self) -> None:
+    def test_the_error_of_a_dead_actor_describes_the_death_of_its_process(self) -> None:
         actor = Worker.remote()
         with pytest.raises(actorrpc.ActorDiedError) as caught:
             get(actor.die.remote())
@@ -657,7 +659,7 @@ class TestProcesses:
 
     @row("a task's stream whose process dies")
     @pytest.mark.prints("died", "not finished", "made again", "restarted")
-    def test_a_stream_of_a_task_is_made_again_while_nothing_was_given(self, tmp_path: Path) -> None:
+    def test_a_stream_of_a_task_is_retried_only_before_its_first_item(self, tmp_path: Path) -> None:
         for given in (0, 1):
             gate = tmp_path / f"gate{given}"
             os.mkfifo(gate)
@@ -675,7 +677,7 @@ class TestProcesses:
 @pytest.mark.slow
 @row("init(num_cpus=2): an actor")
 @row("init(num_cpus=0): actors and tasks")
-def test_processors_are_no_places_to_wait_for() -> None:
+def test_actors_may_exceed_num_cpus_together_but_not_alone() -> None:
     with actorrpc.init(num_cpus=2):
         many = [Worker.options(num_cpus=2).remote() for _ in range(2)]
         assert get([each.count.remote() for each in many]) == [1, 1]

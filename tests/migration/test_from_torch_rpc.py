@@ -36,11 +36,11 @@ from tests.migration.rows import check, row
 from tests.ports import free_port
 
 
-def test_each_row_has_its_test() -> None:
+def test_each_row_of_the_page_has_a_test() -> None:
     check("from-torch-rpc.md", globals())
 
 
-# What runs on workers of this process, as if they were others.
+# State of functions that run on workers of this process.
 
 _gate = threading.Event()
 _at_gate = threading.Event()
@@ -99,7 +99,7 @@ class Layer(nn.Module):
 
 
 class Faulty(torch.autograd.Function):
-    """Does in its backward pass what it is told to."""
+    """Runs ``action`` in its backward pass."""
 
     action: Any = None
 
@@ -129,14 +129,14 @@ def action() -> Iterator[type[Faulty]]:
 
 
 @row("import torch.distributed.rpc as rpc")
-def test_the_names_are_there() -> None:
+def test_all_public_names_of_torch_rpc_exist() -> None:
     mine = {name for name, each in vars(torch_rpc).items() if _is_public(name, each)}
     assert mine
     assert not {name for name in mine if not hasattr(rpc, name)}
 
 
 def _is_public(name: str, value: Any) -> bool:
-    inner = ("AllGatherStates", "method_factory", "new_method")  # what __init__.py and api.py are made of
+    inner = ("AllGatherStates", "method_factory", "new_method")  # internals of __init__.py and api.py
     return (
         not name.startswith("_")
         and name not in inner
@@ -145,7 +145,7 @@ def _is_public(name: str, value: Any) -> bool:
 
 
 @row("rpc.init_rpc(name")
-def test_init_rpc_takes_the_same_and_may_leave_the_rest_to_a_launcher(
+def test_init_rpc_has_torchs_parameters_and_reads_the_variables_of_launchers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     theirs = inspect.signature(torch_rpc.init_rpc).parameters
@@ -166,7 +166,7 @@ def test_init_rpc_takes_the_same_and_may_leave_the_rest_to_a_launcher(
 @pytest.mark.usefixtures("near")
 @row("rpc.rpc_sync, rpc.rpc_async")
 @row("a remote exception is")
-def test_calls_lambdas_and_errors() -> None:
+def test_calls_accept_lambdas_and_raise_the_remote_error() -> None:
     assert rpc.rpc_sync("worker1", lambda x: x + 1, args=(1,)) == 2
     assert rpc.rpc_async("worker1", max, args=(1, 2)).wait() == 2
     assert rpc.remote("worker1", max, args=(1, 2)).to_here() == 2
@@ -176,7 +176,7 @@ def test_calls_lambdas_and_errors() -> None:
 
 
 @row("fut.wait(), fut.then(f)")
-def test_futures(passing: InProcessCluster) -> None:
+def test_futures_have_time_outs_and_can_be_awaited(passing: InProcessCluster) -> None:
     futures = [rpc.rpc_async("worker1", max, args=(n, 2)) for n in range(4)]
     assert actorrpc.wait_all(futures) == [2, 2, 2, 3]
     assert isinstance(futures[0], rpc.Future)
@@ -194,7 +194,7 @@ def test_futures(passing: InProcessCluster) -> None:
 
 @pytest.mark.usefixtures("near")
 @row("rref.to_here(), .local_value()")
-def test_references() -> None:
+def test_rrefs_have_torchs_methods() -> None:
     rref = rpc.remote("worker1", torch.ones, args=(2,))
     assert rref.to_here().sum() == 2
     assert rref.rpc_sync().size() == torch.Size([2])
@@ -206,14 +206,14 @@ def test_references() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("@rpc.functions.async_execution")
-def test_async_execution() -> None:
+def test_async_execution_answers_with_the_result_of_the_future() -> None:
     assert rpc.rpc_sync("worker1", later, ("worker0", 1)) == 4
 
 
 @pytest.mark.usefixtures("near")
 @row("dist_autograd.context()")
 @row("a call whose result the loss does not use")
-def test_a_pass_leaves_alone_what_the_loss_does_not_use() -> None:
+def test_parameters_that_the_loss_does_not_use_get_no_gradient() -> None:
     used, unused = (rpc.remote("worker1", Layer) for _ in range(2))
     x = torch.ones(3, requires_grad=True)
     with dist_autograd.context() as context:
@@ -227,7 +227,7 @@ def test_a_pass_leaves_alone_what_the_loss_does_not_use() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("DistributedOptimizer(SGD")
-def test_the_optimizer_takes_references_modules_actors_and_groups() -> None:
+def test_the_optimizer_accepts_references_modules_actors_and_groups() -> None:
     parameters = [rpc.remote("worker1", torch.ones, (3,), {"requires_grad": True})]
     remote = RemoteModule("worker1/cpu", nn.Linear, (2, 1))
     actor = actorrpc.remote(nn.Linear).remote(2, 1)
@@ -249,7 +249,7 @@ def test_the_optimizer_takes_references_modules_actors_and_groups() -> None:
 @row("RemoteModule(")
 @row("RemoteModule.forward and .remote_parameters")
 @torch.no_grad()
-def test_a_remote_module_does_what_modules_do() -> None:
+def test_a_remote_module_works_inside_other_modules() -> None:
     remote = RemoteModule("worker1/cpu", nn.Linear, (2, 1))
     model = nn.Sequential(nn.Linear(2, 2), remote)
     assert remote(torch.ones(1, 2)).shape == (1, 1)
@@ -257,11 +257,11 @@ def test_a_remote_module_does_what_modules_do() -> None:
     assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     model.eval()
     assert not remote.get_module_rref().rpc_sync().train(False).training
-    heard: list[Any] = []
-    handle = remote.register_forward_hook(lambda module, inputs, output: heard.append(output))
+    outputs: list[Any] = []
+    handle = remote.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     model.double()
     assert model(torch.ones(1, 2, dtype=torch.float64)).dtype == torch.float64
-    assert len(heard) == 1
+    assert len(outputs) == 1
     handle.remove()
     model.to(torch.float32)
     model.apply(_fill)
@@ -278,7 +278,7 @@ def _fill(module: nn.Module) -> None:
 @row("rpc.shutdown()")
 @row("a peer dies")
 @pytest.mark.prints("threads of 'worker1' are still in user code")
-def test_the_death_of_a_worker_ends_calls_and_does_not_hold_up_the_others() -> None:
+def test_the_death_of_a_worker_fails_its_calls_and_does_not_block_shutdown() -> None:
     with InProcessCluster(3, autojump=True) as cluster:
         rpc.rpc_sync("worker1", max, (1, 2))
         held = rpc.rpc_async("worker1", hold)
@@ -296,11 +296,11 @@ def test_the_death_of_a_worker_ends_calls_and_does_not_hold_up_the_others() -> N
         assert not rpc.is_initialized()
 
 
-# -- what is better: calls -----------------------------------------------------------------------------------------
+# -- improved calls -----------------------------------------------------------------------------------------
 
 
 @row("fut.wait() has no time-out")
-def test_ctrl_c_ends_a_wait() -> None:
+def test_ctrl_c_interrupts_a_wait() -> None:
     with InProcessCluster(2, clock="real"):
         held = rpc.rpc_async("worker1", _interrupt_and_hold, timeout=0)
         with pytest.raises(KeyboardInterrupt):
@@ -317,46 +317,46 @@ def _interrupt_and_hold() -> str:
 
 @pytest.mark.usefixtures("near")
 @row("nested and cyclic calls")
-def test_calls_go_back_and_forth() -> None:
+def test_two_workers_can_call_each_other_40_levels_deep() -> None:
     assert rpc.rpc_sync("worker1", ping, ("worker0", 40)) == 40
 
 
 @row("each call has a deadline of its own")
-def test_nested_calls_inherit_what_is_left(near: InProcessCluster) -> None:
-    call = rpc.rpc_async("worker1", _asks_for_long, timeout=5.0)
-    assert _at_gate.wait(30)  # before time passes: a call that comes late is not started
+def test_nested_calls_inherit_the_remaining_time(near: InProcessCluster) -> None:
+    call = rpc.rpc_async("worker1", _call_with_a_long_time_out, timeout=5.0)
+    assert _at_gate.wait(30)  # wait before advancing the clock, as a late call is not started
     near.clock.advance(5.0)
     with pytest.raises(TimeoutError):
         call.wait()
     _gate.set()
     until(lambda: _called)
-    [left] = _called
-    assert 0 < left <= 5
+    [remaining] = _called
+    assert 0 < remaining <= 5
 
 
-def _asks_for_long() -> None:
-    rpc.rpc_sync("worker0", _note_what_is_left, timeout=1000.0)
+def _call_with_a_long_time_out() -> None:
+    rpc.rpc_sync("worker0", _note_the_remaining_time, timeout=1000.0)
 
 
-def _note_what_is_left() -> None:
+def _note_the_remaining_time() -> None:
     execution = CURRENT.get()
     assert execution is not None
-    left = execution.deadline - _time.now()
+    remaining = execution.deadline - _time.now()
     hold()
-    note(left)
+    note(remaining)
 
 
 @row("each call has a deadline of its own")
-def test_a_call_whose_time_ends_while_it_waits_is_not_started() -> None:
+def test_a_queued_call_is_not_started_after_its_time_out() -> None:
     with InProcessCluster(2, clock="real", max_threads=2) as cluster:
-        there = cluster["worker1"].run(api.group).agent
+        callee = cluster["worker1"].run(api.group).agent
         held = rpc.rpc_async("worker1", hold, timeout=0)
-        assert _at_gate.wait(30)  # the other thread listens
+        assert _at_gate.wait(30)  # the other thread of the pool reads messages
         late = rpc.rpc_async("worker1", note, ("started",), timeout=0.05)
         with pytest.raises(TimeoutError):
             late.wait()
-        # Its time there ends a moment later, as it arrived a moment later: the word of its end may be sooner.
-        until(lambda: there.peer("worker0").cancelled)
+        # At the callee, the time-out expires slightly later, so the caller's CANCEL frame may arrive first.
+        until(lambda: callee.peer("worker0").cancelled)
         _gate.set()
         assert held.wait() == "through"
         rpc.rpc_sync("worker1", note, ("afterwards",))
@@ -365,7 +365,7 @@ def test_a_call_whose_time_ends_while_it_waits_is_not_started() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("functions must be importable")
-def test_functions_travel_by_value() -> None:
+def test_lambdas_and_local_classes_are_sent_by_value() -> None:
     class Local:
         def __init__(self, value: int) -> None:
             self.value = value
@@ -386,7 +386,7 @@ def test_large_tensors_arrive_as_copies() -> None:
 
 
 @row("a slow consumer")
-def test_who_sends_too_much_waits_for_the_call_s_time_out() -> None:
+def test_a_call_blocked_by_a_full_window_raises_backpressure_error_at_its_time_out() -> None:
     with InProcessCluster(2, clock="real", window=1 << 20, max_threads=2):
         ballast = torch.zeros(1 << 16)
         held = [rpc.rpc_async("worker1", _held, (ballast,), timeout=0) for _ in range(5)]
@@ -416,11 +416,11 @@ def test_idle_workers_wake_for_heartbeats_only(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(_time, "doze", counted)
         cluster.clock.advance(3600.0)
         monkeypatch.undo()
-    assert 10 < len(woken) < 1000  # 60 heartbeats of each; a look a second would be 7200
+    assert 10 < len(woken) < 1000  # 60 heartbeats of each worker; polling once a second would be 7200
 
 
 @row("rpc_timeout=0, as in the tutorials")
-def test_no_time_out() -> None:
+def test_an_rpc_timeout_of_0_means_no_time_out() -> None:
     with InProcessCluster(2, rpc_timeout=0, heartbeat=60.0) as cluster:
         held = rpc.rpc_async("worker1", hold)
         cluster.clock.advance(3600.0)
@@ -430,7 +430,7 @@ def test_no_time_out() -> None:
 
 
 @row("a second group in one process")
-def test_two_groups_one_after_the_other(tmp_path: Path) -> None:
+def test_a_process_can_join_two_groups_one_after_the_other(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / str(number)).mkdir()
         with alone(tmp_path / str(number)):
@@ -454,24 +454,24 @@ def test_calls_show_in_every_profiler(profile: Any) -> None:
 
 @row("every process that reaches the port may connect")
 @pytest.mark.prints("these bytes are not an actorrpc handshake")
-def test_a_stranger_is_not_unpickled() -> None:
-    class Opened:
+def test_bytes_of_an_unauthenticated_connection_are_not_unpickled() -> None:
+    class Payload:
         def __reduce__(self) -> Any:
             return note, ("opened",)
 
     with tcp_agents(1) as [agent]:
         stranger = knock(agent)
-        stranger.sendall(pickle.dumps(Opened()) * 100)
+        stranger.sendall(pickle.dumps(Payload()) * 100)
         until_closed(stranger)
         stranger.close()
     assert not _called
 
 
-# -- what is better: gradients -------------------------------------------------------------------------------------
+# -- improved gradients -------------------------------------------------------------------------------------
 
 
 @row("a worker dies in a pass")
-def test_a_pass_ends_where_a_worker_dies_and_gradients_are_what_they_were(action: type[Faulty]) -> None:
+def test_the_death_of_a_worker_fails_the_pass_and_changes_no_gradients(action: type[Faulty]) -> None:
     with InProcessCluster(3, autojump=True) as cluster:
         layer = rpc.remote("worker2", Layer)
         x = torch.ones(3, requires_grad=True)
@@ -489,7 +489,7 @@ def test_a_pass_ends_where_a_worker_dies_and_gradients_are_what_they_were(action
 @pytest.mark.usefixtures("near")
 @row("a worker dies in a pass")
 @row("an error in a node or a hook elsewhere")
-def test_the_error_of_a_node_is_its_own_and_the_pass_can_be_tried_again(action: type[Faulty]) -> None:
+def test_an_error_in_a_pass_keeps_its_type_and_the_pass_can_be_repeated(action: type[Faulty]) -> None:
     x = torch.ones(3, requires_grad=True)
     with dist_autograd.context() as context:
         loss = rpc.rpc_sync("worker1", faulty, (x,)).sum()
@@ -507,7 +507,7 @@ def test_the_error_of_a_node_is_its_own_and_the_pass_can_be_tried_again(action: 
 
 
 @row("backward has no time-out")
-def test_a_pass_has_a_time_out(action: type[Faulty]) -> None:
+def test_backward_accepts_a_time_out(action: type[Faulty]) -> None:
     x = torch.ones(3, requires_grad=True)
     with InProcessCluster(2, autojump=True), dist_autograd.context() as context:
         loss = rpc.rpc_sync("worker1", faulty, (x,)).sum()
@@ -519,7 +519,7 @@ def test_a_pass_has_a_time_out(action: type[Faulty]) -> None:
 
 
 @row("backward has no time-out")
-def test_ctrl_c_ends_a_pass(action: type[Faulty]) -> None:
+def test_ctrl_c_interrupts_a_pass(action: type[Faulty]) -> None:
     x = torch.ones(3, requires_grad=True)
     with InProcessCluster(2, clock="real"), dist_autograd.context() as context:
         loss = rpc.rpc_sync("worker1", faulty, (x,)).sum()
@@ -540,7 +540,7 @@ def test_hooks_of_leaves_run_once_on_the_whole_gradient() -> None:
     weight = rpc.remote("worker1", _with_hooks)
     y = torch.ones(3, requires_grad=True)
     with dist_autograd.context() as context:
-        for _ in range(3):  # three visits of one worker: the gradient is 1 + 1 + 1
+        for _ in range(3):  # the pass visits worker1 three times, so the gradient is 1 + 1 + 1
             y = rpc.rpc_sync("worker1", _hooked, (y, weight))
         dist_autograd.backward(context, [y.sum()])
     assert _called == [("tensor", 3.0), ("accumulated", 3.0)]
@@ -555,7 +555,7 @@ def _with_hooks() -> Tensor:
 
 @pytest.mark.usefixtures("near")
 @row("roots are scalars")
-def test_roots_where_gradients_go_and_sums() -> None:
+def test_backward_accepts_gradient_accumulate_and_create_graph() -> None:
     layer = rpc.remote("worker1", Layer)
     x = torch.linspace(0.1, 0.7, 3, requires_grad=True)
     found = []
@@ -578,7 +578,7 @@ def test_roots_where_gradients_go_and_sums() -> None:
 
 
 @row("a context whose origin has died")
-def test_a_context_goes_with_its_origin() -> None:
+def test_a_context_is_released_when_its_origin_dies() -> None:
     with InProcessCluster(3, autojump=True) as cluster:
         counted = cluster["worker1"].run(contexts).live
         maker = threading.Thread(target=cluster["worker2"].run, args=(_makes_a_context, "worker1"))
@@ -596,7 +596,7 @@ def _makes_a_context(to: str) -> None:
 
 @pytest.mark.usefixtures("near")
 @row("DistributedOptimizer.step")
-def test_an_optimizer_does_what_optimizers_do() -> None:
+def test_the_optimizer_supports_schedulers_scaling_clipping_and_state_dicts() -> None:
     remote = RemoteModule("worker1/cpu", nn.Linear, (2, 1))
     optimizer = DistributedOptimizer(torch.optim.SGD, [remote, nn.Linear(1, 1)], lr=0.1)
     optimizer.add_param_group({"params": [rpc.remote("worker1", Layer)]})

@@ -1,4 +1,4 @@
-"""The rows of docs/migration/ray-programs.md that tests/compat/test_ray.py does not try on a cluster."""
+"""The rows of docs/migration/ray-programs.md that tests/compat/test_ray.py does not test on a cluster."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.migration.rows import check, names, row
 PAGE = "ray-programs.md"
 rex = ray.exceptions
 
-_seen: list[Any] = []  # by what runs on workers of this process
+_seen: list[Any] = []  # records of functions that run on workers of this process
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +39,12 @@ def _clean() -> None:
     _seen.clear()
 
 
-def test_each_row_has_its_test() -> None:
+def test_each_row_of_the_page_has_a_test() -> None:
     check(PAGE, {**vars(test_ray), **globals()})
 
 
 class Wrong(ValueError):
-    """Of the program."""
+    """An error of the program."""
 
 
 @ray.remote
@@ -101,7 +101,7 @@ def _of_ray(name: str) -> Any:
     return functools.reduce(getattr, name.split("."), ray)
 
 
-# -- what there is -------------------------------------------------------------------------------------------------
+# -- names and state -------------------------------------------------------------------------------------------------
 
 
 @row("init shutdown is_initialized")
@@ -111,7 +111,7 @@ def _of_ray(name: str) -> Any:
 @row("util.ActorPool")
 @row("util.placement_group")
 @row("runtime_env.RuntimeEnv")
-def test_the_names_are_there() -> None:
+def test_the_listed_names_of_ray_exist() -> None:
     for beginning in (
         *("init shutdown", "ObjectRef ", "actor.exit_actor", "exceptions", "util.ActorPool"),
         *("util.placement_group", "runtime_env.RuntimeEnv"),
@@ -123,7 +123,7 @@ def test_the_names_are_there() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("util.state.list_actors")
-def test_what_there_is_to_see() -> None:
+def test_the_state_api_lists_actors_and_nodes() -> None:
     counter = Counter.options(name="seen").remote()
     assert ray.get(counter.add.remote(1)) == 1
     state: Any = ray.util.state
@@ -138,7 +138,7 @@ def test_what_there_is_to_see() -> None:
     assert summary["summary"]["Counter"]["state_counts"]["ALIVE"] == 1
     with pytest.raises(ValueError, match="'=' or '!='"):
         state.list_actors(filters=[("state", "<", 3)])
-    for given in ({}, {"filename": "x"}, {"actor_id": "nobody"}):
+    for given in ({}, {"filename": "x"}, {"actor_id": "stranger"}):
         with pytest.raises(ValueError, match=r"get_log\(\): "):
             state.get_log(**given)
     with pytest.raises(KeyError):
@@ -152,7 +152,7 @@ def test_what_there_is_to_see() -> None:
 @pytest.mark.prints("it is dead", "was not finished", "was never retrieved")
 @row("RayTaskError, RayTaskError(ValueError)")
 @row("ActorDiedError, ActorUnavailableError")
-def test_a_dead_actor_and_those_who_run_into_it() -> None:
+def test_calls_to_a_dead_actor_raise_rays_errors_also_within_tasks() -> None:
     counter = Counter.remote()
     ray.kill(counter)
     with pytest.raises(rex.ActorDiedError) as died:
@@ -166,9 +166,9 @@ def test_a_dead_actor_and_those_who_run_into_it() -> None:
 
 
 @row("ActorDiedError, ActorUnavailableError")
-def test_an_actor_that_is_being_restarted(near: InProcessCluster) -> None:
+def test_calls_during_a_restart_raise_actor_unavailable_error(near: InProcessCluster) -> None:
     counter = Counter.options(max_restarts=-1, restart_backoff_s=60.0).remote()
-    for _ in range(2):  # the second restart in a row waits
+    for _ in range(2):  # the second consecutive restart is delayed
         ray.get(counter.add.remote())
         ray.kill(counter, no_restart=False)
     until(lambda: actorrpc.list_actors()[0].state == "RESTARTING")
@@ -180,7 +180,7 @@ def test_an_actor_that_is_being_restarted(near: InProcessCluster) -> None:
 
 
 @row("RuntimeEnvSetupError")
-def test_an_environment_that_cannot_be_had() -> None:
+def test_unsupported_runtime_environments_raise_runtime_env_setup_error() -> None:
     for kind in ("pip", "conda", "uv"):
         with pytest.raises(rex.RuntimeEnvSetupError) as caught:
             Gate.options(runtime_env={kind: ["x"]})
@@ -188,10 +188,10 @@ def test_an_environment_that_cannot_be_had() -> None:
 
 
 @row("RaySystemError")
-def test_what_ray_has_no_name_for() -> None:
-    told = rex.in_rays_words(actorrpc.DeadlockError("x"))
-    assert isinstance(told, rex.RaySystemError)
-    assert isinstance(told, actorrpc.DeadlockError)
+def test_errors_without_a_counterpart_in_ray_become_ray_system_error() -> None:
+    converted = rex.in_rays_words(actorrpc.DeadlockError("x"))
+    assert isinstance(converted, rex.RaySystemError)
+    assert isinstance(converted, actorrpc.DeadlockError)
 
 
 @row("errors of Ray are not RuntimeErrors")
@@ -203,7 +203,7 @@ def test_all_errors_are_runtime_errors() -> None:
 
 
 @row("tasks: num_cpus")
-def test_options_of_tasks(tmp_path: Path) -> None:
+def test_the_listed_options_of_tasks_are_accepted(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "num_cpus": 1,
         "num_gpus": 0,
@@ -218,7 +218,7 @@ def test_options_of_tasks(tmp_path: Path) -> None:
 
 
 @row("actors: num_cpus")
-def test_options_of_actors() -> None:
+def test_the_listed_options_of_actors_are_accepted() -> None:
     given: dict[str, Any] = {
         "num_cpus": 1,
         "num_gpus": 0,
@@ -243,7 +243,7 @@ def test_options_of_actors() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("methods: num_returns")
-def test_options_of_methods() -> None:
+def test_the_listed_options_of_methods_are_accepted() -> None:
     given: dict[str, Any] = {
         "num_returns": 2,
         "concurrency_group": "io",
@@ -258,7 +258,7 @@ def test_options_of_methods() -> None:
 
 
 @row("actors: label_selector")
-def test_labels() -> None:
+def test_label_selectors_become_labels_and_negations_are_refused() -> None:
     for given in (
         {"label_selector": {"zone": "a"}},
         {"scheduling_strategy": NodeLabelSchedulingStrategy({"zone": In("a")})},
@@ -274,7 +274,7 @@ def test_labels() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("actors: scheduling_strategy")
-def test_strategies_of_actors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduling_strategies_of_actors_become_spread_or_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for_actors = functools.partial(options.for_actors, before=options.Extras())
     assert for_actors({"scheduling_strategy": "SPREAD"})[0]["spread"] is True
     [node] = ray.nodes()
@@ -283,26 +283,28 @@ def test_strategies_of_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     group = ray.util.placement_group([{"CPU": 1}])
     ray.get(group.ready())
     _, extras = for_actors({"scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)})
-    assert "host" not in options.placed(extras, None, None)[0]  # of one machine there is nothing to say
+    assert "host" not in options.placed(extras, None, None)[0]  # with one machine, no host is chosen
     monkeypatch.setattr(type(group), "host_for", lambda *_: "there")
     assert options.placed(extras, None, None)[0]["host"] == "there"
 
 
 @row("tasks: scheduling_strategy")
-def test_strategies_of_tasks(near: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduling_options_of_tasks_are_ignored_or_refused(
+    near: InProcessCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {"scheduling_strategy": "SPREAD", "num_cpus": 1}
     assert ray.get(double.options(**given).remote(1)) == 2
     missing = double.options(resources={"missing": 1}).remote(1)
     with pytest.raises(rex.TaskUnschedulableError, match="missing"):
         ray.get(missing)
-    assert options.for_tasks({"resources": {"a": 1}}, options.Extras())[0] == {}  # nothing is booked
+    assert options.for_tasks({"resources": {"a": 1}}, options.Extras())[0] == {}  # tasks book no resources
     monkeypatch.setattr(cluster, "hosts", lambda: ["a", "b"])
     with pytest.raises(ValueError, match="make it a method of an actor"):
         double.options(label_selector={"zone": "a"})
 
 
 @row("all: memory")
-def test_options_that_are_ignored() -> None:
+def test_the_listed_ignored_options_have_no_effect() -> None:
     listed = names(PAGE, "all: memory")
     assert set(listed) == set(options.IGNORED)
     assert all(options.IGNORED.values())
@@ -314,7 +316,7 @@ def test_options_that_are_ignored() -> None:
 
 
 @row("init: include_dashboard")
-def test_options_of_init_that_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_listed_ignored_options_of_init_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = names(PAGE, "init: include_dashboard")
     assert set(listed) == {"init", *cluster.IGNORED}
     assert all(cluster.IGNORED.values())
@@ -335,7 +337,7 @@ def test_options_of_init_that_are_ignored(monkeypatch: pytest.MonkeyPatch) -> No
     ids=["job_config", "auto", "ray"],
 )
 @row("init: job_config")
-def test_options_of_init_that_are_refused(given: dict[str, Any], says: str) -> None:
+def test_unsupported_options_of_init_are_refused_with_advice(given: dict[str, Any], says: str) -> None:
     with pytest.raises((ValueError, ConnectionError), match=says):
         ray.init(**given)
     assert not ray.is_initialized()
@@ -343,7 +345,7 @@ def test_options_of_init_that_are_refused(given: dict[str, Any], says: str) -> N
 
 @pytest.mark.usefixtures("passing")
 @row("all: options of actorrpc")
-def test_options_of_ours() -> None:
+def test_options_of_actorrpc_are_accepted_as_well() -> None:
     counter = Counter.options(worker="worker0").remote()
     assert ray.get(counter.add.options(priority=1).remote()) == 1
     assert actorrpc.list_actors()[0].worker == "worker0"
@@ -351,12 +353,12 @@ def test_options_of_ours() -> None:
         ray.get(Gate.remote().wait.options(timeout=5.0).remote())
 
 
-# -- what a program can tell ---------------------------------------------------------------------------------------
+# -- differences that a program can notice ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("near")
 @row("a reference or a handle that the program pickles by itself")
-def test_a_pickle_keeps_nothing() -> None:
+def test_a_pickled_handle_does_not_keep_its_actor_alive() -> None:
     counter = Counter.remote()
     pickled = ray.cloudpickle.dumps(counter)
     loaded = ray.cloudpickle.loads(pickled)

@@ -1,4 +1,4 @@
-"""One cluster for all tests of a module, and what holds for tests that share one: as of the end-to-end tests of actors."""
+"""One cluster for all tests of a module, with the fixtures of the end-to-end tests of actors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a visitor may change: that it has to say in its handshake that it acts, and what is done."""
+"""Actions of visitors: only a visitor that declared actions in its handshake may kill, restart or drain."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def data_only() -> Iterator[Target]:
 
 
 @pytest.mark.prints(r"\(pid \d+\)")
-def test_who_only_looks_changes_nothing(alone: Target, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_visitor_that_declared_no_actions_cannot_act(
+    alone: Target, caplog: pytest.LogCaptureFixture
+) -> None:
     for what, whom in (("kill", "0" * 16), ("drain", "alone"), ("eval", "1")):
         assert "this visitor may only read" in _act(alone, what, whom, acts=False)
     lines = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
@@ -70,14 +72,14 @@ def test_who_only_looks_changes_nothing(alone: Target, caplog: pytest.LogCapture
 
 
 @pytest.mark.prints(r"\(pid \d+\)")
-def test_what_cannot_be_done_is_said(alone: Target) -> None:
+def test_impossible_actions_return_the_reason(alone: Target) -> None:
     assert "'eval'" in _act(alone, "eval", "1 + 1")
     assert "no driver" in _act(alone, "drain", "alone")
     assert "invalid literal" in _act(alone, "kill", "x")
 
 
 @pytest.mark.prints(r"\(pid \d+\)")
-def test_a_worker_that_takes_data_only_does_nothing(data_only: Target) -> None:
+def test_a_data_only_worker_refuses_actions(data_only: Target) -> None:
     assert "data only" in _act(data_only, "kill", "0" * 16)
 
 
@@ -91,7 +93,7 @@ def _is_dead(actor: Any) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.prints(r"\(pid \d+\)|it has left")
-def test_actors_are_killed_and_restarted_and_workers_drained(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_visitor_can_kill_and_restart_actors_and_drain_workers(caplog: pytest.LogCaptureFixture) -> None:
     with actorrpc.init(num_cpus=2, log_to_driver=False):
         (group,) = find_groups(os.getpid())
         driver = group.targets[0]
@@ -103,7 +105,7 @@ def test_actors_are_killed_and_restarted_and_workers_drained(caplog: pytest.LogC
         until(lambda: {each.actor_id: each.restarts for each in actorrpc.state(30).actors}[one] == 1)
         assert actorrpc.get(first.add.remote()) == 1
         assert _act(driver, "kill", one) == ""
-        # Its process is being ended; a call that was made at once may still be answered.
+        # While the process ends, a call may still be answered.
         until(lambda: _is_dead(first))
         assert "driver cannot be drained" in _act(driver, "drain", "driver")
         assert _act(driver, "drain", names[other]) == ""

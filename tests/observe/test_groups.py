@@ -1,4 +1,4 @@
-"""Groups that have no driver, what stands in the private directory, and processes in no group."""
+"""Groups without a driver, group files in the private directory, and processes outside of groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.actors.e2e.kit import open_gate, pass_gate, until
 from tests.ranks import rpc_group
 
 
-def test_outside_of_a_group_there_is_nothing_to_see() -> None:
+def test_state_outside_of_a_group_raises_not_initialized_error() -> None:
     with pytest.raises(actorrpc.errors.NotInitializedError, match=r"actorrpc\.init"):
         actorrpc.state()
 
@@ -42,7 +42,7 @@ def _look(rank: int, world_size: int) -> tuple[list[tuple[str, str]], list[str],
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_a_group_is_seen_from_inside_and_outside_and_a_given_key_is_written_nowhere(
+def test_a_group_can_be_observed_and_its_file_does_not_contain_a_given_key(
     given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if given:
@@ -75,7 +75,7 @@ def _blocked(rank: int, world_size: int, gates: list[str]) -> list[str]:
     )
     sender.start()
     until(lambda: any(each.kind == "window" for each in actorrpc.state(30).findings))
-    (said,) = [each.what for each in actorrpc.state(30).findings if each.kind == "window"]
+    (reported,) = [each.what for each in actorrpc.state(30).findings if each.kind == "window"]
     until(lambda: lines.texts)
     for each in gates:
         open_gate(Path(each))
@@ -83,16 +83,16 @@ def _blocked(rank: int, world_size: int, gates: list[str]) -> list[str]:
     for call in calls:
         call.wait()
     assert not any(each.blocked for each in actorrpc.state(30).workers[0].connections)
-    return [said, *lines.texts]
+    return [reported, *lines.texts]
 
 
-def test_calls_that_the_window_blocks_are_logged_and_reported(tmp_path: Path) -> None:
+def test_calls_blocked_by_the_window_are_logged_and_reported(tmp_path: Path) -> None:
     gates = [str(tmp_path / "one"), str(tmp_path / "other")]
     for each in gates:
         os.mkfifo(each)
     options = {"max_threads": 2, "window": 1 << 20}
-    (said, logged), _ = rpc_group(_blocked, 2, gates, options=options)
-    assert said.startswith("calls of worker 'worker0' to 'worker1' have been blocked for ")
+    (reported, logged), _ = rpc_group(_blocked, 2, gates, options=options)
+    assert reported.startswith("calls of worker 'worker0' to 'worker1' have been blocked for ")
     assert logged.startswith(
         "the call of mul has been blocked for 2 s: worker 'worker1' has not started calls of 1"
     )
@@ -115,20 +115,20 @@ def _stalled(rank: int, world_size: int) -> list[str]:
         )
         sender.start()
         until(lambda: any(each.kind == "stalled" for each in actorrpc.state(30).findings))
-        (said,) = [each.what for each in actorrpc.state(30).findings if each.kind == "stalled"]
+        (reported,) = [each.what for each in actorrpc.state(30).findings if each.kind == "stalled"]
         until(lambda: lines.texts)
     finally:
         os.kill(pid, signal.SIGCONT)
     sender.join()
     assert calls[0].wait() == 16 << 20
     assert not any(each.stalled for each in actorrpc.state(30).workers[0].connections)
-    return [said, *lines.texts]
+    return [reported, *lines.texts]
 
 
-def test_large_messages_that_their_worker_does_not_read_are_logged_and_reported() -> None:
+def test_unread_large_messages_are_logged_and_reported() -> None:
     options = {"lane": False, "heartbeat": 60.0}
-    (said, logged), _ = rpc_group(_stalled, 2, options=options)
-    assert said.startswith("a large message of worker 'worker0' to 'worker1' has been blocked for ")
+    (reported, logged), _ = rpc_group(_stalled, 2, options=options)
+    assert reported.startswith("a large message of worker 'worker0' to 'worker1' has been blocked for ")
     assert logged.startswith(
         "a large message to worker 'worker1' has been blocked for 2 s: the worker does not read"
     )
@@ -145,7 +145,7 @@ def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", ["mode", "size", "link"])
-def test_a_group_file_that_is_not_ours_alone_is_not_read(
+def test_group_files_with_a_wrong_mode_size_or_type_are_refused(
     directory: Path, tmp_path: Path, damage: str
 ) -> None:
     path = keys.group_path(None)

@@ -1,4 +1,4 @@
-"""Metrics: what workers sum up of their flight recorders, and what a scrape makes of it."""
+"""Metrics: sums over the flight recorders of workers, and the scrape for Prometheus."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def _write(
     failed: bool = False,
     actor: str | None = None,
 ) -> None:
-    """Record a call of a function, or an execution of an actor's method, that took so long."""
+    """Record a call of a function, or an execution of an actor's method, of this duration."""
     peer, error = SimpleNamespace(name="w1"), ValueError() if failed else None
-    # The recorder's clock only: with another time, the clock thread of a cluster that runs here would sleep for hours.
+    # Patch only the recorder's clock, as the clock thread of a running cluster would sleep for hours.
     clock = SimpleNamespace(now=lambda: 5.0 + seconds)
     with mock.patch.object(flight_recorder, "_time", clock):
         if actor is None:
@@ -89,12 +89,12 @@ def _write(
         ("Counter('a.#(b)')", "add", "Counter/add"),
     ],
 )
-def test_methods_have_no_names_of_actors(actor: str, method: str, name: str) -> None:
+def test_method_labels_have_names_of_classes_and_not_of_actors(actor: str, method: str, name: str) -> None:
     assert method_of(actor, method) == name
 
 
 @given(st.lists(st.floats(0.0, 200.0), max_size=50))
-def test_sums_are_those_of_the_calls(times: list[float]) -> None:
+def test_histograms_count_and_sum_all_calls(times: list[float]) -> None:
     recorder, sums = _sums()
     for seconds in times:
         _write(recorder, "add", seconds, actor="Counter#12ab")
@@ -111,14 +111,14 @@ def test_sums_are_those_of_the_calls(times: list[float]) -> None:
         assert number == sum(below < (5.0 + each) - 5.0 <= bounds[index] for each in times)
 
 
-def test_ten_thousand_actors_are_one_series() -> None:
+def test_calls_of_ten_thousand_actors_of_a_class_are_one_series() -> None:
     recorder, sums = _sums()
     for number in range(10_000):
         _write(recorder, "add", 0.1, actor=f"Counter#{number:04x}")
     assert [row[:4] for row in sums.read()["calls"]] == [["server", "Counter/add", False, 10_000]]
 
 
-def test_methods_without_an_end_are_one() -> None:
+def test_methods_beyond_the_first_200_are_one_series() -> None:
     recorder, sums = _sums()
     for number in range(1000):
         _write(recorder, f"made_{number}", 0.1)
@@ -127,7 +127,7 @@ def test_methods_without_an_end_are_one() -> None:
     assert rows[OTHER] == 800
 
 
-def test_the_first_look_is_over_all_that_is_kept() -> None:
+def test_the_first_read_covers_all_kept_records() -> None:
     clock = VirtualClock()
     recorder = FlightRecorder(128)
     for _ in range(158):
@@ -136,7 +136,7 @@ def test_the_first_look_is_over_all_that_is_kept() -> None:
     assert (found["calls"][0][3], found["dropped"]) == (128, 30)
 
 
-def test_they_are_summed_up_in_time_for_as_long_as_somebody_asks() -> None:
+def test_records_are_summed_before_they_are_overwritten_while_metrics_are_read() -> None:
     clock = VirtualClock()
     recorder, sums = _sums(clock, 128)
     sums.read()
@@ -155,7 +155,7 @@ def _row(method: str, count: int) -> list[Any]:
     return ["client", method, False, count, 1.0, [count] + [0] * len(BUCKETS)]
 
 
-def test_a_worker_that_is_gone_leaves_what_it_has_counted() -> None:
+def test_totals_keep_the_counts_of_ended_workers() -> None:
     totals = CallTotals()
     for run in range(5000):
         totals.update(str(run), {"metrics": {"calls": [_row("add", 2)], "sent": 3}})
@@ -174,7 +174,7 @@ def _scraped(collector: GroupCollector) -> dict[str, list[Any]]:
     return {each.name: each.samples for each in text_string_to_metric_families(text)}
 
 
-def test_what_a_scrape_says() -> None:
+def test_a_scrape_has_workers_actors_calls_and_bytes() -> None:
     actors = tuple(
         ObservedActor(actor_id=str(n), class_name=f"Class{n}", state="ALIVE", restarts=1) for n in range(300)
     )
@@ -213,19 +213,19 @@ class Counter:
 
 
 def lookup() -> int:
-    """A function of the user's that is called as one of the package's own."""
+    """A user's function with the name of an internal function."""
     return 1
 
 
 @pytest.mark.usefixtures("embedded")
-def test_of_a_cluster() -> None:
+def test_metrics_of_a_cluster_count_calls_errors_and_mailboxes() -> None:
     worker = current_worker()
     assert worker is not None
     numbers = iter(range(1, 1000))
 
     def look() -> tuple[GroupState, dict[str, Any]]:
-        asked = {"id": next(numbers), "what": PARTS}
-        return actorrpc.state(30), {worker.agent.record.incarnation: collect.answer(worker, asked)}
+        question = {"id": next(numbers), "what": PARTS}
+        return actorrpc.state(30), {worker.agent.record.incarnation: collect.answer(worker, question)}
 
     collector = GroupCollector(look)
 
@@ -247,7 +247,7 @@ def test_of_a_cluster() -> None:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_calls_that_the_package_makes_for_itself_have_one_name() -> None:
+def test_internal_calls_of_the_package_have_one_name() -> None:
     counters = [Counter.remote() for _ in range(2)]
     for counter in counters:
         assert actorrpc.get(list(counter.numbers.remote())) == [0, 1, 2]
@@ -263,7 +263,7 @@ def test_calls_that_the_package_makes_for_itself_have_one_name() -> None:
         answer = each.found()
         assert isinstance(answer, dict)
         found |= {(side, method) for side, method, *_ in answer["metrics"]["calls"]}
-    # Of each name of the test itself: other tests of the module may have called theirs.
+    # Check only names of this test: other tests of the module may have called other functions.
     streams = {each for each in found if "numbers" in each[1] or "call of" in each[1]}
     assert streams == {("client", "Counter/numbers"), ("server", "Counter/numbers")}
     assert {
@@ -275,10 +275,8 @@ def test_calls_that_the_package_makes_for_itself_have_one_name() -> None:
     assert not {"pull", "register", "_create", "_invoke"} & {method for _, method in found}
 
 
-@pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="there is no promtool: apt-get install prometheus"
-)
-def test_prometheus_finds_no_fault() -> None:
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool: apt-get install prometheus")
+def test_promtool_accepts_the_metrics() -> None:
     actors = tuple(
         ObservedActor(actor_id=name, class_name=name, state="ALIVE", answered=True)
         for name in ("Plain", 'Quoted"\\', "Lines\nof", "Ünicode")

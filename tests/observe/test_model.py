@@ -1,4 +1,4 @@
-"""What workers answer is made into objects, whatever they answer."""
+"""Objects made of the answers of workers, even of malformed answers, and findings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from actorrpc.wire.identity import WorkerRecord, new_incarnation
         {"threads": [{"frames": [{"line": "one"}]}], "unknown": 1},
     ],
 )
-def test_nonsense_becomes_defaults(row: Any) -> None:
+def test_malformed_answers_become_default_values(row: Any) -> None:
     made = made_of(ObservedWorker, row)
     for each in dataclasses.fields(ObservedWorker):
         assert type(getattr(made, each.name)) is type(getattr(ObservedWorker(), each.name))
@@ -46,12 +46,12 @@ def test_nonsense_becomes_defaults(row: Any) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", pack({"id": 1})[:-1], pack({"what": []}), pack({"id": "1"}), b"\x91\x01"]
 )
-def test_what_is_no_question_is_refused(body: bytes) -> None:
+def test_malformed_questions_raise_protocol_error(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="cannot be read"):
         unpack(body)
 
 
-# -- one picture -------------------------------------------------------------------------------------------------
+# -- the state of a group -------------------------------------------------------------------------------------------------
 
 
 def _record(name: str, rank: int) -> WorkerRecord:
@@ -73,7 +73,7 @@ def _answers(worker: Any) -> list[tuple[WorkerRecord, Any]]:
     return [(_WORKER, worker), (_DRIVER, {"supervised": [row], "actors": []})]
 
 
-def test_both_sides_of_an_actor_become_one() -> None:
+def test_the_views_of_supervisor_and_worker_are_merged_to_one_actor() -> None:
     life = {"actor_id": "0a", "instance": "0b", "title": "C#000a", "state": "alive", "calls_done": 7}
     state = assemble(_answers({"actors": [life]}))
     (actor,) = state.actors
@@ -82,14 +82,14 @@ def test_both_sides_of_an_actor_become_one() -> None:
     assert (actor.worker, actor.pid, actor.answered) == ("w", 101, True)
 
 
-def test_an_actor_whose_worker_is_silent_is_known_all_the_same() -> None:
+def test_an_actor_of_a_silent_worker_is_listed() -> None:
     state = assemble(_answers(Silent("stopped", "by a signal")))
     (actor,) = state.actors
     assert (actor.title, actor.state, actor.answered) == ("C#0a", "ALIVE", False)
     assert state.workers[1].state == "stopped"
 
 
-def test_the_callers_of_a_silent_worker_say_what_they_wait_for() -> None:
+def test_the_finding_about_a_silent_worker_names_the_calls_to_it() -> None:
     def calls(number: int, method: str, oldest: float) -> dict[str, Any]:
         made = {"worker": "w", "calls_out": number, "oldest_call": method, "oldest": oldest}
         return {"process": {"connections": [made, {"worker": "driver"}]}}
@@ -123,12 +123,12 @@ def test_workers_that_wait_for_each_other_in_different_rounds_are_a_fault() -> N
         "workers wait for each other in different rounds: 'a' in shutdown for 61.0 s, 'b' in a barrier for 60.0 s"
     ]
     assert _in_rounds({"a": shutdown, "b": shutdown}) == []
-    # A passive worker waits in shutdown while others meet without it; and a wait may have begun just now.
+    # A passive worker may wait in shutdown while others meet without it, and short waits are no fault.
     assert _in_rounds({"c": shutdown, "a": barrier, "b": barrier}) == []
     assert _in_rounds({"a": shutdown, "b": dataclasses.replace(barrier, since=1.0)}) == []
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_each_kind_of_fault_is_a_finding() -> None:
     assert _kinds(workers=(ObservedWorker(name="a"),), actors=(ObservedActor(state="ALIVE"),)) == []
     assert _kinds(workers=(ObservedWorker(state="stopped"),)) == [("worker", True)]
     assert _kinds(workers=(ObservedWorker(descriptors=95, descriptor_limit=100),)) == [("descriptors", True)]
@@ -153,7 +153,7 @@ def test_what_is_wrong_is_said() -> None:
     assert _kinds(actors=(ObservedActor(running=(ObservedCall(left=-5.0),)),)) == [("deadline", True)]
 
 
-def test_deaths_that_were_meant_are_not_faults() -> None:
+def test_intended_deaths_are_not_findings() -> None:
     meant = ObservedActor(state="DEAD", death_cause="C#0a is dead: its last handle is gone")
     crashed = ObservedActor(state="DEAD", death_cause="C#0b is dead: the process was ended by SIGKILL")
     found = findings(GroupState(actors=(meant, crashed)))

@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry: one tree for calls through several processes, and nothing where none is sampled."""
+"""OpenTelemetry spans: one tree for calls through several processes, and no overhead for unsampled calls."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _exporter = InMemorySpanExporter()
 
 
 def _install() -> None:
-    """Give this process an SDK, as its program would."""
+    """Install an SDK in this process, as a program would."""
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(_exporter))
     trace.set_tracer_provider(provider)
 
 
-def _taken() -> list[dict[str, Any]]:
+def _ended_spans() -> list[dict[str, Any]]:
     """Return the spans that have ended in this process."""
     found = _exporter.get_finished_spans()
     return [
@@ -58,7 +58,7 @@ class Node:
             _install()
 
     def spans(self) -> list[dict[str, Any]]:
-        return _taken()
+        return _ended_spans()
 
     def add(self, number: int) -> int:
         return number + 1
@@ -83,7 +83,7 @@ class AsyncNode:
         _install()
 
     def spans(self) -> list[dict[str, Any]]:
-        return _taken()
+        return _ended_spans()
 
     async def pass_on(self, other: Any) -> int:
         return int(await other.add.remote(1))
@@ -108,9 +108,9 @@ def _tracer() -> Any:
 
 
 def _tree(root: Any, *actors: Any) -> dict[int, dict[str, Any]]:
-    """Return the spans of the trace of a span that has ended, by their ids."""
+    """Return the spans of the trace of an ended span, by id."""
     wanted = root.get_span_context().trace_id
-    rows = [*_taken(), *(each for one in actors for each in actorrpc.get(one.spans.remote()))]
+    rows = [*_ended_spans(), *(each for one in actors for each in actorrpc.get(one.spans.remote()))]
     return {each["id"]: each for each in rows if each["trace"] == wanted}
 
 
@@ -144,7 +144,7 @@ _ONWARDS = [("SERVER", "Node/add"), ("CLIENT", "Node/add")]
 def test_calls_through_three_processes_are_one_tree() -> None:
     first, last = Node.remote(), Node.remote()
     with _tracer().start_as_current_span("root") as root:
-        # The first call of a new actor waits until that is made, and is sent by another thread.
+        # The first call waits until the actor is created, and another thread sends it.
         assert actorrpc.get(first.pass_on.remote(last)) == 2
     assert _one_path(root, first, last, spans=5) == [
         *_ONWARDS,
@@ -158,7 +158,7 @@ def test_calls_through_three_processes_are_one_tree() -> None:
             assert each["attributes"]["rpc.system.name"] == "actorrpc"
             assert each["attributes"]["rpc.method"] == each["name"]
             assert not each["error"]
-            # What is below a span is within it, but for the last steps of its end.
+            # A child span must not start before its parent.
             assert each["begun"] >= tree[each["parent"]]["begun"] - 1_000_000
     (served,) = [each for each in tree.values() if (each["kind"], each["name"]) == _ONWARDS[0]]
     assert served["attributes"]["actorrpc.mailbox.wait"] >= 0.0
@@ -168,7 +168,7 @@ def test_calls_through_three_processes_are_one_tree() -> None:
 
 @pytest.mark.usefixtures("embedded")
 @pytest.mark.parametrize("method", ["pass_on", "plain"])
-def test_methods_on_an_event_loop_are_within_their_spans(method: str) -> None:
+def test_calls_of_a_method_on_an_event_loop_are_children_of_its_span(method: str) -> None:
     first, last = AsyncNode.remote(), Node.remote()
     with _tracer().start_as_current_span("root") as root:
         assert actorrpc.get(getattr(first, method).remote(last)) == 2
@@ -207,32 +207,32 @@ def test_errors_are_recorded_on_both_sides() -> None:
         assert each["events"][-1] == "exception"
 
 
-def _at_once(number: int) -> int:
+def _sampled(number: int) -> int:
     return number + trace.get_current_span().get_span_context().trace_flags.sampled
 
 
 @pytest.mark.usefixtures("embedded")
-def test_plain_calls_have_spans() -> None:
+def test_rpc_calls_have_spans() -> None:
     node = Node.remote()
     actorrpc.get(actorrpc.ready(node))
     worker = next(each.worker for each in actorrpc.state().actors if each.actor_id == f"{node.actor_id:016x}")
     with _tracer().start_as_current_span("root") as root:
-        assert rpc.rpc_sync(worker, _at_once, (1,)) == 2
-        assert rpc.rpc_async(worker, _at_once, (1,)).wait() == 2
-        assert rpc.remote(worker, _at_once, (1,)).to_here() == 2
+        assert rpc.rpc_sync(worker, _sampled, (1,)) == 2
+        assert rpc.rpc_async(worker, _sampled, (1,)).wait() == 2
+        assert rpc.remote(worker, _sampled, (1,)).to_here() == 2
         with pytest.raises(TypeError):
             rpc.rpc_sync(worker, operator.add, (1,))
     until(lambda: len(_tree(root, node)) == 9)
     tree = _tree(root, node)
     assert all(len(_path(tree, leaf)) == 3 for leaf in _leaves(tree))
     names = sorted((each["kind"], each["name"]) for each in tree.values())
-    assert names.count(("CLIENT", "_at_once")) == names.count(("SERVER", "_at_once")) == 3
+    assert names.count(("CLIENT", "_sampled")) == names.count(("SERVER", "_sampled")) == 3
     assert [each["name"] for each in tree.values() if each["error"]] == ["add", "add"]
 
 
 @pytest.mark.usefixtures("embedded")
 @pytest.mark.parametrize("flags", [None, 0])
-def test_where_nothing_is_sampled_nothing_is_asked_and_nothing_travels(
+def test_unsampled_calls_create_no_span_and_send_no_context(
     flags: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node.remote()
@@ -251,11 +251,11 @@ def test_where_nothing_is_sampled_nothing_is_asked_and_nothing_travels(
 
 
 @pytest.mark.usefixtures("embedded")
-def test_without_an_sdk_a_span_is_handed_on() -> None:
+def test_a_process_without_an_sdk_forwards_the_span_of_its_caller() -> None:
     between, last = Node.remote(False), Node.remote()
     with _tracer().start_as_current_span("root") as root:
         assert actorrpc.get(between.pass_on.remote(last)) == 2
-    # The spans of the one between are nobody's.
+    # The process in between has no SDK, so its spans do not exist.
     assert _one_path(root, last, spans=3) == [
         ("SERVER", "Node/add"),
         ("CLIENT", "Node/pass_on"),
@@ -271,6 +271,6 @@ def _is_switched_on(_rank: int, _world_size: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("on", [False, True])
-def test_it_is_there_where_it_is_asked_for(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_actorrpc_otel_switches_tracing_on(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_OTEL", str(int(on)))
     assert rpc_group(_is_switched_on, 1) == [[on, on, False, False]]

@@ -1,4 +1,4 @@
-"""``actorrpc.state()`` and what stands behind it, in a cluster that runs."""
+"""``actorrpc.state()`` and its parts, in a running cluster."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Busy:
         self.other = other
 
     def __repr__(self) -> str:
-        raise RuntimeError("nobody may ask for this")
+        raise RuntimeError("state() must not call this")
 
     @property
     def trap(self) -> int:
-        raise RuntimeError("nobody may ask for this")
+        raise RuntimeError("state() must not call this")
 
     def pass_gate(self, path: str) -> str:
         return pass_gate(path)
@@ -50,7 +50,7 @@ class Busy:
         yield from range(1000)
 
     def hold_the_interpreter(self, path: str) -> int:
-        """Wait at a gate in C code that does not release the interpreter's lock."""
+        """Wait at a gate in C code that holds the GIL."""
         return int(ctypes.PyDLL(None).open(path.encode(), os.O_RDONLY | os.O_CLOEXEC))
 
     def zeros(self, count: int) -> Any:
@@ -63,7 +63,7 @@ class Busy:
     def size_of(self, what: Any) -> int:
         return int(what.nbytes) if isinstance(what, torch.Tensor) else len(what)
 
-    def take_away(self, number: int) -> int:
+    def remove_handler(self, number: int) -> int:
         faulthandler.unregister(number)
         return os.getpid()
 
@@ -84,44 +84,44 @@ def gate(tmp_path: Path) -> Path:
     return path
 
 
-def _seen(actor: Any) -> ObservedActor:
+def _state_of(actor: Any) -> ObservedActor:
     wanted = f"{actor.actor_id:016x}"
     return next(each for each in actorrpc.state(30).actors if each.actor_id == wanted)
 
 
 @pytest.mark.usefixtures("embedded")
-def test_calls_and_mailboxes_are_seen(gate: Path) -> None:
+def test_state_shows_running_calls_and_mailboxes(gate: Path) -> None:
     inner = Busy.remote()
     outer = Busy.options(name="outer").remote(inner)
     calls = [outer.ask.remote(str(gate)), outer.pid.remote(), outer.pid.remote()]
-    until(lambda: _seen(inner).running and any(each.waits_for for each in _seen(outer).running))
-    until(lambda: _seen(outer).waiting == 2)
-    seen, below = _seen(outer), _seen(inner)
+    until(lambda: _state_of(inner).running and any(each.waits_for for each in _state_of(outer).running))
+    until(lambda: _state_of(outer).waiting == 2)
+    seen, below = _state_of(outer), _state_of(inner)
     assert (seen.state, seen.class_name, seen.name, seen.supervisor) == ("ALIVE", "Busy", "outer", "driver")
     assert (seen.waiting, seen.mailbox[0].next, seen.calls_done) == (2, "pid", 0)
     (call,), (inner_call,) = seen.running, below.running
     assert (call.method, call.caller, call.left) == ("ask", "driver", None)
     assert call.waits_for == (f"the call of Busy.pass_gate on {below.worker!r}",)
-    # The call that was made in the other's is found by its chain.
+    # The chain connects the nested call with its outer call.
     assert (inner_call.method, inner_call.caller) == ("pass_gate", seen.worker)
     assert call.execution in inner_call.chain
     open_gate(gate)
     assert actorrpc.get(calls)[0] == "go"
-    until(lambda: _seen(outer).calls_done == _seen(outer).latest == 3)
-    times = _seen(outer)
+    until(lambda: _state_of(outer).calls_done == _state_of(outer).latest == 3)
+    times = _state_of(outer)
     assert 0.0 < times.p50 < times.p99
     assert times.failed == 0
     with pytest.raises(FileNotFoundError):
         actorrpc.get(outer.ask.remote("/nowhere"))
-    until(lambda: _seen(outer).failed == 1)
+    until(lambda: _state_of(outer).failed == 1)
 
 
 @pytest.mark.usefixtures("embedded")
-def test_coroutines_are_seen(gate: Path) -> None:
+def test_state_shows_running_coroutines(gate: Path) -> None:
     inner, outer = Busy.remote(), Async.remote()
     call = outer.wait_for.remote(inner, str(gate))
-    until(lambda: any(each.waits_for for each in _seen(outer).running))
-    (seen,) = _seen(outer).running
+    until(lambda: any(each.waits_for for each in _state_of(outer).running))
+    (seen,) = _state_of(outer).running
     assert (seen.method, seen.thread) == ("wait_for", 0)
     assert seen.waits_for[0].startswith("the call of Busy.pass_gate on ")
     open_gate(gate)
@@ -129,7 +129,7 @@ def test_coroutines_are_seen(gate: Path) -> None:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_stacks_say_where_a_method_is(gate: Path) -> None:
+def test_stacks_show_the_function_that_a_method_runs(gate: Path) -> None:
     actor = Busy.remote()
     call = actor.pass_gate.remote(str(gate))
 
@@ -147,10 +147,10 @@ def test_stacks_say_where_a_method_is(gate: Path) -> None:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_threads_of_the_driver_say_what_they_wait_for(gate: Path) -> None:
+def test_state_shows_the_calls_for_which_threads_wait(gate: Path) -> None:
     actor = Busy.remote()
     actorrpc.get(actor.pid.remote())
-    worker = _seen(actor).worker
+    worker = _state_of(actor).worker
     call = actor.pass_gate.remote(str(gate))
 
     def coroutine() -> None:
@@ -180,13 +180,13 @@ def test_threads_of_the_driver_say_what_they_wait_for(gate: Path) -> None:
         }
 
     method = f"the call of Busy.pass_gate on {worker!r}"
-    behind = {method, f"the call of Busy.pid on {worker!r}"}
+    both_calls = {method, f"the call of Busy.pid on {worker!r}"}
     expected = {
         "get": {method},
         "get with a bound": {method},
         "wait": {method},
-        "get of two": behind,
-        "coroutine": behind,
+        "get of two": both_calls,
+        "coroutine": both_calls,
         "rpc_sync": {f"the call of pass_gate on {worker!r}"},
     }
     until(lambda: seen() == expected)
@@ -197,7 +197,7 @@ def test_threads_of_the_driver_say_what_they_wait_for(gate: Path) -> None:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_a_stream_that_pauses_is_seen() -> None:
+def test_state_shows_paused_streams() -> None:
     actor = Busy.remote()
     stream = actor.numbers.options(backpressure=3).remote()
     assert actorrpc.get(next(stream)) == 0
@@ -205,7 +205,7 @@ def test_a_stream_that_pauses_is_seen() -> None:
     def paused() -> list[Any]:
         return [each for worker in actorrpc.state(30).workers for each in worker.streams if each.pauses]
 
-    # It pauses twice: the first time until its producer hears that an item was taken.
+    # It pauses twice: first until its producer is notified that an item was read.
     found: list[Any] = []
     until(lambda: found.extend(paused()) or found)
     seen = found[0]
@@ -214,7 +214,7 @@ def test_a_stream_that_pauses_is_seen() -> None:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_a_process_is_seen() -> None:
+def test_state_shows_memory_descriptors_and_threads_of_a_process() -> None:
     actor = Busy.remote()
     pid = actorrpc.get(actor.pid.remote())
     state = actorrpc.state(30)
@@ -233,12 +233,12 @@ def test_a_process_is_seen() -> None:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_it_is_seen_who_holds_what() -> None:
+def test_state_shows_the_holders_of_actors_and_rrefs() -> None:
     keeper, reader = Busy.remote(), Busy.remote()
-    # Handles are seen where the one is that looks after the actor.
-    until(lambda: _seen(keeper).handles == {"driver": 1})
+    # The supervisor of an actor counts its handles.
+    until(lambda: _state_of(keeper).handles == {"driver": 1})
     assert actorrpc.get(reader.keep.remote([keeper])) == 1
-    until(lambda: _seen(keeper).handles == {"driver": 1, _seen(reader).worker: 1})
+    until(lambda: _state_of(keeper).handles == {"driver": 1, _state_of(reader).worker: 1})
     assert _holders("driver", "actor")
     value = rpc.RRef(torch.zeros(1 << 18))
     (held,) = _holders("driver", "Tensor")
@@ -247,15 +247,15 @@ def test_it_is_seen_who_holds_what() -> None:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_it_is_seen_who_holds_large_objects() -> None:
+def test_state_shows_the_holders_of_large_objects() -> None:
     keeper, reader = Busy.remote(), Busy.remote()
     large = keeper.zeros.remote(1 << 20)
-    actorrpc.wait([large])  # otherwise the reader is given a promise of the driver's
+    actorrpc.wait([large])  # otherwise the reader would get a reference to a pending result of the driver
     assert actorrpc.get(reader.keep.remote([large])) == 1
-    its = _seen(reader).worker
-    until(lambda: set(_objects("the result of Busy.zeros")) == {"driver", its})
-    theirs, ours = _objects("the result of Busy.zeros").values()
-    assert theirs == ours  # it is one piece of memory
+    reader_worker = _state_of(reader).worker
+    until(lambda: set(_objects("the result of Busy.zeros")) == {"driver", reader_worker})
+    keepers, ours = _objects("the result of Busy.zeros").values()
+    assert keepers == ours  # both workers hold the same segment
     assert ours.bytes >= 1 << 20
     kept = actorrpc.put(bytearray(9 << 20))
     (put,) = _objects("put(bytearray)").values()
@@ -268,11 +268,11 @@ def test_it_is_seen_who_holds_large_objects() -> None:
     del kept
     until(lambda: not _objects("put(bytearray)"))
     del large
-    until(lambda: set(_objects("the result of Busy.zeros")) == {its})
+    until(lambda: set(_objects("the result of Busy.zeros")) == {reader_worker})
 
 
 def _objects(label: str) -> dict[str, actorrpc.observe.ObservedSegment]:
-    """Return, by worker, the memory that has objects of a label in it."""
+    """Return, by worker, the segment that holds objects with this label."""
     return {
         worker.name: each
         for worker in actorrpc.state(30).workers
@@ -289,11 +289,11 @@ def _holders(worker: str, what: str) -> list[actorrpc.observe.ObservedHolder]:
 
 class Trap:
     def __len__(self) -> int:
-        raise RuntimeError("nobody may ask for this")
+        raise RuntimeError("state() must not call this")
 
     @property
     def nbytes(self) -> int:
-        raise RuntimeError("nobody may ask for this")
+        raise RuntimeError("state() must not call this")
 
     __class__ = nbytes  # type: ignore[assignment]
 
@@ -301,35 +301,35 @@ class Trap:
 class Odd(torch.Tensor):
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
-        raise RuntimeError("nobody may ask for this")
+        raise RuntimeError("state() must not call this")
 
 
 @pytest.mark.usefixtures("embedded")
-def test_bytes_are_counted_by_peer_and_lane() -> None:
+def test_state_counts_bytes_by_peer_and_way_of_sending() -> None:
     actor = Busy.remote()
     actorrpc.get(actorrpc.ready(actor))
-    before = _way_to(actor)
+    before = _connection_to(actor)
     assert actorrpc.get(actor.size_of.remote(b"x" * 1000)) == 1000
-    small = _way_to(actor)
+    small = _connection_to(actor)
     assert small.sent - before.sent >= 1000
     assert (small.placed, small.chunks_sent) == (before.placed, before.chunks_sent)
     assert actorrpc.get(actor.size_of.remote(torch.zeros(1 << 18))) == 1 << 20
-    through_memory = _way_to(actor)
+    through_memory = _connection_to(actor)
     assert through_memory.placed - small.placed >= 1 << 20
     seen = next(each for each in actorrpc.state(30).workers if each.name == before.worker)
-    (back,) = [each for each in seen.connections if each.worker == "driver"]
-    assert back.taken - small.placed >= 1 << 20
-    assert back.received >= through_memory.sent
-    # A large pickle has no other way than chunks.
+    (connection_back,) = [each for each in seen.connections if each.worker == "driver"]
+    assert connection_back.taken - small.placed >= 1 << 20
+    assert connection_back.received >= through_memory.sent
+    # A large pickle is sent in chunks.
     assert actorrpc.get(actor.size_of.remote(list(range(1 << 19)))) == 1 << 19
-    as_chunks = _way_to(actor)
+    as_chunks = _connection_to(actor)
     assert as_chunks.chunks_sent - through_memory.chunks_sent >= 1 << 20
     seen = next(each for each in actorrpc.state(30).workers if each.name == before.worker)
-    (back,) = [each for each in seen.connections if each.worker == "driver"]
-    assert back.chunks_received == as_chunks.chunks_sent
+    (connection_back,) = [each for each in seen.connections if each.worker == "driver"]
+    assert connection_back.chunks_received == as_chunks.chunks_sent
 
 
-def _way_to(actor: Any) -> actorrpc.observe.ObservedConnection:
+def _connection_to(actor: Any) -> actorrpc.observe.ObservedConnection:
     state = actorrpc.state(30)
     wanted = next(each.worker for each in state.actors if each.actor_id == f"{actor.actor_id:016x}")
     return next(each for each in state.workers[0].connections if each.worker == wanted)
@@ -355,25 +355,25 @@ def test_a_stopped_process_is_named_and_the_others_answer() -> None:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_a_process_that_holds_the_interpreter_dumps_its_stacks(gate: Path) -> None:
+def test_stacks_of_a_process_that_holds_the_gil_are_dumped(gate: Path) -> None:
     actor = Busy.remote()
     pid = actorrpc.get(actor.pid.remote())
     call = actor.hold_the_interpreter.remote(str(gate))
     until(lambda: _is_busy(pid))
-    behind = actor.pid.remote()
-    for _ in range(2):  # one dump behind the other
+    both_calls = actor.pid.remote()
+    for _ in range(2):  # two dumps, one after the other
         state = actorrpc.state(0.5, stacks=True)
         worker = next(each for each in state.workers if each.pid == pid)
         assert (worker.state, worker.dumped) == ("busy", True)
         functions = [each.frames[-1].function for each in worker.threads]
         assert "hold_the_interpreter" in functions
         assert len(functions) > 3
-        # Those who wait for it know what it cannot say.
+        # Its callers report the calls that wait for it.
         assert (worker.calls_to, worker.oldest_call) == (2, "Busy.hold_the_interpreter")
         assert worker.oldest > 0.0
     open_gate(gate)
     assert actorrpc.get(call) >= 0
-    assert actorrpc.get(behind) == pid
+    assert actorrpc.get(both_calls) == pid
 
 
 def _is_busy(pid: int) -> bool:
@@ -381,7 +381,7 @@ def _is_busy(pid: int) -> bool:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_no_process_is_sent_a_signal_that_would_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_signal_is_sent_to_a_process_without_a_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda fd, number: sent.append(number))
     with subprocess.Popen(["sleep", "60"]) as other:
@@ -391,10 +391,10 @@ def test_no_process_is_sent_a_signal_that_would_end_it(monkeypatch: pytest.Monke
         )
         other.kill()
     assert "ended" in dumps.take(other.pid, time.monotonic() + 1)
-    # Of one whose handler the program has taken away.
+    # A process whose program has removed the handler.
     actor = Busy.remote()
     number = signal.SIGRTMIN + 7
-    pid = actorrpc.get(actor.take_away.remote(number))
+    pid = actorrpc.get(actor.remove_handler.remote(number))
     found = dumps.take(pid, time.monotonic() + 1)
     assert isinstance(found, str)
     assert "the program has taken that away" in found
@@ -402,7 +402,7 @@ def test_no_process_is_sent_a_signal_that_would_end_it(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("embedded")
-def test_a_question_that_makes_no_sense_gets_something_that_does() -> None:
+def test_malformed_questions_get_a_valid_answer() -> None:
     worker = current_worker()
     assert worker is not None
     for what in (None, "process", [3, "nonsense"], ["actors"]):
@@ -412,7 +412,7 @@ def test_a_question_that_makes_no_sense_gets_something_that_does() -> None:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_what_the_machines_have() -> None:
+def test_nodes_and_free_resources_are_listed() -> None:
     (node,) = actorrpc.nodes()
     total, free = actorrpc.cluster_resources(), actorrpc.available_resources()
     assert node["Alive"]

@@ -1,4 +1,4 @@
-"""Visits from outside: over which ways, with which keys, and what they leave behind."""
+"""Visits to workers from outside: transports, keys, errors, and no traces left."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _KEY = "a key of more than sixteen characters"
 
 @pytest.fixture(params=["plain", "sealed", "tls"])
 def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Where a worker listens on TCP, whose key, and certificates, are in the environment."""
+    """TCP address of a worker; its key and certificates are in the environment."""
     if certificates.OVER_TLS and request.param != "tls":
-        pytest.skip("all is over TLS")
+        pytest.skip("the whole suite runs over TLS")
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     settings: dict[str, Any] = {"transport": "tcp", "frame_integrity": request.param == "sealed"}
     if request.param == "tls":
@@ -56,7 +56,7 @@ def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def worker() -> Iterator[FoundGroup]:
-    """A worker with a key of its own, as it is found."""
+    """A worker with a generated key, as found in the private directory."""
     options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
     rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
     try:
@@ -72,7 +72,7 @@ def _agent() -> Any:
     return worker.agent
 
 
-def test_a_worker_is_looked_into_over_tcp(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_can_be_inspected_over_tcp(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--connect", address, "--timeout", "30"]) == 0
     assert "1 worker, 0 actors" in capsys.readouterr().out
 
@@ -80,14 +80,14 @@ def test_a_worker_is_looked_into_over_tcp(address: str, capsys: pytest.CaptureFi
 def test_a_visit_leaves_nothing_behind(worker: FoundGroup, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     agent = _agent()
-    told: list[Any] = []
-    remove = rpc.on_member_change(lambda *change: told.append(change))
+    changes: list[Any] = []
+    remove = rpc.on_member_change(lambda *change: changes.append(change))
     for _ in range(3):
         assert look(worker, ["process"], 30.0).state.workers[0].state == "alive"
     until(lambda: not agent.connector.connections())
     until(lambda: not agent.peers() or all(each.is_self for each in agent.peers()))
     remove()
-    assert told == []
+    assert changes == []
     group, references = current_worker().group, current_worker().references  # type: ignore[union-attr]
     assert group.barrier._gone == set()
     assert references.table._deaths == {}
@@ -95,13 +95,15 @@ def test_a_visit_leaves_nothing_behind(worker: FoundGroup, caplog: pytest.LogCap
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-def test_where_output_goes_that_nobody_keeps(worker: FoundGroup, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_of_a_group_without_kept_logs_name_where_output_goes(
+    worker: FoundGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["logs", "--pid", str(os.getpid()), "--timeout", "30"]) == 2
     error = capsys.readouterr().err
     assert "no logs are kept" in error
     place = os.readlink("/proc/self/fd/1")
-    said = "a pipe of the process that started it" if place.startswith(("pipe:", "socket:")) else place
-    assert f"'alone' (pid {os.getpid()}) writes to {said}" in error
+    target = "a pipe of the process that started it" if place.startswith(("pipe:", "socket:")) else place
+    assert f"'alone' (pid {os.getpid()}) writes to {target}" in error
 
 
 @pytest.mark.prints("did not prove to worker 'alone'", "more connections were refused")
@@ -116,7 +118,7 @@ def test_a_wrong_key_is_refused(worker: FoundGroup) -> None:
     assert "network" not in finding.remedy
 
 
-def test_without_the_key_that_was_given_there_is_nothing_to_see(
+def test_inspecting_a_group_with_a_given_key_requires_that_key(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
@@ -134,20 +136,20 @@ def test_without_the_key_that_was_given_there_is_nothing_to_see(
         rpc.shutdown()
 
 
-def test_a_process_that_is_gone_is_named(worker: FoundGroup, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_reached_is_reported_as_silent(worker: FoundGroup, tmp_path: Path) -> None:
     (target,) = worker.targets
-    nobody = Target(
+    missing = Target(
         record=target.record,
-        addresses=[str(tmp_path / "nobody.sock")],
+        addresses=[str(tmp_path / "missing.sock")],
         key=target.key,
         settings=target.settings,
     )
-    (answer,) = look(FoundGroup(targets=[nobody], key=target.key), ["process"], 30.0).answers.values()
+    (answer,) = look(FoundGroup(targets=[missing], key=target.key), ["process"], 30.0).answers.values()
     assert isinstance(answer[1], Silent)
     assert (answer[1].state, "cannot be reached" in answer[1].reason) == ("silent", True)
 
 
-def test_one_that_sends_nothing_is_not_waited_for_as_long_as_one_that_sends_much(
+def test_a_worker_that_sends_nothing_is_given_up_after_the_silence_limit(
     worker: FoundGroup, tmp_path: Path
 ) -> None:
     (target,) = worker.targets
@@ -155,14 +157,14 @@ def test_one_that_sends_nothing_is_not_waited_for_as_long_as_one_that_sends_much
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
-        mute = Target(record=target.record, addresses=[path], key=target.key, settings=target.settings)
-        found = FoundGroup(targets=[mute], key=target.key)
+        silent = Target(record=target.record, addresses=[path], key=target.key, settings=target.settings)
+        found = FoundGroup(targets=[silent], key=target.key)
         (answer,) = look(found, ["process"], 1e6, silence=0.05).answers.values()
     assert isinstance(answer[1], Silent)
     assert answer[1].state == "busy"
 
 
-def test_a_worker_of_another_version_is_named_as_such(worker: FoundGroup, tmp_path: Path) -> None:
+def test_a_worker_of_another_version_is_reported_as_incompatible(worker: FoundGroup, tmp_path: Path) -> None:
     (target,) = worker.targets
     path = str(tmp_path / "other.sock")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -177,26 +179,26 @@ def test_a_worker_of_another_version_is_named_as_such(worker: FoundGroup, tmp_pa
 
         other = threading.Thread(target=refuse)
         other.start()
-        them = Target(record=target.record, addresses=[path], key=target.key, settings=target.settings)
-        (finding,) = look(FoundGroup(targets=[them], key=target.key), ["process"], 30.0).state.findings
+        changed = Target(record=target.record, addresses=[path], key=target.key, settings=target.settings)
+        (finding,) = look(FoundGroup(targets=[changed], key=target.key), ["process"], 30.0).state.findings
         other.join()
     assert "is incompatible: it runs another version of actorrpc than this process" in finding.what
     assert "it speaks versions 250; install the same version of actorrpc on both sides" in finding.what
     assert "network" not in finding.remedy
 
 
-def test_a_worker_whose_address_another_life_has_is_not_asked_for_its_key(worker: FoundGroup) -> None:
+def test_a_restarted_worker_is_reported_as_such_and_not_as_a_wrong_key(worker: FoundGroup) -> None:
     (target,) = worker.targets
     assert target.record is not None
     before = replace(target.record, incarnation=new_incarnation())
-    them = Target(record=before, addresses=target.addresses, key=target.key, settings=target.settings)
-    (finding,) = look(FoundGroup(targets=[them], key=target.key), ["process"], 30.0).state.findings
+    changed = Target(record=before, addresses=target.addresses, key=target.key, settings=target.settings)
+    (finding,) = look(FoundGroup(targets=[changed], key=target.key), ["process"], 30.0).state.findings
     assert "the intended worker has ended or restarted" in finding.what
     assert "ACTORRPC_KEY" not in finding.remedy
 
 
 @pytest.mark.parametrize("far", [True, False])
-def test_a_data_only_worker_says_how_it_is_on_its_own_host_only(
+def test_a_data_only_worker_can_be_inspected_only_from_its_own_host(
     far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
@@ -231,8 +233,8 @@ with actorrpc.init(num_cpus=2):
 
 
 @pytest.mark.slow
-def test_workers_of_a_driver_that_does_not_answer_are_found() -> None:
-    """They are its children: their sockets lie beside its own."""
+def test_workers_of_a_stopped_driver_are_found() -> None:
+    """Workers are children of the driver, and their sockets are in its directory."""
     with subprocess.Popen(
         [sys.executable, "-c", _DRIVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as driver:

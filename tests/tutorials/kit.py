@@ -1,6 +1,6 @@
-"""How the tutorials' programs are run: unchanged, on actorrpc or on torch's own RPC, with a witness to which it was.
+"""Runs the tutorials' programs unchanged on actorrpc or on torch's own RPC; a witness records which of the two ran.
 
-``python -m tests.tutorials.kit`` runs them on torch and writes down what they print (``expected.json``).
+``python -m tests.tutorials.kit`` runs them on torch and records their output in ``expected.json``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.ports import free_port
 
 __all__ = ["EXPECTED", "NIGHTLY", "PROGRAMS", "Program", "Run", "run"]
 
-NIGHTLY: Final = os.environ.get("ACTORRPC_NIGHTLY") == "1"  # torch's side takes long
+NIGHTLY: Final = os.environ.get("ACTORRPC_NIGHTLY") == "1"  # runs on torch take long
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 HERE: Final = Path(__file__).resolve().parent
@@ -29,11 +29,11 @@ SITE: Final = ROOT / "actorrpc" / "compat" / "site"
 EXPECTED: Final = HERE / "expected.json"
 TORCHRUN: Final = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
-# Ways to put actorrpc into the place of torch's RPC: what stands before the program.
+# Ways to replace torch's RPC by actorrpc: arguments before the program.
 _RUN: Final = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 _WAYS: Final[dict[str, tuple[str, ...]]] = {
     "command": ("-m", "actorrpc.compat"),
-    # Where actorrpc is installed, the file lies in the site-packages and is read at the start.
+    # An installed actorrpc has this file in site-packages, which Python reads at its start.
     "variable": ("-c", f"import site; site.addsitedir({str(SITE)!r}); {_RUN}"),
     "late": ("-c", f"import torch.distributed.rpc, actorrpc.compat; actorrpc.compat.install(); {_RUN}"),
     "torch": (),
@@ -42,17 +42,17 @@ _WAYS: Final[dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Program:
-    """One program, and how it is run."""
+    """A program, and how to run it."""
 
     name: str
-    workers: int  # agents that it starts, one after the other or at once
+    workers: int  # number of agents that it starts in total
     on_torch: tuple[str, ...] = ()  # further arguments for torch's own RPC
     on_actorrpc: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()  # what starts it
-    prints: tuple[str, ...] = ()  # what it may write to standard error on actorrpc (tests/output.py)
+    before: tuple[str, ...] = ()  # arguments of its launcher
+    prints: tuple[str, ...] = ()  # patterns of allowed standard error on actorrpc (tests/output.py)
 
 
-# Those that print the same on both.
+# Programs that print the same on torch and on actorrpc.
 PROGRAMS: Final = {
     each.name: each
     for each in (
@@ -68,7 +68,7 @@ PROGRAMS: Final = {
         Program("rrefs", 3),
         Program("async_functions", 3),
         Program("remote_modules", 2, prints=(OUTSIDE_OF_A_CONTEXT,)),
-        # torch does not come through a second group in one process where the first had an RRef.
+        # torch fails in a second group of a process if the first group had an RRef.
         Program("starting", 10, on_actorrpc=("--rrefs",)),
     )
 }
@@ -76,7 +76,7 @@ PROGRAMS: Final = {
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a program: its exit status, what it printed, and which agents it started."""
+    """Result of a program: its exit status, its output, and the agents that it started."""
 
     status: int
     lines: list[dict[str, Any]]
@@ -85,11 +85,11 @@ class Run:
 
 
 def run(folder: Path, program: Program, *arguments: str, way: str) -> Run:
-    """Run a program to its end in a folder of its own.
+    """Run a program to its end, in this folder.
 
     Args:
-        way: ``"torch"``; or how actorrpc is to take its place: ``"command"``, ``"variable"``, or ``"late"`` (torch's module
-            has been imported before).
+        way: ``"torch"``, or a way to replace it: ``"command"``, ``"variable"``, or ``"late"`` (after the import of torch's
+            module).
     """
     witness = Path(tempfile.mkdtemp(dir=folder))
     path = [str(HERE / "witness"), *([] if way == "torch" else [str(ROOT)]), os.environ.get("PYTHONPATH")]
@@ -127,7 +127,7 @@ def run(folder: Path, program: Program, *arguments: str, way: str) -> Run:
 
 
 def main(names: Sequence[str]) -> None:
-    """Write down what programs print on torch: those named, or all."""
+    """Record the output of the named programs on torch, or of all."""
     known = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
     for name in names or PROGRAMS:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
-"""The tutorials of torch's RPC, as their users have them on disk, run unchanged on actorrpc and come out as on torch.
+"""The tutorials of torch's RPC run unchanged on actorrpc, and print the same as on torch.
 
-What stock torch prints is kept in ``expected.json``. On each change half of the programs run on actorrpc, and one on torch; in
-the nightly run (``ACTORRPC_NIGHTLY=1``) all run on both. A witness in every process of a program (``witness/``) says which
-agent it has started.
+The output on torch is recorded in ``expected.json``. Each change runs half of the programs on actorrpc, and one on torch; the
+nightly run (``ACTORRPC_NIGHTLY=1``) runs all on both. A witness in every process of a program (``witness/``) records which agent
+it has started.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tests.tutorials.kit import EXPECTED, NIGHTLY, PROGRAMS, Program, Run, run
 
 EXPECTATIONS = json.loads(EXPECTED.read_text())
 QUICK_ON_TORCH = {"rnn"}
-# Their like is among the others, or runs as an example.
+# Similar programs are among the others, or among the examples.
 NIGHTLY_ON_ACTORRPC = {"async_functions", "batch_reinforce", "ddp_rpc", "pipeline", "reinforce", "rrefs"}
-# By the variable alone, and after torch's module has been imported.
+# Replaced by the variable alone, or after the import of torch's module.
 OTHER_WAYS = {"rnn": "variable", "remote_modules": "late"}
 NEED_GYMNASIUM = {"batch_reinforce", "reinforce"}
 LIMIT = pytest.mark.limit(180)  # several interpreters that import torch, each
 
 
 def check_agents(done: Run, workers: int, way: str) -> None:
-    """See that all agents were actorrpc's, or all torch's."""
-    times = 2 if way == "torch" else 1  # torch takes note of each agent twice
+    """Check that all agents were actorrpc's, or all torch's."""
+    times = 2 if way == "torch" else 1  # torch registers each agent twice
     assert len(done.agents) == workers * times
     for each in done.agents:
         name = each.pop("worker")
@@ -52,7 +52,7 @@ def check_agents(done: Run, workers: int, way: str) -> None:
 
 
 def alike(found: Any, expected: Any) -> bool:
-    """Compare what programs print: numbers but for their last digits, all else exactly."""
+    """Compare outputs of programs: numbers approximately, everything else exactly."""
     if isinstance(expected, dict):
         return found.keys() == expected.keys() and all(
             alike(found[name], expected[name]) for name in expected
@@ -76,7 +76,7 @@ def check(folder: Path, program: Program, *arguments: str, way: str) -> None:
 
 @LIMIT
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_prints_the_same_on_actorrpc(tmp_path: Path, name: str) -> None:
+def test_the_program_prints_the_same_on_actorrpc_as_on_torch(tmp_path: Path, name: str) -> None:
     if name in NIGHTLY_ON_ACTORRPC and not NIGHTLY:
         pytest.skip("nightly")
     check(tmp_path, PROGRAMS[name], *PROGRAMS[name].on_actorrpc, way=OTHER_WAYS.get(name, "command"))
@@ -84,7 +84,7 @@ def test_prints_the_same_on_actorrpc(tmp_path: Path, name: str) -> None:
 
 @LIMIT
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_prints_what_is_expected_on_torch(tmp_path: Path, name: str) -> None:
+def test_the_program_prints_the_recorded_output_on_torch(tmp_path: Path, name: str) -> None:
     if name not in QUICK_ON_TORCH and not NIGHTLY:
         pytest.skip("torch's side: nightly")
     check(tmp_path, PROGRAMS[name], *PROGRAMS[name].on_torch, way="torch")
@@ -97,7 +97,7 @@ OPERATORS = ("add", "empty", "mul", "rand", "uniform_")  # of its user-defined f
 
 
 def names_of(call: str, *operators: str) -> set[str]:
-    """Return what a call shows as in a profile, with what it ran on the other worker."""
+    """Return the names of a call and of its remote operators in a profile."""
     name = f"{call}(worker0 -> worker1)"
     return {name, *(f"{name}#remote_op: aten::{operator}" for operator in operators)}
 
@@ -111,8 +111,8 @@ SECTIONS = {
 
 
 @LIMIT
-def test_profiles_show_calls_and_what_ran_for_them(tmp_path: Path) -> None:
-    """With each of torch's profilers what torch's own RPC shows in the old one."""
+def test_profiles_show_calls_and_their_remote_operators(tmp_path: Path) -> None:
+    """Each of torch's profilers shows the names that torch's own RPC shows in the legacy profiler."""
     kinds = ("autograd", "torch", "legacy")
     done = run(tmp_path, PROFILING, "--profiler", *kinds, way="command")
     assert done.status == 0, done.errors
@@ -123,7 +123,7 @@ def test_profiles_show_calls_and_what_ran_for_them(tmp_path: Path) -> None:
         found = {name for name in line["names"] if not name.startswith("aten::")}
         there = {name for name in found if "#remote_op" in name}
         if section == "remote" and not there:
-            # What ran for remote() comes with the answer to it, which the value may overtake: then it is too late here.
+            # Remote operators arrive with the answer to remote(), which may come after the value, too late for this profile.
             assert found == {name for name in SECTIONS[section] if "#remote_op" not in name}
             continue
         assert found == SECTIONS[section]
@@ -135,8 +135,8 @@ def test_profiles_show_calls_and_what_ran_for_them(tmp_path: Path) -> None:
 
 @LIMIT
 @pytest.mark.skipif(not NIGHTLY, reason="torch's side: nightly")
-def test_profiles_on_torch(tmp_path: Path) -> None:
-    """The names are torch's; its newer profilers, one of which the tutorial has, show its calls no more."""
+def test_only_the_legacy_profiler_shows_calls_on_torch(tmp_path: Path) -> None:
+    """On torch, only the legacy profiler shows calls; the newer profilers, which the tutorial uses, do not."""
     done = run(tmp_path, PROFILING, "--profiler", "legacy", "autograd", "torch", way="torch")
     assert done.status == 0, done.errors
     for line, section in zip(done.lines, [*SECTIONS] * 3, strict=True):
@@ -148,11 +148,11 @@ def test_profiles_on_torch(tmp_path: Path) -> None:
             assert not [name for name in names if name.startswith("rpc_")]
 
 
-# -- what does not come out the same ---------------------------------------------------------------
+# -- programs with different results ---------------------------------------------------------------
 
 
 def in_one_process() -> list[dict[str, Any]]:
-    """Return what ``ddp_around.py`` prints, worked out without RPC and DDP."""
+    """Return the expected output of ``ddp_around.py``, computed without RPC and DDP."""
     found, gradients = [], []
     for rank in range(2):
         factor = torch.full((4,), 2.0, requires_grad=True)
@@ -171,7 +171,7 @@ def in_one_process() -> list[dict[str, Any]]:
 
 
 @LIMIT
-def test_ddp_around_a_remote_module(tmp_path: Path) -> None:
+def test_ddp_around_a_remote_module_has_the_gradients_of_one_process(tmp_path: Path) -> None:
     done = run(tmp_path, Program("ddp_around", 3), way="command")
     assert done.status == 0, done.errors
     check_agents(done, 3, "command")
@@ -187,8 +187,8 @@ def test_ddp_around_a_remote_module_is_refused_by_torch(tmp_path: Path) -> None:
 
 
 @LIMIT
-def test_a_worker_that_ends_with_an_error_does_not_keep_the_others(tmp_path: Path) -> None:
-    """With torch's own RPC they wait for ever."""
+def test_a_worker_that_ends_with_an_error_does_not_block_the_others(tmp_path: Path) -> None:
+    """With torch's own RPC, the other workers never end."""
     prints = (r"^Process Process-\d:\nTraceback.*ValueError: a bug", "worker2 died before; the others go on$")
     done = run(tmp_path, Program("losing_a_worker", 3, prints=prints), way="command")
     assert done.lines == [{"found": [2.0, 2.0]}, {"exits": [0, 0, 1]}], done.errors
@@ -197,10 +197,10 @@ def test_a_worker_that_ends_with_an_error_does_not_keep_the_others(tmp_path: Pat
 
 
 @LIMIT
-def test_what_the_readme_promises(tmp_path: Path) -> None:
-    """The gains in its table that show in a program that knows only torch's names."""
+def test_gains_promised_in_the_readme_show_in_a_program_for_torch(tmp_path: Path) -> None:
+    """The gains of the README's table that a program with only torch's names can show."""
     done = run(tmp_path, Program("gains", 3), way="command")
-    keys.sweep()  # the next worker to start would do it: the socket of the one that was killed
+    keys.sweep()  # remove the socket of the killed worker now, not when the next worker starts
     assert done.status == 0, done.errors
     check_agents(done, 3, "command")
     found: dict[str, Any] = {}

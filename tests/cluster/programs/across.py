@@ -1,8 +1,8 @@
-"""A program over three hosts: it drives on host a, and the workers of b and c have joined by hand.
+"""A program on three hosts: the driver on host a, and workers on hosts b and c that join by hand.
 
     across.py ADDRESS [NAME=VALUE ...]      # settings of init()
 
-It says how far it is, and asks for host b to be lost.
+It reports its progress to the test, and asks the test to disconnect host b.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _STEPS = 6
 
 
 def say(word: str, *rest: Any) -> None:
-    """Tell the test how far this is."""
+    """Report progress to the test."""
     print(word, *rest, flush=True)
 
 
 def ask(word: str) -> float:
-    """Ask the test for something, and wait until it has been done; return when."""
+    """Ask the test for an action, and wait until it is done; return its time."""
     say(word)
     return float(sys.stdin.readline())
 
 
 def fails(kind: type[Exception], words: str, action: Callable[[], Any]) -> None:
-    """See that something raises this kind of error, with these words."""
+    """Check that an action raises this kind of error, with these words."""
     found: Exception | None = None
     try:
         action()
@@ -64,7 +64,7 @@ def placed() -> list[Any]:
 
 
 def calls(parts: list[Any]) -> None:
-    """Call from each to each, with code and errors that only this host has."""
+    """Make calls between all actors, with code and errors that only this host has."""
     for size in (3, 200_000, 2_000_000):
         tensor = torch.arange(size, dtype=torch.float32)
         for one in parts:
@@ -79,7 +79,7 @@ def calls(parts: list[Any]) -> None:
 
 
 def gradients(parts: list[Any]) -> None:
-    """See that gradients over three hosts are those of one process."""
+    """Check that gradients over three hosts equal those of one process."""
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(4))
     here, there = x.clone().requires_grad_(), x.clone().requires_grad_()
     own = [Layer(3), Layer(1), Layer(2)]
@@ -96,7 +96,7 @@ def gradients(parts: list[Any]) -> None:
         assert torch.equal(autograd.get_gradients(number)[there], here.grad)
     optimizer = DistributedOptimizer(torch.optim.SGD, held, lr=0.5)
     with autograd.context() as number:
-        # The parameter of b is used on c, and that of c on b.
+        # Worker c uses the parameter of b, and b the parameter of c.
         value = rpc.rpc_sync("c", ours.times, (held[0], torch.ones(4)))
         value = rpc.rpc_sync("b", ours.times, (held[1], value))
         autograd.backward(number, [value.sum()])
@@ -107,7 +107,7 @@ def gradients(parts: list[Any]) -> None:
 
 
 def together(parts: list[Any]) -> Any:
-    """Have the three reduce tensors and train as one."""
+    """Reduce tensors and train in a collective of the three actors."""
     collective = actorrpc.collective(parts, timeout=60)
     assert actorrpc.get(collective.call("total")) == [6.0] * 3
     x = torch.randn(12, 16, generator=torch.Generator().manual_seed(5))
@@ -123,12 +123,12 @@ def together(parts: list[Any]) -> Any:
 
 
 class Parted(rnn.RNNModel):
-    """The model of the example, with its ends on two workers and the LSTM here."""
+    """The model of the example, with embedding and decoder on two workers and the LSTM here."""
 
     def __init__(self, embedding: str, decoder: str, text: rnn.Text) -> None:
         super().__init__(embedding, len(text.words), 8, 12, 1)
         self.decoder_rref = rpc.remote(decoder, rnn.Decoder, args=(len(text.words), 12, 1))
-        # Where the ends are here, too, they draw from the same dice: the LSTM is made when they are there.
+        # Create the LSTM after embedding and decoder: in one process they share the random generator.
         self.parameter_rrefs()
         torch.manual_seed(1)
         self.rnn = torch.nn.LSTM(8, 12)
@@ -138,7 +138,7 @@ class Parted(rnn.RNNModel):
         return [each.to_here().detach().clone() for each in self.parameter_rrefs()]
 
     def take(self, values: list[torch.Tensor]) -> None:
-        """Go on from such copies."""
+        """Set all parameters to such copies."""
         for each, value in zip(self.parameter_rrefs(), values, strict=True):
             rpc.rpc_sync(each.owner(), fill, (each, value))
 
@@ -150,7 +150,7 @@ def fill(held: Any, value: torch.Tensor) -> None:
 
 
 def train(model: Parted, text: rnn.Text, lose: Any = None) -> list[float]:
-    """Train, and go on from the step before where a worker is lost."""
+    """Train; after the loss of a worker, repeat the step from saved parameters."""
     found: list[float] = []
     batches = list(rnn.batches(text.train, 4, 8))[:_STEPS]
     optimizer = DistributedOptimizer(torch.optim.SGD, model.parameter_rrefs(), lr=0.5)
@@ -180,7 +180,7 @@ def train(model: Parted, text: rnn.Text, lose: Any = None) -> list[float]:
 
 
 class Watch:
-    """Calls to a host that will be lost: how each ends, and when."""
+    """Records how and when calls to a lost host end."""
 
     def __init__(self, **waits: Callable[[], Any]) -> None:
         self.ends: dict[str, tuple[str, float]] = {}
@@ -195,14 +195,14 @@ class Watch:
             self.ends[name] = type(error).__name__, time.time()
 
     def told(self, since: float) -> dict[str, tuple[str, float]]:
-        """Return the errors, with the seconds that each took."""
+        """Return the types of errors, with the seconds since ``since``."""
         for thread in self._threads:
             thread.join()
         return {name: (kind, when - since) for name, (kind, when) in self.ends.items()}
 
 
 def on(host: str, make: Callable[[], Any]) -> Any:
-    """Make actors until one is on a host: with spread=True that is at most the third, as all of them live meanwhile."""
+    """Create actors until one is placed on a host; with spread=True these are at most three."""
     made = []
     while True:
         made.append(make())
@@ -211,7 +211,7 @@ def on(host: str, make: Callable[[], Any]) -> Any:
 
 
 def losing(parts: list[Any]) -> None:
-    """Train while host b is lost, and go on without it."""
+    """Train while host b is lost, and continue without it."""
     anywhere = Part.options(labels={"zone": "far"}, spread=True, max_restarts=1)
     parts[1] = on("b", lambda: anywhere.remote(1))
     collective = together(parts)
@@ -225,7 +225,7 @@ def losing(parts: list[Any]) -> None:
     assert across == alone, (across, alone)
     say("trained", json.dumps(across))
     say("ended", json.dumps(watch.told(lost[0])))
-    # What was on b is on c now, and the three are three again.
+    # The actor of b was restarted on c, so the collective can be rebuilt.
     assert actorrpc.get(parts[1].where.remote()) == ("c", "c")
     assert collective.broken is not None
     collective.rebuild()
@@ -235,7 +235,7 @@ def losing(parts: list[Any]) -> None:
 
 
 def moving() -> None:
-    """Drain c: what can move goes on here."""
+    """Drain worker c: its actor with a checkpoint moves to this host."""
     keeper = on("c", lambda: Keeper.options(spread=True).remote())
     assert [actorrpc.get(keeper.add.remote()) for _ in range(3)] == [1, 2, 3]
     actorrpc.drain("c")
@@ -245,7 +245,7 @@ def moving() -> None:
 
 
 def main() -> None:
-    """Do all of it."""
+    """Run all parts."""
     settings = {name: json.loads(value) for name, _, value in (each.partition("=") for each in sys.argv[2:])}
     with actorrpc.init(listen=sys.argv[1], rpc_timeout=0, num_cpus=4, **settings) as context:
         say("listening", context.address)

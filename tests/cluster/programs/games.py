@@ -1,4 +1,4 @@
-"""The CartPole example over three hosts: the agent on c, observers on all; they go on elsewhere when host b is lost."""
+"""The CartPole example on three hosts: the agent on c, observers on all hosts, which restart elsewhere after host b is lost."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def places(agent: Any) -> list[str]:
 
 
 def main() -> None:
-    """Train; ask for host b to be lost in between."""
-    # Only where actors go is said here. The agent gets the example's module by value, with this in it.
+    """Train; ask the test to disconnect host b during the training."""
+    # Set only the placement. The agent gets the example's module by value, with this change.
     cartpole.Observer = cartpole.Observer.options(labels={"plays": "yes"}, spread=True, max_restarts=-1)  # type: ignore[misc,assignment]
     with actorrpc.init(
         listen=sys.argv[1], num_cpus=4, labels={"plays": "yes"}, rpc_timeout=0, heartbeat=0.5
@@ -58,12 +58,12 @@ def main() -> None:
             except actorrpc.ActorError as error:
                 failed += 1
                 print("stopped", type(error).__name__, flush=True)
-                # Those that are left finish their games, for which they call the agent; then all begin anew.
+                # The remaining observers finish their games, for which they call the agent. Then start a new round.
                 actorrpc.get(
                     [actorrpc.call(each, where) for each in actorrpc.get(actorrpc.call(agent, players))]
                 )
                 actorrpc.get(agent.begin_round.remote())
-            if lose and not failed:  # the round was over before
+            if lose and not failed:  # the round ended before the loss
                 failed = -1
         after = actorrpc.get(actorrpc.call(agent, places))
         tenth = _ROUNDS // 6

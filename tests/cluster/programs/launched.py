@@ -1,4 +1,4 @@
-"""A program that a launcher starts on three hosts: rank 0 drives, the others serve. "lose" has one of them end itself."""
+"""A program that a launcher starts on three hosts: rank 0 drives, other ranks serve. With "lose", one rank exits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from actorrpc import autograd, rpc
 
 @actorrpc.remote
 class Half:
-    """Multiplies, and says where."""
+    """An actor that multiplies tensors and returns its host."""
 
     def __init__(self, factor: float) -> None:
         self.factor = factor
@@ -34,8 +34,10 @@ class Half:
 
 
 def main() -> None:
-    """Drive, or serve."""
-    first = not Path("begun").exists()  # each host counts restarts on its own; this one has a file
+    """Drive on rank 0, or serve."""
+    first = not Path(
+        "begun"
+    ).exists()  # hosts count restarts separately, so rank 0 marks its first run with a file
     with actorrpc.init():
         halves = [Half.options(host=host).remote(2.0 + n) for n, host in enumerate(("b", "c"))]
         hosts = actorrpc.get([each.where.remote() for each in halves])
@@ -53,7 +55,7 @@ def main() -> None:
                 rpc.rpc_sync(worker, os._exit, (3,))
             except actorrpc.PeerDiedError as error:
                 print("lost", error.worker == worker, flush=True)
-            threading.Event().wait()  # until the launcher starts all of them anew
+            threading.Event().wait()  # until the launcher restarts all ranks
     print("done", flush=True)
 
 

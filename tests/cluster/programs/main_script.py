@@ -1,4 +1,4 @@
-"""A script whose code only its driver has: prints, as JSON, what each function gives in a process of the cluster."""
+"""A script whose code only its driver has: prints, as JSON, the result of each function in a worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def case(function: Callable[[], Any]) -> Callable[[], Any]:
     return function
 
 
-# -- what torch has in place of modules ----------------------------------------------------------------------------
+# -- module-like objects of torch ----------------------------------------------------------------------------
 
 BACKENDS, MKLDNN, OPS, ATEN = torch.backends, torch.backends.mkldnn, torch.ops, torch.ops.aten
 CLASSES, DYNAMO = torch.classes, torch._dynamo.config
@@ -51,7 +51,7 @@ class Settings(types.ModuleType):
     """A module that no import finds."""
 
 
-SETTINGS = Settings("settings_of_nobody")
+SETTINGS = Settings("unknown_settings")
 
 
 @case
@@ -221,7 +221,7 @@ def body_of_a_class() -> Any:
     return [Local.width, Local.both, Local().filled()]
 
 
-# -- what cannot be sent -------------------------------------------------------------------------------------------
+# -- objects that cannot be sent -------------------------------------------------------------------------------------------
 
 LOCK = threading.Lock()
 
@@ -270,7 +270,7 @@ class Model(Base):
 
 
 def changes() -> Any:
-    """Change a class between the creations of actors, the first time before the first actor's process is there."""
+    """Change a class between the creations of actors, the first time before the first actor's process has started."""
     global SCALE
     first = Model.remote()
     Model.rate = SCALE = 2

@@ -1,4 +1,4 @@
-"""What stands beside the program: there is no such file on the other hosts."""
+"""A module of the program that only the driver's host has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCALE = 3.0
 
 
 class OwnError(ValueError):
-    """An error that only this program knows."""
+    """An error class of this program."""
 
 
 class Layer(nn.Module):
@@ -108,11 +108,11 @@ def descend(model: nn.Module, x: torch.Tensor, steps: int) -> None:
 
 
 def parameter(value: float) -> nn.Parameter:
-    """Make a parameter that stays where it is."""
+    """Return a parameter, for an RRef."""
     return nn.Parameter(torch.full((4,), value))
 
 
 def times(held: Any, x: torch.Tensor) -> torch.Tensor:
-    """Use a parameter, wherever it is."""
+    """Multiply by a parameter of any worker."""
     product: torch.Tensor = held.to_here() * x
     return product

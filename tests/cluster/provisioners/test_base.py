@@ -1,4 +1,4 @@
-"""The engine interface: an engine that starts processes by a command, and what it is told and has to tell."""
+"""The interface of engines, with an engine that starts workers by a command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RUN = "import sys; from actorrpc.cluster import join as joining; sys.exit(joini
 
 
 class Commands(LaunchedEngine):
-    """Starts each worker as a process of this machine, as a scheduler would elsewhere."""
+    """An engine that starts each worker as a local process."""
 
     name = "commands"
 
@@ -75,7 +75,7 @@ class Broken:
 @pytest.mark.slow
 @pytest.mark.limit(120)
 @pytest.mark.prints(r"^worker 'Place-commands-\d+' has joined tcp://")
-def test_an_engine_starts_watches_and_stops() -> None:
+def test_an_engine_launches_watches_and_stops_workers() -> None:
     engine = Commands()
     with init(engine=engine):
         handle: Any = Place.options(resources={"tape": 1}, labels={"kind": "test"}).remote()

@@ -1,4 +1,4 @@
-"""The fork server: when it is killed, stopped, or cannot start; and what it is told."""
+"""The fork server: its death, failed imports, its messages, and the secrecy of the key."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _server_pid() -> int:
 
 @pytest.mark.slow
 @pytest.mark.prints(r"the fork server \(pid \d+\) has ended")
-def test_the_death_of_the_server_ends_its_children_and_the_next_spawn_starts_another() -> None:
+def test_workers_end_with_a_killed_fork_server_and_the_next_start_uses_a_new_one() -> None:
     with init():
         first = _server_pid()
         names = [cluster().start(ProcessSpec(label="Counter")).wait(50).name for _ in range(2)]
@@ -46,7 +46,7 @@ def test_the_death_of_the_server_ends_its_children_and_the_next_spawn_starts_ano
 
 @pytest.mark.slow
 @pytest.mark.prints(r"the fork server \(pid \d+\) has ended")
-def test_a_spawn_fails_when_the_server_dies_meanwhile() -> None:
+def test_the_start_of_a_worker_fails_if_the_fork_server_dies_meanwhile() -> None:
     with init():
         future = cluster().start(ProcessSpec(label="Unlucky"))
         os.kill(_server_pid(), signal.SIGKILL)
@@ -57,7 +57,9 @@ def test_a_spawn_fails_when_the_server_dies_meanwhile() -> None:
 
 
 @pytest.mark.prints(r"the fork server \(pid \d+\) has ended", "Traceback.*ImportError: this is not torch")
-def test_a_server_that_cannot_import_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_whose_import_fails_reports_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('this is not torch')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     says = r"(?s)'Unlucky' could not be started.*this is not torch"
@@ -113,14 +115,16 @@ def test_messages_of_any_size_arrive_whole_with_their_descriptors() -> None:
         reader.close()
 
 
-def test_the_server_looks_around_while_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An import of seconds would hold up the end of a cluster: it is looked at between any two modules."""
+def test_the_fork_server_checks_for_messages_between_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise an import of seconds would delay the shutdown of a cluster."""
     for name, text in {"slow_a": "import slow_b", "slow_b": "import slow_c", "slow_c": "done = True"}.items():
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(fork_server, "_LATER", ("slow_a",))
-    for name in ("collect", "disable", "freeze"):  # in a process that goes on
+    for name in ("collect", "disable", "freeze"):  # this process continues after the test
         monkeypatch.setattr(gc, name, lambda: None)
     finders = list(sys.meta_path)
     seen: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""The workers of an embedded cluster: they are there, call each other, and how they end is known."""
+"""Workers of an embedded cluster: calls, environment of their processes, and reports of their ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.cluster.drive import cluster, engine, until, workers
 @pytest.fixture(autouse=True, scope="module")
 def _cluster() -> Iterator[None]:
     with init(log_to_driver=False, num_cpus=4):
-        # Started and warm: what it needs for good is there before the first test looks.
+        # Start a worker now, so that lasting resources exist before the first test.
         with workers(1):
             pass
         yield
@@ -32,7 +32,7 @@ def _cluster() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _test_leaves_nothing() -> None:
-    """Leave the look for leaks to the end of the module: threads of the cluster come and go between tests."""
+    """Disable the leak check of single tests: threads of the shared cluster start and end between tests."""
 
 
 def _death(worker: str) -> DeathReport:
@@ -80,12 +80,12 @@ def test_a_worker_starts_a_worker_which_ends_with_it() -> None:
     assert report.wait(20).signal == signal.SIGKILL
 
 
-def test_init_in_a_worker_says_what_it_is() -> None:
+def test_init_in_a_worker_raises_an_error() -> None:
     with workers(1) as (name,):
         assert f"a process of an actor ('{name}')" in rpc.rpc_sync(name, remotes.try_init)
 
 
-def test_lambdas_and_closures_travel() -> None:
+def test_lambdas_and_closures_can_be_sent_and_forwarded() -> None:
     three = 3
     with workers(2) as names:
         assert rpc.rpc_sync(names[0], lambda x: x + three, (1,)) == 4
@@ -93,10 +93,10 @@ def test_lambdas_and_closures_travel() -> None:
         assert rpc.rpc_sync(names[0], rpc.rpc_sync, (names[1], double, (4,))) == 8
 
 
-# -- how they are dressed ------------------------------------------------------------------------------
+# -- environment ------------------------------------------------------------------------------
 
 
-def test_a_worker_has_a_process_of_its_own() -> None:
+def test_each_worker_has_its_own_process_and_random_state() -> None:
     with workers(2) as names:
         mine, other = (rpc.rpc_sync(name, remotes.facts) for name in names)
         assert mine["pid"] != other["pid"] != os.getpid()
@@ -111,7 +111,9 @@ def test_a_worker_has_a_process_of_its_own() -> None:
         assert all(name == "MainThread" or name.startswith("actorrpc") for name in mine["names"])
 
 
-def test_variables_directory_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_working_dir_and_num_cpus_apply_in_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OF_THE_DRIVER", "since its start")
     monkeypatch.setenv("OVER", "the driver's")
     monkeypatch.syspath_prepend("/somewhere/else")
@@ -147,14 +149,14 @@ def test_variables_directory_and_threads(tmp_path: Path, monkeypatch: pytest.Mon
         ({"num_gpus": 1.5}, "whole number"),
     ],
 )
-def test_what_cannot_be_started_says_why(spec: dict[str, object], says: str) -> None:
+def test_wrong_options_of_a_worker_raise_config_error(spec: dict[str, object], says: str) -> None:
     future = cluster().start(ProcessSpec(label="Bad", **spec))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=says):
         future.wait(20)
 
 
-def test_a_process_that_fails_on_its_way_says_why(tmp_path: Path) -> None:
-    # A directory that cannot be entered is found out in the child only.
+def test_a_process_that_fails_during_its_start_reports_the_error(tmp_path: Path) -> None:
+    # Only the child process notices a missing directory.
     closed = tmp_path / "closed"
     closed.mkdir()
     cluster().start(ProcessSpec(label="Warm")).wait(20)
@@ -182,10 +184,10 @@ def test_a_process_that_fails_on_its_way_says_why(tmp_path: Path) -> None:
         report.wait(20)
 
 
-# -- how they end --------------------------------------------------------------------------------------
+# -- ends of workers --------------------------------------------------------------------------------------
 
 
-def test_an_exit_code_is_reported_with_the_last_lines() -> None:
+def test_an_exit_code_is_reported_with_the_last_20_lines_of_stderr() -> None:
     with workers(1) as (name,):
         rpc.rpc_sync(name, remotes.say, tuple(f"line {i}" for i in range(30)), {"to": "stderr"})
         with pytest.raises(PeerDiedError):
@@ -216,7 +218,7 @@ def test_a_kill_is_reported_with_its_peak_memory() -> None:
         cluster().release(name)
 
 
-def test_a_crash_in_c_shows_where() -> None:
+def test_a_crash_in_c_is_reported_with_its_stack() -> None:
     with workers(1) as (name,):
         with pytest.raises(PeerDiedError):
             rpc.rpc_sync(name, remotes.crash)
@@ -227,7 +229,7 @@ def test_a_crash_in_c_shows_where() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_worker_has_started_ends_with_it() -> None:
+def test_child_processes_of_a_worker_end_with_it() -> None:
     with workers(2) as names:
         pids = [rpc.rpc_sync(name, remotes.sleeper) for name in names]
         cluster().kill(names[0])
@@ -239,27 +241,27 @@ def test_what_a_worker_has_started_ends_with_it() -> None:
 
 
 @pytest.mark.slow
-def test_nobody_knows_of_strangers() -> None:
-    with pytest.raises(UnknownWorkerError, match="nobody"):
-        cluster().report("nobody").wait(20)
-    assert not cluster().owns("nobody")
+def test_a_report_of_an_unknown_worker_raises_unknown_worker_error() -> None:
+    with pytest.raises(UnknownWorkerError, match="stranger"):
+        cluster().report("stranger").wait(20)
+    assert not cluster().owns("stranger")
     with workers(1) as (name,):
         assert cluster().owns(name)
     assert cluster().owns(name)
     assert not cluster().owns("driver")
 
 
-def test_a_kill_before_the_start_is_over() -> None:
+def test_a_worker_can_be_killed_before_it_has_joined() -> None:
     future = cluster().start(ProcessSpec(label="Early"))
     name = next(name for name in engine()._workers if name.startswith("Early"))
     report = cluster().report(name)
     cluster().kill(name)
-    error = future.exception(20)  # it may just have joined
+    error = future.exception(20)  # it may have joined just before
     assert error is None or "killed before it had joined" in str(error)
     assert report.wait(20).worker == name
 
 
-def test_a_released_worker_ends_when_nothing_in_it_is_referenced() -> None:
+def test_a_released_worker_ends_when_its_last_rref_is_dropped() -> None:
     with workers(2) as names:
         rref = rpc.remote(names[0], remotes.make)
         assert torch.equal(rref.to_here(), torch.arange(5))
@@ -267,14 +269,14 @@ def test_a_released_worker_ends_when_nothing_in_it_is_referenced() -> None:
         cluster().release(names[0])
         cluster().release(names[1])
         assert _death(names[1]).exit_code == 0
-        # It goes on serving.
+        # It still serves calls.
         assert torch.equal(rref.to_here(), torch.arange(5))
         assert not report.done()
         del rref
         assert report.wait(20).exit_code == 0
 
 
-def test_a_released_worker_finishes_what_it_does() -> None:
+def test_a_released_worker_finishes_its_running_calls() -> None:
     with workers(1) as (name,):
         waiting = rpc.rpc_async(name, remotes.wait_for_ever, timeout=0)
         rpc.rpc_sync(name, os.getpid)
@@ -295,7 +297,7 @@ def test_files_of_dead_workers_are_removed() -> None:
         assert not any(os.path.exists(path) for path in paths)
 
 
-def test_many_threads_spawn_at_once() -> None:
+def test_several_threads_can_start_workers_at_the_same_time() -> None:
     found: list[str] = []
 
     def spawn() -> None:

@@ -24,7 +24,7 @@ def test_processes_share_a_preloaded_module(tmp_path: Path) -> None:
 
         @actorrpc.remote
         def where():
-            module = sys.modules["preloaded"]  # nothing here imports it
+            module = sys.modules["preloaded"]  # no code here imports it
             import torch
             assert torch.get_default_dtype() is torch.float64 and sys.getrecursionlimit() == 3000
             assert "torch._dynamo" in sys.modules  # the first optimizer would import it
@@ -44,7 +44,7 @@ def test_processes_share_a_preloaded_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "why"),
+    ("source", "reason"),
     [
         ("import missing_below", "ModuleNotFoundError: No module named 'missing_below'"),
         ("raise ValueError('not today')", "ValueError: not today"),
@@ -55,8 +55,8 @@ def test_processes_share_a_preloaded_module(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_actor_is_not_made_where_a_module_cannot_be_preloaded(
-    tmp_path: Path, source: str, why: str
+def test_actors_and_tasks_fail_with_the_cause_if_a_module_cannot_be_preloaded(
+    tmp_path: Path, source: str, reason: str
 ) -> None:
     (tmp_path / "spoiled.py").write_text(source)
     program = """
@@ -85,28 +85,28 @@ def test_an_actor_is_not_made_where_a_module_cannot_be_preloaded(
         tmp_path, program, prints=[r"init\(preload=\): the module 'spoiled' cannot be preloaded"]
     ) as process:
         assert process.stdout is not None
-        said = process.stdout.read()
+        printed = process.stdout.read()
         assert process.wait(60) == 0
-    of_actor, of_task = said.splitlines()
+    of_actor, of_task = printed.splitlines()
     assert of_actor.startswith("ConfigError ")
     assert " is dead: init(preload=): the module 'spoiled' cannot be preloaded" in of_actor
     assert of_task.startswith("ConfigError None init(preload=): the module 'spoiled' cannot be preloaded")
-    assert why in of_actor
-    assert why in of_task
+    assert reason in of_actor
+    assert reason in of_task
 
 
 @pytest.mark.parametrize("name", ["no_module_of_this_name", "", "__main__", ".relative"])
-def test_a_name_that_no_process_could_import_is_refused(name: str) -> None:
+def test_init_rejects_names_of_unknown_modules_in_preload(name: str) -> None:
     with pytest.raises(ConfigError, match="no module"):
         actorrpc.init(preload=["torch", name])
 
 
 @pytest.mark.parametrize("preload", ["torch", 3, [3]])
-def test_only_lists_of_names_are_taken(preload: Any) -> None:
+def test_preload_must_be_a_list_of_names(preload: Any) -> None:
     with pytest.raises(WrongTypeError, match="preload must"):
         actorrpc.init(preload=preload)
 
 
-def test_who_joins_does_not_preload() -> None:
+def test_preload_is_rejected_when_joining_a_cluster() -> None:
     with pytest.raises(ConfigError, match="leave preload= to its driver"):
         actorrpc.init("tcp://127.0.0.1:1", preload=["torch"])

@@ -1,4 +1,4 @@
-"""The Ray engine, with a real Ray where there is one; what needs none runs everywhere."""
+"""The Ray engine: scenarios on a real Ray if it is installed, and tests without Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=
 
 
 def _marked(token: str) -> list[psutil.Process]:
-    """The processes that a scenario has started, and those that they have."""
+    """Return the live processes that a scenario has started, with their descendants."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -54,7 +54,7 @@ def _marked(token: str) -> list[psutil.Process]:
         "refused",
     ],
 )
-def test_with_ray(scenario: str) -> None:
+def test_the_scenario_succeeds_on_a_real_ray_and_leaves_no_process(scenario: str) -> None:
     token = secrets.token_hex(8)
     environment = {**os.environ, _MARK: token, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
     environment.pop("RAY_ADDRESS", None)
@@ -75,7 +75,7 @@ def test_with_ray(scenario: str) -> None:
             process.send_signal(signal.SIGKILL)
 
 
-def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_installed_the_error_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     for call in (
         lambda: actorrpc.init(engine="ray"),
@@ -90,7 +90,7 @@ _TWO = [{"CPU": 4.0, "disk": 1.0}, {"CPU": 2.0, "GPU": 1.0}]
 
 
 @pytest.mark.parametrize("strategy", [None, "PACK", "SPREAD"])
-def test_what_fits_lacks_nothing(strategy: str | None) -> None:
+def test_requests_that_fit_the_nodes_lack_nothing(strategy: str | None) -> None:
     assert missing({"CPU": 1.0}, 6, strategy, _TWO) == ""
     assert missing({"CPU": 0.5, "GPU": 0.5}, 2, strategy, _TWO) == ""
     assert missing({}, 100, strategy, _TWO) == ""
@@ -108,11 +108,11 @@ def test_what_fits_lacks_nothing(strategy: str | None) -> None:
         ({"CPU": 1.0}, 5, "STRICT_PACK", "no node holds more than 4"),
     ],
 )
-def test_what_is_missing_is_named(
+def test_requests_that_do_not_fit_name_the_missing_resource(
     shape: dict[str, float], count: int, strategy: str | None, text: str
 ) -> None:
     assert text in missing(shape, count, strategy, _TWO)
 
 
-def test_without_nodes_nothing_fits() -> None:
+def test_without_nodes_no_request_fits() -> None:
     assert missing({}, 1, None, []) == "Ray has no nodes"

@@ -1,4 +1,4 @@
-"""Profiles of torch.profiler that workers keep: pieces, anything a worker may send, and a trace of a cluster."""
+"""Profiles of torch.profiler that workers keep: malformed profiles, times and ids, and the trace of a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.limit(60)]
 # -- keeping -----------------------------------------------------------------------------------------------------
 
 
-def test_outside_of_a_group() -> None:
+def test_keep_profile_outside_of_a_group_raises_not_initialized_error() -> None:
     with pytest.raises(NotInitializedError, match="this process is in none"):
         keep_profile(torch.profiler.profile())
 
@@ -57,13 +57,13 @@ def _profile(*events: dict[str, Any], base_s: float = 1000.0) -> TorchProfile:
         _packed({"traceEvents": [], "baseTimeNanoseconds": 1e999}),
     ],
 )
-def test_what_is_no_profile_is_left_out(packed: bytes) -> None:
+def test_malformed_profiles_are_ignored(packed: bytes) -> None:
     assert TorchProfile.read(packed) is None
     answer = {"recorder": {"on": True}, "records": [], "profiles": [[1, packed], 7, [1], ["x", b""]]}
     assert Recording.of("w", 1, answer).profiles == []
 
 
-def test_events_stand_on_the_clock_of_all_and_mean_no_others() -> None:
+def test_events_of_profiles_have_common_times_and_unique_ids() -> None:
     own, gpu = {"pid": 41, "tid": 41}, {"pid": 0, "tid": 7}
     events = (
         {"ph": "M", "name": "process_name", "ts": 1, **own, "args": {"name": "python"}},
@@ -86,7 +86,7 @@ def test_events_stand_on_the_clock_of_all_and_mean_no_others() -> None:
     assert counts["seconds"] == pytest.approx(5e-6)
     ops = [each for each in found if each["name"] == "aten::mm"]
     assert [each["ts"] for each in ops] == [0.0, 0.0]
-    assert len({each["pid"] for each in ops}) == 2  # the same number on two hosts
+    assert len({each["pid"] for each in ops}) == 2  # the process ids of two hosts may be equal
     gpus = {each["args"]["name"]: each["pid"] for each in found if "torch: GPU" in str(each.get("args"))}
     assert set(gpus) == {"a, torch: GPU 0", "b, torch: GPU 0"}
     ends = [(each["pid"], each["ph"], each["id"]) for each in found if each["name"] == "ac2g"]
@@ -113,8 +113,8 @@ class Trainer:
 
 @pytest.mark.prints(
     "^(USDT:|ERROR: External init callback)"
-)  # what torch says of a profiler, and off the main thread
-def test_operators_stand_within_the_execution_that_ran_them(tmp_path: Path) -> None:
+)  # torch prints this for each profiler, and outside of the main thread
+def test_operators_lie_within_the_execution_that_ran_them(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with actorrpc.init(num_cpus=2):
         trainers = [Trainer.remote() for _ in range(2)]

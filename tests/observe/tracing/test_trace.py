@@ -1,4 +1,4 @@
-"""``actorrpc.trace()``: the file that it writes, of records that are made up and of a cluster that runs."""
+"""``actorrpc.trace()``: the file that it writes, for made-up records and for a running cluster."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _recording(worker: str, records: list[list[Any]], **more: Any) -> Recording:
 
 
 def _check(events: list[dict[str, Any]]) -> None:
-    """What every reader of the format relies on."""
+    """Check the rules of the format on which all viewers rely."""
     begun: Counts[tuple[Any, ...]] = Counts()
     arrows: dict[int, list[dict[str, Any]]] = {}
     for event in events:
@@ -69,7 +69,7 @@ def _check(events: list[dict[str, Any]]) -> None:
     slices = [each for each in events if each["ph"] == "X"]
     for ends in arrows.values():
         assert sorted(each["ph"] for each in ends) == ["f", "s"]
-        for end in ends:  # an arrow that hangs in the air is not drawn
+        for end in ends:  # viewers draw an arrow only if its ends lie within slices
             assert any(
                 (each["pid"], each["tid"]) == (end["pid"], end["tid"])
                 and each["ts"] <= end["ts"] <= each["ts"] + each["dur"] + 0.001
@@ -81,7 +81,7 @@ def _of(events: list[dict[str, Any]], kind: str, name: str) -> list[dict[str, An
     return [each for each in events if each["ph"] == kind and each["name"] == name]
 
 
-def test_a_call_between_two_workers_whose_clocks_differ() -> None:
+def test_a_call_between_workers_with_different_clocks_is_placed_on_one_time_axis() -> None:
     here = _recording("driver", [_called(5, 50.0, 50.010, 3, "w1")])
     there = _recording(
         "w1", [_executed(0, 7.001, 7.003, 7.009, 3, "driver")], pid=200, offset=43.0, error=_MS
@@ -121,12 +121,14 @@ _delays = st.integers(1, 10_000).map(lambda each: each * 1e-6)
 
 
 @given(st.lists(st.tuples(_delays, _delays), min_size=7, max_size=7), st.floats(-1e6, 1e6))
-def test_clocks_are_compared_to_within_what_is_said(delays: list[tuple[float, float]], ahead: float) -> None:
-    """However uneven the ways there and back are, no arrow points backwards by more than the error that is stated."""
-    clock, ways = [100.0], iter(delays)
+def test_the_stated_clock_error_bounds_the_true_error(
+    delays: list[tuple[float, float]], ahead: float
+) -> None:
+    """Even if the two directions have different delays, no arrow points backwards by more than the stated error."""
+    clock, delays_of_messages = [100.0], iter(delays)
 
     def ask() -> dict[str, Any]:
-        there, back = next(ways)
+        there, back = next(delays_of_messages)
         clock[0] += there
         found = {"recorder": {"now": clock[0] + ahead}}
         clock[0] += back
@@ -143,7 +145,7 @@ def test_clocks_are_compared_to_within_what_is_said(delays: list[tuple[float, fl
     assert arrows["f"] - arrows["s"] >= -1e6 * error - 0.01
 
 
-def test_a_clock_that_nobody_tells_is_said_to_be_unknown(tmp_path: Path) -> None:
+def test_a_worker_without_a_clock_is_reported_as_uncompared(tmp_path: Path) -> None:
     offset, error = compare_clocks(lambda: {"recorder": {}}, lambda: 1.0)
     assert error is None
     path = tmp_path / "trace.json"
@@ -159,14 +161,14 @@ def test_a_clock_that_nobody_tells_is_said_to_be_unknown(tmp_path: Path) -> None
     assert "the clocks of w1 could not be compared: their events may stand anywhere" in trace_lines(summary)
 
 
-def test_what_is_under_way_ends_where_the_recording_does() -> None:
+def test_unfinished_calls_end_with_the_recording() -> None:
     recorder = {"on": True, "total": 1, "now": 9.0, "threads": {}}
     over = _called(0, 0.5, 1.0, 1, "w1")
     calls = [
-        _called(UNDER_WAY, 0.5, 9.0, 1, "w1"),  # it was over before the records were taken
+        _called(UNDER_WAY, 0.5, 9.0, 1, "w1"),  # this call ended before the records were read
         _called(UNDER_WAY, 1.0, 9.0, 2, "w1"),
         _called(UNDER_WAY, 2.0, 9.0, 3, "w1", waits=False),
-        _called(4, 2.0, 9.0, 4, "w1"),  # makes no sense there
+        _called(4, 2.0, 9.0, 4, "w1"),  # malformed: a finished call
     ]
     here = Recording.of(
         "driver",
@@ -208,7 +210,7 @@ def test_what_is_under_way_ends_where_the_recording_does() -> None:
     assert counts["missing"] == {"w2": "a signal has stopped it"}
 
 
-def test_coroutines_that_overlap_are_tracks() -> None:
+def test_overlapping_coroutines_are_shown_as_async_events() -> None:
     rows = [_executed(0, 1.0, 1.0, 1.5, 1, "driver"), _executed(1, 1.2, 1.2, 1.9, 2, "driver")]
     events = list(events_of([_recording("w1", rows)]))
     _check(events)
@@ -222,7 +224,7 @@ _moments = st.integers(0, 50).map(lambda each: each * _MS)
 @given(
     st.lists(st.tuples(_moments, _moments, _moments, st.booleans(), st.sampled_from([21, 22])), max_size=20)
 )
-def test_any_records_make_a_trace_that_can_be_read(rows: list[tuple[float, float, float, bool, int]]) -> None:
+def test_random_records_make_a_valid_trace(rows: list[tuple[float, float, float, bool, int]]) -> None:
     here, there = [], []
     for id, (arrived, waited, ran, waits, thread) in enumerate(rows):
         here.append(_called(id, arrived, arrived + waited + ran, id, "w1", waits))
@@ -233,7 +235,7 @@ def test_any_records_make_a_trace_that_can_be_read(rows: list[tuple[float, float
     assert len({each["pid"] for each in events}) == 2 or not rows
 
 
-def test_what_makes_no_sense_is_left_out() -> None:
+def test_malformed_records_are_ignored() -> None:
     whole = _executed(0, 1.0, 1.0, 1.5, 1, "driver")
     rows: list[Any] = [
         whole,
@@ -256,7 +258,9 @@ def test_what_makes_no_sense_is_left_out() -> None:
         assert Recording.of("w1", 1, answer).why
 
 
-def test_the_file_is_replaced_when_all_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_file_is_replaced_only_by_a_complete_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "trace.json"
     path.write_text("the last one")
     with pytest.raises(ZeroDivisionError):
@@ -287,7 +291,7 @@ class Counter:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_of_a_cluster(tmp_path: Path) -> None:
+def test_the_trace_of_a_cluster_has_all_executions(tmp_path: Path) -> None:
     counter, asking = Counter.options(name="counter").remote(), Counter.remote()
     assert actorrpc.get([counter.add.remote() for _ in range(20)])[-1] == 20
     assert actorrpc.get(asking.add_by.remote(counter)) == 21
@@ -306,7 +310,9 @@ def test_of_a_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_calls_that_hang_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trace_of_a_cluster_has_unfinished_calls_and_streams(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, path = tmp_path / "gate", tmp_path / "trace.json"
     os.mkfifo(gate)
     counter, layer = Counter.remote(), Layer.remote()
@@ -314,7 +320,7 @@ def test_calls_that_hang_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     stream = layer.numbers.options(backpressure=1).remote(100)
     assert actorrpc.get(next(stream)) == 0
 
-    def taken() -> set[str]:
+    def unfinished() -> set[str]:
         actorrpc.trace(path)
         events = json.loads(path.read_text())["traceEvents"]
         _check(events)
@@ -325,19 +331,19 @@ def test_calls_that_hang_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     wanted = {"pass_gate (unfinished)", "add waits (unfinished)", "numbers() (unfinished)"}
     wanted |= {f"call Counter.{method} (unfinished)" for method in ("pass_gate", "add")}
-    until(lambda: wanted <= taken())
-    monkeypatch.setattr(collect, "_UNDER_WAY", 1)  # of this process
+    until(lambda: wanted <= unfinished())
+    monkeypatch.setattr(collect, "_UNDER_WAY", 1)  # in this process
     summary = actorrpc.trace(path)
     assert summary.unseen >= 1
     worker = current_worker()
     assert worker is not None
     page = collect.answer(worker, {"id": 1, "what": ["records"], "from": {"records": 1}})
-    assert "under_way" not in page  # it is on the first one
+    assert "under_way" not in page  # only the first page has unfinished calls
     assert any(line.endswith("that it leaves out") for line in trace_lines(summary))
     open_gate(gate)
     assert actorrpc.get(calls) == ["go", 1]
     stream.close()
-    until(lambda: not any("pass_gate" in each or "numbers" in each for each in taken()))
+    until(lambda: not any("pass_gate" in each or "numbers" in each for each in unfinished()))
 
 
 @actorrpc.remote
@@ -353,7 +359,7 @@ class Layer:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_streams_visits_and_copies_are_in_it(tmp_path: Path) -> None:
+def test_the_trace_of_a_cluster_has_streams_backward_visits_and_copies(tmp_path: Path) -> None:
     layer = Layer.remote()
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context:

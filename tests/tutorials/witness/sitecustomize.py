@@ -1,7 +1,7 @@
-"""Runs at the start of each interpreter of a tutorial's program, and notes which agent it starts: the programs do not know.
+"""Runs at the start of each interpreter of a tutorial's program, and records which agent the program starts.
 
-A line of JSON goes to a file of the process in the folder ``RPC_WITNESS``: the classes of the agent in force and of what is
-behind it, whether torch's own C++ agent is in force, and whether anything of actorrpc has been imported.
+It writes a line of JSON to a file per process in the folder ``RPC_WITNESS``: the classes of the current agent and of the agent
+that it wraps, whether torch's C++ agent is current, and whether actorrpc was imported.
 """
 
 from __future__ import annotations
