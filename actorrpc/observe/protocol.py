@@ -7,6 +7,7 @@ from the end: -100 requests the last 100. Pickle is not used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgpack
@@ -20,8 +21,8 @@ __all__ = [
     "ANSWER",
     "ASK",
     "PARTS",
+    "all_pages",
     "is_acting",
-    "merge",
     "pack",
     "patience",
     "unpack",
@@ -51,6 +52,7 @@ PARTS: Final = frozenset(
 PAGED: Final = ("actors", "supervised", "holders", "threads", "logs", "records", "profiles")
 _MOST: Final = 4 << 20
 _SHORT_S: Final = 1.0
+_PAGES: Final = 200
 
 
 def is_acting(name: str) -> bool:
@@ -91,12 +93,27 @@ def unpack(body: bytes) -> dict[str, Any]:
     return found
 
 
-def merge(pages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the pages of an answer into one answer."""
-    whole = dict(pages[0])
-    for page in pages[1:]:
+def all_pages(
+    ask: Callable[[list[str], dict[str, int]], dict[str, Any]], parts: list[str], begin: dict[str, int] | None
+) -> dict[str, Any]:
+    """Request page after page, and return one answer with the rows of all pages.
+
+    Args:
+        ask: sends a question for these parts, from these begins on, and returns the answer.
+        begin: where the first page begins.
+    """
+    whole: dict[str, Any] = {}
+    wanted, at = parts, begin or {}
+    for _ in range(_PAGES):
+        page = ask(wanted, at)
         for part in PAGED:
             if isinstance(page.get(part), list) and isinstance(whole.get(part), list):
-                whole[part] = [*whole[part], *page[part]]
-        whole["next"] = page.get("next")
+                page[part] = [*whole[part], *page[part]]
+        whole |= page
+        following = page.get("next")
+        rows = following.items() if isinstance(following, dict) else ()
+        at = {part: place for part, place in rows if part in parts and type(place) is int}
+        if not at:
+            break
+        wanted = list(at)
     return whole

@@ -288,10 +288,8 @@ class Feed:
 
     def _write_trace(self, seconds: float) -> BinaryIO | str:
         try:
-            found = self._recordings(share(self._worker_count(), _TRACED))
-            begun = time.monotonic() - seconds
-            for each in found:
-                each.since(begun)
+            since = time.monotonic() - seconds
+            found = self._recordings(share(self._worker_count(), _TRACED), since)
             # The file is deleted before it is read, so that no file is left, however this process ends.
             with tempfile.TemporaryDirectory(prefix="actorrpc-page-") as folder:
                 path = os.path.join(folder, "trace.json")
@@ -300,10 +298,8 @@ class Feed:
         except (RpcError, OSError) as error:
             return str(error)
 
-    def _recordings(self, most: int) -> list[Recording]:
-        seen = self._see(["records"], {"records": -most})
-        answers = sorted(seen.answers.values(), key=lambda each: (each[0].rank, each[0].name))
-        found = [Recording.of(record.name, record.pid, answer) for record, answer in answers]
+    def _recordings(self, most: int, since: float | None = None) -> list[Recording]:
+        found = self._see(["records"], {"records": -most}).recordings(since)
         for each in found:
             each.records = each.records[-most:]
         return found

@@ -22,15 +22,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from actorrpc.errors import RpcError
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, OWN, UNDER_WAY, method_of
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.tracing.torch_profiles import TorchProfile, joined
 
-__all__ = ["CLOCK", "Recording", "TraceSummary", "check_path", "compare_clocks", "events_of", "write"]
+__all__ = ["Recording", "TraceSummary", "check_path", "compare_clocks", "events_of", "write"]
 
-#: the begin of a question for records that only reads the clock: no record has so high a number
-CLOCK: Final = {"records": 1 << 62}
-
+_CLOCK: Final = {"records": 1 << 62}  # asks for no record, but for the time: no record has so high a number
 _WAIT_S: Final = 20e-6  # a shorter time in a mailbox is not shown
 _COUNT_S: Final = 100e-6  # the shortest time between two values of a counter
 _THIN_S: Final = 1e-6  # the length of the slices at which the arrows of overlapping calls begin and end
@@ -122,19 +121,25 @@ class Recording:
         return float(record[4] if record[1] == EXECUTED else record[3])
 
 
-def compare_clocks(ask: Callable[[], dict[str, Any]], now: Callable[[], float]) -> tuple[float, float | None]:
+def compare_clocks(
+    ask: Callable[[list[str], dict[str, int]], dict[str, Any]], now: Callable[[], float]
+) -> tuple[float, float | None]:
     """Return the offset to add to a worker's times to get times of the local clock, and its maximal error, both in seconds.
 
     The error is None if no question was answered. The offset is then 0, which means nothing.
 
     Args:
-        ask: sends the worker a question that begins at :data:`CLOCK`, and returns its answer.
+        ask: sends the worker a question for these parts, from these begins on, and returns its answer. If it raises OSError or
+            RpcError, the comparison ends.
         now: reads the local clock.
     """
     best: tuple[float, float | None] = (0.0, None)
     for _ in range(_CLOCK_TRIES):
         begun = now()
-        recorder = ask().get("recorder")
+        try:
+            recorder = ask(["records"], _CLOCK).get("recorder")
+        except (OSError, RpcError):
+            break
         ended = now()
         there = recorder.get("now") if isinstance(recorder, dict) else None
         if type(there) is float and (best[1] is None or (ended - begun) / 2 < best[1]):
