@@ -1,8 +1,18 @@
 """The notices by which a worker is queried: a question and its answer, plain values packed by msgpack. No I/O.
 
-A question names the requested parts (:data:`PARTS`) and, for parts that are sent in pages, where the page begins. An answer has
-at most one page of each part, and its key ``"next"`` gives the begin of the following pages. For records, a negative begin counts
-from the end: -100 requests the last 100. Pickle is not used.
+A question names the requested parts and, for parts that are sent in pages, where the page begins. An answer has at most one page
+of each part, and its key ``"next"`` gives the begin of the following pages. For records, a negative begin counts from the end:
+-100 requests the last 100. The parts:
+
+* ``process``: the process and its connections. ``actors``: the actors that it hosts. ``supervised``: the table of the actors that
+  it supervises. ``holders``: which workers have references to the values that it owns. ``threads``: stacks.
+* ``members``: the records of the group's workers that it can list without querying other workers.
+* ``logs``: the output of the processes that it has started.
+* ``records``: the records of its flight recorder, unfinished calls (with the first page), and the time on its clock.
+* ``profiles``: the torch profiles that it keeps. ``metrics``: sums over its calls.
+
+A question ``{"id", "do", "whom"}`` requests an action (:mod:`actorrpc.observe.actions`); its answer is ``{"id", "problem"}``. Pickle
+is not used.
 """
 
 from __future__ import annotations
@@ -15,12 +25,9 @@ import msgpack
 from actorrpc.errors import ProtocolError
 
 __all__ = [
-    "ACT",
-    "ACTED",
     "ACTING",
     "ANSWER",
     "ASK",
-    "PARTS",
     "all_pages",
     "is_acting",
     "pack",
@@ -30,24 +37,8 @@ __all__ = [
 
 ASK: Final = "observe"
 ANSWER: Final = "observed"
-#: a request to change something (:mod:`actorrpc.observe.actions`): ``{"id", "do", "whom"}``; answer: ``{"id", "problem"}``
-ACT: Final = "act"
-ACTED: Final = "acted"
-#: the prefix of the names of visitors that may send :data:`ACT`
+#: the prefix of the names of visitors that may request actions
 ACTING: Final = "acting-visitor-"
-
-#: ``process``: the process and its connections; ``actors``: the actors that it hosts; ``supervised``: the table of the actors
-#: that it supervises; ``holders``: which workers have references to the values that it owns; ``threads``: stacks;
-#: ``members``: the records of the group's workers that it can list without querying other workers;
-#: ``logs``: the output of the processes that it has started; ``resources``: the resources of the cluster, if it is the driver;
-#: ``records``: the records of its flight recorder, unfinished calls (with the first page), and the time on its clock;
-#: ``profiles``: the torch profiles that it keeps; ``metrics``: sums over its calls
-PARTS: Final = frozenset(
-    {
-        *("process", "actors", "supervised", "holders", "threads", "members", "logs", "resources", "records"),
-        *("profiles", "metrics"),
-    }
-)
 
 PAGED: Final = ("actors", "supervised", "holders", "threads", "logs", "records", "profiles")
 _MOST: Final = 4 << 20

@@ -23,7 +23,7 @@ from typing import Any, Final
 from actorrpc._undo import undo_on_error
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
-from actorrpc.observe.protocol import ACT, ACTED, ACTING, ANSWER, ASK, all_pages, pack, unpack
+from actorrpc.observe.protocol import ACTING, ANSWER, ASK, all_pages, pack, unpack
 from actorrpc.observe.tracing.trace import compare_clocks
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.transport.tls import AnySocket, Tls, TlsSocket, explain, shake_hands
@@ -220,7 +220,7 @@ class Visit:
         """
 
         def ask(wanted: list[str], at: dict[str, int]) -> dict[str, Any]:
-            return self._say(ASK, ANSWER, {"what": wanted, "from": at}, until)
+            return self._say({"what": wanted, "from": at}, until)
 
         found = all_pages(ask, parts, begin)
         if "records" in parts:  # processes of one host share a clock
@@ -238,12 +238,14 @@ class Visit:
             OSError: the connection has ended.
         """
         try:
-            found = self._frames(until)
+            return self._notices(notice, until)
         except TimeoutError:
             return []
+
+    def _notices(self, notice: str, until: float) -> list[bytes]:
         return [
             bytes(frame.body)
-            for frame in found
+            for frame in self._frames(until)
             if frame.kind == frames.NOTICE and unpack_header(frame.extra).get("notice") == notice
         ]
 
@@ -252,17 +254,16 @@ class Visit:
 
         Raises the errors of :meth:`ask`.
         """
-        return str(self._say(ACT, ACTED, {"do": what, "whom": whom}, until).get("problem", ""))
+        return str(self._say({"do": what, "whom": whom}, until).get("problem", ""))
 
-    def _say(self, notice: str, answer: str, question: dict[str, Any], until: float) -> dict[str, Any]:
+    def _say(self, question: dict[str, Any], until: float) -> dict[str, Any]:
         self._numbers += 1
-        self.tell(notice, pack({"id": self._numbers, **question}))
+        self.tell(ASK, pack({"id": self._numbers, **question}))
         while True:
-            for frame in self._frames(until):
-                if frame.kind == frames.NOTICE and unpack_header(frame.extra).get("notice") == answer:
-                    found = unpack(frame.body)
-                    if found["id"] == self._numbers:
-                        return found
+            for body in self._notices(ANSWER, until):
+                found = unpack(body)
+                if found["id"] == self._numbers:
+                    return found
 
     def _frames(self, until: float) -> list[Frame]:
         """Wait for frames and return them, after answering pings and acknowledging what was received."""

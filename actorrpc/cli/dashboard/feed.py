@@ -7,7 +7,6 @@ asked for ``_IDLE_S``. All methods belong to the event loop's thread.
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import logging
 import os
@@ -82,19 +81,12 @@ class FeedLook:
     calls: list[dict[str, Any]] | None = None
     actors_at: float = 0.0
     _body: bytes = b""
-    _packed: bytes = b""
 
     def body(self) -> bytes:
         """Return ``now`` as JSON, encoded once for all browsers. On the event loop's thread."""
         if not self._body:
             self._body = encoded(self.now)
         return self._body
-
-    def packed(self) -> bytes:
-        """Return :attr:`body`, compressed by gzip."""
-        if not self._packed:
-            self._packed = gzip.compress(self.body(), 5, mtime=0)
-        return self._packed
 
 
 def encoded(value: Any) -> bytes:

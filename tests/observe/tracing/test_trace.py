@@ -21,7 +21,7 @@ from actorrpc.cli.views import trace_lines
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
 from actorrpc.observe import collect
 from actorrpc.observe.assemble import Silent
-from actorrpc.observe.tracing.trace import Recording, compare_clocks, events_of, write
+from actorrpc.observe.tracing.trace import Record, Recording, compare_clocks, events_of, write
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.limit(60)]
@@ -125,7 +125,7 @@ def test_clocks_are_compared_to_within_what_is_said(delays: list[tuple[float, fl
     """However uneven the ways there and back are, no arrow points backwards by more than the error that is stated."""
     clock, ways = [100.0], iter(delays)
 
-    def ask() -> dict[str, Any]:
+    def ask(*_: object) -> dict[str, Any]:
         there, back = next(ways)
         clock[0] += there
         found = {"recorder": {"now": clock[0] + ahead}}
@@ -144,7 +144,7 @@ def test_clocks_are_compared_to_within_what_is_said(delays: list[tuple[float, fl
 
 
 def test_a_clock_that_nobody_tells_is_said_to_be_unknown(tmp_path: Path) -> None:
-    offset, error = compare_clocks(lambda: {"recorder": {}}, lambda: 1.0)
+    offset, error = compare_clocks(lambda *_: {"recorder": {}}, lambda: 1.0)
     assert error is None
     path = tmp_path / "trace.json"
     made = _recording("w1", [_executed(0, 1.0, 1.0, 1.5, 1, "driver")], offset=offset, error=error)
@@ -246,7 +246,7 @@ def test_what_makes_no_sense_is_left_out() -> None:
         [*whole[:2], float("nan"), *whole[3:]],
     ]
     made = _recording("w1", rows)
-    assert made.records == [whole]
+    assert made.records == [Record.of(whole)]
     for answer in (
         {},
         {"records": [], "recorder": 1},
