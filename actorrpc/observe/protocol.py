@@ -11,8 +11,8 @@ of each part, and its key ``"next"`` gives the begin of the following pages. For
 * ``records``: the records of its flight recorder, unfinished calls (with the first page), and the time on its clock.
 * ``profiles``: the torch profiles that it keeps. ``metrics``: sums over its calls.
 
-A question ``{"id", "do", "whom"}`` requests an action (:mod:`actorrpc.observe.actions`); its answer is ``{"id", "problem"}``. Pickle
-is not used.
+A question ``{"id", "do", "whom"}`` requests an action (:mod:`actorrpc.observe.actions`); its answer is ``{"id", "problem"}``.
+Pickle is not used.
 """
 
 from __future__ import annotations
