@@ -401,7 +401,7 @@ class _Process:
         at = round(1e6 * (moment - self._zero), 3)
         return {"ph": kind, "name": name, "ts": at, "pid": self._pid, "tid": tid, **more}
 
-    def _metadata(self, name: str, tid: int, **args: Any) -> dict[str, Any]:
+    def _metadata(self, name: str, tid: int, /, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "name": name, "pid": self._pid, "tid": tid, "ts": 0, "args": args}
 
     def arrow_end(self, kind: str, name: str, record: Record, moment: float, number: int) -> dict[str, Any]:
