@@ -106,11 +106,13 @@ def _worker(what: str) -> Worker:
 
 def _look(worker: Worker, parts: list[str], timeout: float) -> GroupLook:
     """Query all workers of a worker's group at once."""
-    until, silence = time.monotonic() + timeout, patience(timeout)
-    members = _members(worker, time.monotonic() + min(silence, _SHARE * timeout))
+    begun, silence = time.monotonic(), patience(timeout)
+    members = _members(worker, begun + min(silence, _SHARE * timeout))
     group = FoundGroup(what=worker.what, targets=[_target(worker, each) for each in members])
-    left = max(0.0, until - time.monotonic())
-    return look(group, parts, left, silence=silence, everybody=False, ask=partial(_ask, worker))
+    left = max(0.0, begun + timeout - time.monotonic())
+    found = look(group, parts, left, silence=silence, everybody=False, ask=partial(_ask, worker))
+    found.took = time.monotonic() - begun
+    return found
 
 
 def _target(worker: Worker, record: WorkerRecord) -> Target:
@@ -134,8 +136,12 @@ def _ask(
         if target.local_pid:  # the caller finds the reason in /proc
             raise RpcError(f"{peer.state}: {peer.cause}" if peer.cause else peer.state)
         return Silent(peer.state, peer.cause or "it has left the group")
+    deadline = _time.now() + until - time.monotonic()
+    late = "it has not answered in time" + ("" if target.local_pid else ", and runs on another host")
     if not is_own and (peer.conn is None or peer.conn.state is CLOSED):
-        agent.connector.connect(peer, _time.now() + until - time.monotonic(), "to look at it")
+        if target.local_pid and process_state(target.local_pid) != "running":
+            raise TimeoutError(late)
+        agent.connector.connect(peer, min(deadline, _time.now() + silence), "to look at it")
 
     def ask(wanted: list[str], at: dict[str, int]) -> dict[str, Any]:
         begun = _time.now()
@@ -144,11 +150,11 @@ def _ask(
         try:
             while True:
                 with contextlib.suppress(RpcTimeoutError):
-                    return asked.wait(max(0.0, min(_SLICE_S, until - time.monotonic())))
+                    return asked.wait(max(0.0, min(_SLICE_S, deadline - _time.now())))
                 heard = max([begun, *(each.heard for each in list(peer.conns))])
-                is_late = time.monotonic() >= until or _time.now() - heard >= silence
+                is_late = _time.now() >= min(deadline, heard + silence)
                 if is_late or (target.local_pid and process_state(target.local_pid) != "running"):
-                    raise TimeoutError("it has not answered in time, and runs on another host")
+                    raise TimeoutError(late)
         finally:
             worker.observer.forget(asked)
 
