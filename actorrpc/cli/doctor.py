@@ -36,7 +36,8 @@ def _versions() -> Finding:
     metadata = importlib.import_module(
         "importlib.metadata"
     )  # takes 30 ms, which other commands need not spend
-    found, missing = [], []
+    found: list[str] = []
+    missing: list[str] = []
     for name in _PACKAGES:
         try:
             found.append(f"{name} {metadata.version(name)}")

@@ -180,7 +180,8 @@ def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
     """
     worker = _worker("logs are those of")
     driver = worker.agent.peer(0).record
-    why, found = "it starts no processes", {}
+    why = "it starts no processes"
+    found: dict[str, Any] = {}
     try:
         until = time.monotonic() + wait_limit(timeout)
         answer = _ask(worker, _target(worker, driver), ["logs"], {"logs": since}, until, math.inf)

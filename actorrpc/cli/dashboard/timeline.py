@@ -97,9 +97,7 @@ def timeline(recordings: Iterable[Recording], seconds: float, most: int = SLICES
     last = max((record.ended + each.offset for each in there for record in each.records), default=0.0)
     for each in there:
         each.since(last - seconds)
-    slices = [
-        _Slice.of(process, each, record) for process, each in enumerate(there) for record in each.records
-    ]
+    slices = [_Slice.of(number, each, record) for number, each in enumerate(there) for record in each.records]
     slices.sort(key=lambda each: each.ended)
     left_out = max(0, len(slices) - most)
     slices = slices[left_out:]

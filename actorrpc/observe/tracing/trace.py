@@ -86,6 +86,7 @@ class Record:
             return None
         number, kind, came = row[:3]
         found: dict[str, Any] = {"number": number, "kind": kind, "came": came, "begun": came}
+        names: tuple[str, ...]
         if kind == EXECUTED:
             names = ("begun", "ended", "id", "peer", "chain", "name", "thread", "failed", "actor")
         elif kind == CALLED:
