@@ -25,7 +25,7 @@ from typing import Any, Final, NoReturn
 
 from actorrpc.cli import debug, doctor, logs, profile, views
 from actorrpc.debugger.protocol import HELD
-from actorrpc.errors import ConfigError, RpcError
+from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState, plain
 from actorrpc.observe.outside import Answer, FoundGroup, GroupLook, at_address, find_groups, look
@@ -185,12 +185,8 @@ def _describe(found: argparse.Namespace) -> _Shown:
 
 
 def _logs(found: argparse.Namespace) -> None:
-    try:
-        wanted = logs.Wanted.of(found.whom, found.grep, found.lines)
-    except ConfigError as error:
-        raise _NotThereError(str(error)) from error
     groups = _groups(found)
-    reader = logs.Reader(groups, wanted, found.timeout)
+    reader = logs.Reader(groups, found.timeout, found.whom, found.grep or "", found.lines)
 
     def show(line: logs.Line) -> None:
         if found.json:

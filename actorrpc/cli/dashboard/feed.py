@@ -21,7 +21,7 @@ from actorrpc._undo import undo_on_error
 from actorrpc.cli.activity import rates
 from actorrpc.cli.dashboard import actions, payloads
 from actorrpc.cli.dashboard.timeline import share, timeline
-from actorrpc.cli.logs import Line, Reader, Wanted
+from actorrpc.cli.logs import Line, Reader
 from actorrpc.cli.views import Picture
 from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent
@@ -351,7 +351,7 @@ class _LogLines:
         """Read new lines; return why that failed, or an empty text."""
         try:
             if self._reader is None:
-                reader = Reader(self._groups(), Wanted(None, None, None), 0.8)
+                reader = Reader(self._groups(), 0.8)
                 self._lines.clear()
                 self._size = 0
                 with undo_on_error(reader.end):
