@@ -110,7 +110,7 @@ def _look(worker: Worker, parts: list[str], timeout: float) -> GroupLook:
     members = _members(worker, begun + min(silence, _SHARE * timeout))
     group = FoundGroup(what=worker.what, targets=[_target(worker, each) for each in members])
     left = max(0.0, begun + timeout - time.monotonic())
-    found = look(group, parts, left, silence=silence, everybody=False, ask=partial(_ask, worker))
+    found = look(group, parts, left, silence=silence, ask=partial(_ask, worker))
     found.took = time.monotonic() - begun
     return found
 

@@ -227,7 +227,6 @@ def look(
     *,
     silence: float = float("inf"),
     begin: dict[str, int] | None = None,
-    everybody: bool = True,
     kept: KeptVisits | None = None,
     ask: Ask | None = None,
 ) -> GroupLook:
@@ -238,24 +237,23 @@ def look(
         timeout: for the whole query, in seconds.
         silence: give up a worker that has sent nothing for so many seconds.
         begin: where the first page begins, for parts that are sent in pages.
-        everybody: also query the workers that the targets of the group know; otherwise only the targets.
         kept: open connections from the previous query; connections are kept in it for the next query.
-        ask: queries one worker; by default, over the connection of a visitor.
+        ask: queries one worker, in a thread for each. Only the targets of the group are queried then. By default, visitors query the
+            targets and the workers that these know.
     """
     query = ask or (kept or KeptVisits(keeps=False)).ask
     begun = time.monotonic()
     until = begun + timeout
+    at_once = _AT_ONCE if ask is None else max(_AT_ONCE, len(group.targets))
     own = (
-        ThreadPoolExecutor(_AT_ONCE, "observe")
-        if kept is None
-        else contextlib.nullcontext(kept.pool(_AT_ONCE))
+        ThreadPoolExecutor(at_once, "observe") if kept is None else contextlib.nullcontext(kept.pool(at_once))
     )
     with own as pool:
 
         def submit(target: Target, wanted: list[str]) -> Future[dict[str, Any] | Silent]:
             return pool.submit(_ask, query, target, wanted, begin, until, silence)
 
-        search = _Search(submit, parts, everybody)
+        search = _Search(submit, parts, everybody=ask is None)
         for target in group.targets:
             search.ask(target)
         while search.running:

@@ -128,11 +128,12 @@ class Feed:
         self._actors_due = float("-inf")  # when the next look includes the actors
         self._totals = CallTotals()
         self._window: deque[tuple[float, dict[Any, Any]]] = deque(maxlen=_WINDOW + 1)
-        self._stacks = _Shared(every, lambda: self._seen([*_PARTS, "threads"], payloads.stacks, folds=[]))
-        self._memory = _Shared(
-            every,
-            lambda: self._seen(["process", "holders"], payloads.memory, objects=[], holders=[]),
-        )
+        #: returns the stacks of all threads, equal stacks once
+        self.stacks = _Shared(every, lambda: self._seen([*_PARTS, "threads"], payloads.stacks, folds=[])).get
+        #: returns which worker holds which memory
+        self.memory = _Shared(
+            every, lambda: self._seen(["process", "holders"], payloads.memory, objects=[], holders=[])
+        ).get
         self._records_lock = asyncio.Lock()  # records are read for one request at a time
         self._logs_lock = asyncio.Lock()  # guards the reader and its lines
         self._logs = _LogLines(groups)
@@ -244,14 +245,6 @@ class Feed:
         return made
 
     # -- on demand -----------------------------------------------------------------------------------------------
-
-    async def stacks(self) -> dict[str, Any]:
-        """Return the stacks of all threads, equal stacks once."""
-        return await self._stacks.get()
-
-    async def memory(self) -> dict[str, Any]:
-        """Return which worker holds which memory."""
-        return await self._memory.get()
 
     def _seen(
         self, parts: list[str], payload: Callable[[Picture], dict[str, Any]], **empty: Any
