@@ -238,8 +238,8 @@ def look(
         silence: give up a worker that has sent nothing for so many seconds.
         begin: where the first page begins, for parts that are sent in pages.
         kept: open connections from the previous query; connections are kept in it for the next query.
-        ask: queries one worker, in a thread for each. Only the targets of the group are queried then. By default, visitors query the
-            targets and the workers that these know.
+        ask: queries one worker, in a thread for each; then only the targets of the group are queried. By default, visitors query
+            the targets and the workers that these know.
     """
     query = ask or (kept or KeptVisits(keeps=False)).ask
     begun = time.monotonic()
@@ -262,7 +262,7 @@ def look(
                 for future in late:
                     search.ask_children(search.running[future])
             for future in done:
-                search.take(search.running.pop(future), future.result(), group.key)
+                search.take(search.running.pop(future), future.result())
     if kept is not None:
         kept.keep_only(search.answers)
     return GroupLook(group, search.answers, time.monotonic() - begun)
@@ -312,7 +312,7 @@ class _Search:
                 for each in _children(target):
                     self.ask(each)
 
-    def take(self, target: Target, found: dict[str, Any] | Silent, key: Any) -> None:
+    def take(self, target: Target, found: dict[str, Any] | Silent) -> None:
         """Store the result of a query, and query the members that it names."""
         record = target.record or _record_of(target, found)
         if record is None:
@@ -327,7 +327,7 @@ class _Search:
             if found.get("members_all") is True:
                 self._wanted = self._parts  # no other worker needs to send the members
             for member in members_of(found, self._seen):
-                self.ask(Target.of(member, key, target.settings))
+                self.ask(Target.of(member, target.key, target.settings))
 
 
 @functools.lru_cache(1024)
