@@ -150,7 +150,8 @@ def _ask(
         try:
             while True:
                 with contextlib.suppress(RpcTimeoutError):
-                    return asked.wait(max(0.0, min(_SLICE_S, deadline - _time.now())))
+                    answer: dict[str, Any] = asked.wait(max(0.0, min(_SLICE_S, deadline - _time.now())))
+                    return answer
                 heard = max([begun, *(each.heard for each in list(peer.conns))])
                 is_late = _time.now() >= min(deadline, heard + silence)
                 if is_late or (target.local_pid and process_state(target.local_pid) != "running"):
