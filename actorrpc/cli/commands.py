@@ -25,12 +25,12 @@ from typing import Any, Final, NoReturn
 
 from actorrpc.cli import debug, doctor, logs, profile, views
 from actorrpc.debugger.protocol import HELD
-from actorrpc.errors import ConfigError, RpcError
+from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState, plain
 from actorrpc.observe.outside import Answer, FoundGroup, GroupLook, at_address, find_groups, look
 from actorrpc.observe.protocol import patience
-from actorrpc.observe.tracing.trace import Recording, check_path, write
+from actorrpc.observe.tracing.trace import check_path, write
 from actorrpc.observe.visitor import KeptVisits
 
 __all__ = ["main"]
@@ -185,12 +185,8 @@ def _describe(found: argparse.Namespace) -> _Shown:
 
 
 def _logs(found: argparse.Namespace) -> None:
-    try:
-        wanted = logs.Wanted.of(found.whom, found.grep, found.lines)
-    except ConfigError as error:
-        raise _NotThereError(str(error)) from error
     groups = _groups(found)
-    reader = logs.Reader(groups, wanted, found.timeout)
+    reader = logs.Reader(groups, found.timeout, found.whom, found.grep or "", found.lines)
 
     def show(line: logs.Line) -> None:
         if found.json:
@@ -272,15 +268,9 @@ def _trace(found: argparse.Namespace) -> _Shown:
     groups = _one_group(found)
     if found.seconds:
         time.sleep(found.seconds)
-    recordings = []
     looks = _looks(groups, ["records", "profiles", *_PARTS], found.timeout)
-    for made in looks:
-        for record, answer in made.answers.values():
-            recording = Recording.of(record.name, record.pid, answer)
-            if found.seconds:
-                recording.since(begun)
-            recordings.append(recording)
-    summary = write(found.output, recordings)
+    since = begun if found.seconds else None
+    summary = write(found.output, [recording for each in looks for recording in each.recordings(since)])
     pictures = list(map(views.Picture.of, looks))
     return _Shown(
         lambda: [*views.trace_lines(summary), *(line for each in pictures for line in each.finding_lines())],

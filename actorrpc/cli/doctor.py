@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
-import re
 import resource
 import shutil
 import stat
-import sys
 from collections.abc import Sequence
 from typing import Final
 
 from actorrpc import __version__
 from actorrpc.cli.text import amount, count, span
 from actorrpc.errors import ConfigError
+from actorrpc.observe.findings import fault, note
 from actorrpc.observe.model import Finding
 from actorrpc.observe.outside import GroupLook, settings_here
 from actorrpc.transport.tls import Tls
@@ -24,16 +24,7 @@ __all__ = ["here", "lines", "no_group", "of_group"]
 
 _FEW: Final = 4096  # descriptors
 _LITTLE: Final = 64 << 20  # bytes of shared memory
-_DISTRIBUTION: Final = re.compile(r"([A-Za-z0-9_.]+)-([0-9][^-]*)\.(?:dist|egg)-info")
 _PACKAGES: Final = ("torch", "cloudpickle", "msgpack", "psutil")
-
-
-def _good(kind: str, what: str) -> Finding:
-    return Finding(kind=kind, wrong=False, what=what)
-
-
-def _fault(kind: str, what: str, remedy: str) -> Finding:
-    return Finding(kind=kind, wrong=True, what=what, remedy=remedy)
 
 
 def here() -> list[Finding]:
@@ -41,50 +32,44 @@ def here() -> list[Finding]:
     return [_versions(), _key(), _directory(), _settings(), _descriptors(), _shared_memory()]
 
 
-def _installed() -> dict[str, str]:
-    """Return the versions of the installed packages, by name. importlib.metadata is imported here, because that is slow."""
-    found: dict[str, str] = {}
-    for folder in sys.path:
-        try:
-            names = os.listdir(folder or ".")
-        except OSError:
-            continue
-        for match in filter(None, map(_DISTRIBUTION.fullmatch, names)):
-            found.setdefault(match[1].lower(), match[2])
-    return found
-
-
 def _versions() -> Finding:
-    installed = _installed()
-    found = [f"{name} {installed[name]}" for name in _PACKAGES if name in installed]
-    missing = [name for name in _PACKAGES if name not in installed]
+    metadata = importlib.import_module(
+        "importlib.metadata"
+    )  # takes 30 ms, which other commands need not spend
+    found: list[str] = []
+    missing: list[str] = []
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            missing.append(name)
     what = f"actorrpc {__version__}, Python {platform.python_version()}, {', '.join(found)}"
     if missing:
-        return _fault(
+        return fault(
             "versions", f"{what}; not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}"
         )
-    return _good("versions", what)
+    return note("versions", what)
 
 
 def _key() -> Finding:
     try:
         given = keys.find_key()
     except ConfigError as error:
-        return _fault("key", str(error), "unset the variable, or make the file yours alone (chmod 600)")
+        return fault("key", str(error), "unset the variable, or make the file yours alone (chmod 600)")
     if given is None:
-        return _good(
+        return note(
             "key",
             "none is given: groups of this host make their own; several hosts need ACTORRPC_KEY or ACTORRPC_KEY_FILE",
         )
     by = "ACTORRPC_KEY_FILE" if os.environ.get("ACTORRPC_KEY_FILE") else "ACTORRPC_KEY"
-    return _good("key", f"one is given by {by}")
+    return note("key", f"one is given by {by}")
 
 
 def _directory() -> Finding:
     try:
         path = keys.runtime_directory()
     except ConfigError as error:
-        return _fault(
+        return fault(
             "directory", str(error), "set ACTORRPC_RUNTIME_DIR, or repair owner and mode (chmod 700)"
         )
     wrong = []
@@ -95,7 +80,7 @@ def _directory() -> Finding:
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
             wrong.append(f"{name} (mode {stat.S_IMODE(found.st_mode):04o}, user {found.st_uid})")
     if wrong:
-        return _fault(
+        return fault(
             "directory",
             f"files in {path} are open to others: {', '.join(wrong[:5])}",
             "remove them, or chmod 600",
@@ -105,7 +90,7 @@ def _directory() -> Finding:
         if stale
         else ""
     )
-    return _good("directory", f"{path} is this user's alone{left}")
+    return note("directory", f"{path} is this user's alone{left}")
 
 
 def _settings() -> Finding:
@@ -113,8 +98,8 @@ def _settings() -> Finding:
         settings = settings_here()
         tls = Tls.load(settings)
     except ConfigError as error:
-        return _fault("settings", str(error), "correct the variable, or unset it")
-    return _good(
+        return fault("settings", str(error), "correct the variable, or unset it")
+    return note(
         "settings", f"variables can be used; TLS is {'on' if tls is not None else 'off'} (ACTORRPC_TLS_CERT)"
     )
 
@@ -123,12 +108,12 @@ def _descriptors() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     what = f"a process may have {soft} descriptors (hard limit {hard})"
     if 0 <= hard < _FEW:
-        return _fault(
+        return fault(
             "descriptors",
             what,
             "raise the hard limit: LimitNOFILE= of the service, --ulimit nofile= of the container",
         )
-    return _good("descriptors", what)
+    return note("descriptors", what)
 
 
 def _shared_memory() -> Finding:
@@ -136,20 +121,20 @@ def _shared_memory() -> Finding:
         # actorrpc's segments are memfds, which are in no file system, so only memory limits them. DataLoader uses /dev/shm.
         usage = shutil.disk_usage("/dev/shm")
     except OSError as error:
-        return _fault(
+        return fault(
             "shared memory",
             f"/dev/shm cannot be used: {error}",
             "mount a tmpfs there: DataLoader workers need it",
         )
     what = f"/dev/shm has {amount(usage.free)} free of {amount(usage.total)}; actorrpc's own segments are outside of it"
     if usage.free < _LITTLE:
-        return _fault("shared memory", what, "give it more (docker run --shm-size=), or remove files there")
-    return _good("shared memory", what)
+        return fault("shared memory", what, "give it more (docker run --shm-size=), or remove files there")
+    return note("shared memory", what)
 
 
 def no_group(text: str) -> Finding:
     """Return the finding that no group could be checked."""
-    return _good("group", f"no group was checked: {text}")
+    return note("group", f"no group was checked: {text}")
 
 
 def of_group(look: GroupLook) -> list[Finding]:
@@ -161,7 +146,7 @@ def of_group(look: GroupLook) -> list[Finding]:
     checks = [Finding(kind="reachability", wrong=len(reached) < len(state.workers), what=what)]
     if not state.workers:
         checks = [
-            _fault("reachability", f"{title}: no worker has answered", "check whether its processes run")
+            fault("reachability", f"{title}: no worker has answered", "check whether its processes run")
         ]
     return [*checks, *state.findings]
 

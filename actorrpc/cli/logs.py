@@ -15,7 +15,7 @@ from actorrpc.observe.outside import FoundGroup, look
 from actorrpc.observe.visitor import Target, Visit
 from actorrpc.wire.identity import host_identity
 
-__all__ = ["Line", "Reader", "Wanted"]
+__all__ = ["Line", "Reader"]
 
 _AGAIN_S: Final = 0.25
 _NAMED: Final = 20  # workers that are listed if the requested one does not exist
@@ -57,48 +57,32 @@ class Line:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Selects lines.
-
-    Attributes:
-        whom: a process id, a label, or a worker's name.
-        last: how many of the existing lines are shown; None: all.
-    """
-
-    whom: str | None
-    pattern: re.Pattern[str] | None
-    last: int | None
-
-    @classmethod
-    def of(cls, whom: str | None, grep: str | None, last: int | None) -> Wanted:
-        """Convert command-line arguments.
-
-        Raises:
-            ConfigError: ``grep`` is not a regular expression.
-        """
-        try:
-            pattern = None if grep is None else re.compile(grep)
-        except re.error as error:
-            raise ConfigError(f"--grep {grep!r} is not a regular expression: {error}") from error
-        return cls(whom, pattern, last)
-
-    def has(self, line: Line, pids: dict[int, str]) -> bool:
-        """Say whether a line is selected; ``pids``: the names of the workers that run, or have printed something."""
-        if self.whom is not None and self.whom not in (str(line.pid), line.label, pids.get(line.pid)):
-            return False
-        return self.pattern is None or self.pattern.search(line.text) is not None
-
-
 class Reader:
     """Reads the logs of groups.
 
+    Args:
+        whom: only lines of this process: a process id, a label, or a worker's name.
+        grep: only lines in which this regular expression is found.
+        last: how many of the existing lines are shown; None: all.
+
     Raises:
+        ConfigError: ``grep`` is not a regular expression.
         RpcError: no driver answers.
     """
 
-    def __init__(self, groups: list[FoundGroup], wanted: Wanted, timeout: float) -> None:
-        self._wanted = wanted
+    def __init__(
+        self,
+        groups: list[FoundGroup],
+        timeout: float,
+        whom: str | None = None,
+        grep: str = "",
+        last: int | None = None,
+    ) -> None:
+        try:
+            self._pattern = re.compile(grep)
+        except re.error as error:
+            raise ConfigError(f"--grep {grep!r} is not a regular expression: {error}") from error
+        self._whom, self._last = whom, last
         self._timeout = timeout
         self._show: Callable[[Line], None] = lambda line: None
         self._groups = groups
@@ -131,14 +115,14 @@ class Reader:
                 "no logs are kept: the workers were started by init_rpc(), a launcher or by hand, and their output goes where "
                 f"their launcher has sent it{self._places()}"
             )
-        whom = self._wanted.whom
+        whom = self._whom
         if whom is not None and whom not in self._known and whom not in self._pids:
             more = f" and {len(self._known) - _NAMED} more" if len(self._known) > _NAMED else ""
             raise RpcError(
                 f"there is no worker {whom!r}, and no process of which lines are kept; there are "
                 f"{', '.join(sorted(self._known)[:_NAMED])}{more}, and each by its pid"
             )
-        kept: deque[Line] = deque(found, maxlen=self._wanted.last)
+        kept: deque[Line] = deque(found, maxlen=self._last)
         for line in kept:
             show(line)
 
@@ -185,10 +169,15 @@ class Reader:
             parsed = [line for line in map(Line.of, rows) if line is not None]
             self._known |= {*pids.values(), *(line.label for line in parsed)}
             self._pids |= {*map(str, pids), *(str(line.pid) for line in parsed)}
-            lines += [line for line in parsed if self._wanted.has(line, pids)]
+            lines += [line for line in parsed if self._is_wanted(line, pids)]
             following = parsed[-1].number + 1 if parsed else end
             self._visits[place] = visit, following if isinstance(following, int) else number
         return sorted(lines, key=lambda line: (line.when, line.number)) if keeps else None
+
+    def _is_wanted(self, line: Line, pids: dict[int, str]) -> bool:
+        if self._whom not in (None, str(line.pid), line.label, pids.get(line.pid)):
+            return False
+        return self._pattern.search(line.text) is not None
 
     def end(self) -> None:
         """Hang up."""

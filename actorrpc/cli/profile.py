@@ -21,7 +21,7 @@ from actorrpc.errors import RpcError
 from actorrpc.observe.model import ObservedActor, StackFrame, ThreadStack, made_of
 from actorrpc.observe.visitor import Target, Visit
 
-__all__ = ["RATE_HZ", "ProfileSummary", "Sampler", "Ticks", "lines", "sample", "write"]
+__all__ = ["RATE_HZ", "ProfileSummary", "Sampler", "lines", "sample", "write"]
 
 #: One answer costs a worker with 20 threads, each 20 functions deep, about 1.2 ms, so this rate costs about 1 % of its time.
 RATE_HZ: Final = 10.0
@@ -79,45 +79,6 @@ def lines(summary: ProfileSummary, collapsed: bool) -> list[str]:
 # -- sampling ----------------------------------------------------------------------------------------------------
 
 
-class Ticks:
-    """The moments at which a worker is asked, at a fixed rate. Moments that pass while it answers are skipped. Not thread-safe.
-
-    Attributes:
-        late: answers that came after the next moment.
-        lost: moments that were skipped.
-    """
-
-    def __init__(self, begun: float, interval: float, number: int) -> None:
-        self.late = self.lost = 0
-        self._begun = begun
-        self._interval = interval
-        self._number = number
-        self._next = 0
-
-    @property
-    def due(self) -> float | None:
-        """When the worker is asked next; None after the last request."""
-        return None if self._next >= self._number else self._begun + self._next * self._interval
-
-    def answered(self, now: float) -> None:
-        """Record an answer, and go to the next moment."""
-        if self._go_on(now):
-            self.late += 1
-
-    def unanswered(self, now: float) -> None:
-        """Record that no answer has come, and go to the next moment."""
-        self._go_on(now)
-        self.lost += 1
-
-    def _go_on(self, now: float) -> bool:
-        following = max(self._next + 1, math.ceil((now - self._begun) / self._interval))
-        following = min(following, self._number)
-        was_late = now > self._begun + (self._next + 1) * self._interval
-        self.lost += following - self._next - 1
-        self._next = following
-        return was_late
-
-
 @dataclass(slots=True)
 class _Thread:
     name: str
@@ -133,33 +94,36 @@ class Sampler:
 
     Attributes:
         threads: the stacks of each thread, by its ident.
-        samples: the number of answers.
+        samples: the number of answers; ``late``: answers that came after the next request was due.
+        lost: requests that were skipped or not answered.
         why: why it was not sampled to the end; empty if it was.
     """
 
     def __init__(self, name: str, target: Target, actors: dict[str, str] | None, with_idle: bool) -> None:
         self.name = name
         self.threads: dict[int, _Thread] = {}
-        self.samples = 0
+        self.samples = self.late = self.lost = 0
         self.why = ""
-        self.ticks = Ticks(0.0, 1.0, 0)
         self._target = target
         self._actors = actors
         self._with_idle = with_idle
         self._known: dict[tuple[StackFrame, ...], _Stack] = {}
         self._parts = ["threads"] if actors is None else ["threads", "actors"]
 
-    def run(self, ticks: Ticks, timeout: float, stop: threading.Event) -> None:
-        """Sample until there are no more ticks, the worker ends, or ``stop`` is set."""
-        self.ticks = ticks
+    def run(self, begun: float, rate: float, number: int, timeout: float, stop: threading.Event) -> None:
+        """Send ``number`` requests at a fixed rate from ``begun`` on, until the worker ends or ``stop`` is set.
+
+        Requests that become due before the previous request is answered are skipped.
+        """
         try:
             visit = Visit(self._target, time.monotonic() + timeout)
         except (OSError, RpcError, ValueError) as error:
             self.why = str(error) or type(error).__name__
             return
+        place = 0
         try:
-            while (due := ticks.due) is not None:
-                if stop.wait(max(0.0, due - time.monotonic())):
+            while place < number:
+                if stop.wait(max(0.0, begun + place / rate - time.monotonic())):
                     return
                 until = time.monotonic() + timeout
                 try:
@@ -167,10 +131,13 @@ class Sampler:
                 except TimeoutError:
                     # The worker will answer this request later, in vain. Therefore wait, so that such requests are few.
                     stop.wait(max(0.0, until - time.monotonic()))
-                    ticks.unanswered(time.monotonic())
-                    continue
-                self.take(found)
-                ticks.answered(time.monotonic())
+                    self.lost += 1
+                else:
+                    self.take(found)
+                    self.late += time.monotonic() > begun + (place + 1) / rate
+                following = min(number, max(place + 1, math.ceil((time.monotonic() - begun) * rate)))
+                self.lost += following - place - 1
+                place = following
         except (OSError, RpcError, ValueError) as error:
             self.why = f"it was sampled {count(self.samples, 'time')}, then: {error}"
         finally:
@@ -231,8 +198,10 @@ def sample(
     threads = []
     for place, sampler in enumerate(samplers):
         # Spread the requests over time: one process receives all answers.
-        ticks = Ticks(begun + place / (rate * len(samplers)), 1 / rate, number)
-        threads.append(threading.Thread(target=sampler.run, args=(ticks, timeout, stop), daemon=True))
+        first = begun + place / (rate * len(samplers))
+        threads.append(
+            threading.Thread(target=sampler.run, args=(first, rate, number, timeout, stop), daemon=True)
+        )
         threads[-1].start()
     try:
         for thread in threads:
@@ -280,8 +249,8 @@ def write(
         workers=sum(each.samples > 0 for each in samplers),
         threads=len(threads),
         samples=samples,
-        late=sum(each.ticks.late for each in samplers),
-        lost=sum(each.ticks.lost for each in samplers),
+        late=sum(each.late for each in samplers),
+        lost=sum(each.lost for each in samplers),
         missing={**missing, **{each.name: each.why for each in samplers if each.why}},
     )
 

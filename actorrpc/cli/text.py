@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ __all__ = [
     "known",
     "lapse",
     "latencies",
+    "left_out",
     "runs",
     "say_call",
     "span",
@@ -76,10 +78,16 @@ def figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return the lines of a table; columns of numbers are aligned right."""
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], most: int = sys.maxsize, more: str = ""
+) -> list[str]:
+    """Return the lines of a table; columns of numbers are aligned right.
+
+    Args:
+        most: how many rows are shown; a last line says how many more there are, and ``more``.
+    """
     cells = [[str(each) for each in row] for row in rows]
-    raw = [list(row) for row in cells]
+    raw = cells[:most]
     widths = [max([len(head[i]), *(len(row[i]) for row in raw)]) for i in range(len(head))]
     right = [bool(raw) and all(_is_number(row[i]) for row in raw) for i in range(len(head))]
 
@@ -90,7 +98,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
         ]
         return "  ".join(parts).rstrip()
 
-    return [line(head), *(line(row) for row in raw)]
+    return [line(head), *(line(row) for row in raw), *left_out(len(cells) - most, more)]
+
+
+def left_out(number: int, what: str) -> list[str]:
+    """Return the line that says how many rows a table leaves out; no line if the number is not positive."""
+    return [f"... and {number} more{what}"] if number > 0 else []
 
 
 def _is_number(cell: str) -> bool:

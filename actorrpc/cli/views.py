@@ -14,6 +14,7 @@ from actorrpc.cli.text import (
     folded,
     known,
     lapse,
+    left_out,
     say_call,
     span,
     stack_lines,
@@ -194,14 +195,10 @@ class Picture:
             )
             for worker in self.state.workers
         ]
-        # Workers that are not alive come first, so that they are always shown.
-        if len(rows) > _ROWS:
-            rows = sorted(rows, key=lambda row: row[2] == "alive")[:_ROWS]
+        if len(rows) > _ROWS:  # workers that are not alive come first, so that they are always shown
+            rows.sort(key=lambda row: row[2] == "alive")
         head = ("rank", "worker", "state", "pid", "host", "age", "cpu", "memory", "fds", "threads", "actors")
-        lines = table((*head, "sent", "received"), rows)
-        if len(self.state.workers) > _ROWS:
-            lines.append(f"... and {len(self.state.workers) - _ROWS} more workers, all alive")
-        return lines
+        return table((*head, "sent", "received"), rows, _ROWS, " workers, all alive")
 
     def _class_lines(self) -> list[str]:
         classes: dict[str, list[ObservedActor]] = {}
@@ -228,8 +225,7 @@ class Picture:
             "running",
             "oldest",
         )
-        lines = table(head, rows[:_ROWS])
-        return [*lines, f"... and {len(rows) - _ROWS} more classes"] if len(rows) > _ROWS else lines
+        return table(head, rows, _ROWS, " classes")
 
     def _holder_lines(self) -> list[str]:
         """Return which worker holds memory of which: values by reference, and shared memory."""
@@ -251,9 +247,7 @@ class Picture:
         ]
         if not rows:
             return []
-        lines = table(("memory of", "is held by", "references", "values", "shared"), rows[:_OWNERS])
-        more = len(rows) - _OWNERS
-        return ["", *lines, *([f"... and {more} more"] if more > 0 else [])]
+        return ["", *table(("memory of", "is held by", "references", "values", "shared"), rows, _OWNERS)]
 
     def _object_lines(self) -> list[str]:
         """Return the large objects in shared memory, each once, and who holds them."""
@@ -261,13 +255,11 @@ class Picture:
         if not largest:
             return []
         rows = []
-        for each, names in largest[:_OWNERS]:
+        for each, names in largest:
             more = f" and {len(names) - 2} more" if len(names) > 3 else ""
             held = f"{', '.join(names[:2])}{more}" if more else ", ".join(names)
             rows.append((amount(each.bytes), each.label, each.site or "-", held))
-        lines = table(("objects", "the latest in it", "made at", "held by"), rows)
-        more_rows = len(largest) - _OWNERS
-        return ["", *lines, *([f"... and {more_rows} more"] if more_rows > 0 else [])]
+        return ["", *table(("objects", "the latest in it", "made at", "held by"), rows, _OWNERS)]
 
     # -- stacks --------------------------------------------------------------------------------------------------
 
@@ -484,7 +476,7 @@ class Picture:
     def top_lines(self, most: int, before: Sequence[Picture]) -> list[str]:
         """Return the output of ``top``; ``before``: the previous pictures."""
         workers, actors = rows([each.state for each in before], [self.state])
-        lines = [self.title, "", *_table(WORKER_COLUMNS, workers[:_ROWS])]
+        lines = [self.title, "", *_table(WORKER_COLUMNS, workers, _ROWS, " workers")]
         actors.sort(
             key=lambda row: (
                 -row.actor.waiting,
@@ -495,9 +487,7 @@ class Picture:
         )
         if actors:
             columns = [each for each in ACTOR_COLUMNS if not each.is_live]
-            lines += ["", *_table(columns, actors[:most])]
-            if len(actors) > most:
-                lines.append(f"... and {len(actors) - most} more actors")
+            lines += ["", *_table(columns, actors, most, " actors")]
         for each in self.findings:
             if each.wrong:
                 lines += ["", *_said(each)]
@@ -518,8 +508,9 @@ def objects_of(workers: Iterable[ObservedWorker]) -> list[tuple[ObservedSegment,
     return [(each, holders[each.segment]) for each in largest]
 
 
-def _table(columns: Sequence[Column], rows: Sequence[object]) -> list[str]:
-    return table([each.title for each in columns], ([each.show(row) for each in columns] for row in rows))
+def _table(columns: Sequence[Column], rows: Sequence[object], most: int, more: str) -> list[str]:
+    cells = ([each.show(row) for each in columns] for row in rows[:most])
+    return [*table([each.title for each in columns], cells), *left_out(len(rows) - most, more)]
 
 
 def _traffic(worker: ObservedWorker) -> tuple[str, str]:

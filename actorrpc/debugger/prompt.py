@@ -64,9 +64,6 @@ class Console(Protocol):
     def goes_on(self) -> None:
         """Called when the call is no longer held."""
 
-    def traced_no_more(self) -> None:
-        """Called when tracing has ended: the call will not stop at another line."""
-
 
 class Prompt(pdb.Pdb):
     """The debugger of one call, on its thread."""
@@ -146,7 +143,6 @@ class Prompt(pdb.Pdb):
         frame, self._outermost = self._outermost, None
         if frame is not None:
             frame.f_trace = None
-        self._console.traced_no_more()
 
     def interaction(self, frame: FrameType | None, *trace: Any) -> None:
         """See pdb.Pdb: read commands until one of them continues the call."""

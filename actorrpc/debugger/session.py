@@ -148,9 +148,6 @@ class DebugSession:
         self._put_off(0.0)
         self._tell({})
 
-    def traced_no_more(self) -> None:
-        """See Console. Does nothing: the session lasts as long as the call, which may reach another breakpoint()."""
-
     def _put_off(self, ahead: float) -> None:
         """Move the deadlines of the callers so that the time until ``ahead`` seconds from now does not count."""
         until = time.monotonic() + ahead

@@ -1,8 +1,8 @@
 """The actions that a visitor may request: kill or restart an actor, drain a worker.
 
 A worker carries out an action only for a visitor whose name has the prefix :data:`~actorrpc.observe.protocol.ACTING`. The
-handshake authenticates the name, so a third party cannot change the name of a read-only visitor. The owner of the key can do all
-of this by calls anyway. The separate request ensures that a read-only tool cannot be made to trigger an action.
+handshake authenticates the name, so a read-only tool cannot be made to trigger an action. The owner of the key can do all of this
+by calls anyway.
 """
 
 from __future__ import annotations
@@ -15,20 +15,16 @@ from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import api as cluster_api
 from actorrpc.errors import ConfigError, RpcError
-from actorrpc.observe.protocol import ACTED, is_acting, pack, unpack
+from actorrpc.observe.protocol import ANSWER, is_acting, pack
 
-__all__ = ["asked_to_act"]
+__all__ = ["act"]
 
 _log = logging.getLogger("actorrpc.observe")
 _TEXT: Final = 1000
 
 
-def asked_to_act(worker: Worker, peer: Peer, body: bytes) -> None:
-    """Carry out a visitor's request and answer it, on a pool thread; returns at once."""
-    worker.agent.submit(partial(_act, worker, peer, unpack(body)))
-
-
-def _act(worker: Worker, peer: Peer, asked: dict[str, Any]) -> None:
+def act(worker: Worker, peer: Peer, asked: dict[str, Any]) -> None:
+    """Carry out a visitor's request and answer it; called on a pool thread."""
     what, whom = str(asked.get("do"))[:20], str(asked.get("whom"))[:_TEXT]
     where = f"visitor {peer.name!r} (pid {peer.record.pid})"
     problem = ""
@@ -40,7 +36,7 @@ def _act(worker: Worker, peer: Peer, asked: dict[str, Any]) -> None:
         problem = (str(error) or type(error).__name__)[:_TEXT]
         _log.warning("%s: %s %s: not done: %s", where, what, whom, problem)
     if not worker.agent.closed_down:
-        worker.agent.notify(peer, ACTED, pack({"id": asked["id"], "problem": problem}))
+        worker.agent.notify(peer, ANSWER, pack({"id": asked["id"], "problem": problem}))
 
 
 def _check(worker: Worker, peer: Peer) -> None:

@@ -32,13 +32,11 @@ from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer, state_of
 from actorrpc.autograd.contexts import Context
-from actorrpc.cluster import resources
 from actorrpc.debugger.protocol import HELD
 from actorrpc.debugger.session import DebugSession
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
 from actorrpc.futures import Future
 from actorrpc.observe import processes
-from actorrpc.observe.protocol import PARTS
 from actorrpc.rpc.refcount.tables import Outcome
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.writer import BlockedSends
@@ -67,12 +65,13 @@ _TEXT: Final = 2000  # characters of one text
 _BYTES: Final = 512 << 10  # of log lines, approximately
 
 
+_Part = tuple[dict[str, Any], int | None]
+
+
 def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
     """Return the answer of a worker to a question."""
     what = asked.get("what")
-    parts = (
-        {each for each in what if isinstance(each, str)} & PARTS if isinstance(what, list) else {"process"}
-    )
+    parts = {each for each in what if isinstance(each, str)} if isinstance(what, list) else {"process"}
     begin = asked.get("from")
     first = begin if isinstance(begin, dict) else {}
     agent = worker.agent
@@ -84,65 +83,61 @@ def answer(worker: Worker, asked: dict[str, Any]) -> dict[str, Any]:
         "pid": agent.record.pid,
     }
     following: dict[str, int] = {}
-    for part, page, most in _PAGED:
+    for part, gather, most in _PARTS:
         if part in parts:
             at = first.get(part, 0)
-            at = at if type(at) is int and at >= 0 else 0
-            found[part], place = page(worker, at, most)
+            is_place = type(at) is int and (at >= 0 or part == "records")
+            fields, place = gather(worker, at if is_place else 0, most)
+            found |= fields
             if place is not None:
                 following[part] = place
-    if "process" in parts:
-        found["process"] = _process(worker)
-    if "members" in parts:
-        found["members"] = member_records(worker)
-        found["members_all"] = worker.cluster is not None or (
-            worker.group is not None and worker.group.is_fixed
-        )
-    if "resources" in parts and worker.cluster is not None:
-        found["resources"] = resources.book(worker.cluster)
-    if (
-        "logs" in parts
-        and (logs := getattr(getattr(worker.cluster, "engine", None), "logs", None)) is not None
-    ):
-        at = first.get("logs", 0)
-        lines, after, more = logs.history.since(at if type(at) is int else 0, _LINES, _BYTES)
-        found["logs"] = lines
-        found["log_end"] = after
-        found["log_workers"] = logs.history.workers()
-        if more:
-            following["logs"] = after
-    if "records" in parts:
-        at = first.get("records", 0)
-        _put_records(worker, found, following, at if type(at) is int else 0)
-    if "profiles" in parts and worker.observer is not None:
-        at = first.get("profiles", 0)
-        found["profiles"], place = worker.observer.profiles.piece(at if type(at) is int else 0)
-        if place is not None:
-            following["profiles"] = place
-    if "metrics" in parts and worker.observer is not None:
-        found["metrics"] = worker.observer.metrics()
     if following:
         found["next"] = following
     return found
 
 
-def _put_records(worker: Worker, found: dict[str, Any], following: dict[str, int], first: int) -> None:
-    flight_recorder = worker.agent.flight_recorder
-    if flight_recorder is not None and first <= 0:  # the first page
+def _records(worker: Worker, first: int, most: int) -> _Part:
+    recorder = worker.agent.flight_recorder
+    found: dict[str, Any] = {}
+    if recorder is not None and first <= 0:  # the first page
         # Before the records are read: a call that ends in between is then sent twice, which the receiver detects, and not lost.
         found["under_way"], found["under_way_all"] = _under_way(worker)
-    if first < 0:  # counts from the end
-        first = 0 if flight_recorder is None else max(0, flight_recorder.total + first)
-    rows = [] if flight_recorder is None else flight_recorder.since(first, _RECORDS)
+    total = 0 if recorder is None else recorder.total
+    # A negative number counts from the end.
+    rows = [] if recorder is None else recorder.since(first if first >= 0 else max(0, total + first), most)
     found["records"] = rows
     found["recorder"] = {
-        "on": flight_recorder is not None,
-        "total": 0 if flight_recorder is None else flight_recorder.total,
+        "on": recorder is not None,
+        "total": total,
         "now": _time.now(),
         "threads": {each.ident or 0: each.name for each in threading.enumerate()},
     }
-    if len(rows) == _RECORDS:
-        following["records"] = rows[-1][0] + 1
+    return found, rows[-1][0] + 1 if len(rows) == most else None
+
+
+def _logs(worker: Worker, first: int, most: int) -> _Part:
+    logs = getattr(getattr(worker.cluster, "engine", None), "logs", None)
+    if logs is None:
+        return {}, None
+    lines, after, more = logs.history.since(first, most, _BYTES)
+    found = {"logs": lines, "log_end": after, "log_workers": logs.history.workers()}
+    return found, after if more else None
+
+
+def _profiles(worker: Worker, first: int, _most: int) -> _Part:
+    if worker.observer is None:
+        return {}, None
+    rows, place = worker.observer.profiles.piece(first)
+    return {"profiles": rows}, place
+
+
+def _metrics(worker: Worker, _first: int, _most: int) -> _Part:
+    return {} if worker.observer is None else {"metrics": worker.observer.metrics()}, None
+
+
+def _members(worker: Worker, _first: int, _most: int) -> _Part:
+    is_whole = worker.cluster is not None or (worker.group is not None and worker.group.is_fixed)
+    return {"members": member_records(worker), "members_all": is_whole}, None
 
 
 def _under_way(worker: Worker) -> tuple[list[tuple[Any, ...]], int]:
@@ -198,7 +193,7 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _process(worker: Worker) -> dict[str, Any]:
+def _process(worker: Worker, _first: int, _most: int) -> _Part:
     agent, now = worker.agent, _time.now()
     peers = [each for each in (agent.self_peer, *agent.peers()) if not each.record.is_visitor]
     peers = list({id(each): each for each in peers}.values())
@@ -232,7 +227,7 @@ def _process(worker: Worker) -> dict[str, Any]:
             "limit": objects.limit_bytes,
         },
     }
-    return found | _subsystems(worker, now)
+    return {"process": found | _subsystems(worker, now)}, None
 
 
 def _subsystems(worker: Worker, now: float) -> dict[str, Any]:
@@ -415,13 +410,13 @@ def _is_of_tasks(hosted: HostedActor) -> bool:
     return hosted.spec is not None and hosted.spec.info.name == TASKS
 
 
-def _hosted(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], int | None]:
+def _hosted(worker: Worker, first: int, most: int) -> _Part:
     """Return a page of actors, ordered by identifier, from the identifier ``first`` on.
 
     Pages begin at an identifier and not at a position, so that no actor is skipped if another one ends between two pages.
     """
     if worker.actors is None:
-        return [], None
+        return {"actors": []}, None
     now = _time.now()
     actors = [
         each
@@ -431,7 +426,7 @@ def _hosted(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]]
     actors.sort(key=lambda each: each.id)
     latest = _latest(worker)
     rows = [_actor(hosted, now, latest.get(hosted.title)) for hosted in actors[:most]]
-    return rows, actors[most].id if len(actors) > most else None
+    return {"actors": rows}, actors[most].id if len(actors) > most else None
 
 
 def _latest(worker: Worker) -> dict[str, list[tuple[float, bool]]]:
@@ -539,9 +534,9 @@ def _say_awaited(what: object) -> str:
     return "the next item of a stream"
 
 
-def _supervised(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], int | None]:
+def _supervised(worker: Worker, first: int, most: int) -> _Part:
     if worker.actors is None:
-        return [], None
+        return {"supervised": []}, None
     rows, more = worker.actors.supervisor.page(first, most, dead=_DEAD)
     found = [
         {
@@ -561,16 +556,16 @@ def _supervised(worker: Worker, first: int, most: int) -> tuple[list[dict[str, A
         for row in rows
         if row.class_name != TASKS
     ]
-    return found, first + most if more else None
+    return {"supervised": found}, first + most if more else None
 
 
 # -- references --------------------------------------------------------------------------------------------------
 
 
-def _holders(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], int | None]:
+def _holders(worker: Worker, first: int, most: int) -> _Part:
     """Return the references to a page of the values that this worker owns, added up by holder, class and actor."""
     if worker.references is None:
-        return [], None
+        return {"holders": []}, None
     agent = worker.agent
     names = {each.key: each.name for each in (agent.self_peer, *agent.peers())}
     rows: dict[tuple[str, str, str], list[int]] = {}
@@ -589,7 +584,7 @@ def _holders(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]
         {"holder": holder, "what": what, "actor_id": actor, "references": references, "bytes": size}
         for (holder, what, actor), (references, size) in rows.items()
     ]
-    return found, first + most if more else None
+    return {"holders": found}, first + most if more else None
 
 
 def _value(outcome: Outcome | None) -> tuple[str, str, int]:
@@ -621,7 +616,7 @@ _RAW: Final = frozenset({bytes, bytearray})
 # -- stacks ------------------------------------------------------------------------------------------------------
 
 
-def _stacks(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]], int | None]:
+def _stacks(worker: Worker, first: int, most: int) -> _Part:
     """Return a page of stacks, ordered by thread identifier, from the identifier ``first`` on; see :func:`_hosted`."""
     names = {each.ident: each.name for each in threading.enumerate()}
     own = threading.get_ident()
@@ -631,7 +626,7 @@ def _stacks(worker: Worker, first: int, most: int) -> tuple[list[dict[str, Any]]
         for each in stacks:
             if each["ident"] == wait.thread:
                 each["waits_for"].append(f"other workers to enter {_text(wait.round)}")
-    return stacks, frames[most][0] if len(frames) > most else None
+    return {"threads": stacks}, frames[most][0] if len(frames) > most else None
 
 
 def _stack(ident: int, name: str, frame: FrameType | None) -> dict[str, Any]:
@@ -656,11 +651,17 @@ def _waits_for(frame: FrameType | None) -> list[str]:
     return [_say_awaited(each) for each in found[:10]]
 
 
-#: ``(worker, begin, limit)`` -> the rows of a page, and the begin of the next page, or None
-_Page = Callable[[Worker, int, int], tuple[list[dict[str, Any]], int | None]]
-_PAGED: Final[tuple[tuple[str, _Page, int], ...]] = (
+#: ``(worker, begin, limit)`` -> fields of the answer, and the begin of the next page, or None
+_Gather = Callable[[Worker, int, int], _Part]
+_PARTS: Final[tuple[tuple[str, _Gather, int], ...]] = (
     ("actors", _hosted, _ACTORS),
     ("supervised", _supervised, _SUPERVISED),
     ("holders", _holders, _VALUES),
     ("threads", _stacks, _THREADS),
+    ("process", _process, 0),
+    ("members", _members, 0),
+    ("logs", _logs, _LINES),
+    ("records", _records, _RECORDS),
+    ("profiles", _profiles, 0),
+    ("metrics", _metrics, 0),
 )

@@ -9,7 +9,17 @@ from typing import Final
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWait, ObservedWorker
 from actorrpc.observe.words import span
 
-__all__ = ["calls_to", "findings", "in_order", "is_wanted", "of_actors", "of_workers", "remedy_of"]
+__all__ = [
+    "calls_to",
+    "fault",
+    "findings",
+    "in_order",
+    "is_wanted",
+    "note",
+    "of_actors",
+    "of_workers",
+    "remedy_of",
+]
 
 # Thresholds: a finding is reported for
 _LONG_S: Final = 10.0  # a call that has been queued for longer
@@ -26,6 +36,16 @@ _WANTED: Final = (
     ", its supervisor, has",
 )
 _SHOWN: Final = 20
+
+
+def fault(kind: str, what: str, remedy: str = "") -> Finding:
+    """Return the finding of a fault."""
+    return Finding(kind=kind, wrong=True, what=what, remedy=remedy)
+
+
+def note(kind: str, what: str, remedy: str = "") -> Finding:
+    """Return a finding that need not be a fault."""
+    return Finding(kind=kind, wrong=False, what=what, remedy=remedy)
 
 
 def findings(state: GroupState) -> list[Finding]:
@@ -47,45 +67,39 @@ def of_workers(state: GroupState) -> list[Finding]:
     found += _opposed(state)
     for worker in state.workers:
         found += [
-            Finding(
-                kind="deadlock",
-                wrong=True,
-                what=f"worker {worker.name!r} has broken a deadlock {each.since:.0f} s ago: {each.error}",
+            fault(
+                "deadlock",
+                f"worker {worker.name!r} has broken a deadlock {each.since:.0f} s ago: {each.error}",
             )
             for each in worker.deadlocks
             if each.since < _RECENT_S
         ][-3:]
-    for worker in state.workers:
         found += [
-            Finding(
-                kind="window",
-                wrong=False,
-                what=f"calls of worker {worker.name!r} to {each.worker!r} have been blocked for {span(each.blocked)}: "
+            note(
+                "window",
+                f"calls of worker {worker.name!r} to {each.worker!r} have been blocked for {span(each.blocked)}: "
                 f"{each.worker!r} has not started calls of {each.unread} bytes, and {each.calls_out} calls are not over",
-                remedy=f"see what {each.worker!r} does; call less often, wait for results, or raise window=",
+                f"see what {each.worker!r} does; call less often, wait for results, or raise window=",
             )
             for each in worker.connections
             if each.blocked >= _BLOCKED_S
         ][:_SHOWN]
         found += [
-            Finding(
-                kind="stalled",
-                wrong=False,
-                what=f"a large message of worker {worker.name!r} to {each.worker!r} has been blocked for {span(each.stalled)}: "
+            note(
+                "stalled",
+                f"a large message of worker {worker.name!r} to {each.worker!r} has been blocked for {span(each.stalled)}: "
                 f"{each.worker!r} does not read",
-                remedy=f"see what {each.worker!r} does; its process may be stopped, or the network between the two may be slow",
+                f"see what {each.worker!r} does; its process may be stopped, or the network between the two may be slow",
             )
             for each in worker.connections
             if each.stalled >= _BLOCKED_S
         ][:_SHOWN]
-    for worker in state.workers:
         found += [
-            Finding(
-                kind="stream",
-                wrong=False,
-                what=f"the stream of {each.actor}.{each.method}() on {worker.name!r} pauses: {each.consumer!r} has not taken "
+            note(
+                "stream",
+                f"the stream of {each.actor}.{each.method}() on {worker.name!r} pauses: {each.consumer!r} has not taken "
                 f"{each.items} items ({each.bytes / (1 << 20):.1f} MiB)",
-                remedy=f"see what {each.consumer!r} does; max_buffered_items= bounds how far ahead a generator runs",
+                f"see what {each.consumer!r} does; max_buffered_items= bounds how far ahead a generator runs",
             )
             for each in worker.streams
             if each.pauses
@@ -99,7 +113,7 @@ def of_actors(state: GroupState) -> list[Finding]:
     dead = [actor for actor in state.actors if actor.state == "DEAD" and not is_wanted(actor)]
     found += [_of_dead(actor) for actor in dead[:_SHOWN]]
     if len(dead) > _SHOWN:
-        found.append(Finding(kind="actor", wrong=True, what=f"{len(dead) - _SHOWN} more actors are dead"))
+        found.append(fault("actor", f"{len(dead) - _SHOWN} more actors are dead"))
     for actor in state.actors:
         found += _of_actor(actor)
     return found
@@ -137,48 +151,43 @@ def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
         hit = f"; on it: {', '.join(actors[:5])}{' ...' if len(actors) > 5 else ''}" if actors else ""
         hit += calls_to(worker)
         found.append(
-            Finding(
-                kind="worker",
-                wrong=True,
-                what=f"{who} is {worker.state}: {worker.reason}{hit}",
-                remedy=remedy_of(worker),
+            fault(
+                "worker",
+                f"{who} is {worker.state}: {worker.reason}{hit}",
+                remedy_of(worker),
             )
         )
     found += [
-        Finding(
-            kind="debugger",
-            wrong=False,
-            what=f"{each.call} on {worker.name!r} is held in the debugger at {each.file}:{each.line}, in {each.function}(), "
+        note(
+            "debugger",
+            f"{each.call} on {worker.name!r} is held in the debugger at {each.file}:{each.line}, in {each.function}(), "
             f"for {span(each.since)}, by {each.why}" + ("; a front end is attached" if each.attached else ""),
-            remedy="" if each.attached else f"actorrpc debug {each.session} attaches to it",
+            "" if each.attached else f"actorrpc debug {each.session} attaches to it",
         )
         for each in worker.held
         if each.is_held
     ][:_SHOWN]
     if worker.descriptor_limit and worker.descriptors > _NEAR * worker.descriptor_limit:
         found.append(
-            Finding(
-                kind="descriptors",
-                wrong=True,
-                what=f"{who} has {worker.descriptors} descriptors open, and may have {worker.descriptor_limit}",
-                remedy="raise the limit (ulimit -n), or close files and connections",
+            fault(
+                "descriptors",
+                f"{who} has {worker.descriptors} descriptors open, and may have {worker.descriptor_limit}",
+                "raise the limit (ulimit -n), or close files and connections",
             )
         )
     if worker.pool.get("queued", 0) > 1 and not worker.pool.get("listening", 1):
         found.append(
-            Finding(
-                kind="threads",
-                wrong=True,
-                what=f"all {worker.pool.get('threads', 0)} threads of the pool of {who} are busy, and {worker.pool['queued']} "
+            fault(
+                "threads",
+                f"all {worker.pool.get('threads', 0)} threads of the pool of {who} are busy, and {worker.pool['queued']} "
                 "tasks wait",
-                remedy=f"actorrpc stack {worker.name} shows what they do; max_threads= allows more",
+                f"actorrpc stack {worker.name} shows what they do; max_threads= allows more",
             )
         )
     found += [
-        Finding(
-            kind="deadline",
-            wrong=True,
-            what=f"{call.method}() on {worker.name!r}, called by {call.caller!r}, is {span(-call.left)} over its time "
+        fault(
+            "deadline",
+            f"{call.method}() on {worker.name!r}, called by {call.caller!r}, is {span(-call.left)} over its time "
             "and still runs",
         )
         for call in worker.calls
@@ -194,12 +203,11 @@ def _suspects(state: GroupState) -> list[Finding]:
         for each in worker.connections:
             if each.state == "suspect" and each.worker in well:
                 found.append(
-                    Finding(
-                        kind="suspect",
-                        wrong=True,
-                        what=f"worker {worker.name!r} has received nothing from {each.worker!r} for {span(each.silent)}, but "
+                    fault(
+                        "suspect",
+                        f"worker {worker.name!r} has received nothing from {each.worker!r} for {span(each.silent)}, but "
                         f"{each.worker!r} answers this command",
-                        remedy="check the network between the two",
+                        "check the network between the two",
                     )
                 )
     return found[:_SHOWN]
@@ -224,12 +232,11 @@ def _opposed(state: GroupState) -> list[Finding]:
         ours = [name for name in ours if any(there[each].includes(name) for each in theirs)]
         if ours and theirs:
             found.append(
-                Finding(
-                    kind="rounds",
-                    wrong=True,
-                    what=f"workers wait for each other in different rounds: {_some(ours)} in {one} for "
+                fault(
+                    "rounds",
+                    f"workers wait for each other in different rounds: {_some(ours)} in {one} for "
                     f"{span(here[ours[0]].since)}, {_some(theirs)} in {other} for {span(there[theirs[0]].since)}",
-                    remedy="one side left out a call that the other made, most often because it raised: see what it has logged",
+                    "one side left out a call that the other made, most often because it raised: see what it has logged",
                 )
             )
     return found[:_SHOWN]
@@ -245,17 +252,16 @@ def is_wanted(actor: ObservedActor) -> bool:
 
 
 def _of_dead(actor: ObservedActor) -> Finding:
-    return Finding(kind="actor", wrong=True, what=actor.death_cause or f"{actor.title} is dead")
+    return fault("actor", actor.death_cause or f"{actor.title} is dead")
 
 
 def _of_actor(actor: ObservedActor) -> list[Finding]:
     found = []
     if actor.state == "RESTARTING":
         found.append(
-            Finding(
-                kind="actor",
-                wrong=True,
-                what=f"{actor.title} is being restarted (for the {actor.restarts}. time): {actor.death_cause}",
+            fault(
+                "actor",
+                f"{actor.title} is being restarted (for the {actor.restarts}. time): {actor.death_cause}",
             )
         )
     if actor.oldest >= _LONG_S or actor.waiting >= _MANY:
@@ -265,21 +271,19 @@ def _of_actor(actor: ObservedActor) -> list[Finding]:
             for call in actor.running[:3]
         )
         found.append(
-            Finding(
-                kind="mailbox",
-                wrong=True,
-                what=("1 call waits" if actor.waiting == 1 else f"{actor.waiting} calls wait")
+            fault(
+                "mailbox",
+                ("1 call waits" if actor.waiting == 1 else f"{actor.waiting} calls wait")
                 + f" for {actor.title} on {actor.worker!r}, the first for {span(actor.oldest)}; "
                 + (f"it runs {runs}" if runs else "it runs nothing"),
-                remedy=f"actorrpc stack {actor.actor_id[-4:]} shows where it is; max_concurrency= lets more run at a time",
+                f"actorrpc stack {actor.actor_id[-4:]} shows where it is; max_concurrency= lets more run at a time",
             )
         )
     found += [
-        Finding(
-            kind="deadline",
-            wrong=True,
-            what=f"{actor.title}.{call.method}() on {actor.worker!r} is {span(-call.left)} over its time and still runs",
-            remedy="options(timeout=, interrupt=True) interrupts such a call",
+        fault(
+            "deadline",
+            f"{actor.title}.{call.method}() on {actor.worker!r} is {span(-call.left)} over its time and still runs",
+            "options(timeout=, interrupt=True) interrupts such a call",
         )
         for call in actor.running
         if call.left is not None and call.left < -1.0

@@ -19,18 +19,18 @@ from typing import Any, Final
 
 import msgpack
 
-from actorrpc._undo import undo_on_error
 from actorrpc.config import Settings, host_and_port
-from actorrpc.errors import AuthenticationError, ConfigError, ProtocolError, RpcError, VersionError
+from actorrpc.errors import AuthenticationError, ConfigError, RpcError, VersionError
 from actorrpc.observe import processes
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
-from actorrpc.observe.visitor import KeptVisits, Target, Visit
+from actorrpc.observe.tracing.trace import Recording
+from actorrpc.observe.visitor import KeptVisits, Target
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
 from actorrpc.wire.keys import Key
 
-__all__ = ["FoundGroup", "GroupLook", "at_address", "find_groups", "look"]
+__all__ = ["FoundGroup", "GroupLook", "at_address", "find_groups", "look", "members_of"]
 
 _AT_ONCE: Final = 64
 _DUMP_S: Final = 0.25  # the part of the time-out that is reserved for stack dumps by signal
@@ -39,6 +39,9 @@ _SCHEME: Final = "tcp://"
 _SOCKET: Final = re.compile(r"\d+-(\d+)-\d+-[0-9a-f]{8}\.sock", re.ASCII)
 
 Answer = tuple[WorkerRecord, "dict[str, Any] | Silent"]
+#: ``(target, parts, begin, until, silence)`` -> the answer of a worker, or the reason why there is none. Raises OSError, RpcError
+#: or ValueError if the query failed; TimeoutError if there was no answer in time.
+Ask = Callable[[Target, list[str], "dict[str, int] | None", float, float], "dict[str, Any] | Silent"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +81,15 @@ class GroupLook:
     def state(self) -> GroupState:
         """The state of the group, built from the answers."""
         return assemble(self.answers.values(), self.took)
+
+    def recordings(self, since: float | None = None) -> list[Recording]:
+        """Return the records of all workers' flight recorders, by rank; with ``since``, without what ended before."""
+        answers = sorted(self.answers.values(), key=lambda each: (each[0].rank, each[0].name))
+        found = [Recording.of(record.name, record.pid, answer) for record, answer in answers]
+        if since is not None:
+            for each in found:
+                each.since(since)
+        return found
 
     def target(self, record: WorkerRecord) -> Target:
         """Return the target for visiting one worker of the group."""
@@ -179,49 +191,19 @@ def at_address(text: str) -> FoundGroup:
 
 
 def _ask(
-    target: Target,
-    parts: list[str],
-    begin: dict[str, int] | None,
-    until: float,
-    silence: float,
-    kept: KeptVisits | None = None,
+    ask: Ask, target: Target, parts: list[str], begin: dict[str, int] | None, until: float, silence: float
 ) -> dict[str, Any] | Silent:
     """Query one worker. Errors are returned as :class:`Silent`."""
     with_stacks = "threads" in parts
     # If the worker does not answer, it must dump its stacks within the same time-out.
     patience = until - _DUMP_S if with_stacks and target.local_pid else until
     try:
-        if kept is not None and (visit := kept.take(target)) is not None:
-            visit.silence = silence
-            try:
-                return _asked(visit, target, parts, begin, patience, kept)
-            except (ConnectionError, ProtocolError):
-                pass  # the worker has closed the connection, or another worker has its address now
-        return _asked(Visit(target, patience, silence=silence), target, parts, begin, patience, kept)
+        return ask(target, parts, begin, patience, silence)
     except (OSError, RpcError, ValueError) as error:
         silent = _silence(target, error)
         if with_stacks and silent.state == "busy":
             silent.dump(target.local_pid, until)
         return silent
-
-
-def _asked(
-    visit: Visit,
-    target: Target,
-    parts: list[str],
-    begin: dict[str, int] | None,
-    until: float,
-    kept: KeptVisits | None,
-) -> dict[str, Any]:
-    with undo_on_error(visit.close):
-        found = visit.ask(parts, until, begin)
-        if "records" in parts:
-            found["clock"] = visit.clock(until)
-    if kept is None:
-        visit.close()
-    else:
-        kept.keep(target, visit)
-    return found
 
 
 def _silence(target: Target, error: BaseException) -> Silent:
@@ -245,8 +227,8 @@ def look(
     *,
     silence: float = float("inf"),
     begin: dict[str, int] | None = None,
-    everybody: bool = True,
     kept: KeptVisits | None = None,
+    ask: Ask | None = None,
 ) -> GroupLook:
     """Query all workers of a group.
 
@@ -255,22 +237,23 @@ def look(
         timeout: for the whole query, in seconds.
         silence: give up a worker that has sent nothing for so many seconds.
         begin: where the first page begins, for parts that are sent in pages.
-        everybody: also query the workers that the targets of the group know; otherwise only the targets.
         kept: open connections from the previous query; connections are kept in it for the next query.
+        ask: queries one worker, in a thread for each; then only the targets of the group are queried. By default, visitors query
+            the targets and the workers that these know.
     """
+    query = ask or (kept or KeptVisits(keeps=False)).ask
     begun = time.monotonic()
     until = begun + timeout
+    at_once = _AT_ONCE if ask is None else max(_AT_ONCE, len(group.targets))
     own = (
-        ThreadPoolExecutor(_AT_ONCE, "observe")
-        if kept is None
-        else contextlib.nullcontext(kept.pool(_AT_ONCE))
+        ThreadPoolExecutor(at_once, "observe") if kept is None else contextlib.nullcontext(kept.pool(at_once))
     )
     with own as pool:
 
-        def ask(target: Target, wanted: list[str]) -> Future[dict[str, Any] | Silent]:
-            return pool.submit(_ask, target, wanted, begin, until, silence, kept)
+        def submit(target: Target, wanted: list[str]) -> Future[dict[str, Any] | Silent]:
+            return pool.submit(_ask, query, target, wanted, begin, until, silence)
 
-        search = _Search(ask, parts, everybody)
+        search = _Search(submit, parts, everybody=ask is None)
         for target in group.targets:
             search.ask(target)
         while search.running:
@@ -279,7 +262,7 @@ def look(
                 for future in late:
                     search.ask_children(search.running[future])
             for future in done:
-                search.take(search.running.pop(future), future.result(), group.key)
+                search.take(search.running.pop(future), future.result())
     if kept is not None:
         kept.keep_only(search.answers)
     return GroupLook(group, search.answers, time.monotonic() - begun)
@@ -329,7 +312,7 @@ class _Search:
                 for each in _children(target):
                     self.ask(each)
 
-    def take(self, target: Target, found: dict[str, Any] | Silent, key: Any) -> None:
+    def take(self, target: Target, found: dict[str, Any] | Silent) -> None:
         """Store the result of a query, and query the members that it names."""
         record = target.record or _record_of(target, found)
         if record is None:
@@ -343,8 +326,8 @@ class _Search:
         elif self._everybody:
             if found.get("members_all") is True:
                 self._wanted = self._parts  # no other worker needs to send the members
-            for member in _members(found, self._seen):
-                self.ask(Target.of(member, key, target.settings))
+            for member in members_of(found, self._seen):
+                self.ask(Target.of(member, target.key, target.settings))
 
 
 @functools.lru_cache(1024)
@@ -352,7 +335,8 @@ def _record(packed: bytes) -> WorkerRecord:
     return WorkerRecord.from_bytes(packed)  # cached, as repeated queries send the same records
 
 
-def _members(found: dict[str, Any], seen: set[bytes]) -> Iterable[WorkerRecord]:
+def members_of(found: dict[str, Any], seen: set[bytes]) -> Iterable[WorkerRecord]:
+    """Yield the records of members in an answer, except those in ``seen``, to which the others are added."""
     rows = found.get("members")
     for packed in rows if isinstance(rows, list) else []:
         if not isinstance(packed, bytes) or packed in seen:

@@ -1,12 +1,23 @@
 """The notices by which a worker is queried: a question and its answer, plain values packed by msgpack. No I/O.
 
-A question names the requested parts (:data:`PARTS`) and, for parts that are sent in pages, where the page begins. An answer has
-at most one page of each part, and its key ``"next"`` gives the begin of the following pages. For records, a negative begin counts
-from the end: -100 requests the last 100. Pickle is not used.
+A question names the requested parts and, for parts that are sent in pages, where the page begins. An answer has at most one page
+of each part, and its key ``"next"`` gives the begin of the following pages. For records, a negative begin counts from the end:
+-100 requests the last 100. The parts:
+
+* ``process``: the process and its connections. ``actors``: the actors that it hosts. ``supervised``: the table of the actors that
+  it supervises. ``holders``: which workers have references to the values that it owns. ``threads``: stacks.
+* ``members``: the records of the group's workers that it can list without querying other workers.
+* ``logs``: the output of the processes that it has started.
+* ``records``: the records of its flight recorder, unfinished calls (with the first page), and the time on its clock.
+* ``profiles``: the torch profiles that it keeps. ``metrics``: sums over its calls.
+
+A question ``{"id", "do", "whom"}`` requests an action (:mod:`actorrpc.observe.actions`); its answer is ``{"id", "problem"}``.
+Pickle is not used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgpack
@@ -14,14 +25,11 @@ import msgpack
 from actorrpc.errors import ProtocolError
 
 __all__ = [
-    "ACT",
-    "ACTED",
     "ACTING",
     "ANSWER",
     "ASK",
-    "PARTS",
+    "all_pages",
     "is_acting",
-    "merge",
     "pack",
     "patience",
     "unpack",
@@ -29,28 +37,13 @@ __all__ = [
 
 ASK: Final = "observe"
 ANSWER: Final = "observed"
-#: a request to change something (:mod:`actorrpc.observe.actions`): ``{"id", "do", "whom"}``; answer: ``{"id", "problem"}``
-ACT: Final = "act"
-ACTED: Final = "acted"
-#: the prefix of the names of visitors that may send :data:`ACT`
+#: the prefix of the names of visitors that may request actions
 ACTING: Final = "acting-visitor-"
-
-#: ``process``: the process and its connections; ``actors``: the actors that it hosts; ``supervised``: the table of the actors
-#: that it supervises; ``holders``: which workers have references to the values that it owns; ``threads``: stacks;
-#: ``members``: the records of the group's workers that it can list without querying other workers;
-#: ``logs``: the output of the processes that it has started; ``resources``: the resources of the cluster, if it is the driver;
-#: ``records``: the records of its flight recorder, unfinished calls (with the first page), and the time on its clock;
-#: ``profiles``: the torch profiles that it keeps; ``metrics``: sums over its calls
-PARTS: Final = frozenset(
-    {
-        *("process", "actors", "supervised", "holders", "threads", "members", "logs", "resources", "records"),
-        *("profiles", "metrics"),
-    }
-)
 
 PAGED: Final = ("actors", "supervised", "holders", "threads", "logs", "records", "profiles")
 _MOST: Final = 4 << 20
 _SHORT_S: Final = 1.0
+_PAGES: Final = 200
 
 
 def is_acting(name: str) -> bool:
@@ -91,12 +84,27 @@ def unpack(body: bytes) -> dict[str, Any]:
     return found
 
 
-def merge(pages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the pages of an answer into one answer."""
-    whole = dict(pages[0])
-    for page in pages[1:]:
+def all_pages(
+    ask: Callable[[list[str], dict[str, int]], dict[str, Any]], parts: list[str], begin: dict[str, int] | None
+) -> dict[str, Any]:
+    """Request page after page, and return one answer with the rows of all pages.
+
+    Args:
+        ask: sends a question for these parts, from these begins on, and returns the answer.
+        begin: where the first page begins.
+    """
+    whole: dict[str, Any] = {}
+    wanted, at = parts, begin or {}
+    for _ in range(_PAGES):
+        page = ask(wanted, at)
         for part in PAGED:
             if isinstance(page.get(part), list) and isinstance(whole.get(part), list):
-                whole[part] = [*whole[part], *page[part]]
-        whole["next"] = page.get("next")
+                page[part] = [*whole[part], *page[part]]
+        whole |= page
+        following = page.get("next")
+        rows = following.items() if isinstance(following, dict) else ()
+        at = {part: place for part, place in rows if part in parts and type(place) is int}
+        if not at:
+            break
+        wanted = list(at)
     return whole

@@ -24,9 +24,9 @@ from actorrpc.errors import ConfigError
 from actorrpc.futures import Future
 from actorrpc.group.rendezvous import Rendezvous
 from actorrpc.observe import collect, dumps
-from actorrpc.observe.actions import asked_to_act
+from actorrpc.observe.actions import act
 from actorrpc.observe.call_sums import CallSums
-from actorrpc.observe.protocol import ACT, ANSWER, ASK, pack, unpack
+from actorrpc.observe.protocol import ANSWER, ASK, pack, unpack
 from actorrpc.observe.tracing.torch_profiles import KeptProfiles
 from actorrpc.rpc import api
 from actorrpc.wire import keys
@@ -91,6 +91,9 @@ class Observer:
         """Answer a received question."""
         question = unpack(body)
         agent = self._worker.agent
+        if "do" in question:
+            agent.submit(partial(act, self._worker, peer, question))
+            return
         if agent.settings.data_only and not (peer.is_self or any(each.local for each in list(peer.conns))):
             # A peer that may only call exposed functions must not learn names of files and functions from stacks.
             refused = "it takes data only, and says how it is on its own host only"
@@ -119,7 +122,6 @@ def start(worker: Worker) -> Callable[[bool], None]:
     made = worker.observer = Observer(worker)
     agent.on_notice[ASK] = made.asked
     agent.on_notice[ANSWER] = made.answered
-    agent.on_notice[ACT] = partial(asked_to_act, worker)
     agent.inbox.prompt |= {ASK, ANSWER}
     agent.on_peer_end.append(partial(_visitor_left, worker))
     path = _write(worker)

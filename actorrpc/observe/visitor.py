@@ -23,8 +23,8 @@ from typing import Any, Final
 from actorrpc._undo import undo_on_error
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
-from actorrpc.observe.protocol import ACT, ACTED, ACTING, ANSWER, ASK, merge, pack, unpack
-from actorrpc.observe.tracing.trace import CLOCK, compare_clocks
+from actorrpc.observe.protocol import ACTING, ANSWER, ASK, all_pages, pack, unpack
+from actorrpc.observe.tracing.trace import compare_clocks
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.transport.tls import AnySocket, Tls, TlsSocket, explain, shake_hands
 from actorrpc.wire import frames
@@ -39,7 +39,6 @@ __all__ = ["KeptVisits", "Target", "Visit"]
 
 _SLICE_S: Final = 0.1  # how often a wait checks whether the worker's process is stopped
 _MAX_FRAME: Final = 16 << 20
-_PAGES: Final = 200
 _SAY_EVERY: Final = 1 << 20
 
 
@@ -213,35 +212,20 @@ class Visit:
     # -- questions ---------------------------------------------------------------------------------------------
 
     def ask(self, parts: list[str], until: float, begin: dict[str, int] | None = None) -> dict[str, Any]:
-        """Return the worker's answer, with all pages of the requested parts.
+        """Return the worker's answer, with all pages of the requested parts; for records also with the comparison of clocks.
 
         Raises:
             OSError: the connection has ended (TimeoutError: no answer in time).
             ProtocolError: the worker sent something that is not valid.
         """
-        pages: list[dict[str, Any]] = []
-        wanted, at = parts, begin or {}
-        while True:
-            found = self._ask(wanted, at, until)
-            pages.append(found)
-            following = found.get("next")
-            at = {}
-            if isinstance(following, dict):
-                at = {
-                    part: place for part, place in following.items() if part in parts and type(place) is int
-                }
-            if not at or len(pages) >= _PAGES:
-                return merge(pages)
-            wanted = list(at)
 
-    def clock(self, until: float) -> tuple[float, float | None]:
-        """Return the offset from the worker's clock to this process's clock, and its error, both in seconds.
+        def ask(wanted: list[str], at: dict[str, int]) -> dict[str, Any]:
+            return self._say({"what": wanted, "from": at}, until)
 
-        Both are 0 on the same host, where processes share a clock. Raises the errors of :meth:`ask`.
-        """
-        if self._pid:
-            return 0.0, 0.0
-        return compare_clocks(lambda: self._ask(["records"], CLOCK, until), time.monotonic)
+        found = all_pages(ask, parts, begin)
+        if "records" in parts:  # processes of one host share a clock
+            found["clock"] = (0.0, 0.0) if self._pid else compare_clocks(ask, time.monotonic)
+        return found
 
     def tell(self, notice: str, body: bytes) -> None:
         """Send a notice. Raises OSError where the connection has ended."""
@@ -254,34 +238,32 @@ class Visit:
             OSError: the connection has ended.
         """
         try:
-            found = self._frames(until)
+            return self._notices(notice, until)
         except TimeoutError:
             return []
+
+    def _notices(self, notice: str, until: float) -> list[bytes]:
         return [
             bytes(frame.body)
-            for frame in found
+            for frame in self._frames(until)
             if frame.kind == frames.NOTICE and unpack_header(frame.extra).get("notice") == notice
         ]
-
-    def _ask(self, parts: list[str], begin: dict[str, int], until: float) -> dict[str, Any]:
-        return self._say(ASK, ANSWER, {"what": parts, "from": begin}, until)
 
     def act(self, what: str, whom: str, until: float) -> str:
         """Request an action (:mod:`actorrpc.observe.actions`); return the problem that prevented it, or an empty string.
 
         Raises the errors of :meth:`ask`.
         """
-        return str(self._say(ACT, ACTED, {"do": what, "whom": whom}, until).get("problem", ""))
+        return str(self._say({"do": what, "whom": whom}, until).get("problem", ""))
 
-    def _say(self, notice: str, answer: str, question: dict[str, Any], until: float) -> dict[str, Any]:
+    def _say(self, question: dict[str, Any], until: float) -> dict[str, Any]:
         self._numbers += 1
-        self.tell(notice, pack({"id": self._numbers, **question}))
+        self.tell(ASK, pack({"id": self._numbers, **question}))
         while True:
-            for frame in self._frames(until):
-                if frame.kind == frames.NOTICE and unpack_header(frame.extra).get("notice") == answer:
-                    found = unpack(frame.body)
-                    if found["id"] == self._numbers:
-                        return found
+            for body in self._notices(ANSWER, until):
+                found = unpack(body)
+                if found["id"] == self._numbers:
+                    return found
 
     def _frames(self, until: float) -> list[Frame]:
         """Wait for frames and return them, after answering pings and acknowledging what was received."""
@@ -319,9 +301,13 @@ class KeptVisits:
 
     A worker closes the connection of a visitor that has been silent for long; the next query then opens a new visit. Thread-safe,
     except for :meth:`pool` and :meth:`close`: the methods consist of atomic dict operations.
+
+    Args:
+        keeps: False: close each visit after its query.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._visits: dict[str, Visit] = {}
         self._pool: ThreadPoolExecutor | None = None
 
@@ -331,13 +317,28 @@ class KeptVisits:
             self._pool = ThreadPoolExecutor(most, "observe")
         return self._pool
 
-    def take(self, target: Target) -> Visit | None:
-        """Remove and return the open visit to a worker, or None."""
-        return None if target.record is None else self._visits.pop(target.record.incarnation, None)
+    def ask(
+        self, target: Target, parts: list[str], begin: dict[str, int] | None, until: float, silence: float
+    ) -> dict[str, Any]:
+        """Query a worker, in the visit that was kept or in a new visit; arguments and errors as of :class:`Visit`."""
+        visit = None if target.record is None else self._visits.pop(target.record.incarnation, None)
+        if visit is not None:
+            visit.silence = silence
+            # On these errors, the worker has closed the connection, or another worker has its address now.
+            with contextlib.suppress(ConnectionError, ProtocolError):
+                return self._ask(visit, target, parts, begin, until)
+        return self._ask(Visit(target, until, silence=silence), target, parts, begin, until)
 
-    def keep(self, target: Target, visit: Visit) -> None:
-        """Keep a visit for the next query."""
-        if target.record is None:
+    def _ask(
+        self, visit: Visit, target: Target, parts: list[str], begin: dict[str, int] | None, until: float
+    ) -> dict[str, Any]:
+        with undo_on_error(visit.close):
+            found = visit.ask(parts, until, begin)
+        self._keep(target, visit)
+        return found
+
+    def _keep(self, target: Target, visit: Visit) -> None:
+        if target.record is None or not self._keeps:
             visit.close()
             return
         other = self._visits.pop(target.record.incarnation, None)

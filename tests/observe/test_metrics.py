@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import actorrpc
-from actorrpc import _time, flight_recorder, rpc
+from actorrpc import flight_recorder, rpc
 from actorrpc.agent.context import current_worker
 from actorrpc.flight_recorder import KEPT, FlightRecorder
 from actorrpc.observe import GroupState, ObservedActor, ObservedWorker, api, collect
@@ -259,8 +259,7 @@ def test_internal_calls_of_the_package_have_one_name() -> None:
 
     worker, found = current_worker(), set()
     assert worker is not None
-    for each in api._ask_all(worker, ["metrics"], _time.now(), _time.now() + 30.0, 0.0):
-        answer = each.found()
+    for _, answer in api._look(worker, ["metrics"], 30.0).answers.values():
         assert isinstance(answer, dict)
         found |= {(side, method) for side, method, *_ in answer["metrics"]["calls"]}
     # Check only names of this test: other tests of the module may have called other functions.

@@ -7,7 +7,6 @@ asked for ``_IDLE_S``. All methods belong to the event loop's thread.
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ from actorrpc._undo import undo_on_error
 from actorrpc.cli.activity import rates
 from actorrpc.cli.dashboard import actions, payloads
 from actorrpc.cli.dashboard.timeline import share, timeline
-from actorrpc.cli.logs import Line, Reader, Wanted
+from actorrpc.cli.logs import Line, Reader
 from actorrpc.cli.views import Picture
 from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent
@@ -82,19 +81,12 @@ class FeedLook:
     calls: list[dict[str, Any]] | None = None
     actors_at: float = 0.0
     _body: bytes = b""
-    _packed: bytes = b""
 
     def body(self) -> bytes:
         """Return ``now`` as JSON, encoded once for all browsers. On the event loop's thread."""
         if not self._body:
             self._body = encoded(self.now)
         return self._body
-
-    def packed(self) -> bytes:
-        """Return :attr:`body`, compressed by gzip."""
-        if not self._packed:
-            self._packed = gzip.compress(self.body(), 5, mtime=0)
-        return self._packed
 
 
 def encoded(value: Any) -> bytes:
@@ -136,11 +128,12 @@ class Feed:
         self._actors_due = float("-inf")  # when the next look includes the actors
         self._totals = CallTotals()
         self._window: deque[tuple[float, dict[Any, Any]]] = deque(maxlen=_WINDOW + 1)
-        self._stacks = _Shared(every, lambda: self._seen([*_PARTS, "threads"], payloads.stacks, folds=[]))
-        self._memory = _Shared(
-            every,
-            lambda: self._seen(["process", "holders"], payloads.memory, objects=[], holders=[]),
-        )
+        #: returns the stacks of all threads, equal stacks once
+        self.stacks = _Shared(every, lambda: self._seen([*_PARTS, "threads"], payloads.stacks, folds=[])).get
+        #: returns which worker holds which memory
+        self.memory = _Shared(
+            every, lambda: self._seen(["process", "holders"], payloads.memory, objects=[], holders=[])
+        ).get
         self._records_lock = asyncio.Lock()  # records are read for one request at a time
         self._logs_lock = asyncio.Lock()  # guards the reader and its lines
         self._logs = _LogLines(groups)
@@ -253,14 +246,6 @@ class Feed:
 
     # -- on demand -----------------------------------------------------------------------------------------------
 
-    async def stacks(self) -> dict[str, Any]:
-        """Return the stacks of all threads, equal stacks once."""
-        return await self._stacks.get()
-
-    async def memory(self) -> dict[str, Any]:
-        """Return which worker holds which memory."""
-        return await self._memory.get()
-
     def _seen(
         self, parts: list[str], payload: Callable[[Picture], dict[str, Any]], **empty: Any
     ) -> dict[str, Any]:
@@ -288,10 +273,8 @@ class Feed:
 
     def _write_trace(self, seconds: float) -> BinaryIO | str:
         try:
-            found = self._recordings(share(self._worker_count(), _TRACED))
-            begun = time.monotonic() - seconds
-            for each in found:
-                each.since(begun)
+            since = time.monotonic() - seconds
+            found = self._recordings(share(self._worker_count(), _TRACED), since)
             # The file is deleted before it is read, so that no file is left, however this process ends.
             with tempfile.TemporaryDirectory(prefix="actorrpc-page-") as folder:
                 path = os.path.join(folder, "trace.json")
@@ -300,10 +283,8 @@ class Feed:
         except (RpcError, OSError) as error:
             return str(error)
 
-    def _recordings(self, most: int) -> list[Recording]:
-        seen = self._see(["records"], {"records": -most})
-        answers = sorted(seen.answers.values(), key=lambda each: (each[0].rank, each[0].name))
-        found = [Recording.of(record.name, record.pid, answer) for record, answer in answers]
+    def _recordings(self, most: int, since: float | None = None) -> list[Recording]:
+        found = self._see(["records"], {"records": -most}).recordings(since)
         for each in found:
             each.records = each.records[-most:]
         return found
@@ -363,7 +344,7 @@ class _LogLines:
         """Read new lines; return why that failed, or an empty text."""
         try:
             if self._reader is None:
-                reader = Reader(self._groups(), Wanted(None, None, None), 0.8)
+                reader = Reader(self._groups(), 0.8)
                 self._lines.clear()
                 self._size = 0
                 with undo_on_error(reader.end):

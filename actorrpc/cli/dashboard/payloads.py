@@ -12,7 +12,7 @@ from actorrpc.cli.logs import Line
 from actorrpc.cli.text import folded, say_call
 from actorrpc.cli.views import Picture, objects_of
 from actorrpc.observe.call_sums import BUCKETS, OWN_CALLS
-from actorrpc.observe.model import ObservedActor, ObservedWorker, plain
+from actorrpc.observe.model import ObservedActor, ObservedWorker
 
 __all__ = ["SORTS", "actors", "calls", "logs", "memory", "nothing", "now", "stacks"]
 
@@ -46,6 +46,13 @@ def _figure(value: float) -> float | None:
 
 def _cut(text: str) -> str:
     return text if len(text) <= _TEXT else text[:_TEXT] + " ..."
+
+
+def _fields(value: object, *names: str) -> dict[str, Any]:
+    """Return attributes of an object by name, with texts of bounded length, and None for numbers that JSON does not have."""
+    found = {name: getattr(value, name) for name in names}
+    kinds: dict[type, Callable[[Any], Any]] = {str: _cut, float: _figure}
+    return {name: kinds[type(each)](each) if type(each) in kinds else each for name, each in found.items()}
 
 
 # -- now ---------------------------------------------------------------------------------------------------------
@@ -92,27 +99,21 @@ def now(
         "classes": _classes(state.actors) if shown is None else shown["classes"],
         "training": _training(state.workers),
         "wrong_count": sum(each.wrong for each in picture.findings),
-        "findings": [{**plain(each), "what": _cut(each.what)} for each in picture.findings[:_FINDINGS]],
+        "findings": [
+            _fields(each, "kind", "wrong", "what", "remedy") for each in picture.findings[:_FINDINGS]
+        ],
     }
 
 
 def _worker(worker: ObservedWorker, share: float | None, actor_count: int) -> dict[str, Any]:
     return {
-        "name": worker.name,
-        "rank": worker.rank,
-        "state": worker.state,
-        "reason": _cut(worker.reason),
-        "pid": worker.pid,
-        "host": worker.host,
-        "age": _figure(worker.age),
+        **_fields(worker, "name", "rank", "state", "reason", "pid", "host", "age", "memory", "descriptors"),
         "cpu": None if share is None else _figure(share),
-        "memory": worker.memory,
         "buffers": worker.memory_pool.get("used", 0) + worker.memory_pool.get("kept", 0),
         "lent": sum(each.lent for each in worker.connections),
         "objects": worker.object_memory.get("held", 0),
         "references": worker.references.get("owned", 0),
         "held": worker.references.get("held", 0),
-        "descriptors": worker.descriptors,
         "threads": worker.thread_count,
         "outgoing": worker.outgoing_count,
         "actors": actor_count,
@@ -222,17 +223,13 @@ def _actor(actor: ObservedActor, speed: Mapping[str, float], callers: Mapping[st
     rate = speed.get(actor.actor_id)
     return {
         "id": actor.actor_id,
-        "title": _cut(actor.title),
+        **_fields(actor, "title", "state", "worker", "waiting", "restarts"),
         "class": actor.class_name,
-        "state": actor.state,
-        "worker": actor.worker,
-        "waiting": actor.waiting,
         "oldest": _figure(actor.oldest) if actor.waiting else None,
         "rate": None if rate is None else _figure(rate),
         "p50": _figure(actor.p50) if actor.latest else None,
         "p99": _figure(actor.p99) if actor.latest else None,
         "done": actor.calls_done,
-        "restarts": actor.restarts,
         "again": actor.max_restarts != 0,
         "runs": [_cut(say_call(actor.title, call, callers)) for call in actor.running[:3]],
         "running": len(actor.running),
@@ -292,13 +289,7 @@ def logs(lines: Iterable[Line], matches: int, total: int, problem: str) -> dict[
         "matches": matches,
         "total": total,
         "lines": [
-            {
-                "time": _figure(each.when),
-                "pid": each.pid,
-                "label": each.label,
-                "error": each.is_error,
-                "text": _cut(each.text),
-            }
+            {"time": _figure(each.when), "error": each.is_error, **_fields(each, "pid", "label", "text")}
             for each in lines
         ],
     }
@@ -319,9 +310,7 @@ def memory(picture: Picture) -> dict[str, Any]:
         "object_count": len(objects),
         "objects": [
             {
-                "label": _cut(each.label),
-                "site": _cut(each.site),
-                "bytes": each.bytes,
+                **_fields(each, "label", "site", "bytes"),
                 "holders": holders[:_SHOWN],
                 "holder_count": len(holders),
             }
@@ -329,13 +318,7 @@ def memory(picture: Picture) -> dict[str, Any]:
         ],
         "holder_count": len(rows),
         "holders": [
-            {
-                "owner": owner,
-                "holder": each.holder,
-                "what": _cut(each.what),
-                "references": each.references,
-                "bytes": each.bytes,
-            }
+            {"owner": owner, **_fields(each, "holder", "what", "references", "bytes")}
             for owner, each in rows[:_OBJECTS]
         ],
     }

@@ -121,13 +121,17 @@ class _RequestGuard:
 # -- responses -------------------------------------------------------------------------------------------------------
 
 
-def _json(request: Request, value: Any) -> Response:
-    body = encoded(value)
-    headers = {"Vary": "Accept-Encoding"}
+def _response(request: Request, body: bytes, media_type: str, **headers: str) -> Response:
+    """Return a response with this body, compressed if the browser accepts that."""
+    headers["Vary"] = "Accept-Encoding"
     if len(body) > _SMALL and _takes_gzip(request):
         body = gzip.compress(body, 5, mtime=0)
         headers["Content-Encoding"] = "gzip"
-    return Response(body, headers=headers, media_type="application/json")
+    return Response(body, headers=headers, media_type=media_type)
+
+
+def _json(request: Request, value: Any) -> Response:
+    return _response(request, encoded(value), "application/json")
 
 
 async def _body(request: Request) -> bytes | Response:
@@ -249,11 +253,7 @@ class _Api:
 
     async def now(self, request: Request) -> Response:
         look = await self._feed.after(_number(_query(request), "after", 1 << 30))
-        headers = {"Vary": "Accept-Encoding"}
-        if _takes_gzip(request):
-            packed = {**headers, "Content-Encoding": "gzip"}
-            return Response(look.packed(), headers=packed, media_type="application/json")
-        return Response(look.body(), headers=headers, media_type="application/json")
+        return _response(request, look.body(), "application/json")
 
     async def events(self, request: Request) -> Response:
         if self._streams >= _STREAMS:
@@ -385,14 +385,10 @@ def _hash_of(text: str) -> str:
 
 
 def _file(name: str, body: bytes) -> Callable[[Request], Any]:
-    packed = gzip.compress(body, 9, mtime=0)
     media_type = _TYPES[name.rpartition(".")[2]]
 
     async def answer(request: Request) -> Response:
-        headers = {"Vary": "Accept-Encoding", "Cache-Control": "no-cache"}
-        if _takes_gzip(request):
-            return Response(packed, headers={**headers, "Content-Encoding": "gzip"}, media_type=media_type)
-        return Response(body, headers=headers, media_type=media_type)
+        return _response(request, body, media_type, **{"Cache-Control": "no-cache"})
 
     return answer
 

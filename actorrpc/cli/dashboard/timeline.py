@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from actorrpc.flight_recorder import CALLED, EXECUTED, OWN, UNDER_WAY
-from actorrpc.observe.tracing.trace import Recording
+from actorrpc.flight_recorder import CALLED, EXECUTED
+from actorrpc.observe.tracing.trace import Record, Recording
 
 __all__ = ["SLICES", "share", "timeline"]
 
@@ -42,34 +42,23 @@ class _Slice:
 
     Attributes:
         process: the index of its worker in the list of workers that have answered.
-        came: for an execution, when the request was received; else ``begun``.
         execution: identifies an execution: the calling worker, the executing worker, and the call's number.
     """
 
     process: int
-    kind: int
-    is_under_way: bool
+    record: Record
     came: float
     begun: float
     ended: float
-    text: str
-    failed: bool = False
-    actor: str = ""
-    execution: tuple[str, str, int] = ("", "", 0)
+    execution: tuple[str, str, int | str]
     lane: int = 0
 
     @classmethod
-    def of(cls, process: int, recording: Recording, row: list[Any]) -> _Slice:
-        kind, offset, is_under_way = row[1], recording.offset, row[0] == UNDER_WAY
-        came, third, fourth = row[2] + offset, row[3] + offset, row[4]
-        if kind == EXECUTED:
-            execution = row[6], recording.worker, row[5]
-            ended = fourth + offset
-            return cls(process, kind, is_under_way, came, third, ended, row[8], row[10], row[11], execution)
-        if kind == CALLED:
-            execution = recording.worker, row[5], row[4]
-            return cls(process, kind, is_under_way, came, came, third, row[7], row[9], execution=execution)
-        return cls(process, kind, is_under_way, came, came, third, f"{row[4]} {row[5]}")
+    def of(cls, process: int, recording: Recording, record: Record) -> _Slice:
+        offset, whose = recording.offset, recording.worker
+        ends = (record.peer, whose) if record.kind == EXECUTED else (whose, record.peer)
+        came, begun, ended = record.came + offset, record.begun + offset, record.ended + offset
+        return cls(process, record, came, begun, ended, (*ends, record.id))
 
     @property
     def room(self) -> tuple[float, float]:
@@ -78,14 +67,15 @@ class _Slice:
 
     def track(self, known: set[str], actors: int) -> tuple[int, int, str]:
         """Return the sort key of its track; ``known``: the actors that have tracks of their own."""
-        if self.kind == CALLED:
-            return (self.process, 4, _OWN_CALLS) if self.text.startswith(OWN) else (self.process, 0, _CALLS)
-        if self.kind != EXECUTED:
+        record = self.record
+        if record.kind == CALLED:
+            return (self.process, 4, _OWN_CALLS) if record.is_internal else (self.process, 0, _CALLS)
+        if record.kind != EXECUTED:
             return self.process, 3, _NOTES
-        if not self.actor and self.text.startswith(OWN):
+        if record.is_internal:
             return self.process, 5, _OWN_FUNCTIONS
-        if self.actor in known:
-            return self.process, 1, self.actor or _FUNCTIONS
+        if record.actor in known:
+            return self.process, 1, record.actor or _FUNCTIONS
         return self.process, 2, f"{actors - _ACTORS} other actors"
 
 
@@ -104,31 +94,31 @@ def timeline(recordings: Iterable[Recording], seconds: float, most: int = SLICES
     """
     found = list(recordings)
     there = [each for each in found if not each.why]
-    last = max((_ended(row) + each.offset for each in there for row in each.records), default=0.0)
+    last = max((record.ended + each.offset for each in there for record in each.records), default=0.0)
     for each in there:
         each.since(last - seconds)
-    slices = [_Slice.of(process, each, row) for process, each in enumerate(there) for row in each.records]
+    slices = [_Slice.of(number, each, record) for number, each in enumerate(there) for record in each.records]
     slices.sort(key=lambda each: each.ended)
     left_out = max(0, len(slices) - most)
     slices = slices[left_out:]
     lanes = _placed(slices, len(there))
     slices.sort(key=lambda each: each.room)
-    zero = min((each.came for each in slices if not each.is_under_way), default=last)
-    under_way = min((each.came for each in slices if each.is_under_way), default=last)
+    zero = min((each.came for each in slices if not each.record.is_under_way), default=last)
+    under_way = min((each.came for each in slices if each.record.is_under_way), default=last)
     zero = min(zero, max(under_way, last - seconds))
     texts: dict[str, int] = {}  # text -> its index
-    executions = {each.execution: place for place, each in enumerate(slices) if each.kind == EXECUTED}
+    executions = {each.execution: place for place, each in enumerate(slices) if each.record.kind == EXECUTED}
     rows = [
         [
             each.lane,
-            each.kind,
+            each.record.kind,
             _us(each.begun - zero),
             _us(max(each.begun, each.ended) - zero),
-            texts.setdefault(each.text[:_TEXT], len(texts)),
-            int(each.failed),
+            texts.setdefault(each.record.name[:_TEXT], len(texts)),
+            int(each.record.failed),
             _us(max(0.0, each.begun - each.came)),
-            executions.get(each.execution, -1) if each.kind == CALLED else -1,
-            int(each.is_under_way),
+            executions.get(each.execution, -1) if each.record.kind == CALLED else -1,
+            int(each.record.is_under_way),
         ]
         for each in slices
     ]
@@ -154,16 +144,12 @@ def _us(seconds: float) -> int:
     return round(1e6 * seconds)
 
 
-def _ended(row: list[Any]) -> float:
-    return float(row[4] if row[1] == EXECUTED else row[3])
-
-
 def _placed(slices: list[_Slice], processes: int) -> list[list[Any]]:
     """Put each slice into a lane; return the lanes."""
     counts: list[Counter[str]] = [Counter() for _ in range(processes)]
     for each in slices:
-        if each.kind == EXECUTED:
-            counts[each.process][each.actor] += 1
+        if each.record.kind == EXECUTED:
+            counts[each.process][each.record.actor] += 1
     known = [{actor for actor, _ in count.most_common(_ACTORS)} for count in counts]
     tracks: dict[tuple[int, int, str], list[_Slice]] = {}
     for each in slices:

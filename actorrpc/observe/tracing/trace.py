@@ -17,25 +17,105 @@ import itertools
 import json
 import math
 import os
-import tempfile
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+from actorrpc.errors import RpcError
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, OWN, UNDER_WAY, method_of
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.tracing.torch_profiles import TorchProfile, joined
 
-__all__ = ["CLOCK", "Recording", "TraceSummary", "check_path", "compare_clocks", "events_of", "write"]
+__all__ = ["Recording", "TraceSummary", "check_path", "compare_clocks", "events_of", "write"]
 
-#: the begin of a question for records that only reads the clock: no record has so high a number
-CLOCK: Final = {"records": 1 << 62}
-
+_CLOCK: Final = {"records": 1 << 62}  # asks for no record, but for the time: no record has so high a number
 _WAIT_S: Final = 20e-6  # a shorter time in a mailbox is not shown
 _COUNT_S: Final = 100e-6  # the shortest time between two values of a counter
 _THIN_S: Final = 1e-6  # the length of the slices at which the arrows of overlapping calls begin and end
 _CLOCK_TRIES: Final = 7  # questions for comparing clocks, of which the fastest answer is used
 _LINE: Final = 2000  # events that are converted to JSON together
+
+
+_SHAPES: Final[dict[int, tuple[type | tuple[type, ...], ...]]] = {
+    CALLED: (int, int, float, float, int, str, int, str, int, bool, bool, int, int),
+    EXECUTED: (int, int, float, float, float, int, str, int, str, int, bool, str),
+    NOTED: (int, int, float, float, str, str, int),
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """A record of a flight recorder (:mod:`actorrpc.flight_recorder`): a call, an execution or a note.
+
+    Attributes:
+        kind: ``CALLED``, ``EXECUTED`` or ``NOTED``.
+        came: for an execution, when the request was received; else ``begun``.
+        name: the method; for a note, its kind and its text.
+        id: identifies a call among the calls of its caller; for a note, its kind.
+        peer: the worker that is called, or that calls.
+        is_under_way: it has not ended; ``ended`` is then the time of the query.
+        waits: a thread waits for the call.
+    """
+
+    number: int
+    kind: int
+    came: float
+    begun: float
+    ended: float
+    name: str
+    thread: int
+    id: int | str
+    peer: str = ""
+    chain: int = 0
+    failed: bool = False
+    actor: str = ""
+    waits: bool = False
+    sent: int = 0
+    received: int = 0
+
+    @classmethod
+    def of(cls, row: object) -> Record | None:
+        """Return a record that a worker has sent; None if it is not valid."""
+        if not isinstance(row, list) or len(row) < 2 or type(row[1]) is not int:
+            return None
+        shape = _SHAPES.get(row[1])
+        if shape is None or len(row) != len(shape) or not all(map(isinstance, row, shape)):
+            return None
+        if not all(math.isfinite(each) for each in row if type(each) is float):
+            return None
+        number, kind, came = row[:3]
+        found: dict[str, Any] = {"number": number, "kind": kind, "came": came, "begun": came}
+        names: tuple[str, ...]
+        if kind == EXECUTED:
+            names = ("begun", "ended", "id", "peer", "chain", "name", "thread", "failed", "actor")
+        elif kind == CALLED:
+            names = ("ended", "id", "peer", "chain", "name", "thread", "failed", "waits", "sent", "received")
+        else:
+            names = ("ended", "id", "name", "thread")
+        found |= zip(names, row[3:], strict=True)
+        if kind == NOTED:
+            found["name"] = f"{found['id']} {found['name']}"
+        return cls(**found)
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.number == UNDER_WAY
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether it is an execution that is still in a mailbox."""
+        return self.kind == EXECUTED and self.is_under_way and self.begun == self.ended
+
+    @property
+    def is_internal(self) -> bool:
+        """Whether it belongs to a call that the package makes for itself."""
+        return self.kind != NOTED and not self.actor and self.name.startswith(OWN)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Identifies it on its worker; it is the same before and after its end."""
+        return self.kind, self.came, self.id
 
 
 @dataclass(slots=True, kw_only=True)
@@ -44,7 +124,7 @@ class Recording:
 
     Attributes:
         worker, pid: identify the worker.
-        records: records as :mod:`actorrpc.flight_recorder` describes them; those of unfinished calls are the last.
+        records: those of unfinished calls are the last.
         unseen: the number of unfinished calls that the worker has not sent.
         dropped: the number of older records, which were overwritten.
         threads: the names of threads by identifier.
@@ -56,7 +136,7 @@ class Recording:
 
     worker: str
     pid: int
-    records: list[list[Any]] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
     unseen: int = 0
     dropped: int = 0
     threads: dict[int, str] = field(default_factory=dict)
@@ -82,8 +162,8 @@ class Recording:
             return made
         if not recorder.get("on"):
             made.why = "its flight recorder is turned off (ACTORRPC_RECORDER)"
-        made.records = [each for each in rows if _is_record(each)]
-        made.dropped = made.records[-1][0] + 1 - len(made.records) if made.records else 0
+        made.records = [each for each in map(Record.of, rows) if each is not None]
+        made.dropped = made.records[-1].number + 1 - len(made.records) if made.records else 0
         made._add_under_way(found.get("under_way"), found.get("under_way_all"))
         kept = found.get("profiles")
         read = map(TorchProfile.read, joined(kept) if isinstance(kept, list) else ())
@@ -97,70 +177,51 @@ class Recording:
         if not isinstance(rows, list):
             return
         # A call that ended while the worker gathered its answer is in both lists.
-        over = set(map(_key, self.records))
-        new = [each for each in rows if _is_record(each) and each[0] == UNDER_WAY and _key(each) not in over]
-        self.records += new
+        over = {each.key for each in self.records}
+        new = [each for each in map(Record.of, rows) if each is not None and each.is_under_way]
+        self.records += [each for each in new if each.key not in over]
         self.unseen = max(0, number - len(rows)) if type(number) is int else 0
 
     def since(self, begun: float) -> None:
         """Remove records and events that ended before a time on the collector's clock."""
-        if not self.records or self._ended(self.records[0]) + self.offset < begun:
+        if not self.records or self.records[0].ended + self.offset < begun:
             self.dropped = 0  # the overwritten records ended before that time as well
-        self.records = [each for each in self.records if self._ended(each) + self.offset >= begun]
+        self.records = [each for each in self.records if each.ended + self.offset >= begun]
         self.profiles = [each.since(begun - self.offset) for each in self.profiles]
 
     def moments(self) -> Iterator[float]:
         """Yield the begins and ends of all records and profiles, on the worker's clock."""
-        for row in self.records:
-            yield row[2]
-            yield self._ended(row)
+        for record in self.records:
+            yield record.came
+            yield record.ended
         for profile in self.profiles:
             yield from profile.moments()
 
-    @staticmethod
-    def _ended(record: list[Any]) -> float:
-        return float(record[4] if record[1] == EXECUTED else record[3])
 
-
-def compare_clocks(ask: Callable[[], dict[str, Any]], now: Callable[[], float]) -> tuple[float, float | None]:
+def compare_clocks(
+    ask: Callable[[list[str], dict[str, int]], dict[str, Any]], now: Callable[[], float]
+) -> tuple[float, float | None]:
     """Return the offset to add to a worker's times to get times of the local clock, and its maximal error, both in seconds.
 
     The error is None if no question was answered. The offset is then 0, which means nothing.
 
     Args:
-        ask: sends the worker a question that begins at :data:`CLOCK`, and returns its answer.
+        ask: sends the worker a question for these parts, from these begins on, and returns its answer. If it raises OSError or
+            RpcError, the comparison ends.
         now: reads the local clock.
     """
     best: tuple[float, float | None] = (0.0, None)
     for _ in range(_CLOCK_TRIES):
         begun = now()
-        recorder = ask().get("recorder")
+        try:
+            recorder = ask(["records"], _CLOCK).get("recorder")
+        except (OSError, RpcError):
+            break
         ended = now()
         there = recorder.get("now") if isinstance(recorder, dict) else None
         if type(there) is float and (best[1] is None or (ended - begun) / 2 < best[1]):
             best = ((begun + ended) / 2 - there, (ended - begun) / 2)
     return best
-
-
-_SHAPES: Final[dict[int, tuple[type | tuple[type, ...], ...]]] = {
-    CALLED: (int, int, float, float, int, str, int, str, int, bool, bool, int, int),
-    EXECUTED: (int, int, float, float, float, int, str, int, str, int, bool, str),
-    NOTED: (int, int, float, float, str, str, int),
-}
-
-
-def _key(row: list[Any]) -> tuple[Any, ...]:
-    """Return a key that identifies a call, an execution or a note on its worker; it is the same before and after its end."""
-    return row[1], row[2], row[5] if row[1] == EXECUTED else row[4]
-
-
-def _is_record(row: object) -> bool:
-    if not isinstance(row, list) or len(row) < 2 or type(row[1]) is not int:
-        return False
-    shape = _SHAPES.get(row[1])
-    if shape is None or len(row) != len(shape) or not all(map(isinstance, row, shape)):
-        return False
-    return all(math.isfinite(each) for each in row if type(each) is float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,11 +283,10 @@ def write(path: str, recordings: Iterable[Recording]) -> TraceSummary:
     """
     counts: dict[str, Any] = {}
     path = os.fspath(path)
-    handle, temporary = tempfile.mkstemp(
-        prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(os.path.abspath(path))
-    )
+    folder, name = os.path.split(os.path.abspath(path))
+    temporary = os.path.join(folder, f".{name}.{secrets.token_hex(8)}")
     try:
-        with open(handle, "w", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
             comma = ""
             events = events_of(recordings, counts)
@@ -235,21 +295,12 @@ def write(path: str, recordings: Iterable[Recording]) -> TraceSummary:
                 comma = ",\n"
             summary = TraceSummary(path=path, **counts)
             file.write(f'\n],"otherData":{json.dumps(asdict(summary))}}}\n')
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
     return summary
-
-
-def _umask() -> int:
-    with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        for line in file:
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    return 0o077
 
 
 def events_of(
@@ -264,7 +315,7 @@ def events_of(
     there = [each for each in found if not each.why]
     moments = [moment + each.offset for each in there for moment in each.moments()]
     begun = min(moments, default=0.0)
-    executions: dict[tuple[str, str, int], tuple[int, int, float, float | None]] = {}
+    executions: dict[tuple[str, str, int | str], tuple[_Process, Record]] = {}
     numbers = itertools.count(1)
     pids = _pids(found)
     numbered = [(each, pid) for each, pid in zip(found, pids, strict=True) if not each.why]
@@ -275,29 +326,23 @@ def events_of(
     for each, pid in numbered:
         process = _Process(each, pid, begun)
         yield from process.names()
-        for row in each.records:
-            if row[1] == EXECUTED:
+        for record in each.records:
+            if record.kind == EXECUTED:
                 totals["executions"] += 1
-                if _waits(row):
-                    continue
-                executions[row[6], each.worker, row[5]] = (
-                    pid,
-                    process.thread(row[9]),
-                    process.at(row[3]),
-                    None if row[0] == UNDER_WAY else process.at(row[4]),
-                )
+                if not record.is_queued:
+                    executions[record.peer, each.worker, record.id] = process, record
         yield from process.executions()
         yield from process.counters()
     for each, pid in numbered:
         process = _Process(each, pid, begun)
-        for row in each.records:
-            if row[1] == CALLED:
+        for record in each.records:
+            if record.kind == CALLED:
                 totals["calls"] += 1
-                other = executions.get((each.worker, row[5], row[4]))
+                other = executions.get((each.worker, record.peer, record.id))
                 totals["arrows"] += other is not None
-                yield from process.call(row, other, numbers)
-            elif row[1] == NOTED:
-                yield from process.note(row)
+                yield from process.call(record, other, numbers)
+            elif record.kind == NOTED:
+                yield from process.note(record)
     numbers_of_torch: dict[str, int] = {}
     for each, pid in numbered:
         for number, profile in enumerate(each.profiles):
@@ -314,7 +359,7 @@ def _counts_of(recordings: list[Recording]) -> dict[str, Any]:
         "profiles": sum(not profile.is_empty() for each in there for profile in each.profiles),
         "workers": len(there),
         "missing": {each.worker: each.why for each in recordings if each.why},
-        "unfinished": sum(row[0] == UNDER_WAY for each in there for row in each.records),
+        "unfinished": sum(record.is_under_way for each in there for record in each.records),
         "unseen": sum(each.unseen for each in there),
         "dropped": sum(each.dropped for each in there),
         "clock_error": max((each.error for each in there if each.error is not None), default=0.0),
@@ -335,21 +380,9 @@ def _pids(recordings: list[Recording]) -> list[int]:
     return found
 
 
-def _waits(row: list[Any]) -> bool:
-    """Return whether the call of an execution record is still queued."""
-    return bool(row[0] == UNDER_WAY and row[3] == row[4])
-
-
-def _is_internal(row: list[Any]) -> bool:
-    """Return whether a record belongs to a call that the package makes for itself."""
-    if row[1] == EXECUTED:
-        return not row[11] and row[8].startswith(OWN)
-    return bool(row[1] == CALLED and row[7].startswith(OWN))
-
-
-def _marked(number: int) -> tuple[str, dict[str, Any]]:
+def _marked(record: Record) -> tuple[str, dict[str, Any]]:
     """Return the additions to the name and to the arguments of an event, which mark an unfinished record."""
-    return (" (unfinished)", {"unfinished": True}) if number == UNDER_WAY else ("", {})
+    return (" (unfinished)", {"unfinished": True}) if record.is_under_way else ("", {})
 
 
 class _Process:
@@ -360,22 +393,22 @@ class _Process:
         self._pid = pid
         self._zero = begun - recording.offset
         internal: dict[int, bool] = {}  # whether a thread has run nothing but the package's own calls
-        for row in recording.records:
-            ident = row[9] if row[1] == EXECUTED else row[8] if row[1] == CALLED else row[6]
-            internal[ident] = internal.get(ident, True) and _is_internal(row)
+        for record in recording.records:
+            internal[record.thread] = internal.get(record.thread, True) and record.is_internal
         idents = sorted(internal, key=lambda ident: (internal[ident], ident))
         self._threads = {ident: number for number, ident in enumerate(idents, 1)}
 
-    def at(self, moment: float) -> float:
-        """Convert a time on the worker's clock to a time in the file: microseconds since the first event."""
-        return round(1e6 * (moment - self._zero), 3)
-
-    def thread(self, ident: int) -> int:
-        """Return the number of a thread in the file."""
-        return self._threads[ident]
-
     def _event(self, kind: str, name: str, moment: float, tid: int, **more: Any) -> dict[str, Any]:
-        return {"ph": kind, "name": name, "ts": self.at(moment), "pid": self._pid, "tid": tid, **more}
+        at = round(1e6 * (moment - self._zero), 3)
+        return {"ph": kind, "name": name, "ts": at, "pid": self._pid, "tid": tid, **more}
+
+    def _metadata(self, name: str, tid: int, /, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": name, "pid": self._pid, "tid": tid, "ts": 0, "args": args}
+
+    def arrow_end(self, kind: str, name: str, record: Record, moment: float, number: int) -> dict[str, Any]:
+        """Return one end of an arrow, at a time of a record: ``s``, where it begins, or ``f``."""
+        more = {"bp": "e"} if kind == "f" else {}
+        return self._event(kind, name, moment, self._threads[record.thread], id=number, cat="call", **more)
 
     def _slice(self, name: str, begun: float, ended: float, tid: int, **more: Any) -> dict[str, Any]:
         return self._event("X", name, begun, tid, dur=round(max(0.0, 1e6 * (ended - begun)), 3), **more)
@@ -393,14 +426,7 @@ class _Process:
 
     def _name(self) -> dict[str, Any]:
         text = f"{self._recording.worker} (pid {self._recording.pid})"
-        return {
-            "ph": "M",
-            "name": "process_name",
-            "pid": self._pid,
-            "tid": 0,
-            "ts": 0,
-            "args": {"name": text},
-        }
+        return self._metadata("process_name", 0, name=text)
 
     def names(self) -> Iterator[dict[str, Any]]:
         """Yield the names of the process and of its threads."""
@@ -408,61 +434,43 @@ class _Process:
         yield self._name()
         for ident, number in self._threads.items():
             name = here.threads.get(ident, "a thread that has ended") if ident else "on no thread"
-            yield {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": self._pid,
-                "tid": number,
-                "ts": 0,
-                "args": {"name": name},
-            }
-            yield {
-                "ph": "M",
-                "name": "thread_sort_index",
-                "pid": self._pid,
-                "tid": number,
-                "ts": 0,
-                "args": {"sort_index": number},
-            }
-        over = [row[2] for row in here.records if row[0] != UNDER_WAY]
+            yield self._metadata("thread_name", number, name=name)
+            yield self._metadata("thread_sort_index", number, sort_index=number)
+        over = [each.came for each in here.records if not each.is_under_way]
         if here.dropped and over:
             text = f"{here.dropped} records before this were overwritten"
             yield self._event("i", text, min(over), 0, s="p")
 
     def executions(self) -> Iterator[dict[str, Any]]:
         """Yield the executions of this worker, and their times in mailboxes."""
-        rows = sorted(
-            (row for row in self._recording.records if row[1] == EXECUTED), key=lambda row: (row[3], -row[4])
-        )
+        executions = [each for each in self._recording.records if each.kind == EXECUTED]
         open_until: dict[int, list[float]] = {}
-        for row in rows:
-            number, _, arrived, begun, ended, id, caller, chain, method, ident, failed, actor = row
-            tid = self.thread(ident)
-            name = f"{actor}.{method}" if actor else method
-            mark, unfinished = _marked(number)
-            if begun - arrived > _WAIT_S:
-                waits, key = f"{name} waits{mark if _waits(row) else ''}", f"m{self._pid}-{caller}-{id}"
-                more = {"caller": caller, **(unfinished if _waits(row) else {})}
-                yield from self._track(waits, "mailbox", key, arrived, begun, tid, **more)
-            if _waits(row):
+        for each in sorted(executions, key=lambda each: (each.begun, -each.ended)):
+            begun, ended, tid = each.begun, each.ended, self._threads[each.thread]
+            name = f"{each.actor}.{each.name}" if each.actor else each.name
+            key = f"{self._pid}-{each.peer}-{each.id}"
+            mark, unfinished = _marked(each)
+            if begun - each.came > _WAIT_S:
+                waits = f"{name} waits{mark if each.is_queued else ''}"
+                more = {"caller": each.peer, **(unfinished if each.is_queued else {})}
+                yield from self._track(waits, "mailbox", f"m{key}", each.came, begun, tid, **more)
+            if each.is_queued:
                 continue
             name += mark
             args = {
-                "caller": caller,
-                "failed": failed,
-                "execution": f"{chain:016x}",
-                "method": method_of(actor, method),
+                "caller": each.peer,
+                "failed": each.failed,
+                "execution": f"{each.chain:016x}",
+                "method": method_of(each.actor, each.name),
                 **unfinished,
             }
-            stack = open_until.setdefault(ident, [])
+            stack = open_until.setdefault(each.thread, [])
             while stack and stack[-1] <= begun:
                 stack.pop()
             if (
                 stack and ended > stack[-1]
             ):  # it overlaps another slice: a coroutine, or a call that another thread has answered
-                yield from self._track(
-                    name, "execution", f"x{self._pid}-{caller}-{id}", begun, ended, tid, **args
-                )
+                yield from self._track(name, "execution", f"x{key}", begun, ended, tid, **args)
                 for moment in (begun, ended):  # arrows need slices to begin and end at
                     yield self._slice(name, moment, moment + _THIN_S, tid, cat="execution", args=args)
             else:
@@ -472,10 +480,10 @@ class _Process:
     def counters(self) -> Iterator[dict[str, Any]]:
         """Yield the numbers of queued and of running calls over time."""
         steps: list[tuple[float, int, int]] = []
-        for row in self._recording.records:
-            if row[1] == EXECUTED:
-                changes = ((row[2], 1, 0), (row[3], -1, 1), (row[4], 0, -1))
-                steps += changes[: 1 if _waits(row) else 2 if row[0] == UNDER_WAY else 3]
+        for each in self._recording.records:
+            if each.kind == EXECUTED:
+                changes = ((each.came, 1, 0), (each.begun, -1, 1), (each.ended, 0, -1))
+                steps += changes[: 1 if each.is_queued else 2 if each.is_under_way else 3]
         steps.sort()
         waiting = running = 0
         shown = float("-inf")
@@ -488,59 +496,47 @@ class _Process:
             yield self._event("C", "calls", steps[-1][0], 0, args={"waiting": waiting, "running": running})
 
     def call(
-        self, row: list[Any], other: tuple[int, int, float, float | None] | None, numbers: Iterator[int]
+        self, record: Record, other: tuple[_Process, Record] | None, numbers: Iterator[int]
     ) -> Iterator[dict[str, Any]]:
         """Yield a call that this worker made, and the arrows to its execution and back.
 
         Args:
-            other: ``(pid, tid, begun, ended)`` of the execution, with the file's numbers and times; ``ended`` is None if it is
-                unfinished. None if there is no record of the execution.
+            other: the execution and its process; None if there is no record of the execution.
             numbers: provides ids for arrows.
         """
-        number, _, made, answered, id, callee, _, method, ident, failed, waits, sent, received = row
-        tid = self.thread(ident)
-        mark, unfinished = _marked(number)
-        args = {"worker": callee, "failed": failed, "bytes_out": sent, "bytes_in": received, **unfinished}
-        name = f"call {method}{mark}"
-        if waits:
-            yield self._slice(name, made, answered, tid, cat="call", args=args)
+        begun, ended, tid = record.begun, record.ended, self._threads[record.thread]
+        mark, unfinished = _marked(record)
+        args = {"worker": record.peer, "failed": record.failed, "bytes_out": record.sent}
+        args |= {"bytes_in": record.received, **unfinished}
+        name = f"call {record.name}{mark}"
+        if record.waits:
+            yield self._slice(name, begun, ended, tid, cat="call", args=args)
         else:
-            key = f"c{self._pid}-{callee}-{id}"
-            cat = "internal call" if _is_internal(row) else "call"
-            yield from self._track(name, cat, key, made, answered, tid, **args)
-            yield self._slice(name, made, made + _THIN_S, tid, cat="call", args=args)
+            key = f"c{self._pid}-{record.peer}-{record.id}"
+            cat = "internal call" if record.is_internal else "call"
+            yield from self._track(name, cat, key, begun, ended, tid, **args)
+            yield self._slice(name, begun, begun + _THIN_S, tid, cat="call", args=args)
             if not unfinished:
-                yield self._slice(f"answer {method}", answered, answered + _THIN_S, tid, cat="call")
+                yield self._slice(f"answer {record.name}", ended, ended + _THIN_S, tid, cat="call")
         if other is None:
             return
-        pid, there, begun, ended = other
+        process, execution = other
         forth, back = next(numbers), next(numbers)
-        more = {"cat": "call", "bp": "e"}
-        yield self._event("s", "call", made, tid, id=forth, cat="call")
-        yield {"ph": "f", "name": "call", "ts": begun, "pid": pid, "tid": there, "id": forth, **more}
-        if ended is None or unfinished:
-            return
-        yield {
-            "ph": "s",
-            "name": "answer",
-            "ts": ended,
-            "pid": pid,
-            "tid": there,
-            "id": back,
-            "cat": "call",
-        }
-        yield self._event(
-            "f", "answer", max(made, answered - 1e-9) if waits else answered, tid, id=back, **more
-        )
+        yield self.arrow_end("s", "call", record, begun, forth)
+        yield process.arrow_end("f", "call", execution, execution.begun, forth)
+        if not (execution.is_under_way or unfinished):
+            yield process.arrow_end("s", "answer", execution, execution.ended, back)
+            # The end of a slice does not belong to it, so the arrow ends before that.
+            at = max(begun, ended - 1e-9) if record.waits else ended
+            yield self.arrow_end("f", "answer", record, at, back)
 
-    def note(self, row: list[Any]) -> Iterator[dict[str, Any]]:
+    def note(self, record: Record) -> Iterator[dict[str, Any]]:
         """Yield the events of a ``NOTED`` record."""
-        number, _, begun, ended, kind, what, ident = row
-        tid = self.thread(ident)
-        mark, unfinished = _marked(number)
-        name = f"{kind} {what}{mark}"
-        if kind == "stream":  # overlaps other events of its thread
-            key = f"n{self._pid}-{what if unfinished else number}"
-            yield from self._track(name, kind, key, begun, ended, tid, **unfinished)
+        tid = self._threads[record.thread]
+        mark, unfinished = _marked(record)
+        name = f"{record.name}{mark}"
+        if record.id == "stream":  # overlaps other events of its thread
+            key = f"n{self._pid}-{record.name if unfinished else record.number}"
+            yield from self._track(name, "stream", key, record.begun, record.ended, tid, **unfinished)
         else:
-            yield self._slice(name, begun, ended, tid, cat=kind, args=unfinished)
+            yield self._slice(name, record.begun, record.ended, tid, cat=str(record.id), args=unfinished)

@@ -21,7 +21,7 @@ from actorrpc.cli.views import trace_lines
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
 from actorrpc.observe import collect
 from actorrpc.observe.assemble import Silent
-from actorrpc.observe.tracing.trace import Recording, compare_clocks, events_of, write
+from actorrpc.observe.tracing.trace import Record, Recording, compare_clocks, events_of, write
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.limit(60)]
@@ -127,7 +127,7 @@ def test_the_stated_clock_error_bounds_the_true_error(
     """Even if the two directions have different delays, no arrow points backwards by more than the stated error."""
     clock, delays_of_messages = [100.0], iter(delays)
 
-    def ask() -> dict[str, Any]:
+    def ask(*_: object) -> dict[str, Any]:
         there, back = next(delays_of_messages)
         clock[0] += there
         found = {"recorder": {"now": clock[0] + ahead}}
@@ -146,7 +146,7 @@ def test_the_stated_clock_error_bounds_the_true_error(
 
 
 def test_a_worker_without_a_clock_is_reported_as_uncompared(tmp_path: Path) -> None:
-    offset, error = compare_clocks(lambda: {"recorder": {}}, lambda: 1.0)
+    offset, error = compare_clocks(lambda *_: {"recorder": {}}, lambda: 1.0)
     assert error is None
     path = tmp_path / "trace.json"
     made = _recording("w1", [_executed(0, 1.0, 1.0, 1.5, 1, "driver")], offset=offset, error=error)
@@ -248,7 +248,7 @@ def test_malformed_records_are_ignored() -> None:
         [*whole[:2], float("nan"), *whole[3:]],
     ]
     made = _recording("w1", rows)
-    assert made.records == [whole]
+    assert made.records == [Record.of(whole)]
     for answer in (
         {},
         {"records": [], "recorder": 1},
