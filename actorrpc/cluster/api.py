@@ -14,7 +14,6 @@ import dataclasses
 import difflib
 import importlib.util
 import os
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -26,7 +25,6 @@ from actorrpc._undo import undo_on_error
 from actorrpc.actors import context as context_module
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.actors.supervision.migration import hand_over
-from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import Worker, on_fork
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import driver_rpc
@@ -34,7 +32,7 @@ from actorrpc.cluster import join as join_module
 from actorrpc.cluster import page as page_module
 from actorrpc.cluster.driver import Cluster, Directory, Reception
 from actorrpc.cluster.join import JoinedResources, join
-from actorrpc.cluster.long_wait import LongWait, some
+from actorrpc.cluster.long_wait import some, wait_until
 from actorrpc.cluster.provisioners import ray
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine
 from actorrpc.cluster.provisioners.local import LocalCluster
@@ -52,6 +50,7 @@ from actorrpc.errors import (
 from actorrpc.futures import Future
 from actorrpc.group import group
 from actorrpc.group.group import Group
+from actorrpc.group.store import poll
 from actorrpc.rpc import api
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
 from actorrpc.validation import checks_of, integer, text
@@ -661,18 +660,23 @@ def scale(
         )
     there = cluster.scaled()
     for name in there[count:]:
-        drain(name, timeout=max(0.1, until - _time.now()))
+        drain(name, timeout=_left(until))
     if pooled and count > len(there):
-        engine.grow(count - len(there), max(0.1, until - _time.now()))  # type: ignore[attr-defined]
+        engine.grow(count - len(there), _left(until))  # type: ignore[attr-defined]
         return cluster.scaled()
     cpus = 1 if num_cpus is None else num_cpus
     spec = ProcessSpec(label="worker", num_cpus=cpus, num_gpus=num_gpus, labels=labels or {})
     started = [cluster.add_worker(spec) for _ in range(count - len(there))]
-    for future in started:  # the first failure is raised
-        future.add_done_callback(Future.acknowledge)
-    wait = LongWait(f"scale({count})", lambda: some(each.label for each in started if not each.done()))
     for future in started:
-        wait.future(future, until)
+        future.add_done_callback(Future.acknowledge)
+    wait_until(
+        lambda: any(each.error for each in started) or all(each.done() for each in started),
+        until,
+        f"scale({count})",
+        lambda: some(each.label for each in started if not each.done()),
+    )
+    for future in sorted(started, key=lambda each: each.error is None):
+        future.wait(_left(until))
     return cluster.scaled()
 
 
@@ -705,30 +709,25 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
     cluster.stop_placing(peer.name)
     try:
         _hand_over(cluster, peer, until)
-        while _runs(agent, peer, _left(until)) > 1:  # this query itself counts as one call
-            _pause(until)
-        cluster.let_go(peer.name)
-        while peer.state == "alive":
-            _pause(until)
+        # This query itself counts as one call.
+        ended = poll(lambda: int(agent.ask(peer, running, (), {}, _left(until))) <= 1, until, _LOOK_S)
+        if ended:
+            cluster.let_go(peer.name)
+            ended = poll(lambda: peer.state != "alive", until, _LOOK_S)
     except PeerDiedError:
         return
-    # Also of a query: the worker has no free thread to answer it, or cannot be reached.
-    except RpcTimeoutError:
+    except RpcTimeoutError:  # of the query: the worker has no free thread to answer it, or cannot be reached
+        ended = False
+    if not ended:
         raise RpcTimeoutError(
             f"drain of {peer.name!r}: its calls have not finished within {timeout:g} s; nothing new is placed there. "
             "Call drain() again to continue waiting",
             worker=peer.name,
-        ) from None
+        )
 
 
 def _left(until: float) -> float:
     return max(0.1, until - _time.now())
-
-
-def _pause(until: float) -> None:
-    if _time.now() >= until:
-        raise RpcTimeoutError("the time-out has passed")
-    time.sleep(_LOOK_S)
 
 
 def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
@@ -757,10 +756,6 @@ def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
             raise
         except RpcError:
             pass  # the worker with these supervisors has ended
-
-
-def _runs(agent: Agent, peer: Peer, limit: float) -> int:
-    return int(agent.ask(peer, running, (), {}, limit))
 
 
 def running() -> int:

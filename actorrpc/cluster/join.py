@@ -42,7 +42,7 @@ from actorrpc.cluster import driver_rpc, user_code
 from actorrpc.cluster.driver import VISITOR
 from actorrpc.cluster.driver_client import RemoteDirectory
 from actorrpc.cluster.gpus import Devices
-from actorrpc.cluster.long_wait import LongWait, some
+from actorrpc.cluster.long_wait import some, wait_until
 from actorrpc.cluster.worker_process import Member, enter
 from actorrpc.config import Settings, host_and_port
 from actorrpc.errors import (
@@ -232,10 +232,12 @@ class LaunchMeeting:
 
     def _get(self, name: str, what: str) -> str:
         key = self._prefix + name
-        wait = LongWait(
-            f"init() on rank {self._launch.rank}", lambda: f"rank 0, which has not announced {what} yet"
-        )
-        if not poll(wait.over(lambda: bool(self._store.check([key]))), self._deadline):
+        if not wait_until(
+            lambda: bool(self._store.check([key])),
+            self._deadline,
+            f"init() on rank {self._launch.rank}",
+            lambda: f"rank 0, which has not announced {what} yet",
+        ):
             raise RendezvousError(
                 f"rank 0 of {self._launch.launcher}'s {self._launch.size} has not announced {what} in time: has it called "
                 f"actorrpc.init(), and does it run? (met at {self._launch.master}:{self._launch.port})"
@@ -308,9 +310,10 @@ class LaunchMeeting:
             ranks = [each for each in range(1, count + 1) if not self._store.check([f"{key}/{each}"])]
             return f"{len(ranks)} of {count + 1} ranks to join: {some(ranks)}"
 
-        wait = LongWait("init() on rank 0", absent)
         try:
-            if not poll(wait.over(lambda: bool(self._store.add(key, 0) >= count)), deadline):
+            if not wait_until(
+                lambda: bool(self._store.add(key, 0) >= count), deadline, "init() on rank 0", absent
+            ):
                 raise RendezvousError(
                     f"only {self._store.add(key, 0) + 1} of {count + 1} ranks have joined within {timeout:g} s: have all called "
                     "actorrpc.init()?"
@@ -466,9 +469,10 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
             return False
         return True
 
-    wait = LongWait("joining", lambda: f"a driver to answer at {where}: {problem[0]}")
     try:
-        there = poll(wait.over(once), deadline, 0.25)
+        there = wait_until(
+            once, deadline, "joining", lambda: f"a driver to answer at {where}: {problem[0]}", 0.25
+        )
     except (ProtocolError, LimitError) as error:
         raise type(error)(f"cannot join the cluster at {where}: {error}") from error
     if not there:
@@ -574,7 +578,6 @@ def join(
         return enter(
             entered,
             directory,
-            driver,
             timeout=answer["timeout"],
             what=f"worker {own_name!r} of the cluster at {where}",
             namespace=answer["namespace"],

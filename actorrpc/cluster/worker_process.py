@@ -17,7 +17,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NoReturn
@@ -27,14 +27,13 @@ import torch
 from actorrpc._undo import undo_on_error
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer
-from actorrpc.cluster import driver_rpc, logs
-from actorrpc.cluster.driver_client import RemoteDirectory, RemoteSpawner
+from actorrpc.cluster import logs
+from actorrpc.cluster.driver_client import RemoteDirectory
 from actorrpc.cluster.exit import Leaver
 from actorrpc.config import Settings
-from actorrpc.errors import PeerDiedError, RpcError, ShutdownError
+from actorrpc.errors import PeerDiedError, ShutdownError
 from actorrpc.group import group
 from actorrpc.group.group import Group
 from actorrpc.rpc import api, rref
@@ -71,8 +70,7 @@ def main(job: dict[str, Any]) -> NoReturn:
 def _work(job: dict[str, Any]) -> None:
     _reseed()
     torch.set_num_threads(job["threads"])
-    driver = WorkerRecord.from_bytes(job["driver"])
-    directory = RemoteDirectory(driver)
+    directory = RemoteDirectory(WorkerRecord.from_bytes(job["driver"]))
     entered = group.enter(  # before the variables are set, so that its socket is in the driver's directory
         job["name"],
         job["rank"],
@@ -84,7 +82,6 @@ def _work(job: dict[str, Any]) -> None:
         member = enter(
             entered,
             directory,
-            driver,
             timeout=job["timeout"],
             what=f"a process of an actor ({job['name']!r}) in the embedded cluster",
             namespace=job["namespace"],
@@ -164,12 +161,11 @@ class Member:
 def enter(
     group: Group,
     directory: RemoteDirectory,
-    driver: WorkerRecord,
     *,
     timeout: float,
     what: str,
     namespace: str,
-    facts: Mapping[str, Any] | None = None,
+    facts: dict[str, Any] | None = None,
     dress: Callable[[], None] = lambda: None,
     limit: float = _JOIN_S,
 ) -> Member:
@@ -190,18 +186,18 @@ def enter(
     leavers: list[Leaver] = []
 
     def ready(worker: Worker) -> None:
-        leaver = worker.leaver = Leaver(agent, worker.references, lambda: _announce(agent, driver.name))
+        leaver = worker.leaver = Leaver(agent, worker.references, directory.announce_leaving)
         leavers.append(leaver)
 
         def ended(peer: Peer) -> None:
-            if peer.name == driver.name:
+            if peer.name == directory.driver.name:
                 if peer.state == "dead":
                     leaver.bereft = peer.cause or "it died"
                 leaver.leave(False)
 
         agent.on_peer_end.append(ended)
         if worker.actors is not None:
-            worker.actors.spawner = RemoteSpawner(agent, driver.name)
+            worker.actors.spawner = directory
 
     def stop(graceful: bool, _seconds: float) -> None:
         if graceful:
@@ -214,16 +210,5 @@ def enter(
         dress()
         api.install(lambda: group, timeout, what, namespace=namespace, ready=ready, stop=stop)
     with undo_on_error(partial(api.shutdown, False)):
-        told = (agent.record.to_bytes(),) if facts is None else (agent.record.to_bytes(), dict(facts))
-        agent.ask(agent.peer(driver.name), driver_rpc.ask, ("register", *told), {}, limit)
+        directory.register(facts, limit)
     return Member(agent, leavers[0])
-
-
-def _announce(agent: Agent, driver: str) -> None:
-    token = CURRENT.set(None)
-    try:
-        agent.ask(agent.peer(driver), driver_rpc.ask, ("leaving", agent.name), {}, _LEAVE_S)
-    except RpcError:
-        pass  # the driver has ended, or is very busy: this process ends all the same
-    finally:
-        CURRENT.reset(token)

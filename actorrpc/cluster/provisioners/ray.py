@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -27,7 +26,7 @@ from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver import Reception
-from actorrpc.cluster.long_wait import LongWait, some
+from actorrpc.cluster.long_wait import some, wait_until
 from actorrpc.cluster.provisioners.base import LaunchedEngine, LaunchRequest, Node
 from actorrpc.cluster.provisioners.ray_host import Host
 from actorrpc.cluster.provisioners.ray_link import STRATEGIES, Link, missing, package
@@ -179,18 +178,21 @@ class RayEngine(LaunchedEngine):
 
     def _await_room(self, count: int, strategy: str | None) -> None:
         """Wait until Ray has nodes for so many workers of the pool; do not wait for a Ray that was started here."""
-        until = time.monotonic() + (0.0 if self.link.alone else self._timeout)
-        told = False
-        while lacking := self._lacking(self._shape, count, strategy):
-            if time.monotonic() >= until:
-                raise PlacementError(
-                    f"Ray has no place for {count} workers: {lacking}. Add nodes to it, or ask for less; in total it has "
-                    f"{self.link.ray.cluster_resources()}"
-                )
-            if not told:
-                told = True
-                _log.warning("waiting for nodes to be added to Ray: %s", lacking)
-            time.sleep(min(_AGAIN_S, max(0.01, until - time.monotonic())))
+        lacking = ""
+
+        def has_room() -> bool:
+            nonlocal lacking
+            lacking = self._lacking(self._shape, count, strategy)
+            return not lacking
+
+        until = _time.now() + (0.0 if self.link.alone else self._timeout)
+        if not wait_until(
+            has_room, until, "the Ray engine", lambda: f"nodes to be added to Ray: {lacking}", _AGAIN_S
+        ):
+            raise PlacementError(
+                f"Ray has no place for {count} workers: {lacking}. Add nodes to it, or ask for less; in total it has "
+                f"{self.link.ray.cluster_resources()}"
+            )
 
     # -- starting ------------------------------------------------------------------------------------------
 
@@ -210,8 +212,9 @@ class RayEngine(LaunchedEngine):
         until = _time.now() + timeout
         names = self._more(count)
         absent: list[str] = []
-        wait = LongWait("the Ray engine", lambda: f"{some(absent)} to join {address}")
-        while absent := sorted(set(names) - {record.name for record in self._joined()}):
+
+        def all_joined() -> bool:
+            absent[:] = sorted(set(names) - {record.name for record in self._joined()})
             for name in absent:
                 if name in self._failed:
                     raise PeerDiedError(
@@ -219,15 +222,17 @@ class RayEngine(LaunchedEngine):
                         maybe_executed=False,
                         worker=name,
                     )
-            if _time.now() >= until:
-                raise RpcTimeoutError(
-                    f"{', '.join(absent)} of the Ray engine have not joined within {timeout:g} s. They wait for resources "
-                    f"(Ray has free: {self.link.ray.available_resources()}), or cannot reach {address}",
-                    maybe_executed=False,
-                    worker=absent[0],
-                )
-            wait.look()
-            time.sleep(_LOOK_S)
+            return not absent
+
+        if not wait_until(
+            all_joined, until, "the Ray engine", lambda: f"{some(absent)} to join {address}", _LOOK_S
+        ):
+            raise RpcTimeoutError(
+                f"{', '.join(absent)} of the Ray engine have not joined within {timeout:g} s. They wait for resources "
+                f"(Ray has free: {self.link.ray.available_resources()}), or cannot reach {address}",
+                maybe_executed=False,
+                worker=absent[0],
+            )
 
     def _more(self, count: int) -> list[str]:
         """Begin to start further workers of the pool; returns their names."""
