@@ -30,7 +30,7 @@ from actorrpc.agent.peers import Peer
 from actorrpc.cluster import driver_rpc
 from actorrpc.cluster import join as join_module
 from actorrpc.cluster import page as page_module
-from actorrpc.cluster.driver import Cluster, Directory, Reception
+from actorrpc.cluster.driver import Cluster, Reception
 from actorrpc.cluster.join import JoinedResources, join
 from actorrpc.cluster.long_wait import some, wait_until
 from actorrpc.cluster.provisioners import ray
@@ -49,7 +49,7 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future
 from actorrpc.group import group
-from actorrpc.group.group import Group
+from actorrpc.group.group import Group, MemberDirectory
 from actorrpc.group.store import poll
 from actorrpc.rpc import api
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
@@ -325,8 +325,8 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _Options) -> Cl
     """Make one cluster of the processes of a launcher."""
     meeting = join_module.meet(launched, options.join_timeout)
     if launched.rank == 0:
-        listen = join_module.show(join_module.own_address(launched.master), 0)
         with undo_on_error(meeting.close):
+            listen = join_module.show(join_module.own_address(launched.master), 0)
             driver = _Driver(options, listen, None, secret=meeting.secret, slots_first=True, waits=spmd)
             context = driver.start(ignore_reinit_error=False)
         with undo_on_error(meeting.close, partial(api.shutdown, False)):
@@ -398,7 +398,7 @@ class _Driver:
     ) -> None:
         self._slots_first = slots_first
         self._waits = waits
-        self._directory = Directory()
+        self._directory = MemberDirectory()
         self._worker: Worker | None = None
         with undo_on_error(partial(given.end, False, 0.0) if given is not None else bool):
             if given is not None and listen is None:

@@ -79,24 +79,29 @@ class Devices:
             )
         if num_gpus == 0:
             return []
-        share = min(num_gpus, 1.0)
-        count = max(1, int(num_gpus))
-        # Use the fullest device with enough room, so that whole devices stay free.
-        fitting = sorted((free, name) for name, free in table.items() if free >= share - _EPSILON)
-        if len(fitting) < count:
+        names = self._fitting(num_gpus)
+        if names is None:
             return None
-        names = [name for _, name in fitting[:count]]
+        share = min(num_gpus, 1.0)
         for name in names:
             table[name] -= share
         self._held[holder] = dict.fromkeys(names, share)
         return names
+
+    def _fitting(self, num_gpus: float) -> list[str] | None:
+        """Return the fullest devices with enough room, so that whole devices stay free; None if there are too few."""
+        count = max(1, int(num_gpus))
+        fitting = sorted(
+            (free, name) for name, free in self._table().items() if free >= min(num_gpus, 1.0) - _EPSILON
+        )
+        return None if len(fitting) < count else [name for _, name in fitting[:count]]
+
+    def has_room(self, num_gpus: float) -> bool:
+        """Say whether so many devices are free now."""
+        return num_gpus == 0 or self._fitting(num_gpus) is not None
 
     def give_back(self, holder: str) -> None:
         """Release the devices of a worker, if it has any."""
         table = self._table() if self._held else {}
         for name, share in self._held.pop(holder, {}).items():
             table[name] = min(1.0, table[name] + share)
-
-    def holders(self) -> list[str]:
-        """Return the workers that have devices."""
-        return sorted(self._held)

@@ -421,17 +421,11 @@ def _default_name() -> str:
     return f"{host}-{os.getpid()}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
-    """The process that answers at an address, and this host's address from which it is reached."""
-
-    name: str
-    incarnation: str
-    own: str
-
-
-def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) -> _Found:
+def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) -> tuple[str, str, str]:
     """Do a handshake with the process that listens at an address, and close the connection.
+
+    Returns:
+        Its name and incarnation, and this host's address from which it is reached.
 
     Raises:
         RendezvousError: there is no answer in time, or the answer is not a worker's.
@@ -440,7 +434,7 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
     where = show(host, port)
     tls = Tls.load(settings)
     problem: list[OSError] = []
-    found: list[_Found] = []
+    found: list[tuple[str, str, str]] = []
 
     def once() -> bool:
         limit = max(0.05, min(5.0, deadline - _time.now()))
@@ -459,7 +453,7 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
                     seals=settings.frame_integrity and tls is None,
                 )
                 result = shake_hands(sock, dialler, limit)
-                found.append(_Found(result.peer_name, result.peer_incarnation, own_address))
+                found.append((result.peer_name, result.peer_incarnation, own_address))
         except ssl.SSLError as error:
             raise explain(error, f"the driver at {where}") from error
         except OSError as error:
@@ -484,18 +478,13 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
     return found[0]
 
 
-def _ask(
-    found: _Found, where: tuple[str, int], name: str, key: Key, settings: Settings, deadline: float
-) -> dict[str, Any]:
+def _ask(driver: WorkerRecord, name: str, key: Key, settings: Settings, deadline: float) -> dict[str, Any]:
     """Ask the driver whether this process may join under a name; return the answer.
 
     Raises:
         RendezvousError: it must not join, or the driver does not answer.
     """
-    shown, left = show(*where), max(0.1, deadline - _time.now())
-    driver = WorkerRecord(
-        name=found.name, rank=0, incarnation=found.incarnation, host="unknown", tcp=(where,)
-    )
+    shown, left = show(*driver.tcp[0]), max(0.1, deadline - _time.now())
     record = WorkerRecord(
         name=VISITOR + secrets.token_hex(8),
         rank=FIRST_VISITOR + secrets.randbits(29),
@@ -562,17 +551,20 @@ def join(
     deadline = _time.now() + seconds(timeout)
     found_key = find_key(host, port) if key is None else key
     here = Settings.from_environment(**(settings or {}))
-    found = _knock(host, port, found_key, here, deadline)
-    answer = _ask(found, (host, port), own_name, found_key, here, deadline)
+    driver_name, incarnation, own = _knock(host, port, found_key, here, deadline)
+    driver = WorkerRecord(
+        name=driver_name, rank=0, incarnation=incarnation, host="unknown", tcp=((host, port),)
+    )
+    answer = _ask(driver, own_name, found_key, here, deadline)
     driver = WorkerRecord.from_bytes(answer["driver"])
     # The address that has worked comes first: the advertised addresses may be for other hosts.
     tcp = tuple(dict.fromkeys(((host, port), *driver.tcp)))
     driver = dataclasses.replace(driver, tcp=tcp)
-    made = _settings(answer["settings"], found.own, settings or {})
+    made = _settings(answer["settings"], own, settings or {})
     user_code.use(answer["script"], answer["directory"])
     directory = RemoteDirectory(driver)
-    shown = made.advertise or found.own
-    facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, found.own}))
+    shown = made.advertise or own
+    facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, own}))
     entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)
     try:
         return enter(

@@ -154,24 +154,18 @@ def test_what_cannot_be_started_says_why(spec: dict[str, object], says: str) -> 
 
 
 def test_a_process_that_fails_on_its_way_says_why(tmp_path: Path) -> None:
-    # A directory that cannot be entered is found out in the child only.
-    closed = tmp_path / "closed"
-    closed.mkdir()
+    # The child finds that the directory was removed after the driver had checked it.
+    gone = tmp_path / "gone"
+    gone.mkdir()
     cluster().start(ProcessSpec(label="Warm")).wait(20)
-    until(lambda: engine().server is not None and engine().server.is_ready)  # type: ignore[union-attr]
-    message = []
-    original = engine()._prepare
-
-    def spoil(process: object) -> None:
-        original(process)  # type: ignore[arg-type]
-        process.message["directory"] = str(tmp_path / "gone")  # type: ignore[attr-defined]
-        message.append(process)
-
-    engine()._prepare = spoil  # type: ignore[method-assign]
+    server = engine().server
+    assert server is not None
+    os.kill(server.pid, signal.SIGSTOP)
     try:
-        future = cluster().start(ProcessSpec(label="Bad"))
+        future = cluster().start(ProcessSpec(label="Bad", working_dir=str(gone)))
+        gone.rmdir()
     finally:
-        engine()._prepare = original  # type: ignore[method-assign]
+        os.kill(server.pid, signal.SIGCONT)
     with pytest.raises(
         PeerDiedError, match=r"(?s)'Bad' could not be started.*exited with code 1.*FileNotFound"
     ):
