@@ -31,12 +31,12 @@ from actorrpc.cluster import driver_rpc
 from actorrpc.cluster import join as join_module
 from actorrpc.cluster import page as page_module
 from actorrpc.cluster.driver import Cluster, Reception
+from actorrpc.cluster.exit import Member
 from actorrpc.cluster.join import JoinedResources, join
 from actorrpc.cluster.long_wait import some, wait_until
 from actorrpc.cluster.provisioners import ray
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine
 from actorrpc.cluster.provisioners.local import LocalCluster
-from actorrpc.cluster.worker_process import Member
 from actorrpc.config import Settings
 from actorrpc.errors import (
     AuthenticationError,
@@ -341,10 +341,10 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _Options) -> Cl
         member.wait()
     finally:
         api.shutdown(False)
-    if member.leaver.bereft:
+    if member.bereft:
         # With 0, a launcher would consider the job finished on this host, and restart only the other hosts.
         raise SystemExit(
-            f"worker {member.agent.name!r} ends: rank 0, its driver at {where}, has died: {member.leaver.bereft}"
+            f"worker {member.agent.name!r} ends: rank 0, its driver at {where}, has died: {member.bereft}"
         )
     raise SystemExit(0)
 

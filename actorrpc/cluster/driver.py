@@ -26,7 +26,7 @@ from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, SharedSl
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import user_code
-from actorrpc.cluster.exit import leave, leave_when_idle
+from actorrpc.cluster.exit import leave
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest
 from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable, lacking, needs_of, totals_of
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, ShutdownError
@@ -332,7 +332,7 @@ class Cluster:
         if self.directory.resolve(worker) is None:
             self.engine.give_up(worker)
         else:
-            self.agent.submit(partial(self._ask, worker, leave_when_idle, lambda _: self._end_soon(worker)))
+            self.agent.submit(partial(self._ask_to_leave, worker, True, lambda _: self._end_soon(worker)))
 
     def kill(self, worker: str) -> None:
         """End a process at once, with the processes that it has started. Ignores workers that joined by themselves."""
@@ -572,8 +572,8 @@ class Cluster:
 
     # -- ends --------------------------------------------------------------------------------------------------
 
-    def _ask(
-        self, worker: str, what: Callable[[], None], failed: Callable[[Future[None]], object] = lambda _: None
+    def _ask_to_leave(
+        self, worker: str, when_idle: bool, failed: Callable[[Future[None]], object] = lambda _: None
     ) -> None:
         """Ask a worker to leave. Runs on the pool."""
         asked: Future[None] = Future()
@@ -585,14 +585,14 @@ class Cluster:
 
         asked.add_done_callback(answered)
         try:
-            self.agent.call(self.agent.peer(worker), what, (), {}, _LEAVE_S, future=asked)
+            self.agent.call(self.agent.peer(worker), leave, (when_idle,), {}, _LEAVE_S, future=asked)
             self.agent.flush()
         except RpcError as error:
             asked.try_fail(error)
 
     def let_go(self, worker: str) -> None:
         """Ask a worker to leave now."""
-        self.agent.submit(partial(self._ask, worker, leave))
+        self.agent.submit(partial(self._ask_to_leave, worker, False))
 
     def begin_end(self, graceful: bool) -> None:
         """Called before anything else ends: serve the workers of a launcher until they have left; then the time-out begins."""

@@ -41,9 +41,10 @@ from actorrpc.agent.agent import Agent
 from actorrpc.cluster import driver_rpc, user_code
 from actorrpc.cluster.driver import VISITOR
 from actorrpc.cluster.driver_client import RemoteDirectory
+from actorrpc.cluster.exit import Member
 from actorrpc.cluster.gpus import Devices
 from actorrpc.cluster.long_wait import some, wait_until
-from actorrpc.cluster.worker_process import Member, enter
+from actorrpc.cluster.worker_process import enter
 from actorrpc.config import Settings, host_and_port
 from actorrpc.errors import (
     AuthenticationError,
@@ -621,7 +622,7 @@ def serve(
         early.append(number)
         if not members:
             raise SystemExit(0)
-        members[0].leaver.leave()
+        members[0].leave()
 
     before: dict[int, Any] = {}
     if signals and threading.current_thread() is threading.main_thread():
@@ -633,7 +634,7 @@ def serve(
         sys.stderr.write(f"worker {member.agent.name!r} has joined {address}\n")
         sys.stderr.flush()
         if early:
-            member.leaver.leave()
+            member.leave()
         member.wait()
     finally:
         api.shutdown(False)

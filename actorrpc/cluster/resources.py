@@ -162,10 +162,8 @@ def node_id() -> str:
     here = socket.gethostname()
     own = current_worker()
     name = "" if own is None else own.agent.name
-    for each in found:
-        if name in each["names"]:
-            return id_of(each["names"])
-    for each in found:
-        if here in each["names"]:
-            return id_of(each["names"])
+    for known_as in (name, here):
+        for each in found:
+            if known_as in each["names"]:
+                return id_of(each["names"])
     return id_of(found[0]["names"]) if found else id_of([here])

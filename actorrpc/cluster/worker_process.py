@@ -18,7 +18,6 @@ import random
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -26,12 +25,11 @@ import torch
 
 from actorrpc._undo import undo_on_error
 from actorrpc.actors.host.actor import HostedActor
-from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import logs
 from actorrpc.cluster.driver_client import RemoteDirectory
-from actorrpc.cluster.exit import Leaver
+from actorrpc.cluster.exit import Member
 from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError, ShutdownError
 from actorrpc.group import group
@@ -40,7 +38,7 @@ from actorrpc.rpc import api, rref
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 
-__all__ = ["Member", "enter", "exit_process", "main"]
+__all__ = ["enter", "exit_process", "main"]
 
 
 def main(job: dict[str, Any]) -> NoReturn:
@@ -137,25 +135,6 @@ def exit_process(code: int) -> NoReturn:
 
 
 _JOIN_S: Final = 30.0
-_LEAVE_S: Final = 4.0
-
-
-@dataclass(slots=True)
-class Member:
-    """This process as a member of a cluster.
-
-    Attributes:
-        agent: its agent.
-        leaver: decides when it ends.
-    """
-
-    agent: Agent
-    leaver: Leaver
-
-    def wait(self) -> None:
-        """Serve until it is released, the driver ends, or it leaves; then leave. Interruptible."""
-        self.leaver.wait()
-        api.shutdown(self.leaver.graceful, _LEAVE_S)
 
 
 def enter(
@@ -183,17 +162,17 @@ def enter(
     """
     agent = group.agent
     directory.attach(agent)
-    leavers: list[Leaver] = []
+    members: list[Member] = []
 
     def ready(worker: Worker) -> None:
-        leaver = worker.leaver = Leaver(agent, worker.references, directory.announce_leaving)
-        leavers.append(leaver)
+        member = worker.leaver = Member(agent, worker.references, directory.announce_leaving)
+        members.append(member)
 
         def ended(peer: Peer) -> None:
             if peer.name == directory.driver.name:
                 if peer.state == "dead":
-                    leaver.bereft = peer.cause or "it died"
-                leaver.leave(False)
+                    member.bereft = peer.cause or "it died"
+                member.leave(False)
 
         agent.on_peer_end.append(ended)
         if worker.actors is not None:
@@ -203,12 +182,12 @@ def enter(
         if graceful:
             references = rref.runtime()
             references.carry_out(references.table.delete_all_users())
-        for leaver in leavers:  # the user's code may have called shutdown()
-            leaver.leave(graceful)
+        for member in members:  # the user's code may have called shutdown()
+            member.leave(graceful)
 
     with undo_on_error(group.close):  # another group may be in force, in which case this one was not started
         dress()
         api.install(lambda: group, timeout, what, namespace=namespace, ready=ready, stop=stop)
     with undo_on_error(partial(api.shutdown, False)):
         directory.register(facts, limit)
-    return Member(agent, leavers[0])
+    return members[0]

@@ -17,6 +17,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -49,21 +50,27 @@ _TEXT: Final = 400
 _BESIDE: Final = ("CPU", "GPU", "memory", "object_store_memory")
 
 
+@dataclass(slots=True, eq=False)
 class _Hosted:
-    """One worker's Ray actor."""
+    """One worker's Ray actor.
 
-    __slots__ = ("actor", "bundle", "heard", "name", "node", "order", "pooled", "stopped", "waiting")
+    Attributes:
+        node: the id of its node, if it was added later to a strict pool.
+        heard: how often Ray has reported that it cannot reach the process.
+    """
 
-    def __init__(self, order: LaunchRequest, pooled: bool) -> None:
-        self.name = order.name
-        self.order = order
-        self.pooled = pooled
-        self.actor: Any = None
-        self.waiting: Any = None
-        self.bundle: int | None = None
-        self.node = ""  # its node, if it was added later to a strict pool
-        self.stopped = False
-        self.heard = 0  # how often Ray has reported that it cannot reach the process
+    order: LaunchRequest
+    pooled: bool
+    actor: Any = None
+    waiting: Any = None
+    bundle: int | None = None
+    node: str = ""
+    stopped: bool = False
+    heard: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.order.name
 
 
 class RayEngine(LaunchedEngine):
