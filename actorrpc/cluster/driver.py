@@ -452,7 +452,7 @@ class Cluster:
                     name=record.name,
                     rank=record.rank,
                     hosts=frozenset(str(each) for each in facts["hosts"]),
-                    totals=totals_of(facts["num_cpus"], facts["num_gpus"], facts["resources"]),
+                    totals=facts["totals"],
                     labels=dict(facts["labels"]),
                     scaled=isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool,
                 )

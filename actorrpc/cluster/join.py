@@ -44,6 +44,7 @@ from actorrpc.cluster.driver_client import RemoteDirectory
 from actorrpc.cluster.exit import Member
 from actorrpc.cluster.gpus import Devices
 from actorrpc.cluster.long_wait import some, wait_until
+from actorrpc.cluster.scheduler import totals_of
 from actorrpc.cluster.worker_process import enter
 from actorrpc.config import Settings, host_and_port
 from actorrpc.errors import (
@@ -408,13 +409,8 @@ class JoinedResources:
         """Return it in the form that is sent to the driver."""
         cpus = float(os.cpu_count() or 1) if self.num_cpus is None else float(self.num_cpus)
         gpus = float(Devices(None).total) if self.num_gpus is None else float(self.num_gpus)
-        return {
-            "hosts": hosts,
-            "num_cpus": cpus,
-            "num_gpus": gpus,
-            "resources": {name: float(amount) for name, amount in self.resources.items()},
-            "labels": dict(self.labels),
-        }
+        resources = {name: float(amount) for name, amount in self.resources.items()}
+        return {"hosts": hosts, "totals": totals_of(cpus, gpus, resources), "labels": dict(self.labels)}
 
 
 def _default_name() -> str:
@@ -422,11 +418,34 @@ def _default_name() -> str:
     return f"{host}-{os.getpid()}"
 
 
-def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) -> tuple[str, str, str]:
-    """Do a handshake with the process that listens at an address, and close the connection.
+def _greet(
+    host: str, port: int, key: Key, settings: Settings, tls: Tls | None, deadline: float
+) -> tuple[WorkerRecord, str]:
+    """Do one handshake; return as :func:`_knock`."""
+    plain = socket.create_connection((host, port), max(0.05, min(5.0, deadline - _time.now())))
+    own = str(plain.getsockname()[0])
+    limit = min(deadline, _time.now() + settings.handshake_timeout)
+    secured = None if tls is None else tls.dial(plain, limit)
+    sock: AnySocket = plain if secured is None else secured
+    with contextlib.closing(sock):
+        dialler = Dialler(
+            name=VISITOR + secrets.token_hex(4),
+            incarnation=new_incarnation(),
+            key=key.reveal(),
+            binding=b"" if secured is None else secured.binding,
+            seals=settings.frame_integrity and tls is None,
+        )
+        found = shake_hands(sock, dialler, limit)
+    tcp = ((host, port),)
+    name, incarnation = found.peer_name, found.peer_incarnation
+    return WorkerRecord(name=name, rank=0, incarnation=incarnation, host="unknown", tcp=tcp), own
+
+
+def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) -> tuple[WorkerRecord, str]:
+    """Do a handshake with the driver that listens at an address, and close the connection.
 
     Returns:
-        Its name and incarnation, and this host's address from which it is reached.
+        Its record, and this host's address from which it is reached.
 
     Raises:
         RendezvousError: there is no answer in time, or the answer is not a worker's.
@@ -435,26 +454,11 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
     where = show(host, port)
     tls = Tls.load(settings)
     problem: list[OSError] = []
-    found: list[tuple[str, str, str]] = []
+    found: list[tuple[WorkerRecord, str]] = []
 
     def once() -> bool:
-        limit = max(0.05, min(5.0, deadline - _time.now()))
         try:
-            plain = socket.create_connection((host, port), limit)
-            own_address = str(plain.getsockname()[0])
-            limit = min(deadline, _time.now() + settings.handshake_timeout)
-            secured = None if tls is None else tls.dial(plain, limit)
-            sock: AnySocket = plain if secured is None else secured
-            with contextlib.closing(sock):
-                dialler = Dialler(
-                    name=VISITOR + secrets.token_hex(4),
-                    incarnation=new_incarnation(),
-                    key=key.reveal(),
-                    binding=b"" if secured is None else secured.binding,
-                    seals=settings.frame_integrity and tls is None,
-                )
-                result = shake_hands(sock, dialler, limit)
-                found.append((result.peer_name, result.peer_incarnation, own_address))
+            found.append(_greet(host, port, key, settings, tls, deadline))
         except ssl.SSLError as error:
             raise explain(error, f"the driver at {where}") from error
         except OSError as error:
@@ -552,10 +556,7 @@ def join(
     deadline = _time.now() + seconds(timeout)
     found_key = find_key(host, port) if key is None else key
     here = Settings.from_environment(**(settings or {}))
-    driver_name, incarnation, own = _knock(host, port, found_key, here, deadline)
-    driver = WorkerRecord(
-        name=driver_name, rank=0, incarnation=incarnation, host="unknown", tcp=((host, port),)
-    )
+    driver, own = _knock(host, port, found_key, here, deadline)
     answer = _ask(driver, own_name, found_key, here, deadline)
     driver = WorkerRecord.from_bytes(answer["driver"])
     # The address that has worked comes first: the advertised addresses may be for other hosts.
