@@ -106,9 +106,8 @@ class RemoteDirectory(MemberDirectory):
 
     def announce_leaving(self) -> None:
         """Tell the driver that this worker begins to leave by itself."""
-        with contextlib.suppress(
-            RpcError
-        ):  # the driver has ended, or is very busy: this process ends all the same
+        # If this fails, the driver has ended, or is very busy: this process ends all the same.
+        with contextlib.suppress(RpcError):
             self._ask("leaving", self._own.name, limit=_LEAVE_S)
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
