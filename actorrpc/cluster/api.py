@@ -14,7 +14,6 @@ import dataclasses
 import difflib
 import importlib.util
 import os
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -26,19 +25,18 @@ from actorrpc._undo import undo_on_error
 from actorrpc.actors import context as context_module
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.actors.supervision.migration import hand_over
-from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import Worker, on_fork
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import driver_rpc
 from actorrpc.cluster import join as join_module
 from actorrpc.cluster import page as page_module
-from actorrpc.cluster.driver import Cluster, Directory, Reception
+from actorrpc.cluster.driver import Cluster, Reception
+from actorrpc.cluster.exit import Member
 from actorrpc.cluster.join import JoinedResources, join
-from actorrpc.cluster.long_wait import LongWait, some
+from actorrpc.cluster.long_wait import some, wait_until
 from actorrpc.cluster.provisioners import ray
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine
 from actorrpc.cluster.provisioners.local import LocalCluster
-from actorrpc.cluster.worker_process import Member
 from actorrpc.config import Settings
 from actorrpc.errors import (
     AuthenticationError,
@@ -51,7 +49,8 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future
 from actorrpc.group import group
-from actorrpc.group.group import Group
+from actorrpc.group.group import Group, MemberDirectory
+from actorrpc.group.store import poll
 from actorrpc.rpc import api
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
 from actorrpc.validation import checks_of, integer, text
@@ -184,62 +183,71 @@ def init(
         RpcError: this process is already in a cluster or group: actors can be used at once.
         OSError: the process from which workers are forked cannot be started.
     """
-    means = JoinedResources(
-        num_cpus=num_cpus, num_gpus=num_gpus, resources=resources or {}, labels=labels or {}
+    options = _Options(
+        means=JoinedResources(
+            num_cpus=num_cpus, num_gpus=num_gpus, resources=resources or {}, labels=labels or {}
+        ),
+        namespace=namespace,
+        log_to_driver=log_to_driver,
+        ignore_reinit_error=ignore_reinit_error,
+        name=name,
+        rpc_timeout=rpc_timeout,
+        join_timeout=join_timeout,
+        preload=_modules(preload),
+        settings=settings,
     )
-    if address is not None and isinstance(address, str) and address.startswith("ray"):
+    if isinstance(address, str) and address.startswith("ray"):
         if engine not in (None, "ray"):
             raise ConfigError(f"address={address!r} is for engine='ray', not {engine!r}")
         engine, engine_options = "ray", {**(engine_options or {}), "address": address}
         address = None
-    modules = _modules(preload)
     page = page_module.listens_at(dashboard)
     running = api.what()
     if running is not None:
         return _found_running(running, ignore_reinit_error)
     if address is not None:
-        _check_joins(address, page is not None, listen is not None or engine is not None, bool(modules))
-        _known(settings)
-        member = join(address, name=name, means=means, timeout=join_timeout, settings=settings)
-        return ClusterContext(member.agent.name, api.namespace(), owned=True, address=address)
-    given: dict[str, Any] = {
-        "namespace": namespace,
-        "log_to_driver": log_to_driver,
-        "name": name,
-        "rpc_timeout": rpc_timeout,
-        "preload": modules,
-    }
+        _check_joins(address, page is not None, listen is not None or engine is not None, bool(preload))
+        return _join(address, options)
     launched = join_module.of_environment() if listen is None and engine is None else None
     if launched is not None and launched.size > 1:
-        context = _launched(launched, spmd, means, join_timeout, settings, given)
+        context = _launched(launched, spmd, options)
         return _with_page(context, page if launched.rank == 0 else None)
     if spmd and launched is None:
         raise ConfigError(
             "spmd=True is for the ranks of a launcher (torchrun, srun, mpirun), and this process is not one: "
             f"{join_module.VARIABLES} are not set"
         )
-    booked = {
-        "log_to_driver": log_to_driver,
-        "num_cpus": num_cpus,
-        "num_gpus": num_gpus,
-        "resources": resources,
-    }
-    if modules and engine not in (None, "local"):
-        raise ConfigError(
-            f"preload= is for the processes that this driver forks, but engine={getattr(engine, 'name', engine)!r} starts "
-            "other processes: leave it out"
-        )
-    found = _engine(engine, engine_options or {}, booked, settings)
-    context = _drive(
-        listen,
-        found,
-        means,
-        slots_first=isinstance(found, LaunchedEngine) and found.num_workers > 0,
-        ignore_reinit_error=ignore_reinit_error,
-        settings=settings,
-        **given,
+    found = _engine(engine, engine_options or {}, options)
+    slots_first = isinstance(found, LaunchedEngine) and found.num_workers > 0
+    driver = _Driver(options, listen, found, slots_first=slots_first)
+    return _with_page(driver.start(options.ignore_reinit_error), page)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """Options of :func:`init` that apply however the cluster is started; ``means`` are the resources of this process."""
+
+    means: JoinedResources
+    namespace: str | None
+    log_to_driver: bool
+    ignore_reinit_error: bool
+    name: str | None
+    rpc_timeout: float
+    join_timeout: float
+    preload: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+def _join(address: str, options: _Options) -> ClusterContext:
+    _known(options.settings)
+    member = join(
+        address,
+        name=options.name,
+        means=options.means,
+        timeout=options.join_timeout,
+        settings=options.settings,
     )
-    return _with_page(context, page)
+    return ClusterContext(member.agent.name, api.namespace(), owned=True, address=address)
 
 
 def _check_joins(address: str, has_page: bool, drives: bool, preloads: bool) -> None:
@@ -259,34 +267,42 @@ def _check_joins(address: str, has_page: bool, drives: bool, preloads: bool) -> 
         raise ConfigError("address= joins a cluster: leave preload= to its driver")
 
 
-def _engine(
-    engine: Engine | str | None,
-    options: Mapping[str, Any],
-    booked: Mapping[str, Any],
-    settings: dict[str, Any],
-) -> Engine | None:
+def _engine(engine: Engine | str | None, given: Mapping[str, Any], options: _Options) -> Engine | None:
     """Return the engine of a name, or the engine itself; None for the embedded one.
 
     Args:
-        booked: further options of a named engine, unless they are None.
-        settings: options of :func:`init`; options that are not settings are removed and passed to a named engine.
+        given: the engine's options.
+        options: for a named engine, resources and keywords that are not settings are further options of the engine, and are
+            removed from the settings.
 
     Raises:
         ConfigError: the name is unknown, Ray is not installed, or the options cannot be used.
     """
     if engine is None or engine == "local":
-        if options:
-            raise ConfigError(f"the embedded engine takes no engine_options, not {', '.join(options)}")
+        if given:
+            raise ConfigError(f"the embedded engine takes no engine_options, not {', '.join(given)}")
         return None
+    if options.preload:
+        raise ConfigError(
+            f"preload= is for the processes that this driver forks, but engine={getattr(engine, 'name', engine)!r} starts "
+            "other processes: leave it out"
+        )
     if isinstance(engine, Engine):
         return engine
     if not isinstance(engine, str):
         raise WrongTypeError(f"engine must be a name or an Engine, not {engine!r}")
     if engine != "ray":
         raise ConfigError(f"there is no engine {engine!r}; there are: local, ray")
+    means, settings = options.means, options.settings
     own = {option: settings.pop(option) for option in list(settings) if option not in _SETTINGS}
-    given = {option: value for option, value in booked.items() if value is not None}
-    return ray.make(**{**given, **own, **options})
+    known = {
+        "log_to_driver": options.log_to_driver,
+        "num_cpus": means.num_cpus,
+        "num_gpus": means.num_gpus,
+        "resources": means.resources or None,
+    }
+    booked = {option: value for option, value in known.items() if value is not None}
+    return ray.make(**{**booked, **own, **given})
 
 
 def _with_page(context: ClusterContext, page: tuple[str, int] | None) -> ClusterContext:
@@ -305,71 +321,50 @@ def _found_running(running: str, ignore: bool) -> ClusterContext:
     return ClusterContext(api.get_worker_info().name, api.namespace(), owned=False)
 
 
-def _launched(
-    launched: join_module.Launch,
-    spmd: bool,
-    means: JoinedResources,
-    timeout: float,
-    settings: dict[str, Any],
-    given: dict[str, Any],
-) -> ClusterContext:
+def _launched(launched: join_module.Launch, spmd: bool, options: _Options) -> ClusterContext:
     """Make one cluster of the processes of a launcher."""
-    meeting = join_module.meet(launched, timeout)
+    meeting = join_module.meet(launched, options.join_timeout)
     if launched.rank == 0:
         with undo_on_error(meeting.close):
-            context = _drive(
-                join_module.show(join_module.own_address(launched.master), 0),
-                None,
-                means,
-                secret=meeting.secret,
-                slots_first=True,
-                waits=spmd,
-                ignore_reinit_error=False,
-                settings=settings,
-                **given,
-            )
+            listen = join_module.show(join_module.own_address(launched.master), 0)
+            driver = _Driver(options, listen, None, secret=meeting.secret, slots_first=True, waits=spmd)
+            context = driver.start(ignore_reinit_error=False)
         with undo_on_error(meeting.close, partial(api.shutdown, False)):
             meeting.announce(context.address)
-            meeting.wait_for(context.address, timeout)
+            meeting.wait_for(context.address, options.join_timeout)
         return context
-    _known(settings)
-    member, where = _join_rank_0(launched, meeting, means, timeout, settings, given["name"], serves=not spmd)
+    _known(options.settings)
+    member, where = _join_rank_0(launched, meeting, options, serves=not spmd)
     if spmd:
         return ClusterContext(member.agent.name, api.namespace(), owned=True, address=where)
     try:
         member.wait()
     finally:
         api.shutdown(False)
-    if member.leaver.bereft:
+    if member.bereft:
         # With 0, a launcher would consider the job finished on this host, and restart only the other hosts.
         raise SystemExit(
-            f"worker {member.agent.name!r} ends: rank 0, its driver at {where}, has died: {member.leaver.bereft}"
+            f"worker {member.agent.name!r} ends: rank 0, its driver at {where}, has died: {member.bereft}"
         )
     raise SystemExit(0)
 
 
 def _join_rank_0(
-    launched: join_module.Launch,
-    meeting: join_module.LaunchMeeting,
-    means: JoinedResources,
-    timeout: float,
-    settings: dict[str, Any],
-    name: str | None,
-    serves: bool,
+    launched: join_module.Launch, meeting: join_module.LaunchMeeting, options: _Options, serves: bool
 ) -> tuple[Member, str]:
     """Join the cluster of rank 0. An address that an earlier start of the job has left in the store fails; then try again."""
-    deadline = _time.now() + timeout
+    deadline = _time.now() + options.join_timeout
     while True:
         where = meeting.address()
         left = deadline - _time.now()
         try:
             member = join(
                 where,
-                name=launched.name if name is None else f"{name}-{launched.rank}",
-                means=means,
+                name=launched.name if options.name is None else f"{options.name}-{launched.rank}",
+                means=options.means,
                 key=Key.from_text(meeting.secret),
                 timeout=max(0.1, min(left, _TRY_S)),
-                settings=settings,
+                settings=options.settings,
                 serves=serves,
             )
         except (RendezvousError, AuthenticationError):
@@ -381,96 +376,120 @@ def _join_rank_0(
         return member, where
 
 
-def _drive(
-    listen: str | None,
-    given: Engine | None,
-    means: JoinedResources,
-    *,
-    namespace: str | None,
-    log_to_driver: bool,
-    ignore_reinit_error: bool,
-    name: str | None,
-    rpc_timeout: float,
-    settings: dict[str, Any],
-    preload: Sequence[str],
-    secret: str = "",
-    slots_first: bool = False,
-    waits: bool = False,
-) -> ClusterContext:
-    """Make this process the driver of a cluster.
+class _Driver:
+    """Makes this process the driver of a cluster, by the functions that :func:`api.install` calls.
 
     Args:
         listen: where others may join; None for this machine alone, or for the engine's address.
-        given: an engine; None for the embedded one. If this function fails, the engine is ended.
-        settings: options that are not parameters of :func:`init`.
+        given: an engine; None for the embedded one. If the start fails, the engine is ended.
         secret: the key, if it was agreed on before.
         slots_first, waits: as for :class:`~actorrpc.cluster.driver.Cluster`.
     """
-    with undo_on_error(partial(given.end, False, 0.0) if given is not None else bool):
-        if given is not None and listen is None:
-            # Prefer the engine's own address, if it has one.
-            listen = join_module.show(getattr(given, "host", join_module.own_address)(), 0)
-        made = _settings(settings, listen)
-        name = check_name("driver" if name is None else name)
-        timeout = check_timeout(rpc_timeout, "rpc_timeout")
-        namespace = text("namespace", namespace, none=True) or ""
-        if not secret and listen is not None:
-            secret = _given_secret(listen, given is None)
-        writes_key = listen is not None and not secret
-        secret = secret or join_module.new_secret()
-        engine = given or _embedded(means, log_to_driver, preload)
-    directory = Directory()
-    workers: list[Worker] = []
 
-    def make() -> Group:
+    def __init__(
+        self,
+        options: _Options,
+        listen: str | None,
+        given: Engine | None,
+        *,
+        secret: str = "",
+        slots_first: bool = False,
+        waits: bool = False,
+    ) -> None:
+        self._slots_first = slots_first
+        self._waits = waits
+        self._directory = MemberDirectory()
+        self._worker: Worker | None = None
+        with undo_on_error(partial(given.end, False, 0.0) if given is not None else bool):
+            if given is not None and listen is None:
+                # Prefer the engine's own address, if it has one.
+                listen = join_module.show(getattr(given, "host", join_module.own_address)(), 0)
+            self._settings = _settings(options.settings, listen)
+            self._name = check_name("driver" if options.name is None else options.name)
+            self._timeout = check_timeout(options.rpc_timeout, "rpc_timeout")
+            self._namespace = text("namespace", options.namespace, none=True) or ""
+            if not secret and listen is not None:
+                secret = _given_secret(listen, given is None)
+            self._writes_key = listen is not None and not secret
+            self._secret = secret or join_module.new_secret()
+            self._engine = given or _embedded(options)
+
+    def start(self, ignore_reinit_error: bool) -> ClusterContext:
+        """Bring the group, the cluster and the engine into force; if that fails, leave nothing running."""
+        is_local = isinstance(self._engine, LocalCluster)
+        what = "the driver of " + ("an embedded cluster" if is_local else f"a cluster ({self._engine.name})")
+        with undo_on_error(partial(self._engine.end, False, 0.0)):
+            try:
+                api.install(
+                    self._enter,
+                    self._timeout,
+                    what,
+                    namespace=self._namespace,
+                    ready=self._ready,
+                    stop=self._stop,
+                )
+            except RuntimeError:
+                running = api.what()  # another thread may have initialized RPC meanwhile
+                if running is None or self._worker is not None:
+                    raise
+                self._engine.end(False, 0.0)
+                return _found_running(running, ignore_reinit_error)
+            assert self._worker is not None
+            cluster: Cluster = self._worker.cluster
+            with undo_on_error(partial(api.shutdown, graceful=False)):
+                self._engine.open(cluster.reception, cluster.joined)
+        return ClusterContext(self._name, self._namespace, owned=True, address=cluster.reception.address)
+
+    def _enter(self) -> Group:
         keys.sweep()
-        return group.enter(name, 0, directory, settings=made, key=Key.from_text(secret))
-
-    def ready(worker: Worker) -> None:
-        workers.append(worker)
-        agent = worker.agent
-        directory.add(agent.record)
-        where = join_module.show(*agent.record.tcp[0]) if agent.record.tcp else ""
-        if where and writes_key:
-            path = join_module.write_secret(secret, agent.record.tcp[0][1])
-            api.before_the_end(lambda _graceful: keys.remove_file(path))
-        reception = Reception(
-            address=where,
-            secret=secret,
-            settings=dataclasses.asdict(_for_others(made, agent)),
-            namespace=namespace,
-            timeout=timeout,
+        return group.enter(
+            self._name, 0, self._directory, settings=self._settings, key=Key.from_text(self._secret)
         )
-        worker.cluster = Cluster(agent, directory, engine, reception, slots_first=slots_first, waits=waits)
+
+    def _ready(self, worker: Worker) -> None:
+        self._worker = worker
+        agent, settings = worker.agent, self._settings
+        self._directory.add(agent.record)
+        address = ""
+        if agent.record.tcp:
+            host, port = agent.record.tcp[0]
+            address = join_module.show(host, port)
+            # Each process has a port of its own.
+            settings = dataclasses.replace(settings, port=0, advertise=host)
+            if self._writes_key:
+                path = join_module.write_secret(self._secret, port)
+                api.before_the_end(lambda _graceful: keys.remove_file(path))
+        reception = Reception(
+            address=address,
+            secret=self._secret,
+            settings=dataclasses.asdict(settings),
+            namespace=self._namespace,
+            timeout=self._timeout,
+        )
+        worker.cluster = Cluster(
+            agent,
+            self._directory,
+            self._engine,
+            reception,
+            slots_first=self._slots_first,
+            waits=self._waits,
+        )
         api.before_the_end(worker.cluster.begin_end)
         if worker.actors is not None:
             worker.actors.spawner = worker.cluster
 
-    def stop(graceful: bool, seconds: float) -> None:
-        for worker in workers:
+    def _stop(self, graceful: bool, seconds: float) -> None:
+        worker = self._worker
+        if worker is not None:
             try:
                 if worker.cluster is not None:
                     worker.cluster.end(graceful, seconds)
             finally:
                 worker.cluster = None
 
-    what = "the driver of an embedded cluster" if given is None else f"the driver of a cluster ({given.name})"
-    with undo_on_error(partial(engine.end, False, 0.0)):
-        try:
-            api.install(make, timeout, what, namespace=namespace, ready=ready, stop=stop)
-        except RuntimeError:
-            running = api.what()  # another thread may have initialized RPC meanwhile
-            if running is None or workers:
-                raise
-            engine.end(False, 0.0)
-            return _found_running(running, ignore_reinit_error)
-        cluster: Cluster = workers[0].cluster
-        with undo_on_error(partial(api.shutdown, graceful=False)):
-            engine.open(cluster.reception, cluster.joined)
-    return ClusterContext(name, namespace, owned=True, address=cluster.reception.address)
 
-
-def _embedded(means: JoinedResources, log_to_driver: bool, preload: Sequence[str]) -> LocalCluster:
+def _embedded(options: _Options) -> LocalCluster:
+    means = options.means
     gpus = means.num_gpus
     if gpus is not None and gpus != int(gpus):
         raise ConfigError(f"num_gpus of the cluster must be a whole number, not {say(gpus, repr)}")
@@ -479,8 +498,8 @@ def _embedded(means: JoinedResources, log_to_driver: bool, preload: Sequence[str
         num_gpus=None if gpus is None else int(gpus),
         resources=means.resources,
         labels=means.labels,
-        log_to_driver=bool(log_to_driver),
-        preload=preload,
+        log_to_driver=bool(options.log_to_driver),
+        preload=options.preload,
     )
 
 
@@ -523,13 +542,6 @@ def _modules(preload: Sequence[str]) -> tuple[str, ...]:
         if found is None:
             raise ConfigError(f"preload: there is no module {name!r} that other processes could import")
     return tuple(preload)
-
-
-def _for_others(made: Settings, agent: Agent) -> Settings:
-    """Return the settings of the processes that the driver starts: each has a port of its own."""
-    if not agent.record.tcp:
-        return made
-    return dataclasses.replace(made, port=0, advertise=agent.record.tcp[0][0])
 
 
 def _known(given: dict[str, Any]) -> None:
@@ -648,18 +660,23 @@ def scale(
         )
     there = cluster.scaled()
     for name in there[count:]:
-        drain(name, timeout=max(0.1, until - _time.now()))
+        drain(name, timeout=_left(until))
     if pooled and count > len(there):
-        engine.grow(count - len(there), max(0.1, until - _time.now()))  # type: ignore[attr-defined]
+        engine.grow(count - len(there), _left(until))  # type: ignore[attr-defined]
         return cluster.scaled()
     cpus = 1 if num_cpus is None else num_cpus
     spec = ProcessSpec(label="worker", num_cpus=cpus, num_gpus=num_gpus, labels=labels or {})
     started = [cluster.add_worker(spec) for _ in range(count - len(there))]
-    for future in started:  # the first failure is raised
-        future.add_done_callback(Future.acknowledge)
-    wait = LongWait(f"scale({count})", lambda: some(each.label for each in started if not each.done()))
     for future in started:
-        wait.future(future, until)
+        future.add_done_callback(Future.acknowledge)
+    wait_until(
+        lambda: any(each.error for each in started) or all(each.done() for each in started),
+        until,
+        f"scale({count})",
+        lambda: some(each.label for each in started if not each.done()),
+    )
+    for future in sorted(started, key=lambda each: each.error is None):
+        future.wait(_left(until))
     return cluster.scaled()
 
 
@@ -692,30 +709,25 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
     cluster.stop_placing(peer.name)
     try:
         _hand_over(cluster, peer, until)
-        while _runs(agent, peer, _left(until)) > 1:  # this query itself counts as one call
-            _pause(until)
-        cluster.let_go(peer.name)
-        while peer.state == "alive":
-            _pause(until)
+        # This query itself counts as one call.
+        ended = poll(lambda: int(agent.ask(peer, running, (), {}, _left(until))) <= 1, until, _LOOK_S)
+        if ended:
+            cluster.let_go(peer.name)
+            ended = poll(lambda: peer.state != "alive", until, _LOOK_S)
     except PeerDiedError:
         return
-    # Also of a query: the worker has no free thread to answer it, or cannot be reached.
-    except RpcTimeoutError:
+    except RpcTimeoutError:  # of the query: the worker has no free thread to answer it, or cannot be reached
+        ended = False
+    if not ended:
         raise RpcTimeoutError(
             f"drain of {peer.name!r}: its calls have not finished within {timeout:g} s; nothing new is placed there. "
             "Call drain() again to continue waiting",
             worker=peer.name,
-        ) from None
+        )
 
 
 def _left(until: float) -> float:
     return max(0.1, until - _time.now())
-
-
-def _pause(until: float) -> None:
-    if _time.now() >= until:
-        raise RpcTimeoutError("the time-out has passed")
-    time.sleep(_LOOK_S)
 
 
 def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
@@ -744,10 +756,6 @@ def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
             raise
         except RpcError:
             pass  # the worker with these supervisors has ended
-
-
-def _runs(agent: Agent, peer: Peer, limit: float) -> int:
-    return int(agent.ask(peer, running, (), {}, limit))
 
 
 def running() -> int:

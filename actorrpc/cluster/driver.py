@@ -21,11 +21,12 @@ from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc._undo import undo_on_error
+from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import user_code
-from actorrpc.cluster.exit import leave, leave_when_idle
+from actorrpc.cluster.exit import leave
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest
 from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable, lacking, needs_of, totals_of
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, ShutdownError
@@ -34,20 +35,7 @@ from actorrpc.group.group import MemberDirectory
 from actorrpc.wire import keys
 from actorrpc.wire.identity import MAX_NAME, WorkerInfo, WorkerRecord, check_name
 
-__all__ = ["VISITOR", "Cluster", "Directory", "Reception"]
-
-
-class Directory(MemberDirectory):
-    """The workers of the cluster, as the driver knows them. Ranks increase and are never reused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._ranks = itertools.count(1)  # the driver is 0
-
-    def new_rank(self) -> int:
-        """Return a rank that no worker has had."""
-        return next(self._ranks)
-
+__all__ = ["VISITOR", "Cluster", "Reception"]
 
 _log = logging.getLogger("actorrpc.cluster")
 VISITOR: Final = "joining-"
@@ -105,7 +93,7 @@ class Cluster:
     def __init__(
         self,
         agent: Agent,
-        directory: Directory,
+        directory: MemberDirectory,
         engine: Engine,
         reception: Reception,
         *,
@@ -126,6 +114,7 @@ class Cluster:
         self._wishes: list[_Wish] = []
         self._owners: dict[int, str] = {}
         self._count = itertools.count(1)
+        self._ranks = itertools.count(1)  # never reused; the driver is 0
         self._waits = waits
         self._end_by = 0.0  # deadline of the end if no time-out is given
         self._closing = False
@@ -143,10 +132,6 @@ class Cluster:
     def num_cpus(self) -> float:
         """How many processors there are for new processes, and so for tasks."""
         return max((each.num_cpus for each in self.engine.nodes()), default=1.0)
-
-    def specs(self) -> list[ProcessSpec]:
-        """Return the specs of the engine's processes."""
-        return [spec for spec, _ in list(self._started.values())]
 
     def resources(self) -> list[ResourceHolder]:
         """Return the resources of machines and workers and their bookings at present: a copy."""
@@ -180,7 +165,7 @@ class Cluster:
     def start(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
         """Start a process for one actor, wherever the engine puts it; the arguments are as for :meth:`spawn`."""
         label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 24] or "worker"
-        rank = self.directory.new_rank() if self.is_local else -1
+        rank = next(self._ranks) if self.is_local else -1
         name = f"{label}-{rank}" if self.is_local else f"{label}-{self.engine.name}-{next(self._count)}"
         self._started[name] = spec, creator or self.agent.name
         order = LaunchRequest(
@@ -224,8 +209,9 @@ class Cluster:
         Skips workers that are known to be dead: the supervisors of their actors may learn of the end before this cluster does,
         and request another place at once.
         """
+        may_start = spec.rank is not None or self.engine.has_room(spec)
         while True:
-            holder = self.book.choose(spec, self.slots_first)
+            holder = self.book.choose(spec, self.slots_first, may_start)
             if holder is None or holder.starts or self._is_alive(holder.name):
                 return holder
             self.book.workers.pop(holder.name, None)
@@ -254,6 +240,12 @@ class Cluster:
             ]
         (here,) = self.engine.nodes()
         holder = ResourceHolder.of_node(here, 0, ("CPU", "GPU"))
+        # Processes of tasks stay after their tasks.
+        specs = [spec for spec, _ in list(self._started.values()) if spec.label != TASKS]
+        holder.used = {
+            "CPU": sum(spec.num_cpus or 0.0 for spec in specs),
+            "GPU": sum(spec.num_gpus or 0.0 for spec in specs),
+        }
         bind = self.agent.settings.bind
         if bind and self.reception.address:
             holder.hosts |= {bind}
@@ -315,6 +307,10 @@ class Cluster:
                 self._wishes.remove(wish)
                 self._fail(wish, self._lacking(wish.spec, waited))
 
+    def _try_again(self) -> None:
+        if self._wishes:
+            self.agent.submit(self._try_all)
+
     def _try_all(self) -> None:
         """Place the waiting requests, as far as there is room now. On a pool thread."""
         with self._lock:
@@ -325,9 +321,9 @@ class Cluster:
         """Return the booking of an actor. Idempotent."""
         with self._lock:
             self._owners.pop(booking, None)
-            again = self.book.give_back(booking) and bool(self._wishes)
+            again = self.book.give_back(booking)
         if again:
-            self.agent.submit(self._try_all)
+            self._try_again()
 
     def release(self, worker: str) -> None:
         """Let a process end by itself, as soon as no value and no actor in it is referenced."""
@@ -336,7 +332,7 @@ class Cluster:
         if self.directory.resolve(worker) is None:
             self.engine.give_up(worker)
         else:
-            self.agent.submit(partial(self._ask, worker, leave_when_idle, lambda _: self._end_soon(worker)))
+            self.agent.submit(partial(self._ask_to_leave, worker, True, lambda _: self._end_soon(worker)))
 
     def kill(self, worker: str) -> None:
         """End a process at once, with the processes that it has started. Ignores workers that joined by themselves."""
@@ -421,7 +417,7 @@ class Cluster:
             self._reserved[name] = now + _RESERVED_S
         reception = self.reception
         return {
-            "rank": self.directory.new_rank(),
+            "rank": next(self._ranks),
             "driver": self.agent.record.to_bytes(),
             "settings": dict(reception.settings),
             "namespace": reception.namespace,
@@ -456,7 +452,7 @@ class Cluster:
                     name=record.name,
                     rank=record.rank,
                     hosts=frozenset(str(each) for each in facts["hosts"]),
-                    totals=totals_of(facts["num_cpus"], facts["num_gpus"], facts["resources"]),
+                    totals=facts["totals"],
                     labels=dict(facts["labels"]),
                     scaled=isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool,
                 )
@@ -473,7 +469,7 @@ class Cluster:
                 self.engine.register(record)
         if facts is not None:
             _log.info("worker %r (rank %d) has joined", record.name, record.rank)
-            self.agent.submit(self._try_all)
+            self._try_again()
 
     def _peer_ended(self, peer: Peer) -> None:
         if peer.record.is_visitor:
@@ -494,9 +490,15 @@ class Cluster:
             self._drop(record)
         self._started.pop(worker, None)
         self._end_creations(worker, report.exit_code == 0)
+        self._try_again()  # there may be devices for others now
 
     def _end_creations(self, creator: str, gently: bool = False) -> None:
-        """End the processes that an ended worker had requested, because their actors have no supervisor now."""
+        """End what an ended worker had requested, because its actors have no supervisor now."""
+        with self._lock:
+            for wish in [each for each in self._wishes if each.creator == creator]:
+                self._wishes.remove(wish)
+                wish.timer.cancel()
+                self._fail(wish, ShutdownError(f"worker {creator!r} has ended", maybe_executed=False))
         for name in [name for name, (_, by) in list(self._started.items()) if by == creator]:
             if gently:
                 self.release(name)  # it may be about to end by itself: give it some seconds
@@ -518,8 +520,7 @@ class Cluster:
                     del self._owners[booking]
                     self.book.give_back(booking)
             self._gone.set()
-            if self._wishes:
-                self.agent.submit(self._try_all)
+        self._try_again()
 
     def joined(self) -> list[WorkerRecord]:
         """Return the records of all workers but the driver, by rank."""
@@ -553,10 +554,11 @@ class Cluster:
                         labels=labels,
                         scaled=True,
                     )
-                self.agent.submit(self._try_all)
+                self._try_again()
             future.follow(done, submit=self.agent.submit)
 
-        start = self.start(replace(spec, labels={}))
+        request = self.spawn if self.is_local and spec.num_gpus else self.start
+        start = request(replace(spec, labels={}, own=True))
         future.label = start.label
         start.add_done_callback(started)
         return future
@@ -570,8 +572,8 @@ class Cluster:
 
     # -- ends --------------------------------------------------------------------------------------------------
 
-    def _ask(
-        self, worker: str, what: Callable[[], None], failed: Callable[[Future[None]], object] = lambda _: None
+    def _ask_to_leave(
+        self, worker: str, when_idle: bool, failed: Callable[[Future[None]], object] = lambda _: None
     ) -> None:
         """Ask a worker to leave. Runs on the pool."""
         asked: Future[None] = Future()
@@ -583,14 +585,14 @@ class Cluster:
 
         asked.add_done_callback(answered)
         try:
-            self.agent.call(self.agent.peer(worker), what, (), {}, _LEAVE_S, future=asked)
+            self.agent.call(self.agent.peer(worker), leave, (when_idle,), {}, _LEAVE_S, future=asked)
             self.agent.flush()
         except RpcError as error:
             asked.try_fail(error)
 
     def let_go(self, worker: str) -> None:
         """Ask a worker to leave now."""
-        self.agent.submit(partial(self._ask, worker, leave))
+        self.agent.submit(partial(self._ask_to_leave, worker, False))
 
     def begin_end(self, graceful: bool) -> None:
         """Called before anything else ends: serve the workers of a launcher until they have left; then the time-out begins."""

@@ -6,6 +6,8 @@ from the start.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Final
 
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
@@ -19,13 +21,31 @@ from actorrpc.group.group import MemberDirectory
 from actorrpc.serialization import exceptions
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 
-__all__ = ["RemoteDirectory", "RemoteSpawner"]
+__all__ = ["RemoteDirectory"]
 
 _ASK_S: Final = 30.0
+_LEAVE_S: Final = 4.0
+
+
+@contextlib.contextmanager
+def _detached() -> Iterator[None]:
+    """Make a request that does not belong to the call that is running here.
+
+    It is not cancelled with that call, because other threads use the answer as well, and is not counted as a wait of its method.
+    """
+    token = CURRENT.set(None)
+    runner, WAITING.runner = WAITING.runner, None
+    try:
+        yield
+    finally:
+        WAITING.runner = runner
+        CURRENT.reset(token)
 
 
 class RemoteDirectory(MemberDirectory):
-    """The workers of the cluster, according to the driver.
+    """The cluster according to the driver: its workers, and the :class:`~actorrpc.actors.spec.death_report.Spawner` of a worker.
+
+    Thread-safe. Spawner methods other than :meth:`check` do not block.
 
     Attributes:
         driver: the driver's record.
@@ -47,19 +67,48 @@ class RemoteDirectory(MemberDirectory):
         if peer.name != self.driver.name:
             self.remove(peer.record)
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        agent = self._agent
-        assert agent is not None
-        # Do not cancel the request with the call that is running here: other threads use the answer as well.
-        token = CURRENT.set(None)
-        # Do not count it as a wait of the method that is running here.
-        runner, WAITING.runner = WAITING.runner, None
+    @property
+    def _own(self) -> Agent:
+        assert self._agent is not None
+        return self._agent
+
+    def _ask(self, method: str, *arguments: Any, limit: float = _ASK_S) -> Any:
+        """Call a method of the driver's cluster, and wait for the answer."""
+        with _detached():
+            peer = self._own.peer(self.driver.name)
+            return self._own.ask(peer, driver_rpc.ask, (method, *arguments), {}, limit)
+
+    def _request(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method of the driver's cluster, and do not wait."""
+        future: Future[Any] = Future()
         try:
-            peer = agent.peer(self.driver.name)
-            return agent.ask(peer, driver_rpc.ask, (method, *arguments), {}, _ASK_S)
-        finally:
-            WAITING.runner = runner
-            CURRENT.reset(token)
+            with _detached():
+                peer = self._own.peer(self.driver.name)
+                self._own.call(peer, driver_rpc.ask, (method, *arguments), {}, 0.0, future=future)
+                self._own.flush()
+        except RpcError as error:
+            future.try_fail(error)
+        return future
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        # A failure means that the driver has ended, and all its processes with it.
+        self._request(method, *arguments).add_done_callback(Future.acknowledge)
+
+    # -- membership ------------------------------------------------------------------------------------------
+
+    def register(self, facts: dict[str, Any] | None, limit: float) -> None:
+        """Tell the driver that this worker has joined; the arguments are as for ``worker_process.enter``.
+
+        Raises:
+            RpcError: the driver refuses it, or does not answer.
+        """
+        self._ask("register", self._own.record.to_bytes(), facts, limit=limit)
+
+    def announce_leaving(self) -> None:
+        """Tell the driver that this worker begins to leave by itself."""
+        # If this fails, the driver has ended, or is very busy: this process ends all the same.
+        with contextlib.suppress(RpcError):
+            self._ask("leaving", self._own.name, limit=_LEAVE_S)
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
         """Return the record of a worker by name or rank; None if there is none.
@@ -83,34 +132,11 @@ class RemoteDirectory(MemberDirectory):
         """
         return [WorkerRecord.from_bytes(packed) for packed in self._ask("listing")]
 
-
-class RemoteSpawner:
-    """Starts and ends worker processes by asking the driver. Thread-safe; only :meth:`check` blocks."""
-
-    def __init__(self, agent: Agent, driver: str) -> None:
-        self._agent = agent
-        self._driver = driver
-
-    def _ask(self, method: str, *arguments: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        token = CURRENT.set(None)
-        try:
-            peer = self._agent.peer(self._driver)
-            self._agent.call(peer, driver_rpc.ask, (method, *arguments), {}, 0.0, future=future)
-            self._agent.flush()
-        except RpcError as error:
-            future.try_fail(error)
-        finally:
-            CURRENT.reset(token)
-        return future
-
-    def _tell(self, method: str, *arguments: Any) -> None:
-        # A failure means that the driver has ended, and all its processes with it.
-        self._ask(method, *arguments).add_done_callback(Future.acknowledge)
+    # -- Spawner -----------------------------------------------------------------------------------------------
 
     def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
         """Start a process; the future completes when it has joined the group, or fails with the reason."""
-        return self._ask("spawn", spec, self._agent.name)
+        return self._request("spawn", spec, self._own.name)
 
     def check(self, spec: ProcessSpec) -> None:
         """Ask whether there can be a place for an actor that requests a place, processors, devices or other resources.
@@ -121,7 +147,7 @@ class RemoteSpawner:
         if spec.wait_s or not (spec.is_picky or spec.num_cpus or spec.num_gpus):
             return
         try:
-            self._ask("check", spec).wait(_ASK_S)
+            self._request("check", spec).wait(_ASK_S)
         except PlacementError as error:
             raise exceptions.original(error) from None
         except RpcError:  # the driver has ended, or is too busy: making the actor will fail or succeed
@@ -141,8 +167,8 @@ class RemoteSpawner:
 
     def report(self, worker: str) -> Future[DeathReport]:
         """Return a future of the report on a process's end."""
-        return self._ask("report", worker)
+        return self._request("report", worker)
 
     def owns(self, worker: str) -> bool:
         """Say whether the cluster has started the worker: true for all but the driver."""
-        return worker != self._driver
+        return worker != self.driver.name

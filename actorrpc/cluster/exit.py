@@ -1,6 +1,6 @@
 """How a worker process of the cluster ends: the driver orders it, or it was released and no other process uses it.
 
-The main thread of a worker waits in :meth:`Leaver.wait`; all other code runs in other threads. There is no lock: the
+The main thread of a worker waits in :meth:`Member.wait`; all other code runs in other threads. There is no lock: the
 decision to leave is an assignment and an event.
 """
 
@@ -13,28 +13,31 @@ from typing import Final
 
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import current_worker
+from actorrpc.rpc import api
 from actorrpc.rpc.refcount.runtime import References
 
-__all__ = ["Leaver", "leave", "leave_when_idle"]
+__all__ = ["Member", "leave"]
 
 _FIRST_S: Final = 0.01
 _SLOWEST_S: Final = 0.25
+_LEAVE_S: Final = 4.0
 
 
-class Leaver:
-    """Decides when this process ends. Thread-safe.
+class Member:
+    """This process as a member of a cluster; decides when it ends. Thread-safe.
 
     Args:
-        agent, references: those of this process.
+        references: those of this process.
         announce: called before this process leaves by itself, in a pool thread.
 
     Attributes:
+        agent: its agent.
         graceful: whether the driver is alive, so that this process says goodbye to it.
         bereft: how the driver died, if this process ends for that reason; otherwise empty.
     """
 
     def __init__(self, agent: Agent, references: References, announce: Callable[[], None]) -> None:
-        self._agent = agent
+        self.agent = agent
         self._references = references
         self._announce = announce
         self._over = threading.Event()
@@ -43,8 +46,9 @@ class Leaver:
         self.bereft = ""
 
     def wait(self) -> None:
-        """Wait for the end. Interruptible."""
+        """Serve until it is released, the driver ends, or it leaves; then leave. Interruptible."""
         self._over.wait()
+        api.shutdown(self.graceful, _LEAVE_S)
 
     def leave(self, graceful: bool = True) -> None:
         """Make the main thread end this process."""
@@ -58,11 +62,11 @@ class Leaver:
             self._look(_FIRST_S, False)
 
     def _look(self, pause: float, was_idle: bool) -> None:
-        if self._over.is_set() or self._agent.closed_down:
+        if self._over.is_set() or self.agent.closed_down:
             return
         self._references.collect()
         counts = self._references.table.pending_counts()
-        busy = any(peer.running for peer in self._agent.peers())
+        busy = any(peer.running for peer in self.agent.peers())
         idle = not (busy or counts.owners or counts.children)
         if idle and was_idle:
             # Checked twice, because a message with a reference may have been between two tables the first time.
@@ -73,18 +77,11 @@ class Leaver:
             return
         pause = _FIRST_S if idle else min(2 * pause, _SLOWEST_S)
         again = partial(self._look, pause, idle)
-        self._agent.clock.after(pause, partial(self._agent.submit, again))
+        self.agent.clock.after(pause, partial(self.agent.submit, again))
 
 
-def leave() -> None:
-    """End this process. Called by RPC."""
+def leave(when_idle: bool = False) -> None:
+    """End this process, at once or as soon as no other process uses it. Called by RPC."""
     worker = current_worker()
     if worker is not None and worker.leaver is not None:
-        worker.leaver.leave()
-
-
-def leave_when_idle() -> None:
-    """End this process as soon as no other process uses it. Called by RPC."""
-    worker = current_worker()
-    if worker is not None and worker.leaver is not None:
-        worker.leaver.leave_when_idle()
+        (worker.leaver.leave_when_idle if when_idle else worker.leaver.leave)()

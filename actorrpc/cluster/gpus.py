@@ -7,28 +7,16 @@ exclusive. Pure bookkeeping: nothing is reserved in the device driver. Not threa
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from typing import Final
 
 import torch
 
 from actorrpc.errors import ConfigError
 
-__all__ = ["Devices", "check_count"]
+__all__ = ["Devices"]
 
 _EPSILON: Final = 1e-6
-
-
-def check_count(num_gpus: float) -> None:
-    """Check a number of devices for one process.
-
-    Raises:
-        ConfigError: it is neither a whole number nor a share between 0 and 1.
-    """
-    if num_gpus < 0 or (num_gpus > 1 and num_gpus != int(num_gpus)):
-        raise ConfigError(
-            f"num_gpus={num_gpus} cannot be given to a process: use a whole number of devices, or a share of "
-            "one (between 0 and 1)"
-        )
 
 
 class Devices:
@@ -40,7 +28,6 @@ class Devices:
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
-        self._free: dict[str, float] | None = None
         self._held: dict[str, dict[str, float]] = {}
 
     def _names(self) -> list[str]:
@@ -54,49 +41,55 @@ class Devices:
         count = torch.cuda.device_count() if self._limit is None else self._limit
         return [str(number) for number in range(count)]
 
-    def _table(self) -> dict[str, float]:
-        if self._free is None:
-            self._free = dict.fromkeys(self._names(), 1.0)
-        return self._free
+    @cached_property
+    def _free(self) -> dict[str, float]:
+        return dict.fromkeys(self._names(), 1.0)
 
     @property
     def total(self) -> int:
         """How many devices there are."""
-        return len(self._table())
+        return len(self._free)
 
     def take(self, holder: str, num_gpus: float) -> list[str] | None:
         """Assign devices to a worker; return their names, or None if not enough are free now.
 
         Raises:
-            ConfigError: there are not so many devices.
+            ConfigError: there are not so many devices, or the number is neither whole nor a share between 0 and 1.
         """
-        check_count(num_gpus)
-        table = self._table()
-        if num_gpus > len(table):
+        if num_gpus < 0 or (num_gpus > 1 and num_gpus != int(num_gpus)):
             raise ConfigError(
-                f"num_gpus={num_gpus:g} was asked for {holder!r}, but this cluster has {len(table)} CUDA devices. "
+                f"num_gpus={num_gpus} cannot be given to a process: use a whole number of devices, or a share of "
+                "one (between 0 and 1)"
+            )
+        if num_gpus > self.total:
+            raise ConfigError(
+                f"num_gpus={num_gpus:g} was asked for {holder!r}, but this cluster has {self.total} CUDA devices. "
                 "Ask for less, or check CUDA_VISIBLE_DEVICES and init(num_gpus=...)"
             )
         if num_gpus == 0:
             return []
-        share = min(num_gpus, 1.0)
-        count = max(1, int(num_gpus))
-        # Use the fullest device with enough room, so that whole devices stay free.
-        fitting = sorted((free, name) for name, free in table.items() if free >= share - _EPSILON)
-        if len(fitting) < count:
+        names = self._fitting(num_gpus)
+        if names is None:
             return None
-        names = [name for _, name in fitting[:count]]
+        share = min(num_gpus, 1.0)
         for name in names:
-            table[name] -= share
+            self._free[name] -= share
         self._held[holder] = dict.fromkeys(names, share)
         return names
 
+    def _fitting(self, num_gpus: float) -> list[str] | None:
+        """Return the fullest devices with enough room, so that whole devices stay free; None if there are too few."""
+        count = max(1, int(num_gpus))
+        fitting = sorted(
+            (free, name) for name, free in self._free.items() if free >= min(num_gpus, 1.0) - _EPSILON
+        )
+        return None if len(fitting) < count else [name for _, name in fitting[:count]]
+
+    def has_room(self, num_gpus: float) -> bool:
+        """Say whether so many devices are free now."""
+        return num_gpus == 0 or self._fitting(num_gpus) is not None
+
     def give_back(self, holder: str) -> None:
         """Release the devices of a worker, if it has any."""
-        table = self._table() if self._held else {}
         for name, share in self._held.pop(holder, {}).items():
-            table[name] = min(1.0, table[name] + share)
-
-    def holders(self) -> list[str]:
-        """Return the workers that have devices."""
-        return sorted(self._held)
+            self._free[name] = min(1.0, self._free[name] + share)

@@ -41,9 +41,11 @@ from actorrpc.agent.agent import Agent
 from actorrpc.cluster import driver_rpc, user_code
 from actorrpc.cluster.driver import VISITOR
 from actorrpc.cluster.driver_client import RemoteDirectory
+from actorrpc.cluster.exit import Member
 from actorrpc.cluster.gpus import Devices
-from actorrpc.cluster.long_wait import LongWait, some
-from actorrpc.cluster.worker_process import Member, enter
+from actorrpc.cluster.long_wait import some, wait_until
+from actorrpc.cluster.scheduler import totals_of
+from actorrpc.cluster.worker_process import enter
 from actorrpc.config import Settings, host_and_port
 from actorrpc.errors import (
     AuthenticationError,
@@ -232,10 +234,12 @@ class LaunchMeeting:
 
     def _get(self, name: str, what: str) -> str:
         key = self._prefix + name
-        wait = LongWait(
-            f"init() on rank {self._launch.rank}", lambda: f"rank 0, which has not announced {what} yet"
-        )
-        if not poll(wait.over(lambda: bool(self._store.check([key]))), self._deadline):
+        if not wait_until(
+            lambda: bool(self._store.check([key])),
+            self._deadline,
+            f"init() on rank {self._launch.rank}",
+            lambda: f"rank 0, which has not announced {what} yet",
+        ):
             raise RendezvousError(
                 f"rank 0 of {self._launch.launcher}'s {self._launch.size} has not announced {what} in time: has it called "
                 f"actorrpc.init(), and does it run? (met at {self._launch.master}:{self._launch.port})"
@@ -308,9 +312,10 @@ class LaunchMeeting:
             ranks = [each for each in range(1, count + 1) if not self._store.check([f"{key}/{each}"])]
             return f"{len(ranks)} of {count + 1} ranks to join: {some(ranks)}"
 
-        wait = LongWait("init() on rank 0", absent)
         try:
-            if not poll(wait.over(lambda: bool(self._store.add(key, 0) >= count)), deadline):
+            if not wait_until(
+                lambda: bool(self._store.add(key, 0) >= count), deadline, "init() on rank 0", absent
+            ):
                 raise RendezvousError(
                     f"only {self._store.add(key, 0) + 1} of {count + 1} ranks have joined within {timeout:g} s: have all called "
                     "actorrpc.init()?"
@@ -404,13 +409,8 @@ class JoinedResources:
         """Return it in the form that is sent to the driver."""
         cpus = float(os.cpu_count() or 1) if self.num_cpus is None else float(self.num_cpus)
         gpus = float(Devices(None).total) if self.num_gpus is None else float(self.num_gpus)
-        return {
-            "hosts": hosts,
-            "num_cpus": cpus,
-            "num_gpus": gpus,
-            "resources": {name: float(amount) for name, amount in self.resources.items()},
-            "labels": dict(self.labels),
-        }
+        resources = {name: float(amount) for name, amount in self.resources.items()}
+        return {"hosts": hosts, "totals": totals_of(cpus, gpus, resources), "labels": dict(self.labels)}
 
 
 def _default_name() -> str:
@@ -418,17 +418,34 @@ def _default_name() -> str:
     return f"{host}-{os.getpid()}"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
-    """The process that answers at an address, and this host's address from which it is reached."""
+def _greet(
+    host: str, port: int, key: Key, settings: Settings, tls: Tls | None, deadline: float
+) -> tuple[WorkerRecord, str]:
+    """Do one handshake; return as :func:`_knock`."""
+    plain = socket.create_connection((host, port), max(0.05, min(5.0, deadline - _time.now())))
+    own = str(plain.getsockname()[0])
+    limit = min(deadline, _time.now() + settings.handshake_timeout)
+    secured = None if tls is None else tls.dial(plain, limit)
+    sock: AnySocket = plain if secured is None else secured
+    with contextlib.closing(sock):
+        dialler = Dialler(
+            name=VISITOR + secrets.token_hex(4),
+            incarnation=new_incarnation(),
+            key=key.reveal(),
+            binding=b"" if secured is None else secured.binding,
+            seals=settings.frame_integrity and tls is None,
+        )
+        found = shake_hands(sock, dialler, limit)
+    tcp = ((host, port),)
+    name, incarnation = found.peer_name, found.peer_incarnation
+    return WorkerRecord(name=name, rank=0, incarnation=incarnation, host="unknown", tcp=tcp), own
 
-    name: str
-    incarnation: str
-    own: str
 
+def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) -> tuple[WorkerRecord, str]:
+    """Do a handshake with the driver that listens at an address, and close the connection.
 
-def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) -> _Found:
-    """Do a handshake with the process that listens at an address, and close the connection.
+    Returns:
+        Its record, and this host's address from which it is reached.
 
     Raises:
         RendezvousError: there is no answer in time, or the answer is not a worker's.
@@ -437,26 +454,11 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
     where = show(host, port)
     tls = Tls.load(settings)
     problem: list[OSError] = []
-    found: list[_Found] = []
+    found: list[tuple[WorkerRecord, str]] = []
 
     def once() -> bool:
-        limit = max(0.05, min(5.0, deadline - _time.now()))
         try:
-            plain = socket.create_connection((host, port), limit)
-            own_address = str(plain.getsockname()[0])
-            limit = min(deadline, _time.now() + settings.handshake_timeout)
-            secured = None if tls is None else tls.dial(plain, limit)
-            sock: AnySocket = plain if secured is None else secured
-            with contextlib.closing(sock):
-                dialler = Dialler(
-                    name=VISITOR + secrets.token_hex(4),
-                    incarnation=new_incarnation(),
-                    key=key.reveal(),
-                    binding=b"" if secured is None else secured.binding,
-                    seals=settings.frame_integrity and tls is None,
-                )
-                result = shake_hands(sock, dialler, limit)
-                found.append(_Found(result.peer_name, result.peer_incarnation, own_address))
+            found.append(_greet(host, port, key, settings, tls, deadline))
         except ssl.SSLError as error:
             raise explain(error, f"the driver at {where}") from error
         except OSError as error:
@@ -466,9 +468,10 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
             return False
         return True
 
-    wait = LongWait("joining", lambda: f"a driver to answer at {where}: {problem[0]}")
     try:
-        there = poll(wait.over(once), deadline, 0.25)
+        there = wait_until(
+            once, deadline, "joining", lambda: f"a driver to answer at {where}: {problem[0]}", 0.25
+        )
     except (ProtocolError, LimitError) as error:
         raise type(error)(f"cannot join the cluster at {where}: {error}") from error
     if not there:
@@ -480,18 +483,13 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
     return found[0]
 
 
-def _ask(
-    found: _Found, where: tuple[str, int], name: str, key: Key, settings: Settings, deadline: float
-) -> dict[str, Any]:
+def _ask(driver: WorkerRecord, name: str, key: Key, settings: Settings, deadline: float) -> dict[str, Any]:
     """Ask the driver whether this process may join under a name; return the answer.
 
     Raises:
         RendezvousError: it must not join, or the driver does not answer.
     """
-    shown, left = show(*where), max(0.1, deadline - _time.now())
-    driver = WorkerRecord(
-        name=found.name, rank=0, incarnation=found.incarnation, host="unknown", tcp=(where,)
-    )
+    shown, left = show(*driver.tcp[0]), max(0.1, deadline - _time.now())
     record = WorkerRecord(
         name=VISITOR + secrets.token_hex(8),
         rank=FIRST_VISITOR + secrets.randbits(29),
@@ -558,23 +556,22 @@ def join(
     deadline = _time.now() + seconds(timeout)
     found_key = find_key(host, port) if key is None else key
     here = Settings.from_environment(**(settings or {}))
-    found = _knock(host, port, found_key, here, deadline)
-    answer = _ask(found, (host, port), own_name, found_key, here, deadline)
+    driver, own = _knock(host, port, found_key, here, deadline)
+    answer = _ask(driver, own_name, found_key, here, deadline)
     driver = WorkerRecord.from_bytes(answer["driver"])
     # The address that has worked comes first: the advertised addresses may be for other hosts.
     tcp = tuple(dict.fromkeys(((host, port), *driver.tcp)))
     driver = dataclasses.replace(driver, tcp=tcp)
-    made = _settings(answer["settings"], found.own, settings or {})
+    made = _settings(answer["settings"], own, settings or {})
     user_code.use(answer["script"], answer["directory"])
     directory = RemoteDirectory(driver)
-    shown = made.advertise or found.own
-    facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, found.own}))
+    shown = made.advertise or own
+    facts = (means or JoinedResources()).facts(sorted({socket.gethostname(), shown, own}))
     entered = group.enter(own_name, answer["rank"], directory, settings=made, key=found_key, serves=serves)
     try:
         return enter(
             entered,
             directory,
-            driver,
             timeout=answer["timeout"],
             what=f"worker {own_name!r} of the cluster at {where}",
             namespace=answer["namespace"],
@@ -626,7 +623,7 @@ def serve(
         early.append(number)
         if not members:
             raise SystemExit(0)
-        members[0].leaver.leave()
+        members[0].leave()
 
     before: dict[int, Any] = {}
     if signals and threading.current_thread() is threading.main_thread():
@@ -638,7 +635,7 @@ def serve(
         sys.stderr.write(f"worker {member.agent.name!r} has joined {address}\n")
         sys.stderr.flush()
         if early:
-            member.leaver.leave()
+            member.leave()
         member.wait()
     finally:
         api.shutdown(False)

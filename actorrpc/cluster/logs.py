@@ -99,7 +99,7 @@ class Output:
         self.pid = pid
         self.tail: deque[str] = deque(maxlen=_TAIL)
         self.pipes = {stdout: _Pipe(self, False), stderr: _Pipe(self, True)}
-        self.ending: Callable[[], None] | None = None
+        self.ending: Callable[[], None] = lambda: None
         self.until = float("inf")
 
 
@@ -155,10 +155,9 @@ def _text(line: bytes, cut: int) -> str:
 class _Fold:
     """A line that was shown recently, and how often other processes have written it since."""
 
-    __slots__ = ("count", "due", "label", "last", "pid")
+    __slots__ = ("count", "due", "last", "pid")
 
-    def __init__(self, label: str, pid: int, due: float) -> None:
-        self.label = label
+    def __init__(self, pid: int, due: float) -> None:
         self.pid = pid
         self.due = due
         self.count = 0
@@ -333,8 +332,7 @@ class Logs:
                 self._write(pipe, pipe.last())
             self._unfold(float("inf"))
             for output in self._ending:
-                if output.ending is not None:
-                    output.ending()
+                output.ending()
         finally:
             for fd in list(self._pipes):
                 os.close(fd)
@@ -384,14 +382,10 @@ class Logs:
         for output in list(self._ending):
             if output.pipes and now < output.until:
                 continue
-            for (
-                pipe
-            ) in output.pipes.values():  # a child of the process still has the pipe: its lines are shown, too
+            for pipe in output.pipes.values():  # a child still has the pipe: its lines are shown, too
                 self._write(pipe, pipe.last())
             self._ending.remove(output)
-            done, output.ending = output.ending, None
-            if done is not None:
-                done()
+            output.ending()
 
     def _write(self, pipe: _Pipe, lines: list[tuple[str, str]]) -> None:
         output = pipe.output
@@ -421,7 +415,7 @@ class Logs:
                 del self._folds[key]  # inserted again at the end, so that the oldest come first
                 if fold.count:
                     shown.append(_repeated(key, fold))
-            self._folds[key] = _Fold(label, output.pid, now + _WINDOW_S)
+            self._folds[key] = _Fold(output.pid, now + _WINDOW_S)
             shown.append(_marked(label, output.pid, line))
         self._emit(pipe.is_error, shown)
 
@@ -454,5 +448,6 @@ def _marked(label: str, pid: int, line: str) -> str:
 
 
 def _repeated(key: tuple[bool, str, str], fold: _Fold) -> str:
-    line = key[2] if fold.count == 1 else f"{key[2]} [repeated {fold.count}x across processes]"
-    return _marked(fold.label, fold.last, line)
+    _, label, line = key
+    more = "" if fold.count == 1 else f" [repeated {fold.count}x across processes]"
+    return _marked(label, fold.last, line + more)

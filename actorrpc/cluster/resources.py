@@ -15,7 +15,6 @@ from typing import Any, Final, ParamSpec, TypeVar
 import psutil
 
 from actorrpc.actors.context import runtime
-from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.agent.context import current_worker
 from actorrpc.cluster import driver_rpc
 from actorrpc.cluster.driver import Cluster
@@ -65,21 +64,10 @@ def _book() -> list[dict[str, Any]]:
 
 def book(running: Cluster) -> list[dict[str, Any]]:
     """Return the machines of a cluster: names, total resources, free amounts. Called on the driver."""
-    taken: dict[str, float] = {}
-    if running.is_local:
-        for spec in running.specs():
-            if spec.label == TASKS:  # these processes stay after their tasks
-                continue
-            for name, amount in (("CPU", spec.num_cpus), ("GPU", spec.num_gpus)):
-                taken[name] = taken.get(name, 0.0) + float(amount or 0.0)
     found = []
     for holder in running.resources():
         total = {name: float(amount) for name, amount in holder.totals.items() if amount or name == "CPU"}
-        free = {name: max(0.0, holder.free(name)) for name in total}
-        if holder.starts:
-            for name, amount in taken.items():
-                if name in free:
-                    free[name] = max(0.0, total[name] - amount)
+        free = {name: holder.free(name) for name in total}
         names = sorted(holder.hosts) + ([holder.name] if holder.name else [])
         found.append({"names": names, "total": total, "free": free, "labels": dict(holder.labels)})
     return found
@@ -174,10 +162,8 @@ def node_id() -> str:
     here = socket.gethostname()
     own = current_worker()
     name = "" if own is None else own.agent.name
-    for each in found:
-        if name in each["names"]:
-            return id_of(each["names"])
-    for each in found:
-        if here in each["names"]:
-            return id_of(each["names"])
+    for known_as in (name, here):
+        for each in found:
+            if known_as in each["names"]:
+                return id_of(each["names"])
     return id_of(found[0]["names"]) if found else id_of([here])

@@ -40,8 +40,9 @@ class ResourceHolder:
 
     Attributes:
         hosts: the names and addresses that ``host=`` matches.
-        totals: its total resources; ``used``: the booked amounts.
+        totals: its total resources.
         unbooked: the names of amounts that the engine books, so that they are not booked here.
+        used: the amounts in use by the engine's processes, of names that the engine books.
         bookings: the booking of each of its actors.
         starts: it is a machine of an engine, where actors get processes of their own.
         scaled: it is a worker that the engine has started for several actors.
@@ -57,6 +58,7 @@ class ResourceHolder:
     scaled: bool = False
     draining: bool = False
     unbooked: frozenset[str] = frozenset()
+    used: Mapping[str, float] = field(default_factory=dict)
     bookings: dict[int, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
@@ -74,7 +76,10 @@ class ResourceHolder:
 
     def free(self, name: str) -> float:
         """Return the free amount of a resource."""
-        return self.totals.get(name, 0.0) - sum(each.get(name, 0.0) for each in self.bookings.values())
+        used = self.used.get(name)
+        if used is None:
+            used = sum(each.get(name, 0.0) for each in self.bookings.values())
+        return max(0.0, self.totals.get(name, 0.0) - used)
 
     def suits(self, spec: ProcessSpec) -> bool:
         """Say whether it could hold such an actor if all its resources were free."""
@@ -121,13 +126,16 @@ class ResourceTable:
         """Return the holders that suit an actor."""
         return [each for each in self.all() if not each.draining and each.suits(spec)]
 
-    def choose(self, spec: ProcessSpec, slots_first: bool) -> ResourceHolder | None:
+    def choose(self, spec: ProcessSpec, slots_first: bool, may_start: bool = True) -> ResourceHolder | None:
         """Return the holder for an actor; None if no holder has room.
 
         Args:
             slots_first: prefer existing workers to new processes.
+            may_start: whether the engine has room for a new process.
         """
-        found = [each for each in self.candidates(spec) if each.has_room(spec)]
+        found = [
+            each for each in self.candidates(spec) if each.has_room(spec) and (may_start or not each.starts)
+        ]
         if not found:
             return None
         if spec.spread:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 from actorrpc.serialization.by_value import modules
 
-__all__ = ["by_value", "directory", "fingerprint", "unwatch", "use", "watch"]
+__all__ = ["directory", "fingerprint", "unwatch", "use", "watch"]
 
 _OURS: Final = "actorrpc"
 
@@ -30,31 +30,26 @@ def directory() -> str | None:
     return os.path.dirname(os.path.realpath(path)) if isinstance(path, str) else None
 
 
-def fingerprint() -> tuple[str, int, int] | None:
-    """Return a fingerprint of the script's file: its path, size and time of change."""
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
-    if not isinstance(path, str):
-        return None
+def _mark(path: str) -> tuple[str, int, int] | None:
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return os.path.realpath(path), found.st_size, found.st_mtime_ns
+    return path, found.st_size, found.st_mtime_ns
 
 
-def use(mark: tuple[str, int, int] | list[object] | None, directory: str | None) -> None:
+def fingerprint() -> tuple[str, int, int] | None:
+    """Return a fingerprint of the script's file: its path, size and time of change."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    return _mark(os.path.realpath(path)) if isinstance(path, str) else None
+
+
+def use(mark: Sequence[Any] | None, directory: str | None) -> None:
     """Add the directory of the driver's script to ``sys.path``, if this host has the script with this fingerprint."""
     if directory is None or directory in sys.path:
         return
-    if mark is not None:
-        path, size, when = mark
-        try:
-            found = os.stat(str(path))
-        except OSError:
-            return
-        if (found.st_size, found.st_mtime_ns) != (size, when):
-            return
-    sys.path.append(directory)
+    if mark is None or _mark(str(mark[0])) == tuple(mark):
+        sys.path.append(directory)
 
 
 class _OurName(str):
@@ -67,15 +62,6 @@ def _register(name: str) -> None:
     """Send a module by value, imported or not; ``cloudpickle``'s own function only accepts imported modules."""
     # If the program has registered the name itself, this changes nothing, and the entry stays the program's.
     modules.add(_OurName(name))
-
-
-def by_value() -> None:
-    """Send the modules in the directory of the script that are imported already by value."""
-    place = directory()
-    for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        if place is not None and isinstance(path, str) and _is_the_programs(name, path, place):
-            _register(str(module.__name__))  # the name that cloudpickle looks up
 
 
 class _ModuleWatch(MetaPathFinder):
@@ -103,10 +89,14 @@ _watch: Final = _ModuleWatch()
 
 
 def watch() -> None:
-    """Do what :func:`by_value` does, also for all later imports. Idempotent."""
+    """Send the modules in the directory of the script by value: imported ones, and all later ones. Idempotent."""
     if _watch not in sys.meta_path:
         sys.meta_path.insert(0, _watch)
-    by_value()
+    place = directory()
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
+        if place is not None and isinstance(path, str) and _is_the_programs(name, path, place):
+            _register(str(module.__name__))  # the name that cloudpickle looks up
 
 
 def unwatch() -> None:

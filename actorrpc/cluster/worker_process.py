@@ -17,8 +17,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NoReturn
 
@@ -26,22 +25,20 @@ import torch
 
 from actorrpc._undo import undo_on_error
 from actorrpc.actors.host.actor import HostedActor
-from actorrpc.agent.agent import Agent
-from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer
-from actorrpc.cluster import driver_rpc, logs
-from actorrpc.cluster.driver_client import RemoteDirectory, RemoteSpawner
-from actorrpc.cluster.exit import Leaver
+from actorrpc.cluster import logs
+from actorrpc.cluster.driver_client import RemoteDirectory
+from actorrpc.cluster.exit import Member
 from actorrpc.config import Settings
-from actorrpc.errors import PeerDiedError, RpcError, ShutdownError
+from actorrpc.errors import PeerDiedError, ShutdownError
 from actorrpc.group import group
 from actorrpc.group.group import Group
 from actorrpc.rpc import api, rref
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 
-__all__ = ["Member", "enter", "exit_process", "main"]
+__all__ = ["enter", "exit_process", "main"]
 
 
 def main(job: dict[str, Any]) -> NoReturn:
@@ -71,8 +68,7 @@ def main(job: dict[str, Any]) -> NoReturn:
 def _work(job: dict[str, Any]) -> None:
     _reseed()
     torch.set_num_threads(job["threads"])
-    driver = WorkerRecord.from_bytes(job["driver"])
-    directory = RemoteDirectory(driver)
+    directory = RemoteDirectory(WorkerRecord.from_bytes(job["driver"]))
     entered = group.enter(  # before the variables are set, so that its socket is in the driver's directory
         job["name"],
         job["rank"],
@@ -84,7 +80,6 @@ def _work(job: dict[str, Any]) -> None:
         member = enter(
             entered,
             directory,
-            driver,
             timeout=job["timeout"],
             what=f"a process of an actor ({job['name']!r}) in the embedded cluster",
             namespace=job["namespace"],
@@ -140,36 +135,16 @@ def exit_process(code: int) -> NoReturn:
 
 
 _JOIN_S: Final = 30.0
-_LEAVE_S: Final = 4.0
-
-
-@dataclass(slots=True)
-class Member:
-    """This process as a member of a cluster.
-
-    Attributes:
-        agent: its agent.
-        leaver: decides when it ends.
-    """
-
-    agent: Agent
-    leaver: Leaver
-
-    def wait(self) -> None:
-        """Serve until it is released, the driver ends, or it leaves; then leave. Interruptible."""
-        self.leaver.wait()
-        api.shutdown(self.leaver.graceful, _LEAVE_S)
 
 
 def enter(
     group: Group,
     directory: RemoteDirectory,
-    driver: WorkerRecord,
     *,
     timeout: float,
     what: str,
     namespace: str,
-    facts: Mapping[str, Any] | None = None,
+    facts: dict[str, Any] | None = None,
     dress: Callable[[], None] = lambda: None,
     limit: float = _JOIN_S,
 ) -> Member:
@@ -187,43 +162,32 @@ def enter(
     """
     agent = group.agent
     directory.attach(agent)
-    leavers: list[Leaver] = []
+    members: list[Member] = []
 
     def ready(worker: Worker) -> None:
-        leaver = worker.leaver = Leaver(agent, worker.references, lambda: _announce(agent, driver.name))
-        leavers.append(leaver)
+        member = worker.leaver = Member(agent, worker.references, directory.announce_leaving)
+        members.append(member)
 
         def ended(peer: Peer) -> None:
-            if peer.name == driver.name:
+            if peer.name == directory.driver.name:
                 if peer.state == "dead":
-                    leaver.bereft = peer.cause or "it died"
-                leaver.leave(False)
+                    member.bereft = peer.cause or "it died"
+                member.leave(False)
 
         agent.on_peer_end.append(ended)
         if worker.actors is not None:
-            worker.actors.spawner = RemoteSpawner(agent, driver.name)
+            worker.actors.spawner = directory
 
     def stop(graceful: bool, _seconds: float) -> None:
         if graceful:
             references = rref.runtime()
             references.carry_out(references.table.delete_all_users())
-        for leaver in leavers:  # the user's code may have called shutdown()
-            leaver.leave(graceful)
+        for member in members:  # the user's code may have called shutdown()
+            member.leave(graceful)
 
     with undo_on_error(group.close):  # another group may be in force, in which case this one was not started
         dress()
         api.install(lambda: group, timeout, what, namespace=namespace, ready=ready, stop=stop)
     with undo_on_error(partial(api.shutdown, False)):
-        told = (agent.record.to_bytes(),) if facts is None else (agent.record.to_bytes(), dict(facts))
-        agent.ask(agent.peer(driver.name), driver_rpc.ask, ("register", *told), {}, limit)
-    return Member(agent, leavers[0])
-
-
-def _announce(agent: Agent, driver: str) -> None:
-    token = CURRENT.set(None)
-    try:
-        agent.ask(agent.peer(driver), driver_rpc.ask, ("leaving", agent.name), {}, _LEAVE_S)
-    except RpcError:
-        pass  # the driver has ended, or is very busy: this process ends all the same
-    finally:
-        CURRENT.reset(token)
+        directory.register(facts, limit)
+    return members[0]

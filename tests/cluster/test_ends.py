@@ -18,11 +18,12 @@ from actorrpc import _time
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.agent.agent import Agent
 from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, api, init, join
-from actorrpc.cluster.driver import Cluster, Directory, Reception
+from actorrpc.cluster.driver import Cluster, Reception
 from actorrpc.cluster.join import Launch, LaunchMeeting
 from actorrpc.cluster.provisioners.ray import RayEngine
 from actorrpc.errors import PeerDiedError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import Future
+from actorrpc.group.group import MemberDirectory
 from actorrpc.wire.identity import WorkerRecord, new_incarnation
 from tests.cluster.drive import cluster, engine, until, workers
 
@@ -89,13 +90,13 @@ class _Engine:
         self._spend(timeout or 5.0)
 
 
-_FACTS = {"hosts": ["far"], "num_cpus": 1, "num_gpus": 0, "resources": {}, "labels": {}}
+_FACTS = {"hosts": ["far"], "totals": {"CPU": 1.0}, "labels": {}}
 
 
 def _cluster(engine: Any) -> tuple[Any, Any]:
     """Return a cluster that two workers have joined, and its agent."""
     agent: Any = _Agent()
-    made = Cluster(agent, Directory(), engine, Reception(settings={}, namespace="", timeout=1.0))
+    made = Cluster(agent, MemberDirectory(), engine, Reception(settings={}, namespace="", timeout=1.0))
     for rank, name in enumerate(("one", "other"), 1):
         record = WorkerRecord(name=name, rank=rank, incarnation=new_incarnation(), host=name)
         made.register(record.to_bytes(), _FACTS)
@@ -126,7 +127,7 @@ def test_shutdown_does_not_wait_for_a_worker_that_died_while_joining(monkeypatch
     agent: Any = _Agent()
     made = Cluster(
         agent,
-        Directory(),
+        MemberDirectory(),
         engine,  # type: ignore[arg-type]
         Reception(settings={}, namespace="", timeout=1.0),
     )
@@ -281,7 +282,7 @@ def test_ctrl_c_at_the_start_of_shutdown_leaves_no_process(monkeypatch: pytest.M
     cluster().start(ProcessSpec(label="Counter", num_gpus=1)).wait(60)
     server = engine().server
     assert server is not None
-    waiting = cluster().start(ProcessSpec(label="Waits", num_gpus=1))  # there is only one device
+    waiting = cluster().spawn(ProcessSpec(label="Waits", num_gpus=1))  # there is only one device
     # Shutdown fails queued starts before it ends anything else.
     waiting.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):

@@ -13,9 +13,8 @@ import pytest
 from actorrpc import _time
 from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init, long_wait, scale
 from actorrpc.cluster.join import Launch, LaunchMeeting, join
-from actorrpc.cluster.long_wait import LongWait, some
-from actorrpc.errors import RendezvousError, RpcTimeoutError
-from actorrpc.futures import Future
+from actorrpc.cluster.long_wait import some, wait_until
+from actorrpc.errors import RendezvousError
 from actorrpc.wire.keys import Key
 from tests.ports import free_port
 
@@ -133,23 +132,11 @@ def test_joining_logs_the_address_that_does_not_answer(messages: _Lines) -> None
 def test_a_wait_is_logged_once_and_only_if_it_is_long(
     messages: _Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = LongWait("it", lambda: "her")
-    late: Future[int] = Future()
-    for _ in range(2):
-        with pytest.raises(RpcTimeoutError):
-            wait.future(late, 0.0)
+    assert not wait_until(lambda: False, _time.now() + 0.05, "it", lambda: "her", 0.001)
     assert messages.texts == ["it waits for her"]
+    assert wait_until(lambda: True, 0.0, "it", lambda: "her")
     monkeypatch.setattr(long_wait, "SOON_S", 60.0)
-    wait = LongWait("it", lambda: "her")
-    assert not wait.over(lambda: False)()
-    late.set_result(1)
-    assert wait.future(late, 0.0) == 1
-    monkeypatch.setattr(long_wait, "SOON_S", 0.0)
-    wait = LongWait("it", lambda: "her")
-    late = Future()
-    late.set_exception(RpcTimeoutError("its own"))
-    with pytest.raises(RpcTimeoutError, match="its own"):
-        wait.future(late, _time.now() + 60)
+    assert not wait_until(lambda: False, 0.0, "it", lambda: "her")
     assert len(messages.texts) == 1
 
 

@@ -148,6 +148,7 @@ class Engine(abc.ABC):
     name = "engine"
     agent: Agent
     reception: Reception
+    _entry: type[StartedWorker] = StartedWorker
 
     def __init__(self, *, start_timeout: float = _START_S) -> None:
         self._start_s = start_timeout
@@ -176,6 +177,10 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def stop(self, worker: str) -> None:
         """Kill a worker's process, or remove it from the queue. Called in a pool thread. Idempotent."""
+
+    def has_room(self, spec: ProcessSpec) -> bool:
+        """Say whether a process can be started now. If not, the cluster asks again when a process has ended."""
+        return True
 
     def close(self) -> None:  # noqa: B027 (an engine may have nothing to do)
         """Disconnect from the scheduler, after all workers have ended or were stopped."""
@@ -236,9 +241,6 @@ class Engine(abc.ABC):
         else:
             self._begin(known)
         return known.future
-
-    def _entry(self, order: LaunchRequest) -> StartedWorker:
-        return StartedWorker(order)
 
     def _begin(self, known: StartedWorker) -> None:
         name = known.order.name

@@ -1,8 +1,8 @@
 """The protocol of the driver and its fork server: msgpack messages on a stream socket, with descriptors.
 
-A message is its length (4 bytes), followed by a msgpack map. Descriptors come with the first byte of a length, so lengths
-are always read by :meth:`MessageReader.feed`, which receives them. Both ends are processes of one user on one host, connected by
-a private socket pair, so messages are not checked for attacks. Not thread-safe.
+A message is a msgpack map. Its field ``fds`` is the number of its descriptors, which come with its first byte. Both ends are
+processes of one user on one host, connected by a private socket pair, so messages are not checked for attacks. Not thread-safe.
+``socket.send_fds`` and ``recv_fds`` are not used, because they ignore the flags in Python 3.11.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import array
 import os
 import socket
-import struct
 from typing import Any, Final
 
 import msgpack
 
 __all__ = ["MessageReader", "send"]
 
-_LENGTH: Final = struct.Struct("!I")
 _CHUNK: Final = 1 << 16
 _MAX_FDS: Final = 16
 
@@ -28,13 +26,10 @@ def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()
     Raises:
         OSError: the other end is closed, or accepts nothing within the socket's time-out.
     """
-    body: bytes = msgpack.packb(message, unicode_errors="surrogateescape")
-    data = memoryview(_LENGTH.pack(len(body)) + body)
+    data = memoryview(msgpack.packb(message, unicode_errors="surrogateescape"))
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    while data:
-        sent = sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
-        ancillary = []
-        data = data[sent:]
+    sent = sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+    sock.sendall(data[sent:], socket.MSG_NOSIGNAL)
 
 
 class MessageReader:
@@ -42,7 +37,9 @@ class MessageReader:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._data = bytearray()
+        self._unpacker = msgpack.Unpacker(
+            strict_map_key=False, unicode_errors="surrogateescape", max_buffer_size=0
+        )
         self._fds: list[int] = []
 
     def feed(self, flags: int = 0) -> list[tuple[dict[str, Any], list[int]]] | None:
@@ -64,16 +61,9 @@ class MessageReader:
                 self._fds.extend(received)
         if not data:
             return None
-        self._data += data
+        self._unpacker.feed(data)
         whole: list[tuple[dict[str, Any], list[int]]] = []
-        while len(self._data) >= 4:
-            (size,) = _LENGTH.unpack_from(self._data)
-            if len(self._data) < 4 + size:
-                break
-            message = msgpack.unpackb(
-                bytes(self._data[4 : 4 + size]), strict_map_key=False, unicode_errors="surrogateescape"
-            )
-            del self._data[: 4 + size]
+        for message in self._unpacker:
             count = message.get("fds", 0)
             taken, self._fds = self._fds[:count], self._fds[count:]
             whole.append((message, taken))

@@ -17,13 +17,13 @@ from functools import partial
 from typing import Any, Final
 
 from actorrpc._undo import undo_on_error
-from actorrpc.actors.spec.death_report import DeathReport
+from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
 from actorrpc.cluster.driver import Reception
 from actorrpc.cluster.gpus import Devices
 from actorrpc.cluster.logs import Logs, Output, pipes
 from actorrpc.cluster.provisioners.base import Engine, LaunchRequest, Node, StartedWorker, not_started
 from actorrpc.cluster.provisioners.fork_client import ForkServer, arguments, import_path
-from actorrpc.errors import ConfigError, PeerDiedError, RpcError, RpcTimeoutError
+from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, RpcTimeoutError
 from actorrpc.transport import fd_limits
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.validation import variables
@@ -38,7 +38,6 @@ _START_S: Final = 60.0  # how long a forked process may take to join
 # How long a forced end may take from then on: together with the agent's end, less than 2 s.
 _FORCED_S: Final = 1.0
 _AT_LEAST_S: Final = 0.1
-_DEVICES_S: Final = 10.0  # how long a process waits for devices that others use, which may be ending
 _LOGS_S: Final = 1.0  # how long a report waits for the last lines of output
 
 
@@ -46,17 +45,14 @@ class Process(StartedWorker):
     """One process, from its request to its end.
 
     Attributes:
-        message: the command for the fork server; ``environment``: the environment variables for the process.
         pipes: the reading ends of its output, until the logs have them.
-        server: the fork server that has the command; None while the process waits for devices.
+        server: the fork server that has the command; None before the command.
         pid: 0 until it was forked.
         over: it has ended; its report follows.
     """
 
     def __init__(self, order: LaunchRequest) -> None:
         super().__init__(order)
-        self.message: dict[str, Any] = {}
-        self.environment: dict[str, str] = {}
         self.pipes: tuple[int, int] | None = None
         self.server: ForkServer | None = None
         self.output: Output | None = None
@@ -77,6 +73,7 @@ class LocalCluster(Engine):
     """
 
     name = "local"
+    _entry = Process
     _workers: dict[str, Process]  # type: ignore[assignment]
 
     def __init__(
@@ -99,7 +96,6 @@ class LocalCluster(Engine):
         self._preload = tuple(preload)
         #: The reason why the fork server could not import a module of ``preload``.
         self._not_preloaded: ConfigError | None = None
-        self._waiting: list[Process] = []  # processes that wait for devices
         self._server_output: Output | None = None
 
     def open(self, reception: Reception, joined: Callable[[], list[WorkerRecord]]) -> None:
@@ -128,22 +124,21 @@ class LocalCluster(Engine):
 
     # -- starting ------------------------------------------------------------------------------------------
 
-    def _entry(self, order: LaunchRequest) -> Process:
-        return Process(order)
-
     def launch(self, order: LaunchRequest) -> None:
-        """Order a process from the fork server, or let it wait for devices. The process gets the present environment."""
+        """Order a process from the fork server. The process gets the present environment."""
         with self._lock:
             process = self._workers[order.name]
-            self._prepare(process)
-            if self._has_devices(process):
-                self._fork(process)
-            else:
-                self._waiting.append(process)
-                self._expect(process, _DEVICES_S)
+            message = self._prepare(process)
+            self._assign_devices(process, message)
+            self._fork(process, message)
 
-    def _prepare(self, process: Process) -> None:
-        """Record the present environment for the process."""
+    def has_room(self, spec: ProcessSpec) -> bool:
+        """Say whether the devices for a process are free now."""
+        with self._lock:
+            return spec.num_gpus is None or self.devices.has_room(spec.num_gpus)
+
+    def _prepare(self, process: Process) -> dict[str, Any]:
+        """Return the command for the fork server, with all environment variables of the process."""
         spec = process.order.spec
         cpus = 1.0 if spec.num_cpus is None else spec.num_cpus
         if cpus < 0 or cpus > self.num_cpus:
@@ -162,12 +157,7 @@ class LocalCluster(Engine):
         else:
             with contextlib.suppress(OSError):  # the driver's directory was removed: use the server's
                 directory = os.getcwd()
-        process.environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            **variables("env", spec.env),
-        }
-        process.message = {
+        return {
             "id": process.order.name,
             "name": process.order.name,
             "rank": process.order.rank,
@@ -176,30 +166,27 @@ class LocalCluster(Engine):
             "path": path,
             "arguments": arguments(),
             "directory": directory,
+            "set": {**os.environ, "OMP_NUM_THREADS": str(threads), **variables("env", spec.env)},
         }
 
-    def _has_devices(self, process: Process) -> bool:
-        """Assign devices to a process; return whether it has all that it needs."""
+    def _assign_devices(self, process: Process, message: dict[str, Any]) -> None:
         spec = process.order.spec
         if spec.num_gpus is None:
-            return True
+            return
         devices = self.devices.take(process.order.name, spec.num_gpus)
         if devices is None:
-            return False
+            raise PlacementError(
+                f"{spec.label!r} needs num_gpus={spec.num_gpus:g}, and of {self.devices.total} CUDA devices not enough are free"
+            )
         if "CUDA_VISIBLE_DEVICES" not in spec.env:
-            process.environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-        return True
+            message["set"]["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
 
     @uninterruptible
-    def _fork(self, process: Process) -> None:
+    def _fork(self, process: Process, message: dict[str, Any]) -> None:
         server = process.server = self._running_server()
-        before, now = server.environment, process.environment
-        message = {
-            **process.message,
-            "set": {name: value for name, value in now.items() if before.get(name) != value},
-            "unset": [name for name in before if name not in now],
-        }
-        process.environment = {}
+        before, now = server.environment, message["set"]
+        message["set"] = {name: value for name, value in now.items() if before.get(name) != value}
+        message["unset"] = [name for name in before if name not in now]
         try:
             stdout, out, stderr, err = pipes()
         except OSError as error:
@@ -246,12 +233,7 @@ class LocalCluster(Engine):
 
     def _late(self, known: StartedWorker, seconds: float) -> RpcError:
         assert isinstance(known, Process)
-        name, spec = known.order.name, known.order.spec
-        if known in self._waiting:
-            return ConfigError(
-                f"no process for {spec.label!r} with num_gpus={spec.num_gpus:g}: of {self.devices.total} CUDA devices not "
-                f"enough are free. They are held by: {', '.join(self.devices.holders())}"
-            )
+        name = known.order.name
         who = f"(pid {known.pid})" if known.pid else "(the fork server has not made it)"
         return RpcTimeoutError(
             f"the process of {name!r} {who} has not joined the cluster within {seconds:g} s",
@@ -311,7 +293,6 @@ class LocalCluster(Engine):
             self.agent.clock.after(_LOGS_S, over)
         else:
             over()
-        self._try_waiting()
 
     def _reported(self, process: Process, message: dict[str, Any]) -> None:
         name = process.order.name
@@ -325,21 +306,6 @@ class LocalCluster(Engine):
             uptime=message["uptime"],
         )
         self.ended(name, report)
-
-    def _try_waiting(self) -> None:
-        """Fork the processes for which there are devices now."""
-        failed: list[tuple[Process, Exception]] = []
-        with self._lock:
-            for process in list(self._waiting):
-                try:
-                    if self._has_devices(process):
-                        self._waiting.remove(process)
-                        self._fork(process)
-                except (RpcError, OSError) as error:
-                    failed.append((process, error))
-        for process, why in failed:
-            self._fail(process, why)
-            self.ended(process.order.name)
 
     def _server_ended(self, server: ForkServer) -> None:
         """Record that the fork server has ended, and its children with it."""
@@ -388,13 +354,8 @@ class LocalCluster(Engine):
         """Kill a process (SIGKILL), and the processes that it has started."""
         with self._lock:
             process = self._workers.get(worker)
-            if process is None:
-                return
-            if process.pid and process.server is not None:
+            if process is not None and process.pid and process.server is not None:
                 process.server.kill(process.pid)
-                return
-        if process in self._waiting:
-            self.ended(worker)
 
     def ended(self, worker: str, report: DeathReport | None = None) -> None:
         """See :class:`Engine`."""
@@ -403,8 +364,6 @@ class LocalCluster(Engine):
             if process is None:
                 return
             self.devices.give_back(worker)
-            if process in self._waiting:
-                self._waiting.remove(process)
             ends, process.pipes = process.pipes, None
             for fd in ends or ():
                 os.close(fd)

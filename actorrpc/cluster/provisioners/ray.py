@@ -16,8 +16,8 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver import Reception
-from actorrpc.cluster.long_wait import LongWait, some
+from actorrpc.cluster.long_wait import some, wait_until
 from actorrpc.cluster.provisioners.base import LaunchedEngine, LaunchRequest, Node
 from actorrpc.cluster.provisioners.ray_host import Host
 from actorrpc.cluster.provisioners.ray_link import STRATEGIES, Link, missing, package
@@ -50,21 +50,27 @@ _TEXT: Final = 400
 _BESIDE: Final = ("CPU", "GPU", "memory", "object_store_memory")
 
 
+@dataclass(slots=True, eq=False)
 class _Hosted:
-    """One worker's Ray actor."""
+    """One worker's Ray actor.
 
-    __slots__ = ("actor", "bundle", "heard", "name", "node", "order", "pooled", "stopped", "waiting")
+    Attributes:
+        node: the id of its node, if it was added later to a strict pool.
+        heard: how often Ray has reported that it cannot reach the process.
+    """
 
-    def __init__(self, order: LaunchRequest, pooled: bool) -> None:
-        self.name = order.name
-        self.order = order
-        self.pooled = pooled
-        self.actor: Any = None
-        self.waiting: Any = None
-        self.bundle: int | None = None
-        self.node = ""  # its node, if it was added later to a strict pool
-        self.stopped = False
-        self.heard = 0  # how often Ray has reported that it cannot reach the process
+    order: LaunchRequest
+    pooled: bool
+    actor: Any = None
+    waiting: Any = None
+    bundle: int | None = None
+    node: str = ""
+    stopped: bool = False
+    heard: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.order.name
 
 
 class RayEngine(LaunchedEngine):
@@ -179,18 +185,21 @@ class RayEngine(LaunchedEngine):
 
     def _await_room(self, count: int, strategy: str | None) -> None:
         """Wait until Ray has nodes for so many workers of the pool; do not wait for a Ray that was started here."""
-        until = time.monotonic() + (0.0 if self.link.alone else self._timeout)
-        told = False
-        while lacking := self._lacking(self._shape, count, strategy):
-            if time.monotonic() >= until:
-                raise PlacementError(
-                    f"Ray has no place for {count} workers: {lacking}. Add nodes to it, or ask for less; in total it has "
-                    f"{self.link.ray.cluster_resources()}"
-                )
-            if not told:
-                told = True
-                _log.warning("waiting for nodes to be added to Ray: %s", lacking)
-            time.sleep(min(_AGAIN_S, max(0.01, until - time.monotonic())))
+        lacking = ""
+
+        def has_room() -> bool:
+            nonlocal lacking
+            lacking = self._lacking(self._shape, count, strategy)
+            return not lacking
+
+        until = _time.now() + (0.0 if self.link.alone else self._timeout)
+        if not wait_until(
+            has_room, until, "the Ray engine", lambda: f"nodes to be added to Ray: {lacking}", _AGAIN_S
+        ):
+            raise PlacementError(
+                f"Ray has no place for {count} workers: {lacking}. Add nodes to it, or ask for less; in total it has "
+                f"{self.link.ray.cluster_resources()}"
+            )
 
     # -- starting ------------------------------------------------------------------------------------------
 
@@ -210,8 +219,9 @@ class RayEngine(LaunchedEngine):
         until = _time.now() + timeout
         names = self._more(count)
         absent: list[str] = []
-        wait = LongWait("the Ray engine", lambda: f"{some(absent)} to join {address}")
-        while absent := sorted(set(names) - {record.name for record in self._joined()}):
+
+        def all_joined() -> bool:
+            absent[:] = sorted(set(names) - {record.name for record in self._joined()})
             for name in absent:
                 if name in self._failed:
                     raise PeerDiedError(
@@ -219,15 +229,17 @@ class RayEngine(LaunchedEngine):
                         maybe_executed=False,
                         worker=name,
                     )
-            if _time.now() >= until:
-                raise RpcTimeoutError(
-                    f"{', '.join(absent)} of the Ray engine have not joined within {timeout:g} s. They wait for resources "
-                    f"(Ray has free: {self.link.ray.available_resources()}), or cannot reach {address}",
-                    maybe_executed=False,
-                    worker=absent[0],
-                )
-            wait.look()
-            time.sleep(_LOOK_S)
+            return not absent
+
+        if not wait_until(
+            all_joined, until, "the Ray engine", lambda: f"{some(absent)} to join {address}", _LOOK_S
+        ):
+            raise RpcTimeoutError(
+                f"{', '.join(absent)} of the Ray engine have not joined within {timeout:g} s. They wait for resources "
+                f"(Ray has free: {self.link.ray.available_resources()}), or cannot reach {address}",
+                maybe_executed=False,
+                worker=absent[0],
+            )
 
     def _more(self, count: int) -> list[str]:
         """Begin to start further workers of the pool; returns their names."""

@@ -72,7 +72,7 @@ class Host:
                 member.wait()
             finally:
                 api.shutdown(False)
-            if not member.leaver.graceful:
+            if not member.graceful:
                 # This process has lost its driver. If the driver still runs, a new incarnation finds it.
                 os._exit(_LOST)
         except BaseException as error:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from actorrpc.cluster.join import own_address
 from actorrpc.config import host_and_port
 from actorrpc.errors import ConfigError, RendezvousError
 
@@ -132,7 +133,7 @@ class Link:
         """Return the address at which Ray's nodes reach this machine."""
         if self.client:
             nodes = self.alive()
-            return _own_address(str(nodes[0]["NodeManagerAddress"])) if nodes else "127.0.0.1"
+            return own_address(str(nodes[0]["NodeManagerAddress"])) if nodes else "127.0.0.1"
         return str(self.ray.util.get_node_ip_address())
 
     def alive(self) -> list[dict[str, Any]]:
@@ -234,11 +235,3 @@ def _knock(address: str, host: str, port: int, timeout: float) -> None:
         raise RendezvousError(_unreachable(address, f"{error}")) from error
     if len(head) < 9 or head[3] != _SETTINGS_FRAME:
         raise RendezvousError(_unreachable(address, "what listens there is not Ray"))
-
-
-def _own_address(towards: str) -> str:
-    """Return the address of this machine from which it reaches another one. Sends no packet."""
-    family = socket.AF_INET6 if ":" in towards else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        sock.connect((towards, 9))
-        return str(sock.getsockname()[0])

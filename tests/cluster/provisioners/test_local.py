@@ -156,24 +156,18 @@ def test_wrong_options_of_a_worker_raise_config_error(spec: dict[str, object], s
 
 
 def test_a_process_that_fails_during_its_start_reports_the_error(tmp_path: Path) -> None:
-    # Only the child process notices a missing directory.
-    closed = tmp_path / "closed"
-    closed.mkdir()
+    # The child finds that the directory was removed after the driver had checked it.
+    gone = tmp_path / "gone"
+    gone.mkdir()
     cluster().start(ProcessSpec(label="Warm")).wait(20)
-    until(lambda: engine().server is not None and engine().server.is_ready)  # type: ignore[union-attr]
-    message = []
-    original = engine()._prepare
-
-    def spoil(process: object) -> None:
-        original(process)  # type: ignore[arg-type]
-        process.message["directory"] = str(tmp_path / "gone")  # type: ignore[attr-defined]
-        message.append(process)
-
-    engine()._prepare = spoil  # type: ignore[method-assign]
+    server = engine().server
+    assert server is not None
+    os.kill(server.pid, signal.SIGSTOP)
     try:
-        future = cluster().start(ProcessSpec(label="Bad"))
+        future = cluster().start(ProcessSpec(label="Bad", working_dir=str(gone)))
+        gone.rmdir()
     finally:
-        engine()._prepare = original  # type: ignore[method-assign]
+        os.kill(server.pid, signal.SIGCONT)
     with pytest.raises(
         PeerDiedError, match=r"(?s)'Bad' could not be started.*exited with code 1.*FileNotFound"
     ):
