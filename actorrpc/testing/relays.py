@@ -32,10 +32,11 @@ class _Relay:
         self._is_open = is_open  # cleared while the two workers are cut apart
         self._connections: list[_Connection] = []
         self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself keeps no reference to a task
 
     async def listen(self) -> tuple[str, int]:
         """Begin to accept connections; return the address."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         host, port = self._server.sockets[0].getsockname()
         return host, port
 
@@ -51,15 +52,20 @@ class _Relay:
             _reset(connection)
         return len(broken)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = [writer]
         self._connections.append(connection)
+        task = asyncio.get_running_loop().create_task(self._serve(connection, reader))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: _Connection, reader: asyncio.StreamReader) -> None:
         try:
             far_reader, far_writer = await asyncio.open_connection(*self._target)
             connection.append(far_writer)
             if connection not in self._connections:  # reset() was called meanwhile
                 raise ConnectionResetError
-            await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, writer))
+            await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, connection[0]))
         except (OSError, asyncio.CancelledError) as error:
             if isinstance(error, ConnectionRefusedError):  # the worker has shut down, and does not come back
                 self.refuse()
@@ -158,6 +164,9 @@ class Relays:
         await self._over.wait()
         for relay, _ in self._relays.values():
             relay.refuse()
+        for _ in range(3):  # until asyncio has called _accept() for all accepted sockets
+            await asyncio.sleep(0)
+        for relay, _ in self._relays.values():
             relay.reset()
 
 

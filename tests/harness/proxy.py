@@ -145,16 +145,13 @@ class _Stream:
 
 
 class _Connection:
-    def __init__(self, proxy: FaultProxy, number: int) -> None:
+    def __init__(self, proxy: FaultProxy, number: int, writer: asyncio.StreamWriter) -> None:
         self.streams = [_Stream(proxy, number, direction) for direction in ("to", "from")]
-        self._writers: list[asyncio.StreamWriter] = []
+        self._writers = [writer]
         self.is_over = False
 
-    async def run(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: tuple[str, int]
-    ) -> None:
+    async def run(self, reader: asyncio.StreamReader, target: tuple[str, int]) -> None:
         """Relay until the connection ends. Raises OSError if the target cannot be reached."""
-        self._writers = [writer]
         try:
             far_reader, far_writer = await asyncio.open_connection(*target)
         except OSError:
@@ -164,7 +161,7 @@ class _Connection:
         to, back = self.streams
         try:
             if not self.is_over:
-                await asyncio.gather(to.copy(reader, far_writer), back.copy(far_reader, writer))
+                await asyncio.gather(to.copy(reader, far_writer), back.copy(far_reader, self._writers[0]))
         except _Ended as error:
             self.end(error.args[0])
         except OSError:
@@ -222,6 +219,7 @@ class FaultProxy:
         self._thread.daemon = True
         self._strikes: Counter[int] = Counter()
         self._live: set[_Connection] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself keeps no reference to a task
         self._server: asyncio.Server | None = None
         self._refuses = False
 
@@ -321,27 +319,34 @@ class FaultProxy:
         await self._over.wait()
         self._refuses = True
         self._shut()
+        for _ in range(3):  # until asyncio has called _accept() for all accepted sockets
+            await asyncio.sleep(0)
         for each in self._live:
             each.end("cut")
 
     async def _listen(self) -> None:
         if self._server is None and not self._refuses:
-            self._server = await asyncio.start_server(self._relay, *self._own)
+            self._server = await asyncio.start_server(self._accept, *self._own)
 
     def _shut(self) -> None:
         server, self._server = self._server, None
         if server is not None:
             server.close()
 
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _Connection(self, self.connections)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = _Connection(self, self.connections, writer)
         self.connections += 1
         self._live.add(connection)
         for disturbance in self._disturbances:
             for stream in connection.streams:
                 stream.add(disturbance)
+        task = self._loop.create_task(self._relay(connection, reader))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _relay(self, connection: _Connection, reader: asyncio.StreamReader) -> None:
         try:
-            await connection.run(reader, writer, self._target)
+            await connection.run(reader, self._target)
         except OSError:
             self._shut()
             self._loop.call_later(_REFUSES_S, lambda: asyncio.ensure_future(self._listen()))

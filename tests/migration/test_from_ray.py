@@ -362,7 +362,7 @@ def test_time_outs_cancellations_and_deaths_of_workers_have_their_own_errors(
     with pytest.raises(actorrpc.CancelledError):
         get(held)
     running = actorrpc.remote(max_retries=0)(_kills_its_worker).remote()
-    passing.clock.settle()
+    passing.clock.advance(0.0)
     passing.kill("worker1")
     with pytest.raises(actorrpc.PeerDiedError):
         get(running)

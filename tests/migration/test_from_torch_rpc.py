@@ -282,7 +282,7 @@ def test_the_death_of_a_worker_fails_its_calls_and_does_not_block_shutdown() -> 
     with InProcessCluster(3, autojump=True) as cluster:
         rpc.rpc_sync("worker1", max, (1, 2))
         held = rpc.rpc_async("worker1", hold)
-        cluster.clock.settle()
+        cluster.clock.advance(0.0)
         cluster.kill("worker1")
         with pytest.raises(actorrpc.PeerDiedError, match="worker1") as caught:
             held.wait()
