@@ -28,15 +28,14 @@ def trip(obj: Any) -> tuple[Any, Encoded]:
 def memory(tensors: Any) -> bytes:
     """Return the bytes of the storages of the tensors, each storage once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
-    return b"".join(
-        bytes(torch.empty(0, dtype=torch.uint8).set_(each).tolist()) for each in storages.values()
-    )
+    return b"".join(bytes(torch.empty(0, dtype=torch.uint8).set_(each).numpy()) for each in storages.values())
 
 
 def mark(base: torch.Tensor, views: list[torch.Tensor]) -> None:
     """Mark all bytes of a storage that the views use."""
+    all_elements = torch.arange(len(base))
     for t in views:
-        elements = torch.arange(len(base) // t.itemsize).as_strided(t.shape, t.stride(), t.storage_offset())
+        elements = all_elements.as_strided(t.shape, t.stride(), t.storage_offset())
         base.view(-1, t.itemsize)[elements.flatten()] = USED
 
 

@@ -10,6 +10,7 @@ import pytest
 import actorrpc
 from actorrpc.errors import ConfigError, WrongTypeError
 from tests.cluster.drive import script
+from tests.layers import rest_is_slow
 
 
 def test_processes_share_a_preloaded_module(tmp_path: Path) -> None:
@@ -45,15 +46,17 @@ def test_processes_share_a_preloaded_module(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "reason"),
-    [
-        ("import missing_below", "ModuleNotFoundError: No module named 'missing_below'"),
-        ("raise ValueError('not today')", "ValueError: not today"),
-        ("raise SystemExit('usage')", "SystemExit: usage"),
-        (
-            "import threading\nthreading.Thread(target=threading.Event().wait, name='ticker', daemon=True).start()",
-            "started the thread 'ticker'",
-        ),
-    ],
+    rest_is_slow(
+        [
+            ("import missing_below", "ModuleNotFoundError: No module named 'missing_below'"),
+            ("raise ValueError('not today')", "ValueError: not today"),
+            ("raise SystemExit('usage')", "SystemExit: usage"),
+            (
+                "import threading\nthreading.Thread(target=threading.Event().wait, name='ticker', daemon=True).start()",
+                "started the thread 'ticker'",
+            ),
+        ]
+    ),
 )
 def test_actors_and_tasks_fail_with_the_cause_if_a_module_cannot_be_preloaded(
     tmp_path: Path, source: str, reason: str

@@ -40,7 +40,7 @@ from tests.agent.together import in_threads
 from tests.rpc.refcount.simulator import Violation, play
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
-SCRIPTS = 100_000 if NIGHTLY else 2_000
+SCRIPTS = 100_000 if NIGHTLY else 1_000
 
 A = WorkerKey(0, "a")
 B = WorkerKey(1, "b")
