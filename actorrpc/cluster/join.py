@@ -247,7 +247,10 @@ class LaunchMeeting:
         return bytes(self._store.get(key)).decode("utf-8", "replace")
 
     def _agree(self) -> str:
-        """Agree on the key, which is not sent through the store."""
+        """Return the key of all ranks: the given one, or one that rank 0 makes and writes to a file of this host.
+
+        The store only has the file's path, or that a key was given.
+        """
         given = given_secret()
         if self._launch.rank == 0:
             if given:

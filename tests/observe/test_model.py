@@ -104,7 +104,7 @@ def test_the_finding_about_a_silent_worker_names_the_calls_to_it() -> None:
     driver, worker = state.workers[:2]
     assert (driver.calls_to, worker.calls_to, worker.oldest_call, worker.oldest) == (0, 3, "C.b", 3.0)
     (found,) = state.findings
-    assert "is busy: it runs; 3 calls are out to it, the oldest, of C.b, for 3.0 s" in found.what
+    assert "is busy: it runs; 3 calls to it unfinished, the oldest, of C.b, for 3.0 s" in found.what
 
 
 def _kinds(*, workers: tuple[ObservedWorker, ...] = (), actors: tuple[ObservedActor, ...] = ()) -> list[Any]:
@@ -135,7 +135,7 @@ def test_each_kind_of_fault_is_a_finding() -> None:
     deadlocks = tuple(BrokenDeadlock(error="a circle", since=each) for each in (301.0, 299.0))
     (broken,) = findings(GroupState(workers=(ObservedWorker(name="a", deadlocks=deadlocks),)))
     assert broken == Finding(
-        kind="deadlock", wrong=True, what="worker 'a' has broken a deadlock 299 s ago: a circle"
+        kind="deadlock", wrong=True, what="worker 'a' broke a deadlock 299 s ago: a circle"
     )
     assert _kinds(workers=(ObservedWorker(pool={"threads": 4, "listening": 0, "queued": 9}),)) == [
         ("threads", True)
