@@ -130,9 +130,7 @@ class Sampler:
         self.scores[index] += earned
         if not (fallen or time_is_up):
             return state.tolist(), earned, GAMMA
-        if (
-            not fallen
-        ):  # the step limit ended the game: add the estimated value of the rest to the last reward
+        if not fallen:  # the step limit ended the game: add the estimated value of the rest
             earned += GAMMA * self.net.value(torch.tensor(state)).item()
         finished.append(self.scores[index])
         self.scores[index] = 0.0
