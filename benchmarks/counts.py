@@ -332,7 +332,7 @@ def count_all(operations: Mapping[str, Operation], **options: Any) -> dict[str, 
     os.environ.setdefault("ACTORRPC_SPIN_US", "0")
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"{folder}/rendezvous"
-        # Not as the main module, so that the functions of this module have the same module name in both processes.
+        # Imported by name: the requests of this process use the counters of ``benchmarks.counts``, not of ``__main__``.
         serve = f"from benchmarks.counts import serve; serve({rendezvous!r})"
         arguments = [sys.executable, "-c", serve]
         with subprocess.Popen(arguments) as callee:
