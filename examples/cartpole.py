@@ -160,7 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=f"Solve {GAME} with one agent and observers that play.")
     parser.add_argument("--observers", type=int, default=2, help="how many play (default 2)")
     parser.add_argument("--max-episodes", type=int, default=500, help="give up after so many (default 500)")
-    parser.add_argument("--seed", type=int, default=3, help="of policy, dice and games (default 3)")
+    parser.add_argument("--seed", type=int, default=3, help="of policy, actions and games (default 3)")
     parser.add_argument("--plot", default="cartpole.png", help="the learning curve ('' for none)")
     args = parser.parse_args()
     if min(args.observers, args.max_episodes) < 1:

@@ -234,7 +234,7 @@ def main() -> int:
         ("games", 8, "that each plays at a time"),
         ("length", 32, "steps that the learner gets at a time"),
         ("max-steps", 400_000, "give up after so many"),
-        ("seed", 0, "of weights, dice and games"),
+        ("seed", 0, "of weights, actions and games"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
     parser.add_argument("--rate", type=float, default=2e-3, help="of learning (default 0.002)")

@@ -73,7 +73,7 @@ def _answers(worker: Any) -> list[tuple[WorkerRecord, Any]]:
     return [(_WORKER, worker), (_DRIVER, {"supervised": [row], "actors": []})]
 
 
-def test_the_views_of_supervisor_and_worker_are_merged_to_one_actor() -> None:
+def test_an_actor_reported_by_its_supervisor_and_its_worker_is_listed_once() -> None:
     life = {"actor_id": "0a", "instance": "0b", "title": "C#000a", "state": "alive", "calls_done": 7}
     state = assemble(_answers({"actors": [life]}))
     (actor,) = state.actors
@@ -116,7 +116,7 @@ def _in_rounds(waits: dict[str, ObservedWait]) -> list[str]:
     return [each.what for each in findings(GroupState(workers=workers)) if each.kind == "rounds"]
 
 
-def test_workers_that_wait_for_each_other_in_different_rounds_are_a_fault() -> None:
+def test_workers_that_wait_for_each_other_in_shutdown_and_in_a_barrier_are_a_fault() -> None:
     shutdown = ObservedWait(round="shutdown", since=61.0)
     barrier = ObservedWait(round="a barrier", members=("a", "b"), since=60.0)
     assert _in_rounds({"a": shutdown, "b": barrier}) == [

@@ -435,7 +435,7 @@ class RayEngine(LaunchedEngine):
                     self._free.sort()
 
     def end(self, graceful: bool, timeout: float) -> None:
-        """See :class:`LaunchedEngine`. Workers of the pool, which the cluster has asked to leave, may finish that."""
+        """See :class:`LaunchedEngine`. Workers of the pool, which the cluster has asked to leave, get time to leave."""
         until = _time.now() + timeout
         if graceful:
             with self._guard:

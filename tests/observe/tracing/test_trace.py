@@ -361,7 +361,7 @@ class Layer:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_the_trace_of_a_cluster_has_streams_backward_visits_and_copies(tmp_path: Path) -> None:
+def test_the_trace_of_a_cluster_has_streams_backward_passes_and_object_copies(tmp_path: Path) -> None:
     layer = Layer.remote()
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context:
