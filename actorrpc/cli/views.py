@@ -61,7 +61,7 @@ def trace_lines(summary: TraceSummary) -> list[str]:
     lines = [f"{summary.path}: {what} of {whose}; https://ui.perfetto.dev and chrome://tracing open it"]
     if summary.unfinished:
         more = f", and {summary.unseen} more that the file leaves out" if summary.unseen else ""
-        lines.append(f"{summary.unfinished} unfinished, which end with the file, marked as unfinished{more}")
+        lines.append(f"{summary.unfinished} unfinished, shown as ending with the file{more}")
     if summary.profiles:
         lines.append(f"{count(summary.profiles, 'profile')} of torch.profiler merged")
     if summary.dropped:
