@@ -58,7 +58,7 @@ def _count() -> None:
         return ask(self, operation, *arguments)
 
     frames.FrameReader.fed = counted_fed  # type: ignore[method-assign]
-    frames.FrameReader.straight = False  # otherwise some frames would bypass the counted method
+    frames.FrameReader.straight = False  # all frames are read by the counted method
     Rendezvous._ask = counted_ask  # type: ignore[method-assign, assignment]
 
 
