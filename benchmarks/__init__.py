@@ -1,4 +1,4 @@
-"""Benchmarks of actorrpc beside torch's own RPC and the raw limits: ``python -m benchmarks.core``."""
+"""Benchmarks of actorrpc, compared with torch's own RPC and the raw limits: ``python -m benchmarks.core``."""
 
 from __future__ import annotations
 

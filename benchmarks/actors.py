@@ -1,8 +1,8 @@
-"""Measure actorrpc's actors beside Ray's and Monarch's, all in turns in one run.
+"""Compare actorrpc's actors with Ray's and Monarch's, in turns in one run.
 
 ``python -m benchmarks.actors [--quick] [--only NAME ...] [--rounds N] [--out DIR]`` prints tables and writes
 ``actors.json`` and ``actors.png``. A quick or partial run writes ``actors-quick`` or ``actors-partial``. Ray and Monarch
-are found in this interpreter, or in the one that BENCHMARK_RAY_PYTHON and BENCHMARK_MONARCH_PYTHON name.
+are found in this interpreter, or in the interpreters that BENCHMARK_RAY_PYTHON and BENCHMARK_MONARCH_PYTHON name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DISTRIBUTIONS = {"ray": "ray", "monarch": "torchmonarch"}
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of those that are compared with."""
+    """Return the versions of the other libraries."""
     found = {}
     for peer in PEERS:
         python = interpreter(peer)

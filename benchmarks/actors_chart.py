@@ -14,7 +14,7 @@ _PLACES = {"own": "own CPUs", "one": "one CPU"}
 
 
 def _panels() -> list[Panel]:
-    """Return what is drawn."""
+    """Return the panels of the picture."""
 
     def key(section: str, metric: str, placement: str = "both", case: str = "") -> Key:
         return Key(section, case, "same host", placement, metric)

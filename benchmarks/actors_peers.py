@@ -1,7 +1,7 @@
-"""What is compared: actorrpc, Ray and Monarch behind one small interface, for scenarios and actors alike.
+"""The compared libraries: actorrpc, Ray and Monarch behind one small interface, for scenarios and actors alike.
 
-A peer's package is imported when the peer is asked for, in a process that has it; importing this module imports
-none of them, and no torch.
+A peer's package is imported by :func:`peer_named`, in a process that has it; importing this module imports neither these
+packages nor torch.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Peer(Protocol):
         """Wait for one result."""
 
     def get_all(self, refs: Sequence[Any]) -> list[Any]:
-        """Wait for many."""
+        """Wait for many results."""
 
     def end(self, handles: Sequence[Any]) -> None:
-        """End actors; may return before they are gone."""
+        """End actors; may return before they have ended."""
 
 
 class Actorrpc:
@@ -56,7 +56,7 @@ class Actorrpc:
         self.package.shutdown()
 
     def actor_class(self, cls: type) -> Any:
-        """Return a class's class of actors."""
+        """Return the actor class of a plain class."""
         if cls not in self._classes:
             self._classes[cls] = self.package.remote(cls)
         return self._classes[cls]
@@ -82,7 +82,7 @@ class Ray:
         self._classes: dict[type, Any] = {}
 
     def start(self, scratch: str) -> None:
-        # It books processors for actors: with fewer than there are actors it would not start them all.
+        # Ray books processors for actors: with fewer processors than actors it would not start all of them.
         self.package.init(
             num_cpus=8,
             include_dashboard=False,

@@ -1,4 +1,4 @@
-"""What a session does when the driver asks: one small function for each thing that is measured with actors.
+"""The scenarios that a session runs on request of the driver: one function for each measurement with actors.
 
 A session is a process that is the driver of one peer's cluster. The same code runs on all peers: it sees only
 ``context.peer``. Functions return plain dictionaries of numbers.
@@ -40,7 +40,7 @@ class Context:
 
 
 def _private_kib(pid: int) -> float:
-    """Return the memory that a process shares with nobody."""
+    """Return the private memory of a process, which it shares with no other process."""
     with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
         return sum(float(line.split()[1]) for line in file if line.startswith("Private_"))
 
@@ -52,7 +52,7 @@ def _proportional_kib(pid: int) -> float:
 
 
 def _descendants() -> Iterator[int]:
-    """Yield the processes that this one has started, and those that they have started."""
+    """Yield all descendants of this process."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -83,7 +83,7 @@ def _quiet_collector() -> Iterator[None]:
 
 
 def start(context: Context, *, peer: str, scratch: str) -> dict[str, float]:
-    """Import the peer, then start its cluster and its first actor; ``init`` is until the driver goes on."""
+    """Import the peer, then start its cluster and its first actor; ``init`` is the time until ``init()`` returns."""
     context.name = peer
     found: Peer = peer_named(peer)
     context.peer = found
@@ -126,7 +126,7 @@ def end(context: Context, *, what: str) -> dict[str, float]:
 
 
 def place(context: Context, *, driver: list[int], actors: dict[str, list[int]]) -> dict[str, float]:
-    """Pin this process, and those of the actors of these kinds."""
+    """Pin this process, and the processes of the actors of these kinds."""
     peer = context.peer
     pin_process(driver)
     for what, cpus in actors.items():
@@ -260,7 +260,7 @@ def tensor(context: Context, *, size: int, direction: str, kind: str, repeats: i
 
 
 def forget(context: Context) -> dict[str, float]:
-    """Have all holders drop what they have."""
+    """Make all holders drop their tensors."""
     peer = context.peer
     peer.get_all([peer.method(actor, "forget")() for actor in context.actors["holder"]])
     return {}
@@ -270,7 +270,7 @@ def forget(context: Context) -> dict[str, float]:
 
 
 def create(context: Context, *, count: int, torch_too: bool) -> dict[str, float]:
-    """Time new actor processes from the first ``remote()`` until all have answered; weigh them, end them."""
+    """Time new actor processes from the first ``remote()`` until all have answered; measure their memory, and end them."""
     peer = context.peer
     begin = time.perf_counter()
     actors = [peer.make(Holder if torch_too else Tiny) for _ in range(count)]
@@ -302,7 +302,7 @@ def create(context: Context, *, count: int, torch_too: bool) -> dict[str, float]
 
 
 def crowd(context: Context, *, count: int) -> dict[str, float]:
-    """Make many actors in one worker, call each, weigh them (actorrpc only)."""
+    """Make many actors in one worker, call each, and measure their memory (actorrpc only)."""
     assert isinstance(context.peer, Actorrpc)
     peer = context.peer
     tiny = peer.actor_class(Tiny)
@@ -348,7 +348,7 @@ def checkpoints(context: Context, *, kept: bool, windows: int, window: int) -> d
 
 
 def overhead(context: Context) -> dict[str, float]:
-    """Weigh all processes of the cluster but the driver and its actors (call it while there is one actor)."""
+    """Measure the memory of all processes of the cluster but the driver and its actors (call it while there is one actor)."""
     actor = context.peer.get(context.peer.method(context.one("first"), "pid")())
     pids = [pid for pid in _descendants() if pid != actor]
     total = 0.0

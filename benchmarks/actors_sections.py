@@ -1,4 +1,4 @@
-"""The sections of a run with actors: what is compared, in which placements, and how much of it.
+"""The sections of a run with actors: the scenarios, their placements, and numbers of calls.
 
 Within a section the sessions of all peers are alive together and take turns, round by round.
 """
@@ -23,12 +23,12 @@ Measure = Callable[[Rig], dict[str, float]]
 
 
 def ask(do: str, **fields: Any) -> Measure:
-    """Return what asks a session to run a scenario."""
+    """Return a function that makes a session run a scenario."""
     return lambda rig: rig.caller(do, **fields)
 
 
 def prepare(bench: Bench, rigs: dict[Member, Rig | None], step: Callable[[Rig], object], what: str) -> None:
-    """Do something in all sessions that is not measured; one that cannot is out of the section."""
+    """Run a step that is not measured in all sessions; a session in which it fails is left out of the section."""
     for member, rig in rigs.items():
         if rig is None or rig.broken:
             continue
@@ -45,7 +45,7 @@ def _place(place: Placement, *callees: str, callers: tuple[str, ...] = ()) -> Ca
 
 
 def calls(bench: Bench) -> None:
-    """Time single calls, the core's rpc_sync beside them, then calls of which a thousand are under way."""
+    """Time single calls, the core's rpc_sync for comparison, and calls of which a thousand are in flight."""
     count, windows = (400, 2) if bench.quick else (1500, 6)
     with sessions(bench, PEERS) as (rigs, _):
         prepare(bench, rigs, ask("make", what="tiny", count=1), "actor call")
@@ -133,7 +133,7 @@ def tensors(bench: Bench) -> None:
 
 
 def start(bench: Bench) -> None:
-    """Time init(), and init() with a first actor; weigh the cluster."""
+    """Time init(), and init() with a first actor; measure the memory of the cluster."""
     for _ in range(1 if bench.quick else min(3, bench.rounds)):
         for peer in PEERS:
             with sessions(bench, (peer,)) as (rigs, took):
@@ -153,7 +153,7 @@ def start(bench: Bench) -> None:
 
 
 def creation(bench: Bench) -> None:
-    """Start eight actor processes in a running cluster, with and without torch, and weigh them idle."""
+    """Start eight actor processes in a running cluster, with and without torch; measure their memory when idle."""
     metrics = ("time", "private", "pss", "gather")
     with sessions(bench, PEERS) as (rigs, _):
         for _ in range(1 if bench.quick else min(3, bench.rounds)):

@@ -19,14 +19,14 @@ from benchmarks.rigs import Peer, Rig, RigError, Worker
 
 __all__ = ["Session", "interpreter", "sessions"]
 
-# The variable that names an interpreter with a peer's package, if this one has it not.
+# The variable that names an interpreter with a peer's package, if this interpreter does not have it.
 _ELSEWHERE = {"ray": "BENCHMARK_RAY_PYTHON", "monarch": "BENCHMARK_MONARCH_PYTHON"}
 _MODULE = "benchmarks.actors_scenarios"
 
 
 @functools.cache
 def interpreter(peer: str) -> str | None:
-    """Return the Python that has a peer's package beside torch and what actorrpc needs, or ``None``."""
+    """Return an interpreter that has a peer's package and torch, or ``None``."""
     if peer == "actorrpc":
         return sys.executable
     python = os.environ.get(_ELSEWHERE[peer]) or sys.executable
@@ -38,7 +38,7 @@ def interpreter(peer: str) -> str | None:
 
 
 class Session(Rig):
-    """One running session, asked like a rig of one worker."""
+    """One running session, with the interface of a rig of one worker."""
 
     __slots__ = ("module", "name")
 
@@ -47,11 +47,11 @@ class Session(Rig):
         self.name, self.pairs, self.module = name, 1, module
 
     def begin(self) -> None:
-        """Have it import the scenarios."""
+        """Make it import the scenarios."""
         self._all("begin", {"environment": {}, "module": self.module}, 120.0)
 
     def close(self, *, kill: bool = False) -> None:
-        """Shut the session down, and see to it that nothing of its cluster is left."""
+        """Shut the session down, and kill all remaining processes of its cluster."""
         everything: list[psutil.Process] = []
         with contextlib.suppress(psutil.Error):
             everything = psutil.Process(self.workers[0].pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""What the actors are to reach, as data."""
+"""The targets of the actors, as data."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PIPELINED = (
 
 _WAKING = "a call wakes two processes that sleep, and on a shared machine that swings: 0.12 to 0.20 of Ray's from run to run"
 _KEPT = (
-    "after each call checkpoint() is called and its state pickled, and the answer is kept until a later one has come: "
-    "13 to 16 us of Python, beside 20 of the call, which took 48 us when this was set"
+    "after each call checkpoint() is called and its state pickled, and the answer is kept until a later answer: "
+    "13 to 16 us of Python, in addition to the 20 us of the call, which took 48 us when the target was set"
 )
-_START = "the process from which those of actors are forked imports torch first, which takes most of it"
+_START = "the process from which actor processes are forked imports torch first, which takes most of the time"
 _MANY = "some 290 us of Python for each in the process that makes them, for its order, its first call and both answers"
 
 

@@ -12,7 +12,7 @@ __all__ = ["Holder"]
 
 
 class Holder(Tiny):
-    """Has a tensor of each size that it was asked for, and gives it away again and again."""
+    """Keeps one tensor of each requested size, and returns it repeatedly."""
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[int, str], Any] = {}
@@ -26,9 +26,9 @@ class Holder(Tiny):
         return self.tensors[key]
 
     def take(self, tensor: Any) -> int:
-        """Take one, look at its ends, answer with a number."""
+        """Take a tensor, read its first and last elements, and return a number."""
         return int(tensor[0]) + int(tensor[-1])
 
     def forget(self) -> None:
-        """Drop all."""
+        """Drop all tensors."""
         self.tensors.clear()

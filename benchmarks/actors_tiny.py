@@ -1,6 +1,6 @@
 """The small actors of the benchmarks: plain classes, made into actors by each peer in its way.
 
-No torch here: a peer whose processes start empty is not made to import it for actors that need none.
+This module does not import torch, so that peers whose processes start empty need not import it for these actors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Caller", "Kept", "Tiny", "cpu_seconds", "pin_process"]
 
 
 def pin_process(cpus: Sequence[int]) -> None:
-    """Have all threads of this process run on these CPUs, and those that they start."""
+    """Pin all threads of this process, and the threads that they start, to these CPUs."""
     for task in Path("/proc/self/task").iterdir():
         try:
             os.sched_setaffinity(int(task.name), cpus)
@@ -44,7 +44,7 @@ class Tiny:
         return os.getpid()
 
     def pin(self, cpus: list[int]) -> None:
-        """Have the process run on these CPUs."""
+        """Pin the process to these CPUs."""
         pin_process(cpus)
 
     def used(self) -> float:
@@ -68,7 +68,7 @@ class Kept(Tiny):
         return self.answered
 
     def restore(self, answered: int) -> None:
-        """Take the state of the life before."""
+        """Restore the state after a restart."""
         self.answered = answered
 
 

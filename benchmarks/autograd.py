@@ -1,4 +1,4 @@
-"""Measure actorrpc's distributed autograd and optimizer beside torch's, in turns in one run.
+"""Compare actorrpc's distributed autograd and optimizer with torch's, in turns in one run.
 
 ``python -m benchmarks.autograd [--quick] [--only NAME ...] [--rounds N] [--out DIR]`` prints tables and writes
 ``autograd.json`` and ``autograd.png``. A quick or partial run writes ``autograd-quick`` or ``autograd-partial``.

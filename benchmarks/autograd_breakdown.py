@@ -1,7 +1,7 @@
-"""What a hop and a training step consist of: Python functions by what they are for, system calls, and wake-ups, by phase.
+"""The parts of a hop and of a training step: Python functions by purpose, system calls, and wake-ups, by phase.
 
-Counted as in ``counts.py``, of both workers together. Each phase is the difference of two operations: one that ends with it, and
-one that ends before it. A wake-up is a thread that has slept and goes on; they are counted without the profiler.
+Counted as in ``counts.py``, for both workers together. A phase is the difference of two operations: one that ends after the
+phase, and one that ends before it. A wake-up is a thread that sleeps and continues; wake-ups are counted without the profiler.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["break_down", "part_of"]
 _RESULTS: Final = Path(__file__).resolve().parent / "results" / "autograd-breakdown.json"
 _TIMES: Final = 200  # for wake-ups
 
-# Where a function is -> what it is for. The first that fits counts; what is outside of the package is the user's, and torch's.
+# Beginnings of the places of functions -> their purpose; the first match counts. Functions outside of the package are user code.
 _PARTS: Final = (
     (("autograd/recorder.", "autograd/contexts.", "autograd/graph.receive", "autograd/graph.edge_of"), "recording"),
     (("autograd/graph.RecvFunction.forward", "autograd/graph._walk", "autograd/graph._reach"), "recording"),
@@ -41,7 +41,7 @@ PARTS: Final = ("user code", *dict.fromkeys(part for _, part in _PARTS))
 
 
 def part_of(function: str) -> str:
-    """Return what a function, as ``counts.py`` names it, is for."""
+    """Return the purpose of a function, by its name in ``counts.py``."""
     for prefixes, part in _PARTS:
         if function.startswith(prefixes):
             return part
@@ -67,7 +67,7 @@ def _rnn(until: str) -> Callable[[], Callable[[], object]]:
     return lambda: models.rnn_step(PEER, words=7, width=3, layers=4, length=3, batch=5, until=until)
 
 
-# Of each the phases, in order; the last is the whole.
+# The phases of each step, in order; the last is the whole step.
 STEPS: Final[dict[str, dict[str, Operation]]] = {
     "hop": {until: Operation(_hop(until)) for until in ("forward", "backward")},
     "RNN step": {until: Operation(_rnn(until), 20) for until in ("forward", "backward", "step")},

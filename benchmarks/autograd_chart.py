@@ -20,7 +20,7 @@ _PLACES = {"own": "own CPUs", "one": "one CPU"}
 
 
 def _panels() -> list[Panel]:
-    """Return what is drawn."""
+    """Return the panels of the picture."""
     training = [
         (
             f"{'RNN' if section == 'rnn' else 'parameter server'}, {case}: a step",

@@ -1,6 +1,6 @@
-"""What the autograd benchmark trains: models of which a part is on a server. The same code for both backends.
+"""The models of the autograd benchmark, of which a part is on a server. The same code for both backends.
 
-Remote functions know their worker's modules from :data:`HERE`, which the scenario ``init`` fills in.
+Remote functions get their worker's modules from :data:`HERE`, which the scenario ``init`` fills in.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class Backend:
         self.kept: dict[object, Any] = {}
 
     def choose(self, rpc: str) -> None:
-        """Import what goes with ``torch.distributed.rpc`` or ``actorrpc.rpc``."""
+        """Import the modules that belong to ``torch.distributed.rpc`` or ``actorrpc.rpc``."""
         package = rpc.rpartition(".")[0]
         self.rpc = importlib.import_module(rpc)
         self.autograd = importlib.import_module(f"{package}.autograd")
         self.optimizer = importlib.import_module(f"{package}.optim").DistributedOptimizer
 
     def keep(self, name: object, make: Callable[[], Any]) -> Any:
-        """Return what is kept under a name, made when it is first asked for."""
+        """Return the object with this name; ``make`` creates it at the first call."""
         if name not in self.kept:
             self.kept[name] = make()
         return self.kept[name]
@@ -61,13 +61,13 @@ def shared_module(kind: Callable[..., nn.Module], *args: Any) -> tuple[Any, list
 
 
 def run_module(module: Any, *args: Any) -> Tensor:
-    """Run a module that is here."""
+    """Run a module of this process."""
     result: Tensor = module.local_value()(*args)
     return result
 
 
 class WordBag(nn.EmbeddingBag):
-    """A table of vectors of which only rows that were looked up get a gradient."""
+    """A table of vectors with sparse gradients: only rows that were used get a gradient."""
 
     def __init__(self, words: int, width: int) -> None:
         super().__init__(words, width, mode="sum", sparse=True)
@@ -86,8 +86,8 @@ def rnn_step(
 ) -> Step:
     """Return a step of torch's model-parallel RNN: embedding and decoder on the server, the LSTM here.
 
-    Each trainer has a model of its own: the decoder's weight must not change between forward and backward. ``until``: end with
-    ``"forward"`` or ``"backward"``, for those who count what each of them takes.
+    Each trainer has a model of its own: the decoder's weight must not change between forward and backward. ``until``: end after
+    ``"forward"`` or ``"backward"``, to count these phases separately.
     """
     rpc, autograd = HERE.rpc, HERE.autograd
     torch.manual_seed(0)
@@ -134,7 +134,7 @@ def plain_rnn_step(words: int, width: int, layers: int, length: int, batch: int)
 
 
 def words_of(batch: int, length: int, words: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return the words of some texts in a row, and where each text begins."""
+    """Return the words of some texts in one tensor, and the offset of each text."""
     dice = torch.Generator().manual_seed(seed)
     return torch.randint(words, (batch * length,), generator=dice), torch.arange(0, batch * length, length)
 
@@ -165,7 +165,7 @@ def bag_step(server: str, words: int, width: int, length: int, batch: int, seed:
 
 
 def hop(tensor: Tensor, path: Sequence[str]) -> Tensor:
-    """Multiply by a parameter of this worker, then have the rest of the path do the same."""
+    """Multiply by a parameter of this worker, then call the rest of the path, which does the same."""
     weight = HERE.keep(("hop", tensor.numel()), lambda: torch.full_like(tensor, 1.001, requires_grad=True))
     result: Tensor = tensor * weight
     if path:
@@ -174,7 +174,7 @@ def hop(tensor: Tensor, path: Sequence[str]) -> Tensor:
 
 
 def dot(tensor: Tensor) -> Tensor:
-    """Return one number made of all of the tensor, whose gradient is a tensor as large as that."""
+    """Reduce the tensor to one number, whose gradient is as large as the tensor."""
     with_what: Tensor = HERE.keep(("dot", tensor.numel()), lambda: torch.full((tensor.numel(),), 0.5))
     return torch.dot(tensor, with_what)
 

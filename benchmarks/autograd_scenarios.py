@@ -1,4 +1,4 @@
-"""What a worker of the autograd benchmark does when the driver asks; the rest is as in ``scenarios.py``.
+"""The scenarios that a worker of the autograd benchmark runs on request of the driver, as in ``scenarios.py``.
 
 All run on the worker's main thread, return plain dictionaries of numbers, and never pin or print. Times are medians.
 """
@@ -23,19 +23,19 @@ __all__ = ["SCENARIOS", "Context"]
 
 @dataclass(slots=True)
 class Context(scenarios.Context):
-    """One worker of one group, and the step that it takes when it trains."""
+    """One worker of one group, and its training step."""
 
     step: Step | None = None
 
 
 def init(context: Context, backend: str, **fields: Any) -> dict[str, float]:
-    """Join the group, and import what belongs to its backend."""
+    """Join the group, and import the modules of its backend."""
     HERE.choose(backend)
     return scenarios.init(context, backend, **fields)
 
 
 def shutdown(context: Context) -> dict[str, float]:
-    """Drop what refers to other workers, then leave the group together with the others."""
+    """Drop references to other workers, then leave the group together with the others."""
     context.step = None
     HERE.kept.clear()
     gc.collect()
@@ -139,7 +139,7 @@ def _model(layers: int) -> Callable[[], Tensor]:
 
 
 def alone(context: Context, layers: int, turns: int, warm: int, plain: bool) -> dict[str, float]:
-    """Run forward and backward of a model that is all here; ``plain`` without any context."""
+    """Run forward and backward of a local model; ``plain``: without a context."""
     autograd, forward = HERE.autograd, _model(layers)
 
     def local() -> None:
@@ -164,7 +164,7 @@ def recording(context: Context, turns: int, warm: int, how: str) -> dict[str, fl
     if how == "outside":
         return {"p50": _timed(once, turns, warm)}
     times = []
-    for _ in range(max(1, turns // 50)):  # a context keeps what it records: none grows large
+    for _ in range(max(1, turns // 50)):  # several contexts, because a context keeps all its records
         with autograd.context():
             times.append(_timed(once, min(turns, 50), warm))
         warm = 2

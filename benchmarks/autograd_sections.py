@@ -1,4 +1,4 @@
-"""The sections of the autograd benchmark: what is compared, in which placements, and how much of it.
+"""The sections of the autograd benchmark: the scenarios, their placements, and numbers of steps.
 
 As in ``sections.py``, the groups of all peers are alive together and take turns. Ranks alternate between the CPUs of a
 placement; in training the last rank is the server, and all others are trainers.
@@ -23,7 +23,7 @@ BOTH = [*TWO, Member("torch", "TCP"), Member("actorrpc", "TCP")]
 HOPS = (1, 2, 4, 8, 16)
 WORLDS = (2, 4)
 
-# Section -> case -> sizes. The first sizes of the RNN are those of torch's tutorial.
+# Section -> case -> sizes. The first sizes of the RNN are the sizes of torch's tutorial.
 MODELS: dict[str, dict[str, dict[str, int]]] = {
     "rnn": {
         "tutorial": {"words": 7, "width": 3, "layers": 4, "length": 3, "batch": 5},
@@ -132,7 +132,7 @@ def _training(bench: Bench, section: str) -> None:
 def _plain(
     bench: Bench, place: str, rig: GradientRig | None, case: str, steps: int, sizes: dict[str, int]
 ) -> None:
-    """Train the same model in one process: what a step costs without any messages."""
+    """Train the same model in one process: the cost of a step without messages."""
 
     def measure(rig: Rig) -> dict[str, float]:
         return rig.caller("plain", turns=5 * steps, warm=10, **sizes)
@@ -166,7 +166,7 @@ def server(bench: Bench) -> None:
 
 
 def slope(counts: Sequence[int], values: Sequence[float | None]) -> float | None:
-    """Return what one more costs: the slope of the line that fits best; None without two values."""
+    """Return the cost of each further hop: the slope of the line that fits best; None with fewer than two values."""
     known = [(count, value) for count, value in zip(counts, values, strict=True) if value is not None]
     if len(known) < 2:
         return None
@@ -174,7 +174,7 @@ def slope(counts: Sequence[int], values: Sequence[float | None]) -> float | None
 
 
 def chain(bench: Bench) -> None:
-    """Go through 1 to 16 workers and back, A to B to A to B, and A to B to C to D to A; what does each cost?"""
+    """Time forward and backward through 1 to 16 hops, A to B to A to B, and A to B to C to D to A."""
     turns = 20 if bench.quick else 60
     metrics = ("p50", "forward", "backward")
 
@@ -244,7 +244,7 @@ def alone(bench: Bench) -> None:
                     bench.record(
                         "local pass", member, place.name, rig, passing(layers, False), ("p50",), case=case
                     )
-                # On a worker of ours: torch's polling thread would share the CPU with what is timed.
+                # On a worker of ours: torch's polling thread would share the CPU with the timed code.
                 ours = rigs.get(Member("actorrpc"))
                 bench.record(
                     "local pass", plain, place.name, ours, passing(layers, True), ("p50",), case=case

@@ -1,4 +1,4 @@
-"""What distributed autograd is to reach, as data."""
+"""The targets of distributed autograd, as data."""
 
 from __future__ import annotations
 

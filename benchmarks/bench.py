@@ -1,7 +1,7 @@
 """One run of the benchmarks: its rounds, its workers, its results.
 
-Sections use a :class:`Bench` to start the groups that they compare and to record what those answer. A group
-that fails is noted and leaves ``None`` in its series; the run goes on. Runs on the driver's only thread.
+Sections use a :class:`Bench` to start the groups that they compare and to record their answers. A group
+that fails is noted and leaves ``None`` in its series; the run continues. Runs on the driver's only thread.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["Bench", "Member"]
 
 
 class Member(NamedTuple):
-    """One of those compared: its name in the tables, and the transport."""
+    """One compared configuration: its name in the tables, and the transport."""
 
     peer: str
     transport: str = "same host"
 
 
 class Bench:
-    """What every section works with."""
+    """The groups, results and notes of a run, used by all sections."""
 
     __slots__ = ("_known", "placements", "quick", "results", "rounds", "stable")
 
@@ -36,18 +36,18 @@ class Bench:
         self._known: set[str] = set()
 
     def places(self, *names: str) -> list[Placement]:
-        """Return those of the placements that this machine has."""
+        """Return the placements with these names that this machine has."""
         found = [self.placements[name] for name in names if name in self.placements]
         if len(found) < len(names):
             self.note("only one CPU is allowed: nothing is measured on two")
         return found
 
     def say(self, text: str) -> None:
-        """Tell the user how far the run is."""
+        """Print the progress of the run."""
         print(text, file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
-        """Keep a remark for the report, once."""
+        """Add a remark to the report, unless it has it already."""
         if text not in self._known:
             self._known.add(text)
             self.results.notes.append(text)
@@ -93,7 +93,7 @@ class Bench:
         *,
         case: str = "",
     ) -> None:
-        """Measure one member in one round, and append what it gives to its series."""
+        """Measure one member in one round, and append the values to its series."""
         answer: dict[str, float] = {}
         if rig is not None and not rig.broken:
             rig.resume()

@@ -3,9 +3,9 @@
     python -m benchmarks.broadcast               # 1, 16 and 64 MiB to 8 actors; writes results/broadcast.json
     python -m benchmarks.broadcast --quick       # fewer rounds, and a file of another name
 
-All actors are processes of one host. Each way ends with the values in tensors that the receivers had before. The ways take
-turns, and ratios are taken within a turn; what is reported is the median, the lowest and the highest. "tcp" forces actorrpc's
-own connections onto TCP, as between hosts, where there is no shared memory; gloo uses TCP in any case.
+All actors are processes of one host. Each way writes the values into existing tensors of the receivers. The ways take turns,
+and ratios are computed within a turn; the median, the lowest and the highest are reported. "tcp" forces actorrpc's own
+connections onto TCP, as between hosts, without shared memory; gloo always uses TCP.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ ABOUT = {
 
 @actorrpc.remote
 class Holder:
-    """A trainer, or somebody who wants its weights."""
+    """The trainer, or a receiver of its weights."""
 
     def __init__(self, threads: int = 1) -> None:
         torch.set_num_threads(threads)
         self.weights = torch.zeros(0)
 
     def resize(self, size: int, value: float) -> None:
-        """Have weights of so many bytes."""
+        """Make weights of ``size`` bytes."""
         self.weights = torch.full((size // 4,), value)
 
     def change(self, value: float) -> None:
-        """Learn something."""
+        """Change all weights to a value."""
         self.weights.fill_(value)
 
     def ends(self) -> tuple[float, float]:
@@ -61,7 +61,7 @@ class Holder:
         return self.weights[0].item(), self.weights[-1].item()
 
     def take(self, weights: torch.Tensor, below: Sequence[Any] = ()) -> None:
-        """Take weights, and pass them on to those below."""
+        """Copy the weights, and send them to the actors in ``below``."""
         refs = _pass_on(weights, below)
         self.weights.copy_(weights)
         get(refs)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "Panel", "draw", "measured", "sheet"]
 
-#: Title, unit, bars (label -> what was measured) and whether more is better.
+#: Title, unit, bars (label -> key of the measurement) and whether more is better.
 Panel = tuple[str, str, dict[str, Key], bool]
 
 COLOURS = {
@@ -45,7 +45,7 @@ def _plain(axes: Axes) -> None:
 
 
 def bars(axes: Axes, results: Results, title: str, unit: str, keys: dict[str, Key], *, more: bool) -> None:
-    """Draw a group of bars for each key that was measured; whole decades, so that heights compare."""
+    """Draw a group of bars for each key that was measured, on an axis of whole decades."""
     found = {
         (spot, peer): summary
         for spot, key in enumerate(keys.values())
@@ -81,7 +81,7 @@ def _sizes(axes: Axes, results: Results, direction: str, transport: str) -> None
     for peer, colour in COLOURS.items():
         spots, rates = [], []
         for name, size in TENSOR_SIZES.items():
-            # A memory copy knows no transport: it is recorded once.
+            # A memory copy uses no transport, so it is recorded once.
             which = "same host" if peer == "memcpy" else transport
             key = Key("tensors", f"{direction} {name}", which, "own", "rate")
             found = summarise(results.values(key, peer))
@@ -102,7 +102,7 @@ def _sizes(axes: Axes, results: Results, direction: str, transport: str) -> None
 
 
 def measured(results: Results, key: Key) -> bool:
-    """Return whether anybody's series for this key has a value."""
+    """Return whether a series of any peer has a value for this key."""
     return any(summarise(values) is not None for values in results.series.get(key, {}).values())
 
 

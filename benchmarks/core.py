@@ -1,4 +1,4 @@
-"""Measure actorrpc beside torch's RPC and the raw limits, all in turns in one run.
+"""Compare actorrpc with torch's RPC and the raw limits, in turns in one run.
 
 ``python -m benchmarks.core [--quick] [--only NAME ...] [--rounds N] [--out DIR]`` prints tables and
 writes ``core.json`` and ``core.png``. A quick or partial run writes ``core-quick`` or ``core-partial``.

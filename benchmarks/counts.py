@@ -1,13 +1,12 @@
-"""How many steps an operation takes: Python functions, C calls and system calls of both sides, which no noise can blur.
+"""Counts of Python functions, C calls and system calls of both sides per operation, which are free of noise, unlike times.
 
     python -m benchmarks.counts                # all operations; writes results/counts.json
     python -m benchmarks.counts --only sync    # one of them
     python -m benchmarks.counts --only sync --names   # and which functions they are
 
-Two workers with spinning off. Functions are counted by a profile function in all their threads but the clock's, so that figures
-are those of a slower program: where threads race, they differ a little from run to run. System calls are counted by
-``strace -c``, where there is one and it may attach. The counts explain a difference that ``benchmarks.ab`` finds; no test holds
-them.
+Two workers with spinning off. A profile function counts function calls in all threads but the clock's. It slows the program
+down, so where threads race, the counts differ a little from run to run. ``strace -c`` counts system calls, if it is installed
+and may attach. The counts explain a difference that ``benchmarks.ab`` finds; no test checks them.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ _STATE: Final = 200
 _PORTIONS: Final = 3
 _PACKAGE: Final = Path(actorrpc.__file__).parent
 
-# What was called since counting began, of all threads: appending is one step, whichever thread does it.
+# All calls of all threads since counting began: appending is atomic.
 _calls: list[Any] = []
 _counting = False
-# What these threads do goes by time: there is more of it beside other load.
+# Clock threads, which are not counted: their work depends on the elapsed time, and so on the load of the machine.
 _clocks: set[int | None] = set()
 
 
@@ -62,13 +61,13 @@ def _profile(frame: FrameType, event: str, arg: Any) -> None:
 
 
 def _watch() -> None:
-    """Have all threads that start from here on counted, and this one."""
+    """Count calls in this thread, and in all threads that start later."""
     threading.setprofile(_profile)
     sys.setprofile(_profile)
 
 
 def start_counting() -> None:
-    """Count from here on. Runs in both workers."""
+    """Begin to count. Runs in both workers."""
     global _counting
     _calls.clear()
     _clocks.update(each.ident for each in threading.enumerate() if each.name == "actorrpc-clock")
@@ -100,12 +99,12 @@ def _name(code: CodeType) -> str:
 
 
 def nothing() -> int:
-    """Answer a number."""
+    """Return a number."""
     return 1
 
 
 def echo(value: Any) -> Any:
-    """Answer the argument."""
+    """Return the argument."""
     return value
 
 
@@ -201,12 +200,12 @@ def _creation() -> Callable[[], object]:
 
 
 class Operation:
-    """What is counted.
+    """A counted operation.
 
     Attributes:
-        make: prepares it, and returns what does it once.
-        times: how often it is done in a portion while functions are counted; ten times as often for system calls.
-        each: how many of it are one ``run``.
+        make: prepares the operation, and returns the function ``run`` that executes it.
+        times: runs per portion while functions are counted; ten times as many for system calls.
+        each: operations per run.
     """
 
     __slots__ = ("each", "make", "times")
@@ -232,7 +231,7 @@ OPERATIONS: Final = {
 
 
 class Count(dict[str, float]):
-    """What one operation takes: ``functions``, ``C calls``, ``system calls`` (absent where they cannot be counted)."""
+    """The counts of one operation: ``functions``, ``C calls``, ``system calls`` (absent if they cannot be counted)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,14 +247,13 @@ def count(
     """Count one operation. In the caller's process, with both workers in a group.
 
     Args:
-        also: what else is counted, given what does the operation once.
+        also: returns further counts, from the function that runs the operation.
     """
     run = operation.make()
     for _ in range(operation.times):
         run()
     found = Count()
-    # What comes by the clock (timers, heartbeats, sleeps of a side that waits for a processor) is in some portions more than in
-    # others: the least is the operation's own.
+    # Timers, heartbeats and waits for a processor add calls to some portions: the smallest portion has the fewest of them.
     here, there = min((_portion(run, operation.times) for _ in range(_PORTIONS)), key=_functions_of)
     total = operation.times * operation.each
     for index, what in enumerate(("functions", "C calls")):
@@ -324,17 +322,17 @@ def _worker(rank: int, rendezvous: str) -> None:
 
 
 def serve(rendezvous: str) -> None:
-    """Be the other worker."""
+    """Run the other worker."""
     _worker(1, rendezvous)
     rpc.shutdown()
 
 
 def count_all(operations: Mapping[str, Operation], **options: Any) -> dict[str, Count]:
-    """Start the other worker, join it, and count. The options are those of :func:`count`."""
+    """Start the other worker, form a group with it, and count. The options are as for :func:`count`."""
     os.environ.setdefault("ACTORRPC_SPIN_US", "0")
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"{folder}/rendezvous"
-        # Not as the main module: what counts there is what this process asks.
+        # Imported by name: the requests of this process use the counters of ``benchmarks.counts``, not of ``__main__``.
         serve = f"from benchmarks.counts import serve; serve({rendezvous!r})"
         arguments = [sys.executable, "-c", serve]
         with subprocess.Popen(arguments) as callee:

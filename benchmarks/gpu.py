@@ -1,12 +1,12 @@
-"""Tensors of a GPU between two workers on it, by a device map: actorrpc beside torch.distributed.rpc.
+"""Tensors of a GPU between two workers on it, by a device map: actorrpc and torch.distributed.rpc.
 
     python -m benchmarks.gpu                     # 64 KiB to 256 MiB; writes results/gpu.json; two minutes
     python -m benchmarks.gpu --quick             # fewer rounds and sizes; a file of another name, as with all options
-    python -m benchmarks.gpu --device cpu        # the same with tensors of the CPU, where there is no GPU
+    python -m benchmarks.gpu --device cpu        # the same with tensors of the CPU, for machines without a GPU
 
-The groups of both are alive at the same time and take turns; ratios are taken within a turn, and what is reported is the
-median, the lowest and the highest. "argument": the callee waits until the tensor is there and returns a number; "echo": it
-sends the tensor back, and GB/s counts both ways. A call is over when the GPU has nothing left to do for it.
+The groups of both are alive at the same time and take turns; ratios are computed within a turn, and the median, the lowest
+and the highest are reported. "argument": the callee waits until the tensor has arrived and returns a number; "echo": it sends
+the tensor back, and GB/s counts both ways. A call ends when the GPU has finished all its work for it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ KIB = 1 << 10
 
 
 def missing(device: str) -> str:
-    """Say why nothing can be measured on a device; empty where it can."""
+    """Return the reason why a device cannot be measured; empty if it can."""
     if torch.device(device).type != "cuda" or torch.cuda.is_available():
         return ""
     return f"this torch ({torch.__version__}) sees no CUDA device"
 
 
 def peers() -> list[str]:
-    """Return what can be compared here."""
+    """Return the names of the peers that are installed here."""
     theirs: Any = torch.distributed.is_available() and importlib.import_module("torch.distributed.rpc")
     has_torch = theirs and theirs.is_available() and hasattr(theirs.BackendType, "TENSORPIPE")
     return [name for name in PEERS if name != "torch" or has_torch]
@@ -133,7 +133,7 @@ class Pair:
         return float(found)
 
     def close(self) -> None:
-        """End both."""
+        """End both workers."""
         try:
             self._orders.send(None)
         except OSError:
@@ -153,7 +153,7 @@ class Pair:
 def measure(
     chosen: Sequence[str], device: str, sizes: Sequence[int], rounds: int, seconds: float = 0.2
 ) -> tuple[dict[str, dict[str, dict[str, list[float]]]], dict[str, str]]:
-    """Return GB/s by scenario, size and peer, of each round; and what went wrong, by peer, which is then left out."""
+    """Return GB/s of each round by scenario, size and peer; and the errors by peer. A peer that fails is then left out."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:

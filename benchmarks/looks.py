@@ -1,4 +1,4 @@
-"""How long it takes to look into a group of many processes, all well, and with one stopped and one in code in C.
+"""The time that it takes to read the state of a group of many processes: all alive, and with one stopped and one in C code.
 
 ``python -m benchmarks.looks [--workers N]`` starts a cluster of N processes, has ``actorrpc status``, ``actorrpc stack`` (each
 with the start of its process) and ``actorrpc.state()`` look at it five times each, and writes medians, in seconds, to
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     found = parser.parse_args(arguments)
     with (
         tempfile.TemporaryDirectory() as folder,
-        # The one that is stopped is not taken for dead meanwhile.
+        # A long heartbeat, so that the stopped process is not declared dead during the measurement.
         actorrpc.init(num_cpus=1, log_to_driver=False, heartbeat=120.0),
     ):
         gate = os.path.join(folder, "gate")

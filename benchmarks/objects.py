@@ -1,8 +1,8 @@
-"""Measure objects in the memory of a host beside Ray's, with numpy and torch, in turns in one run.
+"""Compare objects in the shared memory of a host with Ray's, with numpy and torch, in turns in one run.
 
 ``python -m benchmarks.objects [--quick] [--only NAME ...] [--rounds N] [--out DIR]`` prints tables and writes ``objects.json``
-and ``objects.png``; a quick or partial run writes files of another name. Ray is found in this interpreter, or in the one that
-BENCHMARK_RAY_PYTHON names. A whole run needs 14 GB of memory.
+and ``objects.png``; a quick or partial run writes files of another name. Ray is found in this interpreter, or in the interpreter
+that BENCHMARK_RAY_PYTHON names. A whole run needs 14 GB of memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _each(
 
 
 def put(bench: Bench) -> None:
-    """Put values of one size again and again; one copy in one process beside it."""
+    """Put values of one size repeatedly; one copy within a process for comparison."""
     with sessions(bench, PEERS, MODULE) as (rigs, _):
         for name, size in _sizes(bench).items():
             repeats = max(3, min(20, (1024 * MIB) // size))
@@ -65,7 +65,7 @@ def put(bench: Bench) -> None:
 
 
 def get(bench: Bench) -> None:
-    """Have 1 and 8 actors get one value, and have them read all of it besides."""
+    """Let 1 and 8 actors get one value, without and with reading all of it."""
     cases: dict[str, Measure] = {}
     for name, size in _sizes(bench).items():
         for kind in KINDS:
@@ -79,7 +79,7 @@ def get(bench: Bench) -> None:
 
 
 def hand_over(bench: Bench) -> None:
-    """Pass what one actor has to another one."""
+    """Pass a value from one actor to another."""
     cases = {
         f"{name}, {kind}": ask(
             "hand_over", size=size, kind=kind, repeats=3 if size > 64 * MIB else 10, timeout=_PATIENCE_S

@@ -1,4 +1,4 @@
-"""What a session does when objects are measured: put them, have others read them, hand them on, and weigh the host's memory.
+"""The scenarios with objects: put them, let actors read them, pass them on, and measure the memory of the host.
 
 As ``actors_scenarios.py``: a session is the driver of one peer's cluster, and the same code runs on all peers.
 """
@@ -20,7 +20,7 @@ from benchmarks.actors_tiny import Tiny
 
 __all__ = ["SCENARIOS", "Context", "Reader"]
 
-GIVEN_BACK_S = 3.0  # by then memory that nobody holds has gone back to the system
+GIVEN_BACK_S = 3.0  # after this time, unused memory was returned to the system
 
 
 def _made(size: int, kind: str) -> Any:
@@ -40,7 +40,7 @@ def _read(value: Any) -> None:
 
 
 class Reader(Tiny):
-    """Makes values, takes them, gets references to them, and keeps what it has until it is told to drop it."""
+    """Makes values, takes them, gets references to them, and keeps the values until :meth:`drop`."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer_named(peer)
@@ -48,7 +48,7 @@ class Reader(Tiny):
         self.own: dict[tuple[int, str], Any] = {}
 
     def give(self, size: int, kind: str) -> Any:
-        """Return a value of so many bytes, which stays here, too."""
+        """Return a value of ``size`` bytes, and keep it."""
         if (size, kind) not in self.own:
             self.own = {(size, kind): _made(size, kind)}
         return self.own[size, kind]
@@ -60,10 +60,10 @@ class Reader(Tiny):
         return 1
 
     def read(self, refs: Sequence[Any], touch: bool) -> float:
-        """Get what the references stand for, and keep it; return the seconds of that.
+        """Get the values of the references, and keep them; return the seconds that this took.
 
         Args:
-            touch: read all of it, too.
+            touch: also read the whole values.
         """
         begin = time.perf_counter()
         values = self.peer.get_all(list(refs))
@@ -77,23 +77,23 @@ class Reader(Tiny):
         return seconds
 
     def count(self, refs: Sequence[Any]) -> int:
-        """Get small values; return how many they are."""
+        """Get small values; return their number."""
         return len(self.peer.get_all(list(refs)))
 
     def drop(self) -> None:
-        """Keep nothing any more of what has come."""
+        """Drop all values."""
         self.held.clear()
 
 
 def _memory() -> float:
-    """Return the bytes of the host's memory that processes and shared memory take."""
+    """Return the bytes of the host's memory that processes and shared memory occupy."""
     with open("/proc/meminfo", encoding="ascii") as file:
         rows = {line.partition(":")[0]: int(line.split()[1]) for line in file}
     return float(rows["AnonPages"] + rows["Shmem"]) * 1024
 
 
 def make(context: Context, *, count: int) -> dict[str, float]:
-    """Make readers, if they are not there yet, and wait until they answer."""
+    """Make readers, if they do not exist yet, and wait until they answer."""
     peer, found = context.peer, context.actors.setdefault("reader", [])
     while len(found) < count:
         found.append(peer.make(Reader, context.name))
@@ -107,7 +107,7 @@ def _drop(context: Context) -> None:
 
 
 def memcpy(context: Context, *, size: int, repeats: int) -> dict[str, float]:
-    """Copy so many bytes in this process, into memory that was used before; GB/s."""
+    """Copy ``size`` bytes in this process, into memory that was used before; GB/s."""
     source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
     times = []
     for _ in range(repeats):
@@ -120,7 +120,7 @@ def memcpy(context: Context, *, size: int, repeats: int) -> dict[str, float]:
 def put(
     context: Context, *, size: int, kind: str, repeats: int, pause: float = GIVEN_BACK_S
 ) -> dict[str, float]:
-    """Put a value into memory that is fresh, and again and again into what the last one has left; GB/s."""
+    """Put a value into fresh memory, then repeatedly into the memory of the value before; GB/s."""
     package, value = context.peer.package, _made(size, kind)
     time.sleep(pause)
     times = []
@@ -135,7 +135,7 @@ def put(
 def get(
     context: Context, *, size: int, kind: str, readers: int, touch: bool, pause: float = GIVEN_BACK_S
 ) -> dict[str, float]:
-    """Have actors get one value at the same time: until all have it, the time of one get, and the memory that it takes."""
+    """Let actors get one value at the same time. Returns the time until all have it, the time of one get, and the memory."""
     peer, value = context.peer, _made(size, kind)
     actors_ = context.actors["reader"][:readers]
     reads = [peer.method(reader, "read") for reader in actors_]
@@ -156,7 +156,7 @@ def get(
 
 
 def hand_over(context: Context, *, size: int, kind: str, repeats: int) -> dict[str, float]:
-    """Have one actor make values, and another one take them; the driver passes references on. GB/s."""
+    """Let one actor make values, and another actor take them; the driver passes references. GB/s."""
     peer = context.peer
     first, second = context.actors["reader"][:2]
     give, take, drop = peer.method(first, "give"), peer.method(second, "take"), peer.method(second, "drop")

@@ -1,11 +1,11 @@
-"""What looking inside costs: calls with the flight recorder and without, and with spans that are not sampled, in turns.
+"""The cost of observation: calls with and without the flight recorder, and with unsampled spans, in turns.
 
 ``python -m benchmarks.observe [--rounds N]`` starts two workers on one CPU, which switch the recorder and OpenTelemetry on and
-off between portions of the same calls, so that all that differs is what is measured: two pairs of processes differ by some
-percent in any case. A portion's time is that of both workers' processors, which other processes do not lengthen. ``ratio`` is the
-median over pairs of portions, with the interval in which it lies with 95 % probability, of the recorder on to off;
-``otel_unsampled`` is that of spans which are switched on and not sampled, with the recorder on, to the recorder alone. Results
-go to ``results/observe.json``.
+off between portions of the same calls, because two pairs of processes would differ by some percent in any case. The time of a
+portion is the processor time of both workers, which other processes do not lengthen. ``ratio`` is the median, over pairs of
+portions, of the time with the recorder to the time without, with the interval in which it lies with 95 % probability.
+``otel_unsampled`` is the same ratio of the recorder and unsampled spans to the recorder alone. Results are written to
+``results/observe.json``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _hooks: dict[str, HookSet] = {}
 
 
 def _switch(way: str) -> float:
-    """Have this worker's calls be measured in one way from here on; return the seconds of processor it has used."""
+    """Switch recorder and spans of this worker on or off; return the processor seconds that it has used."""
     worker = current_worker()
     assert worker is not None
     agent = worker.agent
@@ -69,7 +69,7 @@ def _worker(rank: int, store: str, pipe: Connection | None) -> None:
 
 
 def _measured(what: str, way: str) -> float:
-    """Make the calls; return microseconds of processor for each, of both sides."""
+    """Make the calls; return the processor time of both sides per call, in microseconds."""
     count = _CALLS[what]
     begun = rpc.rpc_sync("w1", _switch, (way,)) + _switch(way)
     if what == "sync":
@@ -82,14 +82,14 @@ def _measured(what: str, way: str) -> float:
 
 
 def _of_no_span() -> float:
-    """Return what it takes to see that a call is no span, in microseconds."""
+    """Return the time that an unsampled call spends on the check for a span, in microseconds."""
     client = spans._SpanClient(spans._OtelApi())
     call: Any = None
     return 10 * min(timeit.repeat(lambda: client.on_call(call, None, ()), number=100_000, repeat=7))
 
 
 def _of_a_record() -> dict[str, float]:
-    """Return what it takes to write one record of each kind, in microseconds."""
+    """Return the time to write one record of each kind, in microseconds."""
     peer: Any = SimpleNamespace(name="w1")
     agent: Any = SimpleNamespace(hooks=HookSet())
     recorder = FlightRecorder()

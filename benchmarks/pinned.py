@@ -17,7 +17,7 @@ CPUS = "BENCHMARK_CPUS"
 
 
 def pinned_worker(rank: int, args: Any) -> None:
-    """Pin this process by its rank, then be a worker of the example."""
+    """Pin this process by its rank, then run a worker of the example."""
     agent, observers = os.environ[CPUS].split(";")
     os.sched_setaffinity(0, {int(cpu) for cpu in (observers if rank else agent).split(",")})
     example = importlib.import_module("reinforce")
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     os.environ[CPUS] = f"{agent};{observers}"
     example: Any = importlib.import_module("reinforce")
 
-    # Children import the example afresh, and find its own worker there.
+    # Children import the example again, so they would otherwise run its original worker function.
     example.run_worker = pinned_worker
     status: int = example.main(flags)
     return status

@@ -1,7 +1,6 @@
-"""Draw the plots of the page of performance from ``benchmarks/results``: ``python -m benchmarks.plots``.
+"""Draw the plots of the documentation page on performance from ``benchmarks/results``: ``python -m benchmarks.plots``.
 
-One picture serves pages that are light and pages that are dark: its ground is transparent, its text grey. The same results give
-the same bytes.
+The background is transparent and the text grey, for light and dark pages. The same results give the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ OURS, THEIRS, OTHERS = "#2f81c7", "#d1603d", "#8f6bb3"
 COLOURS = {"actorrpc": OURS, "torch": THEIRS, "ray": THEIRS, "monarch": OTHERS, "plain": INK}
 
 Key = tuple[str, str, str, str, str]
-"""Section, case, transport, placement, metric: what is measured."""
+"""Section, case, transport, placement and metric of a measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Bar:
     """A group of bars, one for each peer.
 
     Attributes:
-        scale: what values are multiplied with, for the unit of the axis.
+        scale: the factor from the values to the unit of the axis.
     """
 
     name: str
@@ -158,19 +157,19 @@ FIGURES: dict[str, tuple[str, tuple[Panel, ...]]] = {
 
 
 def medians(file: str) -> dict[tuple[Key, str], Mapping[str, Any]]:
-    """Return what a file of results says, by what was measured and of whom."""
+    """Return the medians in a file of results, by measurement and peer."""
     found = json.loads((_RESULTS / file).read_text(encoding="utf-8"))
     names = ("section", "case", "transport", "placement", "metric")
     return {(tuple(each[name] for name in names), each["peer"]): each for each in found["series"]}  # type: ignore[misc]
 
 
 def label(value: float) -> str:
-    """Return a number as the picture says it: three digits at most."""
+    """Return a number as text with at most three digits."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def sheet(panels: int, width: float = 9.6, height: float = 2.9) -> tuple[Figure, list[Axes]]:
-    """Return an empty figure and its axes, of the colours that suit every page."""
+    """Return an empty figure and its axes, in colours for light and dark pages."""
     mpl.use("svg")
     mpl.rcParams.update(
         {
@@ -192,7 +191,7 @@ def sheet(panels: int, width: float = 9.6, height: float = 2.9) -> tuple[Figure,
 
 
 def save(figure: Figure, file: Path) -> None:
-    """Write a figure, without the date on which that was."""
+    """Write a figure, without a date."""
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
     text = file.read_text(encoding="utf-8")

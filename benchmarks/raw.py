@@ -1,8 +1,8 @@
-"""The raw limits: what two Python processes can do with one blocking socket, and one memory copy.
+"""The raw limits: two Python processes with one blocking socket, and one memory copy.
 
 The callee serves its connection on one thread, with blocking calls only; the caller's functions, in
-``RAW_SCENARIOS``, run on the worker's main thread and measure as those of ``scenarios`` do. Nothing
-here imports torch or an RPC backend.
+``RAW_SCENARIOS``, run on the worker's main thread and measure like the functions in ``scenarios``. This
+module imports neither torch nor an RPC backend.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _exactly(link: socket.socket, count: int) -> bytes:
 
 
 def serve(link: socket.socket) -> None:
-    """Do what the caller orders until it closes."""
+    """Carry out the caller's orders until it closes the connection."""
     buffer = bytearray()
     with link:
         while True:
@@ -84,7 +84,7 @@ def serve(link: socket.socket) -> None:
 
 
 def listen(context: RawContext, family: str, address: str) -> dict[str, str | int]:
-    """Be the callee: listen, and serve the one caller that comes, on a thread of its own."""
+    """Start the callee: listen, and serve a single caller on a thread."""
     if family == "unix":
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(address)
@@ -106,7 +106,7 @@ def listen(context: RawContext, family: str, address: str) -> dict[str, str | in
 
 
 def connect(context: RawContext, family: str, address: str, port: int) -> dict[str, float]:
-    """Be the caller."""
+    """Start the caller: connect to the callee."""
     if family == "unix":
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         link.connect(address)
@@ -156,7 +156,7 @@ def roundtrip(context: RawContext, calls: int, warm: int) -> dict[str, float]:
 
 
 def tensor(context: RawContext, size: int, repeats: int, direction: str, warm: int) -> dict[str, float]:
-    """Send one buffer again and again with ``sendall``, received by ``recv_into`` of one buffer."""
+    """Send one buffer repeatedly with ``sendall``; the callee receives with ``recv_into`` into one buffer."""
     link, echoed = _link(context), direction == "echo"
     payload, back = bytearray(b"\x07") * size, memoryview(bytearray(size if echoed else 1))
     order = b"e" if echoed else b"a"

@@ -1,10 +1,10 @@
-"""An actor call on workers that Ray has placed, beside Ray's own actor call: both in one process and one run, in turns.
+"""Actor calls on workers that Ray has placed, compared with Ray's own actor calls: both in one process and one run, in turns.
 
-``python -m benchmarks.ray_engine [--quick] [--out FOLDER]`` runs on this interpreter, or on the one that BENCHMARK_RAY_PYTHON
-names, which needs torch and Ray. There is one Ray, with one actor of its own and one of our workers, each in a process that
-Ray has started; every round measures both. Nothing is pinned. ``same host`` is how it comes (our workers find that they are on
-one machine, and use Unix sockets and shared memory; Ray's calls go over TCP and large results through its shared
-memory), ``TCP`` has our connections as they are between machines. Writes ``results/ray_engine.json``.
+``python -m benchmarks.ray_engine [--quick] [--out FOLDER]`` runs on this interpreter, or on the interpreter that
+BENCHMARK_RAY_PYTHON names, which needs torch and Ray. One Ray has one actor of its own and one of our workers, each in a
+process that Ray has started; every round measures both. No process is pinned. ``same host`` uses the defaults (our workers
+find that they are on one machine, and use Unix sockets and shared memory; Ray's calls go over TCP and large results through
+its shared memory), ``TCP`` makes our connections as between machines. Writes ``results/ray_engine.json``.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _measure(get: Callable[[Any], Any], actor: Any, scale: int) -> list[tuple[st
 
 
 def _session(transport: str, rounds: int, scale: int) -> None:
-    """Be the driver of both; print what was measured as one line of JSON."""
+    """Run the driver of both; print the measurements as one line of JSON."""
     import ray  # noqa: PLC0415 (only a session has it)
 
     import actorrpc  # noqa: PLC0415
@@ -143,7 +143,7 @@ def _run(python: str, transport: str, rounds: int, scale: int) -> dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run it; returns what the process should exit with."""
+    """Run it; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ray_engine", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and calls")
     parser.add_argument("--rounds", type=int, default=0)

@@ -29,7 +29,7 @@ TIMEOUT = 180.0
 def run_once(
     backend: str, place: Placement, *, episodes: int, world_size: int, seed: int
 ) -> dict[str, float]:
-    """Run the example once and return what it says of itself.
+    """Run the example once and return the figures that it prints.
 
     Raises:
         RuntimeError: it fails, or does not end in time.

@@ -77,7 +77,7 @@ def metric_title(key: Key) -> str:
 
 
 def number(value: float) -> str:
-    """Print a number with three digits that count, in plain notation."""
+    """Format a number with three significant digits, in plain notation."""
     size = abs(value)
     if size >= 1e4:
         return f"{value:,.0f}".replace(",", " ")
@@ -91,7 +91,7 @@ def number(value: float) -> str:
 
 
 def cell(summary: Summary | None) -> str:
-    """Print a median and, where there was more than one round, the ends of the spread."""
+    """Format a median and, after more than one round, the ends of the spread."""
     if summary is None:
         return "-"
     if summary.rounds == 1:
@@ -100,7 +100,7 @@ def cell(summary: Summary | None) -> str:
 
 
 def table(head: list[str], rows: Iterable[list[str]]) -> str:
-    """Lay out rows under a head: a Markdown table that also reads well as it is."""
+    """Return a Markdown table whose columns are aligned."""
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
 
@@ -133,7 +133,7 @@ def section_table(results: Results, section: str, metric: str) -> str:
 
 
 def verdict_table(verdicts: Iterable[Verdict]) -> str:
-    """Return the table of what was to be reached."""
+    """Return the table of the targets."""
     answers = {True: "yes", False: "no", None: "not measured"}
     rows = [[v.target.text, cell(v.measured), v.target.bound, answers[v.reached]] for v in verdicts]
     return table(["figure", "measured", "target", "reached"], rows)
@@ -165,7 +165,7 @@ def text(results: Results, meta: dict[str, Any], targets: Iterable[Target] = TAR
 def as_document(
     results: Results, meta: dict[str, Any], targets: Iterable[Target] = TARGETS
 ) -> dict[str, Any]:
-    """Return everything measured as plain data, values of each round included."""
+    """Return all measurements as plain data, including the values of each round."""
     series = []
     for key, peers in results.series.items():
         for peer, values in peers.items():

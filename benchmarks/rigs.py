@@ -1,4 +1,4 @@
-"""The driver's side of the workers: who the peers are, how a group of them starts, is asked, and ends.
+"""The driver's side of the workers: the peers, and groups of their workers, from start to end.
 
 A :class:`Rig` is one running group of one peer at one placement: callers are ranks ``0 .. pairs-1``, and
 caller ``i`` calls worker ``i + pairs``. Everything is bounded: a worker that does not answer in time
@@ -30,10 +30,10 @@ class RigError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """One thing that is compared: a backend and the settings it runs with.
+    """One compared configuration: a backend and its settings.
 
-    One that ``polls`` uses the processors while it has nothing to do, so that it must be stopped while
-    others are measured; torch's default transport between processes of one host does.
+    A peer that ``polls`` uses processors while it is idle, so it must be stopped while other peers are
+    measured. torch's default transport between processes of one host polls.
     """
 
     backend: str
@@ -46,7 +46,7 @@ class Peer:
 NO_SPIN = {"ACTORRPC_SPIN_US": "0"}
 TCP = {"ACTORRPC_TRANSPORT": "tcp"}
 
-# (name in the tables, transport) -> what runs
+# (name in the tables, transport) -> peer
 PEERS: dict[tuple[str, str], Peer] = {
     ("torch", "same host"): Peer(backend=TORCH, polls=True),
     ("torch", "TCP"): Peer(backend=TORCH, options={"_transports": ["uv"], "_channels": ["basic"]}),
@@ -108,7 +108,7 @@ class Worker:
             raise RigError(f"worker {self.pid} has ended ({error})") from error
 
     def receive(self, timeout: float) -> dict[str, float]:
-        """Return the answer to the oldest request that has none yet.
+        """Return the answer to the oldest unanswered request.
 
         Raises:
             RigError: the worker failed, ended, or did not answer in time.
@@ -212,26 +212,26 @@ class Stable:
         modules: str = "benchmarks.scenarios",
         python: str = sys.executable,
     ) -> Worker:
-        """Return a new worker that shares no memory with another process; ``python`` is what it runs on."""
+        """Return a new worker that shares no memory with another process; ``python``: its interpreter."""
         process, here = self._start("solo", cpus, modules, python)
         return Worker(here, process.pid, process)
 
     def rendezvous(self, how: str) -> str:
-        """Return a fresh place for a group to meet: a file, or a TCP port that is free now."""
+        """Return a new rendezvous for a group: a file, or a TCP port that is free now."""
         if how == "file":
             return f"file://{self.scratch}/store-{time.monotonic_ns()}"
         with socket.create_server(("127.0.0.1", 0)) as probe:
             return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
     def news(self) -> str:
-        """Return the last lines that workers wrote to their standard error since this was asked before."""
+        """Return the last lines that workers wrote to standard error since the previous call."""
         written = Path(self.log.name).read_bytes()
         fresh, self._seen = written[self._seen :], len(written)
         lines = fresh.decode(errors="replace").strip().splitlines()[-3:]
         return "workers wrote: " + (" | ".join(lines) if lines else "nothing")
 
     def close(self) -> None:
-        """End the fork servers, and with them whatever workers are left."""
+        """End the fork servers and all remaining workers."""
         for process, orders in self._servers.values():
             orders.close()
             process.kill()
@@ -258,7 +258,7 @@ class Rig:
             RigError: a worker failed to start or to join.
         """
         make = stable.solo if solo else stable.fork
-        workers: list[Worker] = []  # the rig's own: those made are closed when the next one fails
+        workers: list[Worker] = []  # the rig closes these workers if a later one fails to start
         rig = cls(peer, workers)
         try:
             for cpus in [placement.callers] * pairs + [placement.callees] * pairs:
@@ -298,7 +298,7 @@ class Rig:
         self._all("begin", {"environment": self.peer.environment, "module": module}, 60.0)
 
     def join(self, init_method: str) -> float:
-        """Have all workers call ``init_rpc``; return when the last was done (shared clock)."""
+        """Let all workers call ``init_rpc``; return the time when the last call ended (shared clock)."""
         for rank, worker in enumerate(self.workers):
             fields = {
                 "backend": self.peer.backend,
@@ -355,7 +355,7 @@ class Rig:
         return self._ask(self.workers, do, fields, timeout)
 
     def close(self, *, kill: bool = False) -> None:
-        """Shut the group down, politely where it still answers."""
+        """Shut the group down: gracefully if it still answers, otherwise by killing it."""
         kill = kill or self.broken
         self.resume()
         if not kill:

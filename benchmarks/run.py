@@ -1,4 +1,4 @@
-"""One way to run a suite of benchmarks: its flags, its sections in turn, its report.
+"""Runs a suite of benchmarks: reads its flags, runs its sections in turn, and writes its report.
 
 A quick or partial run writes files of another name, so that it never replaces the figures of a whole one.
 """
@@ -30,17 +30,17 @@ _RESULTS = Path(__file__).resolve().parent / "results"
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """What ``python -m benchmarks.<name>`` measures.
+    """The benchmarks of ``python -m benchmarks.<name>``.
 
     Attributes:
-        about: what it is, in a line.
-        sections: what is measured, by name, in order.
-        targets: what is to be reached.
-        draw: writes the picture; raises ImportError where matplotlib is missing.
-        quick: what ``--quick`` leaves out.
+        about: a description in one line.
+        sections: the functions of the sections, by name, in order.
+        targets: the targets.
+        draw: writes the picture; raises ImportError if matplotlib is missing.
+        quick: the help text of ``--quick``.
         rounds: how many turns each peer takes, and how many with ``--quick``.
-        bench: what the sections work with.
-        versions: what else a reader must know of the run.
+        bench: the class of the object that the sections use.
+        versions: returns further versions for the report.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Suite:
 
 
 def describe(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what a reader must know of the machine and the run."""
+    """Return the description of the machine and the run for the report."""
     model = "unknown"
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:

@@ -1,4 +1,4 @@
-"""What a group costs as it grows, from 1 to 10 000 workers: messages, connections, operations of the store, memory.
+"""The cost of a group by its size, from 1 to 10 000 workers: messages, connections, operations of the store, memory.
 
     python -m benchmarks.scale              # up to 64 processes, computed up to 10 000; two minutes; writes results/scale.json
     python -m benchmarks.scale --quick      # up to 8 processes, 1 000 computed; another file
@@ -6,11 +6,11 @@
 
 Three kinds of figures, and the report says which is which:
 
-* *simulated*: workers meet in virtual time, from a seed. The real code runs for up to 256 of them, and a model must ask the same
-  operations of the store, worker by worker; then the model goes on alone (``scale_meeting``);
+* *simulated*: workers meet in virtual time, from a seed. The real code runs for up to 256 workers, and a model must make the
+  same operations of the store for each worker; for larger groups only the model is run (``scale_meeting``);
 * *in one process*: the real code of one worker, fed as in a group of n: its table, peers, barrier, heartbeats (``scale_parts``);
-* *processes*: real ones on this machine, whose frames are counted; the formulas of ``FRAMES`` must give the same numbers, or
-  this ends with an error. Beyond what was run, the formulas are all there is: they are *computed*.
+* *processes*: real processes on this machine, whose frames are counted; the formulas of ``FRAMES`` must give the same numbers,
+  or this ends with an error. For larger groups, the figures are *computed* by the formulas.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEARTBEAT_S: Final = 2.0
 _SOFT_LIMIT: Final = 1024  # descriptors, on most systems
 
 FRAMES: Final[dict[str, Callable[[int], dict[str, int]]]] = {
-    # one call with a reference to a third worker's value: does not depend on n
+    # one call with a reference to a third worker's value, which does not depend on n
     "reference": lambda n: {"request": 4, "reply": 4, "notice": 5},
     # one call of each to each
     "all to all": lambda n: {"request": n * (n - 1), "reply": n * (n - 1)},
@@ -50,7 +50,7 @@ FRAMES: Final[dict[str, Callable[[int], dict[str, int]]]] = {
 
 
 def check_meeting(sizes: Sequence[int], seed: int = SEED) -> None:
-    """See that the model asks the store for what the real code does.
+    """Check that the model makes the same operations of the store as the real code.
 
     Raises:
         AssertionError: it does not.
@@ -65,7 +65,7 @@ def check_meeting(sizes: Sequence[int], seed: int = SEED) -> None:
 
 
 def check_frames(found: dict[str, Any]) -> None:
-    """See that the formulas give what was counted in real processes.
+    """Check that the formulas give the counts of real processes.
 
     Raises:
         AssertionError: they do not.
@@ -79,7 +79,7 @@ def check_frames(found: dict[str, Any]) -> None:
                 if kind in ("request", "reply", "notice", "failure")
             }
             wanted = formula(n)
-            # On a crowded machine, the first may have left before its answers have: then the next one is asked as well.
+            # On a busy machine, rank 0 may leave before its answers are sent: then the others also ask the next worker.
             spare = 2 * (n - 1) if name == "shutdown" else 0
             assert counted.keys() == wanted.keys(), (n, name, counted, wanted)
             for kind, number in wanted.items():
@@ -91,7 +91,7 @@ def check_frames(found: dict[str, Any]) -> None:
 
 
 def check_cluster(found: dict[str, Any]) -> None:
-    """See that a driver has heard of its workers what the formulas say.
+    """Check that a driver has received the frames that the formulas give.
 
     Raises:
         AssertionError: it has not.
@@ -115,9 +115,9 @@ def rows(
     """Return a row of figures for each size of the group.
 
     Args:
-        rates: what ``scale_parts.store_rates`` has found.
-        connection_kb: what a connection takes, as measured in processes; None: not known.
-        heartbeat_us: processor time of a frame of a heartbeat, in the same way.
+        rates: the result of ``scale_parts.store_rates``.
+        connection_kb: the memory of a connection, as measured in processes; None: not known.
+        heartbeat_us: the processor time of one heartbeat frame, as measured in processes; None: not known.
     """
     made = []
     for n in sizes:
@@ -200,7 +200,7 @@ def _processes_table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def _connection_kb(found: dict[str, Any]) -> float | None:
-    """Return the memory that each further connection has cost in a group, its peer and buffers included."""
+    """Return the memory of each further connection in a group, including its peer and buffers."""
     if "neighbours" not in found or found["workers"] < 16:
         return None
     after, before = found["all to all"], found["neighbours"]
@@ -209,16 +209,16 @@ def _connection_kb(found: dict[str, Any]) -> float | None:
 
 
 def _heartbeat_us(found: dict[str, Any]) -> float | None:
-    """Return the processor time that a worker takes for each frame of a heartbeat, sent or received, with all around it."""
+    """Return the processor time of an idle worker per heartbeat frame, sent or received."""
     rest = found.get("all to all", {}).get("rest")
     if not rest or not rest["pings_per_s"]:
         return None
-    # A ping that comes is answered, and as many are sent and answered: four frames.
+    # Each received ping is answered, and equally many pings are sent and answered: four frames.
     return float(round(rest["cpu_us_per_s"] / (4 * rest["pings_per_s"]), 1))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it, print the tables, and write the figures down. Returns 0."""
+    """Run it, print the tables, and write the figures. Returns 0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, and a file of another name")
     parser.add_argument("--processes", type=int, nargs="*", help="groups of so many real processes")

@@ -1,12 +1,12 @@
 """How a group of n workers meets in a store: the real code and a model of it, in virtual time, from one seed.
 
 The real code (:class:`actorrpc.group.rendezvous.Rendezvous`) runs on a thread for each worker, over torch's ``HashStore``; the
-model is a generator for each worker, and knows only which keys are there. Both are driven by the same schedule: one worker
-moves at a time, each operation of the store takes ``LATENCY_S``, and the workers come at moments that are drawn from the seed.
-So their operations can be compared one by one, and the model can go on to thousands of workers, for which
-the threads, and the n records that each of n workers reads, would take too long.
+model is a generator for each worker, and only stores which keys exist. Both follow the same schedule: one worker runs at a
+time, each operation of the store takes ``LATENCY_S``, and the workers arrive at times that are drawn from the seed. So their
+operations can be compared one by one, and the model can be run with thousands of workers, for which the threads, and the n
+records that each of n workers reads, would take too long.
 
-Not simulated: that the store serves one at a time. How much it can serve is measured apart (``scale_parts.store_rates``).
+Not simulated: that the store serves one operation at a time. ``scale_parts.store_rates`` measures its throughput.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _WINDOW_S: Final = 0.1
 
 @dataclass(slots=True)
 class Meeting:
-    """What the workers have asked of the store.
+    """The operations of the store that the workers have made.
 
     Attributes:
         operations: how many of each kind, by worker.
         read: bytes that the store has sent to each worker.
-        over_s: when each worker had met the others, in seconds since the first moment.
+        over_s: when each worker had met the others, in seconds since the start.
         load: operations in each tenth of a second.
     """
 
@@ -67,7 +67,7 @@ class Meeting:
         self.load[int(now / _WINDOW_S)] += 1
 
     def figures(self) -> dict[str, float]:
-        """Return what is reported."""
+        """Return the reported figures."""
         each = [sum(counts.values()) for counts in self.operations]
         polls = [counts["check"] for counts in self.operations]
         return {
@@ -84,14 +84,14 @@ class Meeting:
 
 
 def made_up(rank: int) -> WorkerRecord:
-    """Return a record as a worker on a host of its own has."""
+    """Return a record of a worker on a separate host."""
     return WorkerRecord(
         name=f"worker{rank}",
         rank=rank,
         incarnation=f"{rank:032x}",
         host=f"{rank:032x}",
         tcp=(("10.123.123.123", 43210),),
-        pid=os.getpid(),  # one that lives: leftovers of dead ones are put aside
+        pid=os.getpid(),  # a living process: records of dead processes would be ignored
         main="0" * 32,
     )
 
@@ -105,7 +105,7 @@ def _comes_at(seed: int, workers: int) -> list[float]:
 
 
 class _Stage:
-    """Virtual time for threads: one of them moves at a time, in the order of the moments that they wait for."""
+    """Virtual time for threads: one thread runs at a time, in the order of their wake-up times."""
 
     def __init__(self, workers: int) -> None:
         self._due: list[tuple[float, int]] = []
@@ -114,13 +114,13 @@ class _Stage:
         self.now = 0.0
 
     def wait(self, worker: int, seconds: float) -> None:
-        """Let so much time pass; on the worker's thread."""
+        """Sleep for ``seconds`` of virtual time; called on the worker's thread."""
         heapq.heappush(self._due, (self.now + seconds, worker))
         self._back.release()
         self._turns[worker].acquire()
 
     def run(self, bodies: list[Callable[[], None]], moments: list[float]) -> None:
-        """Run a body for each worker, from its moment on, to the end of all."""
+        """Run a body for each worker from its start time on; return when all have ended."""
         failures: list[BaseException] = []
 
         def life(worker: int) -> None:
@@ -149,7 +149,7 @@ class _Stage:
 
 
 class _Counted:
-    """A store for one worker: torch's, and each operation takes time and is counted."""
+    """torch's store for one worker, in which each operation takes virtual time and is counted."""
 
     def __init__(self, store: HashStore, stage: _Stage, meeting: Meeting, worker: int) -> None:
         self._store, self._stage, self._meeting, self._worker = store, stage, meeting, worker
@@ -184,7 +184,7 @@ class _Counted:
 
 
 def real(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:
-    """Have so many workers meet, with the code that they run in truth."""
+    """Let workers meet with the real code."""
     meeting, stage, store = Meeting(workers), _Stage(workers), HashStore()
     key = Key(secrets.token_bytes(32))
     acting = threading.local()
@@ -219,7 +219,7 @@ def real(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:
 
 # -- the model -------------------------------------------------------------------------------------
 
-# What a worker does next: an operation of the store with its key and the bytes that come back, or a sleep of so many seconds.
+# Steps of a worker: an operation of the store with its key and the number of returned bytes, or a sleep in seconds.
 _Steps = Generator[tuple[str, str, int] | float, Any, None]
 
 
@@ -234,7 +234,7 @@ def _poll(slowest: float, *keys: str) -> _Steps:
 
 
 def _fixed(worker: int, workers: int, table_bytes: int) -> _Steps:
-    """What one worker of a fixed group does that was given its key."""
+    """Yield the steps of a worker of a fixed group with a given key."""
     slowest = min(0.5, max(0.05, workers / 2000))
     place = (yield "add", "arrivals", 0) - 1
     if place:
@@ -254,7 +254,7 @@ def _fixed(worker: int, workers: int, table_bytes: int) -> _Steps:
 
 
 def _dynamic(worker: int) -> _Steps:
-    """What one worker does that joins a group that is open to all, and was given its key."""
+    """Yield the steps of a worker that joins a dynamic group with a given key."""
     if (yield "check", "key", 0):
         yield "get", "key", _KEY_BYTES
     else:
@@ -269,12 +269,12 @@ _KEY_BYTES: Final = 7  # "given", in msgpack
 
 
 def _wrapping(workers: int) -> int:
-    """Bytes around the records in the table: two of each record, and those of the lists and of the word "table"."""
+    """Return the bytes of the table besides the records: two per record, the lists, and the word "table"."""
     return 2 * workers + 7 + (1 if workers < 16 else 3 if workers < 1 << 16 else 5)
 
 
 def model(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:
-    """Say what :func:`real` would count."""
+    """Return the counts that :func:`real` would return, from the model."""
     meeting = Meeting(workers)
     table_bytes = sum(len(made_up(worker).to_bytes()) for worker in range(workers))
     counters: Counter[str] = Counter()

@@ -1,10 +1,10 @@
 """Parts of a worker whose cost grows with the group, run one by one in this process with the real code.
 
-* the table of a fixed group, and a peer for each worker that there is contact with: bytes (``tracemalloc``);
-* the barrier at the end of a fixed group, as the one worker runs it that all others ask: seconds of processor time;
-* heartbeats of a worker and those that it is connected to, by
+* the table of a fixed group, and a peer for each connected worker: bytes (``tracemalloc``);
+* the barrier at the end of a fixed group, at rank 0, which all others ask: seconds of processor time;
+* heartbeats between a worker and its connected peers, by
   :class:`actorrpc.transport.failure_detector.FailureDetector`, in virtual time;
-* what torch's ``TCPStore`` serves a second on this machine: as fast as some clients in this process can ask.
+* the operations per second of torch's ``TCPStore`` on this machine, with several clients in this process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HOP_S: Final = 1e-4
 
 
 def memory(workers: int) -> dict[str, float]:
-    """Return the bytes of the table of a group, and of a peer for everyone in it; the seconds that reading the table takes."""
+    """Return the bytes of the table of a group, and of a peer for each member; and the seconds that reading the table takes."""
     own = made_up(0)
     packed = _pack("table", [made_up(rank).to_bytes() for rank in range(workers)])
     gc.collect()
@@ -82,15 +82,15 @@ def barrier(workers: int) -> float:
 
 
 def heartbeats(contacts: int, seed: int, *, beats: int = 20) -> dict[str, float]:
-    """Return frames and wake-ups of the clock, per heartbeat, of an idle worker that is connected to so many others.
+    """Return frames and wake-ups of the clock, per heartbeat, of an idle worker that is connected to ``contacts`` others.
 
-    The others are connected to it alone. Each was last heard at a moment of its own, drawn from the seed; who is asked answers
-    at once. The first heartbeats, in which the moments draw together, are not counted.
+    The others are connected only to this worker. The time of the last frame from each is drawn from the seed; a ping is answered
+    at once. The first heartbeats, during which the times of the pings converge, are not counted.
     """
     settings = Settings()
     beat, misses = settings.heartbeat, settings.heartbeat_misses
     draw = random.Random(seed)
-    # For each contact: what the hub knows of it, and what it knows of the hub.
+    # For each contact: the hub's detector for the contact, and the contact's detector for the hub.
     there = [(FailureDetector(), FailureDetector()) for _ in range(contacts)]
     heard = [[first := draw.uniform(-beat, 0.0), first] for _ in range(contacts)]
     due = [(0.0, -1), *((draw.uniform(0.0, beat), contact) for contact in range(contacts))]

@@ -1,8 +1,8 @@
-"""A group of real processes on this machine: what each takes, and the frames that they send, stage by stage.
+"""A group of real processes on this machine: the resources of each, and the frames that they send, stage by stage.
 
-The processes are forked from a server that has imported torch and actorrpc, and do what they are told over a pipe each. Frames
+The processes are forked from a server that has imported torch and actorrpc, and get their orders over a pipe each. Frames
 are counted where they arrive, by a wrapper around ``FrameReader.fed`` that only these processes have; operations of the store
-likewise. Frames over Unix sockets (one host): between hosts there are acknowledgements besides.
+likewise. The frames go over Unix sockets (one host): TCP between hosts adds acknowledgements.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _count() -> None:
         return ask(self, operation, *arguments)
 
     frames.FrameReader.fed = counted_fed  # type: ignore[method-assign]
-    frames.FrameReader.straight = False  # all frames are cut by the one way that is counted
+    frames.FrameReader.straight = False  # all frames are read by the counted method
     Rendezvous._ask = counted_ask  # type: ignore[method-assign, assignment]
 
 
@@ -75,7 +75,7 @@ def _init(rank: int, world_size: int, method: str) -> float:
 
 
 def _look(rank: int, world_size: int) -> dict[str, Any]:
-    """Return what this process has and has seen so far."""
+    """Return the resources and counters of this process."""
     memory = {"Rss": 0, "Pss": 0}
     for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
         name, _, rest = line.partition(":")
@@ -95,7 +95,7 @@ def _look(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def _call(rank: int, world_size: int, others: int) -> float:
-    """Call so many of those that come next, each once, all at the same time."""
+    """Call the next ``others`` ranks, each once, all at the same time."""
     begun = time.monotonic()
     futures = [
         rpc.rpc_async(f"worker{(rank + n) % world_size}", operator.add, (rank, n))
@@ -114,7 +114,7 @@ def _value(reference: Any) -> int:
 
 
 def _share(rank: int, world_size: int, owner: int, user: int) -> None:
-    """Make a value at one worker and hand a reference to it to another, which fetches it; then let go."""
+    """Make a value at one worker and send a reference to another, which fetches it; then release the reference."""
     reference = rpc.remote(owner, _number)
     assert reference.to_here() == 7
     assert rpc.rpc_sync(user, _value, (reference,)) == 7
@@ -122,7 +122,7 @@ def _share(rank: int, world_size: int, owner: int, user: int) -> None:
 
 
 def _backward(rank: int, world_size: int) -> None:
-    """Have every other worker take part in one pass: a call to each, and the gradients back."""
+    """Run one backward pass with every other worker: a call to each, and the gradients back."""
     with autograd.context() as context:
         leaf = torch.ones(4, requires_grad=True)
         calls = [rpc.rpc_async(other, torch.mul, (leaf, other)) for other in range(1, world_size)]
@@ -136,7 +136,7 @@ def _ignore(*_: Any) -> None:
 
 
 def _watch(rank: int, world_size: int) -> None:
-    """Want to be told of every change; returns when there is a connection to everyone."""
+    """Watch changes of members; return when this worker is connected to all others."""
     actorrpc.on_member_change(_ignore)
     agent: Any = rpc.api.group().agent
     _until(lambda: sum(peer.conn is not None for peer in agent.peers()) >= world_size - 1)
@@ -151,7 +151,7 @@ def _until(condition: Callable[[], Any]) -> None:
 
 
 def _drive(rank: int, world_size: int, count: int) -> dict[str, Any]:
-    """Be the driver of a cluster that so many workers join one after the other, and drain one of them."""
+    """Run the driver of a cluster that ``count`` workers join one after the other, and drain one of them."""
 
     def took(before: Counter[str]) -> dict[str, int]:
         time.sleep(_SETTLE_S)
@@ -197,7 +197,7 @@ def _live(rank: int, world_size: int, pipe: Connection) -> None:
 
 
 class Workers:
-    """So many processes. Not thread-safe; used in a ``with`` block, which kills what is left at its end."""
+    """The worker processes. Not thread-safe; used in a ``with`` block, at whose end remaining processes are killed."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -214,7 +214,7 @@ class Workers:
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
-        self.all(_look)  # all are there, with all modules
+        self.all(_look)  # wait until all have started and imported all modules
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -236,7 +236,7 @@ class Workers:
         return self._run(range(self.count), function, *arguments)
 
     def one(self, rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run it in one of them."""
+        """Run a function in one process."""
         return self._run([rank], function, *arguments)[0]
 
     def _run(self, ranks: Any, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -255,7 +255,7 @@ class Workers:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[dict[str, int]]:
-        """Count the frames that arrive anywhere in the block, and shortly after, but for heartbeats."""
+        """Count the frames, except heartbeats, that arrive at any worker during the block and shortly after."""
         counted: dict[str, int] = {}
         before = self._frames()
         yield counted
@@ -280,7 +280,7 @@ def _summary(looks: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _rest(workers: Workers, seconds: float) -> dict[str, float]:
-    """Leave all alone for some seconds; return what they did meanwhile, per worker and second."""
+    """Let all workers idle for some seconds; return their activity per worker and second."""
     looks = workers.all(_look)
     before, begun = idle.sample(workers.pids), time.monotonic()
     time.sleep(seconds)
@@ -298,19 +298,19 @@ def _rest(workers: Workers, seconds: float) -> dict[str, float]:
 
 
 def measure_cluster(count: int) -> dict[str, Any]:
-    """Have so many workers join a cluster, and one of them drained; return what its driver has seen of it."""
+    """Let ``count`` workers join a cluster, and drain one of them; return the frames that its driver received."""
     with Workers(1) as workers:
         found: dict[str, Any] = workers.one(0, _drive, count)
     return found
 
 
 def measure(count: int, method: str, *, neighbours: int = 4, rest_s: float = 6.0) -> dict[str, Any]:
-    """Start so many workers, have them do everything once, and return what was counted.
+    """Start ``count`` workers, run each stage once, and return the counts.
 
     Args:
         method: where they meet, as ``init_method``.
-        neighbours: how many others each talks to at first.
-        rest_s: how long they are left alone after each stage, in seconds; 0: not at all.
+        neighbours: how many others each worker calls at first.
+        rest_s: how long the workers idle after each stage, in seconds; 0: not at all.
     """
     found: dict[str, Any] = {"workers": count}
     begun = time.monotonic()

@@ -1,9 +1,9 @@
-"""What a worker does when the driver asks: one small function for each thing that is measured.
+"""The scenarios that a worker runs on request of the driver: one small function for each measurement.
 
-The same code runs on both backends: it sees only ``context.rpc``, the module ``torch.distributed.rpc`` or
-``actorrpc.rpc``. Functions of the first group are the remote side, named in calls by reference; those in
-``SCENARIOS`` are what the driver may ask for by name. All of them run on the worker's main thread, return
-plain dictionaries of numbers, and never pin, print or sleep.
+The same code runs on both backends: it only uses ``context.rpc``, the module ``torch.distributed.rpc`` or
+``actorrpc.rpc``. The functions of the first group are called by RPC; the driver requests the functions in
+``SCENARIOS`` by name. These run on the worker's main thread, return plain dictionaries of numbers, and never
+pin, print or sleep.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def size_of(tensor: torch.Tensor) -> int:
 
 
 def echo(tensor: torch.Tensor) -> torch.Tensor:
-    """Answer with the tensor that came."""
+    """Return the tensor."""
     return tensor
 
 
 class Answerer:
-    """What a reference points to."""
+    """The value of a reference."""
 
     def answer(self) -> int:
         """Answer a call without arguments."""
@@ -74,7 +74,7 @@ def cpu_seconds() -> float:
 
 
 def full_collections() -> int:
-    """Return how often the garbage collector has gone through all objects of this process."""
+    """Return the number of full garbage collections of this process."""
     return int(gc.get_stats()[2]["collections"])
 
 
@@ -89,7 +89,7 @@ def resident_bytes() -> int:
 
 
 def _both_cpu(context: Context) -> float:
-    """Return the processor time of this process and of the one it calls, together."""
+    """Return the sum of the processor times of this process and of the called process."""
     remote: float = context.rpc.rpc_sync(context.partner, cpu_seconds)
     return cpu_seconds() + remote
 
@@ -157,7 +157,7 @@ def roundtrip(context: Context, calls: int, warm: int) -> dict[str, float]:
 
 
 def reference_roundtrip(context: Context, calls: int, warm: int) -> dict[str, float]:
-    """Call a method without arguments of what a reference points to."""
+    """Call a method without arguments on the value of a reference."""
     reference = context.rpc.remote(context.partner, Answerer)
     return _timed(context, lambda: reference.rpc_sync().answer(), calls, warm)
 
@@ -202,10 +202,10 @@ def pipelined(context: Context, windows: int, window: int, warm: int) -> dict[st
 def together(
     context: Context, start_at: float, seconds: float, window: int, warm: int, callee: str = ""
 ) -> dict[str, float]:
-    """Call from ``start_at`` (shared clock) for ``seconds``, beside other callers that do the same.
+    """Call from ``start_at`` (shared clock) for ``seconds``, at the same time as other callers.
 
-    A window of 0 makes single calls; otherwise that many are under way at a time. ``callee`` names who is called, where
-    that is not the partner.
+    A window of 0 makes single calls; otherwise ``window`` calls are in flight at a time. ``callee`` names the called worker;
+    by default it is the partner.
     """
     rpc_sync, rpc_async, partner = context.rpc.rpc_sync, context.rpc.rpc_async, callee or context.partner
     clock = time.monotonic
@@ -239,7 +239,7 @@ def tensor(context: Context, size: int, repeats: int, direction: str, warm: int)
     rpc_sync, partner = context.rpc.rpc_sync, context.partner
     payload = torch.full((size,), 7, dtype=torch.uint8)
     function: Callable[[torch.Tensor], Any] = echo if direction == "echo" else size_of
-    for _ in range(warm):  # the first calls fault pages in and open what is opened on demand
+    for _ in range(warm):  # the first calls cause page faults and open segments
         rpc_sync(partner, function, args=(payload,))
     gc.collect()
     before, start = _both_cpu(context), time.perf_counter()
@@ -252,7 +252,7 @@ def tensor(context: Context, size: int, repeats: int, direction: str, warm: int)
 
 
 def churn(context: Context, calls: int, warm: int, sizes: list[int]) -> dict[str, float]:
-    """Make many calls and say how much the resident memory of the worse process grew.
+    """Make many calls and return the growth of the resident memory, of the process that grew more.
 
     Half of the calls are single, half in windows of 50; with ``sizes``, each echoes a tensor.
     """
@@ -291,7 +291,7 @@ def churn(context: Context, calls: int, warm: int, sizes: list[int]) -> dict[str
 
 
 def usage(_context: Context) -> dict[str, float]:
-    """Return this process's memory in MB: resident, and what it shares with nobody."""
+    """Return this process's memory in MB: resident and private."""
     private = 0
     resident = resident_bytes()
     with open("/proc/self/smaps_rollup", encoding="ascii") as file:
@@ -317,7 +317,7 @@ def busy_start(context: Context) -> dict[str, float]:
 
 
 def busy_stop(context: Context) -> dict[str, float]:
-    """End what ``busy_start`` began."""
+    """End the thread of ``busy_start``."""
     context.stop_busy.set()
     if context.busy is not None:
         context.busy.join(10.0)

@@ -1,10 +1,10 @@
-"""What seals cost: small calls and large tensors over TCP, with ``ACTORRPC_INTEGRITY=1`` and without.
+"""The cost of frame integrity (seals): small calls and large tensors over TCP, with ``ACTORRPC_INTEGRITY=1`` and without.
 
     python -m benchmarks.seals                # 9 rounds; prints one line of JSON
     python -m benchmarks.seals --rounds 3
 
-Two pairs of processes, one of each sort, take turns; ratios are taken within a turn, and the median, the lowest and the
-highest are reported. A call carries a number to and fro. A tensor of 64 MiB is an argument; the answer is one number.
+Two pairs of processes, one of each kind, take turns; ratios are computed within a turn, and the median, the lowest and the
+highest are reported. A call sends a number and returns it. A tensor of 64 MiB is an argument; the answer is one number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TENSORS = 6
 
 
 def echo(value: Any) -> Any:
-    """Give back what came."""
+    """Return the argument."""
     return value
 
 
@@ -45,7 +45,7 @@ def last(tensor: torch.Tensor) -> float:
 
 
 def serve(place: str, rank: int, environment: Mapping[str, str], pipe: Connection | None) -> None:
-    """Be one worker of a pair; the one that has a pipe measures a round each time that it is told to."""
+    """Run one worker of a pair; the worker with the pipe measures a round for each order in it."""
     os.environ.update(environment)
     torch.set_num_threads(1)
     options = rpc.RpcBackendOptions(
@@ -81,7 +81,7 @@ def _spread(values: Sequence[float]) -> list[float]:
 
 
 def compare(environments: Mapping[str, Mapping[str, str]], place: str, rounds: int) -> dict[str, Any]:
-    """Measure two kinds of connections, by the variables of their workers, in turns: the other beside the first.
+    """Compare two kinds of connections, given by the environment variables of their workers, in turns.
 
     Args:
         place: a directory where the workers of each kind meet.

@@ -1,8 +1,8 @@
-"""The sections of a run: what is compared, in which placements, and how much of it.
+"""The sections of a run: the scenarios, their placements, and numbers of calls.
 
 Each section is a function of one :class:`~benchmarks.bench.Bench`. Within a section and placement the
-groups of all peers are alive together and take turns, round by round, so that what the machine does
-meanwhile touches all of them alike.
+groups of all peers are alive together and take turns, round by round, so that other load on the machine
+affects all peers equally.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _single_calls(
 
 
 def pipelined(bench: Bench) -> None:
-    """Time calls of which a thousand are under way."""
+    """Time calls of which a thousand are in flight."""
     windows = 2 if bench.quick else 10
     for place in bench.places("own", "one"):
         with bench.groups(WITHOUT_RAW, place) as rigs:
@@ -89,7 +89,7 @@ def pipelined(bench: Bench) -> None:
 
 
 def references(bench: Bench) -> None:
-    """Time single calls of a method of what a reference points to, and ``rpc_sync`` of a function beside them."""
+    """Time single calls of a method through a reference, and ``rpc_sync`` of a function for comparison."""
     calls = 500 if bench.quick else 3000
     for place in bench.places("own", "one"):
         with bench.groups(TWO, place) as rigs:
@@ -169,7 +169,7 @@ def four(bench: Bench) -> None:
 
 
 def fan_in(bench: Bench) -> None:
-    """Have sixteen callers call one callee at the same time, and a single caller beside them, in turns."""
+    """Compare sixteen callers of one callee at the same time with a single caller, in turns."""
     seconds, callers = (0.3, 4) if bench.quick else (1.0, 16)
     for place in bench.places("own", "one"):
         with (
@@ -190,7 +190,7 @@ def fan_in(bench: Bench) -> None:
 
 
 def oversubscribed(bench: Bench) -> None:
-    """Run four ping-pong pairs on two CPUs, none of them pinned further."""
+    """Run four ping-pong pairs on two CPUs, all of them pinned to both CPUs."""
     seconds = 0.4 if bench.quick else 1.0
     if len(bench.placements["both"].callers) < 2:
         return
@@ -289,7 +289,7 @@ def _start_once(bench: Bench, member: Member, ranks: int, how: str) -> None:
 
 
 def memory(bench: Bench) -> None:
-    """Weigh a worker that has joined a group and been called, less a process that only imported torch."""
+    """Measure the memory of a worker that has joined a group and was called, less a process that only imported torch."""
     place = bench.placements["both"]
     for _ in range(1 if bench.quick else min(3, bench.rounds)):
         bare = Rig(PEERS[Member("torch")], [bench.stable.solo(place.callers)])
@@ -314,7 +314,7 @@ def memory(bench: Bench) -> None:
 
 
 def idle(bench: Bench) -> None:
-    """Watch from outside what processes with nothing to do use; the groups are watched at the same time."""
+    """Measure, from outside, the processor time of idle processes; all groups are measured at the same time."""
     seconds = 2.0 if bench.quick else 5.0
     place = bench.places("own", "one")[0]
     with bench.groups(ONE_HOST, place) as rigs:
@@ -339,9 +339,9 @@ def idle(bench: Bench) -> None:
 
 
 def flat(bench: Bench) -> None:
-    """Make 100 000 calls and see whether the processes grow.
+    """Measure the growth of the processes over 100 000 calls.
 
-    Nothing is timed, so the peers run side by side. What torch grows by is scaled from a fifth of the calls.
+    Memory is measured and not time, so the peers run in parallel. torch makes a fifth of the calls, and its growth is scaled.
     """
     calls = 20_000 if bench.quick else 100_000
     place = bench.placements["both"]
@@ -351,7 +351,7 @@ def flat(bench: Bench) -> None:
                 if rig is not None:
                     rig.resume()
                     share = calls // 5 if member.peer == "torch" else calls  # it is slower, and no target's
-                    # Ours keep a record of each call until the flight recorder is full, and those are to be full before.
+                    # Our flight recorders keep a record of each call: fill them before the measurement.
                     warm = share // 2 if member.peer == "torch" else max(share // 2, KEPT)
                     fields = {"calls": share, "warm": warm, "sizes": sizes}
                     rig.workers[0].send("churn", **{"with": fields})

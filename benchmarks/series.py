@@ -39,7 +39,7 @@ class Summary(NamedTuple):
 
 
 def summarise(values: Iterable[float | None]) -> Summary | None:
-    """Return median and spread of what was measured, or ``None`` where nothing was."""
+    """Return median and spread of the measured values; ``None`` if there are none."""
     known = [value for value in values if value is not None]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""What is to be reached, as data: one line for each figure, judged from the results of a run.
+"""The targets, as data: one line for each figure, judged from the results of a run.
 
 A target compares one series of actorrpc with a bound, either as it is or as a ratio, taken round by
 round, to the same series of another peer.
@@ -21,8 +21,8 @@ _PYTHON = (
     "the interpreter: API and pickling 7, sending and reading the reply 8, the callee's reading 3, execution 4, answer 1, "
     "around nine system calls; raw is two calls of one instruction each"
 )
-_ISSUE = "one thread makes the calls and shares the interpreter with the one that takes the replies: about 10 us a call"
-_TENSOR = "some 60 us of Python on each side for one tensor (pickling 8 + 8, placing 12, headers), beside 50-90 us of copying"
+_ISSUE = "one thread makes the calls and shares the interpreter with the thread that reads the replies: about 10 us a call"
+_TENSOR = "some 60 us of Python on each side for one tensor (pickling 8 + 8, placing 12, headers), besides 50-90 us of copying"
 _REFERENCE = (
     "a call by a reference makes a proxy and names its method: a score of Python functions more than rpc_sync"
 )
@@ -46,7 +46,7 @@ class Target:
     versus: str | None = None
     at_most: float | None = None
     at_least: float | None = None
-    why: str = ""  # why it is not reached, where that is understood
+    why: str = ""  # why it is not reached, if the reason is known
 
     @property
     def bound(self) -> str:
@@ -64,7 +64,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A target and what was measured; ``reached`` is ``None`` where it was not measured."""
+    """A target and the measured value; ``reached`` is ``None`` if there is no value."""
 
     target: Target
     measured: Summary | None

@@ -1,9 +1,9 @@
-"""What TLS costs: small calls and large tensors over TCP, with TLS 1.3 and without.
+"""The cost of TLS: small calls and large tensors over TCP, with TLS 1.3 and without.
 
     python -m benchmarks.tls                # 9 rounds; prints one line of JSON
     python -m benchmarks.tls --rounds 3
 
-Measured as in ``benchmarks.seals``: two pairs of processes take turns, and ratios are taken within a turn.
+Measured as in ``benchmarks.seals``: two pairs of processes take turns, and ratios are computed within a turn.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print."""
     rounds = seals.rounds_of(arguments, __doc__)
     with tempfile.TemporaryDirectory() as place:
-        # Neither is sealed: what TLS costs is all that differs.
+        # Frame integrity is off for both, so that they differ in TLS only.
         tls = {**_certificates(place), "ACTORRPC_INTEGRITY": "0"}
         report = seals.compare({"plain": {"ACTORRPC_INTEGRITY": "0"}, "tls": tls}, place, rounds)
     print(json.dumps({"openssl": ssl.OPENSSL_VERSION, **report}))

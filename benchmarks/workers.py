@@ -1,13 +1,13 @@
 """The worker processes: pinned before torch is imported, told what to do by the driver.
 
 ``python -m benchmarks.workers fork FD CPUS MODULES`` pins itself to the CPUs, imports the modules
-(comma-separated), and forks one ready worker for every channel it is sent: a worker is pinned and has torch
-imported before it lives, and a group starts in milliseconds. ``... solo FD CPUS MODULES`` is one worker
-that shares no memory with any other process (for the memory figures).
+(comma-separated), and forks one worker for every channel that it receives. Forked workers are already pinned
+and have torch imported, so a group starts in milliseconds. ``... solo FD CPUS MODULES`` is one worker that
+shares no memory with any other process (for the memory figures).
 
 A worker's main thread reads one request a line from its channel (JSON), runs the scenario, and answers
-with one line. While it waits it sits in a blocking read: it uses no processor time and holds no lock.
-Everything here ends when the driver ends, however that ends.
+with one line. It waits in a blocking read, which uses no processor time and holds no lock. All these
+processes end when the driver ends, for whatever reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends."""
+    """Make the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -63,8 +63,8 @@ def work(channel: socket.socket) -> None:
 
 
 def _fork_workers(orders: socket.socket) -> None:
-    """Fork a worker for every descriptor that comes; answer with its process id."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended workers vanish without being waited for
+    """Fork a worker for every received descriptor; answer with its process id."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers that end
     gc.collect()
     gc.freeze()
     parent = os.getpid()
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> None:
     else:
         work(channel)
     sys.stdout.flush()
-    os._exit(0)  # a group that was left half-way may have threads that would never end
+    os._exit(0)  # a group that was not shut down may have threads that never end
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python examples/asyncio_server.py --port 8000
     curl 'localhost:8000/predict?x=1,2,3,4'        # one of the models answers
     curl 'localhost:8000/count?to=5'               # a stream, line by line, as it comes
-    curl localhost:8000/stats                      # what an async actor has counted
-    python examples/asyncio_server.py --self-test  # start, ask all that at once, compare, end
+    curl localhost:8000/stats                      # the requests that an async actor has counted
+    python examples/asyncio_server.py --self-test  # start, send all these requests at once, check the answers, end
 
 ObjectRefs are awaitable and streams can be read by ``async for``: the event loop is never blocked, whatever the
 actors do. A client that hangs up in the middle of a stream ends the generator in the actor.
@@ -87,7 +87,7 @@ class Service:
             KeyError: the path or one of its parameters is missing.
             ValueError: a parameter is wrong.
         """
-        self.stats.note.remote(path)  # nobody waits for it
+        self.stats.note.remote(path)  # does not wait for the answer
         if path == "/predict":
             x = [float(number) for number in query["x"].split(",")]
             return lines({"y": await next(self.models).predict.remote(x)})
@@ -98,7 +98,7 @@ class Service:
         raise KeyError(path)
 
     async def counted(self, to: int) -> AsyncGenerator[Any, None]:
-        """Yield what a generator in an actor yields, as it comes."""
+        """Yield the items of a generator in an actor as they arrive."""
         async for item in next(self.models).count.remote(to):
             yield {"n": await item}
 
@@ -107,7 +107,7 @@ class Service:
         try:
             target = (await reader.readline()).decode("latin-1").split(" ")[1]
             while (await reader.readline()).strip():
-                pass  # the headers say nothing that matters here
+                pass  # ignore the headers
             url = urlsplit(target)
             query = {name: values[0] for name, values in parse_qs(url.query).items()}
             try:
@@ -129,7 +129,7 @@ class Service:
 
 
 async def lines(*values: Any) -> AsyncGenerator[Any, None]:
-    """Yield what is known already."""
+    """Yield these values."""
     for value in values:
         yield value
 
@@ -145,7 +145,7 @@ async def fetch(port: int, target: str) -> tuple[int, list[Any]]:
 
 
 async def hang_up(port: int, target: str) -> None:
-    """Ask the service, and leave when the answer begins."""
+    """Send a request, and close the connection when the answer begins."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"GET {target} HTTP/1.1\r\n\r\n".encode())
     await reader.readuntil(b'{"n": 1}')
@@ -154,8 +154,8 @@ async def hang_up(port: int, target: str) -> None:
 
 
 async def self_test(port: int, replicas: int) -> None:
-    """Be many clients at once, and check what they are told."""
-    # Each model begins a stream of a quarter of an hour. If that did not end with its client, all would wait for it.
+    """Send requests as many clients at once, and check the answers."""
+    # Each model begins a stream of a quarter of an hour. If it did not end with its client, all later requests would wait.
     await asyncio.gather(*[hang_up(port, "/count?to=100000") for _ in range(replicas)])
     start = time.perf_counter()
     predictions = [fetch(port, f"/predict?x={number},1,2,3") for number in range(100)]

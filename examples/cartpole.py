@@ -56,15 +56,17 @@ class Agent:
         self.policy = torch.nn.Sequential(torch.nn.Linear(4, 128), torch.nn.ReLU(), torch.nn.Linear(128, 2))
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=1e-2)
         self.gamma = gamma
-        self.baseline = torch.zeros(500)  # the usual return at each time step: what exceeds it was done well
+        self.baseline = torch.zeros(
+            500
+        )  # the usual return at each time step: a higher return means good actions
         self.spread: float | None = None
-        # Each observer has dice of its own, so that its games do not depend on how those of others go.
+        # Each observer has its own random numbers, so that its games do not depend on the games of others.
         self.dice = [random.Random(f"{seed}/{index}") for index in range(observers)]
         self.observers = [Observer.remote(index, seed) for index in range(observers)]
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Forget what was played."""
+        """Discard the steps of the last round."""
         self.states: list[list[list[float]]] = [[] for _ in self.observers]
         self.actions: list[list[int]] = [[] for _ in self.observers]
         self.rewards: list[list[float]] = [[] for _ in self.observers]
@@ -95,7 +97,7 @@ class Agent:
         """Make actions likelier that were followed by more reward than usual, and the others rarer."""
         returns = [self.returns(rewards) for rewards in self.rewards]
         advantages = torch.cat([each - self.baseline[: len(each)] for each in returns])
-        # Scaled by their usual size plus a constant: once all goes well, small differences mean nothing.
+        # Scaled by their usual size plus a constant: when all games go well, small differences are only noise.
         size = advantages.square().mean().item()
         self.spread = size if self.spread is None else 0.9 * self.spread + 0.1 * size
         advantages /= self.spread**0.5 + 3.0
@@ -120,7 +122,7 @@ class Agent:
 
 
 def show(episode: int, most: int, reward: float, running: float, threshold: float, rate: float) -> None:
-    """Draw the progress: one line that changes on a terminal, now and then a line elsewhere."""
+    """Show the progress: one line that is updated on a terminal, a line from time to time elsewhere."""
     bar = "#" * min(30, int(30 * running / threshold))
     text = (
         f"[{bar:<30}] episode {episode:3d}/{most}  reward {reward:5.1f}  "
@@ -158,7 +160,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=f"Solve {GAME} with one agent and observers that play.")
     parser.add_argument("--observers", type=int, default=2, help="how many play (default 2)")
     parser.add_argument("--max-episodes", type=int, default=500, help="give up after so many (default 500)")
-    parser.add_argument("--seed", type=int, default=3, help="of policy, dice and games (default 3)")
+    parser.add_argument("--seed", type=int, default=3, help="of policy, actions and games (default 3)")
     parser.add_argument("--plot", default="cartpole.png", help="the learning curve ('' for none)")
     args = parser.parse_args()
     if min(args.observers, args.max_episodes) < 1:

@@ -1,14 +1,14 @@
-"""Loading data beside the training: actors read, unpack and distort pictures ahead of it, but not too far.
+"""Loading data in parallel with training: actors read, unpack and distort images in advance, up to a limit.
 
     python examples/data_loader.py --loaders 2 --ahead 4
 
-Each loader is an actor whose generator method yields batches. ``options(max_buffered_items=4)`` lets a generator be
-four of them ahead of its reader; then it pauses until the reader takes one, so memory stays bounded however slow the
-training is. The same batches are then loaded in the training process, between the steps. Both ways must come to the
-same loss; what differs is how many pictures are learned from in a second.
+Each loader is an actor whose generator method yields batches. With ``options(max_buffered_items=4)`` a generator
+produces up to four batches in advance; then it pauses until the reader takes one, so memory stays bounded however slow
+the training is. For comparison, the same batches are then loaded in the training process, between the steps. Both ways
+must give the same loss; they differ in the number of images per second.
 
-The data are scikit-learn's handwritten digits, packed into files, and bent in another way for each use. torch has one
-thread in all processes, so the speed of both ways is that of the processors that they keep busy.
+The data are scikit-learn's handwritten digits, packed into files, and distorted at random for each use. torch has one
+thread in each process, so the speed of both ways depends on how many processors they keep busy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Run(NamedTuple):
-    """What came of a training: pictures learned from and when, and the last losses' mean."""
+    """The result of a training: the numbers of images and when they were reached, and the mean of the last losses."""
 
     items: list[int]
     seconds: list[float]
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 
 def write_files(folder: Path, count: int, seed: int) -> list[Path]:
-    """Pack the digits, in an order that the seed gives, into files."""
+    """Pack the digits into files, in an order drawn from the seed."""
     digits = load_digits()
     dice = np.random.default_rng(seed)
     paths = [folder / f"{number}.npz" for number in range(count)]
@@ -64,7 +64,7 @@ def write_files(folder: Path, count: int, seed: int) -> list[Path]:
 
 
 def bend(pictures: Tensor, dice: torch.Generator) -> Tensor:
-    """Turn, shift and distort each picture, as a hand does that does not write twice the same."""
+    """Rotate, shift and distort each image a little, like the variations of handwriting."""
     count = len(pictures)
     angle = 0.5 * (torch.rand(count, generator=dice) - 0.5)
     turned = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], 1).view(count, 2, 2)
@@ -94,22 +94,22 @@ class Loader:
         self.count = 0
 
     def batches(self, paths: list[Path], size: int) -> Iterator[Batch]:
-        """Yield the batches of some files, as far ahead as the caller allows."""
+        """Yield the batches of some files, up to ``max_buffered_items`` in advance."""
         for batch in load(paths, size):
             self.count += 1
             yield batch
 
     @actorrpc.method(concurrency_group="questions")
     def made(self) -> int:
-        """Return how many there have been; answers also while the generator pauses."""
+        """Return how many batches were made; also answers while the generator is paused."""
         return self.count
 
 
 class Prefetched:
-    """Batches from loaders, in the order of the files, which the loaders have in turn.
+    """Batches from loaders, in the order of the files, which are assigned to the loaders in turn.
 
     Attributes:
-        furthest: by how many batches a loader has been ahead at most, as far as was seen.
+        furthest: the largest observed number of batches that a loader had made in advance.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ def train(batches: Iterable[Batch], total: int, seed: int, title: str) -> Run:
         *(nn.Conv2d(1, 8, 5, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU()),
         *(nn.Flatten(), nn.LazyLinear(10)),
     )
-    net(torch.zeros(1, 1, SIZE, SIZE))  # it sees how wide it has to be
+    net(torch.zeros(1, 1, SIZE, SIZE))  # the lazy layer takes its width from this input
     optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
     items, seconds, losses = [0], [0.0], []
     begin = time.perf_counter()
@@ -160,7 +160,7 @@ def train(batches: Iterable[Batch], total: int, seed: int, title: str) -> Run:
 
 
 def draw(runs: dict[str, Run], file: str) -> None:
-    """Write how both have come along as a PNG."""
+    """Write the progress of both runs as a PNG."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for title, run in runs.items():
@@ -190,7 +190,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder, actorrpc.init():
             paths = write_files(Path(folder), args.files, args.seed)
             loaders = [Loader.remote() for _ in range(args.loaders)]
-            actorrpc.get([loader.made.remote() for loader in loaders])  # they are there
+            actorrpc.get([loader.made.remote() for loader in loaders])  # wait until they have started
             train(load(paths[:1], args.batch), PER_FILE, args.seed, "warming up")  # the first steps are slow
             prefetched = Prefetched(loaders, paths, args.batch, args.ahead)
             beside = train(prefetched, total, args.seed, "loaded by actors")

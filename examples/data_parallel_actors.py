@@ -1,13 +1,13 @@
-"""Data parallel training in actors: each has DistributedDataParallel inside, and the driver looks after them.
+"""Data parallel training in actors: each uses DistributedDataParallel, and the driver replaces lost actors.
 
     python examples/data_parallel_actors.py --trainers 3
-    python examples/data_parallel_actors.py --lose 2       # a trainer dies in the second epoch, and training goes on
+    python examples/data_parallel_actors.py --lose 2       # a trainer dies in the second epoch, and training continues
 
 The trainers are actors of one class. A collective puts them into a process group of torch.distributed (gloo), through
-which DDP averages their gradients: the driver sees losses and no tensors. When a trainer dies, the step that the others
-are in ends with a CollectiveError; supervision makes the trainer anew, the collective is rebuilt, one who was there gives
-the new one its weights, and the epoch goes on where it was. Without losses, what comes out is what one process gets
-from the same batches, which is checked at the end. The pictures are scikit-learn's handwritten digits.
+which DDP averages their gradients: the driver receives losses and no tensors. When a trainer dies, the current step of the
+others ends with a CollectiveError; supervision restarts the trainer, the collective is rebuilt, a surviving trainer sends
+its weights to the new one, and the epoch continues where it was. If no trainer is lost, the result equals the result of
+one process with the same batches, which is checked at the end. The images are scikit-learn's handwritten digits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import actorrpc
 
-TESTED = 297  # pictures that nobody learns from
+TESTED = 297  # images for the test, which are not trained on
 RATE = 0.2
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """Return pictures of digits, in an order of our own, and what they show."""
+    """Return images of digits, shuffled, and their labels."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     pictures = torch.tensor(digits.data, dtype=torch.float32)[order] / 16
@@ -38,13 +38,13 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 def make_model(seed: int) -> nn.Sequential:
-    """Return a model that has learned nothing."""
+    """Return an untrained model."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
 def batches(epoch: int, count: int, size: int) -> list[Tensor]:
-    """Return which pictures each step of an epoch learns from; all trainers know that."""
+    """Return the indices of the images of each step of an epoch; all trainers compute the same."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch + 1))
     return list(order[: count // size * size].split(size))
 
@@ -58,10 +58,10 @@ class Trainer:
         self.pictures, self.labels = pictures, labels
         self.batch = batch
         self.model = make_model(seed)
-        self.progress = (0, 0)  # the epoch and the step that come next
+        self.progress = (0, 0)  # the next epoch and step
 
     def train(self, epoch: int, first: int, dies: bool = False) -> float:
-        """Learn from the batches of an epoch, beginning with ``first``; return the mean loss of its own shares."""
+        """Train on the batches of an epoch from ``first`` on; return the mean loss of this trainer's shares."""
         group = actorrpc.collective_group()
         model = DistributedDataParallel(self.model, process_group=group)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
@@ -80,17 +80,17 @@ class Trainer:
         return sum(losses) / max(1, len(losses))
 
     def where(self) -> tuple[int, int]:
-        """Return the epoch and the step that come next."""
+        """Return the next epoch and step."""
         return self.progress
 
     def accuracy(self) -> float:
-        """Return the share of the tested pictures that are recognised."""
+        """Return the fraction of the test images that are recognised."""
         with torch.no_grad():
             found = self.model(self.pictures[:TESTED]).argmax(1)
         return (found == self.labels[:TESTED]).float().mean().item()
 
     def parameters(self) -> list[Tensor]:
-        """Return what has been learned."""
+        """Return the parameters."""
         return [each.detach() for each in self.model.parameters()]
 
 
@@ -131,7 +131,7 @@ def main() -> int:
         except (actorrpc.CollectiveError, actorrpc.ActorUnavailableError) as error:
             print(f"epoch {epoch + 1}: {type(error).__name__}: a trainer is lost", file=sys.stderr)
             collective.rebuild()
-            # The one that has come furthest gives the others its weights, the new one among them.
+            # The trainer with the most progress sends its weights to all others, including the new one.
             places = actorrpc.get([each.where.remote() for each in trainers])
             (epoch, first), best = max((place, rank) for rank, place in enumerate(places))
             actorrpc.get(collective.broadcast("model", src=best))

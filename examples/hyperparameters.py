@@ -1,10 +1,10 @@
-"""A search for hyperparameters by successive halving: many begin, the better half of them goes on, twice as long.
+"""A search for hyperparameters by successive halving: in each rung, the better half continues, for twice as many epochs.
 
     python examples/hyperparameters.py --trials 16
 
 Each configuration is trained by an actor of its own, on scikit-learn's handwritten digits. After each rung the worse
-half of the actors ends; the others go on where they are, with their weights and the state of their optimizer. A survivor
-whose process dies (``--lose 2``: in the second rung) is made anew and goes on from its last checkpoint.
+half of the actors ends; the others continue, with their weights and the state of their optimizer. A survivor whose process
+dies (``--lose 2``: in the second rung) is restarted and continues from its last checkpoint.
 (Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", 2016.)
 """
 
@@ -28,12 +28,12 @@ from tqdm import tqdm
 
 import actorrpc
 
-JUDGED = 500  # pictures that nobody learns from
+JUDGED = 500  # images for validation, which are not trained on
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What is searched for."""
+    """The hyperparameters."""
 
     rate: float
     width: int
@@ -45,7 +45,7 @@ class Configuration:
 
 
 def draw_configuration(dice: random.Random) -> Configuration:
-    """Return one by chance."""
+    """Return a random configuration."""
     return Configuration(
         rate=10 ** dice.uniform(-4, 0),
         width=dice.choice([8, 16, 32, 64, 128]),
@@ -55,14 +55,14 @@ def draw_configuration(dice: random.Random) -> Configuration:
 
 
 def survivors(scores: Mapping[int, float]) -> list[int]:
-    """Return the better half of the trials, the best first; of equal ones, those that were there first."""
+    """Return the better half of the trials, the best first; equal trials keep their order."""
     ranked = sorted(scores, key=lambda trial: (-scores[trial], trial))
     return ranked[: math.ceil(len(ranked) / 2)]
 
 
 @actorrpc.remote(max_restarts=3, max_task_retries=3)
 class Trial:
-    """Trains one configuration; what it has learned is with its maker after each call."""
+    """Trains one configuration; a checkpoint of it is stored at its supervisor after each call."""
 
     def __init__(self, configuration: Configuration, pictures: Tensor, labels: Tensor, seed: int) -> None:
         torch.manual_seed(seed)
@@ -76,7 +76,7 @@ class Trial:
         self.found: list[float] = []  # the accuracy after each epoch
 
     def train(self, until: int) -> list[float]:
-        """Go on until so many epochs are done; return the accuracy after each of all epochs."""
+        """Train until ``until`` epochs are done in all; return the accuracy after each epoch."""
         for epoch in range(len(self.found), until):
             order = torch.randperm(len(self.labels) - JUDGED, generator=torch.Generator().manual_seed(epoch))
             for chosen in (order + JUDGED).split(self.batch):
@@ -88,27 +88,27 @@ class Trial:
 
     @torch.inference_mode()
     def accuracy(self) -> float:
-        """Return the share of the judged pictures that are recognised."""
+        """Return the fraction of the validation images that are recognised."""
         return (self.net(self.pictures[:JUDGED]).argmax(1) == self.labels[:JUDGED]).float().mean().item()
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return all that the next life has to have."""
+        """Return the state from which a restarted actor continues."""
         return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict(), "found": self.found}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a checkpoint."""
         self.net.load_state_dict(state["net"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.found = state["found"]
 
 
 def search(args: argparse.Namespace, curves: dict[int, list[float]]) -> tuple[int, Configuration]:
-    """Halve until one is left, and return it; fills in the accuracies of each trial, by epoch."""
+    """Halve until one trial is left, and return its number and configuration; add all accuracies to ``curves``."""
     dice = random.Random(args.seed)
     configurations = [draw_configuration(dice) for _ in range(args.trials)]
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(args.seed))
-    # One copy in the driver's shared memory for all of them.
+    # All actors read one copy in the driver's shared memory.
     pictures = actorrpc.put(torch.tensor(digits.data, dtype=torch.float32)[order] / 16)
     labels = actorrpc.put(torch.tensor(digits.target)[order])
     trials = {
@@ -134,7 +134,9 @@ def search(args: argparse.Namespace, curves: dict[int, list[float]]) -> tuple[in
             )
         if len(trials) == 1:
             return kept[0], configurations[kept[0]]
-        trials = {number: trials[number] for number in kept}  # those whose handles go end
+        trials = {
+            number: trials[number] for number in kept
+        }  # the other actors end, as their last handles are released
         rung, epochs = rung + 1, epochs * 2
 
 

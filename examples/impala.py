@@ -2,12 +2,13 @@
 
     python examples/impala.py --samplers 2
 
-Samplers play CartPole, several games at a time, and hand over what happened in every ``--length`` steps. The learner
-takes what is ready. Nobody waits for the others, so the weights that a game was played with are older than those that
-learn from it. V-trace corrects for it: what the present policy would rather have done counts more, up to a bound.
+Samplers play CartPole, several games at a time, and send their experience after every ``--length`` steps. The learner
+takes the batches that are ready. Samplers and learner do not wait for each other, so a game was played with older weights
+than those that learn from it. V-trace corrects for this: it weights actions by how much more likely they are under the
+present policy, up to a bound.
 (Espeholt et al., "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner Architectures", 2018.)
 
-Experience and weights go from actor to actor, as references. The driver sees which calls are over, and rewards.
+Experience and weights go from actor to actor, as references. The driver only receives rewards and which calls have ended.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ GAMMA = 0.99
 
 
 class Experience(NamedTuple):
-    """What happened: tensors of time and game, in this order.
+    """The steps of several games: tensors with the dimensions time and game.
 
     Attributes:
         states: one more than there are steps.
         logits: of the policy that chose the actions.
         discounts: GAMMA, or 0 where a game ended.
         version: of the weights.
-        finished: the rewards of the games that came to their end.
+        finished: the rewards of the games that ended.
     """
 
     states: Tensor
@@ -71,13 +72,13 @@ class Net(nn.Module):
 def vtrace(
     ratios: Tensor, rewards: Tensor, discounts: Tensor, values: Tensor, bound: float = 1.0, trace: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return what the values should have been, and how much better than that each action was.
+    """Return the targets of the values, and the advantage of each action.
 
     Args:
         ratios: probability of the action now, divided by that when it was chosen.
         values: as the learner has them, one more than there are steps.
-        bound: the most that a ratio counts as the weight of a step (the paper's rho).
-        trace: the most that it counts as the weight of what comes behind a step (the paper's c).
+        bound: the upper limit of a ratio as the weight of a step (the paper's rho).
+        trace: the upper limit of a ratio as the weight of the steps after a step (the paper's c).
     """
     weights, traces = ratios.clamp(max=bound), ratios.clamp(max=trace)
     surprises = weights * (rewards + discounts * values[1:] - values[:-1])
@@ -123,13 +124,13 @@ class Sampler:
         return Experience(*parts, version, finished)
 
     def step(self, index: int, action: int, finished: list[float]) -> tuple[list[float], float, float]:
-        """Do one step of one game; return the next state, the reward, and how much counts what comes behind it."""
+        """Do one step of one game; return the next state, the reward, and the discount of later rewards."""
         state, reward, fallen, time_is_up, _ = self.games[index].step(action)
         earned = float(reward)
         self.scores[index] += earned
         if not (fallen or time_is_up):
             return state.tolist(), earned, GAMMA
-        if not fallen:  # it would have gone on: what it is worth is part of the last reward
+        if not fallen:  # the step limit ended the game: add the estimated value of the rest
             earned += GAMMA * self.net.value(torch.tensor(state)).item()
         finished.append(self.scores[index])
         self.scores[index] = 0.0
@@ -138,7 +139,7 @@ class Sampler:
 
 @actorrpc.remote
 class Learner:
-    """Learns from what samplers have played, in the order in which it comes."""
+    """Learns from the experience of samplers, in the order in which it arrives."""
 
     def __init__(self, rate: float, seed: int) -> None:
         torch.manual_seed(seed)
@@ -147,12 +148,12 @@ class Learner:
         self.version = 0
 
     def weights(self) -> Weights:
-        """Return what has been learned."""
+        """Return the parameters."""
         return {name: each.clone() for name, each in self.net.state_dict().items()}, self.version
 
     @actorrpc.method(num_returns=2)
     def learn(self, played: Experience) -> tuple[dict[str, Any], Weights]:
-        """Make a step; return how it went, and the new weights."""
+        """Do a training step; return statistics and the new weights."""
         logits, values = self.net(played.states)
         now = logits[:-1].log_softmax(2)
         chosen = now.gather(2, played.actions.unsqueeze(2)).squeeze(2)
@@ -175,25 +176,25 @@ class Learner:
 
 
 def train(args: argparse.Namespace, curve: list[tuple[int, float]]) -> dict[str, float]:
-    """Play and learn until it is solved or the steps are used up; fills in the curve."""
+    """Play and learn until the game is solved or the steps are used up; add the points to ``curve``."""
     threshold = float(gymnasium.spec(GAME).reward_threshold or 475)
     learner = Learner.remote(args.rate, args.seed)
     samplers = [Sampler.remote(args.games, args.length, args.seed + index) for index in range(args.samplers)]
     newest = learner.weights.remote()
     playing: dict[Any, Any] = {each.play.remote(newest): each for each in samplers}
-    learning: dict[Any, Any] = {}  # what the learner has been given, and the weights that come of it
+    learning: dict[Any, Any] = {}  # pending training steps -> the weights that they will return
     latest: deque[float] = deque(maxlen=50)
     steps = ages = updates = 0
     with tqdm(total=args.max_steps, desc=GAME, unit="step", disable=None) as progress:
         while steps < args.max_steps and (len(latest) < 50 or sum(latest) / 50 < threshold):
-            # A learner that is behind is waited for; else who is ready first.
+            # If the learner is behind, wait only for the learner; otherwise for the first ready call.
             behind = len(learning) > args.samplers
             (ready, *_), _ = actorrpc.wait([*learning, *([] if behind else playing)], fetch_local=False)
             if ready in playing:
                 sampler = playing.pop(ready)
                 told, weights = learner.learn.remote(ready)
                 learning[told] = weights
-                playing[sampler.play.remote(newest)] = sampler  # which are those of steps that are over
+                playing[sampler.play.remote(newest)] = sampler  # the weights of the last finished step
                 continue
             newest = learning.pop(ready)
             told = actorrpc.get(ready)
@@ -233,7 +234,7 @@ def main() -> int:
         ("games", 8, "that each plays at a time"),
         ("length", 32, "steps that the learner gets at a time"),
         ("max-steps", 400_000, "give up after so many"),
-        ("seed", 0, "of weights, dice and games"),
+        ("seed", 0, "of weights, actions and games"),
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default {default})")
     parser.add_argument("--rate", type=float, default=2e-3, help="of learning (default 0.002)")

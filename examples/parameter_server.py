@@ -1,10 +1,10 @@
 """A parameter server as an actor: it holds the model and the optimizer, workers compute gradients.
 
     python examples/parameter_server.py                  # every step waits for all workers
-    python examples/parameter_server.py --mode async     # every gradient counts as soon as it is there
+    python examples/parameter_server.py --mode async     # every gradient is applied as soon as it arrives
 
-The driver only says who does what. Weights and gradients are ObjectRefs in its hands: they go directly from the
-server to the workers and back, and never pass the driver.
+The driver only makes the calls. It has ObjectRefs of weights and gradients, whose values go directly from the server to
+the workers and back, and never pass the driver.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FEATURES, CLASSES = 32, 10
 
 
 def make_model() -> nn.Module:
-    """Return the model that everybody means, with fresh parameters."""
+    """Return the model that the server and the workers use, untrained."""
     return nn.Sequential(nn.Linear(FEATURES, 256), nn.ReLU(), nn.Linear(256, CLASSES))
 
 
@@ -37,7 +37,7 @@ def make_data(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @actorrpc.remote
 class ParameterServer:
-    """Owns the parameters; nobody else changes them."""
+    """Owns the parameters; no other actor changes them."""
 
     def __init__(self, lr: float) -> None:
         torch.manual_seed(0)
@@ -58,7 +58,7 @@ class ParameterServer:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """Return the share of unseen points that are told apart rightly."""
+        """Return the fraction of unseen points that are classified correctly."""
         points, labels = self.test_data
         return (self.model(points).argmax(1) == labels).float().mean().item()
 
@@ -87,7 +87,7 @@ Workers = list[actorrpc.ActorHandle[Worker]]
 
 
 def train_sync(server: Server, workers: Workers, steps: int) -> None:
-    """Step when all workers have answered; nothing is waited for here until all is said."""
+    """Make a step of the gradients of all workers. All calls are made without waiting for their results."""
     weights = server.weights.remote()
     for step in range(steps):
         # References as arguments: the receiver gets the values, from where they are.
@@ -97,7 +97,7 @@ def train_sync(server: Server, workers: Workers, steps: int) -> None:
 
 
 def train_async(server: Server, workers: Workers, steps: int) -> None:
-    """Step whenever a worker has answered, and let it go on with what came out of that."""
+    """Make a step whenever a worker has answered, and send the new parameters to that worker."""
     weights = server.weights.remote()
     working = {worker.gradient.remote(weights): worker for worker in workers}
     for step in range(steps * len(workers)):
@@ -110,7 +110,7 @@ def train_async(server: Server, workers: Workers, steps: int) -> None:
 
 
 def main() -> int:
-    """Train, and say how good the model is."""
+    """Train, and print the accuracy."""
     parser = argparse.ArgumentParser(description="Train a small classifier with a parameter server.")
     parser.add_argument("--mode", choices=("sync", "async"), default="sync")
     parser.add_argument("--workers", type=int, default=2)

@@ -2,10 +2,10 @@
 
     python examples/pipeline.py --stages 3 --micro-batches 8
 
-The driver lays out the whole step at once, as calls whose arguments are the results of other calls, and waits only
-for the losses. Activations go directly from a stage to the next one, gradients directly back; while stage 1 works on
-the second micro-batch, stage 2 works on the first. At the end the same training is done in this process alone, and
-must come to the same losses and parameters.
+The driver makes all calls of a step at once, with the results of calls as arguments of later calls, and waits only for
+the losses. Activations go directly from each stage to the next, gradients directly back; while stage 1 works on the second
+micro-batch, stage 2 works on the first. At the end, the same training in this process alone must give the same losses and
+parameters.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def make_layers(stage: int, width: int) -> nn.Sequential:
 
 
 def make_batch(step: int, size: int, width: int) -> Batch:
-    """Return inputs and what is to come out of them."""
+    """Return inputs and the expected outputs."""
     inputs = torch.randn(size, width, generator=torch.Generator().manual_seed(step))
     return inputs, inputs.roll(1, dims=1).tanh()
 
 
 @actorrpc.remote
 class Stage:
-    """Owns the layers of one stage, and what it must remember between forward and backward."""
+    """Owns the layers of one stage, and the activations that it keeps between forward and backward."""
 
     def __init__(self, stage: int, width: int, lr: float) -> None:
         self.layers = make_layers(stage, width)
@@ -48,28 +48,28 @@ class Stage:
         self.open: dict[int, tuple[Tensor, Tensor]] = {}  # micro-batch -> its input and its output here
 
     def forward(self, micro: int, inputs: Tensor) -> Tensor:
-        """Return what comes out of this stage."""
+        """Return the output of this stage."""
         inputs = inputs.detach().requires_grad_()
         outputs: Tensor = self.layers(inputs)
         self.open[micro] = inputs, outputs
         return outputs.detach()
 
     def loss(self, micro: int, targets: Tensor, share: float) -> float:
-        """Return the loss of a micro-batch that has come to its end here, and begin its way back."""
+        """Return the loss of a micro-batch, on the last stage; ``backward`` then begins with it."""
         inputs, outputs = self.open[micro]
         loss = share * mse_loss(outputs, targets)
         self.open[micro] = inputs, loss
         return loss.item()
 
     def backward(self, micro: int, gradient: Tensor | None) -> Tensor:
-        """Take the gradient of this stage's output (none: of the loss); return that of its input."""
+        """Return the gradient of this stage's input, from the gradient of its output (None: from the loss)."""
         inputs, outputs = self.open.pop(micro)
         outputs.backward(gradient)
         assert inputs.grad is not None
         return inputs.grad
 
     def step(self) -> None:
-        """Change the layers along the gradients of all micro-batches together."""
+        """Do an optimizer step with the summed gradients of all micro-batches."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 

@@ -1,16 +1,16 @@
 """Reinforcement learning of a language model: generators sample, a judge scores, a trainer learns, all at the same time.
 
     python examples/post_training.py
-    python examples/post_training.py --steps 100 --lose 0    # shorter, and nobody dies
+    python examples/post_training.py --steps 100 --lose 0    # shorter, and no generator is killed
 
-The model is a small transformer over characters. Before, it has learned the form of the task, "hdmbeca>" followed by these
-letters in any order; now it is to learn from rewards alone to put them in order. For each prompt a generator draws a group of
-answers; the judge gives each the share of its letters that are in the right place; the trainer makes those likelier that
-are better than the mean of their group (group-relative policy optimization, GRPO, with PPO's clipped ratio).
+The model is a small transformer over characters. Pretraining teaches it the form of the task: "hdmbeca>" followed by these
+letters in any order. Then it learns, from rewards alone, to sort the letters. For each prompt, a generator samples a group of
+answers; the judge's reward is the fraction of letters that are in the right place; the trainer increases the probability of
+answers that are better than the mean of their group (group-relative policy optimization, GRPO, with PPO's clipped ratio).
 
-Texts and rewards go from actor to actor, as references. Weights go by a collective: the trainer broadcasts, and a
-generator takes them on a thread of their own while it samples on another one. At step N of ``--lose N`` a generator is killed;
-supervision makes it anew, the collective is rebuilt, and with the next broadcast the new one has the weights.
+Texts and rewards go from actor to actor, as references. Weights are sent by a collective: the trainer broadcasts, and each
+generator receives them on a separate thread while it samples. With ``--lose N``, a generator is killed at step N; supervision
+restarts it, the collective is rebuilt, and the next broadcast gives the new process the weights.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tqdm import tqdm
 
 import actorrpc
 
-LETTERS, LENGTH = 16, 7  # a prompt has so many different ones of the first letters
+LETTERS, LENGTH = 16, 7  # a prompt has LENGTH different letters of the first LETTERS
 END = LETTERS  # ">", the end of a prompt
 
 
 def make_prompts(count: int, dice: torch.Generator) -> Tensor:
-    """Return prompts: letters without order, and the sign behind them."""
+    """Return prompts: unsorted letters, followed by the end sign."""
     letters = torch.rand(count, LETTERS, generator=dice).argsort(1)[:, :LENGTH]
     return torch.cat([letters, torch.full((count, 1), END)], 1)
 
@@ -47,7 +47,7 @@ def spell(tokens: Tensor) -> str:
 
 
 class Policy(nn.Module):
-    """A transformer that says what letter comes next."""
+    """A transformer that predicts the next letter."""
 
     def __init__(self, width: int = 48, layers: int = 2) -> None:
         super().__init__()
@@ -60,13 +60,13 @@ class Policy(nn.Module):
         self.head = nn.Linear(width, LETTERS)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return the scores of the letters behind each place of the texts."""
+        """Return the scores of the next letter at each position of the texts."""
         size = text.shape[1]
         mask = torch.ones(size, size, dtype=torch.bool).triu(1)  # nothing looks ahead
         return self.head(self.body(self.tokens(text) + self.places[:size], mask=mask))
 
     def of_answers(self, text: Tensor) -> Tensor:
-        """Return the log-probabilities of the letters behind the prompts."""
+        """Return the log-probabilities of the letters of the answers, which follow the prompts."""
         scores = self(text[:, :-1])[:, LENGTH:]
         return scores.log_softmax(2).gather(2, text[:, LENGTH + 1 :, None]).squeeze(2)
 
@@ -86,7 +86,7 @@ def pretrain(policy: Policy, steps: int, seed: int) -> None:
 
 
 class Member:
-    """What trainer and generators have in common: a policy, and a place in the collective."""
+    """The base class of trainer and generators: a policy and a membership in the collective."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -94,7 +94,7 @@ class Member:
 
     @actorrpc.method(concurrency_group="weights")
     def share(self) -> None:
-        """Take part in a broadcast of the trainer's weights; sampling goes on with the old ones meanwhile."""
+        """Take part in a broadcast of the trainer's weights; sampling continues with the old weights meanwhile."""
         weights = self.latest.clone()
         dist.broadcast(weights, group=actorrpc.collective_group(), group_src=0)
         self.latest = weights
@@ -118,10 +118,10 @@ class Generator(Member):
 
 @actorrpc.remote
 class Judge:
-    """Knows what is right."""
+    """Computes rewards."""
 
     def score(self, sampled: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the share of letters in the right place, for each text."""
+        """Return the fraction of letters in the right place, for each text."""
         text, _ = sampled
         return (text[:, LENGTH + 1 :] == text[:, :LENGTH].sort(1).values).float().mean(1)
 
@@ -153,7 +153,7 @@ class Trainer(Member):
 
 
 def share(collective: actorrpc.Collective) -> bool:
-    """Give all members the trainer's weights; waits for one that is made anew, and says whether there was one."""
+    """Send the trainer's weights to all members. Waits for a lost member to restart; returns whether a member was lost."""
     generation = collective.generation
     for attempt in range(5):
         try:
@@ -166,7 +166,7 @@ def share(collective: actorrpc.Collective) -> bool:
 
 
 def train(args: argparse.Namespace, rewards: list[float], lost: list[int]) -> None:
-    """Sample and learn; fills in the rewards of the steps, and those behind which a generator was found lost."""
+    """Sample and learn; add the reward of each step to ``rewards``, and the steps at which a generator was lost to ``lost``."""
     torch.set_num_threads(1)  # as in the actors: there are more processes than processors
     torch.manual_seed(args.seed)
     policy = Policy()

@@ -1,4 +1,4 @@
-"""A web service over a pool of models: requests are gathered into batches, and new weights come while it runs.
+"""A web service over a pool of models: requests are gathered into batches, and new weights can be loaded while it runs.
 
     python examples/serve.py --port 8000
     curl -d '{"x": [1, 2, 3, 4]}' localhost:8000/predict
@@ -6,10 +6,10 @@
     curl localhost:8000/stats
     python examples/serve.py --self-test              # hundreds of requests, two reloads and a killed model meanwhile
 
-The application is Starlette's, uvicorn runs it; each model is an actor. A model that is free gets all that waits, up to
-``--batch`` requests: the busier the service, the larger the batches. A reload goes through a model's mailbox like any call, so
-each batch is answered with the old weights or the new ones, and no request waits for more than a reload of one model. A
-model that dies is made anew, with the weights that the file has, and its batch is computed again.
+The application uses Starlette and runs under uvicorn; each model is an actor. An idle model gets all waiting requests, at most
+``--batch``: the busier the service, the larger the batches. A reload goes through a model's mailbox like any call, so each
+batch is computed with either the old or the new weights, and a request waits at most for the reload of one model. A model that
+dies is restarted, loads the weights from the file, and its batch is computed again.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ FEATURES = 4
 
 
 def make_net() -> nn.Sequential:
-    """Return a model without sense."""
+    """Return an untrained model."""
     return nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
 def write_weights(file: Path, version: int) -> nn.Sequential:
-    """Put weights where the models find them, all at once; return the model that has them."""
+    """Replace the file of weights atomically; return a model with these weights."""
     torch.manual_seed(version)
     net = make_net()
     partly = file.with_suffix(".part")
     torch.save({"version": version, "net": net.state_dict()}, partly)
-    partly.rename(file)  # a model that reads meanwhile has the old file or the new one
+    partly.rename(file)  # a model that reads at the same time gets the old file or the new one
     return net
 
 
@@ -79,7 +79,7 @@ class Model:
 
 
 class Service:
-    """Gathers requests, and asks models. For one event loop; ``async with`` starts and ends it.
+    """Gathers requests into batches, and calls the models. For one event loop; ``async with`` starts and ends it.
 
     Attributes:
         models: the actors.
@@ -105,7 +105,7 @@ class Service:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def work(self, model: actorrpc.ActorHandle[Model]) -> None:
-        """Give a model all that waits, again and again."""
+        """Send all waiting requests to a model, repeatedly."""
         while True:
             requests = [await self.waiting.get()]
             while len(requests) < self.batch and not self.waiting.empty():
@@ -115,7 +115,7 @@ class Service:
                 answers, version = await model.predict.remote(torch.tensor([x for x, _ in requests]))
             except Exception as error:
                 for _, answer in requests:
-                    if not answer.done():  # a client that has hung up waits no more
+                    if not answer.done():  # done: the client has disconnected
                         answer.set_exception(error)
                 continue
             for (_, answer), y in zip(requests, answers.tolist(), strict=True):
@@ -135,11 +135,11 @@ class Service:
         return JSONResponse(await answer)
 
     async def reload(self, request: Request) -> JSONResponse:
-        """Have one model after the other read the file: meanwhile the others answer."""
+        """Let the models read the file one after the other, while the others answer requests."""
         return JSONResponse({"versions": [await model.load.remote() for model in self.models]})
 
     async def stats(self, request: Request) -> JSONResponse:
-        """Tell how large the batches were."""
+        """Return the sizes of the batches."""
         return JSONResponse({"batches": dict(sorted(self.sizes.items()))})
 
 
@@ -160,11 +160,11 @@ def make_app(service: Service) -> Starlette:
 
 
 async def self_test(service: Service, file: Path, requests: int) -> None:
-    """Be many clients at once, reload and kill meanwhile, and check all answers."""
+    """Send requests as many clients at once, reload weights and kill a model meanwhile, and check all answers."""
     nets = {1: write_weights(file, 1)}
     dice = torch.Generator().manual_seed(0)
     inputs = torch.randn(requests, FEATURES, generator=dice)
-    transport = httpx.ASGITransport(make_app(service))  # as through a socket, without one
+    transport = httpx.ASGITransport(make_app(service))  # calls the application without a socket
     progress = tqdm(total=requests, desc="requests", disable=None)
     begin = time.perf_counter()
     async with (
@@ -182,7 +182,9 @@ async def self_test(service: Service, file: Path, requests: int) -> None:
         asked = []
         for third, part in enumerate(inputs.chunk(3)):
             asked += [asyncio.create_task(ask(x)) for x in part]
-            await asked[-len(part)]  # the first of them is answered, others wait or are being computed
+            await asked[
+                -len(part)
+            ]  # now the first request is answered, and others wait or are being computed
             if third == 2:
                 actorrpc.kill(service.models[0], no_restart=False)
                 break

@@ -2,15 +2,14 @@
 
     python examples/split_learning.py --clients 3
 
-The clients have the data and the bottom of the model, the server has the top. A client sends on what comes out of
-the bottom, the server sends back its scores, and the client alone knows the labels that the loss is made of. The
-gradient takes the same way back: client -> server -> client. Clients take turns, and the next one gets the bottom
-from the one before.
+The clients have the data and the bottom layers of the model, the server has the top layers. A client sends the output of
+the bottom layers, the server sends back its scores, and only the client has the labels from which the loss is computed.
+Gradients take the same way back: client -> server -> client. Clients take turns, and each gets the bottom layers from
+the client before it.
 
-All of them are actors whose classes are nn.Modules. The driver has handles: it lays out calls whose arguments are
-results of other calls, so what flows between client and server does not pass it; it starts the backward pass, and
-its optimizer steps where the parameters are. At the end the same training is done in this process alone, and must
-come to the same losses.
+All of them are actors whose classes are nn.Modules. The driver has handles: it makes calls whose arguments are results of
+other calls, so activations do not pass through the driver; it starts the backward pass, and its optimizer updates the
+parameters where they are. At the end, the same training in this process alone must give the same losses.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ SHAPES = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgedc", "abc", "a
 
 
 def draw_digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return noisy pictures of digits, each somewhere else in its frame, and what they show."""
+    """Return noisy images of digits at random positions, and their labels."""
     dice = torch.Generator().manual_seed(seed)
     labels = torch.randint(DIGITS, (count,), generator=dice)
     pictures = 0.3 * torch.randn(count, 1, HEIGHT, WIDTH, generator=dice)
@@ -57,20 +56,20 @@ def draw_digits(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def make_bottom(seed: int) -> nn.Module:
-    """Return the layers that look at pictures."""
+    """Return the layers that turn images into features."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
 
 
 def make_top(seed: int) -> nn.Module:
-    """Return the layers that make up their mind."""
+    """Return the layers that turn features into scores."""
     torch.manual_seed(seed + 1)
     features = 8 * (HEIGHT // 2) * (WIDTH // 2)
     return nn.Sequential(nn.Flatten(), nn.Linear(features, 64), nn.ReLU(), nn.Linear(64, DIGITS))
 
 
 class Share:
-    """The data of one client: pictures to learn from, in batches, and some to be tested with."""
+    """The data of one client: batches of training images, and test images."""
 
     def __init__(self, index: int, batch: int) -> None:
         self.pictures, self.labels = draw_digits(400, seed=2 * index)
@@ -79,14 +78,14 @@ class Share:
         self.batch = batch
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Return some pictures, and what they show."""
+        """Return some images and their labels."""
         chosen = torch.randint(len(self.labels), (self.batch,), generator=self.dice)
         return self.pictures[chosen], self.labels[chosen]
 
 
 @actorrpc.remote
 class Server(nn.Module):
-    """Has the top of the model, and sees neither pictures nor labels."""
+    """Has the top layers of the model, and receives neither images nor labels."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -105,26 +104,26 @@ class Server(nn.Module):
 
 @actorrpc.remote
 class Client(nn.Module):
-    """Has the bottom of the model, and data that only it knows."""
+    """Has the bottom layers of the model, and private data."""
 
     def __init__(self, index: int, batch: int, seed: int) -> None:
         super().__init__()
         self.layers = make_bottom(seed)
-        self.share = Share(index, batch)  # no buffers: what the next client gets are the layers
+        self.share = Share(index, batch)  # not in state_dict(), which the next client gets
 
     def forward(self) -> Tensor:
-        """Return what the bottom makes of the next pictures; their labels are kept for ``loss``."""
+        """Return the features of the next batch of images; its labels are kept for ``loss``."""
         pictures, self.wanted = self.share.next_batch()
         features: Tensor = self.layers(pictures)
         return features
 
     def loss(self, scores: Tensor) -> Tensor:
-        """Return how far the scores of these pictures are from their labels."""
+        """Return the loss of the scores of the current batch."""
         return cross_entropy(scores, self.wanted)
 
     @torch.no_grad()
     def accuracy(self, server: actorrpc.ActorHandle[Server]) -> float:
-        """Return the share of pictures that are recognised, of those that were not learned from."""
+        """Return the fraction of the test images that are recognised."""
         pictures, labels = self.share.unseen
         found = actorrpc.get(server.classify.remote(self.layers(pictures)))
         return (found == labels).float().mean().item()
@@ -136,7 +135,7 @@ def train_split(
     args: argparse.Namespace,
 ) -> list[float]:
     """Let the clients train with the server, one after another; return the loss of each step."""
-    # One optimizer for all: a step changes what has a gradient in its context, the server and one client.
+    # One optimizer for all: a step changes the parameters with gradients in its context, of the server and one client.
     optimizer = DistributedOptimizer(torch.optim.Adam, [server, *clients], lr=args.lr)
     losses: list[float] = []
     before = clients[0]

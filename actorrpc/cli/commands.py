@@ -115,7 +115,7 @@ def _looks(
     begin: dict[str, int] | None = None,
     kept: KeptVisits | None = None,
 ) -> list[GroupLook]:
-    """Read the state of groups. A group that was found through several of its workers is returned once.
+    """Read the state of groups; ``begin`` and ``kept`` are as for :func:`look`. A group with several entries is returned once.
 
     Raises:
         _NotThereError: no worker has answered.

@@ -59,7 +59,7 @@ def _key() -> Finding:
     if given is None:
         return note(
             "key",
-            "none is given: groups of this host make their own; several hosts need ACTORRPC_KEY or ACTORRPC_KEY_FILE",
+            "no key is given: groups of this host make their own; several hosts need ACTORRPC_KEY or ACTORRPC_KEY_FILE",
         )
     by = "ACTORRPC_KEY_FILE" if os.environ.get("ACTORRPC_KEY_FILE") else "ACTORRPC_KEY"
     return note("key", f"one is given by {by}")

@@ -129,7 +129,7 @@ class Sampler:
                 try:
                     found = visit.ask(self._parts, until)
                 except TimeoutError:
-                    # The worker will answer this request later, in vain. Therefore wait, so that such requests are few.
+                    # The worker will answer this request later, and the answer is ignored. Wait, so that such requests are few.
                     stop.wait(max(0.0, until - time.monotonic()))
                     self.lost += 1
                 else:

@@ -60,17 +60,17 @@ def trace_lines(summary: TraceSummary) -> list[str]:
     whose = f"{count(summary.workers, 'worker')}, {span(summary.seconds)} from the first to the last"
     lines = [f"{summary.path}: {what} of {whose}; https://ui.perfetto.dev and chrome://tracing open it"]
     if summary.unfinished:
-        more = f", and {summary.unseen} more that it leaves out" if summary.unseen else ""
-        lines.append(f"{summary.unfinished} under way, which end with the file, marked as unfinished{more}")
+        more = f", and {summary.unseen} more that the file leaves out" if summary.unseen else ""
+        lines.append(f"{summary.unfinished} unfinished, shown as ending with the file{more}")
     if summary.profiles:
         lines.append(f"{count(summary.profiles, 'profile')} of torch.profiler merged")
     if summary.dropped:
-        lines.append(f"{count(summary.dropped, 'record')} before them had been overwritten: see --seconds")
+        lines.append(f"{count(summary.dropped, 'older record')} had been overwritten: see --seconds")
     if summary.clock_error:
         lines.append(f"the clocks of the hosts are compared to within {1e6 * summary.clock_error:.0f} us")
     if summary.uncompared:
         lines.append(
-            f"the clocks of {', '.join(summary.uncompared)} could not be compared: their events may stand anywhere"
+            f"the clocks of {', '.join(summary.uncompared)} could not be compared: their events may be at wrong times"
         )
     return lines + [f"{worker} is missing: {why}" for worker, why in summary.missing.items()]
 

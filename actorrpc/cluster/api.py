@@ -685,13 +685,13 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
 
     Actors whose class has ``checkpoint()`` and ``restore(state)`` restart elsewhere with their state, and their handles stay
     valid. Other actors end with the worker, after their calls: they restart elsewhere according to ``max_restarts``
-    (those that ``worker=`` has put there cannot), or are dead, with an ActorDiedError that names the drained worker. Actors in
+    (actors that ``worker=`` has put there cannot), or are dead, with an ActorDiedError that names the drained worker. Actors in
     supervision groups are restarted by their groups, with their last checkpoint, or their groups give up. Values of
     RRefs do not move. Only on the driver.
 
     Args:
         worker: its name, rank or WorkerInfo.
-        timeout: for the whole operation, in seconds. Calls that have not ended by then continue, and nothing new is placed there.
+        timeout: for the whole operation, in seconds. Unfinished calls then continue, and nothing new is placed there.
 
     Raises:
         ConfigError: this is not the driver, or it was told to drain itself.

@@ -252,7 +252,7 @@ class Cluster:
         return [holder]
 
     def _slot(self, wish: _Wish, holder: ResourceHolder) -> None:
-        """Book the place of a request, and complete it. Under the lock."""
+        """Book the resources of ``holder`` for a request, and complete its future. Under the lock."""
         spec = wish.spec
         if wish in self._wishes:
             self._wishes.remove(wish)
@@ -493,7 +493,7 @@ class Cluster:
         self._try_again()  # there may be devices for others now
 
     def _end_creations(self, creator: str, gently: bool = False) -> None:
-        """End what an ended worker had requested, because its actors have no supervisor now."""
+        """Fail an ended worker's requests for places, and end the processes that it requested: their supervisor is gone."""
         with self._lock:
             for wish in [each for each in self._wishes if each.creator == creator]:
                 self._wishes.remove(wish)
@@ -595,7 +595,7 @@ class Cluster:
         self.agent.submit(partial(self._ask_to_leave, worker, False))
 
     def begin_end(self, graceful: bool) -> None:
-        """Called before anything else ends: serve the workers of a launcher until they have left; then the time-out begins."""
+        """Begin the shutdown: serve the workers of a launcher until they have left, then start the time of :meth:`end`."""
         if graceful and self._waits:
             self._wait(
                 lambda: all(self.engine.owns(each.name) for each in self.joined()), self.agent.leave_by
@@ -607,7 +607,7 @@ class Cluster:
         return len(records) <= 2 * (self.agent.name in records)  # by name and by rank
 
     def _wait(self, done: Callable[[], bool], until: float) -> None:
-        """Wait for ``done()``, which is called whenever a worker has ended, at most until a deadline. Interruptible."""
+        """Wait until ``done()`` is true, at most until a deadline. It is called again each time a worker ends. Interruptible."""
         while (left := until - _time.now()) > 0:
             self._gone.clear()
             if done():

@@ -46,7 +46,7 @@ class Member:
         self.bereft = ""
 
     def wait(self) -> None:
-        """Serve until it is released, the driver ends, or it leaves; then leave. Interruptible."""
+        """Block until :meth:`leave` is called, in any thread, then leave the group. Interruptible."""
         self._over.wait()
         api.shutdown(self.graceful, _LEAVE_S)
 

@@ -247,7 +247,10 @@ class LaunchMeeting:
         return bytes(self._store.get(key)).decode("utf-8", "replace")
 
     def _agree(self) -> str:
-        """Agree on the key, which is not sent through the store."""
+        """Return the key of all ranks: the given one, or one that rank 0 makes and writes to a file of this host.
+
+        The store only has the file's path, or that a key was given.
+        """
         given = given_secret()
         if self._launch.rank == 0:
             if given:
@@ -647,7 +650,7 @@ def serve(
 def serve_order(
     *, means: JoinedResources | None = None, timeout: float = _TIMEOUT_S, signals: bool = False
 ) -> int:
-    """Serve as a worker that an engine has started: address, name and key are in the environment (``Order.environment``).
+    """Serve as a worker that an engine has started: its environment has address, name and key (``LaunchRequest.environment``).
 
     Returns:
         The exit status for the process: 0.
@@ -659,6 +662,6 @@ def serve_order(
     address, name = os.environ.get("ACTORRPC_JOIN"), os.environ.get("ACTORRPC_WORKER_NAME")
     if not address or not name:
         raise ConfigError(
-            "ACTORRPC_JOIN and ACTORRPC_WORKER_NAME must be set: engines start workers with Order.environment()"
+            "ACTORRPC_JOIN and ACTORRPC_WORKER_NAME must be set: engines start workers with LaunchRequest.environment()"
         )
     return serve(address, name=name, means=means, timeout=timeout, signals=signals)

@@ -59,7 +59,7 @@ def pipes() -> tuple[int, int, int, int]:
 
 
 class Labels:
-    """Changes the label of this process's output. Must be made while its output still goes to the pipes."""
+    """Changes the label of this process's output. Create it before the program can redirect the output to other files."""
 
     def __init__(self) -> None:
         self._pipes = {fd: _identity(fd) for fd in (1, 2)}
@@ -174,7 +174,7 @@ class History:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._lines: dict[int, deque[tuple[int, float, str, bool, str]]] = {}  # by the number of the process
+        self._lines: dict[int, deque[tuple[int, float, str, bool, str]]] = {}  # by process id
         self._sizes: dict[int, int] = {}
         self._workers: dict[int, str] = {}
         self._size = 0

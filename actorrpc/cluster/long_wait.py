@@ -1,4 +1,4 @@
-"""Logs a wait for other workers that takes long, once: what is waited for, and which workers are missing."""
+"""Logs a long wait for other workers, once: its purpose, and which workers are missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def wait_until(
 
     Args:
         who: the name, for the user, of the waiting function: ``scale()``.
-        what: returns what is waited for, as text; only called if the wait takes long, and may take some milliseconds.
+        what: returns the description of the awaited event; only called if the wait is long, and may take some milliseconds.
         slowest: the longest pause between two calls of ``done``, in seconds.
     """
     late_at: float | None = _time.now() + SOON_S

@@ -65,7 +65,7 @@ def _register(name: str) -> None:
 
 
 class _ModuleWatch(MetaPathFinder):
-    """Finds no module. It is asked before each import, and registers the modules in the directory of the script."""
+    """An import hook that finds no module: it only registers modules in the directory of the script before their import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

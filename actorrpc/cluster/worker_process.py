@@ -148,7 +148,7 @@ def enter(
     dress: Callable[[], None] = lambda: None,
     limit: float = _JOIN_S,
 ) -> Member:
-    """Bring a member into force in this process, and tell the driver that it has joined.
+    """Make this process a member of the group, and tell the driver that it has joined.
 
     Args:
         timeout: the default time-out of calls.
@@ -158,7 +158,7 @@ def enter(
         limit: how long the driver may take to answer, in seconds.
 
     Raises:
-        RpcError: the driver refuses it, or does not answer. No group is in force then, and the group is closed.
+        RpcError: the driver refuses it, or does not answer. Then the group is closed, and this process is in no group.
     """
     agent = group.agent
     directory.attach(agent)
@@ -185,7 +185,7 @@ def enter(
         for member in members:  # the user's code may have called shutdown()
             member.leave(graceful)
 
-    with undo_on_error(group.close):  # another group may be in force, in which case this one was not started
+    with undo_on_error(group.close):  # api.install() fails if this process is in another group
         dress()
         api.install(lambda: group, timeout, what, namespace=namespace, ready=ready, stop=stop)
     with undo_on_error(partial(api.shutdown, False)):

@@ -165,7 +165,7 @@ class Debugger:
         return any(each.entry is execution for each in streams)
 
     def _look(self) -> bool:
-        """Remove the sessions whose calls have ended."""
+        """Remove the sessions whose calls have ended; return whether any session is left. Called by the tick."""
         for each in self.sessions():
             # Do not test ``state == HELD``: a second interruption may have ended the call before it could change its state.
             if each.execution is not None:

@@ -35,7 +35,7 @@ def _is_outside(frame: FrameType) -> bool:
 def users_frames(frame: FrameType | None) -> list[FrameType]:
     """Return the innermost run of frames of the user's code in a stack, the innermost first.
 
-    Frames of this package, event loops and threading above the user's code are skipped; those that called it end the list.
+    Inner frames of this package, event loops and threading are skipped; the list ends before the next such frame.
     """
     while frame is not None and _is_outside(frame):
         frame = frame.f_back

@@ -63,7 +63,7 @@ def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent) -> ObservedW
             "holders": _holders(found),
         }
         if "error" in found:
-            row |= {"state": "alive", "reason": f"it could not say how it is: {found['error']}"}
+            row |= {"state": "alive", "reason": f"it could not report its state: {found['error']}"}
     return made_of(ObservedWorker, {**row, "name": record.name, "rank": record.rank, "pid": record.pid})
 
 

@@ -69,7 +69,7 @@ def of_workers(state: GroupState) -> list[Finding]:
         found += [
             fault(
                 "deadlock",
-                f"worker {worker.name!r} has broken a deadlock {each.since:.0f} s ago: {each.error}",
+                f"worker {worker.name!r} broke a deadlock {each.since:.0f} s ago: {each.error}",
             )
             for each in worker.deadlocks
             if each.since < _RECENT_S
@@ -139,8 +139,8 @@ def calls_to(worker: ObservedWorker) -> str:
     """Describe the unfinished calls to a worker, as its callers report them. The text continues another sentence."""
     if not worker.calls_to:
         return ""
-    calls = "1 call is" if worker.calls_to == 1 else f"{worker.calls_to} calls are"
-    return f"; {calls} out to it, the oldest, of {worker.oldest_call}, for {span(worker.oldest)}"
+    calls = "1 call" if worker.calls_to == 1 else f"{worker.calls_to} calls"
+    return f"; {calls} to it unfinished, the oldest, of {worker.oldest_call}, for {span(worker.oldest)}"
 
 
 def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:

@@ -96,7 +96,7 @@ class Observer:
             return
         if agent.settings.data_only and not (peer.is_self or any(each.local for each in list(peer.conns))):
             # A peer that may only call exposed functions must not learn names of files and functions from stacks.
-            refused = "it takes data only, and says how it is on its own host only"
+            refused = "it takes data only, and reports its state on its own host only"
             agent.notify(peer, ANSWER, pack({"id": question["id"], "error": refused}))
             return
         what = question.get("what")

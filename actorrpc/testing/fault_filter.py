@@ -220,7 +220,7 @@ class FaultFilter(CallHooks):
     # -- messages ------------------------------------------------------------------------------------
 
     def on_start(self, execution: Execution, function: Any, args: tuple[Any, ...]) -> None:
-        """Note what is executed, which describes the later answer."""
+        """Record the executed function, by which faults later select the answer."""
         type, called, _ = type_of_request(function, args, None, "")
         execution.notes[self] = Message(type, execution.peer, called)
 
@@ -264,7 +264,7 @@ class FaultFilter(CallHooks):
         """End the call whose message is dropped, if it has no deadline or the fault says ``at_once``.
 
         Raises:
-            RpcTimeoutError: the message is neither a request nor an answer.
+            RpcTimeoutError: the message is a one-way request (cast), so only its sender can be told.
         """
         call, agent = sent.call, self._agent
         if call is not None:

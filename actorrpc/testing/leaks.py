@@ -163,7 +163,7 @@ class Holdings:
         return cls(agent, Counter(counts))
 
     def left(self, before: Holdings) -> list[str]:
-        """Describe the kinds of which there are more than before; empty if the worker has another agent now."""
+        """Describe the kinds of objects that are more than before; empty if the worker has another agent now."""
         if self.agent is None or self.agent is not before.agent:
             return []
         return [f"{name} ({count} of them)" for name, count in (self.counts - before.counts).items()]

@@ -101,7 +101,7 @@ class VirtualTime:
         if self._state != "new":
             raise RuntimeError("a VirtualTime can be started once")
         if _time.now is not time.monotonic:
-            raise RuntimeError("another virtual clock is in force in this process: only one can be")
+            raise RuntimeError("another virtual clock is in force in this process, which can have only one")
         # Begin at the real time, so that no time that was recorded before lies in the future.
         self._began = self._now = time.monotonic()
         self._before = (_time.now, _time.doze, _time.patience, _time.sleep, _time.near_s)
@@ -253,7 +253,7 @@ class VirtualTime:
         return min((wait.due for wait in self._waits.values()), default=_NEVER)
 
     def _jump(self, to: float) -> None:
-        """Set the time, and wake the threads whose wait has ended. Under the lock."""
+        """Set the time to ``to``, and wake the threads whose deadlines are reached. Under the lock."""
         self._now = max(self._now, to)
         for wait in self._waits.values():
             if wait.due <= self._now:
@@ -274,7 +274,7 @@ class VirtualTime:
             rest = min(2.0 * rest, _REST_S)
 
     def _is_quiet(self) -> bool:
-        """Say whether every other thread of this process waits, and none of their deadlines has been reached."""
+        """Say whether every other thread of this process waits for a deadline that has not been reached."""
         everyone, mine = time.process_time(), time.thread_time()
         time.sleep(_NAP_S)
         if (time.process_time() - everyone) - (time.thread_time() - mine) > _RAN_S:
@@ -287,7 +287,7 @@ class VirtualTime:
 
     @property
     def _stands(self) -> bool:
-        """Whether it is in force, and only :meth:`advance` and the thread move the time."""
+        """Whether it is in force, and only :meth:`advance` and the thread of :meth:`_run` change the time."""
         return self._state == "in force" and self._flows_from is None
 
     def _check(self) -> None:

@@ -3,9 +3,9 @@
 Each trainer computes gradients on its share of the data, reports them and gets the next model in return.
 The server takes a step once every trainer has reported. ``update_and_fetch_model`` would have to wait for
 that, in a thread of the server for each trainer; with ``@rpc.functions.async_execution`` it returns a future
-instead, one for all trainers of a batch, and their answers leave when the last of them completes it. No
-gradient is ever stale, and as the server adds them up in a fixed order, whichever comes first, the training is
-what it would be in one process with one large batch. (All gradients are local: no distributed autograd.)
+instead, the same for all trainers of a batch, and their answers are sent when the last report completes it. No
+gradient is ever stale, and the server adds the gradients in a fixed order, whatever their order of arrival, so the
+training equals training in one process with one large batch. (All gradients are local: no distributed autograd.)
 
     python batch_parameter_server.py                     # on actorrpc: one server, three trainers
     python batch_parameter_server.py --world_size 6      # five trainers
@@ -79,7 +79,7 @@ class BatchUpdateParameterServer:
         self.future_model: torch.futures.Future[nn.Module] = torch.futures.Future()
 
     def get_model(self) -> nn.Module:
-        """Return the model as it is; what is sent is a copy."""
+        """Return the current model; the caller gets a copy."""
         return self.model
 
     @staticmethod
@@ -95,7 +95,7 @@ class BatchUpdateParameterServer:
             reported = [self.reported[index] for index in sorted(self.reported)]
             self.reported = {}
             self.future_model = torch.futures.Future()
-        # All trainers wait for this future, so nobody else is here or looks at the model.
+        # All trainers wait for this future, so no other thread runs this code or reads the model.
         for parameter, *parts in zip(self.model.parameters(), *reported, strict=True):
             parameter.grad = torch.stack(parts).mean(0)
         self.optimizer.step()
@@ -104,7 +104,7 @@ class BatchUpdateParameterServer:
         return future
 
     def accuracy(self, images: Tensor, labels: Tensor) -> float:
-        """Return the share of images that the model tells rightly."""
+        """Return the fraction of images that the model recognises."""
         with torch.no_grad():
             return (self.model(images).argmax(1) == labels).float().mean().item()
 
@@ -155,7 +155,7 @@ def run_ps(args: argparse.Namespace) -> None:
     """Make a server here, have all trainers train with it, and say how good the model is."""
     images, labels = digits()
     trainers = args.world_size - 1
-    # Shares of one size: else some trainers would wait for reports of others that have ended.
+    # Shares of equal size: otherwise some trainers would wait for reports of trainers that have finished.
     size = (len(images) - TEST_IMAGES) // trainers
     shares = list(zip(images.split(size), labels.split(size), strict=True))
     ps = BatchUpdateParameterServer(trainers, lr=args.lr, seed=args.seed)

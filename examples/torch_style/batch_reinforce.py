@@ -95,7 +95,7 @@ class Agent:
         self.agent_rref = rpc.RRef(self)
         infos = [rpc.get_worker_info(OBSERVER_NAME.format(rank)) for rank in range(1, args.world_size)]
         self.ob_rrefs = [rpc.remote(info, Observer, args=(args.seed, args.batch)) for info in infos]
-        # Dice, states and actions of each observer: only that observer's requests touch them.
+        # Random numbers, states and actions of each observer: only that observer's requests use them.
         self.dice = [random.Random(f"{args.seed}/{index}") for index in range(len(infos))]
         self.states: list[list[Tensor]] = [[] for _ in infos]
         self.actions: list[list[int]] = [[] for _ in infos]
@@ -118,7 +118,7 @@ class Agent:
             if last:
                 self.pending_states = len(self.ob_rrefs)
                 self.future_actions = torch.futures.Future()
-        if last:  # all observers wait for their answers, so nobody else is here
+        if last:  # all observers wait for their answers, so no other thread runs this code
             all_actions.set_result(self.draw(torch.stack([states[-1] for states in self.states])))
         return future_action
 
@@ -148,7 +148,7 @@ class Agent:
         ]
         lengths = [future.wait() for future in futures]
 
-        # Every step earns 1, so what is still to come depends on the length of the game alone.
+        # Every step earns 1, so the returns depend only on the length of the game.
         games = [length for played in lengths for length in played]
         returns = torch.cat([self.discounted(length).flip(0) for length in games])
         advantages = (returns - returns.mean()) / (returns.std() + 1e-6)

@@ -1,9 +1,9 @@
 """Data parallel and model parallel at once: DDP trainers, and an embedding on a parameter server.
 
-Two trainers tell topics of texts apart. The small dense layers of the model are replicated: each trainer has
-them, and DistributedDataParallel (on gloo) averages their gradients. The embedding, which is large in life, is
-there once, on a parameter server, and looks like any other layer to the trainers: a RemoteModule. A master
-starts it all and trains nothing itself. This is torch's tutorial on DDP and RPC, with texts that are generated.
+Two trainers learn to classify texts by topic. The small dense layers of the model are replicated: each trainer has a
+copy, and DistributedDataParallel (on gloo) averages their gradients. The embedding, which is large in real programs,
+exists once, on a parameter server; trainers use it like any other layer, as a RemoteModule. A master starts all of
+this and does not train. This is torch's tutorial on DDP and RPC, with generated texts.
 
     python ddp_hybrid.py                       # on actorrpc
     python ddp_hybrid.py --backend torch       # the same program on torch.distributed.rpc
@@ -110,12 +110,12 @@ def accuracy(model: HybridModel, texts: Texts) -> float:
 
 
 def dice_of(seed: int, rank: int) -> torch.Generator:
-    """Return what a trainer draws its texts with."""
+    """Return the random generator from which a trainer draws its texts."""
     return torch.Generator().manual_seed(1000 * seed + rank)
 
 
 def run_trainer(remote_embedding: Any, rank: int, args: argparse.Namespace) -> tuple[list[float], float]:
-    """Train beside the other trainers; return the loss of each step and the accuracy at the end."""
+    """Train, together with the other trainers; return the loss of each step and the accuracy at the end."""
     torch.manual_seed(args.seed)
     model = HybridModel(remote_embedding, args.width)
     optimizer = DistributedOptimizer(torch.optim.SGD, model.parameter_rrefs(), lr=args.lr)
@@ -127,8 +127,8 @@ def run_trainer(remote_embedding: Any, rank: int, args: argparse.Namespace) -> t
             loss = cross_entropy(model(texts.words, texts.begins), texts.topics)
             dist_autograd.backward(context_id, [loss])
             optimizer.step(context_id)
-        # The embedding is one for all. A trainer that looks things up before or after another has changed it sees
-        # something else; all of them in step make it the same in each run.
+        # All trainers share the embedding. The barrier keeps their steps together, so that the values that they
+        # look up do not depend on timing, and all runs are equal.
         dist.barrier()
         losses.append(loss.item())
         if rank == 0 and (step + 1) % args.log_interval == 0:
@@ -227,7 +227,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody uses at the moment."""
+    """Return a TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port: int = probe.getsockname()[1]

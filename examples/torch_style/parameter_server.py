@@ -2,7 +2,7 @@
 
 Each trainer has an RRef to the server's ``ParameterServer`` and a share of the data. It sends images and gets
 scores back, computes the loss, and lets distributed autograd and the distributed optimizer do the rest on
-the server: a trainer never sees a parameter. Nobody waits for anybody else, so the trainers' steps mix.
+the server: a trainer never sees a parameter. Trainers do not wait for each other, so their steps mix.
 
     python parameter_server.py                     # on actorrpc: one server, two trainers
     python parameter_server.py --world_size 5      # four trainers
@@ -102,7 +102,7 @@ class ParameterServer(nn.Module):
             return [rpc.RRef(parameter) for parameter in self.net.parameters()]
 
     def report(self, trainer: str, losses: list[float], seconds: float) -> None:
-        """Take a trainer's losses and how long it was busy."""
+        """Store a trainer's losses and the time that it took."""
         self.reports[trainer] = losses, seconds
 
 
@@ -111,7 +111,7 @@ server_lock = threading.Lock()
 
 
 def get_parameter_server(seed: int) -> ParameterServer:
-    """Return the one parameter server of this process; whichever trainer asks first has it made."""
+    """Return the only parameter server of this process; the first call creates it."""
     global server
     with server_lock:
         if server is None:
@@ -143,7 +143,7 @@ def run_parameter_server(args: argparse.Namespace, images: Tensor, labels: Tenso
 
 
 class TrainerNet(nn.Module):
-    """What a trainer takes for the net: forward() goes to the parameter server."""
+    """A trainer's stand-in for the net: forward() calls the parameter server."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -9,8 +9,8 @@ network and images that are generated.
     python pipeline.py                             # on actorrpc; time per step for 1, 2, 4 and 8 micro-batches
     python pipeline.py --backend torch             # the same program on torch.distributed.rpc
 
-The network normalises each image by itself (GroupNorm), so that how a batch is cut does not change what is learned:
-all numbers of micro-batches start with the same parameters, and come to the same losses but for rounding.
+The network normalises each image separately (GroupNorm), so the number of micro-batches does not change the training:
+each number starts with the same parameters and gives the same losses, except for rounding.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Block(nn.Module):
         self.shortcut = nn.Identity() if same else nn.Conv2d(channels, width, 1, stride, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the sum of what goes through the convolutions and what goes past them."""
+        """Return the sum of the output of the convolutions and the shortcut."""
         return torch.relu(self.body(images) + self.shortcut(images))
 
 
@@ -105,11 +105,11 @@ class Shard(nn.Module):
     def __init__(self, half: int, width: int, blocks: int, seed: int) -> None:
         super().__init__()
         self.layers = make_layers(half, width, blocks, seed)
-        # One micro-batch at a time: two at once would only make both of them late.
+        # One micro-batch at a time: two at once would only delay both.
         self.lock = threading.Lock()
 
     def forward(self, images_rref: Any) -> Tensor:
-        """Fetch a micro-batch from where it is, and return what comes out of this half."""
+        """Fetch a micro-batch from its owner, and return the output of this half."""
         images = images_rref.to_here()
         with self.lock:
             result: Tensor = self.layers(images)
@@ -183,7 +183,7 @@ def run_worker(rank: int, args: argparse.Namespace) -> None:
     """Be one member of the group: the master on rank 0, or a worker with half of the network."""
     choose(args.backend)
     torch.set_num_threads(1)
-    # A worker has two calls under way for each micro-batch: enough threads, so that none waits for one.
+    # A worker runs two calls at a time for each micro-batch, so it needs this number of threads.
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=max(16, 4 * max(args.micro_batches)))
     rpc.init_rpc((MASTER, *WORKERS)[rank], rank=rank, world_size=3, rpc_backend_options=options)
     if rank == 0:
@@ -244,7 +244,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody uses at the moment."""
+    """Return a TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port: int = probe.getsockname()[1]

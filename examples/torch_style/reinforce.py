@@ -90,10 +90,10 @@ class Observer:
 
 @dataclass(slots=True)
 class Episode:
-    """What one observer lived through in the current round, and the dice for its actions.
+    """The steps of one observer in the current round, and the random numbers for its actions.
 
-    Only that observer's calls touch it while a round runs, and those come one after the other; so
-    concurrent observers need no lock, and do not disturb each other's random numbers.
+    Only calls of that observer use this object during a round, one after the other. Therefore
+    concurrent observers need no lock, and do not change each other's random numbers.
     """
 
     dice: random.Random
@@ -111,7 +111,7 @@ class Episode:
         return torch.tensor(backwards[::-1])
 
     def clear(self) -> None:
-        """Forget the steps, keep the dice."""
+        """Discard the steps, and keep the random numbers."""
         self.states.clear()
         self.actions.clear()
         self.rewards.clear()
@@ -121,8 +121,8 @@ class Baseline:
     """A moving average of the return at each time step; the advantage of a step is what exceeds it.
 
     An episode that ended before a step counts there with a return of zero. Advantages are scaled by
-    their own moving size plus a constant: once all goes well they are nearly nothing, and to blow that
-    up to full size again would drive a good policy away.
+    their own moving size plus a constant: with a good policy they are close to zero, and scaling them
+    to full size again would make the policy worse.
     """
 
     def __init__(self, steps: int, *, momentum: float = 0.8, constant: float = 3.0) -> None:
@@ -382,7 +382,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody uses at the moment."""
+    """Return a TCP port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port: int = probe.getsockname()[1]

@@ -74,7 +74,7 @@ class EmbeddingTable(nn.Module):
     def __init__(self, words: int, width: int, seed: int) -> None:
         super().__init__()
         self.encoder = nn.Embedding(words, width)
-        # Dice of its own: who else draws in this process, and when, must not change what comes out.
+        # Its own generator, so that other random draws in this process do not change the weights.
         nn.init.uniform_(self.encoder.weight, -0.1, 0.1, torch.Generator().manual_seed(seed))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Decoder(nn.Module):
         nn.init.zeros_(self.decoder.bias)
 
     def forward(self, output: Tensor) -> Tensor:
-        """Return how likely each word is to be the next one, as logits."""
+        """Return the logits of the next word."""
         scores: Tensor = self.decoder(output)
         return scores
 
@@ -133,7 +133,7 @@ class Text:
     UNKNOWN = "<unk>"
 
     def __init__(self, vocabulary: int, seed: int) -> None:
-        prose = re.compile(r"\s*[A-Z][^|]*\.\s*")  # not the grammar, the code and the tables
+        prose = re.compile(r"\s*[A-Z][^|]*\.\s*")  # excludes grammar, code and tables
         split = (part for text in topics.values() for part in text.split("\n\n") if prose.fullmatch(part))
         words = (tuple(re.findall(r"[a-z]+|[.,:;]", part.lower())) for part in split)
         paragraphs = list(dict.fromkeys(words))  # once each: many stand under several topics
@@ -164,7 +164,7 @@ def batches(tokens: Tensor, columns: int, length: int) -> Iterator[tuple[Tensor,
 
 @torch.no_grad()
 def perplexity(model: RNNModel, tokens: Tensor, args: argparse.Namespace) -> float:
-    """Return among how many words the model wavers, as it were, at each word of a text."""
+    """Return the perplexity of the model on a text."""
     total, count, state = 0.0, 0, None
     for inputs, targets in batches(tokens, args.batch, args.length):
         scores, state = model(inputs, state)
@@ -175,7 +175,7 @@ def perplexity(model: RNNModel, tokens: Tensor, args: argparse.Namespace) -> flo
 
 @torch.no_grad()
 def sample(model: RNNModel, text: Text, count: int, seed: int) -> str:
-    """Return words drawn one by one from what the model thinks of the words before."""
+    """Return words that are sampled one by one from the model."""
     dice = torch.Generator().manual_seed(seed)
     token, state, words = torch.tensor([[text.numbers["."]]]), None, []
     for _ in range(count):

@@ -142,7 +142,7 @@ def test_no_call_stays_pending_after_all_calls_have_ended(pair: list[Agent]) -> 
     assert not b.peer("a0").cancelled
 
 
-def test_a_call_cancelled_before_its_bytes_are_counted_leaves_none_charged(
+def test_a_call_cancelled_before_it_is_sent_uses_none_of_the_window(
     pair: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, _ = pair

@@ -71,7 +71,7 @@ def test_a_call_is_sent_before_its_waiting_thread_serves_other_work() -> None:
         assert guest.left == [0]
 
 
-def test_replies_whose_callers_wait_in_c_are_read_by_the_pool() -> None:
+def test_replies_are_read_by_the_pool_while_their_callers_wait_in_c_code() -> None:
     """A thread in torch.futures.wait_all() does not read. The clock notices this once; later replies do not wait for it."""
     with agents(2) as (one, other):
         to = one.peer(other.name)
@@ -114,7 +114,7 @@ class _Expecting:
 @pytest.mark.parametrize(
     ("calls", "ago", "marked"), [(0, -60.0, True), (64, -60.0, True), (65, -60.0, False), (65, 0.5, True)]
 )
-def test_more_than_64_calls_made_just_now_do_not_mark_a_connection_unattended(
+def test_a_connection_with_more_than_64_recent_calls_is_not_marked_as_unread(
     calls: int, ago: float, marked: bool
 ) -> None:
     with agents(1) as (one,):

@@ -162,7 +162,7 @@ def test_close_gives_up_sending_its_goodbye_to_a_peer_that_never_reads(
         assert states == ["dead"]
 
 
-def test_close_sends_goodbye_to_a_peer_that_has_not_introduced_itself() -> None:
+def test_close_sends_goodbye_to_a_peer_that_has_not_sent_its_name() -> None:
     """That peer considers the connection complete, and would consider an end without a goodbye a death."""
     with agents(2) as (agent, _):
         stranger = Stranger(agent)
@@ -175,7 +175,7 @@ def test_close_sends_goodbye_to_a_peer_that_has_not_introduced_itself() -> None:
 
 
 @pytest.mark.parametrize("end", ["left", "dead"])
-def test_a_second_connection_introduced_after_its_peer_ended_is_closed_quietly(end: str) -> None:
+def test_a_second_connection_of_a_peer_that_has_ended_is_closed_without_an_error(end: str) -> None:
     """Two workers that call each other at the same moment open two connections, read by different threads."""
     with agents(1) as (agent,):
         ended_event, states = _watch(agent)

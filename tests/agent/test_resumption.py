@@ -345,7 +345,7 @@ def test_a_connection_not_resumed_within_session_grace_marks_the_peer_dead(side:
         _gate.set()
 
 
-def test_a_worker_declared_dead_during_an_outage_learns_it_on_reconnecting() -> None:
+def test_a_worker_declared_dead_during_an_outage_is_told_on_reconnecting() -> None:
     _gate.clear()
     with behind(each=({}, {"session_grace": 0.2})) as ((a0, a1), proxies):
         future = begin(a0, gated, 5)
@@ -467,7 +467,7 @@ _READERS: dict[str, Callable[[Connection], object]] = {
 
 
 @pytest.mark.parametrize("reader", _READERS)
-def test_a_failed_socket_is_not_read_after_its_position_was_reported(reader: str) -> None:
+def test_a_broken_socket_is_not_read_after_its_received_bytes_were_reported(reader: str) -> None:
     with alone() as (conn, there, events):
         there.sendall(pack_frame(REPLY, 7, b"once"))
         told: list[int | None] = []
@@ -493,7 +493,7 @@ def test_a_failed_socket_is_not_read_after_its_position_was_reported(reader: str
 
 
 @pytest.mark.parametrize("came_back", [False, True])
-def test_a_resumption_attempt_is_refused_after_a_later_attempt_reported_the_position(
+def test_an_older_reconnection_attempt_is_refused_after_a_newer_attempt(
     came_back: bool,
 ) -> None:
     with contextlib.ExitStack() as stack:

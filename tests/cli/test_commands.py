@@ -441,7 +441,7 @@ def test_trace_writes_a_file_and_counts_calls_in_progress(
     assert status == 0
     assert re.fullmatch(
         r".*/trace.json: \d+ calls?, \d+ executions? of 3 workers, .* from the first to the last; https://ui.perfetto.dev and "
-        r"chrome://tracing open it\n\d under way, which end with the file, marked as unfinished\n",
+        r"chrome://tracing open it\n\d unfinished, shown as ending with the file\n",
         text,
     )
     assert json.loads(path.read_text())["otherData"]["workers"] == 3

@@ -127,7 +127,7 @@ def test_status_names_each_fault(environment: dict[str, str]) -> None:
         r"\* worker 'Stuck-\d' \(pid \d+\) is busy: .*code in C holds the GIL.*; on it: Stuck#", wrong
     )
     assert re.search(
-        r"\* worker '(Left|Right)-\d' has broken a deadlock \d+ s ago: .* wait for each other in a circle",
+        r"\* worker '(Left|Right)-\d' broke a deadlock \d+ s ago: .* wait for each other in a circle",
         wrong,
     )
     assert re.search(r"\* Worker#\w+ is dead .*SIGKILL", wrong)
@@ -153,7 +153,7 @@ def test_stack_shows_where_stopped_and_busy_workers_are(environment: dict[str, s
 _FAULTS = (
     "is stopped: ",
     "is busy: ",
-    "has broken a deadlock",
+    "broke a deadlock",
     "is dead .*SIGKILL",
     r"numbers\(\) on .* pauses",
 )

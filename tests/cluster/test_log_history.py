@@ -12,7 +12,7 @@ def _texts(history: History, since: int = 1) -> list[tuple[int, str]]:
     return [(line[2], line[5]) for line in history.since(since, 10_000, 1 << 30)[0]]
 
 
-def test_lines_are_kept_in_order() -> None:
+def test_printed_lines_are_kept_in_order() -> None:
     history = History()
     history.add(7, False, [("A", "one"), ("A", "two")])
     history.add(8, True, [("B", "three")])
@@ -26,7 +26,7 @@ def test_lines_are_kept_in_order() -> None:
     assert history.since(following, 10, 1 << 20) == ([], 4, False)
 
 
-def test_workers_are_listed_as_long_as_their_lines_are_kept(
+def test_workers_are_listed_as_long_as_their_printed_lines_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logs, "HISTORY_BYTES", 1 << 10)
@@ -38,7 +38,7 @@ def test_workers_are_listed_as_long_as_their_lines_are_kept(
     assert history.workers() == []
 
 
-def test_lines_are_read_in_pages() -> None:
+def test_printed_lines_are_read_in_pages() -> None:
     history = History()
     history.add(7, False, [("A", "x" * 500) for _ in range(5)])
     found, at, more = [], 1, True

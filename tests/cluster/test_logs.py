@@ -237,7 +237,7 @@ def test_a_driver_that_cannot_write_to_stdout_keeps_working(tmp_path: Path) -> N
         assert process.returncode in (0, 120), err  # 120: Python could not flush its output
 
 
-def test_folded_lines_are_shown_when_the_window_ends(
+def test_repeated_lines_are_counted_and_shown_after_a_second(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actorrpc.cluster.logs._WINDOW_S", 0.05)

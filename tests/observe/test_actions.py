@@ -61,9 +61,7 @@ def data_only() -> Iterator[Target]:
 
 
 @pytest.mark.prints(r"\(pid \d+\)")
-def test_a_visitor_that_declared_no_actions_cannot_act(
-    alone: Target, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_read_only_visitor_cannot_kill_or_drain(alone: Target, caplog: pytest.LogCaptureFixture) -> None:
     for what, whom in (("kill", "0" * 16), ("drain", "alone"), ("eval", "1")):
         assert "this visitor may only read" in _act(alone, what, whom, acts=False)
     lines = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]

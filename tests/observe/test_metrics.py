@@ -127,7 +127,7 @@ def test_methods_beyond_the_first_200_are_one_series() -> None:
     assert rows[OTHER] == 800
 
 
-def test_the_first_read_covers_all_kept_records() -> None:
+def test_the_first_metrics_read_counts_the_calls_that_the_recorder_has() -> None:
     clock = VirtualClock()
     recorder = FlightRecorder(128)
     for _ in range(158):
@@ -136,7 +136,7 @@ def test_the_first_read_covers_all_kept_records() -> None:
     assert (found["calls"][0][3], found["dropped"]) == (128, 30)
 
 
-def test_records_are_summed_before_they_are_overwritten_while_metrics_are_read() -> None:
+def test_call_records_are_counted_before_they_are_overwritten_while_metrics_are_read() -> None:
     clock = VirtualClock()
     recorder, sums = _sums(clock, 128)
     sums.read()
@@ -155,7 +155,7 @@ def _row(method: str, count: int) -> list[Any]:
     return ["client", method, False, count, 1.0, [count] + [0] * len(BUCKETS)]
 
 
-def test_totals_keep_the_counts_of_ended_workers() -> None:
+def test_metric_totals_keep_the_counts_of_ended_workers() -> None:
     totals = CallTotals()
     for run in range(5000):
         totals.update(str(run), {"metrics": {"calls": [_row("add", 2)], "sent": 3}})
@@ -174,7 +174,7 @@ def _scraped(collector: GroupCollector) -> dict[str, list[Any]]:
     return {each.name: each.samples for each in text_string_to_metric_families(text)}
 
 
-def test_a_scrape_has_workers_actors_calls_and_bytes() -> None:
+def test_a_prometheus_scrape_has_workers_actors_calls_and_bytes() -> None:
     actors = tuple(
         ObservedActor(actor_id=str(n), class_name=f"Class{n}", state="ALIVE", restarts=1) for n in range(300)
     )

@@ -73,7 +73,7 @@ def _answers(worker: Any) -> list[tuple[WorkerRecord, Any]]:
     return [(_WORKER, worker), (_DRIVER, {"supervised": [row], "actors": []})]
 
 
-def test_the_views_of_supervisor_and_worker_are_merged_to_one_actor() -> None:
+def test_an_actor_reported_by_its_supervisor_and_its_worker_is_listed_once() -> None:
     life = {"actor_id": "0a", "instance": "0b", "title": "C#000a", "state": "alive", "calls_done": 7}
     state = assemble(_answers({"actors": [life]}))
     (actor,) = state.actors
@@ -104,7 +104,7 @@ def test_the_finding_about_a_silent_worker_names_the_calls_to_it() -> None:
     driver, worker = state.workers[:2]
     assert (driver.calls_to, worker.calls_to, worker.oldest_call, worker.oldest) == (0, 3, "C.b", 3.0)
     (found,) = state.findings
-    assert "is busy: it runs; 3 calls are out to it, the oldest, of C.b, for 3.0 s" in found.what
+    assert "is busy: it runs; 3 calls to it unfinished, the oldest, of C.b, for 3.0 s" in found.what
 
 
 def _kinds(*, workers: tuple[ObservedWorker, ...] = (), actors: tuple[ObservedActor, ...] = ()) -> list[Any]:
@@ -116,7 +116,7 @@ def _in_rounds(waits: dict[str, ObservedWait]) -> list[str]:
     return [each.what for each in findings(GroupState(workers=workers)) if each.kind == "rounds"]
 
 
-def test_workers_that_wait_for_each_other_in_different_rounds_are_a_fault() -> None:
+def test_workers_that_wait_for_each_other_in_shutdown_and_in_a_barrier_are_a_fault() -> None:
     shutdown = ObservedWait(round="shutdown", since=61.0)
     barrier = ObservedWait(round="a barrier", members=("a", "b"), since=60.0)
     assert _in_rounds({"a": shutdown, "b": barrier}) == [
@@ -135,7 +135,7 @@ def test_each_kind_of_fault_is_a_finding() -> None:
     deadlocks = tuple(BrokenDeadlock(error="a circle", since=each) for each in (301.0, 299.0))
     (broken,) = findings(GroupState(workers=(ObservedWorker(name="a", deadlocks=deadlocks),)))
     assert broken == Finding(
-        kind="deadlock", wrong=True, what="worker 'a' has broken a deadlock 299 s ago: a circle"
+        kind="deadlock", wrong=True, what="worker 'a' broke a deadlock 299 s ago: a circle"
     )
     assert _kinds(workers=(ObservedWorker(pool={"threads": 4, "listening": 0, "queued": 9}),)) == [
         ("threads", True)

@@ -141,7 +141,7 @@ _ONWARDS = [("SERVER", "Node/add"), ("CLIENT", "Node/add")]
 
 
 @pytest.mark.usefixtures("embedded")
-def test_calls_through_three_processes_are_one_tree() -> None:
+def test_calls_through_three_processes_form_one_tree_of_spans() -> None:
     first, last = Node.remote(), Node.remote()
     with _tracer().start_as_current_span("root") as root:
         # The first call waits until the actor is created, and another thread sends it.

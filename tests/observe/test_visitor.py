@@ -77,7 +77,9 @@ def test_a_worker_can_be_inspected_over_tcp(address: str, capsys: pytest.Capture
     assert "1 worker, 0 actors" in capsys.readouterr().out
 
 
-def test_a_visit_leaves_nothing_behind(worker: FoundGroup, caplog: pytest.LogCaptureFixture) -> None:
+def test_inspecting_a_worker_from_outside_leaves_nothing_behind(
+    worker: FoundGroup, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
     agent = _agent()
     changes: list[Any] = []
@@ -95,7 +97,7 @@ def test_a_visit_leaves_nothing_behind(worker: FoundGroup, caplog: pytest.LogCap
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
-def test_logs_of_a_group_without_kept_logs_name_where_output_goes(
+def test_logs_of_a_group_without_a_driver_say_where_the_output_goes(
     worker: FoundGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["logs", "--pid", str(os.getpid()), "--timeout", "30"]) == 2
@@ -187,7 +189,7 @@ def test_a_worker_of_another_version_is_reported_as_incompatible(worker: FoundGr
     assert "network" not in finding.remedy
 
 
-def test_a_restarted_worker_is_reported_as_such_and_not_as_a_wrong_key(worker: FoundGroup) -> None:
+def test_a_restarted_worker_at_the_same_address_is_not_reported_as_a_wrong_key(worker: FoundGroup) -> None:
     (target,) = worker.targets
     assert target.record is not None
     before = replace(target.record, incarnation=new_incarnation())

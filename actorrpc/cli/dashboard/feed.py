@@ -40,7 +40,7 @@ _REST: Final = 2.0
 _CHEAP_S: Final = 0.02  # processor time: if looks cost more, most of them read the workers alone
 _SHARE: Final = 50  # the pause between two looks at the actors is this many times their processor time,
 _MOST_S: Final = 10.0  # but at most this long
-_WINDOW: Final = 10  # looks: rates and percentiles of calls are taken over so many
+_WINDOW: Final = 10  # rates and percentiles of calls are computed over this number of looks
 _PARTS: Final = ("process", "actors", "supervised")
 _LOG_BYTES: Final = 16 << 20
 _TRACED: Final = 100_000  # greatest number of records, of all workers, in a trace file
@@ -308,7 +308,7 @@ def _failed(number: int, problem: str) -> FeedLook:
 
 
 class _Shared:
-    """A look on demand, one at a time. A look that is younger than ``every`` seconds is used again."""
+    """Takes looks on request, one at a time. The last look is returned again until it is ``every`` seconds old."""
 
     def __init__(self, every: float, take: Callable[[], dict[str, Any]]) -> None:
         self._every = every
@@ -364,7 +364,7 @@ class _LogLines:
             self._reader = None
 
     def search(self, text: str, whom: str, most: int) -> dict[str, Any]:
-        """Return the last lines with a text, of a process or label (empty: all); not case-sensitive."""
+        """Return the last ``most`` lines that contain a text, of a process or label (empty: all); not case-sensitive."""
         problem = self._read()
         text, whom = text.lower(), whom.lower()
         found: deque[Line] = deque(maxlen=most)

@@ -311,7 +311,7 @@ def _import_module(name: str, glance: Callable[[], None]) -> str:
 
 
 def _prepare(glance: Callable[[], None]) -> None:
-    """Import what making an optimizer imports, because most children need it: otherwise it takes each of them a second.
+    """Import the modules that making an optimizer imports. Most children need them, and would take a second each to import them.
 
     This takes seconds, or longer on a busy machine: ``glance()`` is called regularly, so that processes can be killed meanwhile.
     """

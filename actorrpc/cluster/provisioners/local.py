@@ -35,7 +35,7 @@ __all__ = ["LocalCluster", "Process"]
 _log = logging.getLogger("actorrpc.cluster")
 _IMPORT_S: Final = 120.0  # how long the fork server may take to import torch
 _START_S: Final = 60.0  # how long a forked process may take to join
-# How long a forced end may take from then on: together with the agent's end, less than 2 s.
+# How long close() may take: together with the end of the agent, less than 2 s.
 _FORCED_S: Final = 1.0
 _AT_LEAST_S: Final = 0.1
 _LOGS_S: Final = 1.0  # how long a report waits for the last lines of output
@@ -125,7 +125,7 @@ class LocalCluster(Engine):
     # -- starting ------------------------------------------------------------------------------------------
 
     def launch(self, order: LaunchRequest) -> None:
-        """Order a process from the fork server. The process gets the present environment."""
+        """Order a process from the fork server. It gets the driver's environment variables at the time of this call."""
         with self._lock:
             process = self._workers[order.name]
             message = self._prepare(process)
@@ -133,7 +133,7 @@ class LocalCluster(Engine):
             self._fork(process, message)
 
     def has_room(self, spec: ProcessSpec) -> bool:
-        """Say whether the devices for a process are free now."""
+        """Say whether the CUDA devices for a process are free now."""
         with self._lock:
             return spec.num_gpus is None or self.devices.has_room(spec.num_gpus)
 

@@ -325,7 +325,7 @@ class RayEngine(LaunchedEngine):
         return options
 
     def _node_for_more(self, shape: Mapping[str, float]) -> str:
-        """Return the id of the node for one more worker of a strict pool."""
+        """Return the id of the node for one more worker of a pool with STRICT_PACK or STRICT_SPREAD."""
         util = self.link.ray.util
         used = set(util.placement_group_table(self._group).get("bundles_to_node_id", {}).values())
         apart = self._strategy == "STRICT_SPREAD"
@@ -355,7 +355,7 @@ class RayEngine(LaunchedEngine):
             self._over(hosted, error)
 
     def _heard(self, hosted: _Hosted, done: Any) -> None:
-        """Handle Ray's report, in one of Ray's threads."""
+        """Handle Ray's report that a worker has left or ended, in one of Ray's threads."""
         try:
             error = done.exception()
         except Exception as problem:  # cancelled: Ray is shutting down
@@ -435,7 +435,7 @@ class RayEngine(LaunchedEngine):
                     self._free.sort()
 
     def end(self, graceful: bool, timeout: float) -> None:
-        """See :class:`LaunchedEngine`. Workers of the pool, which the cluster has asked to leave, may finish that."""
+        """See :class:`LaunchedEngine`. Workers of the pool, which the cluster has asked to leave, get time to leave."""
         until = _time.now() + timeout
         if graceful:
             with self._guard:

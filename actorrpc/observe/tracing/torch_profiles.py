@@ -53,10 +53,13 @@ class KeptProfiles:
                 self._bytes -= len(self._kept.popleft()[1])
 
     def piece(self, first: int) -> tuple[list[Any], int | None]:
-        """Return a list with one row ``[profile number, bytes]``, and the number of the next piece, or None after the last."""
+        """Return piece number ``first`` of the profiles, and the number of the next piece, or None after the last.
+
+        A piece is a list with one row ``[profile number, bytes]``, at most ``_PIECE`` bytes.
+        """
         with self._lock:
             kept = list(self._kept)
-        # The number of a piece is the number of its profile and the index in it, so new profiles do not change it.
+        # The number of a piece is (profile number << 20) + index in the profile, so new profiles do not change it.
         profile, at = divmod(first, 1 << 20)
         for number, packed in kept:
             if number < profile:

@@ -75,7 +75,7 @@ class Broken:
 @pytest.mark.slow
 @pytest.mark.limit(120)
 @pytest.mark.prints(r"^worker 'Place-commands-\d+' has joined tcp://")
-def test_an_engine_launches_watches_and_stops_workers() -> None:
+def test_a_custom_engine_starts_watches_and_stops_workers() -> None:
     engine = Commands()
     with init(engine=engine):
         handle: Any = Place.options(resources={"tape": 1}, labels={"kind": "test"}).remote()

@@ -54,7 +54,7 @@ def _marked(token: str) -> list[psutil.Process]:
         "refused",
     ],
 )
-def test_the_scenario_succeeds_on_a_real_ray_and_leaves_no_process(scenario: str) -> None:
+def test_each_scenario_succeeds_on_a_real_ray_and_leaves_no_process(scenario: str) -> None:
     token = secrets.token_hex(8)
     environment = {**os.environ, _MARK: token, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
     environment.pop("RAY_ADDRESS", None)
@@ -90,7 +90,7 @@ _TWO = [{"CPU": 4.0, "disk": 1.0}, {"CPU": 2.0, "GPU": 1.0}]
 
 
 @pytest.mark.parametrize("strategy", [None, "PACK", "SPREAD"])
-def test_requests_that_fit_the_nodes_lack_nothing(strategy: str | None) -> None:
+def test_ray_requests_that_fit_the_nodes_have_no_missing_resources(strategy: str | None) -> None:
     assert missing({"CPU": 1.0}, 6, strategy, _TWO) == ""
     assert missing({"CPU": 0.5, "GPU": 0.5}, 2, strategy, _TWO) == ""
     assert missing({}, 100, strategy, _TWO) == ""
@@ -108,7 +108,7 @@ def test_requests_that_fit_the_nodes_lack_nothing(strategy: str | None) -> None:
         ({"CPU": 1.0}, 5, "STRICT_PACK", "no node holds more than 4"),
     ],
 )
-def test_requests_that_do_not_fit_name_the_missing_resource(
+def test_ray_requests_that_do_not_fit_name_the_missing_resource(
     shape: dict[str, float], count: int, strategy: str | None, text: str
 ) -> None:
     assert text in missing(shape, count, strategy, _TWO)

@@ -30,7 +30,9 @@ class Clock:
         return time.monotonic()
 
 
-def test_arrows_between_different_clocks_point_backwards_by_at_most_the_stated_error(tmp_path: Path) -> None:
+def test_trace_arrows_between_workers_point_backwards_by_at_most_the_stated_clock_error(
+    tmp_path: Path,
+) -> None:
     probe = subprocess.run([*_ELSEWHERE, "true"], capture_output=True, text=True, check=False)
     if probe.returncode:
         pytest.skip(f"time namespaces are not available: {probe.stderr.strip()}")

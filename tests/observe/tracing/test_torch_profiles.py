@@ -57,13 +57,13 @@ def _profile(*events: dict[str, Any], base_s: float = 1000.0) -> TorchProfile:
         _packed({"traceEvents": [], "baseTimeNanoseconds": 1e999}),
     ],
 )
-def test_malformed_profiles_are_ignored(packed: bytes) -> None:
+def test_malformed_torch_profiles_are_ignored(packed: bytes) -> None:
     assert TorchProfile.read(packed) is None
     answer = {"recorder": {"on": True}, "records": [], "profiles": [[1, packed], 7, [1], ["x", b""]]}
     assert Recording.of("w", 1, answer).profiles == []
 
 
-def test_events_of_profiles_have_common_times_and_unique_ids() -> None:
+def test_events_of_merged_torch_profiles_share_one_time_axis_and_have_unique_ids() -> None:
     own, gpu = {"pid": 41, "tid": 41}, {"pid": 0, "tid": 7}
     events = (
         {"ph": "M", "name": "process_name", "ts": 1, **own, "args": {"name": "python"}},
@@ -114,7 +114,7 @@ class Trainer:
 @pytest.mark.prints(
     "^(USDT:|ERROR: External init callback)"
 )  # torch prints this for each profiler, and outside of the main thread
-def test_operators_lie_within_the_execution_that_ran_them(tmp_path: Path) -> None:
+def test_profiled_operators_lie_within_the_call_that_ran_them(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with actorrpc.init(num_cpus=2):
         trainers = [Trainer.remote() for _ in range(2)]

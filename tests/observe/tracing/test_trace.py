@@ -158,7 +158,9 @@ def test_a_worker_without_a_clock_is_reported_as_uncompared(tmp_path: Path) -> N
 
     found = json.loads(path.read_text(), parse_constant=refuse)
     assert found["otherData"]["uncompared"] == ["w1"]
-    assert "the clocks of w1 could not be compared: their events may stand anywhere" in trace_lines(summary)
+    assert "the clocks of w1 could not be compared: their events may be at wrong times" in trace_lines(
+        summary
+    )
 
 
 def test_unfinished_calls_end_with_the_recording() -> None:
@@ -339,7 +341,7 @@ def test_the_trace_of_a_cluster_has_unfinished_calls_and_streams(
     assert worker is not None
     page = collect.answer(worker, {"id": 1, "what": ["records"], "from": {"records": 1}})
     assert "under_way" not in page  # only the first page has unfinished calls
-    assert any(line.endswith("that it leaves out") for line in trace_lines(summary))
+    assert any(line.endswith("that the file leaves out") for line in trace_lines(summary))
     open_gate(gate)
     assert actorrpc.get(calls) == ["go", 1]
     stream.close()
@@ -359,7 +361,7 @@ class Layer:
 
 
 @pytest.mark.usefixtures("embedded")
-def test_the_trace_of_a_cluster_has_streams_backward_visits_and_copies(tmp_path: Path) -> None:
+def test_the_trace_of_a_cluster_has_streams_backward_passes_and_object_copies(tmp_path: Path) -> None:
     layer = Layer.remote()
     x = torch.ones(2, requires_grad=True)
     with autograd.context() as context:
