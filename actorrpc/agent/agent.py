@@ -371,7 +371,7 @@ class Agent:
             for ended in call.ending[len(self.hooks.recorded) :]:
                 ended(call, error)
 
-    def ask(
+    def call_sync(
         self,
         peer: Peer,
         function: Any,

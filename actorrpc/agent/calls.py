@@ -237,7 +237,7 @@ class Call(Progress):
     Args:
         function: names the call if there is no label.
         timeout: in seconds; 0: no limit except the deadline of the call that this one is nested in.
-        future: completed with the outcome; None if the caller is :meth:`Agent.ask`.
+        future: completed with the outcome; None if the caller is :meth:`Agent.call_sync`.
         keep: an object that is kept alive until the call ends.
         mail: the header of a request to a mailbox of the peer; the body of such a request is the arguments without the function.
         awaits: the pending futures of arguments; while there are any, the call only reserves its place in the mailbox.

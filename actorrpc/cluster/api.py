@@ -710,7 +710,7 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
     try:
         _hand_over(cluster, peer, until)
         # This query itself counts as one call.
-        ended = poll(lambda: int(agent.ask(peer, running, (), {}, _left(until))) <= 1, until, _LOOK_S)
+        ended = poll(lambda: int(agent.call_sync(peer, running, (), {}, _left(until))) <= 1, until, _LOOK_S)
         if ended:
             cluster.let_go(peer.name)
             ended = poll(lambda: peer.state != "alive", until, _LOOK_S)

@@ -76,7 +76,7 @@ class RemoteDirectory(MemberDirectory):
         """Call a method of the driver's cluster, and wait for the answer."""
         with _detached():
             peer = self._own.peer(self.driver.name)
-            return self._own.ask(peer, driver_rpc.ask, (method, *arguments), {}, limit)
+            return self._own.call_sync(peer, driver_rpc.ask, (method, *arguments), {}, limit)
 
     def _request(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method of the driver's cluster, and do not wait."""

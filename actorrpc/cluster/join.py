@@ -506,7 +506,7 @@ def _ask(driver: WorkerRecord, name: str, key: Key, settings: Settings, deadline
     try:
         agent.start([])
         request = {"name": name}
-        answer: dict[str, Any] = agent.ask(
+        answer: dict[str, Any] = agent.call_sync(
             agent.peer(driver.name), driver_rpc.ask, ("admit", request), {}, left
         )
     except RpcTimeoutError as error:

@@ -44,7 +44,7 @@ def on_driver(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     agent = runtime(start=True).agent
     if agent.record.rank == 0:
         return function(*args, **kwargs)
-    found: R = agent.ask(agent.peer(0), function, args, dict(kwargs), _ASK_S)
+    found: R = agent.call_sync(agent.peer(0), function, args, dict(kwargs), _ASK_S)
     return found
 
 

@@ -514,7 +514,7 @@ def rpc_sync(
         UnknownWorkerError: there is no such worker.
     """
     agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
-    return agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
+    return agent.call_sync(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
 
 
 def rpc_async(

@@ -106,7 +106,7 @@ def test_nested_calls_carry_the_path_of_their_outer_executions() -> None:
     with agents(2) as (a0, _):
 
         def ask() -> Any:
-            return a0.ask(a0.peer("a1"), _path_here, (), {}, 10.0)
+            return a0.call_sync(a0.peer("a1"), _path_here, (), {}, 10.0)
 
         assert ask() == ()
 

@@ -231,7 +231,7 @@ class _World:
             return self.agent.call(self.peer, operator.add, (body,), {}, timeout, future=future)
         made_here = self.made_by.setdefault(threading.get_ident(), [])
         first = len(made_here)  # requests served during the wait may add more
-        answer = self.agent.ask(self.peer, operator.add, (body,), {}, timeout)
+        answer = self.agent.call_sync(self.peer, operator.add, (body,), {}, timeout)
         assert answer == made_here[first].id
         return answer
 

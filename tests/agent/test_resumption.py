@@ -85,7 +85,7 @@ def behind(
 
 def call(agent: Agent, function: Callable[..., Any], *args: Any, timeout: float = _LIMIT_S) -> Any:
     to = agent.peer("a1" if agent.name == "a0" else "a0")
-    return agent.ask(to, function, args, {}, timeout)
+    return agent.call_sync(to, function, args, {}, timeout)
 
 
 def begin(agent: Agent, function: Callable[..., Any], *args: Any, timeout: float = _LIMIT_S) -> Future[Any]:

@@ -36,7 +36,7 @@ class Pair:
         self.callee.recorder = GraphRecorder(self.there)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self.caller.ask(self.peer, function, args, {}, 30)
+        return self.caller.call_sync(self.peer, function, args, {}, 30)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[Context]:

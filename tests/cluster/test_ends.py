@@ -349,15 +349,15 @@ def test_a_start_without_free_descriptors_names_the_limit_and_leaks_no_pipe(
 def test_a_drain_without_an_answer_raises_a_time_out_error_that_names_the_drain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ask = Agent.ask
+    call_sync = Agent.call_sync
 
     def mute(agent: Agent, to: Any, function: Any, *given: Any) -> Any:
         if function is api.running:
             raise RpcTimeoutError("the call of running has not ended in time")
-        return ask(agent, to, function, *given)
+        return call_sync(agent, to, function, *given)
 
     with init(), workers() as (name,), monkeypatch.context() as patch:
-        patch.setattr(Agent, "ask", mute)
+        patch.setattr(Agent, "call_sync", mute)
         with pytest.raises(RpcTimeoutError, match=rf"drain of '{name}'.*Call drain\(\) again"):
             actorrpc.drain(name, timeout=30)
 

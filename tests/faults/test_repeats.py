@@ -123,7 +123,7 @@ def _begin(agent: Agent, to: Agent, function: Any, *args: Any, timeout: float = 
 
 
 def _sync(agent: Agent, to: Agent, function: Any, *args: Any) -> Any:
-    return agent.ask(agent.peer(to.name), function, args, {}, 0.0)
+    return agent.call_sync(agent.peer(to.name), function, args, {}, 0.0)
 
 
 def _local(scale: int) -> Callable[[int], int]:

@@ -60,7 +60,7 @@ def _workers(
 
 
 def _add(agent: Agent, to: str = "a1", timeout: float = 30.0) -> Any:
-    return agent.ask(agent.peer(to), operator.add, (1, 2), {}, timeout)
+    return agent.call_sync(agent.peer(to), operator.add, (1, 2), {}, timeout)
 
 
 def _address(agent: Agent) -> str:
@@ -304,7 +304,7 @@ def test_an_eavesdropper_reads_plaintext_only_without_tls(secure: bool) -> None:
         _workers(_PLAIN | options, options, through=lambda address: relay.before(address)) as (a0, _),
     ):
         # The relay is in front of a1, the last agent.
-        assert a0.ask(a0.peer("a1"), operator.add, (_SECRET, b"!"), {}, 30.0) == _SECRET + b"!"
+        assert a0.call_sync(a0.peer("a1"), operator.add, (_SECRET, b"!"), {}, 30.0) == _SECRET + b"!"
         recorded = bytes(relay.seen)
     assert len(recorded) > 2 * len(_SECRET)
     pieces = [_SECRET[at : at + 8] for at in range(0, len(_SECRET), 8)]

@@ -221,7 +221,7 @@ def _call(agent: Agent, peer: Peer, argument: Any = None) -> Future[Any]:
 
 def test_idle_workers_exchange_heartbeats() -> None:
     with agents(2, heartbeat=0.02) as (a0, a1):
-        assert a0.ask(a0.peer("a1"), abs, (-1,), {}, 0) == 1
+        assert a0.call_sync(a0.peer("a1"), abs, (-1,), {}, 0) == 1
         conn = a0.peer("a1").conn
         assert conn is not None
         for _ in range(3):

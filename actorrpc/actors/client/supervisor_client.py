@@ -126,7 +126,7 @@ def ask_for_detached(
         RpcError: rank 0 does not answer, or refuses: as :meth:`Supervisor.create`.
     """
     try:
-        descriptor: ActorDescriptor = agent.ask(
+        descriptor: ActorDescriptor = agent.call_sync(
             agent.peer(0), create_detached, (actor_id, cls, arguments, info, options), {}, CREATE_S
         )
     except RemoteError as error:

@@ -135,7 +135,7 @@ class Members:
         peer = peer_of(agent, ticket.maker)
 
         def ask(what: str, *args: Any) -> Any:
-            return agent.ask(peer, meetings.ask, (ticket.key, what, *args), {}, ticket.join_s)
+            return agent.call_sync(peer, meetings.ask, (ticket.key, what, *args), {}, ticket.join_s)
 
         record = agent.record
         mine = (record.host, record.tcp[0][0] if record.tcp else socket.gethostname())

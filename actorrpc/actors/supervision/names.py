@@ -109,7 +109,7 @@ class Names:
                 return end.wait(left)
             agent = self._runtime.agent
             peer = peer_of(agent, known.supervisor)
-            return bool(agent.ask(peer, _ends, (known.actor_id,), {}, left))
+            return bool(agent.call_sync(peer, _ends, (known.actor_id,), {}, left))
         # Its supervisor's worker has ended, and the actor with it.
         except (PeerDiedError, UnknownWorkerError):
             return True
@@ -154,7 +154,7 @@ class Names:
             return getattr(self, what)(*args)
         agent = self._runtime.agent
         try:
-            return agent.ask(agent.peer(0), _serve, (what, *args), {}, _ASK_S)
+            return agent.call_sync(agent.peer(0), _serve, (what, *args), {}, _ASK_S)
         except UnknownActorError as error:
             # Raise the original error: that it was raised on rank 0 does not matter to the user.
             raise exceptions.original(error) from None
