@@ -43,14 +43,14 @@ def test_a_call_without_memory_for_its_large_message_raises_limit_error_and_late
     with agents(2, lane=False) as (one, other):
         to = one.peer(other.name)
         large = _ones(8 * _MIB)
-        take = other.buffers.take
-        monkeypatch.setattr(other.buffers, "take", _no_memory)
+        take = other.buffers.allocate
+        monkeypatch.setattr(other.buffers, "allocate", _no_memory)
         for _ in range(2):
             with pytest.raises(LimitError, match="8 MiB, in worker 'a1'") as refused:
                 one.call_sync(to, _size, (large,), {}, 20.0)
             assert refused.value.maybe_executed is False
             assert one.call_sync(to, _size, (_ones(3),), {}, 20.0) == 3
-        monkeypatch.setattr(other.buffers, "take", take)
+        monkeypatch.setattr(other.buffers, "allocate", take)
         assert one.call_sync(to, _size, (large,), {}, 20.0) == 8 * _MIB
         until(lambda: not to.conn.assemblies)  # the refused message may still be arriving
         del refused
@@ -61,12 +61,12 @@ def test_a_call_without_memory_for_its_large_result_raises_limit_error_and_later
 ) -> None:
     with agents(2, lane=False) as (one, other):
         to = one.peer(other.name)
-        take = one.buffers.take
-        monkeypatch.setattr(one.buffers, "take", _no_memory)
+        take = one.buffers.allocate
+        monkeypatch.setattr(one.buffers, "allocate", _no_memory)
         with pytest.raises(LimitError, match="the result of the call of _ones on 'a1', of 8 MiB") as refused:
             one.call_sync(to, _ones, (8 * _MIB,), {}, 20.0)
         assert refused.value.maybe_executed is True
-        monkeypatch.setattr(one.buffers, "take", take)
+        monkeypatch.setattr(one.buffers, "allocate", take)
         assert one.call_sync(to, _ones, (8 * _MIB,), {}, 20.0).numel() == 8 * _MIB
         until(lambda: not to.conn.assemblies)  # the refused message may still be arriving
         del refused

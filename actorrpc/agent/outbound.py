@@ -364,7 +364,7 @@ def begin_stream(settings: Settings, pool: BufferPool, frame: Frame) -> tuple[in
         or sum(sizes) == 0
     ):
         raise ProtocolError("the sizes announced for a message exceed the limits")
-    return stream, Assembly(frame, sizes, pool.take)
+    return stream, Assembly(frame, sizes, pool.allocate)
 
 
 def opened(

@@ -523,7 +523,7 @@ class BufferPool(Recycler[MemoryBlock]):
         super().__init__(limit_bytes, clock, on_return)
         self._loans: Loans[MemoryBlock] = Loans(self.ring)
 
-    def take(self, nbytes: int) -> memoryview:
+    def allocate(self, nbytes: int) -> memoryview:
         """Return ``nbytes`` of writable memory with undefined content.
 
         Memory of at least 64 KiB starts at a page boundary; smaller memory is a ``bytearray``, which is aligned to 16 bytes.
@@ -543,7 +543,7 @@ class BufferPool(Recycler[MemoryBlock]):
         return self._loans.lend(block.memory, block.address, block.size, block)[:nbytes]
 
     def close(self) -> None:
-        """Unmap free blocks; a block in use is unmapped when its last view dies. Afterwards, ``take`` returns bytearrays."""
+        """Unmap free blocks; a block in use is unmapped when its last view dies. Afterwards, ``allocate`` returns bytearrays."""
         self._loans.close()
         super().close()
 

@@ -327,7 +327,7 @@ def _copy_of(span: codec.TensorSpan) -> memoryview:
     nbytes = span.nbytes
     runtime = current()
     # Recycled pages are several times faster to fill than new ones.
-    target = runtime.agent.buffers.take(nbytes) if runtime is not None else memoryview(bytearray(nbytes))
+    target = runtime.agent.buffers.allocate(nbytes) if runtime is not None else memoryview(bytearray(nbytes))
     if nbytes:
         memory.copy(ctypes.addressof(ctypes.c_char.from_buffer(target)), span)
     return target
