@@ -324,7 +324,7 @@ class Resident:
             if not each.ready and world.is_there(each.payload[2]):
                 self.mailbox.ready(each)
                 world.tasks.append((self.worker, self.work))
-        entry, _ = self.mailbox.take(self.queue)
+        entry, _ = self.mailbox.dequeue(self.queue)
         if entry is None:
             return
         caller, header, args, answer = entry.payload

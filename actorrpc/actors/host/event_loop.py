@@ -331,7 +331,7 @@ class EventLoop:
         for each in list(self.due):
             if fits(each) and self.due.pop(each, each) is None:
                 return each
-        found = self._hosted.mailbox.take_within(self.queue, fits)
+        found = self._hosted.mailbox.dequeue_within(self.queue, fits)
         return found if isinstance(found, Envelope) else None
 
     def _awaited(self) -> list[Envelope]:

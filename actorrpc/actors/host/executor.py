@@ -565,9 +565,9 @@ class ActorExecutor:
     def pump(self, queue: GroupQueue) -> None:
         """Start the entries of the queue, in portions, so that the loop runs other callbacks in between. Runs on the loop."""
         for _ in range(_AT_ONCE):
-            entry, _todo = self.mailbox.take(queue)
+            entry, _todo = self.mailbox.dequeue(queue)
             if entry is None:
-                entry = self.mailbox.take_descendant(queue)
+                entry = self.mailbox.dequeue_descendant(queue)
             if entry is None:
                 return
             assert isinstance(entry, Envelope)

@@ -431,7 +431,7 @@ class Mailbox:
             queue.slots += 1
             todo.start = (*todo.start, queue)
 
-    def take(self, queue: GroupQueue, slot: Any = None) -> tuple[Entry | None, Wakeups | None]:
+    def dequeue(self, queue: GroupQueue, slot: Any = None) -> tuple[Entry | None, Wakeups | None]:
         """Dequeue the next entry for a runner (or for the event loop); None: no entry can run now.
 
         A runner that gets None is idle from then on, and a later ``Wakeups.wake`` names it.
@@ -455,7 +455,7 @@ class Mailbox:
             return None, None
 
     def turn(self, queue: GroupQueue, slot: ThreadSlot) -> tuple[Entry | None, Wakeups | None]:
-        """Call :meth:`done` and :meth:`take` in one step, for a runner that has run an entry."""
+        """Call :meth:`done` and :meth:`dequeue` in one step, for a runner that has run an entry."""
         with self._lock:
             left: Wakeups | None = None
             if slot.work:
@@ -463,7 +463,7 @@ class Mailbox:
             else:
                 queue.running -= 1
             if queue.waiting:
-                entry, todo = self.take(queue, slot)
+                entry, todo = self.dequeue(queue, slot)
                 if left is None or not (left.wake or left.start):
                     return entry, todo
                 if todo is not None:
@@ -473,7 +473,7 @@ class Mailbox:
                 queue.idle.append(slot)
             return None, left
 
-    def take_descendant(self, queue: GroupQueue) -> Entry | None:
+    def dequeue_descendant(self, queue: GroupQueue) -> Entry | None:
         """Dequeue an entry of an async queue that descends from a running execution, ignoring the limit."""
         with self._lock:
             if not self.reentrant or not self.running:
@@ -485,7 +485,7 @@ class Mailbox:
                 queue.running += 1
             return entry
 
-    def take_within(self, queue: GroupQueue, fits: Callable[[Entry], bool]) -> Entry | None:
+    def dequeue_within(self, queue: GroupQueue, fits: Callable[[Entry], bool]) -> Entry | None:
         """Dequeue an entry of an async queue that may run within the call that blocks its event loop, ignoring the limit.
 
         ``fits`` is called under the lock, and takes no other lock.
@@ -499,7 +499,7 @@ class Mailbox:
                     return entry
         return None
 
-    def take_nested(self, slot: ThreadSlot) -> Entry | None:
+    def dequeue_nested(self, slot: ThreadSlot) -> Entry | None:
         """Dequeue, for a waiting runner, an entry that may run nested within its execution."""
         with self._lock:
             while slot.work:
@@ -514,7 +514,7 @@ class Mailbox:
         return self.running.get(execution)
 
     def done(self, queue: GroupQueue, slot: ThreadSlot | None = None) -> Wakeups:
-        """Record the end of an entry that :meth:`take` returned. Entries that waited to run within it are queued again."""
+        """Record the end of an entry that :meth:`dequeue` returned. Entries that waited to run within it are queued again."""
         with self._lock:
             queue.running -= 1
             if slot is None or not slot.work:

@@ -303,7 +303,7 @@ class Runner:
                 threads.on[self] = _time.now()
                 if not self.ident:
                     self.ident, self._context = thread.ident, copy_context()
-            entry, todo = mailbox.take(queue, self)
+            entry, todo = mailbox.dequeue(queue, self)
             if shared and entry is not None:
                 self.thread, self.ident = thread, thread.ident
             while True:
@@ -397,7 +397,7 @@ class Runner:
 
     def serve(self) -> None:
         """See futures.NestedRunner."""
-        entry = self._hosted.mailbox.take_nested(self)
+        entry = self._hosted.mailbox.dequeue_nested(self)
         if entry is None:
             return
         outer, wakers = self.running, self._wakers

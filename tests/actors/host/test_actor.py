@@ -48,7 +48,7 @@ def test_an_actor_is_created_if_its_request_is_complete_only_after_its_thread_ha
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = threading.Event()
-    look, take = Mailbox.take, ActorRegistry.take
+    look, take = Mailbox.dequeue, ActorRegistry.take
 
     def looking(mailbox: Mailbox, *given: Any) -> Any:
         found = look(mailbox, *given)
@@ -60,7 +60,7 @@ def test_an_actor_is_created_if_its_request_is_complete_only_after_its_thread_ha
         assert looked.wait(30)
         take(registry, *given)
 
-    monkeypatch.setattr(Mailbox, "take", looking)
+    monkeypatch.setattr(Mailbox, "dequeue", looking)
     with InProcessCluster(2, clock="real"):
         monkeypatch.setattr(ActorRegistry, "take", taking)
         large = [float(each) for each in range(20_000)]  # it is sent in chunks
