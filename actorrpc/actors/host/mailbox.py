@@ -29,10 +29,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-__all__ = ["NEW", "NOTHING", "TAKEN", "Entry", "GroupQueue", "Mailbox", "ThreadSlot", "Wakeups"]
+__all__ = ["DEQUEUED", "NEW", "NOTHING", "Entry", "GroupQueue", "Mailbox", "ThreadSlot", "Wakeups"]
 
 NEW: Final = "new"  # in a queue
-TAKEN: Final = "taken"  # dequeued
+DEQUEUED: Final = "dequeued"
 OVER: Final = "over"  # cancelled, or finished
 _LOOKED_AT: Final = 1000
 
@@ -212,7 +212,7 @@ class GroupQueue:
                     _hold(held, entry)
                     continue
             if entry.ready:
-                entry.state = TAKEN
+                entry.state = DEQUEUED
                 if entry.path:
                     self.left(entry)
                 else:
@@ -480,7 +480,7 @@ class Mailbox:
                 return None
             entry = queue.descendant(self.running)
             if entry is not None:
-                entry.state = TAKEN
+                entry.state = DEQUEUED
                 queue.left(entry)
                 queue.running += 1
             return entry
@@ -493,7 +493,7 @@ class Mailbox:
         with self._lock:
             for entry in queue.entries():
                 if fits(entry):
-                    entry.state = TAKEN
+                    entry.state = DEQUEUED
                     queue.left(entry)
                     queue.running += 1
                     return entry
@@ -505,7 +505,7 @@ class Mailbox:
             while slot.work:
                 entry = slot.work.popleft()
                 if entry.state is NEW:
-                    entry.state = TAKEN
+                    entry.state = DEQUEUED
                     return entry
         return None
 
