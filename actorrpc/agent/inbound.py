@@ -148,7 +148,7 @@ class Inbox:
         elif is_reserved:
             router.complete(conn, peer, frame)
         else:
-            router.take(conn, peer, frame)
+            router.deliver(conn, peer, frame)
 
     def _abandon(self, peer: Peer, id: int) -> None:
         """Release the reserved place of mail whose rest will not arrive."""

@@ -241,7 +241,7 @@ class FakeAgent:
             back.out.append(partial(self._answered, peer, call, value, error))
 
         if mail is not None:
-            there.take(self.worker, mail.header, args, kwargs, answer, call.id)
+            there.deliver(self.worker, mail.header, args, kwargs, answer, call.id)
         else:
             self.world.tasks.append((there, partial(self._execute, back, function, args, kwargs, answer)))
 
@@ -305,7 +305,7 @@ class Resident:
         """The waiting calls."""
         return self.queue.entries()
 
-    def post(self, caller: Worker, header: dict[str, Any], args: Any, answer: Any, id: int) -> None:
+    def enqueue(self, caller: Worker, header: dict[str, Any], args: Any, answer: Any, id: int) -> None:
         """Put a call into the mailbox."""
         entry = Call(
             caller,
@@ -368,7 +368,7 @@ class Worker:
         self.runtime.routes = Routes(self.runtime)
         self.runtime.supervisor = Supervisor(self.runtime, lambda: world.jitter)
 
-    def take(
+    def deliver(
         self, caller: Worker, header: dict[str, Any], args: Any, kwargs: Any, answer: Any, id: int
     ) -> None:
         if header.get("creates"):
@@ -381,7 +381,7 @@ class Worker:
             gone = HostedActorGoneError(header["mailbox"])
             self.world.tasks.append((self, partial(answer, None, gone, False)))
             return
-        hosted.post(caller, header, args, answer, id)
+        hosted.enqueue(caller, header, args, answer, id)
         self.world.tasks.append((self, hosted.work))
 
     def _construct(self, spec: Any, answer: Any) -> None:

@@ -164,7 +164,7 @@ class HostedActor:
 
     # -- messages -----------------------------------------------------------------------------------
 
-    def post(self, entry: Envelope, *, held: bool = False) -> None:
+    def enqueue(self, entry: Envelope, *, held: bool = False) -> None:
         """Put a message into the mailbox. Called in the order of the wire, maybe under a connection's read lock.
 
         Args:
@@ -515,7 +515,7 @@ class HostedActor:
                 self.state = "alive"
             # Set _intake to None last, so that later messages are queued behind the earlier ones.
             for entry in self._intake or ():
-                self.post(entry, held=True)
+                self.enqueue(entry, held=True)
             self._intake = None
 
     # -- the end ---------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class ActorRegistry:
 
     # -- the router (agent.mail.MailRouter) ------------------------------------------------------
 
-    def take(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool = True) -> None:
+    def deliver(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool = True) -> None:
         """See agent.mail.MailRouter."""
         header = self._headers.get(frame.extra)
         if header is None:
@@ -88,7 +88,7 @@ class ActorRegistry:
             entry.whole = entry.ready = False
         hosted = self._table.get(header["mailbox"])
         if hosted is not None:
-            hosted.post(entry)
+            hosted.enqueue(entry)
         else:
             self._create_or_refuse(entry)
         flags = peer.cancelled.get(frame.id)
@@ -97,7 +97,7 @@ class ActorRegistry:
 
     def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
         """See agent.mail.MailRouter."""
-        self.take(conn, peer, frame, False)
+        self.deliver(conn, peer, frame, False)
         return frame.id in peer.running
 
     def complete(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:

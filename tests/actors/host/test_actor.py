@@ -48,7 +48,7 @@ def test_an_actor_is_created_if_its_request_is_complete_only_after_its_thread_ha
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = threading.Event()
-    look, take = Mailbox.dequeue, ActorRegistry.take
+    look, deliver = Mailbox.dequeue, ActorRegistry.deliver
 
     def looking(mailbox: Mailbox, *given: Any) -> Any:
         found = look(mailbox, *given)
@@ -56,17 +56,17 @@ def test_an_actor_is_created_if_its_request_is_complete_only_after_its_thread_ha
             looked.set()
         return found
 
-    def taking(registry: ActorRegistry, *given: Any) -> None:
+    def delivering(registry: ActorRegistry, *given: Any) -> None:
         assert looked.wait(30)
-        take(registry, *given)
+        deliver(registry, *given)
 
     monkeypatch.setattr(Mailbox, "dequeue", looking)
     with InProcessCluster(2, clock="real"):
-        monkeypatch.setattr(ActorRegistry, "take", taking)
+        monkeypatch.setattr(ActorRegistry, "deliver", delivering)
         large = [float(each) for each in range(20_000)]  # it is sent in chunks
         keeper = Keeper.options(worker="worker1").remote(large)
         ready = actorrpc.ready(keeper)
-        monkeypatch.setattr(ActorRegistry, "take", take)
+        monkeypatch.setattr(ActorRegistry, "deliver", deliver)
         actorrpc.get(ready, timeout=30)
         assert actorrpc.get(keeper.count.remote(), timeout=30) == 20_000
 
