@@ -120,12 +120,12 @@ class _Waiting(threading.local):
     Attributes:
         depth: how many callbacks of futures this thread runs, one within another.
         runner: the thread's runner, if it belongs to an actor.
-        posts: the queue for one-way requests that this thread reads and then executes; None: the pool executes them.
+        casts: the queue for one-way requests that this thread reads and then executes; None: the pool executes them.
     """
 
     depth = 0
     runner: NestedRunner | None = None
-    posts: deque[Any] | None = None
+    casts: deque[Any] | None = None
 
 
 WAITING = _Waiting()

@@ -456,7 +456,7 @@ class Agent:
                 args=args,
                 name=label,
                 chain=chain,
-                flags=frames.POST,
+                flags=frames.CAST,
                 context=message,
             )
             self.hooks.send(cast, partial(self._send_cast, peer, id, encoded, header, chain, label))
@@ -475,12 +475,12 @@ class Agent:
         label: str,
     ) -> None:
         if peer.is_self:
-            self.loop_back(frames.REQUEST, id, encoded, header, INFINITE, chain, frames.POST)
+            self.loop_back(frames.REQUEST, id, encoded, header, INFINITE, chain, frames.CAST)
             return
         conn = peer.conn
         if conn is None or conn.state is CLOSED:
             conn = self.connector.connect(peer, INFINITE, label)
-        outbound.send(self, conn, frames.REQUEST, id, encoded, header, chain=chain, flags=frames.POST)
+        outbound.send(self, conn, frames.REQUEST, id, encoded, header, chain=chain, flags=frames.CAST)
         conn.flush()
 
     @uninterruptible

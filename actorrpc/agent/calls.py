@@ -407,8 +407,8 @@ class Call(Progress):
                         conn.flush()
                 if _interrupts.pending:
                     checkpoint()
-                if WAITING.posts:
-                    agent.executor.run_posts(WAITING.posts)
+                if WAITING.casts:
+                    agent.executor.run_casts(WAITING.casts)
                 if self.done:
                     return
                 if _time.now() >= until:

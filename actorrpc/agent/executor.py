@@ -38,7 +38,7 @@ from actorrpc.errors import (
 from actorrpc.futures import QUEUED, run_queued_callbacks
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.wire.frames import FAILURE, POST, REPLY, Frame, pack_frame
+from actorrpc.wire.frames import CAST, FAILURE, REPLY, Frame, pack_frame
 from actorrpc.wire.headers import Header, unpack_header
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Executor:
                     if agent.abandoned:
                         agent.end_fork("a call", None)
                     if answered:
-                        if not frame[1] & POST:
+                        if not frame[1] & CAST:
                             self.answer(execution, value)
                         elif execution.ending is not None:
                             self._end_post(execution, None)
@@ -192,14 +192,14 @@ class Executor:
         elif conn.outbox and conn not in agent.scheduler.corked:
             agent.scheduler.cork(conn)  # more requests are queued; their answers are sent together
 
-    def run_posts(self, posts: deque[tuple[Any, Frame, float]]) -> None:
+    def run_casts(self, casts: deque[tuple[Any, Frame, float]]) -> None:
         """Execute casts on the thread that has read them while it waited for a reply.
 
         Raises:
             Exception: an exception of a signal handler.
         """
-        while posts:
-            task = posts.popleft()
+        while casts:
+            task = casts.popleft()
             try:
                 # In a new context, so that this thread's CURRENT does not change, even if a signal handler raises within run().
                 copy_context().run(self.run, task, True)
@@ -227,7 +227,7 @@ class Executor:
         if self._agent.abandoned:
             self._agent.end_fork("a call", error)
         cut_frames(error, __file__)
-        if frame.flags & POST:
+        if frame.flags & CAST:
             if execution.ending is not None:
                 self._end_post(execution, error)
             if waiting and is_of_handler(error):
@@ -391,7 +391,7 @@ class Executor:
     def refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
         """Answer an unopened request with an error, and release the memory and references in it. Never raises."""
         self._agent.inbox.discard(conn, frame)
-        if not frame.flags & POST:
+        if not frame.flags & CAST:
             self.refuse_opened(conn, frame.id, error)
 
     def refuse_opened(self, conn: Any, id: int, error: RpcError) -> None:

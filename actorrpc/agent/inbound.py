@@ -205,8 +205,8 @@ class Inbox:
                     if not arrived:
                         arrived = _time.now()
                     if kind == frames.REQUEST:
-                        if waiting and frame.flags & frames.POST and WAITING.posts is not None:
-                            WAITING.posts.append((conn, frame, arrived))
+                        if waiting and frame.flags & frames.CAST and WAITING.casts is not None:
+                            WAITING.casts.append((conn, frame, arrived))
                             continue
                         count += 1
                         requests += 1

@@ -131,7 +131,7 @@ def unpack_notice(body: bytes) -> Notice:
     raise ProtocolError("a notice of distributed autograd has the wrong fields")
 
 
-class _Posts(deque[Any]):
+class _Casts(deque[Any]):
     """The casts that a thread has read while it waited for its part of a pass."""
 
     part: LocalPass
@@ -196,26 +196,26 @@ class AgentTransport:
         if flight_recorder is not None:
             flight_recorder.noted(begun, kind, f"of context {context:x}")
 
-    def attend(self, part: LocalPass) -> _Posts | None:
-        outer = WAITING.posts
-        WAITING.posts = posts = _Posts()
-        posts.part = part
+    def attend(self, part: LocalPass) -> _Casts | None:
+        outer = WAITING.casts
+        WAITING.casts = casts = _Casts()
+        casts.part = part
         return outer  # type: ignore[return-value]
 
     def work_off(self) -> None:
-        if WAITING.posts:
-            self._agent.executor.run_posts(WAITING.posts)
+        if WAITING.casts:
+            self._agent.executor.run_casts(WAITING.casts)
 
-    def leave(self, outer: _Posts | None) -> None:
-        left, WAITING.posts = WAITING.posts, outer
+    def leave(self, outer: _Casts | None) -> None:
+        left, WAITING.casts = WAITING.casts, outer
         if left:
             pool = self._agent.pool
             pool.queue.extend(left)
             pool.wake()
 
     def attends_another(self, part: LocalPass) -> bool:
-        posts = WAITING.posts
-        return isinstance(posts, _Posts) and posts.part is not part
+        casts = WAITING.casts
+        return isinstance(casts, _Casts) and casts.part is not part
 
     def later(self, run: Callable[[], object]) -> None:
         self._agent.submit(run)

@@ -289,7 +289,7 @@ def _frames_of(rng: random.Random) -> list[bytes]:
             INLINE,
             LANE,
             STREAM,
-            INLINE | frames.POST,
+            INLINE | frames.CAST,
             frames.MAIL,
             STREAM | frames.MAIL,
             0xFF,
