@@ -127,7 +127,7 @@ class Transport(Protocol):
 
     me: WorkerKey
 
-    def ask(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
+    def request(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
         """Send a message and return a future of the answer. Never raises, never waits.
 
         Args:

@@ -96,7 +96,7 @@ class Envelope:
     sender: WorkerKey
     to: WorkerKey
     arrive: Callable[[], None]
-    ask: Future[Any] | None = None
+    request: Future[Any] | None = None
     last: bool = False
 
 
@@ -113,10 +113,10 @@ class Worker:
         self.alive = True
         self.asks: dict[Future[Any], WorkerKey] = {}
 
-    def ask(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
+    def request(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
         future: Future[Any] = Future()
         future.label = f"{type(message).__name__} to {to.rank}"
-        self.network.ask(self, to, message, timeout, future)
+        self.network.request(self, to, message, timeout, future)
         return future
 
     def post(self, to: WorkerKey, message: Gradient) -> None:
@@ -172,7 +172,7 @@ class Network:
 
     # -- what workers send -----------------------------------------------------------------------------------------
 
-    def ask(
+    def request(
         self, sender: Worker, to: WorkerKey, message: Message, timeout: float, future: Future[Any]
     ) -> None:
         worker = self.workers[to]
@@ -316,7 +316,7 @@ class Network:
             mail.last = True
             return True
         if kind == "drop":
-            if mail.ask is None and mail.type != "Answer":
+            if mail.request is None and mail.type != "Answer":
                 mail.last = True  # notices are repeated until they are received
             else:
                 self.mails.remove(mail)
