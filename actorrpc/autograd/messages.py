@@ -134,7 +134,7 @@ class Transport(Protocol):
             timeout: seconds; 0: wait until the worker answers or dies.
         """
 
-    def post(self, to: WorkerKey, message: Gradient) -> None:
+    def cast(self, to: WorkerKey, message: Gradient) -> None:
         """Send a gradient that needs no answer. Never waits for the other worker.
 
         Raises:

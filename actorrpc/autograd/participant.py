@@ -420,7 +420,7 @@ class Participant:
             if part.over or part.error is not None:
                 return
         try:
-            self.transport.post(to, gradient)
+            self.transport.cast(to, gradient)
         except Exception as error:
             raise blame(error, to, self.transport.name(to)) from None
 

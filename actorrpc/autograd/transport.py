@@ -168,7 +168,7 @@ class AgentTransport:
                 raise
         return future
 
-    def post(self, to: WorkerKey, message: Gradient) -> None:
+    def cast(self, to: WorkerKey, message: Gradient) -> None:
         self._agent.cast(
             self._references.peer_of(to),
             serve,

@@ -119,8 +119,8 @@ class Worker:
         self.network.request(self, to, message, timeout, future)
         return future
 
-    def post(self, to: WorkerKey, message: Gradient) -> None:
-        self.network.post(self, to, message)
+    def cast(self, to: WorkerKey, message: Gradient) -> None:
+        self.network.cast(self, to, message)
 
     def tell(self, to: WorkerKey, notice: Notice) -> None:
         self.network.tell(self, to, notice)
@@ -208,7 +208,7 @@ class Network:
 
         self.mails.append(Envelope(type(message).__name__, sender.me, to, arrive, future))
 
-    def post(self, sender: Worker, to: WorkerKey, message: Gradient) -> None:
+    def cast(self, sender: Worker, to: WorkerKey, message: Gradient) -> None:
         worker = self.workers[to]
         if not worker.alive:
             raise PeerDiedError(f"worker{to.rank} is dead", worker=f"worker{to.rank}")

@@ -234,10 +234,10 @@ def test_a_gradient_that_cannot_be_sent_fails_the_pass() -> None:
     loss = group.send(2, 0, group.send(1, 2, group.send(0, 1, _leaf()) * 2) * 2).sum()
     sender = group.worker(2)
 
-    def post(to: WorkerKey, message: Gradient) -> None:
+    def cast(to: WorkerKey, message: Gradient) -> None:
         raise ValueError("cannot be sent")
 
-    sender.post = post  # type: ignore[method-assign]
+    sender.cast = cast  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="Error on Node 2: cannot be sent"):
         group.backward(loss)
     assert not any(group.context_of(rank).passes for rank in range(3))
