@@ -141,7 +141,7 @@ class Transport(Protocol):
             Exception: it cannot be sent, or the worker is dead.
         """
 
-    def tell(self, to: WorkerKey, notice: Notice) -> None:
+    def notify(self, to: WorkerKey, notice: Notice) -> None:
         """Send a notice that needs no answer; repeat it until it is sent. Never raises, never waits.
 
         A notice that is not urgent (a pass has succeeded, a context has been released) may be delayed, to be sent with

@@ -350,7 +350,7 @@ class Participant:
         part = None if context is None else context.passes.get(verdict.pass_id)
         return part is not None and part.terms is not None and part.terms.accumulate == "grad"
 
-    def hear(self, sender: WorkerKey, notice: Notice) -> None:
+    def on_notice(self, sender: WorkerKey, notice: Notice) -> None:
         """Act on a notice. A notice may arrive late, or twice."""
         if isinstance(notice, Release):
             self._release(
@@ -461,7 +461,7 @@ class Participant:
             counts = commit and part.finished and part.error is None
             told = part.told
         for worker in sorted(told):
-            self.transport.tell(worker, Verdict(context.id, part.id, counts))
+            self.transport.notify(worker, Verdict(context.id, part.id, counts))
         try:
             if counts:
                 part.commit()
@@ -488,7 +488,7 @@ class Participant:
         )
 
     def _release(
-        self, context_id: int, sender: WorkerKey | None, error: BaseException, tell: bool = True
+        self, context_id: int, sender: WorkerKey | None, error: BaseException, notify: bool = True
     ) -> None:
         context = self.contexts.release(context_id)
         if context is None:
@@ -503,9 +503,9 @@ class Participant:
         with context.lock:
             for table in (context.sends, context.receipts, context.reaches, context.sinks, context.gradients):
                 table.clear()
-        if tell:
+        if notify:
             for peer in sorted(peers - {self.me, sender}):
-                self.transport.tell(peer, Release(context_id))
+                self.transport.notify(peer, Release(context_id))
 
     def worker_died(self, key: WorkerKey) -> None:
         """End the passes that need a dead worker, and the contexts that it made."""
@@ -538,7 +538,7 @@ class Participant:
         for context in self.contexts.all():
             if context.touched < before and context.origin != self.me.rank and not context.passes:
                 error = RpcError(f"{context} was not used on this worker for {older_than} s, and dropped")
-                self._release(context.id, None, error, tell=False)
+                self._release(context.id, None, error, notify=False)
 
 
 def _complete(future: Future[None], error: BaseException | None = None) -> None:

@@ -40,14 +40,14 @@ from actorrpc.autograd.messages import Sink, make
 from actorrpc.errors import ProtocolError
 from actorrpc.wire.identity import WorkerKey
 
-__all__ = ["GraphRecorder", "current_context", "enter", "hear", "leave", "tell"]
+__all__ = ["GraphRecorder", "current_context", "enter", "leave", "news_for", "record_news"]
 
 _NODES: Final = 250  # graphs of more nodes are not walked until a pass needs them
 _NEWS: Final = 100  # the most messages that the news of one message describe
 _RANK_BITS: Final = 48
 
 
-def tell(
+def news_for(
     context: Context, me: WorkerKey, message: int, edges: tuple[GradientEdge, ...], peer: WorkerKey
 ) -> list[Any]:
     """Record a message to ``peer``; return the news to be sent with it."""
@@ -89,7 +89,7 @@ def tell(
     return news
 
 
-def hear(context: Context, me: WorkerKey, sender: WorkerKey, news: Sequence[Any]) -> None:
+def record_news(context: Context, me: WorkerKey, sender: WorkerKey, news: Sequence[Any]) -> None:
     """Record the news of a received message.
 
     Raises:
@@ -191,7 +191,7 @@ class GraphRecorder(Recorder):
             return None if to is None else (id,)
         message, me = self._contexts.new_message(), self._contexts.me
         if to is not None:
-            return id, message, indices, tell(found, me, message, tuple(edges), to)
+            return id, message, indices, news_for(found, me, message, tuple(edges), to)
         found.record_send(message, edges)
         return id, message, indices, me.rank, me.incarnation
 
@@ -221,7 +221,7 @@ class GraphRecorder(Recorder):
             if source is None:
                 assert peer is not None
                 source = peer.key
-                hear(context, self._contexts.me, source, news)
+                record_news(context, self._contexts.me, source, news)
             sink = make(Sink, (source, message, self._contexts.new_receipt()))
             context.record_receipt(receive(wanted), make(Receipt, (sink, len(wanted))))
 

@@ -57,9 +57,9 @@ def start(worker: Worker) -> Callable[[bool], None]:
     def noticed(peer: Peer, body: bytes) -> None:
         notice = unpack_notice(body)
         if isinstance(notice, Verdict) and part.may_wait(notice):
-            agent.submit(partial(part.hear, peer.key, notice))
+            agent.submit(partial(part.on_notice, peer.key, notice))
         else:
-            part.hear(peer.key, notice)
+            part.on_notice(peer.key, notice)
 
     def peer_ended(peer: Peer) -> None:
         part.worker_died(peer.key)

@@ -177,7 +177,7 @@ class AgentTransport:
             record=message.create_graph,
         )
 
-    def tell(self, to: WorkerKey, notice: Notice) -> None:
+    def notify(self, to: WorkerKey, notice: Notice) -> None:
         try:
             peer = self._references.peer_of(to)
         except RpcError:

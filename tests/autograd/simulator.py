@@ -122,8 +122,8 @@ class Worker:
     def cast(self, to: WorkerKey, message: Gradient) -> None:
         self.network.cast(self, to, message)
 
-    def tell(self, to: WorkerKey, notice: Notice) -> None:
-        self.network.tell(self, to, notice)
+    def notify(self, to: WorkerKey, notice: Notice) -> None:
+        self.network.notify(self, to, notice)
 
     def name(self, worker: WorkerKey) -> str:
         return f"worker{worker.rank}"
@@ -220,11 +220,11 @@ class Network:
 
         self.mails.append(Envelope(type(message).__name__, sender.me, to, arrive))
 
-    def tell(self, sender: Worker, to: WorkerKey, notice: Notice) -> None:
+    def notify(self, sender: Worker, to: WorkerKey, notice: Notice) -> None:
         worker = self.workers[to]
 
         def arrive() -> None:
-            worker.participant.hear(sender.me, notice)
+            worker.participant.on_notice(sender.me, notice)
 
         self.mails.append(Envelope(type(notice).__name__, sender.me, to, arrive))
 
