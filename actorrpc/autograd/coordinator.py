@@ -65,18 +65,18 @@ class Coordinator:
             Exception: the pass has failed, or the wait was interrupted. Then the pass has no effect on any worker.
         """
         transport = self._participant.transport
-        outer = transport.attend(self._part)
+        outer = transport.begin_wait(self._part)
         try:
             for futures in self.steps():
                 # A wait for a single future reads its answer, and the gradients before it, on this thread. The error of the
                 # answer is raised later; only an interruption of the wait is raised here.
                 (futures[0] if len(futures) == 1 else settled(futures)).exception()
-                transport.work_off()
+                transport.run_casts()
         except BaseException as error:
             self.give_up(error)
             raise
         finally:
-            transport.leave(outer)
+            transport.end_wait(outer)
 
     def steps(self) -> Generator[list[Future[Any]], None, None]:
         """Run the pass; yields the futures to wait for: until all are complete, or one has failed."""
@@ -179,7 +179,7 @@ class Coordinator:
         while True:
             for worker, message, _ in sinks:
                 wanted.append((worker, message))
-            asks: dict[WorkerKey, set[int]] = {}
+            requests: dict[WorkerKey, set[int]] = {}
             while wanted:
                 send = wanted.pop()
                 if send in known:
@@ -188,16 +188,16 @@ class Coordinator:
                 found = context.sinks.get(send)
                 if found is None:
                     if worker != self._me:
-                        asks.setdefault(worker, set()).add(message)
+                        requests.setdefault(worker, set()).add(message)
                         continue
                     found = participant.sinks(context, message)
                 known[send] = found
                 for each in found:
                     wanted.append((each.worker, each.message))
-            if not asks:
+            if not requests:
                 return
             self._request(
-                {worker: Discover(context.id, sorted(messages)) for worker, messages in asks.items()}
+                {worker: Discover(context.id, sorted(messages)) for worker, messages in requests.items()}
             )
             yield from self._answers()
             sinks = []

@@ -158,23 +158,23 @@ class Transport(Protocol):
             kind: ``"backward"`` for a whole pass, ``"visit"`` for a stratum or the leaves of this worker.
         """
 
-    def attend(self, part: Any) -> Any:
+    def begin_wait(self, part: Any) -> Any:
         """Let this thread process the gradients that it reads while it waits for this part of a pass.
 
-        Returns the argument for :meth:`leave`.
+        Returns the argument for :meth:`end_wait`.
         """
 
-    def work_off(self) -> None:
+    def run_casts(self) -> None:
         """Process the gradients that this thread has read and not processed yet.
 
         Raises:
             Exception: a signal handler raised it.
         """
 
-    def leave(self, outer: Any) -> None:
-        """Undo :meth:`attend`; gradients that were read and not processed are passed to other threads."""
+    def end_wait(self, outer: Any) -> None:
+        """Undo :meth:`begin_wait`; gradients that were read and not processed are passed to other threads."""
 
-    def attends_another(self, part: Any) -> bool:
+    def waits_for_another(self, part: Any) -> bool:
         """Say whether this thread waits for another part of a pass than this one."""
 
     def later(self, run: Callable[[], object]) -> None:

@@ -304,7 +304,7 @@ class Participant:
                 return
             part.arrive(sender, message.receipt, message.message, message.gradients)
         # An error goes to the worker that waits for this worker's part, and not to the sender of the gradient.
-        if self.transport.attends_another(part):
+        if self.transport.waits_for_another(part):
             self.transport.later(partial(self.advance, part))  # its hooks may wait for locks of this thread
         else:
             self.advance(part)

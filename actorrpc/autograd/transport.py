@@ -196,24 +196,24 @@ class AgentTransport:
         if flight_recorder is not None:
             flight_recorder.noted(begun, kind, f"of context {context:x}")
 
-    def attend(self, part: LocalPass) -> _Casts | None:
+    def begin_wait(self, part: LocalPass) -> _Casts | None:
         outer = WAITING.casts
         WAITING.casts = casts = _Casts()
         casts.part = part
         return outer  # type: ignore[return-value]
 
-    def work_off(self) -> None:
+    def run_casts(self) -> None:
         if WAITING.casts:
             self._agent.executor.run_casts(WAITING.casts)
 
-    def leave(self, outer: _Casts | None) -> None:
+    def end_wait(self, outer: _Casts | None) -> None:
         left, WAITING.casts = WAITING.casts, outer
         if left:
             pool = self._agent.pool
             pool.queue.extend(left)
             pool.wake()
 
-    def attends_another(self, part: LocalPass) -> bool:
+    def waits_for_another(self, part: LocalPass) -> bool:
         casts = WAITING.casts
         return isinstance(casts, _Casts) and casts.part is not part
 

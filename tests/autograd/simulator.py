@@ -111,7 +111,7 @@ class Worker:
         self.participant = Participant(self.contexts, self)
         self.peer: Any = SimpleNamespace(key=key)
         self.alive = True
-        self.asks: dict[Future[Any], WorkerKey] = {}
+        self.requests: dict[Future[Any], WorkerKey] = {}
 
     def request(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
         future: Future[Any] = Future()
@@ -128,19 +128,19 @@ class Worker:
     def name(self, worker: WorkerKey) -> str:
         return f"worker{worker.rank}"
 
-    def attend(self, part: Any) -> None:
+    def begin_wait(self, part: Any) -> None:
         """Do nothing: the simulator delivers messages, not a reading thread."""
 
-    def work_off(self) -> None:
+    def run_casts(self) -> None:
         """Do nothing: no thread reads, so no gradient is queued."""
 
-    def leave(self, outer: Any) -> None:
+    def end_wait(self, outer: Any) -> None:
         """Do nothing: no thread reads."""
 
     def noted(self, kind: str, begun: float, context: int) -> None:
         pass
 
-    def attends_another(self, part: Any) -> bool:
+    def waits_for_another(self, part: Any) -> bool:
         return False
 
     def later(self, run: Callable[[], object]) -> None:
@@ -180,7 +180,7 @@ class Network:
             future.set_exception(PeerDiedError(f"worker{to.rank} is dead", worker=f"worker{to.rank}"))
             return
         if timeout:
-            sender.asks[future] = to
+            sender.requests[future] = to
         packed = self.pack(message, sender)
         if isinstance(message, Run):
             self.revisits += len(message.strata) - 1
@@ -247,7 +247,7 @@ class Network:
             value = pickle.loads(pickle.dumps(value))
 
         def arrive() -> None:
-            to.asks.pop(future, None)
+            to.requests.pop(future, None)
             if future.claim():
                 future.conclude(value, error)
 
@@ -348,9 +348,9 @@ class Network:
 
     def notify_death(self, worker: Worker, key: WorkerKey) -> None:
         died = PeerDiedError(f"worker{key.rank} is dead", worker=f"worker{key.rank}")
-        for future, to in list(worker.asks.items()):
+        for future, to in list(worker.requests.items()):
             if to == key:
-                del worker.asks[future]
+                del worker.requests[future]
                 future.try_fail(died)
         worker.participant.worker_died(key)
 
@@ -358,15 +358,15 @@ class Network:
         """Time out a random request; return False if there is none."""
         late = []
         for worker in self.workers.values():
-            for future in list(worker.asks):
+            for future in list(worker.requests):
                 if future.done():
-                    del worker.asks[future]
+                    del worker.requests[future]
                 elif worker.alive:
                     late.append((worker, future))
         if not late:
             return False
         worker, future = self.rng.choice(late)
-        del worker.asks[future]
+        del worker.requests[future]
         future.try_fail(RpcTimeoutError(f"{future.label}: no answer"))
         return True
 
@@ -489,7 +489,7 @@ class World:
         for worker in self.network.workers.values():
             if worker.alive:
                 assert len(worker.contexts.live) == 0, f"{worker.me} keeps {worker.contexts.all()}"
-                assert not worker.asks
+                assert not worker.requests
         assert not graph._taken
 
 
