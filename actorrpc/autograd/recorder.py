@@ -40,7 +40,7 @@ from actorrpc.autograd.messages import Sink, make
 from actorrpc.errors import ProtocolError
 from actorrpc.wire.identity import WorkerKey
 
-__all__ = ["GraphRecorder", "current_context", "enter", "leave", "news_for", "record_news"]
+__all__ = ["GraphRecorder", "current_context", "enter", "news_for", "record_news", "restore"]
 
 _NODES: Final = 250  # graphs of more nodes are not walked until a pass needs them
 _NEWS: Final = 100  # the most messages that the news of one message describe
@@ -150,7 +150,7 @@ def enter(context: int) -> Token[tuple[int, Execution | None] | None]:
     return _entered.set((context, CURRENT.get()))
 
 
-def leave(token: Token[tuple[int, Execution | None] | None]) -> None:
+def restore(token: Token[tuple[int, Execution | None] | None]) -> None:
     """Restore the context that was current before :func:`enter`."""
     _entered.reset(token)
 

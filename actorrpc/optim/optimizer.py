@@ -257,7 +257,7 @@ class DistributedOptimizer:
                     calls[name] = error
         finally:
             if token is not None:
-                recorder.leave(token)
+                recorder.restore(token)
         with undo_on_error(partial(_cover, calls)):
             for name, rref, local in own:
                 deadline = within(_time.now() + seconds if seconds else None)

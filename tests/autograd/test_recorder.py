@@ -45,7 +45,7 @@ class Pair:
         try:
             yield made
         finally:
-            recorder_module.leave(token)
+            recorder_module.restore(token)
             self.here.release(made.id)
             self.there.release(made.id)
 
@@ -187,7 +187,7 @@ def test_an_asynchronous_result_is_recorded_in_the_context_of_its_call(pair: Pai
         try:
             waiting.pop().set_result(seen[0])
         finally:
-            recorder_module.leave(token)
+            recorder_module.restore(token)
         result = future.wait()
         assert result.grad_fn in mine.receipts
         assert not other.sends
@@ -211,7 +211,7 @@ def in_block_of_its_own(t: torch.Tensor) -> Any:
     try:
         return current_context() == other.id
     finally:
-        recorder_module.leave(token)
+        recorder_module.restore(token)
         contexts.release(other.id)
 
 
