@@ -163,7 +163,7 @@ class Coordinator:
             terms.retain_graph,
             terms.create_graph,
             terms.accumulate,
-            0.0 if terms.deadline is None else terms.left(),
+            0.0 if terms.deadline is None else terms.remaining(),
             gradients,
         )
 
@@ -211,7 +211,7 @@ class Coordinator:
 
     def _request(self, messages: Mapping[WorkerKey, Message]) -> None:
         request, terms = self._participant.transport.request, self._terms
-        left = 0.0 if terms.deadline is None else terms.left()
+        left = 0.0 if terms.deadline is None else terms.remaining()
         self._requests = {}
         for worker, message in messages.items():
             self._requests[worker] = request(worker, message, left)

@@ -241,7 +241,7 @@ class Participant:
         if context.maker is None and sender.rank == context.origin:
             context.maker = sender
         if isinstance(message, Gradient):
-            return self._take(context, sender, message)
+            return self._receive_gradient(context, sender, message)
         if isinstance(message, Run):
             return self._run(context, sender, message)
         if isinstance(message, Settle):
@@ -297,7 +297,7 @@ class Participant:
             part.origin = origin
         return None if part.over else part
 
-    def _take(self, context: Context, sender: WorkerKey, message: Gradient) -> None:
+    def _receive_gradient(self, context: Context, sender: WorkerKey, message: Gradient) -> None:
         with context.lock:
             part = None if context.released else self._join(context, message.pass_id, None)
             if part is None:
@@ -385,7 +385,7 @@ class Participant:
         """
         lock = part.context.lock
         with lock:
-            index = part.take()
+            index = part.claim()
         while index is not None:
             done = False
             begun = _time.now()
@@ -406,8 +406,8 @@ class Participant:
             except BaseException as error:
                 self.fail(part, error)
             with lock:
-                part.put(index, done)
-                index = None if direct is not None or part.finished else part.take()
+                part.release(index, done)
+                index = None if direct is not None or part.finished else part.claim()
         if part.answer is not None:
             self._settle(part)
 
@@ -415,7 +415,7 @@ class Participant:
         terms = part.terms
         assert terms is not None
         if terms.deadline is not None:
-            terms.left()  # raises when no time is left
+            terms.remaining()  # raises when no time is left
         with part.context.lock:
             if part.over or part.error is not None:
                 return
