@@ -56,7 +56,7 @@ __all__ = [
 
 _SLICE_S: Final = 0.1  # the longest wait before deferred signal handlers run
 
-# Guards ``_taken`` and ``_waiting``; held for microseconds. Re-entrant: the garbage collector may run finalisers under it.
+# Guards ``_reserved`` and ``_waiting``; held for microseconds. Re-entrant: the garbage collector may run finalisers under it.
 _lock = threading.RLock()
 _changed = threading.Condition(_lock)
 _reserved: set[int] = set()  # ids of borrowed leaves; each Borrowed keeps its leaves alive

@@ -477,7 +477,7 @@ class World:
         for worker in self.network.workers.values():
             for context in worker.contexts.all() if worker.alive else ():
                 assert not context.passes, f"{worker.me}: {context.passes}"
-        assert not graph._taken
+        assert not graph._reserved
 
     def leave(self) -> None:
         """Release the context, and check that nothing is left of it."""
@@ -490,7 +490,7 @@ class World:
             if worker.alive:
                 assert len(worker.contexts.live) == 0, f"{worker.me} keeps {worker.contexts.all()}"
                 assert not worker.requests
-        assert not graph._taken
+        assert not graph._reserved
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:
