@@ -445,7 +445,7 @@ class Recorder:
             A tag that travels with the message (a value that msgpack can pack), or None.
         """
 
-    def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
+    def received(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
         """Record the plain tensors of a message that has been opened, in the order in which they were packed.
 
         Args:
@@ -470,7 +470,7 @@ class MessageReferences:
     def roll_back(self, context: MessageContext) -> None:
         """Take back the references of a message that is not sent."""
 
-    def arrived(self, context: MessageContext, packed: bytes) -> None:
+    def received(self, context: MessageContext, packed: bytes) -> None:
         """Register the references of a message that is about to be opened."""
 
     def refuse(self, peer: Peer, packed: bytes) -> None:

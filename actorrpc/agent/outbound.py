@@ -422,7 +422,7 @@ def _open_whole(
     message, body = MessageContext(peer), frame.body
     forks = header.get("references")
     if isinstance(forks, bytes):
-        agent.references.arrived(message, forks)  # before the message is opened
+        agent.references.received(message, forks)  # before the message is opened
     message.objects = frame.objects
     views: Sequence[memoryview] = ()
     if frame.flags & ~_MEANING:
@@ -431,7 +431,7 @@ def _open_whole(
     tensors: list[Any] | None = None if tag is None else []
     value = codec.decode(body, views, definitions=peer.definitions, context=message, tensors=tensors)
     if tensors is not None:
-        agent.recorder.arrived(tag, tensors, peer)
+        agent.recorder.received(tag, tensors, peer)
     if execution is not None:
         if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= CHARGED):
             # The bytes count as read at the answer, or at a CREDIT frame if the answer takes longer.

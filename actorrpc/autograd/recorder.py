@@ -204,7 +204,7 @@ class GraphRecorder(Recorder):
                 "tensor. (Logged once.)"
             )
 
-    def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
+    def received(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
         """Record a message that has been opened. See :class:`actorrpc.agent.hooks.Recorder`."""
         id, message, indices, source, news = _read(tag, len(tensors))
         context = self.live.get(id) or self._contexts.reach(id)

@@ -271,7 +271,7 @@ class Network:
         tensors = [each.clone() for each in tensors]
         message = pickle.loads(data)
         if tag is not None:
-            worker.recorder.arrived(tag, tensors, sender.peer)
+            worker.recorder.received(tag, tensors, sender.peer)
         left = iter(tensors)
 
         def fill(gradient: Gradient) -> Gradient:
@@ -386,7 +386,7 @@ class World:
         self.context = self.origin.contexts.create().id
         for worker in network.workers.values():
             # Each worker joins the context by a message from the origin.
-            worker.recorder.arrived(
+            worker.recorder.received(
                 self.origin.recorder.sent((), worker.peer, self.context), [], self.origin.peer
             )
         network.release = lambda: self.origin.participant.release(self.context)
@@ -430,7 +430,7 @@ class World:
     ) -> None:
         arrived = copies(tensors, connected=False)
         if tag is not None:
-            to.recorder.arrived(tag, _distinct(arrived), sender.peer)
+            to.recorder.received(tag, _distinct(arrived), sender.peer)
         for name, each in zip(outs, arrived, strict=True):
             self.values[to.me.rank][name] = each
 

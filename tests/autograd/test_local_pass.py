@@ -35,7 +35,7 @@ class Group:
         self.context = self.network.worker(0).contexts.create().id
         for worker in self.network.workers.values():
             tag = self.worker(0).recorder.sent((), worker.peer, self.context)
-            worker.recorder.arrived(tag, [], self.worker(0).peer)
+            worker.recorder.received(tag, [], self.worker(0).peer)
 
     def worker(self, rank: int) -> Worker:
         return self.network.worker(rank)
@@ -61,7 +61,7 @@ class Group:
 
     def open(self, source: int, to: int, tensors: tuple[Tensor, ...], tag: Any) -> Any:
         arrived = copies(tensors, connected=False)
-        self.worker(to).recorder.arrived(tag, arrived, self.worker(source).peer)
+        self.worker(to).recorder.received(tag, arrived, self.worker(source).peer)
         return arrived[0] if len(arrived) == 1 else arrived
 
     def start(self, *roots: Tensor, rank: int = 0, **options: Any) -> Future[None]:

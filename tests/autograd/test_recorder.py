@@ -242,4 +242,4 @@ def test_the_innermost_context_block_is_current(pair: Pair) -> None:
 def test_malformed_tags_raise_protocol_error(tag: Any) -> None:
     recorder = GraphRecorder(Contexts(WorkerKey(0, "x")))
     with pytest.raises(ProtocolError, match="cannot be read"):
-        recorder.arrived(tag, [torch.ones(1)], None)
+        recorder.received(tag, [torch.ones(1)], None)

@@ -221,7 +221,7 @@ class Snapshot:
             except codec.UnknownDefinitionError:
                 continue  # a definition is missing or was evicted; no part of the object was unpickled
             if self._tag is not None and (runtime := current()) is not None:
-                runtime.agent.recorder.arrived(self._tag, tensors, None)
+                runtime.agent.recorder.received(self._tag, tensors, None)
             return opened
         raise RpcError(
             "a value cannot be opened, because it contains too many functions and classes that cannot be imported: define them "

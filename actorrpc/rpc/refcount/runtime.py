@@ -172,7 +172,7 @@ class References(MessageReferences):
             sent, context.sent = context.sent, None
             self.carry_out(self.table.rollback(sent))
 
-    def arrived(self, context: MessageContext, packed: bytes) -> None:
+    def received(self, context: MessageContext, packed: bytes) -> None:
         received = self.table.receive(unpack_forks(packed), context.peer.key)
         context.received = [received.pending, *map(self.wrapped, received.handles)]
         self.carry_out(received.effects)
