@@ -127,7 +127,7 @@ class Inbox:
     def _chunk(conn: Connection, frame: Frame) -> Frame | None:
         """Record a chunk that has been read; return its message if it was the last chunk."""
         begun = conn.assemblies.get(frame.id)
-        if begun is None or not begun.arrived(frame.chain, frame.flags):
+        if begun is None or not begun.record_chunk(frame.chain, frame.flags):
             return None
         del conn.assemblies[frame.id]
         whole: Frame | None = begun.frame

@@ -76,13 +76,13 @@ class Assembly:
         size: bytes of all buffers.
     """
 
-    __slots__ = ("_came", "_left", "buffers", "frame", "size")
+    __slots__ = ("_received", "_remaining", "buffers", "frame", "size")
 
     def __init__(self, frame: Frame, sizes: list[int], allocate: Callable[[int], memoryview]) -> None:
         self.frame: Frame | None = frame
         self.buffers: list[memoryview] = []
-        self.size = self._left = sum(sizes)
-        self._came: set[int] = set()
+        self.size = self._remaining = sum(sizes)
+        self._received: set[int] = set()
         try:
             self.buffers = [allocate(size) for size in sizes]
         except MemoryError:
@@ -101,15 +101,15 @@ class Assembly:
             raise ProtocolError("a chunk lies outside of its buffer")
         return self.buffers[index][offset : offset + length]
 
-    def arrived(self, position: int, length: int) -> bool:
+    def record_chunk(self, position: int, length: int) -> bool:
         """Record a complete chunk; return whether it was the last chunk of the message."""
-        if position in self._came:
+        if position in self._received:
             return False  # the chunk was received before
-        self._came.add(position)
-        self._left -= length
-        if self._left < 0:
+        self._received.add(position)
+        self._remaining -= length
+        if self._remaining < 0:
             raise ProtocolError("more chunks than were announced")
-        return self._left == 0
+        return self._remaining == 0
 
 
 def _check(buffers: int, total: int, settings: Settings) -> None:
