@@ -239,7 +239,7 @@ class HostedActor:
         method = self.spec.info.methods.get(header.get("method", ""))
         return "window" not in header and (method is None or method.kind == "sync")
 
-    def arrived(self, entry: Envelope, conn: Any, frame: Frame) -> None:
+    def receive_rest(self, entry: Envelope, conn: Any, frame: Frame) -> None:
         """Receive the rest of a message whose beginning is in the mailbox."""
         entry.frame = frame
         entry.conn = conn

@@ -109,7 +109,7 @@ class ActorRegistry:
                 self._agent.submit(partial(self._agent.inbox.discard, conn, frame))
         if type(entry) is Envelope and entry.hosted is not None and not entry.whole:
             entry.header = self._headers.get(frame.extra) or self._new_header(frame)
-            entry.hosted.arrived(entry, conn, frame)
+            entry.hosted.receive_rest(entry, conn, frame)
 
     def abandon(self, peer: Peer, id: int) -> None:
         """See agent.mail.MailRouter."""
