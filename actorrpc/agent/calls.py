@@ -92,7 +92,7 @@ class Execution:
             with a time-out, as they would a moment later. Set before ``cancelled``.
         given_up: one entry for each time that its nested calls were given up: whether their code is interrupted. It is replaced
             by a longer tuple each time. A thread that makes a call compares the tuples before and after.
-        arrived: when its request was read. ``begun``: when it was started; 0.0 before that. ``thread``: the identifier of the
+        received_at: when its request was read. ``begun``: when it was started; 0.0 before that. ``thread``: the identifier of the
             thread that started it.
         header: the fields that came with the request, or ``None``.
         path: the executions of actor methods that led to it, the outermost first; the last one equals ``chain``. After a call of
@@ -127,7 +127,7 @@ class Execution:
         id: int,
         deadline: float,
         chain: int,
-        arrived: float = 0.0,
+        received_at: float = 0.0,
     ) -> None:
         self.conn = conn
         self.peer = peer
@@ -135,7 +135,7 @@ class Execution:
         self.deadline = deadline
         self.chain = chain
         self.begun = _time.now()
-        self.arrived = arrived or self.begun
+        self.received_at = received_at or self.begun
         self.thread = get_ident()
         self.nested: dict[Nested, None] = {}
         if chain >> MAILBOX_BIT:

@@ -129,11 +129,11 @@ class Executor:
 
         ``waiting``: the request is a cast that this thread has read while it waits; an exception of a signal handler is raised.
         """
-        conn, frame, arrived = task
+        conn, frame, received_at = task
         agent = self._agent
         peer = agent.self_peer if conn is None else conn.peer
         id = frame[2]
-        execution = Execution(conn, peer, id, arrived + frame[3], frame[4], arrived)
+        execution = Execution(conn, peer, id, received_at + frame[3], frame[4], received_at)
         if conn is not None and not peer.begun.first(id):
             _log.warning("request %d of %r came twice; it is executed once", id, peer.name)
         else:

@@ -195,22 +195,22 @@ class Inbox:
             pool = self._agent.pool
             if not waiting and not pool.idle:
                 pool.ensure_reader()  # unpickling may run anything
-            arrived = 0.0
+            received_at = 0.0
             count = requests = 0
             for frame in batch:
                 kind = frame[0]
                 if kind != frames.REQUEST and kind <= frames.FAILURE:
                     self.reply(peer, frame, waiting, conn)
                 else:
-                    if not arrived:
-                        arrived = _time.now()
+                    if not received_at:
+                        received_at = _time.now()
                     if kind == frames.REQUEST:
                         if waiting and frame.flags & frames.CAST and WAITING.casts is not None:
-                            WAITING.casts.append((conn, frame, arrived))
+                            WAITING.casts.append((conn, frame, received_at))
                             continue
                         count += 1
                         requests += 1
-                        pool.queue.append((conn, frame, arrived))
+                        pool.queue.append((conn, frame, received_at))
                     elif self._notice(peer, frame, conn, waiting):
                         count += 1
             if conn.outbox:

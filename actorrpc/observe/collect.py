@@ -156,11 +156,11 @@ def _under_way(worker: Worker) -> tuple[list[tuple[Any, ...]], int]:
             if isinstance(each, Execution) and each.begun:
                 title = "" if each.actor is None else each.actor.title
                 what = (each.id, peer.name, each.chain, _name_of(each.what), each.thread)
-                rows.append((UNDER_WAY, EXECUTED, each.arrived, each.begun, now, *what, False, title))
+                rows.append((UNDER_WAY, EXECUTED, each.received_at, each.begun, now, *what, False, title))
             elif isinstance(each, Envelope):
                 title = "" if each.hosted is None else each.hosted.title
                 what = (each.id, peer.name, 0, _text(each.header.get("method", "__init__")), 0)
-                rows.append((UNDER_WAY, EXECUTED, each.arrived, now, now, *what, False, title))
+                rows.append((UNDER_WAY, EXECUTED, each.received_at, now, now, *what, False, title))
     for producer in [] if worker.actors is None else worker.actors.streams.all():
         if (since := producer.since) is not None:
             row = _stream(producer)
@@ -463,7 +463,7 @@ def _actor(hosted: HostedActor, now: float, latest: list[tuple[float, bool]] | N
             "limit": queue.limit,
         }
         if isinstance(oldest, Envelope):
-            row["oldest"] = max(0.0, now - oldest.arrived)
+            row["oldest"] = max(0.0, now - oldest.received_at)
             row["next"] = _text(oldest.header.get("method", "__init__"))
         mailbox.append(row)
     return {
@@ -511,7 +511,7 @@ def _call(entry: Envelope, now: float, thread: int, waits_for: list[Call | Stall
     return {
         "method": _text(entry.header.get("method", "__init__")),
         "caller": entry.peer.name,
-        "since": max(0.0, now - entry.arrived),
+        "since": max(0.0, now - entry.received_at),
         "left": _left(entry.deadline, now),
         "execution": f"{entry.chain:016x}" if entry.begun else "",
         "chain": [f"{each:016x}" for each in (entry.path[:-1] if entry.begun else entry.path)],

@@ -198,7 +198,7 @@ class _SpanServer(CallHooks):
             "rpc.method": name,
             "actorrpc.caller": execution.peer.name,
         }
-        waited = max(0.0, execution.begun - execution.arrived)
+        waited = max(0.0, execution.begun - execution.received_at)
         now = time.time_ns()
         begun = now - round(1e9 * (_time.now() - execution.begun))
         if actor is not None:
