@@ -791,7 +791,7 @@ class Agent:
 
     def peer_ended(self, peer: Peer, state: str, cause: str) -> None:
         """Record that a peer has ended, and end all calls to it and for it. Idempotent."""
-        if not self.peer_table.end(peer, state, cause):
+        if not self.peer_table.record_end(peer, state, cause):
             return
         if not peer.is_self:
             self.clock.after(SETTLED_S, partial(self.submit, peer.relieve))

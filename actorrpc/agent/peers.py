@@ -579,7 +579,7 @@ class PeerTable:
 
     # -- the end of a peer -----------------------------------------------------------------------------
 
-    def end(self, peer: Peer, state: str, cause: str) -> bool:
+    def record_end(self, peer: Peer, state: str, cause: str) -> bool:
         """Record that a peer has ended; return whether it was alive before."""
         forgotten: list[Peer] = []
         with self._lock:
