@@ -340,7 +340,7 @@ class Call(Progress):
 
     # -- ending (by the thread that took the call out of ``pending``) --------------------------------------
 
-    def end(self, outcome: Frame | BaseException | None) -> None:
+    def finish(self, outcome: Frame | BaseException | None) -> None:
         """Record that the call has ended, and wake the waiting thread. Runs no user code."""
         self.outcome = outcome
         self.done = True
@@ -357,7 +357,7 @@ class Call(Progress):
             future.try_fail(error, submit or callbacks.append)
         # With a future, the error is not stored here as well: an execution refers to its nested calls, and the frames of the
         # error's traceback may refer to the execution, which would be a reference cycle.
-        self.end(error if future is None else None)
+        self.finish(error if future is None else None)
         self.future = None  # the future refers to the call, so this breaks a reference cycle
         self.keep = None
         for run in callbacks:
@@ -543,7 +543,7 @@ class Call(Progress):
         """End a reserved call whose message cannot be sent; False if it has ended. The future is left to the caller."""
         if self.peer.pending.pop(self.id, None) is None:
             return False
-        self.end(None)
+        self.finish(None)
         self.future = self.keep = None
         self._tell_cancelled(stop=False)
         return True
