@@ -343,15 +343,15 @@ def run_hooked(
     ending = [each for each in execution.ending if each not in hooks.recorded]
     execution.ending = hooks.recorded
 
-    def end(error: BaseException | None) -> None:
+    def on_finish(error: BaseException | None) -> None:
         for each in ending:
             each(execution, None if isinstance(error, GeneratorExit) else error)
 
     if is_generator:
-        items = _stepped(value, scopes, end)
+        items = _stepped(value, scopes, on_finish)
         next(items)
         return items
-    stream = _stepped_async(value, scopes, end)
+    stream = _stepped_async(value, scopes, on_finish)
     with suppress(StopIteration):
         stream.asend(None).send(None)
     return stream
@@ -374,11 +374,11 @@ async def _awaited(coroutine: Coroutine[Any, Any, Any], scopes: Sequence[Abstrac
 def _stepped(
     items: Generator[Any, Any, Any],
     scopes: Sequence[AbstractContextManager[Any]],
-    end: Callable[[BaseException | None], None],
+    on_finish: Callable[[BaseException | None], None],
 ) -> Generator[Any, Any, None]:
     error: BaseException | None = None
     try:
-        yield  # ``run_hooked`` steps to this line, so that ``end`` runs even if no item is requested
+        yield  # ``run_hooked`` steps to this line, so that ``on_finish`` runs even if no item is requested
         while True:
             with _entered(scopes):
                 try:
@@ -393,13 +393,13 @@ def _stepped(
         try:
             items.close()
         finally:
-            end(error)
+            on_finish(error)
 
 
 async def _stepped_async(
     items: AsyncGenerator[Any, Any],
     scopes: Sequence[AbstractContextManager[Any]],
-    end: Callable[[BaseException | None], None],
+    on_finish: Callable[[BaseException | None], None],
 ) -> AsyncGenerator[Any, None]:
     error: BaseException | None = None
     try:
@@ -418,7 +418,7 @@ async def _stepped_async(
         try:
             await items.aclose()
         finally:
-            end(error)
+            on_finish(error)
 
 
 # -- the other interfaces ------------------------------------------------------------------------------------
