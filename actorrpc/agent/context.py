@@ -56,13 +56,13 @@ class Worker:
         "autograd",
         "cluster",
         "debugger",
-        "ends",
         "group",
         "in_force",
         "leaver",
         "namespace",
         "observer",
         "references",
+        "shutdown_hooks",
         "stop",
         "timeout",
         "what",
@@ -74,7 +74,7 @@ class Worker:
         self.what = what
         self.namespace = namespace
         self.in_force = False
-        self.ends: list[Callable[[bool], None]] = []
+        self.shutdown_hooks: list[Callable[[bool], None]] = []
         self.stop: Callable[[bool, float], None] | None = None
         self.group: Any = None
         self.references: Any = None

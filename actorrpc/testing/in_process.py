@@ -262,7 +262,7 @@ class InProcessCluster:
         made.in_force = True
         with worker:
             starts = (spans.start, autograd.start, actors.start, debugger.start, observe.start)
-            made.ends += [start(made) for start in starts]
+            made.shutdown_hooks += [start(made) for start in starts]
 
     @staticmethod
     def _end(worker: Worker) -> None:
