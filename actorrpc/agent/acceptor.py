@@ -261,7 +261,7 @@ class Admission:
                     del self._pending[pending.fd]
                     agent.pool.forget(pending.fd)
         if out is not None:
-            self._see_off(out)
+            self._stop_watching(out)
             out.close()
         if closed:  # the agent was closed after the connection was accepted
             pending.timer.cancel()
@@ -318,7 +318,7 @@ class Admission:
                 self._turn_away(pending, "speaks TLS", f"has no certificates: {_GIVE}")
             answer = pending.acceptor.feed(data)
             if pending.acceptor.done:
-                return answer if self._leave(pending) else None
+                return answer if self._remove(pending) else None
             if answer:
                 pending.sock.send(answer)
             self._listen_to(pending)
@@ -450,21 +450,21 @@ class Admission:
         return often
 
     def _dismiss(self, pending: PendingConnection) -> None:
-        if self._leave(pending):
+        if self._remove(pending):
             pending.close()
 
     def _is_here(self, pending: PendingConnection) -> bool:
         return self._pending.get(pending.fd) is pending
 
-    def _leave(self, pending: PendingConnection) -> bool:
+    def _remove(self, pending: PendingConnection) -> bool:
         with self._lock:
             if not self._is_here(pending):
                 return False
             del self._pending[pending.fd]
-        self._see_off(pending)
+        self._stop_watching(pending)
         return True
 
-    def _see_off(self, pending: PendingConnection) -> None:
+    def _stop_watching(self, pending: PendingConnection) -> None:
         pending.timer.cancel()
         self._agent.pool.forget(pending.fd)
 

@@ -194,7 +194,7 @@ class Pool:
             thread.start()
         except NO_THREAD:  # the system has no more, or the interpreter is shutting down
             self._denied = True
-            self._leave(thread)
+            self._unregister(thread)
             return False
         self._denied = False
         return True
@@ -275,7 +275,7 @@ class Pool:
                     self._raised(error)
         finally:
             idle.discard(me)
-            self._leave(threading.current_thread())
+            self._unregister(threading.current_thread())
 
     def _is_full(self, running: int) -> bool:
         """Return whether the width is used up. If the running threads are blocked, increase the width and return False."""
@@ -368,7 +368,7 @@ class Pool:
                 self._run_internal(task)
         finally:
             self._helped = 0.0
-            self._leave(thread)
+            self._unregister(thread)
 
     def _take_internal(self) -> Any:
         for task in list(self.queue):
@@ -418,7 +418,7 @@ class Pool:
         self._settle()
         return [each for each in left if each.ident not in self.idle]
 
-    def _leave(self, thread: threading.Thread) -> None:
+    def _unregister(self, thread: threading.Thread) -> None:
         with self._lock:
             self.threads.discard(thread)
             forsaken = self._forsaken
