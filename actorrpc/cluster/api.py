@@ -458,7 +458,7 @@ class _Driver:
             settings = dataclasses.replace(settings, port=0, advertise=host)
             if self._writes_key:
                 path = join_module.write_secret(self._secret, port)
-                api.before_the_end(lambda _graceful: keys.remove_file(path))
+                api.add_shutdown_hook(lambda _graceful: keys.remove_file(path))
         reception = Reception(
             address=address,
             secret=self._secret,
@@ -474,7 +474,7 @@ class _Driver:
             slots_first=self._slots_first,
             waits=self._waits,
         )
-        api.before_the_end(worker.cluster.begin_end)
+        api.add_shutdown_hook(worker.cluster.begin_end)
         if worker.actors is not None:
             worker.actors.spawner = worker.cluster
 

@@ -86,4 +86,4 @@ def start(where: tuple[str, int]) -> None:
                 process.kill()
                 process.wait()
 
-    api.before_the_end(end)
+    api.add_shutdown_hook(end)

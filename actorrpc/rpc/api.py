@@ -596,8 +596,8 @@ def namespace() -> str:
     return _require().namespace
 
 
-def before_the_end(hook: Callable[[bool], None]) -> None:
-    """Call ``end(graceful)`` first when this worker ends. For higher packages."""
+def add_shutdown_hook(hook: Callable[[bool], None]) -> None:
+    """Call ``hook(graceful)`` first when this worker ends. For higher packages."""
     _require().shutdown_hooks.append(hook)
 
 

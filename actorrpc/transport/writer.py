@@ -250,7 +250,7 @@ class Writer:
                 prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))
                 if self.seal is not None:
                     # Send a copy, so that the sent bytes match the seal even if the caller's memory changes meanwhile. The copy
-                    # is reused for the next piece: if a chunk is left to another thread, ``_leave`` copies its rest.
+                    # is reused for the next piece: if a chunk is left to another thread, ``_pass_rest`` copies its rest.
                     copy = copy if len(copy) >= len(piece) else memoryview(bytearray(len(piece)))
                     copy[: len(piece)] = piece
                     piece = copy[: len(piece)]
