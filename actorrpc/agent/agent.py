@@ -86,7 +86,7 @@ _ATTEMPTS: Final = 20
 def _ring_main() -> None:
     """Make the main thread run deferred signal handlers. Runs on the clock's thread."""
     _time.pause(0.002)  # so that the main thread may leave its uninterruptible code first
-    signals.ring()
+    signals.wake_main()
 
 
 def _place(frame: FrameType | None) -> str:
