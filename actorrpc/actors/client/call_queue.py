@@ -93,7 +93,7 @@ class _WaitingCalls:
         """Return the first call, which the caller has to send or end; None if no call waits."""
         while self._order:
             pending = self._calls.pop(heapq.heappop(self._order), None)
-            if pending is not None and pending.take():
+            if pending is not None and pending.claim():
                 return pending
         return None
 
@@ -102,7 +102,7 @@ class _WaitingCalls:
         removed = []
         for number, pending in sorted(self._calls.items()):
             template = pending.template
-            if template is not None and (template.impatient or not impatient) and pending.take():
+            if template is not None and (template.impatient or not impatient) and pending.claim():
                 removed.append(pending)
                 del self._calls[number]
         return removed

@@ -268,7 +268,7 @@ class PendingCall(Progress):
             self._timer = agent.clock.at(self.deadline, lambda: agent.submit(self.expire))
         self._free = None
 
-    def take(self) -> bool:
+    def claim(self) -> bool:
         """Claim the right to send or to end a waiting call; exactly one caller gets True."""
         try:
             del self._free
@@ -325,7 +325,7 @@ class PendingCall(Progress):
         late = late or (execution is not None and execution.late)
         # Set first: a thread that is sending the call, or is putting it back into the queue, reads `unwanted` afterwards.
         self.unwanted = True
-        if not self.take():
+        if not self.claim():
             source = future.source
             if isinstance(source, Call):
                 return source.cancel(stop, late)
@@ -334,7 +334,7 @@ class PendingCall(Progress):
 
     def expire(self) -> None:
         """End the call, if it has not been sent, because its deadline has passed."""
-        if self.take():
+        if self.claim():
             self._end(late=True)
 
     def _end(self, late: bool) -> bool:
