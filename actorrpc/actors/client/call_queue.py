@@ -240,7 +240,7 @@ class CallQueue:
             and isinstance(error, (CancelledError, LostArgumentError))
         ):
             error.maybe_executed = True  # in an earlier try
-        future.end(error.with_traceback(None))
+        future.fail_unsent(error.with_traceback(None))
         self.passed(future.number)
 
     def dropped(self, future: ResultFuture) -> None:
@@ -280,7 +280,7 @@ class CallQueue:
                 if self._draining and len(self._waiting) > _CROWD:
                     crowd = self._drained = self._drained or Future()
         if ended:
-            future.end(self._error_of(template, False))
+            future.fail_unsent(self._error_of(template, False))
         elif pending.unwanted:
             pending.cancel()  # the call that made it was cancelled before this call was in the queue
         elif crowd is not None and asyncio._get_running_loop() is None:
@@ -560,7 +560,7 @@ class CallQueue:
             self.place, self._hint = (location, peer), None
             waiters, self._waiters = self._waiters, []
             self._go()
-        self._end(failing, self._error_of)
+        self._fail_all(failing, self._error_of)
         for waiter in waiters:
             waiter.set_result(location)
 
@@ -570,14 +570,14 @@ class CallQueue:
         """End the calls that cannot be repeated, after the supervisor has said whether the actor is dead or restarts."""
         with self._lock:
             failing, self._failing = self._failing, []
-        self._end(failing, self._error_of)
+        self._fail_all(failing, self._error_of)
 
     @staticmethod
-    def _end(
+    def _fail_all(
         failing: list[AwaitingVerdict], error_of: Callable[[CallTemplate | None, bool], BaseException]
     ) -> None:
         for awaiting in failing:
-            awaiting.future.end(error_of(awaiting.future.template, awaiting.ran))
+            awaiting.future.fail_unsent(error_of(awaiting.future.template, awaiting.ran))
 
     def _give_up(
         self,
@@ -596,11 +596,11 @@ class CallQueue:
             waiting = self._waiting.remove()
             failing, self._failing = self._failing, []
             waiters, self._waiters = self._waiters, []
-        self._end(failing, error_of)
+        self._fail_all(failing, error_of)
         for pending in waiting:
             future = pending.future
             if future is not None:
-                future.end(error_of(future.template, pending.may_have_run))
+                future.fail_unsent(error_of(future.template, pending.may_have_run))
                 if known:
                     future.acknowledge()
         for waiter in waiters:

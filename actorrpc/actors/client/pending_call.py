@@ -150,7 +150,7 @@ class ResultFuture(InnerFuture[Any]):
             return Future.cancel(self) or (pending is not None and not self.completed)
         return call.stop(GRACE_S + _MARGIN_S) or (pending is not None and not self.completed)
 
-    def end(self, error: BaseException) -> bool:
+    def fail_unsent(self, error: BaseException) -> bool:
         """Fail a call that is not in flight; return False if it has ended or another thread is ending it."""
         if not self.claim():
             return False
@@ -330,14 +330,14 @@ class PendingCall(Progress):
             if isinstance(source, Call):
                 return source.cancel(stop, late)
             return not future.done() if source is self or source is None else source.cancel()
-        return self._end(late)
+        return self._end_claimed(late)
 
     def expire(self) -> None:
         """End the call, if it has not been sent, because its deadline has passed."""
         if self.claim():
-            self._end(late=True)
+            self._end_claimed(late=True)
 
-    def _end(self, late: bool) -> bool:
+    def _end_claimed(self, late: bool) -> bool:
         """End the call, which this thread has claimed, with a time-out (``late``) or as cancelled."""
         future = self.future
         if future is None or future.template is None or future.route is None:
@@ -355,7 +355,7 @@ class PendingCall(Progress):
             error = CancelledError(
                 f"the call of {what} was cancelled by its caller before it was sent", maybe_executed=ran
             )
-        ended = future.end(error)
+        ended = future.fail_unsent(error)
         queue.swept(future.number)
         return ended
 
@@ -377,7 +377,7 @@ class AwaitingVerdict(Progress):
     def cancel(self) -> bool:
         """End the call; False if it has ended."""
         template = self.future.template
-        return template is not None and self.future.end(
+        return template is not None and self.future.fail_unsent(
             CancelledError(
                 f"the call of {template.label} was cancelled by its caller after its actor had died",
                 maybe_executed=self.ran,

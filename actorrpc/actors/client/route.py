@@ -108,7 +108,7 @@ def _packed(
     try:
         return pack_arguments(args, kwargs)
     except BaseException as error:
-        future.end(error)
+        future.fail_unsent(error)
         if is_of_handler(error):
             future.acknowledge()  # the caller does not get the future, so its error cannot be retrieved
             raise
