@@ -396,14 +396,14 @@ class ReservedCall:
         call: the call that has reserved the place.
     """
 
-    __slots__ = ("_call", "_free", "_future", "_left", "_queue", "_template")
+    __slots__ = ("_call", "_free", "_future", "_queue", "_remaining", "_template")
 
     def __init__(
         self, queue: _QueueOfCalls, future: ResultFuture, template: CallTemplate, call: Call
     ) -> None:
         self._queue, self._future, self._template, self._call = queue, future, template, call
         awaits = call.awaits if len(call.awaits) == 1 else dict.fromkeys(call.awaits)
-        self._left = [None] * len(awaits)
+        self._remaining = [None] * len(awaits)
         self._free = None
         for argument in awaits:
             argument.listen()
@@ -411,8 +411,8 @@ class ReservedCall:
 
     def ended(self, argument: Future[Any]) -> None:
         """Count a completed argument. Runs on the thread that completed the argument, and must not block."""
-        self._left.pop()
-        if self._left and argument.error is None:
+        self._remaining.pop()
+        if self._remaining and argument.error is None:
             return
         try:
             # Exactly one thread sends the call: it completed the last argument, or failed one first.

@@ -327,13 +327,13 @@ class _Watch:
 class _Gathering(Progress):
     """The source of a future of several values: see :func:`gather`."""
 
-    __slots__ = ("_failed", "_futures", "_left", "_make", "future")
+    __slots__ = ("_failed", "_futures", "_make", "_remaining", "future")
 
     def __init__(
         self, futures: list[Future[Any]], label: str, make: Any, failed: Callable[[int, BaseException], bool]
     ) -> None:
         self._futures, self._make, self._failed = futures, make, failed
-        self._left = [None] * len(futures)
+        self._remaining = [None] * len(futures)
         self.future: Future[Any] = Future()
         self.future.label = label
         self.future.awaits = futures
@@ -350,8 +350,8 @@ class _Gathering(Progress):
             if self._failed(at, error):
                 self.future.try_fail(error)
                 return
-        self._left.pop()
-        if not self._left:
+        self._remaining.pop()
+        if not self._remaining:
             self._succeed()
 
     def _succeed(self) -> None:
@@ -792,7 +792,7 @@ class Completed(_Collector, Generic[T]):
         self._needs_all = needs_all
         items: list[Any] = list(refs)
         futures = [_start_any(item, "as_completed()", fetch) for item in items]
-        self._left = len(items)  # results, and streams that have not ended
+        self._remaining = len(items)  # results, and streams that have not ended
         self.bar: Any = None
         if bar:
             streams = any(isinstance(item, Arrivals) for item in items)
@@ -831,7 +831,7 @@ class Completed(_Collector, Generic[T]):
         """Return the next result, or None if it has not ended; raise ``stop`` after the last result."""
         if INTERRUPTED:
             interruption_point()
-        while self._left:
+        while self._remaining:
             if not self.ready:
                 return None
             watch = self.ready.popleft()
@@ -839,12 +839,12 @@ class Completed(_Collector, Generic[T]):
             if isinstance(watch.item, Arrivals):
                 found = self._item_of(watch)
             else:
-                self._left -= 1
+                self._remaining -= 1
                 found = watch.item
             if self.bar is not None:
                 if found is not None:
                     self.bar.update()
-                if not self._left:
+                if not self._remaining:
                     self.bar.close()
             if found is not None:
                 return found  # type: ignore[no-any-return]
@@ -857,7 +857,7 @@ class Completed(_Collector, Generic[T]):
         try:
             found = stream.next(timeout=0)
         except StopIteration:
-            self._left -= 1
+            self._remaining -= 1
             return None
         except RpcTimeoutError:  # another reader of the stream has taken the item
             pass
@@ -867,7 +867,7 @@ class Completed(_Collector, Generic[T]):
     def _late(self) -> RpcTimeoutError:
         if _time_is_over():
             self.cover()
-        return _late(f"one of {self._left} results", self._timeout)
+        return _late(f"one of {self._remaining} results", self._timeout)
 
     def cover(self) -> None:
         """Do not report failures of these results."""

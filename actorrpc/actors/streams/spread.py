@@ -49,7 +49,7 @@ def take_each(
 class _Parts(Progress):
     """The futures of a stream's first items. It is also their source: it flushes and cancels the stream for them."""
 
-    __slots__ = ("_count", "_left", "_stream", "futures")
+    __slots__ = ("_count", "_remaining", "_stream", "futures")
 
     def __init__(self, stream: ObjectRefGenerator[Any], count: int) -> None:
         self._stream = stream
@@ -60,13 +60,13 @@ class _Parts(Progress):
             future.label = f"value {at} of {consumer.label}"
             future.awaits = (consumer,)
             future.source = self
-        self._left = deque(self.futures)
+        self._remaining = deque(self.futures)
 
     def item(self, ref: ObjectRef[Any]) -> bool:
         """Complete the next future with an item; return False if the stream can be closed."""
         came = ref._ask()
         try:
-            future = self._left.popleft()
+            future = self._remaining.popleft()
         except IndexError:  # no future is left: discard the item, and let the caller close the stream
             error = came.error
             if error is not None and not isinstance(error, _ENDED):
@@ -89,7 +89,7 @@ class _Parts(Progress):
     def end(self) -> None:
         """Fail the futures for which the stream had no item."""
         label, count = self._said
-        left = len(self._left)
+        left = len(self._remaining)
         if left:
             self._fail(
                 ValueError(f"{label} must yield {count} values (num_returns), but yielded {count - left}")
@@ -97,9 +97,9 @@ class _Parts(Progress):
 
     def _fail(self, error: BaseException, *more: Future[Any]) -> None:
         failed = deque(more)
-        while self._left:
+        while self._remaining:
             try:
-                failed.append(self._left.popleft())
+                failed.append(self._remaining.popleft())
             except IndexError:  # another thread removed the last future after this thread had checked `_left`
                 break
         for future in failed:
@@ -113,7 +113,7 @@ class _Parts(Progress):
 
     def cancel(self) -> bool:
         """Close the stream, and fail the futures of all items that have not arrived; False if all have arrived."""
-        if not self._left:
+        if not self._remaining:
             return False
         self._fail(CancelledError(f"{self._said[0]} was cancelled"))
         self._stream.close()
