@@ -32,7 +32,7 @@ from actorrpc.actors.client.pending_call import (
     ReservedCall,
     ResultFuture,
 )
-from actorrpc.actors.client.supervisor_client import ask, peer_of
+from actorrpc.actors.client.supervisor_client import peer_of, query
 from actorrpc.actors.refs.arguments import awaited, pack_arguments
 from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
 from actorrpc.agent.calls import Call
@@ -140,7 +140,7 @@ class CallQueue:
         self._waiting = _WaitingCalls()
         self._failing: list[AwaitingVerdict] = []
         self._waiters: list[Future[Location]] = []
-        self._asking = False
+        self._locating = False
         self._draining = False
         self._drained: Future[None] | None = None
 
@@ -303,7 +303,7 @@ class CallQueue:
         pending.rest()
         self._waiting.push(future.number, pending)
         if self.place is None:
-            self._ask_soon()  # the last answer may have come before this call was put here
+            self._locate_soon()  # the last answer may have come before this call was put here
         else:
             self._go()
 
@@ -362,7 +362,7 @@ class CallQueue:
             else:
                 ran = ran or (pending is not None and pending.may_have_run)
                 self._failing.append(AwaitingVerdict(future, ran))
-                if not self._asking or self.fate.is_decided:
+                if not self._locating or self.fate.is_decided:
                     self.agent.submit(self._fail)
             source = future.source
         if pending is not None and pending.unwanted and source is not None:
@@ -402,7 +402,7 @@ class CallQueue:
             lift, submit = partial(self._lift, epoch), self.agent.submit
             self.agent.clock.after(_BARRIER_S, lambda: submit(lift))
         self.fate.lost(epoch, label)
-        self._ask_soon()
+        self._locate_soon()
 
     def passed(self, number: int) -> None:
         """Record that a call is no longer in flight, and remove it from the barrier."""
@@ -482,7 +482,7 @@ class CallQueue:
             death, location = self.fate.death, self.location
             if death is None and location is None:
                 self._waiters.append(answer)
-                self._ask_soon()
+                self._locate_soon()
         if death is not None:
             answer.set_exception(self.fate.died(None, None))
         elif location is not None:
@@ -494,20 +494,22 @@ class CallQueue:
         if self.descriptor.supervisor != self.runtime.references.me:
             return
         with self._lock:
-            if self._asking or self.place is not None or self.fate.death is not None:
+            if self._locating or self.place is not None or self.fate.death is not None:
                 return
-            self._asking = True
-        self._ask(False)
+            self._locating = True
+        self._locate(False)
 
-    def _ask_soon(self) -> None:
+    def _locate_soon(self) -> None:
         """Let a pool thread ask the supervisor; the lock is held."""
-        if not self._asking:
-            self._asking = True
-            self.agent.submit(partial(self._ask, False))
+        if not self._locating:
+            self._locating = True
+            self.agent.submit(partial(self._locate, False))
 
-    def _ask(self, wait: bool) -> None:
+    def _locate(self, wait: bool) -> None:
         descriptor = self.descriptor
-        asked = ask(self.runtime, descriptor.supervisor, "locate", descriptor.actor_id, self.fate.after, wait)
+        asked = query(
+            self.runtime, descriptor.supervisor, "locate", descriptor.actor_id, self.fate.after, wait
+        )
         asked.add_done_callback(self._answered)
 
     def _answered(self, done: Future[Any]) -> None:
@@ -516,7 +518,7 @@ class CallQueue:
         value: Any = done.value_or_none
         if error is None:
             if isinstance(value, Location):
-                self._arrived(value)
+                self._on_location(value)
                 return
             with self._lock:
                 self.fate.decided(value)
@@ -525,7 +527,7 @@ class CallQueue:
                         if pending.future is not None:
                             self._failing.append(AwaitingVerdict(pending.future, pending.may_have_run))
             self._fail()
-            self._ask(True)
+            self._locate(True)
             return
         original = exceptions.original(error)
         if is_a(original, ActorDiedError):
@@ -539,20 +541,20 @@ class CallQueue:
             why = f"its supervisor says: {say(original)}"
             self._give_up(lambda template, ran: self.fate.unavailable(template, ran, why))
 
-    def _arrived(self, location: Location) -> None:
+    def _on_location(self, location: Location) -> None:
         peer: Peer | None
         try:
             peer = peer_of(self.agent, location.worker)
         except RpcError:
             peer = None
         with self._lock:
-            self._asking = False
+            self._locating = False
             if self.fate.death is not None:
                 return
             if peer is None:  # the new incarnation has ended, too
                 self.fate.after = max(self.fate.after, location.epoch)
                 if self._waiting or self._waiters or self._failing:
-                    self._ask_soon()
+                    self._locate_soon()
                 return
             # Remove these calls to the former incarnation before _go(): queued calls that it sends may fail, and are then added
             # to `_failing`.
@@ -587,7 +589,7 @@ class CallQueue:
     ) -> None:
         """End every waiting call. ``known``: the failures are expected, and not logged."""
         with self._lock:
-            self._asking = False
+            self._locating = False
             if death is not None:
                 self.fate.death = death
                 self._hold_back()

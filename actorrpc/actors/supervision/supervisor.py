@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc._exception_text import is_a
 from actorrpc.actors.client import death_errors
 from actorrpc.actors.client.route import Route
-from actorrpc.actors.client.supervisor_client import ask_for_detached, call_quietly, peer_of
+from actorrpc.actors.client.supervisor_client import call_quietly, peer_of, request_detached
 from actorrpc.actors.host import registry
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
@@ -140,7 +140,7 @@ class Supervisor:
         if options.lifetime != "detached" or agent.record.rank == 0:
             return self._adopt(actor_id, snapshot, arguments, info, options, shown, place)
         options = self._places.for_others(place, options)
-        return ask_for_detached(agent, actor_id, snapshot, arguments, info, options)
+        return request_detached(agent, actor_id, snapshot, arguments, info, options)
 
     def next_worker(self) -> Peer:
         """Return the next living worker in turn, this worker excepted; this worker if there is no other."""
