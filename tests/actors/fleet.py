@@ -217,7 +217,7 @@ class FakeAgent:
         to: Any = call.peer
         self.call(to, function, args, kwargs, timeout, call.future, call.keep, call.label, call.mail)
 
-    def ask(self, *call: Any, **options: Any) -> Any:
+    def call_sync(self, *call: Any, **options: Any) -> Any:
         future: Future[Any] = Future()
         self.call(*call, future=future, **options)
         return self.world.run_until(future)

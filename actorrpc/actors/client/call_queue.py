@@ -167,7 +167,7 @@ class CallQueue:
         if self._hint is not None:
             self._take_hint(self._hint)
         if self.place is None:
-            self._ask_here()
+            self._locate_here()
         with self._lock:
             place = self.place
             ready = place is not None and self.barrier is None and not self._draining
@@ -477,7 +477,7 @@ class CallQueue:
         answer: Future[Location] = Future()
         answer.label = f"the location of {self.descriptor.title}"
         if self.location is None:
-            self._ask_here()
+            self._locate_here()
         with self._lock:
             death, location = self.fate.death, self.location
             if death is None and location is None:
@@ -489,7 +489,7 @@ class CallQueue:
             answer.set_result(location)
         return answer
 
-    def _ask_here(self) -> None:
+    def _locate_here(self) -> None:
         """Ask the supervisor at once if it is in this process, without waking a thread."""
         if self.descriptor.supervisor != self.runtime.references.me:
             return
