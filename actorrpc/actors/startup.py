@@ -32,7 +32,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     made.streams.wake = made.registry.deadlocks.wake
     made.routes = Routes(made)
     made.host_copies = HostCopies(worker.references)
-    made.meetings = Generations(agent, member.cut)
+    made.generations = Generations(agent, member.cut)
     made.members = member.Members(agent, worker.references.me)
     made.supervisor = Supervisor(made)
     made.task_pools = RunnerPools(made)
@@ -41,7 +41,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     def end(graceful: bool) -> None:
         mute(True)
         try:
-            made.meetings.end()
+            made.generations.end()
             made.members.close()
             made.supervisor.close(graceful, agent.leave_by - _time.now())
             made.registry.close(graceful, agent.leave_by - _time.now())

@@ -24,7 +24,7 @@ from torch import nn
 
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
 from actorrpc.actors.collectives import process_group as groups
-from actorrpc.actors.collectives import rendezvous as meetings
+from actorrpc.actors.collectives import rendezvous
 from actorrpc.actors.collectives.rendezvous import MemberSlot
 from actorrpc.actors.context import current, runtime
 from actorrpc.agent.calls import CURRENT
@@ -135,7 +135,7 @@ class Members:
         peer = peer_of(agent, ticket.maker)
 
         def ask(what: str, *args: Any) -> Any:
-            return agent.call_sync(peer, meetings.ask, (ticket.key, what, *args), {}, ticket.join_s)
+            return agent.call_sync(peer, rendezvous.ask, (ticket.key, what, *args), {}, ticket.join_s)
 
         record = agent.record
         mine = (record.host, record.tcp[0][0] if record.tcp else socket.gethostname())
@@ -213,7 +213,7 @@ class Members:
         return call_quietly(
             agent,
             lambda: peer_of(agent, ticket.maker),
-            meetings.gone,
+            rendezvous.gone,
             (ticket.key, ticket.rank, why, left),
             _TELL_S,
         )
