@@ -328,9 +328,9 @@ class Collective:
             join_s=seconds,
             maker=runtime().references.me,
         )
-        return self._ask(rank, (member.join, ticket), seconds)
+        return self._call_member(rank, (member.join, ticket), seconds)
 
-    def _ask(self, rank: int, asked: tuple[Any, ...], seconds: float) -> Future[Any]:
+    def _call_member(self, rank: int, asked: tuple[Any, ...], seconds: float) -> Future[Any]:
         """Call a function of this package in a member, through its mailbox."""
         route = route_of(self._members[rank])
         try:
@@ -378,7 +378,9 @@ class Collective:
                 self.destroyed = True
                 return
             if not generation.why and timeout > 0:
-                done = [self._ask(rank, (member.nothing,), timeout) for rank in range(len(self._members))]
+                done = [
+                    self._call_member(rank, (member.nothing,), timeout) for rank in range(len(self._members))
+                ]
                 for future in done:
                     _settle(future, until)
             self.destroyed = True

@@ -134,14 +134,14 @@ class Members:
         ticket, agent = member.ticket, self._agent
         peer = peer_of(agent, ticket.maker)
 
-        def ask(what: str, *args: Any) -> Any:
-            return agent.call_sync(peer, rendezvous.ask, (ticket.key, what, *args), {}, ticket.join_s)
+        def query(what: str, *args: Any) -> Any:
+            return agent.call_sync(peer, rendezvous.serve, (ticket.key, what, *args), {}, ticket.join_s)
 
         record = agent.record
         mine = (record.host, record.tcp[0][0] if record.tcp else socket.gethostname())
-        all_hosts = ask("gather", ticket.rank, slot, mine)
+        all_hosts = query("gather", ticket.rank, slot, mine)
         one_host = len({host for host, _ in all_hosts}) == 1
-        member.store = store = groups.CallStore(ask)
+        member.store = store = groups.CallStore(query)
         group = groups.make(
             store,
             ticket.rank,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.peers import Peer
 
-__all__ = ["Generation", "Generations", "MemberSlot", "ask", "gone"]
+__all__ = ["Generation", "Generations", "MemberSlot", "gone", "serve"]
 
 _GONE: Final = "it has been destroyed, or rebuilt"
 # The end of a member is known here at most this long after other members have noticed it.
@@ -272,7 +272,7 @@ _CHANGES: Final[dict[str, Callable[..., Any]]] = {
 # -- called by RPC on the worker that made the collective -----------------------------------------------
 
 
-def ask(key: int, what: str, *args: Any) -> Any:
+def serve(key: int, what: str, *args: Any) -> Any:
     """Answer a member: ``"gather"``, ``"take"``, or one of the changes."""
     generations: Generations = runtime().generations
     if what == "gather":

@@ -176,14 +176,14 @@ def make_groups(name: str) -> list[tuple[Any, groups.CallStore]]:
     found: dict[int, Any] = {}
 
     def make(rank: int) -> None:
-        def ask(what: str, *args: Any) -> Any:
+        def query(what: str, *args: Any) -> Any:
             return (
                 generations.take(key, *args).wait(10)
                 if what == "take"
                 else generations.change(key, what, *args)
             )
 
-        store = groups.CallStore(ask)
+        store = groups.CallStore(query)
         options = {"backend": "gloo", "timeout_s": 15.0, "join_s": 10.0, "address": "127.0.0.1"}
         found[rank] = groups.make(store, rank, 2, name=f"{name}/{rank}", **options), store  # type: ignore[arg-type]
 
