@@ -40,8 +40,8 @@ class CallStore(Store):
     """torch's key-value store, kept by the worker that answers ``query``.
 
     Args:
-        query: called with ``"put"``, ``"take"``, ``"add"``, ``"has"``, ``"swap"`` or ``"drop"``, and arguments.
-            ``"take"`` waits until all of the keys exist.
+        query: called with ``"put"``, ``"get"``, ``"add"``, ``"has"``, ``"swap"`` or ``"drop"``, and arguments.
+            ``"get"`` waits until all of the keys exist.
 
     Attributes:
         seen: the values that were written or read, by key.
@@ -69,7 +69,7 @@ class CallStore(Store):
         del timeout  # the time-out of making the group applies
         missing = [key for key in keys if key not in self.seen]
         if missing:
-            self.seen.update(zip(missing, self._query("take", missing), strict=True))
+            self.seen.update(zip(missing, self._query("get", missing), strict=True))
 
     def check(self, keys: list[str]) -> bool:
         """Say whether all of these keys have values."""

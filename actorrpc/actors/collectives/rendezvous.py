@@ -185,7 +185,7 @@ class Generations:
             each.set_result([generation.told[rank] for rank in range(generation.size)])
         return future
 
-    def take(self, key: int, names: Sequence[str]) -> Future[list[bytes]]:
+    def get(self, key: int, names: Sequence[str]) -> Future[list[bytes]]:
         """Return a future of values, which completes when all of them exist."""
         future: Future[list[bytes]] = Future()
         with self._lock:
@@ -273,12 +273,12 @@ _CHANGES: Final[dict[str, Callable[..., Any]]] = {
 
 
 def serve(key: int, what: str, *args: Any) -> Any:
-    """Answer a member: ``"gather"``, ``"take"``, or one of the changes."""
+    """Answer a member: ``"gather"``, ``"get"``, or one of the changes."""
     generations: Generations = runtime().generations
     if what == "gather":
         return Deferred(generations.gather(key, *args))
-    if what == "take":
-        return Deferred(generations.take(key, *args))
+    if what == "get":
+        return Deferred(generations.get(key, *args))
     return generations.change(key, what, *args)
 
 

@@ -49,12 +49,12 @@ class TestMeetings:
     def test_take_waits_until_all_keys_are_set(self) -> None:
         generations, _ = make_generations()
         key = generations.open("it", 1).key
-        waiting = generations.take(key, ["a", "b"])
+        waiting = generations.get(key, ["a", "b"])
         generations.change(key, "put", "a", b"1")
         assert not waiting.done()
         generations.change(key, "put", "b", b"2")
         assert waiting.value() == [b"1", b"2"]
-        assert generations.take(key, ["b"]).value() == [b"2"]
+        assert generations.get(key, ["b"]).value() == [b"2"]
         assert [generations.change(key, "add", "n", each) for each in (2, 3)] == [2, 5]
         assert generations.change(key, "has", ["a", "n"]) is True
         assert generations.change(key, "swap", "a", b"1", b"9") == b"9"
@@ -66,7 +66,7 @@ class TestMeetings:
         generations, agent = make_generations()
         generation = generations.open("it", 3)
         waiting = [generations.gather(generation.key, rank, SLOTS[rank], None) for rank in (0, 1)]
-        asked = generations.take(generation.key, ["never"])
+        asked = generations.get(generation.key, ["never"])
         (tell,) = agent.on_peer_end
         ended = SimpleNamespace(name="w1", rank=1, key=WorkerKey(1, "another life"), cause="", state="dead")
         tell(ended)
@@ -104,7 +104,7 @@ class TestMeetings:
         generation = generations.open("it", 2)
         generations.close(generation)
         with pytest.raises(CollectiveError, match="destroyed, or rebuilt"):
-            generations.take(generation.key, ["a"])
+            generations.get(generation.key, ["a"])
         assert (
             generations.gone(generation.key, 0, "late", True).value() == "it has been destroyed, or rebuilt"
         )
@@ -178,8 +178,8 @@ def make_groups(name: str) -> list[tuple[Any, groups.CallStore]]:
     def make(rank: int) -> None:
         def query(what: str, *args: Any) -> Any:
             return (
-                generations.take(key, *args).wait(10)
-                if what == "take"
+                generations.get(key, *args).wait(10)
+                if what == "get"
                 else generations.change(key, what, *args)
             )
 
