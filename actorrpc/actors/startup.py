@@ -41,7 +41,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     def end(graceful: bool) -> None:
         mute(True)
         try:
-            made.generations.end()
+            made.generations.close_all()
             made.members.close()
             made.supervisor.close(graceful, agent.leave_by - _time.now())
             made.registry.close(graceful, agent.leave_by - _time.now())

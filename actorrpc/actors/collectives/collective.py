@@ -271,14 +271,14 @@ class Collective:
         generation = self._generation = generations.open(title, len(members))
         joins = [self._join(generation, rank, until) for rank in range(len(members))]
 
-        def heard(rank: int, done: Future[Any]) -> None:
+        def on_joined(rank: int, done: Future[Any]) -> None:
             done.acknowledge()
             if done.error is not None:
                 generations.break_up(generation, f"rank {rank} did not join: {done.error}")
 
         try:
             for rank, future in enumerate(joins):
-                future.add_done_callback(partial(heard, rank))
+                future.add_done_callback(partial(on_joined, rank))
             for future in joins:
                 future.exception(max(0.0, until - _time.now()))
         except RpcTimeoutError:
@@ -394,7 +394,7 @@ class Collective:
                 call_quietly(
                     agent,
                     partial(peer_of, agent, slot.worker),
-                    member.leave,
+                    member.remove,
                     (generation.key, rank, why),
                     _LEAVE_S,
                 )

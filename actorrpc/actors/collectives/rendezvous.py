@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.peers import Peer
 
-__all__ = ["Generation", "Generations", "MemberSlot", "gone", "serve"]
+__all__ = ["Generation", "Generations", "MemberSlot", "report_loss", "serve"]
 
 _GONE: Final = "it has been destroyed, or rebuilt"
 # The end of a member is known here at most this long after other members have noticed it.
-_NEWS_S: Final = 0.5
-_TELL_S: Final = 10.0  # how long telling a worker that a generation is broken may take
+_REASON_S: Final = 0.5
+_CUT_S: Final = 10.0  # how long telling a worker that a generation is broken may take
 
 
 class MemberSlot(NamedTuple):
@@ -62,7 +62,7 @@ class Generation:
     size: int
     slots: dict[int, MemberSlot]
     values: dict[str, bytes]
-    told: dict[int, Any]
+    reports: dict[int, Any]
     waiting: list[tuple[Sequence[str], Future[list[bytes]]]]
     gathered: list[Future[list[Any]]]
     asking: list[Future[str]]
@@ -101,7 +101,7 @@ class Generations:
         with self._lock:
             self._table.pop(generation.key, None)
 
-    def end(self) -> None:
+    def close_all(self) -> None:
         """Break all generations, because this process leaves the group."""
         for generation in list(self._table.values()):
             self.close(generation, "the worker that made it has left")
@@ -128,16 +128,16 @@ class Generations:
             future.try_fail(generation.error())
         for rank, slot in slots.items():
             if rank != but:
-                self._agent.submit(partial(self._tell, generation, rank, slot))
+                self._agent.submit(partial(self._send_cut, generation, rank, slot))
 
-    def _tell(self, generation: Generation, rank: int, slot: MemberSlot) -> None:
+    def _send_cut(self, generation: Generation, rank: int, slot: MemberSlot) -> None:
         agent = self._agent
         _ = call_quietly(
             agent,
             partial(peer_of, agent, slot.worker),
             self._cut,
             (generation.key, rank, generation.why),
-            _TELL_S,
+            _CUT_S,
             "cut",
         )
 
@@ -177,12 +177,12 @@ class Generations:
         with self._lock:
             generation = self._of(key)
             generation.slots[rank] = slot
-            generation.told[rank] = value
+            generation.reports[rank] = value
             generation.gathered.append(future)
-            if len(generation.told) == generation.size:
+            if len(generation.reports) == generation.size:
                 done, generation.gathered = generation.gathered, []
         for each in done:
-            each.set_result([generation.told[rank] for rank in range(generation.size)])
+            each.set_result([generation.reports[rank] for rank in range(generation.size)])
         return future
 
     def get(self, key: int, names: Sequence[str]) -> Future[list[bytes]]:
@@ -212,18 +212,18 @@ class Generations:
             future.try_complete(those)
         return answer
 
-    def gone(self, key: int, rank: int, why: str, left: bool) -> Future[str]:
-        """Process the message that a member has ended (``left``), or that one of its operations failed.
+    def report_loss(self, key: int, rank: int, why: str, ended: bool) -> Future[str]:
+        """Process the message that a member has ended (``ended``), or that one of its operations failed.
 
         Returns:
-            A future of the reason why the generation is broken: the end of another member, if that is known within ``_NEWS_S``.
+            A future of the reason why the generation is broken: the end of another member, if that is known within ``_REASON_S``.
         """
         future: Future[str] = Future()
         generation = self._table.get(key)
         if generation is None:
             future.set_result(_GONE)
             return future
-        if left:
+        if ended:
             self._lost(generation, rank, why)
         else:
             self.break_up(generation, why, but=rank, known=False)
@@ -231,13 +231,13 @@ class Generations:
             if not generation.known:
                 generation.asking.append(future)
                 self._agent.clock.after(
-                    _NEWS_S, lambda: self._agent.submit(partial(self._no_news, generation, future))
+                    _REASON_S, lambda: self._agent.submit(partial(self._answer_late, generation, future))
                 )
                 return future
         future.set_result(generation.why)
         return future
 
-    def _no_news(self, generation: Generation, future: Future[str]) -> None:
+    def _answer_late(self, generation: Generation, future: Future[str]) -> None:
         with self._lock:
             if future in generation.asking:
                 generation.asking.remove(future)
@@ -282,7 +282,7 @@ def serve(key: int, what: str, *args: Any) -> Any:
     return generations.change(key, what, *args)
 
 
-def gone(key: int, rank: int, why: str, left: bool) -> Any:
-    """See :meth:`Generations.gone`."""
+def report_loss(key: int, rank: int, why: str, ended: bool) -> Any:
+    """See :meth:`Generations.report_loss`."""
     generations: Generations = runtime().generations
-    return Deferred(generations.gone(key, rank, why, left))
+    return Deferred(generations.report_loss(key, rank, why, ended))

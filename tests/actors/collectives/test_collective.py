@@ -87,14 +87,14 @@ class TestMeetings:
         generation = generations.open("it", 2)
         for rank in range(2):
             generations.gather(generation.key, rank, SLOTS[rank], None)
-        answer = generations.gone(generation.key, 0, "connection closed", False)
+        answer = generations.report_loss(generation.key, 0, "connection closed", False)
         assert generation.why == "connection closed"
         assert not answer.done()
-        generations.gone(generation.key, 1, "it was killed", True)
+        generations.report_loss(generation.key, 1, "it was killed", True)
         assert answer.value() == generation.why == "rank 1 was lost: it was killed"
         # Without a lost rank, the first reported reason is the answer.
         other = generations.open("it", 2)
-        answer = generations.gone(other.key, 0, "timed out", False)
+        answer = generations.report_loss(other.key, 0, "timed out", False)
         agent.clock.runs[-1]()
         agent.submitted[-1]()
         assert answer.value() == "timed out"
@@ -106,7 +106,8 @@ class TestMeetings:
         with pytest.raises(CollectiveError, match="destroyed, or rebuilt"):
             generations.get(generation.key, ["a"])
         assert (
-            generations.gone(generation.key, 0, "late", True).value() == "it has been destroyed, or rebuilt"
+            generations.report_loss(generation.key, 0, "late", True).value()
+            == "it has been destroyed, or rebuilt"
         )
 
 
