@@ -38,7 +38,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     made.task_pools = RunnerPools(made)
     worker.actors = made
 
-    def end(graceful: bool) -> None:
+    def shut_down(graceful: bool) -> None:
         mute(True)
         try:
             made.generations.close_all()
@@ -50,7 +50,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
         finally:
             worker.actors = None
 
-    return end
+    return shut_down
 
 
 api.on_start.append(start)

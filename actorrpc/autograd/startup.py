@@ -72,7 +72,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
         if not over:
             agent.clock.after(lease / _LOOKS, partial(agent.submit, look))
 
-    def end(_graceful: bool) -> None:
+    def shut_down(_graceful: bool) -> None:
         nonlocal over
         over = True
         worker.autograd = None
@@ -86,7 +86,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     agent.recorder = GraphRecorder(made)
     worker.autograd = part
     look_later()
-    return end
+    return shut_down
 
 
 api.on_start.append(start)

@@ -128,13 +128,13 @@ def start(worker: Worker) -> Callable[[bool], None]:
     # A process may have several workers; only one of them registers the signal handler, which dumps all threads of the process.
     unprepare = dumps.prepare(agent.settings.dump_signal if here.worker is worker else 0)
 
-    def end(_graceful: bool) -> None:
+    def shut_down(_graceful: bool) -> None:
         if path:
             keys.remove_file(path)
         unprepare()
         worker.observer = None
 
-    return end
+    return shut_down
 
 
 def _visitor_left(worker: Worker, peer: Peer) -> None:

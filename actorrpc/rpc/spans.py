@@ -236,11 +236,11 @@ def start(worker: Worker) -> Callable[[bool], None]:
     for each in ours:
         hooks.add(each)
 
-    def end(_graceful: bool) -> None:
+    def shut_down(_graceful: bool) -> None:
         for each in ours:
             hooks.remove(each)
 
-    return end
+    return shut_down
 
 
 api.on_start.insert(0, start)
