@@ -395,16 +395,16 @@ class Worker:
         answer(1000 + self.record.rank, None)
 
     def get(self, instance_id: int) -> Any:
-        """Like ActorRegistry.get, for ``registry.end``."""
+        """Like ActorRegistry.get, for ``registry.stop``."""
         hosted = self.actors_here.get(instance_id)
         if hosted is None:
             return (
-                SimpleNamespace(end=partial(self._give_up, instance_id))
+                SimpleNamespace(stop=partial(self._give_up, instance_id))
                 if instance_id in self.making
                 else None
             )
 
-        def end(how: str, why: str) -> Future[None]:
+        def stop(how: str, why: str) -> Future[None]:
             over: Future[None] = Future()
 
             def step() -> None:
@@ -418,7 +418,7 @@ class Worker:
             step()
             return over
 
-        return SimpleNamespace(end=end)
+        return SimpleNamespace(stop=stop)
 
     def _give_up(self, instance_id: int, how: str, why: str) -> Future[None]:
         """End an actor under construction."""

@@ -365,7 +365,7 @@ class HostedActor:
         report(_log, error, "actor %s is ended: a thread of it ended unexpectedly", self.title)
         if isinstance(entry, Envelope):
             self.executor.fail(entry, died(self, why))
-        _ = self.end("now", why)
+        _ = self.stop("now", why)
         if self.spec is not None:
             send_ended(self.runtime, self.spec, "broken", why)
 
@@ -530,7 +530,7 @@ class HostedActor:
         why = why or "exit_actor() was called in it"
         if entry is not None:
             self.executor.fail(entry, died(self, why))
-        _ = self.end("now", why)  # "now": no waiting call may run
+        _ = self.stop("now", why)  # "now": no waiting call may run
         if self.spec is not None:
             self.agent.submit(partial(send_ended, self.runtime, self.spec, kind, why))
 
@@ -548,7 +548,7 @@ class HostedActor:
         if entry is not execution:
             self.agent.submit(partial(self.exited, None, why))
 
-    def end(self, how: str, why: str) -> Future[None]:
+    def stop(self, how: str, why: str) -> Future[None]:
         """End the actor: with ``"drain"`` after its waiting calls, with ``"now"`` before them. Completes when it has ended.
 
         ``"move"`` is like ``"drain"``; the value of the future is the actor's last state, a Snapshot, if its class keeps one.

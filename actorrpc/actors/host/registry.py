@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.transport.connection import Connection
 
-__all__ = ["ActorRegistry", "HostedActorState", "end"]
+__all__ = ["ActorRegistry", "HostedActorState", "stop"]
 
 _END_S: Final = 5.0
 _AT_LEAST_S: Final = 0.25
@@ -231,14 +231,14 @@ class ActorRegistry:
         for hosted in self.all():
             spec = hosted.spec
             if spec is not None and spec.descriptor.supervisor == key and spec.options.lifetime != "detached":
-                _ = hosted.end("now", f"its creator, worker {peer.name!r}, has ended")
+                _ = hosted.stop("now", f"its creator, worker {peer.name!r}, has ended")
 
     def close(self, graceful: bool, patience: float = _END_S) -> None:
         """End all actors here. Wait for their last hooks: at most ``patience`` or 5 s, or 0.25 s if not ``graceful``."""
         with self._lock:
             self._closed = True
         over: list[Future[None]] = [
-            hosted.end("now", f"worker {self._agent.name!r} shut down") for hosted in self.all()
+            hosted.stop("now", f"worker {self._agent.name!r} shut down") for hosted in self.all()
         ]
         if over:
             try:
@@ -251,10 +251,10 @@ class ActorRegistry:
 # -- called by supervisors, on the worker where the actor lives -----------------------------------------
 
 
-def end(instance_id: int, how: str, why: str) -> Any:
+def stop(instance_id: int, how: str, why: str) -> Any:
     """End an actor here (``"drain"`` or ``"now"``); answers when it has ended."""
     found = current()
     hosted: HostedActor | None = found.registry.get(instance_id) if found is not None else None
     if hosted is None:
         return None
-    return Deferred(hosted.end(how, why))
+    return Deferred(hosted.stop(how, why))

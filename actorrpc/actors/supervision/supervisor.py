@@ -567,7 +567,7 @@ class Supervisor:
         """End an incarnation on its worker: ``"drain"`` or ``"now"``. The future completes when it has ended or failed."""
         agent, worker = self._agent, life.worker
         assert worker is not None
-        return call_quietly(agent, lambda: peer_of(agent, worker), registry.end, (life.id, how, why))
+        return call_quietly(agent, lambda: peer_of(agent, worker), registry.stop, (life.id, how, why))
 
     def kill(self, actor_id: int, no_restart: bool = True) -> Future[None]:
         """End an actor at once. The future completes when its end was ordered. Does nothing to a dead actor."""

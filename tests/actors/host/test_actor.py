@@ -155,7 +155,7 @@ def _lines_of_an_end(folder: Path, count: int) -> float:
             hosted = runtime.registry.all()[1:]
             lines.clear()
             for each in hosted:
-                each.end("now", "the test ends it").wait(30)
+                each.stop("now", "the test ends it").wait(30)
             found = len(lines) / count
             actorrpc.kill(keepers[0])
             for call in unanswered:
@@ -231,7 +231,7 @@ def test_a_draining_actor_ends_when_its_last_call_is_cancelled() -> None:
         call = keeper.fill.remote(source.later.remote())  # the call waits in the mailbox for its argument
         until(lambda: [each.waiting for each in rpc.rpc_sync("worker1", _states)] == [1])
         (state,) = rpc.rpc_sync("worker1", _states)
-        over = rpc.rpc_async("worker1", registry.end, (state.instance_id, "drain", "it is not needed"))
+        over = rpc.rpc_async("worker1", registry.stop, (state.instance_id, "drain", "it is not needed"))
         until(lambda: [each.state for each in rpc.rpc_sync("worker1", _states)] == ["ending"])
         actorrpc.cancel(call)
         with pytest.raises(actorrpc.CancelledError):
