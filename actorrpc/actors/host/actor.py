@@ -617,7 +617,7 @@ class HostedActor:
         for loop in loops:
             self.refuse_due(loop)
         for runner in runners:
-            runner.end()
+            runner.stop()
         running = []
         for runner in list(self.runners):
             running += [each for each in runner.entered if isinstance(each, Envelope)]

@@ -285,7 +285,7 @@ class Runner:
         awaits = self._awaits[-1:]
         self._serve_on(awaits[0] if loop is None and awaits else loop)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """End the runner if it is idle, because its mailbox is closed. A busy runner ends after its call."""
         self._threads.call(self)
 
