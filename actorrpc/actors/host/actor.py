@@ -599,7 +599,7 @@ class HostedActor:
         if running:
             self.over.try_complete(None)
 
-    def left(self, runner: Runner) -> None:
+    def runner_ended(self, runner: Runner) -> None:
         """Record that a runner has ended, on its thread."""
         with self._lock:
             self.runners.remove(runner)

@@ -228,7 +228,7 @@ class Runner:
         hosted = self._hosted
         if self._threads.remove(self):
             hosted.understaffed(self.queue)
-            hosted.left(self)
+            hosted.runner_ended(self)
 
     @property
     def waiting(self) -> bool:
@@ -333,7 +333,7 @@ class Runner:
         thread.flush()  # before the actor's last hooks
         mailbox.leave(queue, self)
         if threads.remove(self):  # False if another thread has ended it
-            hosted.left(self)
+            hosted.runner_ended(self)
         return False
 
     # -- while it waits ----------------------------------------------------------------------------
