@@ -172,7 +172,7 @@ class GroupQueue:
         for execution in entry.path:
             self._of_chain.setdefault(execution, {})[entry] = None
 
-    def left(self, entry: Entry) -> None:
+    def removed(self, entry: Entry) -> None:
         """Record that an entry was dequeued or cancelled."""
         self.waiting -= 1
         for execution in entry.path:
@@ -214,7 +214,7 @@ class GroupQueue:
             if entry.ready:
                 entry.state = DEQUEUED
                 if entry.path:
-                    self.left(entry)
+                    self.removed(entry)
                 else:
                     self.waiting -= 1
                 return entry
@@ -394,7 +394,7 @@ class Mailbox:
             slot = self._slot_of(entry, queue) if entry.path and self.reentrant else None
             if slot is not None:
                 entry.slot = slot
-                queue.left(entry)
+                queue.removed(entry)
                 slot.work.append(entry)
                 todo.wake = (slot,)
             queue.release(entry)
@@ -411,7 +411,7 @@ class Mailbox:
             queue = entry.queue
             if queue is not None:
                 if entry.slot is None:
-                    queue.left(entry)
+                    queue.removed(entry)
                 queue.release(entry)
                 self._look(queue, todo)
         return todo
@@ -481,7 +481,7 @@ class Mailbox:
             entry = queue.descendant(self.running)
             if entry is not None:
                 entry.state = DEQUEUED
-                queue.left(entry)
+                queue.removed(entry)
                 queue.running += 1
             return entry
 
@@ -494,7 +494,7 @@ class Mailbox:
             for entry in queue.entries():
                 if fits(entry):
                     entry.state = DEQUEUED
-                    queue.left(entry)
+                    queue.removed(entry)
                     queue.running += 1
                     return entry
         return None
