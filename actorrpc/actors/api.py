@@ -220,7 +220,7 @@ def exit_actor() -> NoReturn:
             f"exit_actor() was called in {execution.label}, which is not an actor: a task ends by returning"
         )
     why = "exit_actor() was called in it"
-    execution.actor.leave(execution, why)
+    execution.actor.on_exit_actor(execution, why)
     raise ActorExit(why)
 
 

@@ -534,7 +534,7 @@ class HostedActor:
         if self.spec is not None:
             self.agent.submit(partial(send_ended, self.runtime, self.spec, kind, why))
 
-    def leave(self, execution: Execution, why: str) -> None:
+    def on_exit_actor(self, execution: Execution, why: str) -> None:
         """End the actor after exit_actor() was called in a task or thread that a call has started.
 
         The exception of exit_actor() does not reach this package there. In a call's own code it does, after unwinding the code.
@@ -607,7 +607,7 @@ class HostedActor:
 
     def _close(self) -> list[Envelope]:
         """Refuse the waiting calls, and all later ones; return the running calls."""
-        BYSTANDERS.leave(self)
+        BYSTANDERS.unregister(self)
         loops = list(self.loops.values())  # copied first, because the last runner to end removes them
         entries, runners = self.mailbox.close()
         with self._lock:

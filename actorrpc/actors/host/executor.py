@@ -102,7 +102,7 @@ class ActorExecutor:
                             agent.end_fork(self.label(entry), sys.exc_info()[1])
                         found = runner.under_way.pop(entry, None)
                         if found is not RUNS or runner.inspected:
-                            runner.leave(entry, found)
+                            runner.withdraw(entry, found)
                         runner.running = None
                         running.pop(entry.chain, None)
                     if value is not _NOTHING:

@@ -553,7 +553,7 @@ class Mailbox:
         with self._lock:
             queue.resting -= 1
 
-    def leave(self, queue: GroupQueue, slot: Any) -> bool:
+    def remove_slot(self, queue: GroupQueue, slot: Any) -> bool:
         """Let an idle runner end; return False if it is needed."""
         with self._lock:
             if slot not in queue.idle:

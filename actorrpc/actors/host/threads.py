@@ -186,8 +186,8 @@ class Runner:
             removed in single steps, without a lock; ``_interrupts`` guards the rest, and the delivery of an interruption against
             the end of its call. It is a leaf, and re-entrant, because finalisers may call this package while it is held.
         inspected: set before another thread inspects this one to interrupt a call. The thread that has removed a call from
-            ``under_way`` reads it after that, and takes the lock if it is set (:meth:`leave`). Therefore either the other thread
-            finds no call to interrupt, or this thread sees that it was inspected.
+            ``under_way`` reads it after that, and takes the lock if it is set (:meth:`withdraw`). Therefore either the other
+            thread finds no call to interrupt, or this thread sees that it was inspected.
     """
 
     def __init__(self, hosted: HostedActor, queue: GroupQueue) -> None:
@@ -331,7 +331,7 @@ class Runner:
         except BaseException as error:
             hosted.broken(error, entry)
         thread.flush()  # before the actor's last hooks
-        mailbox.leave(queue, self)
+        mailbox.remove_slot(queue, self)
         if threads.remove(self):  # False if another thread has ended it
             hosted.runner_ended(self)
         return False
@@ -488,7 +488,7 @@ class Runner:
         self.under_way[entry] = state
         self._unwanted()
 
-    def leave(self, entry: Entry, found: str | None) -> None:
+    def withdraw(self, entry: Entry, found: str | None) -> None:
         """Withdraw the interruption of a call that has ended. If the exception is set already, it is raised and caught here.
 
         Args:
@@ -543,7 +543,7 @@ class Bystanders:
                 queue.bystanders = self
             stand_by(self)
 
-    def leave(self, hosted: HostedActor) -> None:
+    def unregister(self, hosted: HostedActor) -> None:
         """Remove an actor that has ended. Without such actors, waits are not counted."""
         with self._lock:
             self._hosted_actors.discard(hosted)
