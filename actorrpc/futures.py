@@ -47,7 +47,7 @@ __all__ = [
     "lost_by_fork",
     "mute",
     "run_queued_callbacks",
-    "stand_by",
+    "set_foreign_threads",
     "wait_all",
 ]
 
@@ -131,7 +131,7 @@ class _Waiting(threading.local):
 WAITING = _Waiting()
 
 
-def stand_by(runner: NestedRunner | None) -> None:
+def set_foreign_threads(runner: NestedRunner | None) -> None:
     """Set the runner of all threads that have no runner of their own."""
     _Waiting.runner = runner
 

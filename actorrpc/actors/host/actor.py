@@ -20,7 +20,7 @@ from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.host.event_loop import EventLoop
 from actorrpc.actors.host.executor import ActorExecutor, died
 from actorrpc.actors.host.mailbox import NOTHING, Entry, GroupQueue, Mailbox, Wakeups
-from actorrpc.actors.host.threads import BYSTANDERS, Runner
+from actorrpc.actors.host.threads import FOREIGN_THREADS, Runner
 from actorrpc.actors.refs.arguments import resolve
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import ActorSpec, HostedActorGoneError
@@ -508,7 +508,7 @@ class HostedActor:
         self.executor.keeps_state = info.has_checkpoint
         if options.yielding:
             self.caller = None
-            BYSTANDERS.make_room_in(self)
+            FOREIGN_THREADS.register(self)
             self.registry.tell_threads_apart()
         with self._lock:
             if self.state == "constructing":
@@ -607,7 +607,7 @@ class HostedActor:
 
     def _close(self) -> list[Envelope]:
         """Refuse the waiting calls, and all later ones; return the running calls."""
-        BYSTANDERS.unregister(self)
+        FOREIGN_THREADS.unregister(self)
         loops = list(self.loops.values())  # copied first, because the last runner to end removes them
         entries, runners = self.mailbox.close()
         with self._lock:

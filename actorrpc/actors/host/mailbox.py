@@ -43,8 +43,8 @@ class ThreadSlot(Protocol):
     work: deque[Entry]
 
 
-class WaitingBystanders(Protocol):
-    """The attributes of Bystanders that the mailbox uses."""
+class WaitingForeignThreads(Protocol):
+    """The attributes of ForeignThreads that the mailbox uses."""
 
     waiting: int
 
@@ -122,7 +122,7 @@ class GroupQueue:
         self.loose = loose
         self.running = 0
         self.resting = 0  # threads and coroutines that wait, in a yielding queue
-        self.bystanders: WaitingBystanders | None = None
+        self.foreign_threads: WaitingForeignThreads | None = None
         self.slots = 0  # runners that exist or are being started
         self.idle: list[Any] = []
         self.fresh: deque[Entry] = deque()  # entries in the order of arrival; Mailbox.put adds to it
@@ -143,8 +143,8 @@ class GroupQueue:
     def full(self) -> bool:
         """Whether as many entries run as the limit allows."""
         running = self.running - self.resting
-        if self.bystanders is not None:
-            running -= self.bystanders.waiting
+        if self.foreign_threads is not None:
+            running -= self.foreign_threads.waiting
         return running >= self.limit
 
     def _put_before(self, entry: Entry) -> None:

@@ -34,7 +34,7 @@ from actorrpc._exception_text import mark_handlers
 from actorrpc.actors.host.mailbox import Entry, GroupQueue
 from actorrpc.actors.streams.stalls import Stall, awaited, awaited_by, loop_on
 from actorrpc.agent.calls import Call
-from actorrpc.futures import INTERRUPTED, WAITING, stand_by
+from actorrpc.futures import INTERRUPTED, WAITING, set_foreign_threads
 from actorrpc.transport.signals import is_protected, loses_exceptions
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from actorrpc.actors.host.carriers import ActorThread
 
 __all__ = [
-    "BYSTANDERS",
+    "FOREIGN_THREADS",
     "RUNS",
-    "Bystanders",
+    "ForeignThreads",
     "Interrupted",
     "Runner",
     "bears_interruption",
@@ -521,7 +521,7 @@ class Runner:
         return "".join(traceback.format_stack(frame)) if frame is not None else "(the thread has ended)"
 
 
-class Bystanders:
+class ForeignThreads:
     """The threads without a runner in a worker that executes tasks. Tasks may have started them.
 
     While such a thread waits, one more task may run, as while a task waits: it is not known to which task the thread belongs.
@@ -535,20 +535,20 @@ class Bystanders:
         self._lock = _time.RLock()
         self._hosted_actors: weakref.WeakSet[HostedActor] = weakref.WeakSet()
 
-    def make_room_in(self, hosted: HostedActor) -> None:
+    def register(self, hosted: HostedActor) -> None:
         """Count waits for an actor that executes tasks."""
         with self._lock:
             self._hosted_actors.add(hosted)
             for queue in hosted.mailbox.queues.values():
-                queue.bystanders = self
-            stand_by(self)
+                queue.foreign_threads = self
+            set_foreign_threads(self)
 
     def unregister(self, hosted: HostedActor) -> None:
         """Remove an actor that has ended. Without such actors, waits are not counted."""
         with self._lock:
             self._hosted_actors.discard(hosted)
             if not self._hosted_actors:
-                stand_by(None)
+                set_foreign_threads(None)
 
     def begin_wait(self, wake: Callable[[], None], what: object) -> None:
         """See futures.NestedRunner."""
@@ -575,4 +575,4 @@ class Bystanders:
         """See futures.NestedRunner."""
 
 
-BYSTANDERS: Final = Bystanders()
+FOREIGN_THREADS: Final = ForeignThreads()

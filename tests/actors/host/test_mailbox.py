@@ -101,7 +101,7 @@ class World:
         )
         self.waiting = 0  # number of waiting bystanders
         for queue in self.mailbox.queues.values():
-            queue.bystanders = self
+            queue.foreign_threads = self
         self.runners: list[SimulatedRunner] = []
         self.entries: list[Entry] = []
         self.started: list[Entry] = []
