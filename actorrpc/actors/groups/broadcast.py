@@ -147,7 +147,7 @@ def broadcast(ref: ObjectRef[T], actors: Iterable[ActorHandle[Any]]) -> list[Obj
 
 def _brought(ref: ObjectRef[T], located: Sequence[Future[Location]]) -> list[ObjectRef[T]]:
     """Copy a value to all receivers as soon as it exists and their locations are known."""
-    source = ref._ask()
+    source = ref._request()
     found: list[Future[Any]] = [Future() for _ in located]
     for future in found:
         future.label = ref._name()

@@ -257,7 +257,7 @@ class GroupMethod(Generic[P, R]):
 
         for at, ref in enumerate(self._send("broadcast", args, kwargs)):
             # Not gather(): the values are not needed, so large ones are not fetched.
-            ref._ask().add_done_callback(partial(ended, at))
+            ref._request().add_done_callback(partial(ended, at))
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> GroupStream[R]:
         """Call the method of all members and return an iterator over ``(point, ref)`` in the order in which the calls end.

@@ -310,7 +310,7 @@ class ObjectRef(Generic[T_co]):
 
     # -- the result ----------------------------------------------------------------------------------
 
-    def _ask(self) -> Future[Any]:
+    def _request(self) -> Future[Any]:
         """Return the future of the result, which may be a :class:`StoredResult`. Requests the result of a promise."""
         future = self._future
         if future is None:
@@ -340,7 +340,7 @@ class ObjectRef(Generic[T_co]):
 
     def _settled(self) -> Future[Any]:
         """Return the future of the value or of a snapshot of it. A value that is elsewhere is fetched."""
-        future = self._ask()
+        future = self._request()
         if future.completed and (future.error is not None or type(future.value_or_none) is not StoredResult):
             return future
         found = self._fetched
@@ -374,18 +374,18 @@ class ObjectRef(Generic[T_co]):
 
     def done(self) -> bool:
         """Say whether the call has ended. A large result may still have to be fetched."""
-        return self._ask().completed
+        return self._request().completed
 
     def cancel(self) -> bool:
         """Cancel the call: it ends with :class:`CancelledError`, and its actor is notified; False if it has already ended.
 
         For an ObjectRef from another worker, only the wait in this process is cancelled.
         """
-        return self._ask().cancel()
+        return self._request().cancel()
 
     def __await__(self) -> Generator[Any, None, T_co]:
         try:
-            value = yield from self._ask().__await__()
+            value = yield from self._request().__await__()
             if type(value) is StoredResult:
                 value = yield from self._settled().__await__()
             sole = sys.getrefcount(self) == SOLE

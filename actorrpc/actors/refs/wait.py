@@ -93,7 +93,7 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
         NotInitializedError: the future is pending, and was made before this process was forked.
     """
     if type(item) is ObjectRef:
-        future = item._ask()
+        future = item._request()
         if not future.completed:
             future.check_process()
         elif final and type(future.value_or_none) is StoredResult:
@@ -463,10 +463,10 @@ def get(
         until = _INFINITE
         execution = CURRENT.get()
         if timeout is None and (execution is None or execution.deadline == _INFINITE):
-            value = (refs._future or refs._ask()).wait()  # the path of most calls
+            value = (refs._future or refs._request()).wait()  # the path of most calls
         else:
             until = deadline_of(timeout)
-            value = _wait_for(refs._ask(), until, timeout)
+            value = _wait_for(refs._request(), until, timeout)
         if type(value) in ATOMS:
             return value
         if type(value) is StoredResult:

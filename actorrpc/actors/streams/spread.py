@@ -64,7 +64,7 @@ class _Parts(Progress):
 
     def item(self, ref: ObjectRef[Any]) -> bool:
         """Complete the next future with an item; return False if the stream can be closed."""
-        came = ref._ask()
+        came = ref._request()
         try:
             future = self._remaining.popleft()
         except IndexError:  # no future is left: discard the item, and let the caller close the stream
