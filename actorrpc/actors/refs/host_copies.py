@@ -81,7 +81,7 @@ class HostCopies:
         self._fetched[value] = future
         return rref._to_future(fetch=_lend, more=(anew,))
 
-    def ask(self, copy: CopyOnHost) -> Future[Any]:
+    def request(self, copy: CopyOnHost) -> Future[Any]:
         """Return a future of another worker's copy on this host; its value is None if that worker has no copy any more."""
         future: Future[Any] = Future()
         references = self._references

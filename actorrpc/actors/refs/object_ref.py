@@ -164,7 +164,7 @@ class _Pursuit(Progress):
         elif type(value) is CopyOnHost:
             assert self._copies is not None
             self._is_nearby = True
-            self.follow(self._copies.ask(value))
+            self.follow(self._copies.request(value))
         elif type(value) is StoredResult and not self._stays:
             self._hop(value.rref)
         else:
