@@ -152,7 +152,7 @@ class RunnerPools:
         self._lock = threading.RLock()
         self._pools: dict[Any, _RunnerPool] = {}
 
-    def take(self, options: TaskOptions) -> _Runner:
+    def assign(self, options: TaskOptions) -> _Runner:
         """Choose a runner for a task, count the task in ``runner.busy``, and return the runner.
 
         If :meth:`lease` returned a future, call this after the future has completed.
@@ -370,7 +370,7 @@ class TaskFuture(InnerFuture[Any]):
         Raises:
             SerializationError: the function, or an argument, cannot be sent.
         """
-        runner = self._pools.take(self._options)
+        runner = self._pools.assign(self._options)
         route = runner.route
         with undo_on_error(partial(self._pools.give_back, runner)):
             self._again = route.again(self._method, self._call, args, kwargs)
