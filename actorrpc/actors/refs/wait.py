@@ -646,7 +646,7 @@ def wait(
     try:
         registered.extend(refs)
         registered.wait(num_returns, until)
-        ready = registered.take(num_returns)
+        ready = registered.pop_ready(num_returns)
     finally:
         if registered.lasts:
             shared.append(registered)
@@ -756,7 +756,7 @@ class _Registered(_Collector):
         items = list(self.items.values())
         cover(items, [*self.futures, *(each for each in items if isinstance(each, Future))])
 
-    def take(self, count: int) -> list[Any]:
+    def pop_ready(self, count: int) -> list[Any]:
         """Remove and return the first ``count`` complete results, in order."""
         taken = [heapq.heappop(self._ended) for _ in range(min(count, len(self._ended)))]
         found = [self.items.pop(number) for number in taken]
@@ -807,7 +807,7 @@ class Completed(_Collector, Generic[T]):
         return self
 
     def __next__(self) -> T:
-        while (found := self._take(StopIteration)) is None:
+        while (found := self._next_ready(StopIteration)) is None:
             if not self.wait_until(self._until, 1, _NEXT, self._needs_all):
                 raise self._late()
         return found
@@ -816,7 +816,7 @@ class Completed(_Collector, Generic[T]):
         return self
 
     async def __anext__(self) -> T:
-        while (found := self._take(StopAsyncIteration)) is None:
+        while (found := self._next_ready(StopAsyncIteration)) is None:
             signal = self.awaited(1, _NEXT, self._needs_all)
             try:
                 async with asyncio.timeout(time_left(self._until)):
@@ -827,7 +827,7 @@ class Completed(_Collector, Generic[T]):
                     raise self._late() from None
         return found
 
-    def _take(self, stop: type[Exception]) -> T | None:
+    def _next_ready(self, stop: type[Exception]) -> T | None:
         """Return the next result, or None if it has not ended; raise ``stop`` after the last result."""
         if INTERRUPTED:
             interruption_point()
