@@ -298,7 +298,7 @@ class _Consumer(Stall, Progress):
 
     @property
     def _there(self) -> bool:
-        """Whether take() returns an item, an error or the end. Under the lock."""
+        """Whether pop_item() returns an item, an error or the end. Under the lock."""
         return bool(self._items) or self._ended
 
     @property
@@ -307,7 +307,7 @@ class _Consumer(Stall, Progress):
         with self._lock:
             return self._ended and not self._items and self._error is None
 
-    def take(self) -> tuple[Any, BaseException | None] | None:
+    def pop_item(self) -> tuple[Any, BaseException | None] | None:
         """Return an item as it was received, or the error in its place; None: wait for :meth:`arrival`, and call this again.
 
         Raises:
@@ -479,7 +479,7 @@ class _Items(Generic[R]):
             if INTERRUPTED:
                 interruption_point()
             try:
-                item = consumer.take()
+                item = consumer.pop_item()
             except _Over:
                 raise StopIteration from None
             if item is not None:
@@ -497,7 +497,7 @@ class _Items(Generic[R]):
             if INTERRUPTED:
                 interruption_point()
             try:
-                item = consumer.take()
+                item = consumer.pop_item()
             except _Over:
                 raise StopAsyncIteration from None
             if item is not None:
