@@ -57,7 +57,7 @@ class Names:
             runtime.agent.on_peer_end.append(self._peer_ended)
 
     def _peer_ended(self, peer: Peer) -> None:
-        self.take_out_all(peer.key)
+        self.delete_names_of(peer.key)
 
     @property
     def is_registrar(self) -> bool:
@@ -82,13 +82,13 @@ class Names:
         assert descriptor.name is not None
         until = _time.now() + _ASK_S
         while True:
-            known = self._ask("put_in", descriptor)
+            known = self._query("record_name", descriptor)
             if known is None:
                 return None
             assert isinstance(known, ActorDescriptor)
             if not self._ends(known, until):
                 break
-            self._ask("take_out", descriptor.name, descriptor.namespace, known.actor_id)
+            self._query("delete_name", descriptor.name, descriptor.namespace, known.actor_id)
         if get_if_exists:
             return known
         raise NameTakenError(
@@ -119,12 +119,12 @@ class Names:
     def unregister(self, name: str, namespace: str, actor_id: int) -> None:
         """Free a name, if this actor has it. Does not wait, and ignores the end of rank 0."""
         if self.is_registrar:
-            self.take_out(name, namespace, actor_id)
+            self.delete_name(name, namespace, actor_id)
             return
 
         def tell() -> None:
             try:
-                self._ask("take_out", name, namespace, actor_id)
+                self._query("delete_name", name, namespace, actor_id)
             except RpcError:  # rank 0 has ended, and the table with it
                 pass
 
@@ -137,18 +137,18 @@ class Names:
             UnknownActorError: there is none; the message lists similar names.
             PeerDiedError, RpcTimeoutError: rank 0 cannot be asked.
         """
-        found = self._ask("find", name, self.namespace if namespace is None else namespace)
+        found = self._query("find", name, self.namespace if namespace is None else namespace)
         assert isinstance(found, ActorDescriptor)
         return found
 
     def list(self, namespace: str | None = None) -> Sequence[tuple[str, str]]:
         """Return ``(namespace, name)`` of all actors that have names, or of those in one namespace."""
-        found = self._ask("find_all", namespace)
+        found = self._query("find_all", namespace)
         return cast(Sequence[tuple[str, str]], found)
 
     # -- asking rank 0 ------------------------------------------------------------------------------------
 
-    def _ask(self, what: str, *args: Any) -> Any:
+    def _query(self, what: str, *args: Any) -> Any:
         """Call one of the methods below on rank 0."""
         if self.is_registrar:
             return getattr(self, what)(*args)
@@ -167,7 +167,7 @@ class Names:
 
     # -- on rank 0 ----------------------------------------------------------------------------------------
 
-    def put_in(self, descriptor: ActorDescriptor) -> ActorDescriptor | None:
+    def record_name(self, descriptor: ActorDescriptor) -> ActorDescriptor | None:
         """Give a name to an actor, on rank 0; if another actor has the name, return its descriptor."""
         assert descriptor.name is not None
         key = (descriptor.namespace, descriptor.name)
@@ -175,14 +175,14 @@ class Names:
             known = self._descriptors.setdefault(key, descriptor)
         return None if known is descriptor or known.actor_id == descriptor.actor_id else known
 
-    def take_out(self, name: str, namespace: str, actor_id: int) -> None:
+    def delete_name(self, name: str, namespace: str, actor_id: int) -> None:
         """Implement :meth:`unregister` on rank 0."""
         with self._lock:
             known = self._descriptors.get((namespace, name))
             if known is not None and known.actor_id == actor_id:
                 del self._descriptors[namespace, name]
 
-    def take_out_all(self, supervisor: WorkerKey) -> None:
+    def delete_names_of(self, supervisor: WorkerKey) -> None:
         """Free the names of all actors of an ended supervisor. Runs on rank 0."""
         with self._lock:
             for key in [
@@ -231,10 +231,10 @@ def _serve(what: str, *args: Any) -> Any:
     names: Names = runtime().names
     found = getattr(names, what)(*args)
     current = CURRENT.get()
-    if what == "put_in" and found is None and current is not None and current.peer.state != "alive":
+    if what == "record_name" and found is None and current is not None and current.peer.state != "alive":
         # The requesting worker has died meanwhile: no other worker will free the name.
         descriptor: ActorDescriptor = args[0]
-        names.take_out(descriptor.name or "", descriptor.namespace, descriptor.actor_id)
+        names.delete_name(descriptor.name or "", descriptor.namespace, descriptor.actor_id)
     return found
 
 
