@@ -100,7 +100,7 @@ class _Consumer(Stall, Progress):
         self._whole = 0
         self._stuck = -1  # see look()
         self._generation = generation()
-        self._arrival: Future[None] | None = None  # completes when take() need not wait
+        self._arrival: Future[None] | None = None  # completes when pop_item() need not wait
         self._finished: Future[None] | None = None
         # Pulls must not be nested calls of the call in which an item is taken, so they have an execution of their own.
         self._apart = Execution(None, self._agent.self_peer, 0, _INFINITE, 0)
@@ -332,7 +332,7 @@ class _Consumer(Stall, Progress):
         return packed, None
 
     def arrival(self) -> Future[None]:
-        """Return a future that completes when take() does not return None: there is an item, an error, or the end."""
+        """Return a future that completes when pop_item() does not return None: there is an item, an error, or the end."""
         self.reader.note()
         with self._lock:
             there = self._there

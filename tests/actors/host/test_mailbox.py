@@ -99,7 +99,7 @@ class World:
             yielding=yielding,
             loose=self.random.choice([None, True, False]),
         )
-        self.waiting = 0  # number of waiting bystanders
+        self.waiting = 0  # number of waiting foreign threads
         for queue in self.mailbox.queues.values():
             queue.foreign_threads = self
         self.runners: list[SimulatedRunner] = []
@@ -168,7 +168,7 @@ class World:
         return needed is None or needed in self.finished or needed in self.cancelled
 
     def look(self) -> None:
-        """Start or end the wait of a bystander."""
+        """Start or end the wait of a foreign thread."""
         if self.waiting and self.random.random() < 0.5:
             self.waiting -= 1
         else:
