@@ -286,10 +286,10 @@ class Group:
         self.barrier.reached(stage, self.agent.name)
         with self.waiting(f"shutdown (stage {stage})") as look:
             while True:
-                peer = self._whom_to_ask()
+                peer = self._first_alive()
                 if peer.is_self:
                     self.watch_all()
-                future = self._ask(peer, stage, until)
+                future = self._report_stage(peer, stage, until)
                 if self._hear(future, peer, stage, until, look):
                     hooks.reach("shutdown.settled" if stage else "shutdown.together")
                     self._together = True
@@ -302,7 +302,7 @@ class Group:
                         worker=peer.name,
                     )
 
-    def _whom_to_ask(self) -> Peer:
+    def _first_alive(self) -> Peer:
         """Return the first member, by name, that is alive and was not given up; this worker, if there is none before it."""
         # All known peers are checked, so that PATIENCE_S begins now for each that is out of reach, not for one after the other.
         # No Peer objects are made for the other members, of which there may be thousands.
@@ -313,7 +313,7 @@ class Group:
                 return peer
         return self.agent.self_peer
 
-    def _ask(self, peer: Peer, stage: int, until: float) -> Future[None] | None:
+    def _report_stage(self, peer: Peer, stage: int, until: float) -> Future[None] | None:
         """Tell a member that this one has reached the stage; None if there is no connection to it."""
         agent = self.agent
         future: Future[None] = Future()
@@ -352,7 +352,7 @@ class Group:
                     # If it is done, an enclosing call has timed out, or the answer has just come.
                     if peer.is_self:
                         self._review(stage)
-                    if _time.now() >= until or self._whom_to_ask() is not peer:
+                    if _time.now() >= until or self._first_alive() is not peer:
                         future.cancel()
                         return False
                 elif future.exception() is not None:
