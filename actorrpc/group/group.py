@@ -96,7 +96,7 @@ class _Barrier:
     def __init__(self, members: Callable[[], Set[str]]) -> None:
         self._members = members
         self._lock = threading.Lock()
-        self._arrived: dict[int, set[str]] = {}
+        self._reached: dict[int, set[str]] = {}
         self._waiting: dict[int, list[Future[None]]] = {}
         self._gone: set[str] = set()
 
@@ -112,7 +112,7 @@ class _Barrier:
     def reached(self, stage: int, name: str) -> None:
         """Record that a worker has reached a stage; it may be waiting for the answer of another worker."""
         with self._lock:
-            self._arrived.setdefault(stage, set()).add(name)
+            self._reached.setdefault(stage, set()).add(name)
         self._look()
 
     def gone(self, name: str) -> None:
@@ -129,12 +129,12 @@ class _Barrier:
 
     def _lacking(self, members: Set[str], stage: int) -> Set[str]:
         """Return the result of :meth:`missing` as a set. Under the lock."""
-        here = {name for at, names in self._arrived.items() if at >= stage for name in names}
+        here = {name for at, names in self._reached.items() if at >= stage for name in names}
         return members - self._gone - here
 
     def _may_be_all(self, members: Set[str], stage: int) -> bool:
         """Say whether enough workers have arrived or ended; if not, names need not be compared. Under the lock."""
-        heard = sum(len(names) for at, names in self._arrived.items() if at >= stage)
+        heard = sum(len(names) for at, names in self._reached.items() if at >= stage)
         return heard + len(self._gone) >= len(members)
 
     def _look(self) -> None:
