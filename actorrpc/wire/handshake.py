@@ -184,7 +184,7 @@ class _Side:
         self._failure = error
         raise error
 
-    def _take(self, data: bytes, expected: int) -> tuple[int, bytes] | None:
+    def _receive(self, data: bytes, expected: int) -> tuple[int, bytes] | None:
         """Add ``data`` to the buffer; return the kind and the bytes of the message, or None if it is incomplete."""
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
@@ -342,7 +342,7 @@ class Dialler(_Side):
         """
         if not self._started:
             raise ProtocolError("this handshake was not started")
-        taken = self._take(data, _WELCOME if self._auth else _CHALLENGE)
+        taken = self._receive(data, _WELCOME if self._auth else _CHALLENGE)
         if taken is None:
             return b""
         kind, message = taken
@@ -471,7 +471,7 @@ class Acceptor(_Side):
             VersionError: the two sides support no common version.
             ProtocolError: anything else.
         """
-        taken = self._take(data, _AUTH if self._claim is not None else _HELLO)
+        taken = self._receive(data, _AUTH if self._claim is not None else _HELLO)
         if taken is None:
             return b""
         kind, message = taken
