@@ -107,7 +107,7 @@ def heartbeats(contacts: int, seed: int, *, beats: int = 20) -> dict[str, float]
             )
             assert look.state == "alive"
             wait = min(wait, look.wait)
-            if look.ask:
+            if look.ping_due:
                 heard[contact] = [now + _HOP_S, now + _HOP_S]
                 frames += 2 if now >= warm else 0
         wakes += who < 0 and now >= warm

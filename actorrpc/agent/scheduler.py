@@ -244,7 +244,7 @@ class Scheduler:
             late=self.pulse.late,
             receiving=bool(conn.assemblies) or conn.reader.mid_frame,
         )
-        if look.ask:
+        if look.ping_due:
             conn.outbox.append(pack_frame(frames.PING))
             conn.flush()  # without waiting
         if look.state == "alive":

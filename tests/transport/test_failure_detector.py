@@ -51,7 +51,7 @@ def test_a_silent_peer_is_lost_after_the_configured_number_of_misses_and_not_bef
         if look.state != "alive":
             assert now > hangs
         states.append(look.state)
-        if look.ask and now < hangs:
+        if look.ping_due and now < hangs:
             answer = now + round_trip * heartbeat
         assert 0 < look.wait <= heartbeat * 1.01
         now += look.wait
@@ -88,7 +88,8 @@ def test_a_peer_is_pinged_while_it_sends_a_long_message() -> None:
     """Its bytes prove that it is alive, but the peer needs signs of life as well."""
     failure_detector = FailureDetector()
     asked = [
-        failure_detector.look(t / 4, t / 4, heartbeat=1.0, misses=5, receiving=True).ask for t in range(1, 41)
+        failure_detector.look(t / 4, t / 4, heartbeat=1.0, misses=5, receiving=True).ping_due
+        for t in range(1, 41)
     ].count(True)
     assert 9 <= asked <= 14
 
