@@ -753,7 +753,7 @@ class Agent:
         if peer is None or conn not in peer.conns:
             return
         peer.conns.remove(conn)
-        peer.failure_detector.heard = max(peer.failure_detector.heard, conn.heard)
+        peer.failure_detector.last_received = max(peer.failure_detector.last_received, conn.last_received)
         if peer.conn is conn:
             peer.conn = None
         if self.closed_down:

@@ -238,7 +238,7 @@ class Scheduler:
         settings, failure_detector = self._agent.settings, peer.failure_detector
         look = failure_detector.look(
             now,
-            conn.heard,
+            conn.last_received,
             heartbeat=settings.heartbeat,
             misses=settings.heartbeat_misses,
             late=self.pulse.late,

@@ -134,8 +134,8 @@ class _Barrier:
 
     def _may_be_all(self, members: Set[str], stage: int) -> bool:
         """Say whether enough workers have arrived or ended; if not, names need not be compared. Under the lock."""
-        heard = sum(len(names) for at, names in self._reached.items() if at >= stage)
-        return heard + len(self._gone) >= len(members)
+        reached = sum(len(names) for at, names in self._reached.items() if at >= stage)
+        return reached + len(self._gone) >= len(members)
 
     def _look(self) -> None:
         members = self._members()

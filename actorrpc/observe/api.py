@@ -152,8 +152,8 @@ def _ask(
                 with contextlib.suppress(RpcTimeoutError):
                     answer: dict[str, Any] = asked.wait(max(0.0, min(_SLICE_S, deadline - _time.now())))
                     return answer
-                heard = max([begun, *(each.heard for each in list(peer.conns))])
-                is_late = _time.now() >= min(deadline, heard + silence)
+                last_received = max([begun, *(each.last_received for each in list(peer.conns))])
+                is_late = _time.now() >= min(deadline, last_received + silence)
                 if is_late or (target.local_pid and process_state(target.local_pid) != "running"):
                     raise TimeoutError(late)
         finally:

@@ -287,7 +287,7 @@ def _held(session: DebugSession) -> dict[str, Any]:
 
 def _connection(peer: Peer, now: float) -> dict[str, Any]:
     conns = [each for each in list(peer.conns) if each.state is not CLOSED]
-    heard = max([each.heard for each in conns] + [peer.failure_detector.heard])
+    last_received = max([each.last_received for each in conns] + [peer.failure_detector.last_received])
     lenders = [each.lane.lender for each in conns if each.lane.lender is not None]
     pending = list(peer.pending.values())  # in the order in which they were made
     borrowers = [each.lane.borrower for each in conns if each.lane.borrower is not None]
@@ -296,7 +296,7 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
         "state": state_of(peer),
         "sockets": len(conns),
         "local": any(each.local for each in conns),
-        "silent": max(0.0, now - heard) if heard > 0 else -1.0,
+        "silent": max(0.0, now - last_received) if last_received > 0 else -1.0,
         "calls_out": len(pending),
         "oldest_call": _text(pending[0].label) if pending else "",
         "oldest": max(0.0, now - pending[0].made) if pending else 0.0,

@@ -695,8 +695,12 @@ def _state_of(agent: Agent, record: WorkerRecord, peer: Peer | None, now: float)
         seen = 0.0
     elif peer is not None:
         conn = peer.conn
-        heard = peer.failure_detector.heard if conn is None else max(conn.heard, peer.failure_detector.heard)
-        seen = max(0.0, now - heard) if heard > 0 else None
+        last_received = (
+            peer.failure_detector.last_received
+            if conn is None
+            else max(conn.last_received, peer.failure_detector.last_received)
+        )
+        seen = max(0.0, now - last_received) if last_received > 0 else None
     if record.host == agent.record.host:
         host = socket.gethostname()
     else:

@@ -109,7 +109,7 @@ class Connection(StateMachine):
         peer: the worker at the other end, once it is known.
         assemblies: the objects that receive chunks, by the number of the stream of chunks.
         undelivered: one entry for each batch of frames that was read and not delivered yet; added under the read lock.
-        heard: when the last bytes arrived.
+        last_received: when the last bytes arrived.
         reader: splits received bytes into frames. ``read_lock`` guards it, reading, and the poller.
         read_by: the identifier of the thread that holds the read lock in :meth:`reading`, where it may run finalisers; otherwise
             0.
@@ -143,7 +143,7 @@ class Connection(StateMachine):
         self.assemblies: dict[int, Any] = {}
         self.undelivered: deque[None] = deque()
         self.goodbye: Goodbye | None = None
-        self.heard = _time.now()
+        self.last_received = _time.now()
         self.read_lock = _time.Lock()
         self.read_by = 0
         self.writer = Writer(self, None if seals is None else seals.outgoing)
@@ -393,7 +393,7 @@ class Connection(StateMachine):
                 continue
             if not count:
                 raise EOFError("end of file")
-            self.heard = _time.now()
+            self.last_received = _time.now()
             if stream.owed:
                 self.outbox.appendleft(pack_frame(ACK, stream.owed))
                 stream.told()
@@ -483,7 +483,7 @@ class Connection(StateMachine):
                 self.fd = stream.sock.fileno()
                 self._poller.register(self.fd, select.POLLIN)
                 self.expecting = 0.0
-                self.heard = _time.now()
+                self.last_received = _time.now()
                 return self.enter(OPEN)
 
     def close(self, error: BaseException | None = None) -> None:

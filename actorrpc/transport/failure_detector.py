@@ -51,15 +51,15 @@ class FailureDetector:
     """The failure detector of one peer. Not thread-safe.
 
     Attributes:
-        heard: when the last byte had arrived, at the time of the last check.
+        last_received: when the last byte had arrived, at the time of the last check.
         silent: seconds of silence at the time of the last check.
         direct: whether the connection ends at the peer's process, without a relay (:func:`is_direct`); None: not known yet.
     """
 
-    __slots__ = ("_excused", "_pinged_at", "direct", "heard", "silent")
+    __slots__ = ("_excused", "_pinged_at", "direct", "last_received", "silent")
 
     def __init__(self) -> None:
-        self.heard = self._pinged_at = float("-inf")
+        self.last_received = self._pinged_at = float("-inf")
         self.silent = 0.0
         self.direct: bool | None = None
         self._excused = 0.0
@@ -67,7 +67,7 @@ class FailureDetector:
     def look(
         self,
         now: float,
-        heard: float,
+        last_received: float,
         *,
         heartbeat: float,
         misses: int,
@@ -78,19 +78,19 @@ class FailureDetector:
 
         Args:
             now: the time, in seconds.
-            heard: when the last byte arrived.
+            last_received: when the last byte arrived.
             heartbeat: seconds of silence after which the peer is sent a PING.
             misses: heartbeats of silence after which the peer is lost; at least 2.
             late: by how many seconds this check is late, because this process did not run.
             receiving: whether a message was received in part. On a slow network, its rest may take long, and until then this
                 worker may have nothing to send to the peer. Therefore a PING is sent even if the peer is not silent.
         """
-        if heard > self.heard:
-            self.heard = heard
-            self._excused = min(late, now - heard)
+        if last_received > self.last_received:
+            self.last_received = last_received
+            self._excused = min(late, now - last_received)
         else:
             self._excused += late
-        since = self.heard + self._excused
+        since = self.last_received + self._excused
         self.silent = silent = now - since
         suspect, lost = 2 * heartbeat, (misses - 0.5) * heartbeat
         ping_due = (
