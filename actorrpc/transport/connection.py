@@ -396,7 +396,7 @@ class Connection(StateMachine):
             self.last_received = _time.now()
             if stream.owed:
                 self.outbox.appendleft(pack_frame(ACK, stream.owed))
-                stream.told()
+                stream.ack_sent()
                 self.flush()
             came = True
             found = reader.fed(count)

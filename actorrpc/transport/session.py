@@ -111,7 +111,7 @@ class ReliableStream(Stream):
         if self.received - self._said >= self._say_every:
             self._said = self.owed = self.received
 
-    def told(self) -> None:
+    def ack_sent(self) -> None:
         """Reset :attr:`owed`."""
         self.owed = 0
 
