@@ -248,9 +248,9 @@ class Scheduler:
             conn.outbox.append(pack_frame(frames.PING))
             conn.flush()  # without waiting
         if look.state == "alive":
-            if peer.told == "suspect":
+            if peer.announced == "suspect":
                 self.changes.note(peer, "alive", "it answers again")
-        elif peer.told == "alive":
+        elif peer.announced == "alive":
             failure_detector.direct = None
             self.changes.note(peer, "suspect", f"it has been silent for {failure_detector.silent:.1f} s")
             self._agent.pool.submit(partial(self._examine, peer, conn))

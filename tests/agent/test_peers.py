@@ -83,7 +83,7 @@ def test_a_forgotten_dead_peer_stays_dead_until_a_new_incarnation_joins() -> Non
     )
     for _ in range(2):
         for again in (world.peer_table.adopt(record), world.peer_table.peer("w1"), world.peer_table.peer(1)):
-            assert (again.state, again.cause, again.told) == ("dead", "killed", "dead")
+            assert (again.state, again.cause, again.announced) == ("dead", "killed", "dead")
     assert not any(peer.name == "w1" for peer in world.peer_table.peers())
     second = world.join(1)
     assert second.state == "alive"
