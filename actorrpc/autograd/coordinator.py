@@ -101,7 +101,7 @@ class Coordinator:
                 runs[worker] = self._run(strata, direct.get(worker, ()))
         direct.clear()
         with context.lock:
-            part.told = set(runs)
+            part.notified = set(runs)
         self._request(runs)
         runs.clear()
         if not part.finished:
@@ -135,7 +135,7 @@ class Coordinator:
     def _settle(self) -> Generator[list[Future[Any]], None, None]:
         """Wait until all workers have acted on the verdict. Errors cannot change it, and are not raised."""
         try:
-            self._request({worker: Settle(self._context.id, self._part.id) for worker in self._part.told})
+            self._request({worker: Settle(self._context.id, self._part.id) for worker in self._part.notified})
         except RpcTimeoutError:
             return
         for future in self._requests.values():

@@ -205,7 +205,7 @@ class LocalPass:
         begun: a thread has begun the part, or is about to begin it.
         answer: completed when this part ends; None if no worker waits for it.
         awaited: the calls to other workers, if the pass begins here: cancelled if this part fails.
-        told: the workers that get the verdict, if the pass begins here.
+        notified: the workers that get the verdict, if the pass begins here.
         error: why this part has failed.
         over: the verdict has arrived, or this worker has ended the pass without it: later gradients are ignored.
         finished: all strata and leaves are done.
@@ -220,7 +220,7 @@ class LocalPass:
         self.begun = False
         self.answer: Future[None] | None = None
         self.awaited: Collection[Future[Any]] = ()
-        self.told: set[WorkerKey] = set()
+        self.notified: set[WorkerKey] = set()
         self.error: BaseException | None = None
         self.over = False
         self.finished = False

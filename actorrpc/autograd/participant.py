@@ -459,8 +459,8 @@ class Participant:
                 return False
             part.over = True
             counts = commit and part.finished and part.error is None
-            told = part.told
-        for worker in sorted(told):
+            notified = part.notified
+        for worker in sorted(notified):
             self.transport.notify(worker, Verdict(context.id, part.id, counts))
         try:
             if counts:
@@ -497,7 +497,7 @@ class Participant:
             parts = list(context.passes.values())
             peers = context.peers.copy()
         for part in parts:
-            peers |= part.told
+            peers |= part.notified
             self.fail(part, error)
             self.decide(part, False)
         with context.lock:
@@ -523,7 +523,7 @@ class Participant:
     def _bereave(self, part: LocalPass, key: WorkerKey, error: BaseException) -> None:
         with part.context.lock:
             if part.origin == self.me:
-                concerned, orphaned = key in part.told, False
+                concerned, orphaned = key in part.notified, False
             else:
                 orphaned = part.origin == key if part.origin else part.id >> 48 == key.rank
                 concerned = orphaned or part.waits_for(key)

@@ -65,17 +65,17 @@ def news_for(
         for node in found.receipts:
             sinks.append(context.receipts[node].sink)
         context.sinks[me, message] = sinks
-        told = context.told.get(peer)
-        if told is None:
-            told = context.told[peer] = set()
+        sent_sinks = context.sent_sinks.get(peer)
+        if sent_sinks is None:
+            sent_sinks = context.sent_sinks[peer] = set()
         left = [(me, message)]
         while left and len(news) < 2 * _NEWS:
             send = left.pop()
             worker, number = send
             leads = context.sinks.get(send)
-            if leads is None or worker == peer or number in told:
+            if leads is None or worker == peer or number in sent_sinks:
                 continue
-            told.add(number)
+            sent_sinks.add(number)
             leads_to: list[int] = []
             for of, to, receipt in leads:
                 leads_to += (to, receipt)
