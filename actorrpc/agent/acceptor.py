@@ -61,7 +61,7 @@ _READ: Final = 4096  # more than any first message of TLS, as closing a socket w
 _AGAIN_S: Final = 0.2  # time between two attempts to accept if there are no descriptors
 _PATIENCE_S: Final = 1.0  # after so long without descriptors, connections in the backlog are refused
 _MINUTE_S: Final = 60.0
-_TELL_S: Final = 10.0  # the shortest time between two log lines that no connection can be accepted
+_LOG_S: Final = 10.0  # the shortest time between two log lines that no connection can be accepted
 _GIVE: Final = "set ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY and ACTORRPC_TLS_CA for all workers, or for none"
 _log = logging.getLogger("actorrpc.links")
 
@@ -141,7 +141,7 @@ class Admission:
         self._short_since: dict[socket.socket, float] = {}  # listeners for which there is no descriptor
         # The reserved descriptor for refusing connections; -1: there is none, or a thread is using it.
         self._held = -1
-        self._told = float("-inf")
+        self._logged_at = float("-inf")
         # The number of refusals by address since the last log line about refusals.
         self._refused: Counter[str] = Counter()
         self._refused_since = float("-inf")
@@ -194,10 +194,10 @@ class Admission:
                 return
             self._resting.add(listener)
             in_vain = now - self._short_since.setdefault(listener, now) >= _PATIENCE_S
-            tell = now - self._told >= _TELL_S
-            if tell:
-                self._told = now
-        if tell:
+            logs = now - self._logged_at >= _LOG_S
+            if logs:
+                self._logged_at = now
+        if logs:
             _log.error(
                 "%r accepts no more connections until some have ended: %s",
                 self._agent.record.name,

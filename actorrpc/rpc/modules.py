@@ -196,7 +196,7 @@ def load_state(
     keys: list[Any] = []
     wrong: list[str] = []
     # If load_state_dict raises, the error does not list the missing keys; a hook gets them before that.
-    told = _module(module).register_load_state_dict_post_hook(lambda _, found: keys.append(found))
+    handle = _module(module).register_load_state_dict_post_hook(lambda _, found: keys.append(found))
     try:
         keys.append(module.load_state_dict(loaded, strict=False, **options))
     except RuntimeError as error:
@@ -205,7 +205,7 @@ def load_state(
             raise
         wrong = text.split("\n\t")[1:]
     finally:
-        told.remove()
+        handle.remove()
     found = keys[-1] if keys else None
     return list(getattr(found, "missing_keys", ())), list(getattr(found, "unexpected_keys", ())), wrong
 

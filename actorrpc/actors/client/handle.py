@@ -872,8 +872,8 @@ def monitor(
         raise TypeError(f"callback must be callable, not a {type(callback).__name__}")
     watched: Future[ActorDiedError] = route_to(actor, "monitor()").watch()
     if callback is not None:
-        tell = callback
-        watched.add_done_callback(lambda done: tell(done.value()))
+        notify = callback
+        watched.add_done_callback(lambda done: notify(done.value()))
     return watched
 
 

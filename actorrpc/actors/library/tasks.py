@@ -305,7 +305,7 @@ def _is_of(route: Route | None, error: BaseException | None) -> bool:
     )
 
 
-def _told(label: object, error: Any, route: Route | None) -> BaseException:
+def _task_error(label: object, error: Any, route: Route | None) -> BaseException:
     """Return the error of a task for the error of the actor that executed it."""
     if not _is_of(route, error):
         return cast(BaseException, error)
@@ -314,13 +314,13 @@ def _told(label: object, error: Any, route: Route | None) -> BaseException:
         return ConfigError(str(error.__cause__))
     # The cause of death is in the text. The advice to call the actor again does not apply to a task.
     cause = str(error.__cause__ or error).partition("is being restarted: ")[2] or str(error)
-    told = PeerDiedError(
+    failure = PeerDiedError(
         f"{label} was not finished, and is not run (again), see max_retries=. {cause.partition('. Call again')[0]}",
         maybe_executed=error.maybe_executed,
         worker=error.worker,
     )
-    told.__cause__ = error
-    return told
+    failure.__cause__ = error
+    return failure
 
 
 class _AwaitsRunner(Progress):
@@ -419,7 +419,7 @@ class TaskFuture(InnerFuture[Any]):
         call.acknowledge()  # the task's future reports the error
         if self.claim():
             self.conclude(
-                call.value_or_none, None if error is None else _told(self.label, error, self._route)
+                call.value_or_none, None if error is None else _task_error(self.label, error, self._route)
             )
 
     def kill(self) -> Future[None] | None:
@@ -442,16 +442,16 @@ class TaskFuture(InnerFuture[Any]):
             return error
         meaning = route.explain(method, options, error, peer)
         if not isinstance(meaning, Future):
-            return _told(self.label, meaning, route)
-        told: Future[Any] = Future()
-        told.label = meaning.label
+            return _task_error(self.label, meaning, route)
+        failure: Future[Any] = Future()
+        failure.label = meaning.label
 
         def known(done: Future[Any]) -> None:
             done.acknowledge()  # the task's future reports the error
-            told.set_exception(_told(self.label, done.error or error, route))
+            failure.set_exception(_task_error(self.label, done.error or error, route))
 
         meaning.add_done_callback(known)
-        return told
+        return failure
 
 
 _interned: Final[dict[CallOptions, CallOptions]] = {}

@@ -397,9 +397,9 @@ class _Consumer(Stall, Progress):
 
     def _tell_closed(self, ticket: StreamTicket) -> None:
         if self._peer is not None and not self._agent.closed_down:
-            told: Future[None] = Future()
-            told.add_done_callback(_look_away)
-            self._call_producer(told, close_stream, ticket.stream)
+            closed: Future[None] = Future()
+            closed.add_done_callback(_look_away)
+            self._call_producer(closed, close_stream, ticket.stream)
 
     def finished(self) -> Future[None]:
         """Return a future that completes when the generator is known to have ended; it fails if the stream does."""

@@ -122,13 +122,13 @@ class Names:
             self.delete_name(name, namespace, actor_id)
             return
 
-        def tell() -> None:
+        def delete() -> None:
             try:
                 self._query("delete_name", name, namespace, actor_id)
             except RpcError:  # rank 0 has ended, and the table with it
                 pass
 
-        self._runtime.agent.submit(tell)
+        self._runtime.agent.submit(delete)
 
     def lookup(self, name: str, namespace: str | None = None) -> ActorDescriptor:
         """Return the descriptor (weak) of the actor of that name; waits for rank 0, at most 30 s.

@@ -183,16 +183,16 @@ class Placements:
             return
         once = [go]
 
-        def tell(report: DeathReport | None) -> None:
+        def answer(report: DeathReport | None) -> None:
             try:
-                take = once.pop()
+                run = once.pop()
             except IndexError:
                 return
-            submit(partial(take, report))
+            submit(partial(run, report))
 
         def ready(done: Future[DeathReport]) -> None:
             done.acknowledge()
-            tell(done.value_or_none)
+            answer(done.value_or_none)
 
         spawner.report(worker).add_done_callback(ready)
-        self._agent.clock.after(_REPORT_S, partial(tell, None))
+        self._agent.clock.after(_REPORT_S, partial(answer, None))

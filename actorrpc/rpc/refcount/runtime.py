@@ -302,10 +302,12 @@ class References(MessageReferences):
             if error is None:
                 self.carry_out(self.table.confirmed(handle))
             else:
-                told = handle.fork_id is not None and peer.state == "alive" and not self.agent.closed_down
-                reached = told or getattr(error, "maybe_executed", True) is not False
+                may_exist = (
+                    handle.fork_id is not None and peer.state == "alive" and not self.agent.closed_down
+                )
+                reached = may_exist or getattr(error, "maybe_executed", True) is not False
                 self.carry_out(self.table.creation_failed(handle, error, reached=reached))
-                if told:  # on another thread, because this thread may be writing a batch
+                if may_exist:  # on another thread, because this thread may be writing a batch
                     self.agent.submit(partial(self._give_up, handle, error))
 
         future.add_done_callback(created)
