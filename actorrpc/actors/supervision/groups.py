@@ -156,9 +156,9 @@ class SupervisionGroup:
         """Record that a child's incarnation has ended, for whatever reason."""
         return self._carry_out(self._siblings.died(child.index, self._now(), f"{child.title}: {why}"))
 
-    def left(self, child: ActorRecord) -> list[Action]:
+    def departed(self, child: ActorRecord) -> list[Action]:
         """Record that a child is dead for good, and was ended on purpose."""
-        actions = self._carry_out(self._siblings.left(child.index, self._now()))
+        actions = self._carry_out(self._siblings.departed(child.index, self._now()))
         root = self.root()
         if not root.is_over and all(each.phase == "dead" for each in root.actors()):
             actions.append(partial(root.close, None))

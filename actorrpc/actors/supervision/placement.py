@@ -118,7 +118,7 @@ class Placements:
             self._booked.add(instance_id)
         return None if isinstance(worker, SharedSlot) else worker.name
 
-    def left(self, instance_id: int) -> None:
+    def departed(self, instance_id: int) -> None:
         """Return the booking of an incarnation, if it has one. Idempotent."""
         if instance_id in self._booked:
             self._booked.discard(instance_id)

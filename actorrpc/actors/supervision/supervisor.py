@@ -295,7 +295,7 @@ class Supervisor:
             self._not_made(actor, life, error)
             return
         if not self._construct(actor, life, peer, process):  # its end was ordered meanwhile
-            self._places.left(life.id)
+            self._places.departed(life.id)
             if process is not None and self._runtime.spawner is not None:
                 self._runtime.spawner.kill(process)
 
@@ -467,7 +467,7 @@ class Supervisor:
                 answers = actor.take_answered()
                 if family is not None:
                     actions = family.died(actor, text)
-        self._places.left(life.id)
+        self._places.departed(life.id)
         if process is not None and report is None and self._runtime.spawner is not None:
             self._runtime.spawner.release(process)
         if not verdict.again:
@@ -508,7 +508,7 @@ class Supervisor:
             actor.phase = "dead"
             family, actions = actor.family, []
             if family is not None and not self._closed:
-                actions = family.lost(actor, death, cause) if lost else family.left(actor)
+                actions = family.lost(actor, death, cause) if lost else family.departed(actor)
             actor.forget()
             life = actor.last_life
             waiters, actor.waiters = actor.waiters, []
@@ -520,7 +520,7 @@ class Supervisor:
         if descriptor.name is not None and not self._agent.closed_down:
             self._names.unregister(descriptor.name, descriptor.namespace, descriptor.actor_id)
         if life is not None:
-            self._places.left(life.id)
+            self._places.departed(life.id)
         for _, _, future in waiters:
             future.try_fail(death)
         for watcher in watchers:

@@ -114,7 +114,7 @@ def test_after_random_deaths_all_children_are_up_or_the_group_has_failed(
             left.add(child)
             model.lives[child] = False
             model.todo = [order for order in model.todo if order.child != child]
-            model.take(model.siblings.left(child, model.now))
+            model.take(model.siblings.departed(child, model.now))
         elif what == 3 and model.waits:
             model.pass_time()
         elif model.todo:
@@ -124,7 +124,7 @@ def test_after_random_deaths_all_children_are_up_or_the_group_has_failed(
     states: tuple[Any, ...] = model.siblings.states
     for child in range(size):
         if child in left:
-            assert states[child] == "left"
+            assert states[child] == "departed"
         else:
             assert model.lives[child] is not model.siblings.failed
             assert states[child] == ("down" if model.siblings.failed else "up")
