@@ -483,7 +483,9 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
     return found[0]
 
 
-def _ask(driver: WorkerRecord, name: str, key: Key, settings: Settings, deadline: float) -> dict[str, Any]:
+def _request_admission(
+    driver: WorkerRecord, name: str, key: Key, settings: Settings, deadline: float
+) -> dict[str, Any]:
     """Ask the driver whether this process may join under a name; return the answer.
 
     Raises:
@@ -507,7 +509,7 @@ def _ask(driver: WorkerRecord, name: str, key: Key, settings: Settings, deadline
         agent.start([])
         request = {"name": name}
         answer: dict[str, Any] = agent.call_sync(
-            agent.peer(driver.name), driver_rpc.ask, ("admit", request), {}, left
+            agent.peer(driver.name), driver_rpc.serve, ("admit", request), {}, left
         )
     except RpcTimeoutError as error:
         raise RendezvousError(f"the driver at {shown} has not answered within {left:.3g} s") from error
@@ -557,7 +559,7 @@ def join(
     found_key = find_key(host, port) if key is None else key
     here = Settings.from_environment(**(settings or {}))
     driver, own = _knock(host, port, found_key, here, deadline)
-    answer = _ask(driver, own_name, found_key, here, deadline)
+    answer = _request_admission(driver, own_name, found_key, here, deadline)
     driver = WorkerRecord.from_bytes(answer["driver"])
     # The address that has worked comes first: the advertised addresses may be for other hosts.
     tcp = tuple(dict.fromkeys(((host, port), *driver.tcp)))
