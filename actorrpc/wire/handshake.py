@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 MAX_MESSAGE = 256
-VERSIONS = (6, 6)
+VERSIONS = (7, 7)
 """The lowest and the highest version of the protocol that this code supports."""
 
 _MAGIC = b"aRPC"
