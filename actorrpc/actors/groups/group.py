@@ -351,7 +351,7 @@ PerRank: TypeAlias = Callable[[Point], tuple[tuple[Any, ...], Mapping[str, Any]]
 Options: TypeAlias = Mapping[str, Any] | Callable[[Point], Mapping[str, Any]]
 _Slice: TypeAlias = slice  # in the classes, `slice` is the method
 
-_ASK_S: Final = 10.0  # how long a supervisor may take to answer
+_ANSWER_S: Final = 10.0  # how long a supervisor may take to answer
 
 
 # -- making groups ------------------------------------------------------------------------------------------
@@ -668,6 +668,6 @@ class ActorGroup(Generic[C]):
 def _kill(handles: list[ActorHandle[Any]]) -> None:
     """Kill actors, and wait until their supervisors have confirmed it."""
     asked = [route_of(handle).kill(True) for handle in handles]
-    collect_all(asked).wait(_ASK_S)
+    collect_all(asked).wait(_ANSWER_S)
     for future in asked:
         future.acknowledge()  # if its supervisor has ended, so has the actor

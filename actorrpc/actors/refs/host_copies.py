@@ -29,7 +29,9 @@ from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["CopyOnHost", "HostCopies", "place_of"]
 
-_ASK_S: Final = 30.0  # how long a worker that has or fetches a copy may take; then the owner is asked again
+_ANSWER_S: Final = (
+    30.0  # how long a worker that has or fetches a copy may take; then the owner is asked again
+)
 
 
 class CopyOnHost(NamedTuple):
@@ -87,7 +89,7 @@ class HostCopies:
         references = self._references
         try:
             peer = references.peer_of(copy.worker)
-            references.agent.call(peer, _share, (copy.value,), {}, _ASK_S, future=future)
+            references.agent.call(peer, _share, (copy.value,), {}, _ANSWER_S, future=future)
         except RpcError as error:  # the worker has ended
             future.set_exception(error)
         references.agent.flush()

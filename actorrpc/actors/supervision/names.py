@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Names"]
 
-_ASK_S: Final = 30.0  # how long rank 0 may take to answer
+_ANSWER_S: Final = 30.0  # how long rank 0 may take to answer
 
 
 class Names:
@@ -80,7 +80,7 @@ class Names:
             PeerDiedError, RpcTimeoutError: rank 0 cannot be asked.
         """
         assert descriptor.name is not None
-        until = _time.now() + _ASK_S
+        until = _time.now() + _ANSWER_S
         while True:
             known = self._query("record_name", descriptor)
             if known is None:
@@ -154,7 +154,7 @@ class Names:
             return getattr(self, what)(*args)
         agent = self._runtime.agent
         try:
-            return agent.call_sync(agent.peer(0), _serve, (what, *args), {}, _ASK_S)
+            return agent.call_sync(agent.peer(0), _serve, (what, *args), {}, _ANSWER_S)
         except UnknownActorError as error:
             # Raise the original error: that it was raised on rank 0 does not matter to the user.
             raise exceptions.original(error) from None
