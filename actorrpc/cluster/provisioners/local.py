@@ -173,7 +173,7 @@ class LocalCluster(Engine):
         spec = process.order.spec
         if spec.num_gpus is None:
             return
-        devices = self.devices.take(process.order.name, spec.num_gpus)
+        devices = self.devices.allocate(process.order.name, spec.num_gpus)
         if devices is None:
             raise PlacementError(
                 f"{spec.label!r} needs num_gpus={spec.num_gpus:g}, and of {self.devices.total} CUDA devices not enough are free"
