@@ -279,7 +279,7 @@ class Logs:
 
         self._order(order)
 
-    def end(self, output: Output, done: Callable[[], None]) -> None:
+    def finish(self, output: Output, done: Callable[[], None]) -> None:
         """Call ``done()``, in the logs' thread, when the whole output of an ended process was read."""
 
         def order() -> None:
