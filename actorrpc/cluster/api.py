@@ -372,7 +372,7 @@ def _join_rank_0(
                 raise
             meeting.renew(where, deadline)
             continue
-        meeting.arrived(where)
+        meeting.report_arrival(where)
         return member, where
 
 

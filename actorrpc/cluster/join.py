@@ -294,7 +294,7 @@ class LaunchMeeting:
         poll(lambda: self.address() != stale, min(deadline, _time.now() + _AGAIN_S))
         self.secret = self._agree()
 
-    def arrived(self, address: str) -> None:
+    def report_arrival(self, address: str) -> None:
         """Record in the store that this rank has joined the driver at an address."""
         self._store.set(f"{self._prefix}arrived/{address}/{self._launch.rank}", "1")
         self._store.add(f"{self._prefix}arrived/{address}", 1)
