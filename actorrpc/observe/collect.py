@@ -320,7 +320,7 @@ def _lasted(blocked: BlockedSends, now: float) -> float:
     return 0.0 if since is None else max(0.0, now - since)
 
 
-def _left(deadline: float, now: float) -> float | None:
+def _remaining(deadline: float, now: float) -> float | None:
     return None if deadline == INFINITE else deadline - now
 
 
@@ -329,7 +329,7 @@ def _outgoing(call: Call, now: float) -> dict[str, Any]:
         "label": _text(call.label),
         "worker": call.peer.name,
         "since": max(0.0, now - call.made),
-        "left": _left(call.deadline, now),
+        "left": _remaining(call.deadline, now),
     }
 
 
@@ -367,7 +367,7 @@ def _plain_call(execution: Execution, now: float) -> dict[str, Any]:
     return {
         "method": _name_of(execution.what),
         "caller": execution.peer.name,
-        "left": _left(execution.deadline, now),
+        "left": _remaining(execution.deadline, now),
         "execution": f"{execution.chain:016x}",
         "chain": [f"{each:016x}" for each in execution.path[:-1]],
         "waits_for": [_say_awaited(each) for each in nested[:10]],
@@ -512,7 +512,7 @@ def _call(entry: Envelope, now: float, thread: int, waits_for: list[Call | Stall
         "method": _text(entry.header.get("method", "__init__")),
         "caller": entry.peer.name,
         "since": max(0.0, now - entry.received_at),
-        "left": _left(entry.deadline, now),
+        "left": _remaining(entry.deadline, now),
         "execution": f"{entry.chain:016x}" if entry.begun else "",
         "chain": [f"{each:016x}" for each in (entry.path[:-1] if entry.begun else entry.path)],
         "thread": thread,

@@ -157,10 +157,10 @@ class Visit:
         if isinstance(address, str):
             plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             with undo_on_error(plain.close):
-                plain.settimeout(_left(until))
+                plain.settimeout(_remaining(until))
                 plain.connect(address)
         else:
-            plain = socket.create_connection(address, _left(until))
+            plain = socket.create_connection(address, _remaining(until))
         sock = plain
         try:
             if tls is not None:
@@ -201,7 +201,7 @@ class Visit:
         until = min(until, time.monotonic() + self.silence)
         poller = select.poll()
         poller.register(sock.fileno(), select.POLLIN)
-        while not poller.poll(1000 * min(_SLICE_S, _left(until))):
+        while not poller.poll(1000 * min(_SLICE_S, _remaining(until))):
             if time.monotonic() >= until or (pid and process_state(pid) != "running"):
                 raise TimeoutError("it has not answered in time")
 
@@ -360,5 +360,5 @@ class KeptVisits:
             self._pool = None
 
 
-def _left(until: float) -> float:
+def _remaining(until: float) -> float:
     return max(0.001, until - time.monotonic())
