@@ -483,7 +483,7 @@ class _Driver:
         if worker is not None:
             try:
                 if worker.cluster is not None:
-                    worker.cluster.end(graceful, seconds)
+                    worker.cluster.shut_down(graceful, seconds)
             finally:
                 worker.cluster = None
 

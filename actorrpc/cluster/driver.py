@@ -79,7 +79,7 @@ class _Wish:
 
 
 class Cluster:
-    """The driver's part in a cluster. Thread-safe; only :meth:`end` blocks.
+    """The driver's part in a cluster. Thread-safe; only :meth:`shut_down` blocks.
 
     Args:
         agent: the driver's agent.
@@ -614,7 +614,7 @@ class Cluster:
                 return
             self._gone.wait(min(left, _LOOK_S))
 
-    def end(self, graceful: bool, timeout: float) -> None:
+    def shut_down(self, graceful: bool, timeout: float) -> None:
         """End all processes of the cluster. Bounded; idempotent.
 
         Args:
