@@ -179,7 +179,7 @@ class Reader:
             return False
         return self._pattern.search(line.text) is not None
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Hang up."""
         while self._visits:
             self._visits.pop()[0].close()
