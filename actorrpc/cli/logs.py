@@ -156,7 +156,7 @@ class Reader:
         for place in reversed(range(len(self._visits))):
             visit, number = self._visits[place]
             try:
-                found = visit.ask(["logs", "members"], time.monotonic() + self._timeout, {"logs": number})
+                found = visit.query(["logs", "members"], time.monotonic() + self._timeout, {"logs": number})
             except (OSError, RpcError):
                 visit.close()
                 del self._visits[place]

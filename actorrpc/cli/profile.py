@@ -127,7 +127,7 @@ class Sampler:
                     return
                 until = time.monotonic() + timeout
                 try:
-                    found = visit.ask(self._parts, until)
+                    found = visit.query(self._parts, until)
                 except TimeoutError:
                     # The worker will answer this request later, in vain. Therefore wait, so that such requests are few.
                     stop.wait(max(0.0, until - time.monotonic()))

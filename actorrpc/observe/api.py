@@ -110,7 +110,7 @@ def _look(worker: Worker, parts: list[str], timeout: float) -> GroupLook:
     members = _members(worker, begun + min(silence, _SHARE * timeout))
     group = FoundGroup(what=worker.what, targets=[_target(worker, each) for each in members])
     left = max(0.0, begun + timeout - time.monotonic())
-    found = look(group, parts, left, silence=silence, ask=partial(_ask, worker))
+    found = look(group, parts, left, silence=silence, query_worker=partial(_query, worker))
     found.took = time.monotonic() - begun
     return found
 
@@ -119,7 +119,7 @@ def _target(worker: Worker, record: WorkerRecord) -> Target:
     return Target(record=record, addresses=[], key=None, settings=worker.agent.settings)
 
 
-def _ask(
+def _query(
     worker: Worker,
     target: Target,
     parts: list[str],
@@ -143,9 +143,9 @@ def _ask(
             raise TimeoutError(late)
         agent.connector.connect(peer, min(deadline, _time.now() + silence), "to look at it")
 
-    def ask(wanted: list[str], at: dict[str, int]) -> dict[str, Any]:
+    def query(wanted: list[str], at: dict[str, int]) -> dict[str, Any]:
         begun = _time.now()
-        asked = worker.observer.ask(peer, {"what": wanted, "from": at})
+        asked = worker.observer.query(peer, {"what": wanted, "from": at})
         agent.flush()
         try:
             while True:
@@ -159,9 +159,9 @@ def _ask(
         finally:
             worker.observer.forget(asked)
 
-    found = all_pages(ask, parts, begin)
+    found = all_pages(query, parts, begin)
     if "records" in parts:  # processes of one host share a clock
-        found["clock"] = (0.0, 0.0) if target.local_pid else compare_clocks(ask, _time.now)
+        found["clock"] = (0.0, 0.0) if target.local_pid else compare_clocks(query, _time.now)
     return found
 
 
@@ -185,7 +185,7 @@ def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
     found: dict[str, Any] = {}
     try:
         until = time.monotonic() + wait_limit(timeout)
-        answer = _ask(worker, _target(worker, driver), ["logs"], {"logs": since}, until, math.inf)
+        answer = _query(worker, _target(worker, driver), ["logs"], {"logs": since}, until, math.inf)
     except (OSError, RpcError) as error:
         why = str(error)
     else:
@@ -222,7 +222,7 @@ def _is_alive(agent: Agent, record: WorkerRecord) -> bool:
 def _told(worker: Worker, driver: WorkerRecord, until: float) -> list[WorkerRecord]:
     """Request the list of members from rank 0; an empty list if it does not answer in time."""
     try:
-        found = _ask(worker, _target(worker, driver), ["members"], None, until, math.inf)
+        found = _query(worker, _target(worker, driver), ["members"], None, until, math.inf)
     except (OSError, RpcError):
         return []
     return [] if isinstance(found, Silent) else list(members_of(found, set()))

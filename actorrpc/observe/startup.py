@@ -58,7 +58,7 @@ class Observer:
             self._sums = CallSums(agent.flight_recorder, agent.clock, agent.submit)
         return {} if self._sums is None else self._sums.read()
 
-    def ask(self, peer: Peer, question: dict[str, Any]) -> Future[dict[str, Any]]:
+    def query(self, peer: Peer, question: dict[str, Any]) -> Future[dict[str, Any]]:
         """Send a question to a connected worker; return a future that completes when the answer arrives.
 
         Does not wait. The future never completes if no answer arrives, so the caller calls :meth:`forget` when it stops waiting.
