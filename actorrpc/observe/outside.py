@@ -268,7 +268,7 @@ def look(
                 for future in late:
                     search.ask_children(search.running[future])
             for future in done:
-                search.take(search.running.pop(future), future.result())
+                search.add_answer(search.running.pop(future), future.result())
     if kept is not None:
         kept.keep_only(search.answers)
     return GroupLook(group, search.answers, time.monotonic() - begun)
@@ -318,7 +318,7 @@ class _Search:
                 for each in _children(target):
                     self.query(each)
 
-    def take(self, target: Target, found: dict[str, Any] | Silent) -> None:
+    def add_answer(self, target: Target, found: dict[str, Any] | Silent) -> None:
         """Store the result of a query, and query the members that it names."""
         record = target.record or _record_of(target, found)
         if record is None:
