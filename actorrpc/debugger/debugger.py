@@ -174,7 +174,7 @@ class Debugger:
                 over = each.state == RUNS and not each.prompt.traces
             if over:
                 del self._sessions[each.number]
-                each.end()
+                each.close()
         return bool(self._sessions)
 
     # -- deadlines of held calls and of their callers --------------------------------------------------------------
@@ -254,7 +254,7 @@ class Debugger:
             raise ProtocolError("a front end of the debugger has sent an unknown request")
         return {}
 
-    def left(self, peer: Peer) -> None:
+    def on_peer_end(self, peer: Peer) -> None:
         """Release the calls of a front end that has ended without detaching."""
         self._entering.pop(peer, None)
         for each in self.sessions():

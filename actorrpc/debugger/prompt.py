@@ -126,7 +126,7 @@ class Prompt(pdb.Pdb):
             return None
         found = super().trace_dispatch(frame, event, arg)
         if event == "return" and frame is self._outermost and not _is_suspended(frame):
-            self.end()
+            self.close()
             return None
         return found
 
@@ -136,7 +136,7 @@ class Prompt(pdb.Pdb):
             frame = frame.f_back
         return frame is not None
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End tracing, and remove the breakpoints of this call."""
         sys.settrace(None)
         self._clear_own()
@@ -168,7 +168,7 @@ class Prompt(pdb.Pdb):
         """See bdb.Bdb."""
         super().set_continue()
         if not self.breaks:
-            self.end()
+            self.close()
 
     def set_break(self, *args: Any, **kwargs: Any) -> Any:
         """See bdb.Bdb."""

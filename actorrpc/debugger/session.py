@@ -178,7 +178,7 @@ class DebugSession:
         self._lines.clear()
         self.say("quit")
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Tell the front end that the call has ended."""
         self.state = OVER
         self._tell({})

@@ -29,7 +29,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     agent.on_notice[REQUEST] = made.asked
     agent.on_notice[PUT_OFF] = made.put_off_there
     agent.inbox.prompt |= {REQUEST, PUT_OFF}
-    agent.on_peer_end.append(made.left)
+    agent.on_peer_end.append(made.on_peer_end)
     agent.on_failure = made.failed
     previous = sys.breakpointhook
     if getattr(previous, "func", None) is not _breakpoint:
