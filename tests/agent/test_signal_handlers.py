@@ -255,7 +255,7 @@ def test_a_call_interrupted_while_its_socket_is_created_leaks_no_descriptor() ->
         return at_line
 
     with agents(2) as (one, other), raising():
-        before = leaks.LeakSnapshot.take(whole_session=False)
+        before = leaks.LeakSnapshot.capture(whole_session=False)
         traced = sys.gettrace()
         sys.settrace(trace)
         try:
