@@ -127,7 +127,7 @@ def _query(
     until: float,
     silence: float,
 ) -> dict[str, Any] | Silent:
-    """Query another worker, or this worker itself, over the connections of the group; see :data:`outside.Ask`."""
+    """Query another worker, or this worker itself, over the connections of the group; see :data:`outside.Query`."""
     agent, record = worker.agent, target.record
     assert record is not None
     is_own = record.incarnation == agent.record.incarnation

@@ -53,8 +53,8 @@ def prepare(number: int) -> Callable[[], None]:
 
     @uninterruptible
     def release() -> None:
-        # Uninterruptible: an interrupted caller would call end() again, and then close a descriptor number that another thread
-        # may have reused.
+        # Uninterruptible: an interrupted caller would call release() again, and then close a descriptor number that another
+        # thread may have reused.
         faulthandler.unregister(number)
         os.close(fd)
 
