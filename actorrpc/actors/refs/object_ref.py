@@ -141,10 +141,10 @@ class _Pursuit(Progress):
     def follow(self, step: Future[Any]) -> None:
         """Continue when ``step`` is complete."""
         claim = self._claim = [step]
-        step.add_done_callback(lambda _: self._arrived(claim))
+        step.add_done_callback(lambda _: self._on_step(claim))
 
     @uninterruptible
-    def _arrived(self, claim: list[Future[Any]]) -> None:
+    def _on_step(self, claim: list[Future[Any]]) -> None:
         try:
             step = claim.pop()
         except IndexError:
@@ -225,7 +225,7 @@ class _Pursuit(Progress):
             step.drive(deadline)
             if not step.completed:
                 return
-            self._arrived(claim)
+            self._on_step(claim)
 
     def flush(self) -> None:
         for step in self._claim:
