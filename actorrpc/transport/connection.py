@@ -458,14 +458,14 @@ class Connection(StateMachine):
             return self.session.received
 
     @uninterruptible
-    def resume(self, stream: Stream, attempt: int, arrived: int, move: Callable[[], None]) -> bool:
+    def resume(self, stream: Stream, attempt: int, received: int, move: Callable[[], None]) -> bool:
         """Resume the connection over a new stream; return False if it is not suspended or a later attempt has begun.
 
         The caller then calls :meth:`register` and :meth:`flush`.
 
         Args:
             attempt: the number of the attempt, with which :meth:`standstill` was called.
-            arrived: how many bytes the other side has received.
+            received: how many bytes the other side has received.
             move: makes the pool watch the new socket instead of the old one.
 
         Raises:
@@ -476,7 +476,7 @@ class Connection(StateMachine):
             if self.state is not SUSPENDED or self.session.is_overtaken(attempt):
                 return False
             with self.writer.lock:
-                self.writer.send_first(self.session.rewind(arrived))
+                self.writer.send_first(self.session.rewind(received))
                 move()
                 self._poller.unregister(self.fd)
                 self.session.replace(stream)
