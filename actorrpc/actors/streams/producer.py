@@ -267,7 +267,7 @@ class Producer(Stall):
             self._items.append((packed, charge))
         self._answer()
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Record that there are no more items."""
         self._finish(DONE)
 
@@ -580,7 +580,7 @@ def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Ex
             try:
                 item = next(generator)
             except StopIteration:
-                producer.end()
+                producer.finish()
                 return
             producer.put(item)
     except BaseException as error:
@@ -625,7 +625,7 @@ async def aproduce(
             try:
                 item = await stop.next(generator)
             except StopAsyncIteration:
-                producer.end()
+                producer.finish()
                 return
             producer.put(item)
     except BaseException as error:

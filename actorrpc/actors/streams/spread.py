@@ -86,7 +86,7 @@ class _Parts(Progress):
     def _said(self) -> tuple[str, int]:
         return self._stream._consumer.label, self._count
 
-    def end(self) -> None:
+    def on_end(self) -> None:
         """Fail the futures for which the stream had no item."""
         label, count = self._said
         left = len(self._remaining)
@@ -127,5 +127,5 @@ def spread(stream: ObjectRefGenerator[T], count: int) -> list[ObjectRef[T]]:
     before ``count`` items, they raise a ValueError. If it yields more, the stream is closed at item ``count + 1``.
     """
     parts = _Parts(stream, count)
-    take_each(stream, parts.item, parts.end)
+    take_each(stream, parts.item, parts.on_end)
     return [ObjectRef(future) for future in parts.futures]
