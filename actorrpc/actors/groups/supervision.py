@@ -112,7 +112,7 @@ class Supervision:
                 raise ConfigError(
                     f"{self!r} is a child of {self._family.parent.title}, which would restart it: end that group"
                 )
-            actions = self._family.end()
+            actions = self._family.end_all()
         perform(actions)
         self.monitor().wait(timeout)
 

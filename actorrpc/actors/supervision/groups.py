@@ -181,7 +181,7 @@ class SupervisionGroup:
         """Restart all children, in order."""
         return self._carry_out(self._siblings.bring_up(self._now(), self._account()))
 
-    def end(self) -> list[Action]:
+    def end_all(self) -> list[Action]:
         """End all children for good, the last first. Only for an outermost group."""
         if self.is_over or self._ending:
             return []
@@ -225,7 +225,7 @@ class SupervisionGroup:
         if order.what == "failed":
             self.is_over = True
             return [self._give_up]
-        return [self._end] if order.what == "down" else []
+        return [self._close_ended] if order.what == "down" else []
 
     def _due(self, plan: RestartPlan) -> None:
         with self._supervisor.lock:
@@ -296,7 +296,7 @@ class SupervisionGroup:
         _log.error("%s: %s", self.title, why)
         self.close(SupervisionError(f"{self.title}: {why}", actor=self.title, cause=cause))
 
-    def _end(self) -> None:
+    def _close_ended(self) -> None:
         self._mark_all_dead(f"{self.title}, which it belongs to, was ended", None)
         self.close(None)
 
