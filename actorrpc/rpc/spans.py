@@ -95,7 +95,7 @@ class _OtelApi:
             pass
         return self.trace.get_current_span  # type: ignore[no-any-return]
 
-    def end(self, span: Any, error: BaseException | None, ended: int) -> None:
+    def end_span(self, span: Any, error: BaseException | None, ended: int) -> None:
         """End a span; ``ended`` is nanoseconds since the epoch."""
         if error is not None:
             kind = type_name(type(error))
@@ -165,7 +165,7 @@ class _SpanClient(CallHooks):
         span = call.notes.get(self)
         if span is None:
             return
-        end = partial(self._otel.end, span, error, time.time_ns())
+        end = partial(self._otel.end_span, span, error, time.time_ns())
         if call.future is None:
             end()
         else:  # the thread may be reading a connection, and exporting a span takes time
@@ -219,7 +219,7 @@ class _SpanServer(CallHooks):
         """End the span of an execution."""
         span = execution.notes.get(self)
         if span is not None:
-            self._otel.end(span, error, time.time_ns())
+            self._otel.end_span(span, error, time.time_ns())
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
