@@ -111,7 +111,7 @@ class Pool:
         self._crowded = False
         self._asked = 0.0  # when a tick has last woken or started a thread
         self._helped = 0.0  # when the helper took its last task; 0: there is no helper
-        self._forsaken = False
+        self._abandoned = False
         # Any thread may change these at any time: a lost change costs some milliseconds at most.
         self._width = _WIDTH
         self._stalled_since = 0.0
@@ -147,7 +147,7 @@ class Pool:
     def submit(self, task: Callable[[], Any]) -> None:
         """Run ``task()`` on a pool thread. After the pool has ended, only callbacks of futures are run, on the calling thread."""
         self._put(task)
-        if self._forsaken:
+        if self._abandoned:
             self._settle()
 
     @uninterruptible
@@ -409,7 +409,7 @@ class Pool:
             left[0].join(0.02)
         with self._lock:
             # If threads are left in user code, the last of them closes the descriptors.
-            self._forsaken = True
+            self._abandoned = True
             last = not self.threads
         if last:
             self._close_descriptors()
@@ -421,11 +421,11 @@ class Pool:
     def _unregister(self, thread: threading.Thread) -> None:
         with self._lock:
             self.threads.discard(thread)
-            forsaken = self._forsaken
-            last = forsaken and not self.threads
+            abandoned = self._abandoned
+            last = abandoned and not self.threads
         if last:
             self._close_descriptors()
-        if forsaken:
+        if abandoned:
             self._wake_sleeper()  # one thread wakes the next
             self._settle()  # the thread may have read answers, and queued callbacks
 

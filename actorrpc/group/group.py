@@ -67,7 +67,7 @@ __all__ = [
     "Group",
     "MemberDirectory",
     "Reachability",
-    "close_forsaken",
+    "close_abandoned",
     "enter",
     "is_loopback",
     "join",
@@ -290,7 +290,7 @@ class Group:
                 if peer.is_self:
                     self.watch_all()
                 future = self._report_stage(peer, stage, until)
-                if self._hear(future, peer, stage, until, look):
+                if self._await_answer(future, peer, stage, until, look):
                     hooks.reach("shutdown.settled" if stage else "shutdown.together")
                     self._together = True
                     return
@@ -320,7 +320,7 @@ class Group:
         try:
             if not peer.is_self:
                 agent.connector.connect(peer, min(until, _time.now() + DIAL_S), "shutdown")
-            agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label=f"{OWN}shutdown")
+            agent.call(peer, _on_arrival, (stage, agent.name), {}, 0.0, future=future, label=f"{OWN}shutdown")
         except (PeerDiedError, RpcTimeoutError, ProtocolError, LimitError) as error:
             # This does not prove that it is dead. If it has died, its state says so, and is checked next.
             self.reach.failed(peer, error)
@@ -329,7 +329,7 @@ class Group:
             return None
         return future
 
-    def _hear(
+    def _await_answer(
         self, future: Future[None] | None, peer: Peer, stage: int, until: float, look: Callable[[], None]
     ) -> bool:
         """Wait for the answer of the member that was asked; return False if another must be asked, or at the time-out.
@@ -412,7 +412,7 @@ class Group:
         self.membership.close()
 
 
-def _arrive(stage: int, name: str) -> Any:
+def _on_arrival(stage: int, name: str) -> Any:
     """Answer when all members have arrived. Called by RPC on the worker that is asked."""
     worker = current_worker()
     if worker is None or worker.group is None:
@@ -522,7 +522,7 @@ class _Doors:
 _opened: list[_Doors] = []
 
 
-def close_forsaken() -> None:
+def close_abandoned() -> None:
     """Close sockets and files of groups that were not returned to a caller because of Ctrl-C."""
     while _opened:
         _opened.pop().close()

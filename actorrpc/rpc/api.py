@@ -242,7 +242,7 @@ def _enter(
             set_worker(None)
         elif group is not None:
             group.close()
-        groups.close_forsaken()
+        groups.close_abandoned()
         raise
 
 
