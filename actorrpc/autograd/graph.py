@@ -331,7 +331,7 @@ def _itself(hook: Any) -> Any:
     return hook
 
 
-def _hush(leaves: Sequence[Node]) -> None:
+def _wrap_hooks(leaves: Sequence[Node]) -> None:
     for node in leaves:
         hooks = node.variable._backward_hooks
         if hooks:
@@ -371,7 +371,7 @@ def capture(
     for node in leaves:
         inputs.append(make(GradientEdge, (node, 0, None)))
     if leaves:
-        _hush(leaves)
+        _wrap_hooks(leaves)
         before = _silence(
             True
         )  # already silent if a hook of an interior tensor calls this function during another capture

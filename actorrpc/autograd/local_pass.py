@@ -501,7 +501,7 @@ class LocalPass:
         if terms.accumulate == "grad":
             graph.accumulate(self._results)
         else:
-            self._deposit()
+            self._add_to_context()
         if not (terms.retain_graph or terms.create_graph):
             with context.lock:
                 for message in self._edges:
@@ -509,7 +509,7 @@ class LocalPass:
                         context.sends[message] = ()
                         context.reaches.pop(message, None)
 
-    def _deposit(self) -> None:
+    def _add_to_context(self) -> None:
         gradients = self.context.gradients
         present: list[tuple[torch.Tensor, torch.Tensor]] = []
         with self.context.lock:

@@ -515,12 +515,12 @@ class Participant:
                 context.peers.discard(key)
                 parts = list(context.passes.values())
             for part in parts:
-                self._bereave(part, key, error)
+                self._fail_without(part, key, error)
             # A later incarnation of the worker has the same rank, and makes contexts of its own.
             if context.origin == key.rank and context.maker in (None, key) and key.rank != self.me.rank:
                 self._release(context.id, key, error)
 
-    def _bereave(self, part: LocalPass, key: WorkerKey, error: BaseException) -> None:
+    def _fail_without(self, part: LocalPass, key: WorkerKey, error: BaseException) -> None:
         with part.context.lock:
             if part.origin == self.me:
                 concerned, orphaned = key in part.notified, False
