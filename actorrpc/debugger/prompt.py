@@ -61,7 +61,7 @@ class Console(Protocol):
     def stops(self, frame: FrameType) -> None:
         """Called when the call is held at a line, before output about it is written."""
 
-    def goes_on(self) -> None:
+    def resumes(self) -> None:
         """Called when the call is no longer held."""
 
 
@@ -157,7 +157,7 @@ class Prompt(pdb.Pdb):
             self._console.stops(at)
             super().interaction(frame, *trace)
         finally:
-            self._console.goes_on()
+            self._console.resumes()
 
     def _cmdloop(self) -> None:
         self.cmdloop()  # unlike in pdb, an interruption is not caught: it ends the call

@@ -139,7 +139,7 @@ class DebugSession:
         self._debugger.held(self)
         self._tell({})
 
-    def goes_on(self) -> None:
+    def resumes(self) -> None:
         """See Console."""
         self.flush()
         self._debugger.let_go(self)
