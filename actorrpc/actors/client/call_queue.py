@@ -305,9 +305,9 @@ class CallQueue:
         if self.place is None:
             self._locate_soon()  # the last answer may have come before this call was put here
         else:
-            self._go()
+            self._send_waiting()
 
-    def swept(self, number: int) -> None:
+    def remove_ended(self, number: int) -> None:
         """Record that a call in the queue has ended."""
         with self._lock:
             self._waiting.discard(number)
@@ -415,18 +415,18 @@ class CallQueue:
                 barrier.discard(number)
                 if not barrier:
                     self.barrier = None
-                    self._go()
+                    self._send_waiting()
 
     def _lift(self, epoch: int) -> None:
         """Stop waiting for the answers of a former incarnation, which may still run for hours."""
         with self._lock:
             if self.barrier is not None and self.fate.after == epoch:
                 self.barrier = None
-                self._go()
+                self._send_waiting()
 
     # -- sending the queue ---------------------------------------------------------------------------------
 
-    def _go(self) -> None:
+    def _send_waiting(self) -> None:
         """Start sending the queue, if a call waits and can be sent; the lock is held."""
         if self._waiting and self.place is not None and self.barrier is None and not self._draining:
             self._draining = True
@@ -556,12 +556,12 @@ class CallQueue:
                 if self._waiting or self._waiters or self._failing:
                     self._locate_soon()
                 return
-            # Remove these calls to the former incarnation before _go(): queued calls that it sends may fail, and are then added
-            # to `_failing`.
+            # Remove these calls to the former incarnation before _send_waiting(): queued calls that it sends may fail, and are
+            # then added to `_failing`.
             failing, self._failing = self._failing, []
             self.place, self._hint = (location, peer), None
             waiters, self._waiters = self._waiters, []
-            self._go()
+            self._send_waiting()
         self._fail_all(failing, self._error_of)
         for waiter in waiters:
             waiter.set_result(location)
