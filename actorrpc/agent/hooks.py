@@ -204,7 +204,7 @@ class HookSet:
 
     def _change(self, hooks: tuple[CallHooks, ...]) -> None:
         self._hooks = hooks
-        self.riders = {each.field: each for each in hooks if each.field}
+        self.header_hooks = {each.field: each for each in hooks if each.field}
         self.profiled = tuple(each for each in hooks if each.profiled_only)
         always = [each for each in hooks if not each.field and not each.profiled_only]
         for moment in _MOMENTS:
@@ -324,7 +324,7 @@ def run_hooked(
     A coroutine or generator that it returns is returned in a form which enters the context managers of the hooks.
     ``Executor.answer`` and ``Executor.fail`` run ``on_end``.
     """
-    riders = [rider for field, rider in hooks.riders.items() if field in execution.fields]
+    riders = [rider for field, rider in hooks.header_hooks.items() if field in execution.fields]
     execution.notes = {}
     execution.ending = (*hooks.on_end, *(each.on_end for each in riders))
     found = [

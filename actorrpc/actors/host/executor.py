@@ -217,7 +217,7 @@ class ActorExecutor:
         method, kind = self._method(name)
         hooks = self.agent.hooks
         call = method
-        if hooks.on_start or not hooks.riders.keys().isdisjoint(header):
+        if hooks.on_start or not hooks.header_hooks.keys().isdisjoint(header):
             call = partial(self._run_hooked, entry, method)
         if kind == "generator" or ("window" in header and kind == "sync"):
             items = call(*args, **kwargs)
@@ -241,7 +241,7 @@ class ActorExecutor:
 
     def _run_hooked(self, entry: Envelope, method: Any, /, *args: Any, **kwargs: Any) -> Any:
         hooks = self.agent.hooks
-        if hooks.on_start or not hooks.riders.keys().isdisjoint(entry.header):
+        if hooks.on_start or not hooks.header_hooks.keys().isdisjoint(entry.header):
             return run_hooked(hooks, entry, method, args, kwargs)
         return method(*args, **kwargs)
 
