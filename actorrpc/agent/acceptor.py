@@ -358,7 +358,7 @@ class Admission:
         """Refuse a pending connection if only one side uses TLS. The reason is sent without TLS."""
         sock = pending.sock
         host, port = (sock if isinstance(sock, socket.socket) else sock.sock).getsockname()[:2]
-        pending.acceptor.farewell = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
+        pending.acceptor.refusal = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
         raise ProtocolError(f"it {why}, and this worker {own}")
 
     def _fail(self, pending: PendingConnection, error: ssl.SSLError) -> None:
@@ -388,10 +388,10 @@ class Admission:
             if not isinstance(error, AuthenticationError):
                 self._dismiss(pending)
             return  # not answered, and kept until its time limit
-        farewell = pending.acceptor.farewell
-        if farewell:
+        refusal = pending.acceptor.refusal
+        if refusal:
             try:
-                pending.sock.send(farewell)
+                pending.sock.send(refusal)
             except OSError:
                 pass
         self._tell(f"a connection from {pending.address} was refused: {error}", pending.address)

@@ -439,7 +439,7 @@ class Acceptor(_Side):
     before the connection is closed; it may be empty.
     """
 
-    __slots__ = ("_admit", "_claim", "farewell")
+    __slots__ = ("_admit", "_claim", "refusal")
 
     def __init__(
         self,
@@ -456,7 +456,7 @@ class Acceptor(_Side):
         super().__init__(name, incarnation, key, insecure, binding, versions, seals)
         self._admit = admit
         self._claim: Session | None = None
-        self.farewell = b""
+        self.refusal = b""
 
     @property
     def greeted(self) -> bool:
@@ -488,7 +488,7 @@ class Acceptor(_Side):
         return _message(_REFUSE, _REFUSE_FIXED.pack(code, len(reason)) + reason)
 
     def _turn_away(self, code: Refusal, text: str, error: RpcError) -> None:
-        self.farewell = self.refuse(code, text)
+        self.refusal = self.refuse(code, text)
         self._fail(error)
 
     def _read_hello(self, message: bytes) -> bytes:

@@ -303,7 +303,7 @@ def test_reconnecting_is_retried_while_the_peer_has_no_descriptors(monkeypatch: 
             tries += 1
             if tries > 6:
                 return feed(self, data)
-            self.farewell = self.refuse(handshake.Refusal.BUSY, "no descriptors")
+            self.refusal = self.refuse(handshake.Refusal.BUSY, "no descriptors")
             raise ProtocolError("no descriptors")
 
         monkeypatch.setattr(handshake.Acceptor, "feed", busy)
