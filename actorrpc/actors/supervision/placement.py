@@ -106,7 +106,7 @@ class Placements:
             rank=rank,
         )
 
-    def sits(self, instance_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:
+    def note_placed(self, instance_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:
         """Record where a spawner has put an actor; return the process's name if the actor has it to itself."""
         if (
             isinstance(worker, SharedSlot)

@@ -288,7 +288,7 @@ class Supervisor:
         self._agent.submit(partial(self._moved_in, actor, life, done.value_or_none))
 
     def _moved_in(self, actor: ActorRecord, life: Incarnation, worker: Any) -> None:
-        process = self._places.sits(life.id, worker, actor.options)
+        process = self._places.note_placed(life.id, worker, actor.options)
         try:
             peer = self._agent.peer(worker.name)
         except RpcError as error:
