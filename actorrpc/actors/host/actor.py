@@ -307,7 +307,7 @@ class HostedActor:
             if loop.waiting:
                 loop.wake()
         except NO_THREAD:
-            self.agent.submit(partial(self.understaffed, queue))
+            self.agent.submit(partial(self.no_thread, queue))
 
     def _open_loop(self, queue: GroupQueue) -> None:
         """Make the event loop of a concurrency group, for the group's first call."""
@@ -316,7 +316,7 @@ class HostedActor:
             try:
                 made = EventLoop(self, queue)
             except OSError as error:
-                self.understaffed(queue, f"it needs an event loop, which cannot be made: {error}")
+                self.no_thread(queue, f"it needs an event loop, which cannot be made: {error}")
                 return
             with self._lock:
                 # A thread that ends the actor changes the state under this lock, and collects the loops later.
@@ -337,13 +337,13 @@ class HostedActor:
             self.carry_out(todo)
         self.end_if_idle()
 
-    def understaffed(self, queue: GroupQueue, why: str = "") -> None:
+    def no_thread(self, queue: GroupQueue, why: str = "") -> None:
         """Refuse the waiting calls of a queue, because the system cannot start a thread. The next call tries again.
 
         ``why``: another resource that the system does not have.
         """
         why = why or f"it needs a thread: {explain_threads()}"
-        for entry in self.mailbox.understaffed(queue):
+        for entry in self.mailbox.no_thread(queue):
             assert isinstance(entry, Envelope)
             text = f"{self.executor.label(entry)} was not executed, as {why}"
             self.executor.refuse(entry, LimitError(text))

@@ -562,7 +562,7 @@ class Mailbox:
             queue.slots -= 1
             return True
 
-    def understaffed(self, queue: GroupQueue) -> list[Entry]:
+    def no_thread(self, queue: GroupQueue) -> list[Entry]:
         """Record that no runner could be started for a queue; return the entries to refuse.
 
         If the queue has other runners, this is only the first entry: they will run the others, but may be waiting for the first.

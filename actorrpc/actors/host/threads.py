@@ -223,11 +223,11 @@ class Runner:
         else:
             self.thread.start()
 
-    def understaffed(self) -> None:
+    def no_thread(self) -> None:
         """End before running any call, because the system cannot start a thread."""
         hosted = self._hosted
         if self._threads.remove(self):
-            hosted.understaffed(self.queue)
+            hosted.no_thread(self.queue)
             hosted.runner_ended(self)
 
     @property
