@@ -454,7 +454,7 @@ def _actor(hosted: HostedActor, now: float, latest: list[tuple[float, bool]] | N
     assert spec is not None
     running = list(itertools.islice(_running(hosted, now), _CALLS))
     mailbox = []
-    for queue, waiting, under_way, oldest in hosted.mailbox.glance():
+    for queue, waiting, under_way, oldest in hosted.mailbox.queue_lengths():
         row = {
             "group": queue.name,
             "is_async": queue.is_async,

@@ -584,7 +584,7 @@ class Mailbox:
             nested = sum(len(slot.work) for slot in set(self.running.values()) if slot is not None)
             return sum(queue.waiting for queue in queues) + nested, sum(queue.running for queue in queues)
 
-    def glance(self) -> list[tuple[GroupQueue, int, int, Entry | None]]:
+    def queue_lengths(self) -> list[tuple[GroupQueue, int, int, Entry | None]]:
         """Return, for each queue: how many entries wait, how many run, and the entry that has waited longest."""
         with self._lock:
             queues = [*self.queues.values(), *self.async_lanes.values()]

@@ -361,7 +361,10 @@ def test_glance_shows_the_oldest_waiting_call_of_each_queue() -> None:
         mailbox.put(entry, queue)
 
     def seen() -> list[tuple[str, int, int, Entry | None]]:
-        return [(each.name, waiting, running, oldest) for each, waiting, running, oldest in mailbox.glance()]
+        return [
+            (each.name, waiting, running, oldest)
+            for each, waiting, running, oldest in mailbox.queue_lengths()
+        ]
 
     assert seen() == [("", 3, 0, first), ("io", 0, 0, None)]
     assert mailbox.dequeue(queue)[0] is urgent
