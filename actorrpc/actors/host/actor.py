@@ -296,11 +296,11 @@ class HostedActor:
                 if loop is None:
                     self.agent.submit(partial(self._open_loop, queue))
                 else:
-                    self._have_pumped(loop, queue)
+                    self._schedule_pump(loop, queue)
             else:
                 self.actor_threads.start(Runner(self, queue))
 
-    def _have_pumped(self, loop: EventLoop, queue: GroupQueue) -> None:
+    def _schedule_pump(self, loop: EventLoop, queue: GroupQueue) -> None:
         """Make a loop start the entries of its queue."""
         try:
             loop.submit(partial(self.executor.pump, queue))
@@ -325,7 +325,7 @@ class HostedActor:
             if loop is not made:
                 _ = made.close()
         if loop is not None:  # None: the actor has ended, and so have its waiting calls
-            self._have_pumped(loop, queue)
+            self._schedule_pump(loop, queue)
 
     def loop_of(self, queue: GroupQueue | None) -> EventLoop | None:
         """Return the loop that runs the calls of a queue; None if they run in threads, or the loop does not exist yet."""
