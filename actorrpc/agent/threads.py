@@ -110,7 +110,7 @@ class Pool:
         self._seen = 0
         self._crowded = False
         self._asked = 0.0  # when a tick has last woken or started a thread
-        self._helped = 0.0  # when the helper took its last task; 0: there is no helper
+        self._helped_at = 0.0  # when the helper took its last task; 0: there is no helper
         self._abandoned = False
         # Any thread may change these at any time: a lost change costs some milliseconds at most.
         self._width = _WIDTH
@@ -336,7 +336,7 @@ class Pool:
                 self._width = max(self._width, len(self.threads) - len(self.idle) + 1)
                 self.wake()
             if not self._can_grow():
-                self._help(now)
+                self._start_helper(now)
                 if min(now - self._since, stalled_s) > _STUCK_S:
                     self._refuse_all()
         return True
@@ -345,29 +345,29 @@ class Pool:
         """Return whether the pool can still wake or start a thread."""
         return len(self.idle) > 1 or (len(self.threads) < self._max and not self._denied)
 
-    def _help(self, now: float) -> None:
+    def _start_helper(self, now: float) -> None:
         """Start a thread beyond the maximum, which runs the internal tasks of the queue but no calls.
 
         The calls that block all threads may wait for internal tasks: ends of peers, delayed sends and callbacks.
         """
-        if now - self._helped < _HELPED_S or all(type(task) is tuple for task in list(self.queue)):
+        if now - self._helped_at < _HELPED_S or all(type(task) is tuple for task in list(self.queue)):
             return
-        self._helped = now
+        self._helped_at = now
         try:
-            Daemon(self._help_out, "actorrpc-helper").start()
+            Daemon(self._run_helper, "actorrpc-helper").start()
         except NO_THREAD:
             pass
 
-    def _help_out(self) -> None:
+    def _run_helper(self) -> None:
         thread = threading.current_thread()
         with self._lock:
             self.threads.add(thread)
         try:
             while not self.stopping and (task := self._take_internal()) is not None:
-                self._helped = _time.now()
+                self._helped_at = _time.now()
                 self._run_internal(task)
         finally:
-            self._helped = 0.0
+            self._helped_at = 0.0
             self._unregister(thread)
 
     def _take_internal(self) -> Any:
