@@ -113,7 +113,7 @@ class SupervisionGroup:
                 child.index = index
                 states.append(_STATES.get(child.phase, "up"))
         self._siblings = RestartStrategy(states, strategy, self._account())
-        self._siblings.restarts.came_to_life(self._now())
+        self._siblings.restarts.note_alive(self._now())
 
     def _account(self) -> RestartPolicy:
         limit, period_s, backoff_s = self._given

@@ -209,13 +209,13 @@ class ActorRecord:
         life.over = True
         return True
 
-    def come_to_life(self, life: Incarnation, pid: int, now: float) -> None:
+    def note_alive(self, life: Incarnation, pid: int, now: float) -> None:
         """Record that an incarnation was made, in process ``pid``."""
         assert life.worker is not None
         self.phase = "alive"
         self.put_off_since = None
         life.location = Location(life.worker, life.worker_name, life.id, self.epoch, pid)
-        self.restarts.came_to_life(now)
+        self.restarts.note_alive(now)
         if not self.options.max_restarts and not self.descriptor.info.has_checkpoint:
             self.cls = self.arguments = None  # releases the objects to which only they refer
 

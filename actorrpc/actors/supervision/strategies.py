@@ -200,7 +200,7 @@ class RestartStrategy:
             if step is not None:
                 orders.append(step)
         if busy and not self._plans and not self.failed:
-            self.restarts.came_to_life(now)
+            self.restarts.note_alive(now)
             if self._rising and all(each in ("up", "departed") for each in self._states):
                 self._rising = False
                 orders.append(RestartOrder("up"))

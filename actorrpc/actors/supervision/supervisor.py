@@ -369,7 +369,7 @@ class Supervisor:
             now, flight_recorder = self._agent.clock.now(), self._agent.flight_recorder
             if flight_recorder is not None and actor.phase == "restarting":
                 flight_recorder.noted(now, "restart", actor.descriptor.title)
-            actor.come_to_life(life, answer if isinstance(answer, int) else 0, now)
+            actor.note_alive(life, answer if isinstance(answer, int) else 0, now)
             # Drop the other actor's route, so that it does not keep that actor alive.
             if isinstance(actor.place, Route):
                 actor.place = self._routes.of(replace(actor.place.descriptor, anchor=None))
