@@ -92,7 +92,7 @@ def forward(module: nn.Module, device: str, args: tuple[Any, ...], kwargs: dict[
     output = module(*args, **kwargs)
     if getattr(module.forward, ASYNC_MARK, None) is not None:
         return Deferred(future_of(output, module.forward))
-    return output if place is None else _brought_home(output)
+    return output if place is None else _to_sendable_devices(output)
 
 
 def relocate(value: Any, device: torch.device) -> Any:
@@ -100,7 +100,7 @@ def relocate(value: Any, device: torch.device) -> Any:
     return _mapped(value, lambda t: t.to(device) if t.data.device.type == "cpu" else t)
 
 
-def _brought_home(value: Any) -> Any:
+def _to_sendable_devices(value: Any) -> Any:
     """Move tensors to the CPU if they cannot be sent from their device."""
     execution = CURRENT.get()
     may_stay: Mapping[str, str] = (execution.peer.answer_map if execution is not None else None) or {}

@@ -72,7 +72,7 @@ class _Parts(Progress):
             if error is not None and not isinstance(error, _ENDED):
                 _log.error(
                     "%s has given %d values (num_returns), and then raised %s",
-                    *self._said,
+                    *self._label_and_count,
                     say(error, repr),
                 )
             return False
@@ -83,12 +83,12 @@ class _Parts(Progress):
         return True  # also after the last future, so that the generator may run to its end
 
     @property
-    def _said(self) -> tuple[str, int]:
+    def _label_and_count(self) -> tuple[str, int]:
         return self._stream._consumer.label, self._count
 
     def on_end(self) -> None:
         """Fail the futures for which the stream had no item."""
-        label, count = self._said
+        label, count = self._label_and_count
         left = len(self._remaining)
         if left:
             self._fail(
@@ -115,7 +115,7 @@ class _Parts(Progress):
         """Close the stream, and fail the futures of all items that have not arrived; False if all have arrived."""
         if not self._remaining:
             return False
-        self._fail(CancelledError(f"{self._said[0]} was cancelled"))
+        self._fail(CancelledError(f"{self._label_and_count[0]} was cancelled"))
         self._stream.close()
         return True
 
