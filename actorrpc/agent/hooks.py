@@ -172,7 +172,7 @@ class HookSet:
         active: whether there are hooks, besides the recorder, that take part in all calls.
         messages: whether there are hooks with ``before_send`` or ``after_send``.
         on_call, before_send, after_send, on_start, on_end, on_answer: the methods of the hooks without conditions.
-        riders: hooks that take part in executions with a certain header field, by the name of the field.
+        header_hooks: hooks that take part in executions with a certain header field, by the name of the field.
         profiled: hooks that take part in profiled calls only.
         recorded: the ``on_end`` of the recorder, as a tuple; empty without a recorder.
     """
@@ -324,11 +324,11 @@ def run_hooked(
     A coroutine or generator that it returns is returned in a form which enters the context managers of the hooks.
     ``Executor.answer`` and ``Executor.fail`` run ``on_end``.
     """
-    riders = [rider for field, rider in hooks.header_hooks.items() if field in execution.fields]
+    added = [hook for field, hook in hooks.header_hooks.items() if field in execution.fields]
     execution.notes = {}
-    execution.ending = (*hooks.on_end, *(each.on_end for each in riders))
+    execution.ending = (*hooks.on_end, *(each.on_end for each in added))
     found = [
-        start(execution, function, args) for start in (*(each.on_start for each in riders), *hooks.on_start)
+        start(execution, function, args) for start in (*(each.on_start for each in added), *hooks.on_start)
     ]
     scopes = [each for each in found if each is not None]
     with _entered(scopes):

@@ -435,7 +435,7 @@ class Acceptor(_Side):
     thread-safe.
 
     ``admit`` is called after the dialler's proof was checked, and decides whether the connection is accepted: it returns
-    ``None``, or a refusal and its reason. It must be quick and must not raise. After an error, ``farewell`` has the bytes to send
+    ``None``, or a refusal and its reason. It must be quick and must not raise. After an error, ``refusal`` has the bytes to send
     before the connection is closed; it may be empty.
     """
 
