@@ -274,7 +274,7 @@ class Connection(StateMachine):
         this method; the measurements are updated without a lock, as they need not be exact.
         """
         spinning = self.answering
-        if spinning.at_once > spinner.pays or not spinning.count & 15:
+        if spinning.at_once > spinner.read_again or not spinning.count & 15:
             before = self.reader.received
             came = self.reading()
             if self.outbox:
@@ -285,11 +285,11 @@ class Connection(StateMachine):
                 return
             hit = self.reader.received != before
             spinning.at_once += WEIGHT * (hit - spinning.at_once)
-            if hit or spinning.at_once > spinner.pays:
+            if hit or spinning.at_once > spinner.read_again:
                 return
         else:
             self.flush(True)
-        if spinning.pays():  # ``at_once`` is low here, so the two ends do not share a CPU
+        if spinning.should_spin():  # ``at_once`` is low here, so the two ends do not share a CPU
             self.reading(None, spinning)
 
     @uninterruptible
@@ -340,7 +340,7 @@ class Connection(StateMachine):
         try:
             if waiter.awake or (self.stream.pending and self.receive(frames)):
                 return
-            if spinning.at_once < spinner.shared and spinning.pays() and self._spin(frames, spinning):
+            if spinning.at_once < spinner.shared and spinning.should_spin() and self._spin(frames, spinning):
                 return
             begun = _time.now()
             wait_ms = None if deadline is None else _SLICE_MS

@@ -101,7 +101,7 @@ class _Spinner(reader.Spinner):
         super().__init__()
         self._steps = steps
         self._dice = dice
-        self.pays = dice.choice((-1.0, 0.15, 2.0))
+        self.read_again = dice.choice((-1.0, 0.15, 2.0))
         self.worth = dice.choice((-1.0, 0.25))  # below 0, each wait spins
         self.shared = 2.0  # above every threshold
 
