@@ -349,7 +349,7 @@ class Admission:
                 self._dismiss(pending)
             return False
         if not sock.secured:
-            if not sock.shake():
+            if not sock.handshake():
                 return False
             pending.acceptor = self._acceptor(False, sock.binding)
         return True

@@ -321,7 +321,7 @@ def _stolen(certificates: Certificates) -> tuple[Any, Any]:
 
     def front(sock: socket.socket) -> TlsSocket:
         made = mine.accept(sock)
-        made.shake_until(_time.now() + 30)
+        made.handshake_until(_time.now() + 30)
         made.settimeout(None)
         return made
 
@@ -342,14 +342,14 @@ def test_a_relay_that_terminates_tls_with_a_valid_certificate_is_detected(
     own = files()
     theirs = own if whose == "the workers' own" else temporary_certificates(tmp_path, authority=own)
     if whose == "unbound":  # without channel binding, the attack succeeds
-        real = TlsSocket.shake
+        real = TlsSocket.handshake
 
-        def shake(self: TlsSocket) -> bool:
+        def handshake(self: TlsSocket) -> bool:
             done = real(self)
             self.binding = b""
             return done
 
-        monkeypatch.setattr(TlsSocket, "shake", shake)
+        monkeypatch.setattr(TlsSocket, "handshake", handshake)
     with (
         _Relay(*_stolen(theirs)) as relay,
         _workers(own.options, own.options, through=lambda address: relay.before(address)) as (a0, a1),
