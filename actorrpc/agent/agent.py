@@ -485,7 +485,7 @@ class Agent:
 
     @uninterruptible
     def _give_up(self, call: Call, error: BaseException) -> None:
-        """Cancel a call of :meth:`ask`, unless it was not sent; if its reply has come, discard the reply."""
+        """Cancel a call of :meth:`call_sync`, unless it was not sent; if its reply has come, discard the reply."""
         if call.cancel():
             return
         while call.handed_over and not call.done:  # another thread is ending it right now
@@ -498,7 +498,7 @@ class Agent:
 
     @staticmethod
     def _end_asked(call: Call, error: BaseException) -> None:
-        """Run ``on_answer`` for a call of :meth:`ask` whose reply was received, but not opened."""
+        """Run ``on_answer`` for a call of :meth:`call_sync` whose reply was received, but not opened."""
         for ended in call.ending:
             ended(call, error)
         call.outcome = None

@@ -1,4 +1,4 @@
-"""Requests of workers to the driver, by RPC: :func:`ask`, which runs on the driver. Thread-safe."""
+"""Requests of workers to the driver, by RPC: :func:`serve`, which runs on the driver. Thread-safe."""
 
 from __future__ import annotations
 

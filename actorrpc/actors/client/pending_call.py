@@ -16,7 +16,7 @@ done              (any)               the future has a value or an error
 
 :class:`ResultFuture` handles the failure of its call before the failure is published, and so stays pending until the call is
 done. Two atomic steps decide races: a future is ended by the thread that claims it (``Future.claim``), and a queued call is sent,
-cancelled or expired by the thread that deletes a slot (:meth:`PendingCall.take`). The state changes under the lock of the queue.
+cancelled or expired by the thread that deletes a slot (:meth:`PendingCall.claim`). The state changes under the lock of the queue.
 """
 
 from __future__ import annotations
