@@ -228,10 +228,10 @@ class RunnerPools:
         """Request one more runner from rank 0 if all runners that this process knows are busy, and the limit allows one more.
 
         Does not block. Rank 0, processes without an embedded cluster, and tasks with ``worker=`` need no request: there,
-        :meth:`take` makes the runners.
+        :meth:`assign` makes the runners.
 
         Returns:
-            None if :meth:`take` can be called at once. Otherwise a future that completes when rank 0 has answered, and fails if
+            None if :meth:`assign` can be called at once. Otherwise a future that completes when rank 0 has answered, and fails if
             the request does. If ``limit`` requests are under way already, it is the future of the last one.
         """
         if self.runtime.spawner is None or options.worker is not None or self._is_first:
