@@ -45,7 +45,7 @@ class Worker:
         timeout: the default time-out of its calls, in seconds; 0 means none.
         what: describes the kind of worker, for messages.
         namespace: where its actors look up names by default.
-        ends: functions that end the parts of higher packages, called in reverse order; see ``rpc.api.on_start``.
+        shutdown_hooks: functions that end the parts of higher packages, called in reverse order; see ``rpc.api.on_start``.
         stop: shuts down the owner of the worker; its arguments are whether the shutdown is graceful, and the seconds left for it.
         in_force: whether it has joined the group and has not begun to leave.
     """
