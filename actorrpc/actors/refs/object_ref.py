@@ -457,7 +457,7 @@ class ObjectRef(Generic[T_co]):
         lost = None if promise is None else rrefs.failure(promise)
         if future is None or not future.completed:
             if lost is None:
-                return _arrive_promise, (*known, self._as_promise())
+                return _rebuild_promise, (*known, self._as_promise())
             # The worker that sent this ObjectRef cannot provide the value any longer.
             return _as_failed(
                 *known, _out_of_reach(known[1], lost) if type(lost) is PeerDiedError else lost, context
@@ -483,11 +483,11 @@ class ObjectRef(Generic[T_co]):
         else:
             is_fetched = type(value) in _TEXTS and len(value) >= LARGE
         if is_fetched:
-            return _arrive_promise, (*known, self._as_promise())
+            return _rebuild_promise, (*known, self._as_promise())
         if error is not None:
             future.acknowledge()  # the receiver's get() raises the error
             return _as_failed(*known, error, context)
-        return _arrive, (*known, value)
+        return _rebuild, (*known, value)
 
     # -- Python --------------------------------------------------------------------------------------
 
@@ -562,21 +562,21 @@ def _worth_another_try(fetched: Future[Any]) -> bool:
 def _as_failed(ref_id: bytes, label: str, error: BaseException, context: MessageContext) -> tuple[Any, ...]:
     dumps = codec.dumper(context.peer.same_main)
     packed = exceptions.dump(error, worker=rrefs.runtime().agent.name, dumps=dumps)
-    return _arrive_failed, (ref_id, label, packed)
+    return _rebuild_failed, (ref_id, label, packed)
 
 
-def _arrive(ref_id: bytes, label: str, value: Any) -> ObjectRef[Any]:
+def _rebuild(ref_id: bytes, label: str, value: Any) -> ObjectRef[Any]:
     """Rebuild an ObjectRef that was sent with its result (named in pickles)."""
     return ObjectRef.of(value, label=label, ref_id=ref_id)
 
 
-def _arrive_failed(ref_id: bytes, label: str, packed: bytes) -> ObjectRef[Any]:
+def _rebuild_failed(ref_id: bytes, label: str, packed: bytes) -> ObjectRef[Any]:
     """Rebuild an ObjectRef of a call that failed (named in pickles)."""
     error = exceptions.load(packed, loads=codec.loads)
     return ObjectRef.failed(error, label=label, ref_id=ref_id)
 
 
-def _arrive_promise(ref_id: bytes, label: str, promise: RRef[Any]) -> ObjectRef[Any]:
+def _rebuild_promise(ref_id: bytes, label: str, promise: RRef[Any]) -> ObjectRef[Any]:
     """Rebuild an ObjectRef whose call has not ended (named in pickles)."""
     return ObjectRef(None, label=label, promise=promise, ref_id=ref_id)
 

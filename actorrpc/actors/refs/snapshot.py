@@ -248,7 +248,7 @@ class Snapshot:
         if stored is not None and isinstance(context, MessageContext) and (runtime := current()) is not None:
             if runtime.agent.shares_memory(context.peer):
                 where = context.place_of(stored.segment), stored.offset, stored.nbytes, self._sizes
-                return _arrive, (
+                return _rebuild, (
                     where,
                     bytes(self._body),
                     dict(self._definitions),
@@ -268,7 +268,7 @@ class Snapshot:
         return f"<Snapshot of {self.nbytes} bytes>"
 
 
-def _arrive(
+def _rebuild(
     where: tuple[int, int, int, tuple[int, ...]],
     body: bytes,
     definitions: Mapping[bytes, bytes],
