@@ -451,7 +451,7 @@ class Connection(StateMachine):
         """
         assert self.session is not None
         with self.read_lock:
-            if not self.session.may_tell(attempt):
+            if not self.session.claim_attempt(attempt):
                 return None
             # An earlier attempt may have resumed the connection meanwhile, with an older number.
             self.suspend(ConnectionResetError("another attempt to resume the connection has begun"))
