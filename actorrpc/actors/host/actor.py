@@ -110,7 +110,7 @@ class Registry(Protocol):
     def new_caller(self) -> int:
         """See ActorRegistry.new_caller."""
 
-    def tell_threads_apart(self) -> None:
+    def number_threads(self) -> None:
         """See ActorRegistry.tell_threads_apart."""
 
     def forget(self, hosted: HostedActor) -> None:
@@ -509,7 +509,7 @@ class HostedActor:
         if options.yielding:
             self.caller = None
             FOREIGN_THREADS.register(self)
-            self.registry.tell_threads_apart()
+            self.registry.number_threads()
         with self._lock:
             if self.state == "constructing":
                 self.state = "alive"

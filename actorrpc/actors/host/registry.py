@@ -168,7 +168,7 @@ class ActorRegistry:
             return agent.next_chain() >> CALLER_BIT
         return (2 * number + 1) & _CALLERS  # numbers of processes are even
 
-    def tell_threads_apart(self) -> None:
+    def number_threads(self) -> None:
         """Give each thread a caller number of its own, because it is not known to which task a thread belongs."""
         # Not a `threading.local`: a call that another thread sends later is sent in the caller's context.
         caller: ContextVar[int] = ContextVar("actorrpc_caller", default=0)
