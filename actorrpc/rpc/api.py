@@ -47,7 +47,7 @@ from actorrpc.rpc.refcount.runtime import References
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import torchscript
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.transport.signals import checkpoint, put_off_during, uninterruptible
+from actorrpc.transport.signals import checkpoint, defer_during, uninterruptible
 from actorrpc.transport.tls import Tls
 from actorrpc.validation import integer
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
@@ -210,7 +210,7 @@ def install(
             raise RuntimeError(f"RPC is already initialized: this process is {_require().what}")
 
         # A signal handler that raised between two of these steps would leave threads and sockets behind. Waits run handlers.
-        put_off_during(partial(_enter, make, timeout, what, namespace, ready, stop))
+        defer_during(partial(_enter, make, timeout, what, namespace, ready, stop))
 
 
 def _enter(

@@ -28,11 +28,11 @@ from actorrpc._exception_text import mark_handlers
 
 __all__ = [
     "checkpoint",
+    "defer_during",
     "install",
     "is_protected",
     "loses_exceptions",
     "pending_here",
-    "put_off_during",
     "state",
     "uninstall",
     "uninterruptible",
@@ -235,7 +235,7 @@ def install(later: Callable[[], None]) -> None:
         raise
 
 
-def put_off_during(function: Callable[[], None]) -> None:
+def defer_during(function: Callable[[], None]) -> None:
     """Call a function, and defer signal handlers until it has returned, even if there is no agent."""
     if state.laters or threading.get_ident() != threading.main_thread().ident:
         _call_protected(function)
