@@ -131,7 +131,7 @@ class ActorRecord:
         self.last_life: Incarnation | None = None
         self.state: Snapshot | None = None
         self.orphaned = False
-        self.put_off_since: float | None = None
+        self.postponed_since: float | None = None
         self.last: Restarting | None = None
         self.death: ActorDiedError | None = None
         #: (the last incarnation of whose end the querying worker has been told, whether it waits for the next one, its future)
@@ -194,7 +194,7 @@ class ActorRecord:
         """Whether its next incarnation can be begun."""
         return self.phase in ("starting", "restarting") and self.life is None and not self.held
 
-    def put_off(self, life: Incarnation, now: float) -> bool:
+    def postpone(self, life: Incarnation, now: float) -> bool:
         """Withdraw an incarnation that was not made because its worker has ended; return whether another one is begun.
 
         The spawner named the worker before it learned of the end. The actor has not lived there, so this does not count as a
@@ -202,9 +202,9 @@ class ActorRecord:
         """
         if isinstance(self.place, WorkerKey):
             return False
-        if self.put_off_since is None:
-            self.put_off_since = now
-        if now - self.put_off_since > _PATIENCE_S:
+        if self.postponed_since is None:
+            self.postponed_since = now
+        if now - self.postponed_since > _PATIENCE_S:
             return False
         life.over = True
         return True
@@ -213,7 +213,7 @@ class ActorRecord:
         """Record that an incarnation was made, in process ``pid``."""
         assert life.worker is not None
         self.phase = "alive"
-        self.put_off_since = None
+        self.postponed_since = None
         life.location = Location(life.worker, life.worker_name, life.id, self.epoch, pid)
         self.restarts.note_alive(now)
         if not self.options.max_restarts and not self.descriptor.info.has_checkpoint:
@@ -241,7 +241,7 @@ class ActorRecord:
         """Record that the present incarnation has ended, and another one will follow."""
         self.phase = "restarting"
         self.epoch += 1
-        self.put_off_since = None
+        self.postponed_since = None
         self.last = last
         self.held = self.family is not None
 

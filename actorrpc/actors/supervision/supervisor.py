@@ -323,7 +323,7 @@ class Supervisor:
         with self.lock:
             if actor.life is not life or actor.phase == "dead" or life.killed or life.ended_by_group:
                 return False
-            gone = process is None and peer.state != "alive" and actor.put_off(life, self._agent.clock.now())
+            gone = process is None and peer.state != "alive" and actor.postpone(life, self._agent.clock.now())
             if not gone:
                 life.worker = peer.key
                 life.worker_name = peer.name
