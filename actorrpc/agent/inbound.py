@@ -109,7 +109,7 @@ class Inbox:
             if not isinstance(numbers, list):
                 raise ProtocolError("a message with objects does not list them")
             # A message that is never opened releases its segments when the frame dies.
-            frame = frame._replace(objects=conn.lane.borrowed().take_objects(numbers))
+            frame = frame._replace(objects=conn.lane.borrowed().claim_objects(numbers))
         if not frame.flags & outbound.STREAM:
             return frame
         stream, assembly = outbound.begin_stream(self._agent.settings, self._agent.buffers, frame)

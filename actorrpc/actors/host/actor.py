@@ -627,7 +627,7 @@ class HostedActor:
 
     def refuse_due(self, loop: EventLoop) -> None:
         """Refuse the plain methods that wait for their turn on a loop, because the actor has ended."""
-        for entry in loop.take_due():
+        for entry in loop.pop_due():
             self.executor.refuse(entry, HostedActorGoneError(self.id, self.why))
 
     def _wind_up(self) -> None:

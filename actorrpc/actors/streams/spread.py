@@ -13,7 +13,7 @@ from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.errors import ActorError, CancelledError, PeerDiedError, ShutdownError
 from actorrpc.futures import Future, InnerFuture, Progress
 
-__all__ = ["spread", "take_each"]
+__all__ = ["for_each_item", "spread"]
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("actorrpc.actors")
 _ENDED: Final = (ActorError, CancelledError, PeerDiedError, ShutdownError)
 
 
-def take_each(
+def for_each_item(
     stream: ObjectRefGenerator[Any], item: Callable[[ObjectRef[Any]], bool], end: Callable[[], None]
 ) -> None:
     """Pass each item of a stream to ``item`` when it arrives. Returns at once; the thread that receives an item calls ``item``.
@@ -34,7 +34,7 @@ def take_each(
     while True:
         arrival = stream._arrival()
         if not arrival.completed:
-            arrival.add_done_callback(lambda _: take_each(stream, item, end))
+            arrival.add_done_callback(lambda _: for_each_item(stream, item, end))
             return
         try:
             ref = stream.next(timeout=0)
@@ -127,5 +127,5 @@ def spread(stream: ObjectRefGenerator[T], count: int) -> list[ObjectRef[T]]:
     before ``count`` items, they raise a ValueError. If it yields more, the stream is closed at item ``count + 1``.
     """
     parts = _Parts(stream, count)
-    take_each(stream, parts.item, parts.on_end)
+    for_each_item(stream, parts.item, parts.on_end)
     return [ObjectRef(future) for future in parts.futures]

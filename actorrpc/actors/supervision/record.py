@@ -254,7 +254,7 @@ class ActorRecord:
             return location
         return None if wait else self.last
 
-    def take_answered(self) -> list[tuple[Future[Any], Location | Restarting]]:
+    def pop_answered(self) -> list[tuple[Future[Any], Location | Restarting]]:
         """Remove and return the waiters that can be answered now, with their answers."""
         ready, left = [], []
         for after, wait, future in self.waiters:

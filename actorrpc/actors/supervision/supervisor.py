@@ -373,7 +373,7 @@ class Supervisor:
             # Drop the other actor's route, so that it does not keep that actor alive.
             if isinstance(actor.place, Route):
                 actor.place = self._routes.of(replace(actor.place.descriptor, anchor=None))
-            answers = actor.take_answered()
+            answers = actor.pop_answered()
             orphaned = actor.orphaned
             actions = actor.family.made(actor) if actor.family is not None else []
         for future, found in answers:
@@ -464,7 +464,7 @@ class Supervisor:
             process = life.process
             if verdict.again:
                 actor.lose(Restarting(text=text, report=report, moved=life.moving))
-                answers = actor.take_answered()
+                answers = actor.pop_answered()
                 if family is not None:
                     actions = family.died(actor, text)
         self._places.departed(life.id)
