@@ -23,6 +23,7 @@ from actorrpc.agent.executor import ASYNC_MARK, Deferred, future_of
 from actorrpc.rpc.rref import RRef
 
 __all__ = [
+    "change_module",
     "convert",
     "create",
     "forward",
@@ -31,7 +32,6 @@ __all__ = [
     "parameter_rrefs",
     "relocate",
     "state_of",
-    "steer",
 ]
 
 # The devices of modules that are not on the CPU: the tensors of calls are moved there. The owner has this table, because
@@ -213,7 +213,9 @@ def load_state(
 # -- everything else -----------------------------------------------------------------------------------------------------
 
 
-def steer(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def change_module(
+    module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str | None:
     """Call a method that changes the module; the result of the method is dropped.
 
     Returns:
