@@ -48,7 +48,7 @@ class Placements:
         wanted = options.worker
         if wanted is None or wanted == NEW_PROCESS:
             if self._runtime.spawner is not None:
-                self._check(self.wish(label, options, 0, None))
+                self._check(self.spawn_request(label, options, 0, None))
                 return None
             if options.host or options.labels or options.resources:
                 raise ConfigError(
@@ -69,7 +69,7 @@ class Placements:
             raise ConfigError("resources= needs a cluster (actorrpc.init())")
         place = peer.key
         if self._runtime.spawner is not None:
-            self._check(self.wish(label, options, 0, place))
+            self._check(self.spawn_request(label, options, 0, place))
         return place
 
     def _check(self, wish: ProcessSpec | None) -> None:
@@ -77,7 +77,9 @@ class Placements:
         if wish is not None and check is not None:
             check(wish)
 
-    def wish(self, label: str, options: ActorOptions, booking: int, place: Any) -> ProcessSpec | None:
+    def spawn_request(
+        self, label: str, options: ActorOptions, booking: int, place: Any
+    ) -> ProcessSpec | None:
         """Return the request to the spawner: for a place, or for amounts to be booked in the worker that is the place.
 
         None if there is nothing to request.

@@ -263,7 +263,7 @@ class Supervisor:
         try:
             wish = None
             if spawner is not None or place is None:
-                wish = self._places.wish(actor.descriptor.info.name, options, life.id, place)
+                wish = self._places.spawn_request(actor.descriptor.info.name, options, life.id, place)
             if wish is not None:
                 if spawner is None:
                     raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
