@@ -40,7 +40,7 @@ class Worker:
         autograd: its autograd contexts, and its part in backward passes.
         actors: its actor layer.
         cluster: the cluster of which it is the driver.
-        leaver: ends its process when the driver asks for that.
+        exit_member: ends its process when the driver asks for that.
         observer: answers the state queries of other workers, and sends its own.
         timeout: the default time-out of its calls, in seconds; 0 means none.
         what: describes the kind of worker, for messages.
@@ -56,9 +56,9 @@ class Worker:
         "autograd",
         "cluster",
         "debugger",
+        "exit_member",
         "group",
         "in_force",
-        "leaver",
         "namespace",
         "observer",
         "references",
@@ -81,7 +81,7 @@ class Worker:
         self.autograd: Any = None
         self.actors: Any = None
         self.cluster: Any = None
-        self.leaver: Any = None
+        self.exit_member: Any = None
         self.observer: Any = None
         self.debugger: Any = None
 

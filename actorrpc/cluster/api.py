@@ -341,10 +341,10 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _Options) -> Cl
         member.wait()
     finally:
         api.shutdown(False)
-    if member.bereft:
+    if member.driver_lost:
         # With 0, a launcher would consider the job finished on this host, and restart only the other hosts.
         raise SystemExit(
-            f"worker {member.agent.name!r} ends: rank 0, its driver at {where}, has died: {member.bereft}"
+            f"worker {member.agent.name!r} ends: rank 0, its driver at {where}, has died: {member.driver_lost}"
         )
     raise SystemExit(0)
 

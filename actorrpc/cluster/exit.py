@@ -43,7 +43,7 @@ class Member:
         self._over = threading.Event()
         self._looking = False
         self.graceful = True
-        self.bereft = ""
+        self.driver_lost = ""
 
     def wait(self) -> None:
         """Serve until it is released, the driver ends, or it leaves; then leave. Interruptible."""
@@ -83,5 +83,5 @@ class Member:
 def leave(when_idle: bool = False) -> None:
     """End this process, at once or as soon as no other process uses it. Called by RPC."""
     worker = current_worker()
-    if worker is not None and worker.leaver is not None:
-        (worker.leaver.leave_when_idle if when_idle else worker.leaver.leave)()
+    if worker is not None and worker.exit_member is not None:
+        (worker.exit_member.leave_when_idle if when_idle else worker.exit_member.leave)()
