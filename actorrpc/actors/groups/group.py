@@ -106,7 +106,7 @@ class _View(Generic[C]):
         extents = ", ".join(f"{label}={extent}" for label, extent in self.mesh.extents.items())
         return f"{self.mesh.size} {self.members.info.name}" + (f" ({extents})" if extents else "")
 
-    def who(self, at: int) -> str:
+    def describe_member(self, at: int) -> str:
         """Name a member, for messages; in a slice, also by its place in the whole group."""
         point, whole = self.mesh.coords_of(at), self.members.mesh
         if whole == self.mesh:
@@ -115,7 +115,7 @@ class _View(Generic[C]):
 
     def annotate(self, at: int, error: BaseException) -> bool:
         """Add a note to an error that names the member from which it comes; return whether the whole call fails with it."""
-        note = f"raised by {self.who(at)}, of {self.title}"
+        note = f"raised by {self.describe_member(at)}, of {self.title}"
         if note not in notes_of(error):
             add_note(error, note)
         try:
@@ -253,7 +253,7 @@ class GroupMethod(Generic[P, R]):
         def ended(at: int, done: Future[Any]) -> None:
             done.acknowledge()
             if done.error is not None:
-                _log.error("broadcast of %s failed for %s: %r", label, view.who(at), done.error)
+                _log.error("broadcast of %s failed for %s: %r", label, view.describe_member(at), done.error)
 
         for at, ref in enumerate(self._send("broadcast", args, kwargs)):
             # Not gather(): the values are not needed, so large ones are not fetched.
