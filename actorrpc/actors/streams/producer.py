@@ -629,7 +629,7 @@ async def aproduce(
                 return
             producer.put(item)
     except BaseException as error:
-        if stop.meant(error):
+        if stop.caused_by_stop(error):
             return
         cut_frames(error, __file__)
         if is_a(error, asyncio.CancelledError):  # of the task; for the consumer, its call was cancelled
@@ -674,7 +674,7 @@ class _Stop:
         finally:
             self._awaits = False
 
-    def meant(self, error: BaseException) -> bool:
+    def caused_by_stop(self, error: BaseException) -> bool:
         """Say whether this object has caused ``error``, a cancellation; then the cancellation is withdrawn."""
         if not self._cancelled or not is_a(error, asyncio.CancelledError) or self._task is None:
             return False
