@@ -33,7 +33,7 @@ class Member:
     Attributes:
         agent: its agent.
         graceful: whether the driver is alive, so that this process says goodbye to it.
-        bereft: how the driver died, if this process ends for that reason; otherwise empty.
+        driver_lost: how the driver died, if this process ends for that reason; otherwise empty.
     """
 
     def __init__(self, agent: Agent, references: References, announce: Callable[[], None]) -> None:

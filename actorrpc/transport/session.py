@@ -29,8 +29,8 @@ _LARGE: Final = 64 << 10  # from this size on, allocating fresh memory costs mor
 class ReliableStream(Stream):
     """A stream over a succession of sockets.
 
-    The thread that holds the connection's read lock reads, and uses :meth:`acknowledged` and :meth:`may_tell`. The thread that
-    holds the writer's lock writes. :meth:`rewind` and :meth:`replace` need both. :attr:`is_full` and :meth:`wait` need none.
+    The thread that holds the connection's read lock reads, and uses :meth:`acknowledged` and :meth:`claim_attempt`. The thread
+    that holds the writer's lock writes. :meth:`rewind` and :meth:`replace` need both. :attr:`is_full` and :meth:`wait` need none.
 
     Args:
         stream: the stream over the first socket.

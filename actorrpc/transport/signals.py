@@ -254,7 +254,7 @@ def _call_protected(function: Callable[[], None]) -> None:
 
 
 def _nothing_later() -> None:
-    """Do nothing: :func:`put_off_during` calls :func:`checkpoint` itself."""
+    """Do nothing: :func:`defer_during` calls :func:`checkpoint` itself."""
 
 
 @uninterruptible

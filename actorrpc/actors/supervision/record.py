@@ -100,7 +100,7 @@ class ActorRecord:
         epoch: the number of incarnations that have lived.
         last_life: the present incarnation, or the last one if there is none now; None before the first.
         orphaned: its last handle was freed: it ends as soon as it was made, and is not restarted.
-        put_off_since: when the next incarnation was first postponed; None if it was not.
+        postponed_since: when the next incarnation was first postponed; None if it was not.
         state: the state with which the next incarnation starts; None if no checkpoint was received.
         family: the supervision group that decides about its restarts, and ``index`` its place there.
         held: its next incarnation is only begun when the group says so.
