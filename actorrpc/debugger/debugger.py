@@ -179,7 +179,7 @@ class Debugger:
 
     # -- deadlines of held calls and of their callers --------------------------------------------------------------
 
-    def put_off(self, execution: Execution, seconds: float) -> None:
+    def extend_deadline(self, execution: Execution, seconds: float) -> None:
         """Move the deadline of an execution here by ``seconds`` (may be negative), and tell its caller to do the same."""
         if execution.deadline != INFINITE:
             execution.deadline += seconds
@@ -202,7 +202,7 @@ class Debugger:
         for each in (self._agent.self_peer, *self._agent.peers()):
             for running in list(each.running.values()):
                 if isinstance(running, Execution) and call in running.nested:
-                    self.put_off(running, seconds)
+                    self.extend_deadline(running, seconds)
                     return
 
     # -- front ends ----------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ class DebugSession:
         until = time.monotonic() + ahead
         if self.execution is not None and (not ahead or until - self._put_off_until > ahead / 3):
             seconds, self._put_off_until = until - self._put_off_until, until
-            self._debugger.put_off(self.execution, seconds)
+            self._debugger.extend_deadline(self.execution, seconds)
 
     # -- for front ends: any thread ------------------------------------------------------------------------------
 
