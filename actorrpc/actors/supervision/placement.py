@@ -72,10 +72,10 @@ class Placements:
             self._check(self.spawn_request(label, options, 0, place))
         return place
 
-    def _check(self, wish: ProcessSpec | None) -> None:
+    def _check(self, request: ProcessSpec | None) -> None:
         check = getattr(self._runtime.spawner, "check", None)
-        if wish is not None and check is not None:
-            check(wish)
+        if request is not None and check is not None:
+            check(request)
 
     def spawn_request(
         self, label: str, options: ActorOptions, booking: int, place: Any

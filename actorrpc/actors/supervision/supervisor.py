@@ -261,13 +261,13 @@ class Supervisor:
             place, options = actor.place, actor.options
         spawner = self._runtime.spawner
         try:
-            wish = None
+            request = None
             if spawner is not None or place is None:
-                wish = self._places.spawn_request(actor.descriptor.info.name, options, life.id, place)
-            if wish is not None:
+                request = self._places.spawn_request(actor.descriptor.info.name, options, life.id, place)
+            if request is not None:
                 if spawner is None:
                     raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
-                spawner.spawn(wish).add_done_callback(partial(self._spawned, actor, life))
+                spawner.spawn(request).add_done_callback(partial(self._spawned, actor, life))
             elif near is not None:
                 self._construct(actor, life, near, flushes=False)
             elif isinstance(place, WorkerKey):
