@@ -183,7 +183,7 @@ def init(
         RpcError: this process is already in a cluster or group: actors can be used at once.
         OSError: the process from which workers are forked cannot be started.
     """
-    options = _Options(
+    options = _InitOptions(
         means=JoinedResources(
             num_cpus=num_cpus, num_gpus=num_gpus, resources=resources or {}, labels=labels or {}
         ),
@@ -224,7 +224,7 @@ def init(
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
+class _InitOptions:
     """Options of :func:`init` that apply however the cluster is started; ``means`` are the resources of this process."""
 
     means: JoinedResources
@@ -238,7 +238,7 @@ class _Options:
     settings: dict[str, Any]
 
 
-def _join(address: str, options: _Options) -> ClusterContext:
+def _join(address: str, options: _InitOptions) -> ClusterContext:
     _known(options.settings)
     member = join(
         address,
@@ -267,7 +267,7 @@ def _check_joins(address: str, has_page: bool, drives: bool, preloads: bool) -> 
         raise ConfigError("address= joins a cluster: leave preload= to its driver")
 
 
-def _engine(engine: Engine | str | None, given: Mapping[str, Any], options: _Options) -> Engine | None:
+def _engine(engine: Engine | str | None, given: Mapping[str, Any], options: _InitOptions) -> Engine | None:
     """Return the engine of a name, or the engine itself; None for the embedded one.
 
     Args:
@@ -321,7 +321,7 @@ def _found_running(running: str, ignore: bool) -> ClusterContext:
     return ClusterContext(api.get_worker_info().name, api.namespace(), owned=False)
 
 
-def _launched(launched: join_module.Launch, spmd: bool, options: _Options) -> ClusterContext:
+def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -> ClusterContext:
     """Make one cluster of the processes of a launcher."""
     meeting = join_module.meet(launched, options.join_timeout)
     if launched.rank == 0:
@@ -350,7 +350,7 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _Options) -> Cl
 
 
 def _join_rank_0(
-    launched: join_module.Launch, meeting: join_module.LaunchMeeting, options: _Options, serves: bool
+    launched: join_module.Launch, meeting: join_module.LaunchMeeting, options: _InitOptions, serves: bool
 ) -> tuple[Member, str]:
     """Join the cluster of rank 0. An address that an earlier start of the job has left in the store fails; then try again."""
     deadline = _time.now() + options.join_timeout
@@ -388,7 +388,7 @@ class _Driver:
 
     def __init__(
         self,
-        options: _Options,
+        options: _InitOptions,
         listen: str | None,
         given: Engine | None,
         *,
@@ -488,7 +488,7 @@ class _Driver:
                 worker.cluster = None
 
 
-def _embedded(options: _Options) -> LocalCluster:
+def _embedded(options: _InitOptions) -> LocalCluster:
     means = options.means
     gpus = means.num_gpus
     if gpus is not None and gpus != int(gpus):
