@@ -244,8 +244,7 @@ def look(
         begin: where the first page begins, for parts that are sent in pages.
         kept: open connections from the previous query; connections are kept in it for the next query.
         query_worker: queries one worker, in a thread for each; then only the targets of the group are queried. By default,
-        visitors query
-            the targets and the workers that these know.
+            visitors query the targets and the workers that these know.
     """
     query = query_worker or (kept or KeptVisits(keeps=False)).query
     begun = time.monotonic()

@@ -37,7 +37,7 @@ class Spinner:
         shared: the rate of waits with input at the first poll above which both ends are assumed to share a CPU.
         worth: the rate of successful spins from which on a place spins in every wait.
         read_again: the rate of answers after which the next request was available at once. Above it, a thread reads after each
-        answer.
+            answer.
     """
 
     def __init__(self) -> None:
