@@ -200,7 +200,7 @@ class FlightRecorder:
             numbers.get(peer) or self._names.add(peer),
             numbers.get(what) or self._names.add(what),
             0 if actor is None else numbers.get(actor.title) or self._names.add(actor.title),
-            execution.arrived,
+            execution.received_at,
             execution.begun or now,
             now,
             execution.id,

@@ -47,7 +47,7 @@ __all__ = [
     "lost_by_fork",
     "mute",
     "run_queued_callbacks",
-    "stand_by",
+    "set_foreign_threads",
     "wait_all",
 ]
 
@@ -120,18 +120,18 @@ class _Waiting(threading.local):
     Attributes:
         depth: how many callbacks of futures this thread runs, one within another.
         runner: the thread's runner, if it belongs to an actor.
-        posts: the queue for one-way requests that this thread reads and then executes; None: the pool executes them.
+        casts: the queue for one-way requests that this thread reads and then executes; None: the pool executes them.
     """
 
     depth = 0
     runner: NestedRunner | None = None
-    posts: deque[Any] | None = None
+    casts: deque[Any] | None = None
 
 
 WAITING = _Waiting()
 
 
-def stand_by(runner: NestedRunner | None) -> None:
+def set_foreign_threads(runner: NestedRunner | None) -> None:
     """Set the runner of all threads that have no runner of their own."""
     _Waiting.runner = runner
 

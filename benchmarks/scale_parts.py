@@ -92,7 +92,7 @@ def heartbeats(contacts: int, seed: int, *, beats: int = 20) -> dict[str, float]
     draw = random.Random(seed)
     # For each contact: the hub's detector for the contact, and the contact's detector for the hub.
     there = [(FailureDetector(), FailureDetector()) for _ in range(contacts)]
-    heard = [[first := draw.uniform(-beat, 0.0), first] for _ in range(contacts)]
+    last_received = [[first := draw.uniform(-beat, 0.0), first] for _ in range(contacts)]
     due = [(0.0, -1), *((draw.uniform(0.0, beat), contact) for contact in range(contacts))]
     heapq.heapify(due)
     warm, end = 4 * beat, (4 + beats) * beat
@@ -103,12 +103,12 @@ def heartbeats(contacts: int, seed: int, *, beats: int = 20) -> dict[str, float]
         for contact in range(contacts) if who < 0 else (who,):
             side = 0 if who < 0 else 1
             look = there[contact][side].look(
-                now, heard[contact][side], heartbeat=beat, misses=misses, late=0.0
+                now, last_received[contact][side], heartbeat=beat, misses=misses, late=0.0
             )
             assert look.state == "alive"
             wait = min(wait, look.wait)
-            if look.ask:
-                heard[contact] = [now + _HOP_S, now + _HOP_S]
+            if look.ping_due:
+                last_received[contact] = [now + _HOP_S, now + _HOP_S]
                 frames += 2 if now >= warm else 0
         wakes += who < 0 and now >= warm
         others += who >= 0 and now >= warm

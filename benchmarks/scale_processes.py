@@ -46,20 +46,19 @@ _asked: Counter[str] = Counter()
 
 
 def _count() -> None:
-    fed, ask = frames.FrameReader.fed, Rendezvous._ask
+    fed, ask = frames.FrameReader.fed, Rendezvous._store_op
 
     def counted_fed(self: frames.FrameReader, count: int) -> list[frames.Frame]:
         found = fed(self, count)
         _arrived.update(_KINDS.get(frame.kind, "other") for frame in found)
         return found
 
-    def counted_ask(self: Rendezvous, operation: str, *arguments: Any) -> Any:
+    def counted_store_op(self: Rendezvous, operation: str, *arguments: Any) -> Any:
         _asked["check" if operation == "check" else "other"] += 1
         return ask(self, operation, *arguments)
 
     frames.FrameReader.fed = counted_fed  # type: ignore[method-assign]
-    frames.FrameReader.straight = False  # all frames are read by the counted method
-    Rendezvous._ask = counted_ask  # type: ignore[method-assign, assignment]
+    Rendezvous._store_op = counted_store_op  # type: ignore[method-assign, assignment]
 
 
 def _init(rank: int, world_size: int, method: str) -> float:

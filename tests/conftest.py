@@ -205,7 +205,7 @@ def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check that each module and its fixtures leave nothing behind, unless one of its tests has failed."""
     from actorrpc.testing.pytest_plugin import charge  # pytest itself imports the plugin first
 
-    before, failed = leaks.LeakSnapshot.take(), request.session.testsfailed
+    before, failed = leaks.LeakSnapshot.capture(), request.session.testsfailed
     yield
     if request.session.testsfailed == failed:
         found = leaks.settle(before, request.config.getoption("--leak-wait"))

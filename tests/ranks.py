@@ -178,7 +178,7 @@ def _rank_main(
     _replace_environment(environment)
     if leak_wait == leaks.WAIT and torch.cuda.device_count():
         leak_wait = None  # the first backward pass opens all GPUs, and the process keeps threads and descriptors for them
-    before = leaks.LeakSnapshot.take(whole_session=False)
+    before = leaks.LeakSnapshot.capture(whole_session=False)
     try:
         answer = (True, fn(rank, world_size, *args))
         found = None if leak_wait is None else leaks.settle(before, leak_wait)

@@ -61,16 +61,16 @@ def _labels(agent: Agent) -> list[tuple[str, bool, bool]]:
 
 def test_caller_and_callee_each_record_every_call() -> None:
     with agents(2) as (a, b):
-        assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
+        assert a.call_sync(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
         assert _call_async(a, "a1", operator.add, 1, 1).result(20) == 2
-        assert a.ask(a.peer("a0"), operator.add, (1, 1), {}, 20) == 2
+        assert a.call_sync(a.peer("a0"), operator.add, (1, 1), {}, 20) == 2
         ones = torch.ones(1 << 18)
-        assert a.ask(a.peer("a1"), operator.neg, (ones,), {}, 20).sum() == -(1 << 18)
+        assert a.call_sync(a.peer("a1"), operator.neg, (ones,), {}, 20).sum() == -(1 << 18)
         with pytest.raises(RemoteError, match="as asked"):
-            a.ask(a.peer("a1"), _raise, (), {}, 20)
+            a.call_sync(a.peer("a1"), _raise, (), {}, 20)
         with pytest.raises(RemoteError, match="as asked"):
             _call_async(a, "a1", _raise).result(20)
-        assert a.ask(a.peer("a1"), _Callable(), (), {}, 20, label="it") == 1
+        assert a.call_sync(a.peer("a1"), _Callable(), (), {}, 20, label="it") == 1
         assert _labels(a) == [
             ("add", False, True),
             ("add", False, False),
@@ -116,7 +116,7 @@ def test_timed_out_and_cancelled_calls_are_recorded() -> None:
 
 def test_recorder_false_turns_the_flight_recorder_off() -> None:
     with agents(2, recorder=False) as (a, b):
-        assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
+        assert a.call_sync(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
         assert a.flight_recorder is None
         assert b.flight_recorder is None
 
@@ -149,14 +149,14 @@ def test_records_have_the_right_names_after_1000_distinct_names() -> None:
 def test_a_recorded_call_adds_no_object_to_the_garbage_collector() -> None:
     with agents(2) as (a, b):
         peer = a.peer("a1")
-        a.ask(peer, operator.add, (1, 1), {}, 20)
+        a.call_sync(peer, operator.add, (1, 1), {}, 20)
         gc.collect()
         gc.disable()
         try:
-            a.ask(peer, operator.add, (1, 1), {}, 20)
+            a.call_sync(peer, operator.add, (1, 1), {}, 20)
             before = gc.get_count()[0]
             for _ in range(10_000):
-                a.ask(peer, operator.add, (1, 1), {}, 20)
+                a.call_sync(peer, operator.add, (1, 1), {}, 20)
             added = gc.get_count()[0] - before
         finally:
             gc.enable()

@@ -43,15 +43,15 @@ def test_a_call_without_memory_for_its_large_message_raises_limit_error_and_late
     with agents(2, lane=False) as (one, other):
         to = one.peer(other.name)
         large = _ones(8 * _MIB)
-        take = other.buffers.take
-        monkeypatch.setattr(other.buffers, "take", _no_memory)
+        take = other.buffers.allocate
+        monkeypatch.setattr(other.buffers, "allocate", _no_memory)
         for _ in range(2):
             with pytest.raises(LimitError, match="8 MiB, in worker 'a1'") as refused:
-                one.ask(to, _size, (large,), {}, 20.0)
+                one.call_sync(to, _size, (large,), {}, 20.0)
             assert refused.value.maybe_executed is False
-            assert one.ask(to, _size, (_ones(3),), {}, 20.0) == 3
-        monkeypatch.setattr(other.buffers, "take", take)
-        assert one.ask(to, _size, (large,), {}, 20.0) == 8 * _MIB
+            assert one.call_sync(to, _size, (_ones(3),), {}, 20.0) == 3
+        monkeypatch.setattr(other.buffers, "allocate", take)
+        assert one.call_sync(to, _size, (large,), {}, 20.0) == 8 * _MIB
         until(lambda: not to.conn.assemblies)  # the refused message may still be arriving
         del refused
 
@@ -61,13 +61,13 @@ def test_a_call_without_memory_for_its_large_result_raises_limit_error_and_later
 ) -> None:
     with agents(2, lane=False) as (one, other):
         to = one.peer(other.name)
-        take = one.buffers.take
-        monkeypatch.setattr(one.buffers, "take", _no_memory)
+        take = one.buffers.allocate
+        monkeypatch.setattr(one.buffers, "allocate", _no_memory)
         with pytest.raises(LimitError, match="the result of the call of _ones on 'a1', of 8 MiB") as refused:
-            one.ask(to, _ones, (8 * _MIB,), {}, 20.0)
+            one.call_sync(to, _ones, (8 * _MIB,), {}, 20.0)
         assert refused.value.maybe_executed is True
-        monkeypatch.setattr(one.buffers, "take", take)
-        assert one.ask(to, _ones, (8 * _MIB,), {}, 20.0).numel() == 8 * _MIB
+        monkeypatch.setattr(one.buffers, "allocate", take)
+        assert one.call_sync(to, _ones, (8 * _MIB,), {}, 20.0).numel() == 8 * _MIB
         until(lambda: not to.conn.assemblies)  # the refused message may still be arriving
         del refused
 
@@ -95,7 +95,7 @@ def test_a_call_without_memory_for_a_50_kb_message_raises_limit_error_and_keeps_
 ) -> None:
     with agents(2) as (one, other):
         to = one.peer(other.name)
-        assert one.ask(to, _length, (b"",), {}, 20.0) == 0
+        assert one.call_sync(to, _length, (b"",), {}, 20.0) == 0
         conn = to.conn
         with monkeypatch.context() as patch:
             patch.setattr(frames, "bytes", _no_large_bytes, raising=False)
@@ -104,15 +104,15 @@ def test_a_call_without_memory_for_a_50_kb_message_raises_limit_error_and_keeps_
                 with pytest.raises(
                     LimitError, match=r"its arguments, of 50\d\d\d bytes, in worker 'a1'"
                 ) as no:
-                    one.ask(to, _length, (b"x" * 50_000,), {}, 20.0)
+                    one.call_sync(to, _length, (b"x" * 50_000,), {}, 20.0)
                 assert no.value.maybe_executed is False
                 with pytest.raises(
                     LimitError, match=r"the result of the call of _large on 'a1', of 50\d\d\d bytes"
                 ) as no:
-                    one.ask(to, _large, (50_000,), {}, 20.0)
+                    one.call_sync(to, _large, (50_000,), {}, 20.0)
                 assert no.value.maybe_executed is True
-            assert one.ask(to, _length, (b"x" * 3,), {}, 20.0) == 3
-        assert one.ask(to, _length, (b"x" * 50_000,), {}, 20.0) == 50_000
+            assert one.call_sync(to, _length, (b"x" * 3,), {}, 20.0) == 3
+        assert one.call_sync(to, _length, (b"x" * 50_000,), {}, 20.0) == 50_000
         assert to.conn is conn
         del no
 
@@ -123,15 +123,15 @@ def test_a_message_refused_for_want_of_memory_returns_its_shared_memory(
     with agents(2) as (one, other):
         to = one.peer(other.name)
         given = (_ones(8 * _MIB), b"x" * 50_000)
-        assert one.ask(to, len, (given,), {}, 20.0) == 2
+        assert one.call_sync(to, len, (given,), {}, 20.0) == 2
         with monkeypatch.context() as patch:
             patch.setattr(frames, "bytes", _no_large_bytes, raising=False)
             for _ in range(8):
                 with pytest.raises(LimitError, match=r"its arguments, of 50\d\d\d bytes, in worker"):
-                    one.ask(to, len, (given,), {}, 20.0)
+                    one.call_sync(to, len, (given,), {}, 20.0)
         if to.conn.lane.lender is None:
             pytest.skip("these connections have no shared memory")
-        assert one.ask(to, len, (given,), {}, 20.0) == 2
+        assert one.call_sync(to, len, (given,), {}, 20.0) == 2
         assert to.conn.lane.lender.stats().segments <= 4  # the segments of refused messages were returned
 
 
@@ -147,10 +147,10 @@ def test_a_connection_closed_for_want_of_memory_names_the_cause(monkeypatch: pyt
     monkeypatch.setattr(connection, "untouched", allocate)
     with agents(2) as (one, other):
         to = one.peer(other.name)
-        assert one.ask(to, _length, (b"",), {}, 20.0) == 0
+        assert one.call_sync(to, _length, (b"",), {}, 20.0) == 0
         full.set()
         with pytest.raises(PeerDiedError, match=r"no memory to read a message of \d{6} bytes: "):
-            one.ask(to, _numbers, (200_000,), {}, 20.0)
+            one.call_sync(to, _numbers, (200_000,), {}, 20.0)
 
 
 @pytest.mark.prints("an error cannot be sent to 'a0': MemoryError")
@@ -159,10 +159,10 @@ def test_a_call_whose_error_cannot_be_serialized_raises_limit_error(monkeypatch:
         to = one.peer(other.name)
         monkeypatch.setattr(exceptions, "dump", _no_memory)
         with pytest.raises(LimitError, match="worker 'a1' cannot send the outcome of the call") as raised:
-            one.ask(to, int, ("x",), {}, 20.0)
+            one.call_sync(to, int, ("x",), {}, 20.0)
         assert raised.value.maybe_executed is True
         with pytest.raises(LimitError, match="worker 'a0' cannot send the outcome of the call"):
-            one.ask(one.self_peer, int, ("x",), {}, 20.0)
+            one.call_sync(one.self_peer, int, ("x",), {}, 20.0)
         del raised
 
 
@@ -176,14 +176,14 @@ def test_mapping_shared_memory_is_tried_again_after_a_failure(monkeypatch: pytes
 
     with agents(2) as (one, other):
         to = one.peer(other.name)
-        if not one.ask(to, _size, (_ones(8 * _MIB),), {}, 20.0) or to.conn.lane.lender is None:
+        if not one.call_sync(to, _size, (_ones(8 * _MIB),), {}, 20.0) or to.conn.lane.lender is None:
             pytest.skip("these connections have no shared memory")
         monkeypatch.setattr(shared_memory, "reserve", refuse)
         for _ in range(2):
             with pytest.raises(LimitError, match="MiB of shared memory cannot be mapped here"):
-                one.ask(to, _size, (_ones(64 * _MIB),), {}, 20.0)
+                one.call_sync(to, _size, (_ones(64 * _MIB),), {}, 20.0)
         monkeypatch.setattr(shared_memory, "reserve", reserve)
-        assert one.ask(to, _size, (_ones(64 * _MIB),), {}, 20.0) == 64 * _MIB
+        assert one.call_sync(to, _size, (_ones(64 * _MIB),), {}, 20.0) == 64 * _MIB
 
 
 def test_messages_about_threads_forks_and_memory_name_the_resource_limits(

@@ -55,7 +55,7 @@ __all__ = [
 C = TypeVar("C")
 P = ParamSpec("P")
 R = TypeVar("R")
-_ASK_S: Final = 30.0  # how long other workers may take to answer
+_ANSWER_S: Final = 30.0  # how long other workers may take to answer
 
 
 # -- finding -------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def cancel(ref: Any, *, force: bool = False, recursive: bool = True) -> bool:
     ended = future.kill() if force and isinstance(future, TaskFuture) else None
     stopped = bool(stop())
     if ended is not None:
-        ended.wait(_ASK_S)
+        ended.wait(_ANSWER_S)
     return stopped
 
 
@@ -220,7 +220,7 @@ def exit_actor() -> NoReturn:
             f"exit_actor() was called in {execution.label}, which is not an actor: a task ends by returning"
         )
     why = "exit_actor() was called in it"
-    execution.actor.leave(execution, why)
+    execution.actor.on_exit_actor(execution, why)
     raise ActorExit(why)
 
 

@@ -34,15 +34,15 @@ class Runtime:
         names: the table of named actors; only that of rank 0 is used.
         streams: the streams of generator methods that run here.
         host_copies: the values that were fetched from other hosts.
-        meetings, members: the collectives that were made here, and the collectives of actors here.
+        generations, members: the collectives that were made here, and the collectives of actors here.
         task_pools: the processes of tasks.
         spawner: starts processes for actors; None if actors are placed on the group's workers.
     """
 
     __slots__ = (
         "agent",
+        "generations",
         "host_copies",
-        "meetings",
         "members",
         "names",
         "references",
@@ -63,7 +63,7 @@ class Runtime:
         self.names: Any
         self.streams: Any
         self.host_copies: Any
-        self.meetings: Any
+        self.generations: Any
         self.members: Any
         self.spawner: Spawner | None = None
         self.task_pools: Any

@@ -32,16 +32,16 @@ def start(worker: Worker) -> Callable[[bool], None]:
     made.streams.wake = made.registry.deadlocks.wake
     made.routes = Routes(made)
     made.host_copies = HostCopies(worker.references)
-    made.meetings = Generations(agent, member.cut)
+    made.generations = Generations(agent, member.cut)
     made.members = member.Members(agent, worker.references.me)
     made.supervisor = Supervisor(made)
     made.task_pools = RunnerPools(made)
     worker.actors = made
 
-    def end(graceful: bool) -> None:
+    def shut_down(graceful: bool) -> None:
         mute(True)
         try:
-            made.meetings.end()
+            made.generations.close_all()
             made.members.close()
             made.supervisor.close(graceful, agent.leave_by - _time.now())
             made.registry.close(graceful, agent.leave_by - _time.now())
@@ -50,7 +50,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
         finally:
             worker.actors = None
 
-    return end
+    return shut_down
 
 
 api.on_start.append(start)

@@ -61,7 +61,7 @@ _READ: Final = 4096  # more than any first message of TLS, as closing a socket w
 _AGAIN_S: Final = 0.2  # time between two attempts to accept if there are no descriptors
 _PATIENCE_S: Final = 1.0  # after so long without descriptors, connections in the backlog are refused
 _MINUTE_S: Final = 60.0
-_TELL_S: Final = 10.0  # the shortest time between two log lines that no connection can be accepted
+_LOG_S: Final = 10.0  # the shortest time between two log lines that no connection can be accepted
 _GIVE: Final = "set ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY and ACTORRPC_TLS_CA for all workers, or for none"
 _log = logging.getLogger("actorrpc.links")
 
@@ -141,7 +141,7 @@ class Admission:
         self._short_since: dict[socket.socket, float] = {}  # listeners for which there is no descriptor
         # The reserved descriptor for refusing connections; -1: there is none, or a thread is using it.
         self._held = -1
-        self._told = float("-inf")
+        self._logged_at = float("-inf")
         # The number of refusals by address since the last log line about refusals.
         self._refused: Counter[str] = Counter()
         self._refused_since = float("-inf")
@@ -194,10 +194,10 @@ class Admission:
                 return
             self._resting.add(listener)
             in_vain = now - self._short_since.setdefault(listener, now) >= _PATIENCE_S
-            tell = now - self._told >= _TELL_S
-            if tell:
-                self._told = now
-        if tell:
+            logs = now - self._logged_at >= _LOG_S
+            if logs:
+                self._logged_at = now
+        if logs:
             _log.error(
                 "%r accepts no more connections until some have ended: %s",
                 self._agent.record.name,
@@ -261,7 +261,7 @@ class Admission:
                     del self._pending[pending.fd]
                     agent.pool.forget(pending.fd)
         if out is not None:
-            self._see_off(out)
+            self._stop_watching(out)
             out.close()
         if closed:  # the agent was closed after the connection was accepted
             pending.timer.cancel()
@@ -318,7 +318,7 @@ class Admission:
                 self._turn_away(pending, "speaks TLS", f"has no certificates: {_GIVE}")
             answer = pending.acceptor.feed(data)
             if pending.acceptor.done:
-                return answer if self._leave(pending) else None
+                return answer if self._remove(pending) else None
             if answer:
                 pending.sock.send(answer)
             self._listen_to(pending)
@@ -349,7 +349,7 @@ class Admission:
                 self._dismiss(pending)
             return False
         if not sock.secured:
-            if not sock.shake():
+            if not sock.handshake():
                 return False
             pending.acceptor = self._acceptor(False, sock.binding)
         return True
@@ -358,7 +358,7 @@ class Admission:
         """Refuse a pending connection if only one side uses TLS. The reason is sent without TLS."""
         sock = pending.sock
         host, port = (sock if isinstance(sock, socket.socket) else sock.sock).getsockname()[:2]
-        pending.acceptor.farewell = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
+        pending.acceptor.refusal = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
         raise ProtocolError(f"it {why}, and this worker {own}")
 
     def _fail(self, pending: PendingConnection, error: ssl.SSLError) -> None:
@@ -388,10 +388,10 @@ class Admission:
             if not isinstance(error, AuthenticationError):
                 self._dismiss(pending)
             return  # not answered, and kept until its time limit
-        farewell = pending.acceptor.farewell
-        if farewell:
+        refusal = pending.acceptor.refusal
+        if refusal:
             try:
-                pending.sock.send(farewell)
+                pending.sock.send(refusal)
             except OSError:
                 pass
         self._tell(f"a connection from {pending.address} was refused: {error}", pending.address)
@@ -450,21 +450,21 @@ class Admission:
         return often
 
     def _dismiss(self, pending: PendingConnection) -> None:
-        if self._leave(pending):
+        if self._remove(pending):
             pending.close()
 
     def _is_here(self, pending: PendingConnection) -> bool:
         return self._pending.get(pending.fd) is pending
 
-    def _leave(self, pending: PendingConnection) -> bool:
+    def _remove(self, pending: PendingConnection) -> bool:
         with self._lock:
             if not self._is_here(pending):
                 return False
             del self._pending[pending.fd]
-        self._see_off(pending)
+        self._stop_watching(pending)
         return True
 
-    def _see_off(self, pending: PendingConnection) -> None:
+    def _stop_watching(self, pending: PendingConnection) -> None:
         pending.timer.cancel()
         self._agent.pool.forget(pending.fd)
 

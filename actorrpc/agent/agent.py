@@ -86,7 +86,7 @@ _ATTEMPTS: Final = 20
 def _ring_main() -> None:
     """Make the main thread run deferred signal handlers. Runs on the clock's thread."""
     _time.pause(0.002)  # so that the main thread may leave its uninterruptible code first
-    signals.ring()
+    signals.wake_main()
 
 
 def _place(frame: FrameType | None) -> str:
@@ -371,7 +371,7 @@ class Agent:
             for ended in call.ending[len(self.hooks.recorded) :]:
                 ended(call, error)
 
-    def ask(
+    def call_sync(
         self,
         peer: Peer,
         function: Any,
@@ -456,7 +456,7 @@ class Agent:
                 args=args,
                 name=label,
                 chain=chain,
-                flags=frames.POST,
+                flags=frames.CAST,
                 context=message,
             )
             self.hooks.send(cast, partial(self._send_cast, peer, id, encoded, header, chain, label))
@@ -475,17 +475,17 @@ class Agent:
         label: str,
     ) -> None:
         if peer.is_self:
-            self.loop_back(frames.REQUEST, id, encoded, header, INFINITE, chain, frames.POST)
+            self.loop_back(frames.REQUEST, id, encoded, header, INFINITE, chain, frames.CAST)
             return
         conn = peer.conn
         if conn is None or conn.state is CLOSED:
             conn = self.connector.connect(peer, INFINITE, label)
-        outbound.send(self, conn, frames.REQUEST, id, encoded, header, chain=chain, flags=frames.POST)
+        outbound.send(self, conn, frames.REQUEST, id, encoded, header, chain=chain, flags=frames.CAST)
         conn.flush()
 
     @uninterruptible
     def _give_up(self, call: Call, error: BaseException) -> None:
-        """Cancel a call of :meth:`ask`, unless it was not sent; if its reply has come, discard the reply."""
+        """Cancel a call of :meth:`call_sync`, unless it was not sent; if its reply has come, discard the reply."""
         if call.cancel():
             return
         while call.handed_over and not call.done:  # another thread is ending it right now
@@ -498,7 +498,7 @@ class Agent:
 
     @staticmethod
     def _end_asked(call: Call, error: BaseException) -> None:
-        """Run ``on_answer`` for a call of :meth:`ask` whose reply was received, but not opened."""
+        """Run ``on_answer`` for a call of :meth:`call_sync` whose reply was received, but not opened."""
         for ended in call.ending:
             ended(call, error)
         call.outcome = None
@@ -753,7 +753,7 @@ class Agent:
         if peer is None or conn not in peer.conns:
             return
         peer.conns.remove(conn)
-        peer.failure_detector.heard = max(peer.failure_detector.heard, conn.heard)
+        peer.failure_detector.last_received = max(peer.failure_detector.last_received, conn.last_received)
         if peer.conn is conn:
             peer.conn = None
         if self.closed_down:
@@ -791,7 +791,7 @@ class Agent:
 
     def peer_ended(self, peer: Peer, state: str, cause: str) -> None:
         """Record that a peer has ended, and end all calls to it and for it. Idempotent."""
-        if not self.peer_table.end(peer, state, cause):
+        if not self.peer_table.record_end(peer, state, cause):
             return
         if not peer.is_self:
             self.clock.after(SETTLED_S, partial(self.submit, peer.relieve))

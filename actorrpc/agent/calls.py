@@ -92,7 +92,7 @@ class Execution:
             with a time-out, as they would a moment later. Set before ``cancelled``.
         given_up: one entry for each time that its nested calls were given up: whether their code is interrupted. It is replaced
             by a longer tuple each time. A thread that makes a call compares the tuples before and after.
-        arrived: when its request was read. ``begun``: when it was started; 0.0 before that. ``thread``: the identifier of the
+        received_at: when its request was read. ``begun``: when it was started; 0.0 before that. ``thread``: the identifier of the
             thread that started it.
         header: the fields that came with the request, or ``None``.
         path: the executions of actor methods that led to it, the outermost first; the last one equals ``chain``. After a call of
@@ -127,7 +127,7 @@ class Execution:
         id: int,
         deadline: float,
         chain: int,
-        arrived: float = 0.0,
+        received_at: float = 0.0,
     ) -> None:
         self.conn = conn
         self.peer = peer
@@ -135,7 +135,7 @@ class Execution:
         self.deadline = deadline
         self.chain = chain
         self.begun = _time.now()
-        self.arrived = arrived or self.begun
+        self.received_at = received_at or self.begun
         self.thread = get_ident()
         self.nested: dict[Nested, None] = {}
         if chain >> MAILBOX_BIT:
@@ -237,7 +237,7 @@ class Call(Progress):
     Args:
         function: names the call if there is no label.
         timeout: in seconds; 0: no limit except the deadline of the call that this one is nested in.
-        future: completed with the outcome; None if the caller is :meth:`Agent.ask`.
+        future: completed with the outcome; None if the caller is :meth:`Agent.call_sync`.
         keep: an object that is kept alive until the call ends.
         mail: the header of a request to a mailbox of the peer; the body of such a request is the arguments without the function.
         awaits: the pending futures of arguments; while there are any, the call only reserves its place in the mailbox.
@@ -340,7 +340,7 @@ class Call(Progress):
 
     # -- ending (by the thread that took the call out of ``pending``) --------------------------------------
 
-    def end(self, outcome: Frame | BaseException | None) -> None:
+    def finish(self, outcome: Frame | BaseException | None) -> None:
         """Record that the call has ended, and wake the waiting thread. Runs no user code."""
         self.outcome = outcome
         self.done = True
@@ -357,7 +357,7 @@ class Call(Progress):
             future.try_fail(error, submit or callbacks.append)
         # With a future, the error is not stored here as well: an execution refers to its nested calls, and the frames of the
         # error's traceback may refer to the execution, which would be a reference cycle.
-        self.end(error if future is None else None)
+        self.finish(error if future is None else None)
         self.future = None  # the future refers to the call, so this breaks a reference cycle
         self.keep = None
         for run in callbacks:
@@ -407,8 +407,8 @@ class Call(Progress):
                         conn.flush()
                 if _interrupts.pending:
                     checkpoint()
-                if WAITING.posts:
-                    agent.executor.run_posts(WAITING.posts)
+                if WAITING.casts:
+                    agent.executor.run_casts(WAITING.casts)
                 if self.done:
                     return
                 if _time.now() >= until:
@@ -543,7 +543,7 @@ class Call(Progress):
         """End a reserved call whose message cannot be sent; False if it has ended. The future is left to the caller."""
         if self.peer.pending.pop(self.id, None) is None:
             return False
-        self.end(None)
+        self.finish(None)
         self.future = self.keep = None
         self._tell_cancelled(stop=False)
         return True

@@ -174,7 +174,7 @@ class Resumption:
             if theirs == _UNKNOWN:
                 sock.close()
                 return False
-            self._go_on(conn, sock, number, theirs)
+            self._resume(conn, sock, number, theirs)
         return True
 
     # -- the side that waits -----------------------------------------------------------------------
@@ -229,14 +229,14 @@ class Resumption:
                 sock.close()
                 return
             sock.sendall(_COUNT.pack(mine))
-            self._go_on(conn, sock, number, theirs)
+            self._resume(conn, sock, number, theirs)
         except (OSError, EOFError) as error:
             _log.info("a connection of %r was not resumed: %s", proved.peer_name, error)
             sock.close()
 
     # -- both --------------------------------------------------------------------------------------
 
-    def _go_on(self, conn: Connection, sock: AnySocket, number: int, theirs: int) -> None:
+    def _resume(self, conn: Connection, sock: AnySocket, number: int, theirs: int) -> None:
         stream = self._connector.stream(sock, local=False)
         pool = self._agent.pool
 

@@ -40,12 +40,12 @@ class Worker:
         autograd: its autograd contexts, and its part in backward passes.
         actors: its actor layer.
         cluster: the cluster of which it is the driver.
-        leaver: ends its process when the driver asks for that.
+        exit_member: ends its process when the driver asks for that.
         observer: answers the state queries of other workers, and sends its own.
         timeout: the default time-out of its calls, in seconds; 0 means none.
         what: describes the kind of worker, for messages.
         namespace: where its actors look up names by default.
-        ends: functions that end the parts of higher packages, called in reverse order; see ``rpc.api.on_start``.
+        shutdown_hooks: functions that end the parts of higher packages, called in reverse order; see ``rpc.api.on_start``.
         stop: shuts down the owner of the worker; its arguments are whether the shutdown is graceful, and the seconds left for it.
         in_force: whether it has joined the group and has not begun to leave.
     """
@@ -56,13 +56,13 @@ class Worker:
         "autograd",
         "cluster",
         "debugger",
-        "ends",
+        "exit_member",
         "group",
         "in_force",
-        "leaver",
         "namespace",
         "observer",
         "references",
+        "shutdown_hooks",
         "stop",
         "timeout",
         "what",
@@ -74,14 +74,14 @@ class Worker:
         self.what = what
         self.namespace = namespace
         self.in_force = False
-        self.ends: list[Callable[[bool], None]] = []
+        self.shutdown_hooks: list[Callable[[bool], None]] = []
         self.stop: Callable[[bool, float], None] | None = None
         self.group: Any = None
         self.references: Any = None
         self.autograd: Any = None
         self.actors: Any = None
         self.cluster: Any = None
-        self.leaver: Any = None
+        self.exit_member: Any = None
         self.observer: Any = None
         self.debugger: Any = None
 

@@ -60,7 +60,7 @@ class Daemon(threading.Thread):
         """Start the thread. It acts for the worker that the calling thread acts for."""
         self._acting = ACTING.get()[-1:]  # a new thread begins with an empty context
         # Thread.start ends the thread if a signal handler raises in it.
-        signals.put_off_during(self._start)
+        signals.defer_during(self._start)
 
     def _start(self) -> None:
         _running.add(self)

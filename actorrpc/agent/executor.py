@@ -38,7 +38,7 @@ from actorrpc.errors import (
 from actorrpc.futures import QUEUED, run_queued_callbacks
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.wire.frames import FAILURE, POST, REPLY, Frame, pack_frame
+from actorrpc.wire.frames import CAST, FAILURE, REPLY, Frame, pack_frame
 from actorrpc.wire.headers import Header, unpack_header
 
 if TYPE_CHECKING:
@@ -129,11 +129,11 @@ class Executor:
 
         ``waiting``: the request is a cast that this thread has read while it waits; an exception of a signal handler is raised.
         """
-        conn, frame, arrived = task
+        conn, frame, received_at = task
         agent = self._agent
         peer = agent.self_peer if conn is None else conn.peer
         id = frame[2]
-        execution = Execution(conn, peer, id, arrived + frame[3], frame[4], arrived)
+        execution = Execution(conn, peer, id, received_at + frame[3], frame[4], received_at)
         if conn is not None and not peer.begun.first(id):
             _log.warning("request %d of %r came twice; it is executed once", id, peer.name)
         else:
@@ -160,7 +160,7 @@ class Executor:
                     elif type(function) is tuple:
                         function = self._learn(peer, function)
                     execution.what = function
-                    if hooks.on_start or (header and not hooks.riders.keys().isdisjoint(header)):
+                    if hooks.on_start or (header and not hooks.header_hooks.keys().isdisjoint(header)):
                         value = run_hooked(hooks, execution, function, args, kwargs)
                     else:
                         value = function(*args, **kwargs)
@@ -175,7 +175,7 @@ class Executor:
                     if agent.abandoned:
                         agent.end_fork("a call", None)
                     if answered:
-                        if not frame[1] & POST:
+                        if not frame[1] & CAST:
                             self.answer(execution, value)
                         elif execution.ending is not None:
                             self._end_post(execution, None)
@@ -192,14 +192,14 @@ class Executor:
         elif conn.outbox and conn not in agent.scheduler.corked:
             agent.scheduler.cork(conn)  # more requests are queued; their answers are sent together
 
-    def run_posts(self, posts: deque[tuple[Any, Frame, float]]) -> None:
+    def run_casts(self, casts: deque[tuple[Any, Frame, float]]) -> None:
         """Execute casts on the thread that has read them while it waited for a reply.
 
         Raises:
             Exception: an exception of a signal handler.
         """
-        while posts:
-            task = posts.popleft()
+        while casts:
+            task = casts.popleft()
             try:
                 # In a new context, so that this thread's CURRENT does not change, even if a signal handler raises within run().
                 copy_context().run(self.run, task, True)
@@ -227,7 +227,7 @@ class Executor:
         if self._agent.abandoned:
             self._agent.end_fork("a call", error)
         cut_frames(error, __file__)
-        if frame.flags & POST:
+        if frame.flags & CAST:
             if execution.ending is not None:
                 self._end_post(execution, error)
             if waiting and is_of_handler(error):
@@ -391,7 +391,7 @@ class Executor:
     def refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
         """Answer an unopened request with an error, and release the memory and references in it. Never raises."""
         self._agent.inbox.discard(conn, frame)
-        if not frame.flags & POST:
+        if not frame.flags & CAST:
             self.refuse_opened(conn, frame.id, error)
 
     def refuse_opened(self, conn: Any, id: int, error: RpcError) -> None:

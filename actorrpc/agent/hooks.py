@@ -172,7 +172,7 @@ class HookSet:
         active: whether there are hooks, besides the recorder, that take part in all calls.
         messages: whether there are hooks with ``before_send`` or ``after_send``.
         on_call, before_send, after_send, on_start, on_end, on_answer: the methods of the hooks without conditions.
-        riders: hooks that take part in executions with a certain header field, by the name of the field.
+        header_hooks: hooks that take part in executions with a certain header field, by the name of the field.
         profiled: hooks that take part in profiled calls only.
         recorded: the ``on_end`` of the recorder, as a tuple; empty without a recorder.
     """
@@ -204,7 +204,7 @@ class HookSet:
 
     def _change(self, hooks: tuple[CallHooks, ...]) -> None:
         self._hooks = hooks
-        self.riders = {each.field: each for each in hooks if each.field}
+        self.header_hooks = {each.field: each for each in hooks if each.field}
         self.profiled = tuple(each for each in hooks if each.profiled_only)
         always = [each for each in hooks if not each.field and not each.profiled_only]
         for moment in _MOMENTS:
@@ -324,11 +324,11 @@ def run_hooked(
     A coroutine or generator that it returns is returned in a form which enters the context managers of the hooks.
     ``Executor.answer`` and ``Executor.fail`` run ``on_end``.
     """
-    riders = [rider for field, rider in hooks.riders.items() if field in execution.fields]
+    added = [hook for field, hook in hooks.header_hooks.items() if field in execution.fields]
     execution.notes = {}
-    execution.ending = (*hooks.on_end, *(each.on_end for each in riders))
+    execution.ending = (*hooks.on_end, *(each.on_end for each in added))
     found = [
-        start(execution, function, args) for start in (*(each.on_start for each in riders), *hooks.on_start)
+        start(execution, function, args) for start in (*(each.on_start for each in added), *hooks.on_start)
     ]
     scopes = [each for each in found if each is not None]
     with _entered(scopes):
@@ -343,15 +343,15 @@ def run_hooked(
     ending = [each for each in execution.ending if each not in hooks.recorded]
     execution.ending = hooks.recorded
 
-    def end(error: BaseException | None) -> None:
+    def on_finish(error: BaseException | None) -> None:
         for each in ending:
             each(execution, None if isinstance(error, GeneratorExit) else error)
 
     if is_generator:
-        items = _stepped(value, scopes, end)
+        items = _stepped(value, scopes, on_finish)
         next(items)
         return items
-    stream = _stepped_async(value, scopes, end)
+    stream = _stepped_async(value, scopes, on_finish)
     with suppress(StopIteration):
         stream.asend(None).send(None)
     return stream
@@ -374,11 +374,11 @@ async def _awaited(coroutine: Coroutine[Any, Any, Any], scopes: Sequence[Abstrac
 def _stepped(
     items: Generator[Any, Any, Any],
     scopes: Sequence[AbstractContextManager[Any]],
-    end: Callable[[BaseException | None], None],
+    on_finish: Callable[[BaseException | None], None],
 ) -> Generator[Any, Any, None]:
     error: BaseException | None = None
     try:
-        yield  # ``run_hooked`` steps to this line, so that ``end`` runs even if no item is requested
+        yield  # ``run_hooked`` steps to this line, so that ``on_finish`` runs even if no item is requested
         while True:
             with _entered(scopes):
                 try:
@@ -393,13 +393,13 @@ def _stepped(
         try:
             items.close()
         finally:
-            end(error)
+            on_finish(error)
 
 
 async def _stepped_async(
     items: AsyncGenerator[Any, Any],
     scopes: Sequence[AbstractContextManager[Any]],
-    end: Callable[[BaseException | None], None],
+    on_finish: Callable[[BaseException | None], None],
 ) -> AsyncGenerator[Any, None]:
     error: BaseException | None = None
     try:
@@ -418,7 +418,7 @@ async def _stepped_async(
         try:
             await items.aclose()
         finally:
-            end(error)
+            on_finish(error)
 
 
 # -- the other interfaces ------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ class Recorder:
             A tag that travels with the message (a value that msgpack can pack), or None.
         """
 
-    def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
+    def received(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
         """Record the plain tensors of a message that has been opened, in the order in which they were packed.
 
         Args:
@@ -470,7 +470,7 @@ class MessageReferences:
     def roll_back(self, context: MessageContext) -> None:
         """Take back the references of a message that is not sent."""
 
-    def arrived(self, context: MessageContext, packed: bytes) -> None:
+    def received(self, context: MessageContext, packed: bytes) -> None:
         """Register the references of a message that is about to be opened."""
 
     def refuse(self, peer: Peer, packed: bytes) -> None:

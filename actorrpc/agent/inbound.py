@@ -109,7 +109,7 @@ class Inbox:
             if not isinstance(numbers, list):
                 raise ProtocolError("a message with objects does not list them")
             # A message that is never opened releases its segments when the frame dies.
-            frame = frame._replace(objects=conn.lane.borrowed().take_objects(numbers))
+            frame = frame._replace(objects=conn.lane.borrowed().claim_objects(numbers))
         if not frame.flags & outbound.STREAM:
             return frame
         stream, assembly = outbound.begin_stream(self._agent.settings, self._agent.buffers, frame)
@@ -127,7 +127,7 @@ class Inbox:
     def _chunk(conn: Connection, frame: Frame) -> Frame | None:
         """Record a chunk that has been read; return its message if it was the last chunk."""
         begun = conn.assemblies.get(frame.id)
-        if begun is None or not begun.arrived(frame.chain, frame.flags):
+        if begun is None or not begun.record_chunk(frame.chain, frame.flags):
             return None
         del conn.assemblies[frame.id]
         whole: Frame | None = begun.frame
@@ -148,7 +148,7 @@ class Inbox:
         elif is_reserved:
             router.complete(conn, peer, frame)
         else:
-            router.take(conn, peer, frame)
+            router.deliver(conn, peer, frame)
 
     def _abandon(self, peer: Peer, id: int) -> None:
         """Release the reserved place of mail whose rest will not arrive."""
@@ -195,22 +195,22 @@ class Inbox:
             pool = self._agent.pool
             if not waiting and not pool.idle:
                 pool.ensure_reader()  # unpickling may run anything
-            arrived = 0.0
+            received_at = 0.0
             count = requests = 0
             for frame in batch:
                 kind = frame[0]
                 if kind != frames.REQUEST and kind <= frames.FAILURE:
                     self.reply(peer, frame, waiting, conn)
                 else:
-                    if not arrived:
-                        arrived = _time.now()
+                    if not received_at:
+                        received_at = _time.now()
                     if kind == frames.REQUEST:
-                        if waiting and frame.flags & frames.POST and WAITING.posts is not None:
-                            WAITING.posts.append((conn, frame, arrived))
+                        if waiting and frame.flags & frames.CAST and WAITING.casts is not None:
+                            WAITING.casts.append((conn, frame, received_at))
                             continue
                         count += 1
                         requests += 1
-                        pool.queue.append((conn, frame, arrived))
+                        pool.queue.append((conn, frame, received_at))
                     elif self._notice(peer, frame, conn, waiting):
                         count += 1
             if conn.outbox:

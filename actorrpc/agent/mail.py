@@ -38,7 +38,7 @@ class MailHeader:
 class MailRouter(Protocol):
     """Delivers mail to mailboxes. Called under a connection's read lock: it is quick, runs no user code and never unpickles."""
 
-    def take(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
+    def deliver(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
         """Deliver complete mail.
 
         Args:

@@ -56,8 +56,8 @@ INLINE: Final = 1
 LANE: Final = 2
 STREAM: Final = frames.STREAM
 BODY: Final = 8  # the body itself is the last buffer of the stream
-_MEANING: Final = frames.MAIL | frames.POST | frames.OBJECTS  # flags that say nothing about buffers
-_BODY_ONLY: Final = frames.MAIL | frames.POST  # flags that a message without buffers and objects may have
+_MEANING: Final = frames.MAIL | frames.CAST | frames.OBJECTS  # flags that say nothing about buffers
+_BODY_ONLY: Final = frames.MAIL | frames.CAST  # flags that a message without buffers and objects may have
 _CHARGED: Final = INLINE | LANE | STREAM
 _SHARE_S: Final = 5.0  # how long a message waits for room in the descriptor socket
 _SHARE_STEP_S: Final = 0.002
@@ -76,13 +76,13 @@ class Assembly:
         size: bytes of all buffers.
     """
 
-    __slots__ = ("_came", "_left", "buffers", "frame", "size")
+    __slots__ = ("_received", "_remaining", "buffers", "frame", "size")
 
     def __init__(self, frame: Frame, sizes: list[int], allocate: Callable[[int], memoryview]) -> None:
         self.frame: Frame | None = frame
         self.buffers: list[memoryview] = []
-        self.size = self._left = sum(sizes)
-        self._came: set[int] = set()
+        self.size = self._remaining = sum(sizes)
+        self._received: set[int] = set()
         try:
             self.buffers = [allocate(size) for size in sizes]
         except MemoryError:
@@ -101,15 +101,15 @@ class Assembly:
             raise ProtocolError("a chunk lies outside of its buffer")
         return self.buffers[index][offset : offset + length]
 
-    def arrived(self, position: int, length: int) -> bool:
+    def record_chunk(self, position: int, length: int) -> bool:
         """Record a complete chunk; return whether it was the last chunk of the message."""
-        if position in self._came:
+        if position in self._received:
             return False  # the chunk was received before
-        self._came.add(position)
-        self._left -= length
-        if self._left < 0:
+        self._received.add(position)
+        self._remaining -= length
+        if self._remaining < 0:
             raise ProtocolError("more chunks than were announced")
-        return self._left == 0
+        return self._remaining == 0
 
 
 def _check(buffers: int, total: int, settings: Settings) -> None:
@@ -364,7 +364,7 @@ def begin_stream(settings: Settings, pool: BufferPool, frame: Frame) -> tuple[in
         or sum(sizes) == 0
     ):
         raise ProtocolError("the sizes announced for a message exceed the limits")
-    return stream, Assembly(frame, sizes, pool.take)
+    return stream, Assembly(frame, sizes, pool.allocate)
 
 
 def opened(
@@ -422,7 +422,7 @@ def _open_whole(
     message, body = MessageContext(peer), frame.body
     forks = header.get("references")
     if isinstance(forks, bytes):
-        agent.references.arrived(message, forks)  # before the message is opened
+        agent.references.received(message, forks)  # before the message is opened
     message.objects = frame.objects
     views: Sequence[memoryview] = ()
     if frame.flags & ~_MEANING:
@@ -431,7 +431,7 @@ def _open_whole(
     tensors: list[Any] | None = None if tag is None else []
     value = codec.decode(body, views, definitions=peer.definitions, context=message, tensors=tensors)
     if tensors is not None:
-        agent.recorder.arrived(tag, tensors, peer)
+        agent.recorder.received(tag, tensors, peer)
     if execution is not None:
         if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= CHARGED):
             # The bytes count as read at the answer, or at a CREDIT frame if the answer takes longer.

@@ -66,7 +66,7 @@ _FINAL: Final = ("dead", "left")
 
 def state_of(peer: Peer) -> str:
     """Return "alive", "suspect", "dead" or "left"."""
-    return "suspect" if peer.state == "alive" and peer.told == "suspect" else peer.state
+    return "suspect" if peer.state == "alive" and peer.announced == "suspect" else peer.state
 
 
 class MembershipEvents:
@@ -81,8 +81,8 @@ class MembershipEvents:
         # Re-entrant: while a thread holds it, the garbage collector may run a finaliser that removes a listener.
         self._lock = _time.RLock()
         self._listeners: dict[object, Listener] = {}
-        self._untold: deque[tuple[WorkerInfo, str, str, str, list[object]]] = deque()
-        self._telling = False
+        self._unannounced: deque[tuple[WorkerInfo, str, str, str, list[object]]] = deque()
+        self._announcing = False
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Call ``listener`` for each change from now on; return an idempotent function that removes it."""
@@ -99,26 +99,26 @@ class MembershipEvents:
     def note(self, peer: Peer, state: str, reason: str) -> bool:
         """Record a peer's state; return whether it has changed. A final state never changes."""
         with self._lock:
-            old = peer.told
+            old = peer.announced
             if old in _FINAL or state == old:
                 return False
-            peer.told = state
+            peer.announced = state
             if self._listeners and not peer.record.is_visitor:
-                self._untold.append((peer.record.info, old, state, reason, list(self._listeners)))
-            start = bool(self._untold) and not self._telling
-            self._telling = self._telling or start
+                self._unannounced.append((peer.record.info, old, state, reason, list(self._listeners)))
+            start = bool(self._unannounced) and not self._announcing
+            self._announcing = self._announcing or start
         _log.info("%r is %s, was %s: %s", peer.name, state, old, reason)
         if start:
-            self._submit(self._tell)
+            self._submit(self._announce)
         return True
 
-    def _tell(self) -> None:
+    def _announce(self) -> None:
         while True:
             with self._lock:
-                if not self._untold:
-                    self._telling = False
+                if not self._unannounced:
+                    self._announcing = False
                     return
-                worker, old, new, reason, marks = self._untold.popleft()
+                worker, old, new, reason, marks = self._unannounced.popleft()
             for mark in marks:
                 listener = self._listeners.get(mark)
                 if listener is None:
@@ -356,7 +356,7 @@ class Peer:
         self.scan_at = float("inf")
         self.failure_detector = FailureDetector()
         #: the state last passed to the listeners of :class:`MembershipEvents`; calls test ``state``, which changes earlier
-        self.told = "alive"
+        self.announced = "alive"
         # Map devices of this worker to devices of the peer, for calls and for answers to this peer.
         self.device_map, self.answer_map = _device_maps(own, record)
         self.window = Window(self, window)
@@ -563,7 +563,7 @@ class PeerTable:
                 return old
             end = self._ends.get(record.incarnation)
             if end is not None:
-                made.state = made.told = end.state
+                made.state = made.announced = end.state
                 made.cause = end.cause
                 return made
             self.known[record.name] = made
@@ -579,7 +579,7 @@ class PeerTable:
 
     # -- the end of a peer -----------------------------------------------------------------------------
 
-    def end(self, peer: Peer, state: str, cause: str) -> bool:
+    def record_end(self, peer: Peer, state: str, cause: str) -> bool:
         """Record that a peer has ended; return whether it was alive before."""
         forgotten: list[Peer] = []
         with self._lock:

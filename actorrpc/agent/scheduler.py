@@ -238,19 +238,19 @@ class Scheduler:
         settings, failure_detector = self._agent.settings, peer.failure_detector
         look = failure_detector.look(
             now,
-            conn.heard,
+            conn.last_received,
             heartbeat=settings.heartbeat,
             misses=settings.heartbeat_misses,
             late=self.pulse.late,
             receiving=bool(conn.assemblies) or conn.reader.mid_frame,
         )
-        if look.ask:
+        if look.ping_due:
             conn.outbox.append(pack_frame(frames.PING))
             conn.flush()  # without waiting
         if look.state == "alive":
-            if peer.told == "suspect":
+            if peer.announced == "suspect":
                 self.changes.note(peer, "alive", "it answers again")
-        elif peer.told == "alive":
+        elif peer.announced == "alive":
             failure_detector.direct = None
             self.changes.note(peer, "suspect", f"it has been silent for {failure_detector.silent:.1f} s")
             self._agent.pool.submit(partial(self._examine, peer, conn))

@@ -110,8 +110,8 @@ class Pool:
         self._seen = 0
         self._crowded = False
         self._asked = 0.0  # when a tick has last woken or started a thread
-        self._helped = 0.0  # when the helper took its last task; 0: there is no helper
-        self._forsaken = False
+        self._helped_at = 0.0  # when the helper took its last task; 0: there is no helper
+        self._abandoned = False
         # Any thread may change these at any time: a lost change costs some milliseconds at most.
         self._width = _WIDTH
         self._stalled_since = 0.0
@@ -147,7 +147,7 @@ class Pool:
     def submit(self, task: Callable[[], Any]) -> None:
         """Run ``task()`` on a pool thread. After the pool has ended, only callbacks of futures are run, on the calling thread."""
         self._put(task)
-        if self._forsaken:
+        if self._abandoned:
             self._settle()
 
     @uninterruptible
@@ -194,7 +194,7 @@ class Pool:
             thread.start()
         except NO_THREAD:  # the system has no more, or the interpreter is shutting down
             self._denied = True
-            self._leave(thread)
+            self._unregister(thread)
             return False
         self._denied = False
         return True
@@ -275,7 +275,7 @@ class Pool:
                     self._raised(error)
         finally:
             idle.discard(me)
-            self._leave(threading.current_thread())
+            self._unregister(threading.current_thread())
 
     def _is_full(self, running: int) -> bool:
         """Return whether the width is used up. If the running threads are blocked, increase the width and return False."""
@@ -336,7 +336,7 @@ class Pool:
                 self._width = max(self._width, len(self.threads) - len(self.idle) + 1)
                 self.wake()
             if not self._can_grow():
-                self._help(now)
+                self._start_helper(now)
                 if min(now - self._since, stalled_s) > _STUCK_S:
                     self._refuse_all()
         return True
@@ -345,30 +345,30 @@ class Pool:
         """Return whether the pool can still wake or start a thread."""
         return len(self.idle) > 1 or (len(self.threads) < self._max and not self._denied)
 
-    def _help(self, now: float) -> None:
+    def _start_helper(self, now: float) -> None:
         """Start a thread beyond the maximum, which runs the internal tasks of the queue but no calls.
 
         The calls that block all threads may wait for internal tasks: ends of peers, delayed sends and callbacks.
         """
-        if now - self._helped < _HELPED_S or all(type(task) is tuple for task in list(self.queue)):
+        if now - self._helped_at < _HELPED_S or all(type(task) is tuple for task in list(self.queue)):
             return
-        self._helped = now
+        self._helped_at = now
         try:
-            Daemon(self._help_out, "actorrpc-helper").start()
+            Daemon(self._run_helper, "actorrpc-helper").start()
         except NO_THREAD:
             pass
 
-    def _help_out(self) -> None:
+    def _run_helper(self) -> None:
         thread = threading.current_thread()
         with self._lock:
             self.threads.add(thread)
         try:
             while not self.stopping and (task := self._take_internal()) is not None:
-                self._helped = _time.now()
+                self._helped_at = _time.now()
                 self._run_internal(task)
         finally:
-            self._helped = 0.0
-            self._leave(thread)
+            self._helped_at = 0.0
+            self._unregister(thread)
 
     def _take_internal(self) -> Any:
         for task in list(self.queue):
@@ -409,7 +409,7 @@ class Pool:
             left[0].join(0.02)
         with self._lock:
             # If threads are left in user code, the last of them closes the descriptors.
-            self._forsaken = True
+            self._abandoned = True
             last = not self.threads
         if last:
             self._close_descriptors()
@@ -418,14 +418,14 @@ class Pool:
         self._settle()
         return [each for each in left if each.ident not in self.idle]
 
-    def _leave(self, thread: threading.Thread) -> None:
+    def _unregister(self, thread: threading.Thread) -> None:
         with self._lock:
             self.threads.discard(thread)
-            forsaken = self._forsaken
-            last = forsaken and not self.threads
+            abandoned = self._abandoned
+            last = abandoned and not self.threads
         if last:
             self._close_descriptors()
-        if forsaken:
+        if abandoned:
             self._wake_sleeper()  # one thread wakes the next
             self._settle()  # the thread may have read answers, and queued callbacks
 

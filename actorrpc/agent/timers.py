@@ -113,7 +113,7 @@ class Clock:
             if wake:
                 self._sleeping_until = 0.0
         if wake:
-            self._ring()
+            self._wake_clock()
         return timer
 
     def after(self, delay: float, run: Callable[[], Any]) -> Timer:
@@ -127,12 +127,12 @@ class Clock:
     def close(self) -> None:
         """End the thread. Timers that are not due yet never run."""
         self._closed = True
-        self._ring()
+        self._wake_clock()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(5.0)
 
-    def _ring(self) -> None:
+    def _wake_clock(self) -> None:
         try:
             self._wake.release()
         except RuntimeError:  # the thread was woken already

@@ -59,7 +59,7 @@ class context:
         id, token, self._id, self._token = self._id, self._token, None, None
         if id is None:
             return
-        recorder.leave(token)
+        recorder.restore(token)
         worker = current_worker()
         if worker is not None and worker.autograd is not None:
             worker.autograd.release(id)

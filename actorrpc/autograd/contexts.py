@@ -72,7 +72,7 @@ class Context:
         reaches: the ends of the graphs of ``sends``, computed when they are needed.
         sinks: for each message, the receipts to which its gradients lead; from the news in messages of other workers, and from
             discoveries of passes.
-        told: for each worker, the numbers of the messages whose sinks were sent to it.
+        sent_sinks: for each worker, the numbers of the messages whose sinks were sent to it.
         maker: the worker that made it, if known; a later incarnation of a worker may have the same rank.
         touched: when it was last used, on the monotonic clock.
         released: it has ended, and records no more messages.
@@ -90,7 +90,7 @@ class Context:
         self.ended: Recent[int, None] = Recent(_PASSES)
         self.reaches: dict[int, ReachableGraph] = {}
         self.sinks: dict[tuple[WorkerKey, int], Sequence[Sink]] = {}
-        self.told: dict[WorkerKey, set[int]] = {}
+        self.sent_sinks: dict[WorkerKey, set[int]] = {}
         self.maker: WorkerKey | None = None
         self.touched = _time.now()
         self.released = False

@@ -53,7 +53,7 @@ class Coordinator:
         self._edges = edges
         self._gradients = gradients
         self._me = participant.me
-        self._asked: dict[WorkerKey, Future[Any]] = {}
+        self._requests: dict[WorkerKey, Future[Any]] = {}
         self._known: dict[
             Send, Sequence[Sink]
         ] = {}  # the receipts to which each message that takes part leads
@@ -65,18 +65,18 @@ class Coordinator:
             Exception: the pass has failed, or the wait was interrupted. Then the pass has no effect on any worker.
         """
         transport = self._participant.transport
-        outer = transport.attend(self._part)
+        outer = transport.begin_wait(self._part)
         try:
             for futures in self.steps():
                 # A wait for a single future reads its answer, and the gradients before it, on this thread. The error of the
                 # answer is raised later; only an interruption of the wait is raised here.
                 (futures[0] if len(futures) == 1 else settled(futures)).exception()
-                transport.work_off()
+                transport.run_casts()
         except BaseException as error:
             self.give_up(error)
             raise
         finally:
-            transport.leave(outer)
+            transport.end_wait(outer)
 
     def steps(self) -> Generator[list[Future[Any]], None, None]:
         """Run the pass; yields the futures to wait for: until all are complete, or one has failed."""
@@ -101,14 +101,14 @@ class Coordinator:
                 runs[worker] = self._run(strata, direct.get(worker, ()))
         direct.clear()
         with context.lock:
-            part.told = set(runs)
-        self._ask(runs)
+            part.notified = set(runs)
+        self._request(runs)
         runs.clear()
         if not part.finished:
             participant.advance(part)
-        if self._asked:
+        if self._requests:
             yield from self._answers()
-            for worker, future in self._asked.items():
+            for worker, future in self._requests.items():
                 self._value(worker, future)
         # Other threads may be running strata of this worker's part.
         with context.lock:
@@ -135,10 +135,10 @@ class Coordinator:
     def _settle(self) -> Generator[list[Future[Any]], None, None]:
         """Wait until all workers have acted on the verdict. Errors cannot change it, and are not raised."""
         try:
-            self._ask({worker: Settle(self._context.id, self._part.id) for worker in self._part.told})
+            self._request({worker: Settle(self._context.id, self._part.id) for worker in self._part.notified})
         except RpcTimeoutError:
             return
-        for future in self._asked.values():
+        for future in self._requests.values():
             if not future.done():
                 yield [future]
             future.acknowledge()
@@ -150,7 +150,7 @@ class Coordinator:
             if part.error is None:
                 part.error = error
         self._participant.decide(part, False)
-        for future in self._asked.values():
+        for future in self._requests.values():
             future.cancel()
             future.acknowledge()
 
@@ -163,7 +163,7 @@ class Coordinator:
             terms.retain_graph,
             terms.create_graph,
             terms.accumulate,
-            0.0 if terms.deadline is None else terms.left(),
+            0.0 if terms.deadline is None else terms.remaining(),
             gradients,
         )
 
@@ -179,7 +179,7 @@ class Coordinator:
         while True:
             for worker, message, _ in sinks:
                 wanted.append((worker, message))
-            asks: dict[WorkerKey, set[int]] = {}
+            requests: dict[WorkerKey, set[int]] = {}
             while wanted:
                 send = wanted.pop()
                 if send in known:
@@ -188,18 +188,20 @@ class Coordinator:
                 found = context.sinks.get(send)
                 if found is None:
                     if worker != self._me:
-                        asks.setdefault(worker, set()).add(message)
+                        requests.setdefault(worker, set()).add(message)
                         continue
                     found = participant.sinks(context, message)
                 known[send] = found
                 for each in found:
                     wanted.append((each.worker, each.message))
-            if not asks:
+            if not requests:
                 return
-            self._ask({worker: Discover(context.id, sorted(messages)) for worker, messages in asks.items()})
+            self._request(
+                {worker: Discover(context.id, sorted(messages)) for worker, messages in requests.items()}
+            )
             yield from self._answers()
             sinks = []
-            for worker, future in self._asked.items():
+            for worker, future in self._requests.items():
                 for message, given in self._value(worker, future).items():
                     found = [Sink(WorkerKey(*each[0]), each[1], each[2]) for each in given]
                     known[worker, message] = context.sinks[worker, message] = found
@@ -207,18 +209,18 @@ class Coordinator:
 
     # -- asking --------------------------------------------------------------------------------------------------
 
-    def _ask(self, messages: Mapping[WorkerKey, Message]) -> None:
-        ask, terms = self._participant.transport.ask, self._terms
-        left = 0.0 if terms.deadline is None else terms.left()
-        self._asked = {}
+    def _request(self, messages: Mapping[WorkerKey, Message]) -> None:
+        request, terms = self._participant.transport.request, self._terms
+        left = 0.0 if terms.deadline is None else terms.remaining()
+        self._requests = {}
         for worker, message in messages.items():
-            self._asked[worker] = ask(worker, message, left)
+            self._requests[worker] = request(worker, message, left)
         with self._context.lock:
-            self._part.awaited = self._asked.values()
+            self._part.awaited = self._requests.values()
 
     def _answers(self) -> Generator[list[Future[Any]], None, None]:
         if self._part.error is None:  # a later error of this worker's part cancels the calls
-            yield list(self._asked.values())
+            yield list(self._requests.values())
         if self._part.error is not None:
             raise self._part.error
 
@@ -230,7 +232,7 @@ class Coordinator:
         """
         if not future.done():
             # Another call has failed: raise its error.
-            for other, each in self._asked.items():
+            for other, each in self._requests.items():
                 if each.done() and (error := each.exception()) is not None:
                     self._raise(other, error)
         error = future.exception()
@@ -243,7 +245,7 @@ class Coordinator:
         if timed_out(error):
             names = [
                 name(other)
-                for other, each in sorted(self._asked.items())
+                for other, each in sorted(self._requests.items())
                 if not each.done() or timed_out(each.exception())
             ]
             raise late(repr(self._context), self._terms.timeout, names) from None

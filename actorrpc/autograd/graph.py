@@ -56,10 +56,10 @@ __all__ = [
 
 _SLICE_S: Final = 0.1  # the longest wait before deferred signal handlers run
 
-# Guards ``_taken`` and ``_waiting``; held for microseconds. Re-entrant: the garbage collector may run finalisers under it.
+# Guards ``_reserved`` and ``_waiting``; held for microseconds. Re-entrant: the garbage collector may run finalisers under it.
 _lock = threading.RLock()
 _changed = threading.Condition(_lock)
-_taken: set[int] = set()  # ids of borrowed leaves; each Borrowed keeps its leaves alive
+_reserved: set[int] = set()  # ids of borrowed leaves; each Borrowed keeps its leaves alive
 _waiting: list[Borrowed] = []
 
 
@@ -88,21 +88,21 @@ class Borrowed:
 
     def __enter__(self) -> list[torch.Tensor | None]:
         with _lock:
-            free = self._ids.isdisjoint(_taken)
+            free = self._ids.isdisjoint(_reserved)
             if free:
-                _taken.update(self._ids)
+                _reserved.update(self._ids)
         while not free:
             checkpoint()
-            free = self._take()
+            free = self._reserve()
         for leaf in self._leaves:
             self._before.append(leaf.grad)
             leaf.grad = None
         return self._before
 
-    def _take(self) -> bool:
-        """Wait until the leaves are free and take them; False: the caller has to run a deferred signal handler first."""
+    def _reserve(self) -> bool:
+        """Wait until the leaves are free and reserve them; False: the caller has to run a deferred signal handler first."""
         with _lock:
-            while not self._ids.isdisjoint(_taken):
+            while not self._ids.isdisjoint(_reserved):
                 left = _SLICE_S if self._deadline is None else self._deadline - _time.now()
                 if left <= 0:
                     raise RpcTimeoutError(
@@ -116,7 +116,7 @@ class Borrowed:
                     _changed.wait(min(_time.patience(left), _SLICE_S))
                 finally:
                     _waiting.remove(self)
-            _taken.update(self._ids)
+            _reserved.update(self._ids)
         return True
 
     def __exit__(self, *_: object) -> None:
@@ -125,7 +125,7 @@ class Borrowed:
                 leaf.grad = grad
         finally:
             with _lock:
-                _taken.difference_update(self._ids)
+                _reserved.difference_update(self._ids)
                 if _waiting:
                     _changed.notify_all()
 
@@ -331,7 +331,7 @@ def _itself(hook: Any) -> Any:
     return hook
 
 
-def _hush(leaves: Sequence[Node]) -> None:
+def _wrap_hooks(leaves: Sequence[Node]) -> None:
     for node in leaves:
         hooks = node.variable._backward_hooks
         if hooks:
@@ -371,7 +371,7 @@ def capture(
     for node in leaves:
         inputs.append(make(GradientEdge, (node, 0, None)))
     if leaves:
-        _hush(leaves)
+        _wrap_hooks(leaves)
         before = _silence(
             True
         )  # already silent if a hook of an interior tensor calls this function during another capture

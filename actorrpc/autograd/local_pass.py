@@ -155,7 +155,7 @@ class Terms:
         self.timeout = timeout
         self.deadline = _time.now() + timeout if timeout else None
 
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Return the remaining seconds, 0 for no bound.
 
         Raises:
@@ -205,7 +205,7 @@ class LocalPass:
         begun: a thread has begun the part, or is about to begin it.
         answer: completed when this part ends; None if no worker waits for it.
         awaited: the calls to other workers, if the pass begins here: cancelled if this part fails.
-        told: the workers that get the verdict, if the pass begins here.
+        notified: the workers that get the verdict, if the pass begins here.
         error: why this part has failed.
         over: the verdict has arrived, or this worker has ended the pass without it: later gradients are ignored.
         finished: all strata and leaves are done.
@@ -220,14 +220,14 @@ class LocalPass:
         self.begun = False
         self.answer: Future[None] | None = None
         self.awaited: Collection[Future[Any]] = ()
-        self.told: set[WorkerKey] = set()
+        self.notified: set[WorkerKey] = set()
         self.error: BaseException | None = None
         self.over = False
         self.finished = False
         self.decided: Future[None] | None = None
         self._steps: list[_Step] = []
         self._where: dict[tuple[int, Contribution], _Step] = {}  # the stratum that waits for a gradient
-        self._arrived: dict[tuple[int, Contribution], Gradients] = {}
+        self._received: dict[tuple[int, Contribution], Gradients] = {}
         self._next = 0
         self._busy = False
         # Used only by the thread that begins the part, and then by the busy thread.
@@ -302,8 +302,8 @@ class LocalPass:
             self.terms = terms
             self._steps = steps
             self._where = where
-            if self._arrived:
-                early, self._arrived = self._arrived, {}
+            if self._received:
+                early, self._received = self._received, {}
                 for (message, contribution), gradients in early.items():
                     self.arrive(contribution.worker, contribution.receipt, message, gradients)
 
@@ -348,13 +348,13 @@ class LocalPass:
             if step is None:
                 return
             step.lacking -= 1
-        self._arrived[key] = gradients.copy()
+        self._received[key] = gradients.copy()
         gradients.clear()
 
-    def take(self) -> int | None:
+    def claim(self) -> int | None:
         """Return the number of the stratum to run now, or ``FINISH``; None if none is ready, or a thread is busy.
 
-        The calling thread runs the stratum, and then calls :meth:`put`.
+        The calling thread runs the stratum, and then calls :meth:`release`.
         """
         if self._busy or self.over or self.error is not None or self.terms is None or self.finished:
             return None
@@ -366,8 +366,8 @@ class LocalPass:
         self._busy = True
         return FINISH
 
-    def put(self, index: int, done: bool) -> None:
-        """End the run of a stratum from :meth:`take`; ``done`` is false if it has failed."""
+    def release(self, index: int, done: bool) -> None:
+        """End the run of a stratum from :meth:`claim`; ``done`` is false if it has failed."""
         self._busy = False
         if done and index == FINISH:
             self.finished = True
@@ -388,7 +388,7 @@ class LocalPass:
             self._forget()
 
     def _forget(self) -> None:
-        for table in (self._arrived, self._where, self._edges, self._reaches, self._receipts, self._leaves):
+        for table in (self._received, self._where, self._edges, self._reaches, self._receipts, self._leaves):
             table.clear()
         self._sums.clear()
         self._order.clear()
@@ -455,7 +455,7 @@ class LocalPass:
         for message, contributions in step.messages.items():
             edges = self._edges[message]
             for contribution in contributions:
-                given = self._arrived.pop((message, contribution))
+                given = self._received.pop((message, contribution))
                 if len(given) != len(edges):
                     raise ProtocolError(
                         f"message {message} has {len(edges)} gradients, but {len(given)} were received"
@@ -501,7 +501,7 @@ class LocalPass:
         if terms.accumulate == "grad":
             graph.accumulate(self._results)
         else:
-            self._deposit()
+            self._add_to_context()
         if not (terms.retain_graph or terms.create_graph):
             with context.lock:
                 for message in self._edges:
@@ -509,7 +509,7 @@ class LocalPass:
                         context.sends[message] = ()
                         context.reaches.pop(message, None)
 
-    def _deposit(self) -> None:
+    def _add_to_context(self) -> None:
         gradients = self.context.gradients
         present: list[tuple[torch.Tensor, torch.Tensor]] = []
         with self.context.lock:

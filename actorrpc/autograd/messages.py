@@ -127,21 +127,21 @@ class Transport(Protocol):
 
     me: WorkerKey
 
-    def ask(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
+    def request(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
         """Send a message and return a future of the answer. Never raises, never waits.
 
         Args:
             timeout: seconds; 0: wait until the worker answers or dies.
         """
 
-    def post(self, to: WorkerKey, message: Gradient) -> None:
+    def cast(self, to: WorkerKey, message: Gradient) -> None:
         """Send a gradient that needs no answer. Never waits for the other worker.
 
         Raises:
             Exception: it cannot be sent, or the worker is dead.
         """
 
-    def tell(self, to: WorkerKey, notice: Notice) -> None:
+    def notify(self, to: WorkerKey, notice: Notice) -> None:
         """Send a notice that needs no answer; repeat it until it is sent. Never raises, never waits.
 
         A notice that is not urgent (a pass has succeeded, a context has been released) may be delayed, to be sent with
@@ -158,23 +158,23 @@ class Transport(Protocol):
             kind: ``"backward"`` for a whole pass, ``"visit"`` for a stratum or the leaves of this worker.
         """
 
-    def attend(self, part: Any) -> Any:
+    def begin_wait(self, part: Any) -> Any:
         """Let this thread process the gradients that it reads while it waits for this part of a pass.
 
-        Returns the argument for :meth:`leave`.
+        Returns the argument for :meth:`end_wait`.
         """
 
-    def work_off(self) -> None:
+    def run_casts(self) -> None:
         """Process the gradients that this thread has read and not processed yet.
 
         Raises:
             Exception: a signal handler raised it.
         """
 
-    def leave(self, outer: Any) -> None:
-        """Undo :meth:`attend`; gradients that were read and not processed are passed to other threads."""
+    def end_wait(self, outer: Any) -> None:
+        """Undo :meth:`begin_wait`; gradients that were read and not processed are passed to other threads."""
 
-    def attends_another(self, part: Any) -> bool:
+    def waits_for_another(self, part: Any) -> bool:
         """Say whether this thread waits for another part of a pass than this one."""
 
     def later(self, run: Callable[[], object]) -> None:

@@ -241,7 +241,7 @@ class Participant:
         if context.maker is None and sender.rank == context.origin:
             context.maker = sender
         if isinstance(message, Gradient):
-            return self._take(context, sender, message)
+            return self._receive_gradient(context, sender, message)
         if isinstance(message, Run):
             return self._run(context, sender, message)
         if isinstance(message, Settle):
@@ -297,14 +297,14 @@ class Participant:
             part.origin = origin
         return None if part.over else part
 
-    def _take(self, context: Context, sender: WorkerKey, message: Gradient) -> None:
+    def _receive_gradient(self, context: Context, sender: WorkerKey, message: Gradient) -> None:
         with context.lock:
             part = None if context.released else self._join(context, message.pass_id, None)
             if part is None:
                 return
             part.arrive(sender, message.receipt, message.message, message.gradients)
         # An error goes to the worker that waits for this worker's part, and not to the sender of the gradient.
-        if self.transport.attends_another(part):
+        if self.transport.waits_for_another(part):
             self.transport.later(partial(self.advance, part))  # its hooks may wait for locks of this thread
         else:
             self.advance(part)
@@ -350,7 +350,7 @@ class Participant:
         part = None if context is None else context.passes.get(verdict.pass_id)
         return part is not None and part.terms is not None and part.terms.accumulate == "grad"
 
-    def hear(self, sender: WorkerKey, notice: Notice) -> None:
+    def on_notice(self, sender: WorkerKey, notice: Notice) -> None:
         """Act on a notice. A notice may arrive late, or twice."""
         if isinstance(notice, Release):
             self._release(
@@ -385,7 +385,7 @@ class Participant:
         """
         lock = part.context.lock
         with lock:
-            index = part.take()
+            index = part.claim()
         while index is not None:
             done = False
             begun = _time.now()
@@ -406,8 +406,8 @@ class Participant:
             except BaseException as error:
                 self.fail(part, error)
             with lock:
-                part.put(index, done)
-                index = None if direct is not None or part.finished else part.take()
+                part.release(index, done)
+                index = None if direct is not None or part.finished else part.claim()
         if part.answer is not None:
             self._settle(part)
 
@@ -415,12 +415,12 @@ class Participant:
         terms = part.terms
         assert terms is not None
         if terms.deadline is not None:
-            terms.left()  # raises when no time is left
+            terms.remaining()  # raises when no time is left
         with part.context.lock:
             if part.over or part.error is not None:
                 return
         try:
-            self.transport.post(to, gradient)
+            self.transport.cast(to, gradient)
         except Exception as error:
             raise blame(error, to, self.transport.name(to)) from None
 
@@ -459,9 +459,9 @@ class Participant:
                 return False
             part.over = True
             counts = commit and part.finished and part.error is None
-            told = part.told
-        for worker in sorted(told):
-            self.transport.tell(worker, Verdict(context.id, part.id, counts))
+            notified = part.notified
+        for worker in sorted(notified):
+            self.transport.notify(worker, Verdict(context.id, part.id, counts))
         try:
             if counts:
                 part.commit()
@@ -488,7 +488,7 @@ class Participant:
         )
 
     def _release(
-        self, context_id: int, sender: WorkerKey | None, error: BaseException, tell: bool = True
+        self, context_id: int, sender: WorkerKey | None, error: BaseException, notify: bool = True
     ) -> None:
         context = self.contexts.release(context_id)
         if context is None:
@@ -497,15 +497,15 @@ class Participant:
             parts = list(context.passes.values())
             peers = context.peers.copy()
         for part in parts:
-            peers |= part.told
+            peers |= part.notified
             self.fail(part, error)
             self.decide(part, False)
         with context.lock:
             for table in (context.sends, context.receipts, context.reaches, context.sinks, context.gradients):
                 table.clear()
-        if tell:
+        if notify:
             for peer in sorted(peers - {self.me, sender}):
-                self.transport.tell(peer, Release(context_id))
+                self.transport.notify(peer, Release(context_id))
 
     def worker_died(self, key: WorkerKey) -> None:
         """End the passes that need a dead worker, and the contexts that it made."""
@@ -515,15 +515,15 @@ class Participant:
                 context.peers.discard(key)
                 parts = list(context.passes.values())
             for part in parts:
-                self._bereave(part, key, error)
+                self._fail_without(part, key, error)
             # A later incarnation of the worker has the same rank, and makes contexts of its own.
             if context.origin == key.rank and context.maker in (None, key) and key.rank != self.me.rank:
                 self._release(context.id, key, error)
 
-    def _bereave(self, part: LocalPass, key: WorkerKey, error: BaseException) -> None:
+    def _fail_without(self, part: LocalPass, key: WorkerKey, error: BaseException) -> None:
         with part.context.lock:
             if part.origin == self.me:
-                concerned, orphaned = key in part.told, False
+                concerned, orphaned = key in part.notified, False
             else:
                 orphaned = part.origin == key if part.origin else part.id >> 48 == key.rank
                 concerned = orphaned or part.waits_for(key)
@@ -538,7 +538,7 @@ class Participant:
         for context in self.contexts.all():
             if context.touched < before and context.origin != self.me.rank and not context.passes:
                 error = RpcError(f"{context} was not used on this worker for {older_than} s, and dropped")
-                self._release(context.id, None, error, tell=False)
+                self._release(context.id, None, error, notify=False)
 
 
 def _complete(future: Future[None], error: BaseException | None = None) -> None:

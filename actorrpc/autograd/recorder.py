@@ -40,14 +40,14 @@ from actorrpc.autograd.messages import Sink, make
 from actorrpc.errors import ProtocolError
 from actorrpc.wire.identity import WorkerKey
 
-__all__ = ["GraphRecorder", "current_context", "enter", "hear", "leave", "tell"]
+__all__ = ["GraphRecorder", "current_context", "enter", "news_for", "record_news", "restore"]
 
 _NODES: Final = 250  # graphs of more nodes are not walked until a pass needs them
 _NEWS: Final = 100  # the most messages that the news of one message describe
 _RANK_BITS: Final = 48
 
 
-def tell(
+def news_for(
     context: Context, me: WorkerKey, message: int, edges: tuple[GradientEdge, ...], peer: WorkerKey
 ) -> list[Any]:
     """Record a message to ``peer``; return the news to be sent with it."""
@@ -65,17 +65,17 @@ def tell(
         for node in found.receipts:
             sinks.append(context.receipts[node].sink)
         context.sinks[me, message] = sinks
-        told = context.told.get(peer)
-        if told is None:
-            told = context.told[peer] = set()
+        sent_sinks = context.sent_sinks.get(peer)
+        if sent_sinks is None:
+            sent_sinks = context.sent_sinks[peer] = set()
         left = [(me, message)]
         while left and len(news) < 2 * _NEWS:
             send = left.pop()
             worker, number = send
             leads = context.sinks.get(send)
-            if leads is None or worker == peer or number in told:
+            if leads is None or worker == peer or number in sent_sinks:
                 continue
-            told.add(number)
+            sent_sinks.add(number)
             leads_to: list[int] = []
             for of, to, receipt in leads:
                 leads_to += (to, receipt)
@@ -89,7 +89,7 @@ def tell(
     return news
 
 
-def hear(context: Context, me: WorkerKey, sender: WorkerKey, news: Sequence[Any]) -> None:
+def record_news(context: Context, me: WorkerKey, sender: WorkerKey, news: Sequence[Any]) -> None:
     """Record the news of a received message.
 
     Raises:
@@ -150,7 +150,7 @@ def enter(context: int) -> Token[tuple[int, Execution | None] | None]:
     return _entered.set((context, CURRENT.get()))
 
 
-def leave(token: Token[tuple[int, Execution | None] | None]) -> None:
+def restore(token: Token[tuple[int, Execution | None] | None]) -> None:
     """Restore the context that was current before :func:`enter`."""
     _entered.reset(token)
 
@@ -191,7 +191,7 @@ class GraphRecorder(Recorder):
             return None if to is None else (id,)
         message, me = self._contexts.new_message(), self._contexts.me
         if to is not None:
-            return id, message, indices, tell(found, me, message, tuple(edges), to)
+            return id, message, indices, news_for(found, me, message, tuple(edges), to)
         found.record_send(message, edges)
         return id, message, indices, me.rank, me.incarnation
 
@@ -204,7 +204,7 @@ class GraphRecorder(Recorder):
                 "tensor. (Logged once.)"
             )
 
-    def arrived(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
+    def received(self, tag: Any, tensors: list[Any], peer: Peer | None) -> None:
         """Record a message that has been opened. See :class:`actorrpc.agent.hooks.Recorder`."""
         id, message, indices, source, news = _read(tag, len(tensors))
         context = self.live.get(id) or self._contexts.reach(id)
@@ -221,7 +221,7 @@ class GraphRecorder(Recorder):
             if source is None:
                 assert peer is not None
                 source = peer.key
-                hear(context, self._contexts.me, source, news)
+                record_news(context, self._contexts.me, source, news)
             sink = make(Sink, (source, message, self._contexts.new_receipt()))
             context.record_receipt(receive(wanted), make(Receipt, (sink, len(wanted))))
 

@@ -57,9 +57,9 @@ def start(worker: Worker) -> Callable[[bool], None]:
     def noticed(peer: Peer, body: bytes) -> None:
         notice = unpack_notice(body)
         if isinstance(notice, Verdict) and part.may_wait(notice):
-            agent.submit(partial(part.hear, peer.key, notice))
+            agent.submit(partial(part.on_notice, peer.key, notice))
         else:
-            part.hear(peer.key, notice)
+            part.on_notice(peer.key, notice)
 
     def peer_ended(peer: Peer) -> None:
         part.worker_died(peer.key)
@@ -72,7 +72,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
         if not over:
             agent.clock.after(lease / _LOOKS, partial(agent.submit, look))
 
-    def end(_graceful: bool) -> None:
+    def shut_down(_graceful: bool) -> None:
         nonlocal over
         over = True
         worker.autograd = None
@@ -86,7 +86,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     agent.recorder = GraphRecorder(made)
     worker.autograd = part
     look_later()
-    return end
+    return shut_down
 
 
 api.on_start.append(start)

@@ -131,7 +131,7 @@ def unpack_notice(body: bytes) -> Notice:
     raise ProtocolError("a notice of distributed autograd has the wrong fields")
 
 
-class _Posts(deque[Any]):
+class _Casts(deque[Any]):
     """The casts that a thread has read while it waited for its part of a pass."""
 
     part: LocalPass
@@ -145,7 +145,7 @@ class AgentTransport:
         self._references = references
         self.me = references.me
 
-    def ask(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
+    def request(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
         future: Future[Any] = Future()
         label = f"{OWN}backward ({type(message).__name__})"
         future.label = label
@@ -168,7 +168,7 @@ class AgentTransport:
                 raise
         return future
 
-    def post(self, to: WorkerKey, message: Gradient) -> None:
+    def cast(self, to: WorkerKey, message: Gradient) -> None:
         self._agent.cast(
             self._references.peer_of(to),
             serve,
@@ -177,7 +177,7 @@ class AgentTransport:
             record=message.create_graph,
         )
 
-    def tell(self, to: WorkerKey, notice: Notice) -> None:
+    def notify(self, to: WorkerKey, notice: Notice) -> None:
         try:
             peer = self._references.peer_of(to)
         except RpcError:
@@ -196,26 +196,26 @@ class AgentTransport:
         if flight_recorder is not None:
             flight_recorder.noted(begun, kind, f"of context {context:x}")
 
-    def attend(self, part: LocalPass) -> _Posts | None:
-        outer = WAITING.posts
-        WAITING.posts = posts = _Posts()
-        posts.part = part
+    def begin_wait(self, part: LocalPass) -> _Casts | None:
+        outer = WAITING.casts
+        WAITING.casts = casts = _Casts()
+        casts.part = part
         return outer  # type: ignore[return-value]
 
-    def work_off(self) -> None:
-        if WAITING.posts:
-            self._agent.executor.run_posts(WAITING.posts)
+    def run_casts(self) -> None:
+        if WAITING.casts:
+            self._agent.executor.run_casts(WAITING.casts)
 
-    def leave(self, outer: _Posts | None) -> None:
-        left, WAITING.posts = WAITING.posts, outer
+    def end_wait(self, outer: _Casts | None) -> None:
+        left, WAITING.casts = WAITING.casts, outer
         if left:
             pool = self._agent.pool
             pool.queue.extend(left)
             pool.wake()
 
-    def attends_another(self, part: LocalPass) -> bool:
-        posts = WAITING.posts
-        return isinstance(posts, _Posts) and posts.part is not part
+    def waits_for_another(self, part: LocalPass) -> bool:
+        casts = WAITING.casts
+        return isinstance(casts, _Casts) and casts.part is not part
 
     def later(self, run: Callable[[], object]) -> None:
         self._agent.submit(run)

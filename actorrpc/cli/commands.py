@@ -199,7 +199,7 @@ def _logs(found: argparse.Namespace) -> None:
         if found.follow:
             reader.follow()
     finally:
-        reader.end()
+        reader.close()
     if not (found.json or found.follow or found.grep or found.whom):
         # Users read logs to find faults, and a stuck process prints nothing about being stuck.
         for picture in _pictures(groups, _PARTS, found.timeout):

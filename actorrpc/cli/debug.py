@@ -57,7 +57,7 @@ class Attached:
         """
         made = cls(held, Visit(target, until), int(held.rpartition(":")[2]))
         with undo_on_error(made.visit.close):
-            made._ask({"do": "attach", "session": made.session}, until)
+            made._query({"do": "attach", "session": made.session}, until)
         return made
 
     @classmethod
@@ -69,7 +69,7 @@ class Attached:
         """
         made = cls(title, Visit(target, until))
         with undo_on_error(made.visit.close):
-            made._ask({"do": "enter", "actor": actor_id}, until)
+            made._query({"do": "enter", "actor": actor_id}, until)
             while not made.session or not made.asks:
                 if time.monotonic() > until:
                     raise RpcError(
@@ -80,7 +80,7 @@ class Attached:
             made.name = f"{made.visit.name}:{made.session}"
         return made
 
-    def _ask(self, request: dict[str, Any], until: float) -> dict[str, Any]:
+    def _query(self, request: dict[str, Any], until: float) -> dict[str, Any]:
         number = next(self._numbers)
         self.visit.tell(REQUEST, pack({**request, "id": number}))
         answer: dict[str, Any] | None = None
@@ -89,7 +89,7 @@ class Attached:
                 found = unpack(body)
                 if found.get("id") == number:
                     answer = found
-                self._take(found)
+                self._receive(found)
         if answer is not None:
             if "error" in answer:
                 raise RpcError(str(answer["error"]))
@@ -99,9 +99,9 @@ class Attached:
     def hear(self, until: float) -> None:
         """Wait for messages of the worker, and process them."""
         for body in self.visit.hear(EVENT, until):
-            self._take(unpack(body))
+            self._receive(unpack(body))
 
-    def _take(self, found: dict[str, Any]) -> None:
+    def _receive(self, found: dict[str, Any]) -> None:
         session = found.get("session")
         if type(session) is not int or session != (self.session or session):
             return
@@ -124,7 +124,7 @@ class Attached:
     def detach(self) -> None:
         """Detach, and close the connection. When this returns, another front end can attach."""
         try:
-            self._ask({"do": "detach", "session": self.session}, time.monotonic() + _DETACH_S)
+            self._query({"do": "detach", "session": self.session}, time.monotonic() + _DETACH_S)
         except (OSError, RpcError):  # the worker, or the call, has ended
             pass
         self.visit.close()

@@ -156,7 +156,7 @@ class Reader:
         for place in reversed(range(len(self._visits))):
             visit, number = self._visits[place]
             try:
-                found = visit.ask(["logs", "members"], time.monotonic() + self._timeout, {"logs": number})
+                found = visit.query(["logs", "members"], time.monotonic() + self._timeout, {"logs": number})
             except (OSError, RpcError):
                 visit.close()
                 del self._visits[place]
@@ -179,7 +179,7 @@ class Reader:
             return False
         return self._pattern.search(line.text) is not None
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Hang up."""
         while self._visits:
             self._visits.pop()[0].close()

@@ -127,13 +127,13 @@ class Sampler:
                     return
                 until = time.monotonic() + timeout
                 try:
-                    found = visit.ask(self._parts, until)
+                    found = visit.query(self._parts, until)
                 except TimeoutError:
                     # The worker will answer this request later, and the answer is ignored. Wait, so that such requests are few.
                     stop.wait(max(0.0, until - time.monotonic()))
                     self.lost += 1
                 else:
-                    self.take(found)
+                    self.add(found)
                     self.late += time.monotonic() > begun + (place + 1) / rate
                 following = min(number, max(place + 1, math.ceil((time.monotonic() - begun) * rate)))
                 self.lost += following - place - 1
@@ -145,7 +145,7 @@ class Sampler:
             if not self.samples and not self.why:
                 self.why = "it has not answered in time"
 
-    def take(self, found: dict[str, Any]) -> None:
+    def add(self, found: dict[str, Any]) -> None:
         """Process an answer."""
         self.samples += 1
         wanted = self._wanted(found)

@@ -341,10 +341,10 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -
         member.wait()
     finally:
         api.shutdown(False)
-    if member.bereft:
+    if member.driver_lost:
         # With 0, a launcher would consider the job finished on this host, and restart only the other hosts.
         raise SystemExit(
-            f"worker {member.agent.name!r} ends: rank 0, its driver at {where}, has died: {member.bereft}"
+            f"worker {member.agent.name!r} ends: rank 0, its driver at {where}, has died: {member.driver_lost}"
         )
     raise SystemExit(0)
 
@@ -372,7 +372,7 @@ def _join_rank_0(
                 raise
             meeting.renew(where, deadline)
             continue
-        meeting.arrived(where)
+        meeting.report_arrival(where)
         return member, where
 
 
@@ -458,7 +458,7 @@ class _Driver:
             settings = dataclasses.replace(settings, port=0, advertise=host)
             if self._writes_key:
                 path = join_module.write_secret(self._secret, port)
-                api.before_the_end(lambda _graceful: keys.remove_file(path))
+                api.add_shutdown_hook(lambda _graceful: keys.remove_file(path))
         reception = Reception(
             address=address,
             secret=self._secret,
@@ -474,7 +474,7 @@ class _Driver:
             slots_first=self._slots_first,
             waits=self._waits,
         )
-        api.before_the_end(worker.cluster.begin_end)
+        api.add_shutdown_hook(worker.cluster.begin_end)
         if worker.actors is not None:
             worker.actors.spawner = worker.cluster
 
@@ -483,7 +483,7 @@ class _Driver:
         if worker is not None:
             try:
                 if worker.cluster is not None:
-                    worker.cluster.end(graceful, seconds)
+                    worker.cluster.shut_down(graceful, seconds)
             finally:
                 worker.cluster = None
 
@@ -660,9 +660,9 @@ def scale(
         )
     there = cluster.scaled()
     for name in there[count:]:
-        drain(name, timeout=_left(until))
+        drain(name, timeout=_remaining(until))
     if pooled and count > len(there):
-        engine.grow(count - len(there), _left(until))  # type: ignore[attr-defined]
+        engine.grow(count - len(there), _remaining(until))  # type: ignore[attr-defined]
         return cluster.scaled()
     cpus = 1 if num_cpus is None else num_cpus
     spec = ProcessSpec(label="worker", num_cpus=cpus, num_gpus=num_gpus, labels=labels or {})
@@ -676,7 +676,7 @@ def scale(
         lambda: some(each.label for each in started if not each.done()),
     )
     for future in sorted(started, key=lambda each: each.error is None):
-        future.wait(_left(until))
+        future.wait(_remaining(until))
     return cluster.scaled()
 
 
@@ -710,7 +710,9 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
     try:
         _hand_over(cluster, peer, until)
         # This query itself counts as one call.
-        ended = poll(lambda: int(agent.ask(peer, running, (), {}, _left(until))) <= 1, until, _LOOK_S)
+        ended = poll(
+            lambda: int(agent.call_sync(peer, running, (), {}, _remaining(until))) <= 1, until, _LOOK_S
+        )
         if ended:
             cluster.let_go(peer.name)
             ended = poll(lambda: peer.state != "alive", until, _LOOK_S)
@@ -726,7 +728,7 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
         )
 
 
-def _left(until: float) -> float:
+def _remaining(until: float) -> float:
     return max(0.1, until - _time.now())
 
 
@@ -744,14 +746,14 @@ def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
         future.add_done_callback(Future.acknowledge)
         arguments = (peer.record.rank, peer.record.incarnation, why)
         try:
-            agent.call(agent.peer(record.name), hand_over, arguments, {}, _left(until), future=future)
+            agent.call(agent.peer(record.name), hand_over, arguments, {}, _remaining(until), future=future)
         except RpcError:
             continue  # the supervisor's worker has ended, and its actors with it
         asked.append(future)
     agent.flush()
     for future in asked:
         try:
-            future.wait(_left(until))
+            future.wait(_remaining(until))
         except RpcTimeoutError:
             raise
         except RpcError:

@@ -69,7 +69,7 @@ class Reception:
 
 
 @dataclass(slots=True, eq=False)
-class _Wish:
+class _SpawnRequest:
     """A request for a place for an actor."""
 
     spec: ProcessSpec
@@ -79,7 +79,7 @@ class _Wish:
 
 
 class Cluster:
-    """The driver's part in a cluster. Thread-safe; only :meth:`end` blocks.
+    """The driver's part in a cluster. Thread-safe; only :meth:`shut_down` blocks.
 
     Args:
         agent: the driver's agent.
@@ -111,7 +111,7 @@ class Cluster:
             str, tuple[ProcessSpec, str]
         ] = {}  # requests to the engine, with the requesting worker
         self._reserved: dict[str, float] = {}
-        self._wishes: list[_Wish] = []
+        self._requests: list[_SpawnRequest] = []
         self._owners: dict[int, str] = {}
         self._count = itertools.count(1)
         self._ranks = itertools.count(1)  # never reused; the driver is 0
@@ -152,11 +152,11 @@ class Cluster:
             return there
         if self._is_plain(spec):
             return self.start(spec, creator)
-        wish = _Wish(spec, creator, Future())
-        wish.future.label = f"the placement of {spec.label}"
+        request = _SpawnRequest(spec, creator, Future())
+        request.future.label = f"the placement of {spec.label}"
         with self._lock:
-            self._place(wish, first=True)
-        return wish.future
+            self._place(request, first=True)
+        return request.future
 
     def _is_plain(self, spec: ProcessSpec) -> bool:
         """Say whether an actor gets a process of its own without a search for a place."""
@@ -168,7 +168,7 @@ class Cluster:
         rank = next(self._ranks) if self.is_local else -1
         name = f"{label}-{rank}" if self.is_local else f"{label}-{self.engine.name}-{next(self._count)}"
         self._started[name] = spec, creator or self.agent.name
-        order = LaunchRequest(
+        request = LaunchRequest(
             name=name,
             rank=rank,
             address=self.reception.address,
@@ -179,28 +179,28 @@ class Cluster:
             spread=spec.spread,
             secret=self.reception.secret,
         )
-        return self.engine.start(order)
+        return self.engine.start(request)
 
-    def _place(self, wish: _Wish, first: bool) -> bool:
+    def _place(self, request: _SpawnRequest, first: bool) -> bool:
         """Find a place for a request, or let it wait, or fail it; return whether it is settled. Under the lock."""
-        spec = wish.spec
+        spec = request.spec
         if self._closing:
-            self._fail(wish, ShutdownError("the cluster is shutting down", maybe_executed=False))
+            self._fail(request, ShutdownError("the cluster is shutting down", maybe_executed=False))
             return True
         self._refresh()
         holder = self._choose(spec)
         if holder is not None:
-            self._slot(wish, holder)
+            self._slot(request, holder)
             return True
         if first:
             possible = bool(self.book.candidates(spec))
             wait = spec.wait_s if spec.wait_s is not None else (_BUSY_S if possible else 0.0)
             if wait <= 0:
-                self._fail(wish, self._lacking(spec, 0.0))
+                self._fail(request, self._lacking(spec, 0.0))
                 return True
-            self._wishes.append(wish)
-            late = partial(self.agent.submit, partial(self._too_late, wish, wait))
-            wish.timer = self.agent.clock.after(wait, late)
+            self._requests.append(request)
+            late = partial(self.agent.submit, partial(self._too_late, request, wait))
+            request.timer = self.agent.clock.after(wait, late)
         return False
 
     def _choose(self, spec: ProcessSpec) -> ResourceHolder | None:
@@ -251,26 +251,26 @@ class Cluster:
             holder.hosts |= {bind}
         return [holder]
 
-    def _slot(self, wish: _Wish, holder: ResourceHolder) -> None:
+    def _slot(self, request: _SpawnRequest, holder: ResourceHolder) -> None:
         """Book the resources of ``holder`` for a request, and complete its future. Under the lock."""
-        spec = wish.spec
-        if wish in self._wishes:
-            self._wishes.remove(wish)
-        if wish.timer is not None:
-            wish.timer.cancel()
+        spec = request.spec
+        if request in self._requests:
+            self._requests.remove(request)
+        if request.timer is not None:
+            request.timer.cancel()
         if spec.booking and (spec.is_picky or not holder.starts):
             holder.bookings[spec.booking] = needs_of(spec)
-            self._owners[spec.booking] = wish.creator or self.agent.name
+            self._owners[spec.booking] = request.creator or self.agent.name
         if spec.rank is not None or not holder.starts:
-            self._take_slot(wish.future, spec, holder.rank, spec.booking)
+            self._take_slot(request.future, spec, holder.rank, spec.booking)
             return
 
         def started(done: Future[WorkerInfo]) -> None:
             if done.error is not None:
                 self.give_back(spec.booking)
-            wish.future.follow(done, submit=self.agent.submit)
+            request.future.follow(done, submit=self.agent.submit)
 
-        self.start(spec, wish.creator).add_done_callback(started)
+        self.start(spec, request.creator).add_done_callback(started)
 
     def _keeps(self, rank: int) -> bool:
         """Say whether bookings are kept for a worker; they are not for the process of a single actor."""
@@ -301,21 +301,21 @@ class Cluster:
             "options(placement_timeout=seconds)"
         )
 
-    def _too_late(self, wish: _Wish, waited: float) -> None:
+    def _too_late(self, request: _SpawnRequest, waited: float) -> None:
         with self._lock:
-            if wish in self._wishes:
-                self._wishes.remove(wish)
-                self._fail(wish, self._lacking(wish.spec, waited))
+            if request in self._requests:
+                self._requests.remove(request)
+                self._fail(request, self._lacking(request.spec, waited))
 
     def _try_again(self) -> None:
-        if self._wishes:
+        if self._requests:
             self.agent.submit(self._try_all)
 
     def _try_all(self) -> None:
         """Place the waiting requests, as far as there is room now. On a pool thread."""
         with self._lock:
-            for wish in list(self._wishes):
-                self._place(wish, first=False)
+            for request in list(self._requests):
+                self._place(request, first=False)
 
     def give_back(self, booking: int) -> None:
         """Return the booking of an actor. Idempotent."""
@@ -495,10 +495,10 @@ class Cluster:
     def _end_creations(self, creator: str, gently: bool = False) -> None:
         """Fail an ended worker's requests for places, and end the processes that it requested: their supervisor is gone."""
         with self._lock:
-            for wish in [each for each in self._wishes if each.creator == creator]:
-                self._wishes.remove(wish)
-                wish.timer.cancel()
-                self._fail(wish, ShutdownError(f"worker {creator!r} has ended", maybe_executed=False))
+            for request in [each for each in self._requests if each.creator == creator]:
+                self._requests.remove(request)
+                request.timer.cancel()
+                self._fail(request, ShutdownError(f"worker {creator!r} has ended", maybe_executed=False))
         for name in [name for name, (_, by) in list(self._started.items()) if by == creator]:
             if gently:
                 self.release(name)  # it may be about to end by itself: give it some seconds
@@ -614,7 +614,7 @@ class Cluster:
                 return
             self._gone.wait(min(left, _LOOK_S))
 
-    def end(self, graceful: bool, timeout: float) -> None:
+    def shut_down(self, graceful: bool, timeout: float) -> None:
         """End all processes of the cluster. Bounded; idempotent.
 
         Args:
@@ -630,12 +630,12 @@ class Cluster:
         try:
             with self._lock:
                 self._closing = True
-                wishes, self._wishes = self._wishes, []
+                requests, self._requests = self._requests, []
                 names = [each.name for each in self.joined()]
-            for wish in wishes:
-                if wish.timer is not None:
-                    wish.timer.cancel()
-                self._fail(wish, ShutdownError("the cluster is shutting down", maybe_executed=False))
+            for request in requests:
+                if request.timer is not None:
+                    request.timer.cancel()
+                self._fail(request, ShutdownError("the cluster is shutting down", maybe_executed=False))
             if graceful:
                 for name in names:
                     self.let_go(name)
@@ -650,7 +650,7 @@ class Cluster:
         """Close the engine's descriptors in a forked child of the driver. Takes no lock."""
         self.engine.lose()
 
-    def _fail(self, wish: _Wish, error: BaseException) -> None:
-        wish.future.try_fail(error, self.agent.submit)
+    def _fail(self, request: _SpawnRequest, error: BaseException) -> None:
+        request.future.try_fail(error, self.agent.submit)
         if isinstance(error, ShutdownError):
-            wish.future.acknowledge()
+            request.future.acknowledge()

@@ -23,7 +23,7 @@ from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 
 __all__ = ["RemoteDirectory"]
 
-_ASK_S: Final = 30.0
+_QUERY_S: Final = 30.0
 _LEAVE_S: Final = 4.0
 
 
@@ -72,11 +72,11 @@ class RemoteDirectory(MemberDirectory):
         assert self._agent is not None
         return self._agent
 
-    def _ask(self, method: str, *arguments: Any, limit: float = _ASK_S) -> Any:
+    def _query(self, method: str, *arguments: Any, limit: float = _QUERY_S) -> Any:
         """Call a method of the driver's cluster, and wait for the answer."""
         with _detached():
             peer = self._own.peer(self.driver.name)
-            return self._own.ask(peer, driver_rpc.ask, (method, *arguments), {}, limit)
+            return self._own.call_sync(peer, driver_rpc.serve, (method, *arguments), {}, limit)
 
     def _request(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method of the driver's cluster, and do not wait."""
@@ -84,7 +84,7 @@ class RemoteDirectory(MemberDirectory):
         try:
             with _detached():
                 peer = self._own.peer(self.driver.name)
-                self._own.call(peer, driver_rpc.ask, (method, *arguments), {}, 0.0, future=future)
+                self._own.call(peer, driver_rpc.serve, (method, *arguments), {}, 0.0, future=future)
                 self._own.flush()
         except RpcError as error:
             future.try_fail(error)
@@ -102,13 +102,13 @@ class RemoteDirectory(MemberDirectory):
         Raises:
             RpcError: the driver refuses it, or does not answer.
         """
-        self._ask("register", self._own.record.to_bytes(), facts, limit=limit)
+        self._query("register", self._own.record.to_bytes(), facts, limit=limit)
 
     def announce_leaving(self) -> None:
         """Tell the driver that this worker begins to leave by itself."""
         # If this fails, the driver has ended, or is very busy: this process ends all the same.
         with contextlib.suppress(RpcError):
-            self._ask("leaving", self._own.name, limit=_LEAVE_S)
+            self._query("leaving", self._own.name, limit=_LEAVE_S)
 
     def resolve(self, to: str | int) -> WorkerRecord | None:
         """Return the record of a worker by name or rank; None if there is none.
@@ -118,7 +118,7 @@ class RemoteDirectory(MemberDirectory):
         """
         found = super().resolve(to)
         if found is None and self._agent is not None:
-            packed = self._ask("lookup", to)
+            packed = self._query("lookup", to)
             if packed is not None:
                 found = WorkerRecord.from_bytes(packed)
                 self.add(found)
@@ -130,7 +130,7 @@ class RemoteDirectory(MemberDirectory):
         Raises:
             RpcError: the driver does not answer.
         """
-        return [WorkerRecord.from_bytes(packed) for packed in self._ask("listing")]
+        return [WorkerRecord.from_bytes(packed) for packed in self._query("listing")]
 
     # -- Spawner -----------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class RemoteDirectory(MemberDirectory):
         if spec.wait_s or not (spec.is_picky or spec.num_cpus or spec.num_gpus):
             return
         try:
-            self._request("check", spec).wait(_ASK_S)
+            self._request("check", spec).wait(_QUERY_S)
         except PlacementError as error:
             raise exceptions.original(error) from None
         except RpcError:  # the driver has ended, or is too busy: making the actor will fail or succeed

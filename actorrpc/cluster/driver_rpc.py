@@ -1,4 +1,4 @@
-"""Requests of workers to the driver, by RPC: :func:`ask`, which runs on the driver. Thread-safe."""
+"""Requests of workers to the driver, by RPC: :func:`serve`, which runs on the driver. Thread-safe."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from actorrpc.cluster.driver import Cluster
 from actorrpc.errors import ShutdownError
 from actorrpc.futures import Future
 
-__all__ = ["ask", "current"]
+__all__ = ["current", "serve"]
 
 #: The methods of :class:`~actorrpc.cluster.driver.Cluster` that other workers may call.
-_ASKED: Final = frozenset(
+_QUERIES: Final = frozenset(
     {
         *("admit", "register", "leaving", "lookup", "listing"),
         *("check", "spawn", "release", "kill", "report", "give_back"),
@@ -27,7 +27,7 @@ def current() -> Cluster | None:
     return None if worker is None else worker.cluster
 
 
-def ask(method: str, *arguments: Any) -> Any:
+def serve(method: str, *arguments: Any) -> Any:
     """Call a method of this driver's cluster, and answer with its result, or with the value of the returned future.
 
     Raises:
@@ -41,7 +41,7 @@ def ask(method: str, *arguments: Any) -> Any:
             "actorrpc.init()",
             maybe_executed=False,
         )
-    if method not in _ASKED:
+    if method not in _QUERIES:
         raise AttributeError(f"other workers cannot call Cluster.{method}")
     found = getattr(cluster, method)(*arguments)
     return Deferred(found) if isinstance(found, Future) else found

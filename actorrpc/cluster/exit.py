@@ -33,7 +33,7 @@ class Member:
     Attributes:
         agent: its agent.
         graceful: whether the driver is alive, so that this process says goodbye to it.
-        bereft: how the driver died, if this process ends for that reason; otherwise empty.
+        driver_lost: how the driver died, if this process ends for that reason; otherwise empty.
     """
 
     def __init__(self, agent: Agent, references: References, announce: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ class Member:
         self._over = threading.Event()
         self._looking = False
         self.graceful = True
-        self.bereft = ""
+        self.driver_lost = ""
 
     def wait(self) -> None:
         """Block until :meth:`leave` is called, in any thread, then leave the group. Interruptible."""
@@ -83,5 +83,5 @@ class Member:
 def leave(when_idle: bool = False) -> None:
     """End this process, at once or as soon as no other process uses it. Called by RPC."""
     worker = current_worker()
-    if worker is not None and worker.leaver is not None:
-        (worker.leaver.leave_when_idle if when_idle else worker.leaver.leave)()
+    if worker is not None and worker.exit_member is not None:
+        (worker.exit_member.leave_when_idle if when_idle else worker.exit_member.leave)()

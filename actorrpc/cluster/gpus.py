@@ -50,7 +50,7 @@ class Devices:
         """How many devices there are."""
         return len(self._free)
 
-    def take(self, holder: str, num_gpus: float) -> list[str] | None:
+    def allocate(self, holder: str, num_gpus: float) -> list[str] | None:
         """Assign devices to a worker; return their names, or None if not enough are free now.
 
         Raises:

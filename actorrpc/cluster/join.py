@@ -297,7 +297,7 @@ class LaunchMeeting:
         poll(lambda: self.address() != stale, min(deadline, _time.now() + _AGAIN_S))
         self.secret = self._agree()
 
-    def arrived(self, address: str) -> None:
+    def report_arrival(self, address: str) -> None:
         """Record in the store that this rank has joined the driver at an address."""
         self._store.set(f"{self._prefix}arrived/{address}/{self._launch.rank}", "1")
         self._store.add(f"{self._prefix}arrived/{address}", 1)
@@ -486,7 +486,9 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
     return found[0]
 
 
-def _ask(driver: WorkerRecord, name: str, key: Key, settings: Settings, deadline: float) -> dict[str, Any]:
+def _request_admission(
+    driver: WorkerRecord, name: str, key: Key, settings: Settings, deadline: float
+) -> dict[str, Any]:
     """Ask the driver whether this process may join under a name; return the answer.
 
     Raises:
@@ -509,8 +511,8 @@ def _ask(driver: WorkerRecord, name: str, key: Key, settings: Settings, deadline
     try:
         agent.start([])
         request = {"name": name}
-        answer: dict[str, Any] = agent.ask(
-            agent.peer(driver.name), driver_rpc.ask, ("admit", request), {}, left
+        answer: dict[str, Any] = agent.call_sync(
+            agent.peer(driver.name), driver_rpc.serve, ("admit", request), {}, left
         )
     except RpcTimeoutError as error:
         raise RendezvousError(f"the driver at {shown} has not answered within {left:.3g} s") from error
@@ -560,7 +562,7 @@ def join(
     found_key = find_key(host, port) if key is None else key
     here = Settings.from_environment(**(settings or {}))
     driver, own = _knock(host, port, found_key, here, deadline)
-    answer = _ask(driver, own_name, found_key, here, deadline)
+    answer = _request_admission(driver, own_name, found_key, here, deadline)
     driver = WorkerRecord.from_bytes(answer["driver"])
     # The address that has worked comes first: the advertised addresses may be for other hosts.
     tcp = tuple(dict.fromkeys(((host, port), *driver.tcp)))

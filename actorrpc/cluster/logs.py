@@ -115,7 +115,7 @@ class _Pipe:
         self.rest = b""
         self.cut = 0
 
-    def take(self, data: bytes) -> list[tuple[str, str]]:
+    def feed(self, data: bytes) -> list[tuple[str, str]]:
         """Return the lines that are complete now, each with its label."""
         lines = (self.rest + data).split(b"\n")
         self.rest = lines.pop()
@@ -279,7 +279,7 @@ class Logs:
 
         self._order(order)
 
-    def end(self, output: Output, done: Callable[[], None]) -> None:
+    def finish(self, output: Output, done: Callable[[], None]) -> None:
         """Call ``done()``, in the logs' thread, when the whole output of an ended process was read."""
 
         def order() -> None:
@@ -369,7 +369,7 @@ class Logs:
         except OSError:
             data = b""
         if data:
-            self._write(pipe, pipe.take(data))
+            self._write(pipe, pipe.feed(data))
             return
         self._write(pipe, pipe.last())
         self._epoll.unregister(fd)

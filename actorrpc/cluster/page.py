@@ -77,7 +77,7 @@ def start(where: tuple[str, int]) -> None:
         start_new_session=True,  # Ctrl-C in the terminal is for the driver only
     )
 
-    def end(_graceful: bool) -> None:
+    def shut_down(_graceful: bool) -> None:
         if process.poll() is None:
             process.terminate()
             try:
@@ -86,4 +86,4 @@ def start(where: tuple[str, int]) -> None:
                 process.kill()
                 process.wait()
 
-    api.before_the_end(end)
+    api.add_shutdown_hook(shut_down)

@@ -36,7 +36,7 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_ASK_S: Final = 30.0
+_QUERY_S: Final = 30.0
 
 
 def on_driver(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -44,7 +44,7 @@ def on_driver(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
     agent = runtime(start=True).agent
     if agent.record.rank == 0:
         return function(*args, **kwargs)
-    found: R = agent.ask(agent.peer(0), function, args, dict(kwargs), _ASK_S)
+    found: R = agent.call_sync(agent.peer(0), function, args, dict(kwargs), _QUERY_S)
     return found
 
 

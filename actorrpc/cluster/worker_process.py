@@ -165,13 +165,13 @@ def enter(
     members: list[Member] = []
 
     def ready(worker: Worker) -> None:
-        member = worker.leaver = Member(agent, worker.references, directory.announce_leaving)
+        member = worker.exit_member = Member(agent, worker.references, directory.announce_leaving)
         members.append(member)
 
         def ended(peer: Peer) -> None:
             if peer.name == directory.driver.name:
                 if peer.state == "dead":
-                    member.bereft = peer.cause or "it died"
+                    member.driver_lost = peer.cause or "it died"
                 member.leave(False)
 
         agent.on_peer_end.append(ended)

@@ -174,12 +174,12 @@ class Debugger:
                 over = each.state == RUNS and not each.prompt.traces
             if over:
                 del self._sessions[each.number]
-                each.end()
+                each.close()
         return bool(self._sessions)
 
     # -- deadlines of held calls and of their callers --------------------------------------------------------------
 
-    def put_off(self, execution: Execution, seconds: float) -> None:
+    def extend_deadline(self, execution: Execution, seconds: float) -> None:
         """Move the deadline of an execution here by ``seconds`` (may be negative), and tell its caller to do the same."""
         if execution.deadline != INFINITE:
             execution.deadline += seconds
@@ -202,7 +202,7 @@ class Debugger:
         for each in (self._agent.self_peer, *self._agent.peers()):
             for running in list(each.running.values()):
                 if isinstance(running, Execution) and call in running.nested:
-                    self.put_off(running, seconds)
+                    self.extend_deadline(running, seconds)
                     return
 
     # -- front ends ----------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class Debugger:
             raise ProtocolError("a front end of the debugger has sent an unknown request")
         return {}
 
-    def left(self, peer: Peer) -> None:
+    def on_peer_end(self, peer: Peer) -> None:
         """Release the calls of a front end that has ended without detaching."""
         self._entering.pop(peer, None)
         for each in self.sessions():

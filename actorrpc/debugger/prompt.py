@@ -61,7 +61,7 @@ class Console(Protocol):
     def stops(self, frame: FrameType) -> None:
         """Called when the call is held at a line, before output about it is written."""
 
-    def goes_on(self) -> None:
+    def resumes(self) -> None:
         """Called when the call is no longer held."""
 
 
@@ -126,7 +126,7 @@ class Prompt(pdb.Pdb):
             return None
         found = super().trace_dispatch(frame, event, arg)
         if event == "return" and frame is self._outermost and not _is_suspended(frame):
-            self.end()
+            self.close()
             return None
         return found
 
@@ -136,7 +136,7 @@ class Prompt(pdb.Pdb):
             frame = frame.f_back
         return frame is not None
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End tracing, and remove the breakpoints of this call."""
         sys.settrace(None)
         self._clear_own()
@@ -157,7 +157,7 @@ class Prompt(pdb.Pdb):
             self._console.stops(at)
             super().interaction(frame, *trace)
         finally:
-            self._console.goes_on()
+            self._console.resumes()
 
     def _cmdloop(self) -> None:
         self.cmdloop()  # unlike in pdb, an interruption is not caught: it ends the call
@@ -168,7 +168,7 @@ class Prompt(pdb.Pdb):
         """See bdb.Bdb."""
         super().set_continue()
         if not self.breaks:
-            self.end()
+            self.close()
 
     def set_break(self, *args: Any, **kwargs: Any) -> Any:
         """See bdb.Bdb."""

@@ -139,7 +139,7 @@ class DebugSession:
         self._debugger.held(self)
         self._tell({})
 
-    def goes_on(self) -> None:
+    def resumes(self) -> None:
         """See Console."""
         self.flush()
         self._debugger.let_go(self)
@@ -153,7 +153,7 @@ class DebugSession:
         until = time.monotonic() + ahead
         if self.execution is not None and (not ahead or until - self._put_off_until > ahead / 3):
             seconds, self._put_off_until = until - self._put_off_until, until
-            self._debugger.put_off(self.execution, seconds)
+            self._debugger.extend_deadline(self.execution, seconds)
 
     # -- for front ends: any thread ------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class DebugSession:
         self._lines.clear()
         self.say("quit")
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Tell the front end that the call has ended."""
         self.state = OVER
         self._tell({})

@@ -29,20 +29,20 @@ def start(worker: Worker) -> Callable[[bool], None]:
     agent.on_notice[REQUEST] = made.asked
     agent.on_notice[PUT_OFF] = made.put_off_there
     agent.inbox.prompt |= {REQUEST, PUT_OFF}
-    agent.on_peer_end.append(made.left)
+    agent.on_peer_end.append(made.on_peer_end)
     agent.on_failure = made.failed
     previous = sys.breakpointhook
     if getattr(previous, "func", None) is not _breakpoint:
         sys.breakpointhook = partial(_breakpoint, previous)
 
-    def end(_graceful: bool) -> None:
+    def shut_down(_graceful: bool) -> None:
         worker.debugger = agent.on_failure = None
         hook = sys.breakpointhook
         if isinstance(hook, partial) and hook.func is _breakpoint:
             if not any(each.debugger is not None for each in workers_here()):
                 sys.breakpointhook = hook.args[0]
 
-    return end
+    return shut_down
 
 
 def _breakpoint(previous: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

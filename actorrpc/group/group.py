@@ -67,7 +67,7 @@ __all__ = [
     "Group",
     "MemberDirectory",
     "Reachability",
-    "close_forsaken",
+    "close_abandoned",
     "enter",
     "is_loopback",
     "join",
@@ -96,7 +96,7 @@ class _Barrier:
     def __init__(self, members: Callable[[], Set[str]]) -> None:
         self._members = members
         self._lock = threading.Lock()
-        self._arrived: dict[int, set[str]] = {}
+        self._reached: dict[int, set[str]] = {}
         self._waiting: dict[int, list[Future[None]]] = {}
         self._gone: set[str] = set()
 
@@ -112,7 +112,7 @@ class _Barrier:
     def reached(self, stage: int, name: str) -> None:
         """Record that a worker has reached a stage; it may be waiting for the answer of another worker."""
         with self._lock:
-            self._arrived.setdefault(stage, set()).add(name)
+            self._reached.setdefault(stage, set()).add(name)
         self._look()
 
     def gone(self, name: str) -> None:
@@ -129,13 +129,13 @@ class _Barrier:
 
     def _lacking(self, members: Set[str], stage: int) -> Set[str]:
         """Return the result of :meth:`missing` as a set. Under the lock."""
-        here = {name for at, names in self._arrived.items() if at >= stage for name in names}
+        here = {name for at, names in self._reached.items() if at >= stage for name in names}
         return members - self._gone - here
 
     def _may_be_all(self, members: Set[str], stage: int) -> bool:
         """Say whether enough workers have arrived or ended; if not, names need not be compared. Under the lock."""
-        heard = sum(len(names) for at, names in self._arrived.items() if at >= stage)
-        return heard + len(self._gone) >= len(members)
+        reached = sum(len(names) for at, names in self._reached.items() if at >= stage)
+        return reached + len(self._gone) >= len(members)
 
     def _look(self) -> None:
         members = self._members()
@@ -286,11 +286,11 @@ class Group:
         self.barrier.reached(stage, self.agent.name)
         with self.waiting(f"shutdown (stage {stage})") as look:
             while True:
-                peer = self._whom_to_ask()
+                peer = self._first_alive()
                 if peer.is_self:
                     self.watch_all()
-                future = self._ask(peer, stage, until)
-                if self._hear(future, peer, stage, until, look):
+                future = self._report_stage(peer, stage, until)
+                if self._await_answer(future, peer, stage, until, look):
                     hooks.reach("shutdown.settled" if stage else "shutdown.together")
                     self._together = True
                     return
@@ -302,7 +302,7 @@ class Group:
                         worker=peer.name,
                     )
 
-    def _whom_to_ask(self) -> Peer:
+    def _first_alive(self) -> Peer:
         """Return the first member, by name, that is alive and was not given up; this worker, if there is none before it."""
         # All known peers are checked, so that PATIENCE_S begins now for each that is out of reach, not for one after the other.
         # No Peer objects are made for the other members, of which there may be thousands.
@@ -313,14 +313,14 @@ class Group:
                 return peer
         return self.agent.self_peer
 
-    def _ask(self, peer: Peer, stage: int, until: float) -> Future[None] | None:
+    def _report_stage(self, peer: Peer, stage: int, until: float) -> Future[None] | None:
         """Tell a member that this one has reached the stage; None if there is no connection to it."""
         agent = self.agent
         future: Future[None] = Future()
         try:
             if not peer.is_self:
                 agent.connector.connect(peer, min(until, _time.now() + DIAL_S), "shutdown")
-            agent.call(peer, _arrive, (stage, agent.name), {}, 0.0, future=future, label=f"{OWN}shutdown")
+            agent.call(peer, _on_arrival, (stage, agent.name), {}, 0.0, future=future, label=f"{OWN}shutdown")
         except (PeerDiedError, RpcTimeoutError, ProtocolError, LimitError) as error:
             # This does not prove that it is dead. If it has died, its state says so, and is checked next.
             self.reach.failed(peer, error)
@@ -329,7 +329,7 @@ class Group:
             return None
         return future
 
-    def _hear(
+    def _await_answer(
         self, future: Future[None] | None, peer: Peer, stage: int, until: float, look: Callable[[], None]
     ) -> bool:
         """Wait for the answer of the member that was asked; return False if another must be asked, or at the time-out.
@@ -352,7 +352,7 @@ class Group:
                     # If it is done, an enclosing call has timed out, or the answer has just come.
                     if peer.is_self:
                         self._review(stage)
-                    if _time.now() >= until or self._whom_to_ask() is not peer:
+                    if _time.now() >= until or self._first_alive() is not peer:
                         future.cancel()
                         return False
                 elif future.exception() is not None:
@@ -412,7 +412,7 @@ class Group:
         self.membership.close()
 
 
-def _arrive(stage: int, name: str) -> Any:
+def _on_arrival(stage: int, name: str) -> Any:
     """Answer when all members have arrived. Called by RPC on the worker that is asked."""
     worker = current_worker()
     if worker is None or worker.group is None:
@@ -522,7 +522,7 @@ class _Doors:
 _opened: list[_Doors] = []
 
 
-def close_forsaken() -> None:
+def close_abandoned() -> None:
     """Close sockets and files of groups that were not returned to a caller because of Ctrl-C."""
     while _opened:
         _opened.pop().close()

@@ -189,8 +189,8 @@ def fill_in(name: str | None, rank: Any, world_size: Any, options: Any) -> tuple
     Raises:
         ConfigError: no name was given, and there is no launcher; or the launcher's variables are not valid.
     """
-    told = rank != -1 or world_size is not None or options.init_method != "env://"
-    if name is not None and (told or "RANK" in os.environ or "WORLD_SIZE" in os.environ):
+    is_given = rank != -1 or world_size is not None or options.init_method != "env://"
+    if name is not None and (is_given or "RANK" in os.environ or "WORLD_SIZE" in os.environ):
         return name, rank, world_size, options
     launch = of_environment()
     if launch is None:
@@ -200,7 +200,7 @@ def fill_in(name: str | None, rank: Any, world_size: Any, options: Any) -> tuple
             )
         return name, rank, world_size, options
     name = f"worker{launch.rank}" if name is None else name
-    if told:
+    if is_given:
         return name, rank, world_size, options
     where = f"[{launch.master}]" if ":" in launch.master else launch.master
     options = copy.copy(options)

@@ -160,16 +160,16 @@ class Rendezvous(Membership):
         if self.world_size is not None:
             return [self._table[rank] for rank in range(self.world_size)] if self._table else []
         with self._lock:
-            new = [n for n in range(1, self._ask("add", "log", 0) + 1) if n not in self._names]
+            new = [n for n in range(1, self._store_op("add", "log", 0) + 1) if n not in self._names]
             # An entry of the log whose number was claimed, but which was not written yet, is read by the next call.
-            if new and not self._ask("check", [f"log/{n}" for n in new]):
-                new = [n for n in new if self._ask("check", [f"log/{n}"])]
+            if new and not self._store_op("check", [f"log/{n}" for n in new]):
+                new = [n for n in new if self._store_op("check", [f"log/{n}"])]
             if new:
-                names = self._ask("multi_get", [f"log/{n}" for n in new])
+                names = self._store_op("multi_get", [f"log/{n}" for n in new])
                 self._names.update(zip(new, (_text(name) for name in names), strict=True))
             # A worker that has rejoined is in the log twice.
             known = list(dict.fromkeys(self._names.values()))
-        values = self._ask("multi_get", [f"name/{name}" for name in known]) if known else []
+        values = self._store_op("multi_get", [f"name/{name}" for name in known]) if known else []
         found = [WorkerRecord.from_bytes(value) for value in values if value != _LEFT]
         return sorted(found, key=lambda each: each.rank)
 
@@ -181,8 +181,8 @@ class Rendezvous(Membership):
 
     def remove(self, record: WorkerRecord) -> None:
         """Remove a worker that is known to be dead from a dynamic group, unless it has rejoined since."""
-        self._ask("compare_set", f"name/{record.name}", record.to_bytes(), _LEFT)
-        self._ask("compare_set", f"rank/{record.rank}", _tag(record), _LEFT)
+        self._store_op("compare_set", f"name/{record.name}", record.to_bytes(), _LEFT)
+        self._store_op("compare_set", f"rank/{record.rank}", _tag(record), _LEFT)
 
     def close(self) -> None:
         """Leave, remove the key file and release the store. Raises nothing: the store's host may have ended."""
@@ -244,7 +244,7 @@ class Rendezvous(Membership):
                 key = self._agree_dynamic(own_key, host, deadline)
             elif self.rank == 0:
                 key, announcement = self._offer(own_key, host)
-                self._ask("set", self._in_round("key", deadline), announcement)
+                self._store_op("set", self._in_round("key", deadline), announcement)
             else:
                 key = self._agree_fixed(own_key, host, deadline)
         except AuthenticationError as error:
@@ -273,7 +273,7 @@ class Rendezvous(Membership):
                 if own_key is not None or not _is_leftover(announcement, host):
                     return self._accept(announcement, own_key, host)
                 self._publish(_AGAIN, "")
-            kind, payload = _read_outcome(self._ask("get", outcome))
+            kind, payload = _read_outcome(self._store_op("get", outcome))
             if kind != _AGAIN:
                 raise RendezvousError(
                     str(payload)
@@ -300,7 +300,7 @@ class Rendezvous(Membership):
                         self._key_file = keys.link_key_file(announcement[1])
                     return key
             key, mine = self._offer(own_key, host)
-            if self._ask("compare_set", "key", current or "", mine) == mine:
+            if self._store_op("compare_set", "key", current or "", mine) == mine:
                 return key
             self._forget_key_file()  # another worker was faster
 
@@ -340,9 +340,9 @@ class Rendezvous(Membership):
     def _in_round(self, key: str, deadline: float) -> str:
         """Return the store's key for ``key`` in this worker's round. If the worker has no round yet, take a place in one."""
         while self._round is None:
-            number, slot = divmod(self._ask("add", "arrivals", 1) - 1, self._size())
+            number, slot = divmod(self._store_op("add", "arrivals", 1) - 1, self._size())
             # The other workers may have given the round up before it was full: then take a place in the next round.
-            if slot == 0 or not self._ask("check", [f"{number}/outcome"]):
+            if slot == 0 or not self._store_op("check", [f"{number}/outcome"]):
                 self._round = number, slot
             elif _time.now() > deadline:
                 raise RendezvousError(
@@ -353,20 +353,20 @@ class Rendezvous(Membership):
     def _join_round(self, record: WorkerRecord, deadline: float) -> tuple[str, Any]:
         outcome = self._in_round("outcome", deadline)
         slot = self._round[1] if self._round is not None else 0
-        self._ask("set", self._in_round(f"record/{slot}", deadline), record.to_bytes())
-        if self._ask("add", self._in_round("ready", deadline), 1) == self._size():
+        self._store_op("set", self._in_round(f"record/{slot}", deadline), record.to_bytes())
+        if self._store_op("add", self._in_round("ready", deadline), 1) == self._size():
             places = [self._in_round(f"record/{n}", deadline) for n in range(self._size())]
-            self._publish(*self._judge(self._ask("multi_get", places), record.host))
+            self._publish(*self._judge(self._store_op("multi_get", places), record.host))
         if not self._wait_for(deadline, outcome):
             # The first worker that times out finds the missing workers; the others read their names from the store.
-            late = self._ask("add", self._in_round("late", deadline), 1)
+            late = self._store_op("add", self._in_round("late", deadline), 1)
             if late == 1 or not self._wait_for(_time.now() + _GRACE, outcome):
                 self._publish(_ERROR, self._name_missing(deadline))
-        return _read_outcome(self._ask("get", outcome))
+        return _read_outcome(self._store_op("get", outcome))
 
     def _publish(self, kind: str, payload: Any) -> None:
         """Publish the outcome of the round, unless there is one."""
-        self._ask("compare_set", self._in_round("outcome", 0.0), "", _pack(kind, payload))
+        self._store_op("compare_set", self._in_round("outcome", 0.0), "", _pack(kind, payload))
 
     def _judge(self, values: Iterable[bytes], own_host: str) -> tuple[str, Any]:
         """Return the outcome of a round to which all workers have come."""
@@ -400,7 +400,9 @@ class Rendezvous(Membership):
 
     def _name_missing(self, deadline: float) -> str:
         places = [self._in_round(f"record/{n}", deadline) for n in range(self._size())]
-        here = [WorkerRecord.from_bytes(self._ask("get", p)) for p in places if self._ask("check", [p])]
+        here = [
+            WorkerRecord.from_bytes(self._store_op("get", p)) for p in places if self._store_op("check", [p])
+        ]
         missing = sorted(set(range(self._size())) - {r.rank for r in here})
         return (
             f"{len(here)} of {self._size()} workers came within {self.timeout:g} s; missing: rank "
@@ -409,11 +411,13 @@ class Rendezvous(Membership):
 
     def _see_others_off(self) -> None:
         """Wait until the others have read the outcome, because this process may serve the store and may end soon."""
-        seen = self._ask("add", self._in_round("seen", 0.0), 1)
+        seen = self._store_op("add", self._in_round("seen", 0.0), 1)
         if self.rank == 0:
-            came = self._ask("add", self._in_round("ready", 0.0), 0)
+            came = self._store_op("add", self._in_round("ready", 0.0), 0)
             limit = _time.now() + _GRACE
-            self._wait(lambda: max(seen, self._ask("add", self._in_round("seen", 0.0), 0)) >= came, limit)
+            self._wait(
+                lambda: max(seen, self._store_op("add", self._in_round("seen", 0.0), 0)) >= came, limit
+            )
 
     # -- dynamic groups ----------------------------------------------------------------------------------
 
@@ -425,17 +429,17 @@ class Rendezvous(Membership):
             lambda value: _is_dead(WorkerRecord.from_bytes(value), mine.host),
         )
         if taken is not None:
-            self._ask("compare_set", f"rank/{mine.rank}", _tag(mine), _LEFT)
+            self._store_op("compare_set", f"rank/{mine.rank}", _tag(mine), _LEFT)
             raise RendezvousError(
                 f"the name is taken: {_list([WorkerRecord.from_bytes(taken)])}; choose another one"
             )
-        self._ask("set", f"log/{self._ask('add', 'log', 1)}", mine.name.encode())
+        self._store_op("set", f"log/{self._store_op('add', 'log', 1)}", mine.name.encode())
         return mine
 
     def _take_rank(self, record: WorkerRecord, deadline: float) -> WorkerRecord:
         wanted = record.rank if record.rank >= 0 else self.rank
         while True:
-            mine = replace(record, rank=wanted if wanted >= 0 else self._ask("add", "next_rank", 1) - 1)
+            mine = replace(record, rank=wanted if wanted >= 0 else self._store_op("add", "next_rank", 1) - 1)
             holder = self._claim_rank(mine)
             if holder is None:
                 return mine
@@ -452,11 +456,11 @@ class Rendezvous(Membership):
 
     def _claim(self, key: str, value: bytes, is_free: Callable[[bytes], bool]) -> bytes | None:
         """Set ``key`` to ``value`` if it is new or its holder has left; otherwise return its present value."""
-        current: bytes = self._ask("compare_set", key, "", value)
+        current: bytes = self._store_op("compare_set", key, "", value)
         while current != value:
             if current != _LEFT and not is_free(current):
                 return current
-            current = self._ask("compare_set", key, current, value)
+            current = self._store_op("compare_set", key, current, value)
         return None
 
     def _tag_is_free(self, tag: bytes, mine: WorkerRecord) -> bool:
@@ -468,17 +472,17 @@ class Rendezvous(Membership):
 
     def _find(self, key: str) -> bytes | None:
         # get() of a missing key would block; a key that exists is never removed.
-        return self._ask("get", key) if self._ask("check", [key]) else None
+        return self._store_op("get", key) if self._store_op("check", [key]) else None
 
     def _wait_for(self, deadline: float, *places: str) -> bool:
         """Wait until one of these keys has a value."""
-        return self._wait(lambda: any(self._ask("check", [place]) for place in places), deadline)
+        return self._wait(lambda: any(self._store_op("check", [place]) for place in places), deadline)
 
     def _wait(self, done: Callable[[], bool], deadline: float) -> bool:
         # Poll less often in large groups, because all workers ask one server.
         return poll(done, deadline, slowest=min(0.5, max(0.05, self._size() / 2000)))
 
-    def _ask(self, operation: str, key: str | list[str], *arguments: Any) -> Any:
+    def _store_op(self, operation: str, key: str | list[str], *arguments: Any) -> Any:
         where = [self._prefix + each for each in key] if isinstance(key, list) else self._prefix + key
         try:
             return getattr(self._store, operation)(where, *arguments)

@@ -320,7 +320,7 @@ class RemoteModule(nn.Module):
     # -- what changes it over there ------------------------------------------------------------------------------------
 
     def _steer(self, name: str, *args: Any, **kwargs: Any) -> Self:
-        device = self._on_owner(name, modules.steer, name, args, kwargs)
+        device = self._on_owner(name, modules.change_module, name, args, kwargs)
         if device is not None:
             self.device = device
         return self

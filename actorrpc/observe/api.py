@@ -110,7 +110,7 @@ def _look(worker: Worker, parts: list[str], timeout: float) -> GroupLook:
     members = _members(worker, begun + min(silence, _SHARE * timeout))
     group = FoundGroup(what=worker.what, targets=[_target(worker, each) for each in members])
     left = max(0.0, begun + timeout - time.monotonic())
-    found = look(group, parts, left, silence=silence, ask=partial(_ask, worker))
+    found = look(group, parts, left, silence=silence, query_worker=partial(_query, worker))
     found.took = time.monotonic() - begun
     return found
 
@@ -119,7 +119,7 @@ def _target(worker: Worker, record: WorkerRecord) -> Target:
     return Target(record=record, addresses=[], key=None, settings=worker.agent.settings)
 
 
-def _ask(
+def _query(
     worker: Worker,
     target: Target,
     parts: list[str],
@@ -127,7 +127,7 @@ def _ask(
     until: float,
     silence: float,
 ) -> dict[str, Any] | Silent:
-    """Query another worker, or this worker itself, over the connections of the group; see :data:`outside.Ask`."""
+    """Query another worker, or this worker itself, over the connections of the group; see :data:`outside.Query`."""
     agent, record = worker.agent, target.record
     assert record is not None
     is_own = record.incarnation == agent.record.incarnation
@@ -143,25 +143,25 @@ def _ask(
             raise TimeoutError(late)
         agent.connector.connect(peer, min(deadline, _time.now() + silence), "to look at it")
 
-    def ask(wanted: list[str], at: dict[str, int]) -> dict[str, Any]:
+    def query(wanted: list[str], at: dict[str, int]) -> dict[str, Any]:
         begun = _time.now()
-        asked = worker.observer.ask(peer, {"what": wanted, "from": at})
+        asked = worker.observer.query(peer, {"what": wanted, "from": at})
         agent.flush()
         try:
             while True:
                 with contextlib.suppress(RpcTimeoutError):
                     answer: dict[str, Any] = asked.wait(max(0.0, min(_SLICE_S, deadline - _time.now())))
                     return answer
-                heard = max([begun, *(each.heard for each in list(peer.conns))])
-                is_late = _time.now() >= min(deadline, heard + silence)
+                last_received = max([begun, *(each.last_received for each in list(peer.conns))])
+                is_late = _time.now() >= min(deadline, last_received + silence)
                 if is_late or (target.local_pid and process_state(target.local_pid) != "running"):
                     raise TimeoutError(late)
         finally:
             worker.observer.forget(asked)
 
-    found = all_pages(ask, parts, begin)
+    found = all_pages(query, parts, begin)
     if "records" in parts:  # processes of one host share a clock
-        found["clock"] = (0.0, 0.0) if target.local_pid else compare_clocks(ask, _time.now)
+        found["clock"] = (0.0, 0.0) if target.local_pid else compare_clocks(query, _time.now)
     return found
 
 
@@ -185,7 +185,7 @@ def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
     found: dict[str, Any] = {}
     try:
         until = time.monotonic() + wait_limit(timeout)
-        answer = _ask(worker, _target(worker, driver), ["logs"], {"logs": since}, until, math.inf)
+        answer = _query(worker, _target(worker, driver), ["logs"], {"logs": since}, until, math.inf)
     except (OSError, RpcError) as error:
         why = str(error)
     else:
@@ -222,7 +222,7 @@ def _is_alive(agent: Agent, record: WorkerRecord) -> bool:
 def _told(worker: Worker, driver: WorkerRecord, until: float) -> list[WorkerRecord]:
     """Request the list of members from rank 0; an empty list if it does not answer in time."""
     try:
-        found = _ask(worker, _target(worker, driver), ["members"], None, until, math.inf)
+        found = _query(worker, _target(worker, driver), ["members"], None, until, math.inf)
     except (OSError, RpcError):
         return []
     return [] if isinstance(found, Silent) else list(members_of(found, set()))

@@ -36,7 +36,7 @@ class Silent:
 
     def dump(self, pid: int, until: float) -> None:
         """Make the process dump its stacks (:mod:`actorrpc.observe.dumps`); on failure, append the cause to ``reason``."""
-        found = dumps.take(pid, until)
+        found = dumps.collect(pid, until)
         if isinstance(found, str):
             self.reason = f"{self.reason}; {found}"
         else:

@@ -156,11 +156,11 @@ def _under_way(worker: Worker) -> tuple[list[tuple[Any, ...]], int]:
             if isinstance(each, Execution) and each.begun:
                 title = "" if each.actor is None else each.actor.title
                 what = (each.id, peer.name, each.chain, _name_of(each.what), each.thread)
-                rows.append((UNDER_WAY, EXECUTED, each.arrived, each.begun, now, *what, False, title))
+                rows.append((UNDER_WAY, EXECUTED, each.received_at, each.begun, now, *what, False, title))
             elif isinstance(each, Envelope):
                 title = "" if each.hosted is None else each.hosted.title
                 what = (each.id, peer.name, 0, _text(each.header.get("method", "__init__")), 0)
-                rows.append((UNDER_WAY, EXECUTED, each.arrived, now, now, *what, False, title))
+                rows.append((UNDER_WAY, EXECUTED, each.received_at, now, now, *what, False, title))
     for producer in [] if worker.actors is None else worker.actors.streams.all():
         if (since := producer.since) is not None:
             row = _stream(producer)
@@ -287,7 +287,7 @@ def _held(session: DebugSession) -> dict[str, Any]:
 
 def _connection(peer: Peer, now: float) -> dict[str, Any]:
     conns = [each for each in list(peer.conns) if each.state is not CLOSED]
-    heard = max([each.heard for each in conns] + [peer.failure_detector.heard])
+    last_received = max([each.last_received for each in conns] + [peer.failure_detector.last_received])
     lenders = [each.lane.lender for each in conns if each.lane.lender is not None]
     pending = list(peer.pending.values())  # in the order in which they were made
     borrowers = [each.lane.borrower for each in conns if each.lane.borrower is not None]
@@ -296,7 +296,7 @@ def _connection(peer: Peer, now: float) -> dict[str, Any]:
         "state": state_of(peer),
         "sockets": len(conns),
         "local": any(each.local for each in conns),
-        "silent": max(0.0, now - heard) if heard > 0 else -1.0,
+        "silent": max(0.0, now - last_received) if last_received > 0 else -1.0,
         "calls_out": len(pending),
         "oldest_call": _text(pending[0].label) if pending else "",
         "oldest": max(0.0, now - pending[0].made) if pending else 0.0,
@@ -320,7 +320,7 @@ def _lasted(blocked: BlockedSends, now: float) -> float:
     return 0.0 if since is None else max(0.0, now - since)
 
 
-def _left(deadline: float, now: float) -> float | None:
+def _remaining(deadline: float, now: float) -> float | None:
     return None if deadline == INFINITE else deadline - now
 
 
@@ -329,7 +329,7 @@ def _outgoing(call: Call, now: float) -> dict[str, Any]:
         "label": _text(call.label),
         "worker": call.peer.name,
         "since": max(0.0, now - call.made),
-        "left": _left(call.deadline, now),
+        "left": _remaining(call.deadline, now),
     }
 
 
@@ -367,7 +367,7 @@ def _plain_call(execution: Execution, now: float) -> dict[str, Any]:
     return {
         "method": _name_of(execution.what),
         "caller": execution.peer.name,
-        "left": _left(execution.deadline, now),
+        "left": _remaining(execution.deadline, now),
         "execution": f"{execution.chain:016x}",
         "chain": [f"{each:016x}" for each in execution.path[:-1]],
         "waits_for": [_say_awaited(each) for each in nested[:10]],
@@ -454,7 +454,7 @@ def _actor(hosted: HostedActor, now: float, latest: list[tuple[float, bool]] | N
     assert spec is not None
     running = list(itertools.islice(_running(hosted, now), _CALLS))
     mailbox = []
-    for queue, waiting, under_way, oldest in hosted.mailbox.glance():
+    for queue, waiting, under_way, oldest in hosted.mailbox.queue_lengths():
         row = {
             "group": queue.name,
             "is_async": queue.is_async,
@@ -463,7 +463,7 @@ def _actor(hosted: HostedActor, now: float, latest: list[tuple[float, bool]] | N
             "limit": queue.limit,
         }
         if isinstance(oldest, Envelope):
-            row["oldest"] = max(0.0, now - oldest.arrived)
+            row["oldest"] = max(0.0, now - oldest.received_at)
             row["next"] = _text(oldest.header.get("method", "__init__"))
         mailbox.append(row)
     return {
@@ -511,8 +511,8 @@ def _call(entry: Envelope, now: float, thread: int, waits_for: list[Call | Stall
     return {
         "method": _text(entry.header.get("method", "__init__")),
         "caller": entry.peer.name,
-        "since": max(0.0, now - entry.arrived),
-        "left": _left(entry.deadline, now),
+        "since": max(0.0, now - entry.received_at),
+        "left": _remaining(entry.deadline, now),
         "execution": f"{entry.chain:016x}" if entry.begun else "",
         "chain": [f"{each:016x}" for each in (entry.path[:-1] if entry.begun else entry.path)],
         "thread": thread,

@@ -20,7 +20,7 @@ from typing import Any, Final
 from actorrpc.observe.processes import signal_is_caught
 from actorrpc.transport.signals import uninterruptible
 
-__all__ = ["prepare", "take"]
+__all__ = ["collect", "prepare"]
 
 _NAME: Final = "actorrpc-stacks-"
 _LINK: Final = re.compile(r"/memfd:actorrpc-stacks-(\d+) \(deleted\)", re.ASCII)
@@ -52,16 +52,16 @@ def prepare(number: int) -> Callable[[], None]:
         return lambda: None
 
     @uninterruptible
-    def end() -> None:
-        # Uninterruptible: an interrupted caller would call end() again, and then close a descriptor number that another thread
-        # may have reused.
+    def release() -> None:
+        # Uninterruptible: an interrupted caller would call release() again, and then close a descriptor number that another
+        # thread may have reused.
         faulthandler.unregister(number)
         os.close(fd)
 
-    return end
+    return release
 
 
-def take(pid: int, until: float) -> list[dict[str, Any]] | str:
+def collect(pid: int, until: float) -> list[dict[str, Any]] | str:
     """Make a process of this user on this host dump its stacks, and read them.
 
     Args:
@@ -75,14 +75,14 @@ def take(pid: int, until: float) -> list[dict[str, Any]] | str:
     except OSError:
         return "its process has ended"
     try:
-        return _take(pid, pidfd, until)
+        return _collect(pid, pidfd, until)
     except OSError as error:
         return f"its stacks cannot be dumped: {error.strerror}"
     finally:
         os.close(pidfd)
 
 
-def _take(pid: int, pidfd: int, until: float) -> list[dict[str, Any]] | str:
+def _collect(pid: int, pidfd: int, until: float) -> list[dict[str, Any]] | str:
     found = _memfd(pid)
     if found is None:
         return "it has nothing into which its stacks could be dumped"

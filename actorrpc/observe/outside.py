@@ -41,7 +41,7 @@ _SOCKET: Final = re.compile(r"\d+-(\d+)-\d+-[0-9a-f]{8}\.sock", re.ASCII)
 Answer = tuple[WorkerRecord, "dict[str, Any] | Silent"]
 #: ``(target, parts, begin, until, silence)`` -> the answer of a worker, or the reason why there is none. Raises OSError, RpcError
 #: or ValueError if the query failed; TimeoutError if there was no answer in time.
-Ask = Callable[[Target, list[str], "dict[str, int] | None", float, float], "dict[str, Any] | Silent"]
+Query = Callable[[Target, list[str], "dict[str, int] | None", float, float], "dict[str, Any] | Silent"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,15 +190,20 @@ def at_address(text: str) -> FoundGroup:
 # -- querying ----------------------------------------------------------------------------------------------------
 
 
-def _ask(
-    ask: Ask, target: Target, parts: list[str], begin: dict[str, int] | None, until: float, silence: float
+def _query(
+    query_worker: Query,
+    target: Target,
+    parts: list[str],
+    begin: dict[str, int] | None,
+    until: float,
+    silence: float,
 ) -> dict[str, Any] | Silent:
     """Query one worker. Errors are returned as :class:`Silent`."""
     with_stacks = "threads" in parts
     # If the worker does not answer, it must dump its stacks within the same time-out.
     patience = until - _DUMP_S if with_stacks and target.local_pid else until
     try:
-        return ask(target, parts, begin, patience, silence)
+        return query_worker(target, parts, begin, patience, silence)
     except (OSError, RpcError, ValueError) as error:
         silent = _silence(target, error)
         if with_stacks and silent.state == "busy":
@@ -228,7 +233,7 @@ def look(
     silence: float = float("inf"),
     begin: dict[str, int] | None = None,
     kept: KeptVisits | None = None,
-    ask: Ask | None = None,
+    query_worker: Query | None = None,
 ) -> GroupLook:
     """Query all workers of a group.
 
@@ -238,31 +243,31 @@ def look(
         silence: give up a worker that has sent nothing for so many seconds.
         begin: where the first page begins, for parts that are sent in pages.
         kept: open connections from the previous query; connections are kept in it for the next query.
-        ask: queries one worker, in a thread for each; then only the targets of the group are queried. By default, visitors query
-            the targets and the workers that these know.
+        query_worker: queries one worker, in a thread for each; then only the targets of the group are queried. By default,
+            visitors query the targets and the workers that these know.
     """
-    query = ask or (kept or KeptVisits(keeps=False)).ask
+    query = query_worker or (kept or KeptVisits(keeps=False)).query
     begun = time.monotonic()
     until = begun + timeout
-    at_once = _AT_ONCE if ask is None else max(_AT_ONCE, len(group.targets))
+    at_once = _AT_ONCE if query_worker is None else max(_AT_ONCE, len(group.targets))
     own = (
         ThreadPoolExecutor(at_once, "observe") if kept is None else contextlib.nullcontext(kept.pool(at_once))
     )
     with own as pool:
 
         def submit(target: Target, wanted: list[str]) -> Future[dict[str, Any] | Silent]:
-            return pool.submit(_ask, query, target, wanted, begin, until, silence)
+            return pool.submit(_query, query, target, wanted, begin, until, silence)
 
-        search = _Search(submit, parts, everybody=ask is None)
+        search = _Search(submit, parts, everybody=query_worker is None)
         for target in group.targets:
-            search.ask(target)
+            search.query(target)
         while search.running:
             done, late = wait(search.running, _SOON_S, FIRST_COMPLETED)
             if time.monotonic() - begun >= _SOON_S:
                 for future in late:
                     search.ask_children(search.running[future])
             for future in done:
-                search.take(search.running.pop(future), future.result())
+                search.add_answer(search.running.pop(future), future.result())
     if kept is not None:
         kept.keep_only(search.answers)
     return GroupLook(group, search.answers, time.monotonic() - begun)
@@ -272,7 +277,7 @@ class _Search:
     """Queries workers, and the workers that their answers name, each once.
 
     Args:
-        ask: starts the query of one worker for some parts; returns a future.
+        query_worker: starts the query of one worker for some parts; returns a future.
         parts: the parts of the state to request.
         everybody: also query the workers that answers name.
 
@@ -283,11 +288,11 @@ class _Search:
 
     def __init__(
         self,
-        ask: Callable[[Target, list[str]], Future[dict[str, Any] | Silent]],
+        query_worker: Callable[[Target, list[str]], Future[dict[str, Any] | Silent]],
         parts: list[str],
         everybody: bool,
     ) -> None:
-        self._begin = ask
+        self._begin = query_worker
         self._parts = parts
         self._wanted = [*parts, "members"] if everybody else parts
         self._everybody = everybody
@@ -297,7 +302,7 @@ class _Search:
         self.running: dict[Future[dict[str, Any] | Silent], Target] = {}
         self.answers: dict[str, Answer] = {}
 
-    def ask(self, target: Target) -> None:
+    def query(self, target: Target) -> None:
         name = target.record.incarnation if target.record is not None else repr(target.addresses)
         if name not in self._asked:
             self._asked.add(name)
@@ -310,9 +315,9 @@ class _Search:
             if record.incarnation not in self._descended:
                 self._descended.add(record.incarnation)
                 for each in _children(target):
-                    self.ask(each)
+                    self.query(each)
 
-    def take(self, target: Target, found: dict[str, Any] | Silent) -> None:
+    def add_answer(self, target: Target, found: dict[str, Any] | Silent) -> None:
         """Store the result of a query, and query the members that it names."""
         record = target.record or _record_of(target, found)
         if record is None:
@@ -327,7 +332,7 @@ class _Search:
             if found.get("members_all") is True:
                 self._wanted = self._parts  # no other worker needs to send the members
             for member in members_of(found, self._seen):
-                self.ask(Target.of(member, target.key, target.settings))
+                self.query(Target.of(member, target.key, target.settings))
 
 
 @functools.lru_cache(1024)

@@ -85,18 +85,20 @@ def unpack(body: bytes) -> dict[str, Any]:
 
 
 def all_pages(
-    ask: Callable[[list[str], dict[str, int]], dict[str, Any]], parts: list[str], begin: dict[str, int] | None
+    query: Callable[[list[str], dict[str, int]], dict[str, Any]],
+    parts: list[str],
+    begin: dict[str, int] | None,
 ) -> dict[str, Any]:
     """Request page after page, and return one answer with the rows of all pages.
 
     Args:
-        ask: sends a question for these parts, from these begins on, and returns the answer.
+        query: sends a question for these parts, from these begins on, and returns the answer.
         begin: where the first page begins.
     """
     whole: dict[str, Any] = {}
     wanted, at = parts, begin or {}
     for _ in range(_PAGES):
-        page = ask(wanted, at)
+        page = query(wanted, at)
         for part in PAGED:
             if isinstance(page.get(part), list) and isinstance(whole.get(part), list):
                 page[part] = [*whole[part], *page[part]]

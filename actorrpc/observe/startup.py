@@ -58,7 +58,7 @@ class Observer:
             self._sums = CallSums(agent.flight_recorder, agent.clock, agent.submit)
         return {} if self._sums is None else self._sums.read()
 
-    def ask(self, peer: Peer, question: dict[str, Any]) -> Future[dict[str, Any]]:
+    def query(self, peer: Peer, question: dict[str, Any]) -> Future[dict[str, Any]]:
         """Send a question to a connected worker; return a future that completes when the answer arrives.
 
         Does not wait. The future never completes if no answer arrives, so the caller calls :meth:`forget` when it stops waiting.
@@ -128,13 +128,13 @@ def start(worker: Worker) -> Callable[[bool], None]:
     # A process may have several workers; only one of them registers the signal handler, which dumps all threads of the process.
     unprepare = dumps.prepare(agent.settings.dump_signal if here.worker is worker else 0)
 
-    def end(_graceful: bool) -> None:
+    def shut_down(_graceful: bool) -> None:
         if path:
             keys.remove_file(path)
         unprepare()
         worker.observer = None
 
-    return end
+    return shut_down
 
 
 def _visitor_left(worker: Worker, peer: Peer) -> None:

@@ -157,10 +157,10 @@ class Visit:
         if isinstance(address, str):
             plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             with undo_on_error(plain.close):
-                plain.settimeout(_left(until))
+                plain.settimeout(_remaining(until))
                 plain.connect(address)
         else:
-            plain = socket.create_connection(address, _left(until))
+            plain = socket.create_connection(address, _remaining(until))
         sock = plain
         try:
             if tls is not None:
@@ -201,7 +201,7 @@ class Visit:
         until = min(until, time.monotonic() + self.silence)
         poller = select.poll()
         poller.register(sock.fileno(), select.POLLIN)
-        while not poller.poll(1000 * min(_SLICE_S, _left(until))):
+        while not poller.poll(1000 * min(_SLICE_S, _remaining(until))):
             if time.monotonic() >= until or (pid and process_state(pid) != "running"):
                 raise TimeoutError("it has not answered in time")
 
@@ -211,7 +211,7 @@ class Visit:
 
     # -- questions ---------------------------------------------------------------------------------------------
 
-    def ask(self, parts: list[str], until: float, begin: dict[str, int] | None = None) -> dict[str, Any]:
+    def query(self, parts: list[str], until: float, begin: dict[str, int] | None = None) -> dict[str, Any]:
         """Return the worker's answer, with all pages of the requested parts; for records also with the comparison of clocks.
 
         Raises:
@@ -219,12 +219,12 @@ class Visit:
             ProtocolError: the worker sent something that is not valid.
         """
 
-        def ask(wanted: list[str], at: dict[str, int]) -> dict[str, Any]:
+        def query(wanted: list[str], at: dict[str, int]) -> dict[str, Any]:
             return self._say({"what": wanted, "from": at}, until)
 
-        found = all_pages(ask, parts, begin)
+        found = all_pages(query, parts, begin)
         if "records" in parts:  # processes of one host share a clock
-            found["clock"] = (0.0, 0.0) if self._pid else compare_clocks(ask, time.monotonic)
+            found["clock"] = (0.0, 0.0) if self._pid else compare_clocks(query, time.monotonic)
         return found
 
     def tell(self, notice: str, body: bytes) -> None:
@@ -252,7 +252,7 @@ class Visit:
     def act(self, what: str, whom: str, until: float) -> str:
         """Request an action (:mod:`actorrpc.observe.actions`); return the problem that prevented it, or an empty string.
 
-        Raises the errors of :meth:`ask`.
+        Raises the errors of :meth:`query`.
         """
         return str(self._say({"do": what, "whom": whom}, until).get("problem", ""))
 
@@ -317,7 +317,7 @@ class KeptVisits:
             self._pool = ThreadPoolExecutor(most, "observe")
         return self._pool
 
-    def ask(
+    def query(
         self, target: Target, parts: list[str], begin: dict[str, int] | None, until: float, silence: float
     ) -> dict[str, Any]:
         """Query a worker, in the visit that was kept or in a new visit; arguments and errors as of :class:`Visit`."""
@@ -326,14 +326,14 @@ class KeptVisits:
             visit.silence = silence
             # On these errors, the worker has closed the connection, or another worker has its address now.
             with contextlib.suppress(ConnectionError, ProtocolError):
-                return self._ask(visit, target, parts, begin, until)
-        return self._ask(Visit(target, until, silence=silence), target, parts, begin, until)
+                return self._query(visit, target, parts, begin, until)
+        return self._query(Visit(target, until, silence=silence), target, parts, begin, until)
 
-    def _ask(
+    def _query(
         self, visit: Visit, target: Target, parts: list[str], begin: dict[str, int] | None, until: float
     ) -> dict[str, Any]:
         with undo_on_error(visit.close):
-            found = visit.ask(parts, until, begin)
+            found = visit.query(parts, until, begin)
         self._keep(target, visit)
         return found
 
@@ -360,5 +360,5 @@ class KeptVisits:
             self._pool = None
 
 
-def _left(until: float) -> float:
+def _remaining(until: float) -> float:
     return max(0.001, until - time.monotonic())

@@ -113,7 +113,7 @@ class _Time:
         self._seconds = api.get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
         self._until = _time.now() + self._seconds
 
-    def left(self) -> float:
+    def remaining(self) -> float:
         """Return the time-out for a call that is made now; 0 means none."""
         return max(0.001, self._until - _time.now()) if self._seconds else 0.0
 
@@ -194,7 +194,7 @@ class DistributedOptimizer:
         return tuple(self._optimizers)
 
     def _created(
-        self, groups: Sequence[Given], left: _Time
+        self, groups: Sequence[Given], limit: _Time
     ) -> dict[str, tuple[RRef[LocalOptimizer], Account]]:
         calls: dict[str, Future[Any] | Exception | None] = {}
         args, kwargs = self._arguments
@@ -202,7 +202,7 @@ class DistributedOptimizer:
             share = [(group.options, rrefs) for group, rrefs in zip(groups, shares, strict=True)]
             try:
                 calls[name] = api.rpc_async(
-                    info, create, (self._class, share, args, kwargs), timeout=left.left()
+                    info, create, (self._class, share, args, kwargs), timeout=limit.remaining()
                 )
             except Exception as error:
                 if is_of_handler(error):
@@ -257,7 +257,7 @@ class DistributedOptimizer:
                     calls[name] = error
         finally:
             if token is not None:
-                recorder.leave(token)
+                recorder.restore(token)
         with undo_on_error(partial(_cover, calls)):
             for name, rref, local in own:
                 deadline = within(_time.now() + seconds if seconds else None)
@@ -265,12 +265,12 @@ class DistributedOptimizer:
         return gather(what, calls)
 
     def _on_gradients(
-        self, doing: str, method: str, context_id: int | None, *args: Any, left: _Time
+        self, doing: str, method: str, context_id: int | None, *args: Any, limit: _Time
     ) -> dict[str, Any]:
         """Call a method that uses the gradients of a context, or those in ``.grad``, on all workers."""
         check_context(context_id)
         what = f"Error {doing} gradients"
-        return self._all(what, method, context_id, *args, seconds=left.left(), context=context_id)
+        return self._all(what, method, context_id, *args, seconds=limit.remaining(), context=context_id)
 
     # -- steps and gradients ----------------------------------------------------------------------------
 
@@ -299,12 +299,17 @@ class DistributedOptimizer:
                 "before it"
             )
         check_context(context_id)
-        left = _Time(timeout)
+        limit = _Time(timeout)
         if self._behind:
-            with self._changing(left.left()):
+            with self._changing(limit.remaining()):
                 pass
         self._all(
-            "Error running optimizer", "step", context_id, seconds=left.left(), context=context_id, here=True
+            "Error running optimizer",
+            "step",
+            context_id,
+            seconds=limit.remaining(),
+            context=context_id,
+            here=True,
         )
         if self._scheduled:
             self._stand_in.step()
@@ -328,7 +333,7 @@ class DistributedOptimizer:
         Raises:
             TypeError, RuntimeError: as in :meth:`step`.
         """
-        self._on_gradients("clearing", "clear", context_id, bool(set_to_none), left=_Time(timeout))
+        self._on_gradients("clearing", "clear", context_id, bool(set_to_none), limit=_Time(timeout))
 
     def clip_grad_norm_(
         self,
@@ -358,8 +363,8 @@ class DistributedOptimizer:
             RuntimeError: there is no such context, or the norm is not finite and ``error_if_nonfinite`` is true.
         """
         norm_type, max_norm = float(norm_type), float(max_norm)
-        left = _Time(timeout)
-        answers = self._on_gradients("clipping", "norms", context_id, norm_type, left=left)
+        limit = _Time(timeout)
+        answers = self._on_gradients("clipping", "norms", context_id, norm_type, limit=limit)
         # In the order of the parameters, so that the sum equals the sum on one worker to the last bit.
         found: list[tuple[int, torch.Tensor]] = []
         for name, (positions, norms) in answers.items():
@@ -379,7 +384,7 @@ class DistributedOptimizer:
             )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         if factor.item() != 1.0:
-            self._on_gradients("clipping", "scale", context_id, factor, left=left)
+            self._on_gradients("clipping", "scale", context_id, factor, limit=limit)
         return total
 
     def clip_grad_value_(
@@ -393,11 +398,11 @@ class DistributedOptimizer:
         Raises:
             TypeError, RuntimeError: as in :meth:`step`.
         """
-        self._on_gradients("clipping", "clip_values", context_id, float(clip_value), left=_Time(timeout))
+        self._on_gradients("clipping", "clip_values", context_id, float(clip_value), limit=_Time(timeout))
 
     def _unscale(self, context_id: int | None, inverse: torch.Tensor, timeout: float) -> bool:
         """Multiply all gradients; say whether any worker found an infinity or a NaN among them. For the scaler."""
-        found = self._on_gradients("unscaling", "unscale", context_id, inverse, left=_Time(timeout))
+        found = self._on_gradients("unscaling", "unscale", context_id, inverse, limit=_Time(timeout))
         return any(found.values())
 
     # -- hyper-parameters -----------------------------------------------------------------------------------
@@ -421,7 +426,7 @@ class DistributedOptimizer:
     @contextmanager
     def _changing(self, timeout: float) -> Iterator[StandIn]:
         """Change hyper-parameters in the block; the changes are sent to all workers at its end."""
-        left = _Time(timeout)
+        limit = _Time(timeout)
         with self._lock:
             self._scheduled = True
             yield self._stand_in
@@ -429,7 +434,10 @@ class DistributedOptimizer:
             if changes is not None:
                 self._behind = True
                 self._all(
-                    "Error setting hyper-parameters", "set_hyperparameters", changes, seconds=left.left()
+                    "Error setting hyper-parameters",
+                    "set_hyperparameters",
+                    changes,
+                    seconds=limit.remaining(),
                 )
                 self._stand_in.sent(changes)
             self._behind = False
@@ -446,24 +454,24 @@ class DistributedOptimizer:
         """
         if not isinstance(param_group, Mapping):
             raise TypeError(f"a parameter group is a dict with 'params', not a {type(param_group).__name__}")
-        left = _Time(timeout)
+        limit = _Time(timeout)
         [group] = parse(dict(param_group))
         with self._lock:
             shares = _by_worker([group])
             # A worker without parameters so far gets an optimizer that also has the other groups, without parameters.
             strangers = [rref for rref in group.rrefs if rref.owner_name() not in self._optimizers]
             before = [Given(options, []) for options in self._stand_in.groups()]
-            made = self._created([*before, Given(group.options, strangers)], left) if strangers else {}
+            made = self._created([*before, Given(group.options, strangers)], limit) if strangers else {}
             accounts: dict[str, Account] = self._all(
                 what := "Error adding a parameter group",
                 "stage_group",
-                seconds=left.left(),
+                seconds=limit.remaining(),
                 each=lambda name: (group.options, shares[name][1][0] if name in shares else []),
             )
             counts = {name: account.counts for name, account in accounts.items()}
             # Before any worker has the group: a thread that clips meanwhile needs the positions of the group's parameters.
             self._note([group], counts | {name: account.counts[-1:] for name, (_, account) in made.items()})
-            self._all(what, "commit_group", seconds=left.left())
+            self._all(what, "commit_group", seconds=limit.remaining())
             # A new table, because another thread may iterate over the old table.
             self._optimizers = self._optimizers | {name: rref for name, (rref, _) in made.items()}
             self._stand_in.add(next(iter(accounts.values())).groups[-1])
@@ -477,7 +485,7 @@ class DistributedOptimizer:
         of the parameters added. It is copied between two steps of that worker; for the same moment on all workers, make no
         step meanwhile.
         """
-        states = self._all("Error reading the optimizer's state", "state", seconds=_Time(timeout).left())
+        states = self._all("Error reading the optimizer's state", "state", seconds=_Time(timeout).remaining())
         return {"optimizer": self._class.__qualname__, "workers": states}
 
     def load_state_dict(
@@ -499,12 +507,12 @@ class DistributedOptimizer:
                 says what differs; no worker was changed.
             OptimizerError: several workers refused their part. No worker was changed.
         """
-        left = _Time(timeout)
+        limit = _Time(timeout)
         states = self._states_in(state_dict, workers or {})
         what = "Error loading the optimizer's state"
         with self._lock:
-            self._all(what, "stage_state", seconds=left.left(), each=lambda name: (states[name],))
-            accounts: dict[str, Account] = self._all(what, "commit_state", seconds=left.left())
+            self._all(what, "stage_state", seconds=limit.remaining(), each=lambda name: (states[name],))
+            accounts: dict[str, Account] = self._all(what, "commit_state", seconds=limit.remaining())
             self._stand_in.replace(next(iter(accounts.values())).groups)
 
     def _states_in(self, state_dict: Mapping[str, Any], workers: Mapping[str, str]) -> dict[str, Any]:

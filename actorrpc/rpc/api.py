@@ -47,7 +47,7 @@ from actorrpc.rpc.refcount.runtime import References
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import torchscript
 from actorrpc.transport.connection_state import CLOSED
-from actorrpc.transport.signals import checkpoint, put_off_during, uninterruptible
+from actorrpc.transport.signals import checkpoint, defer_during, uninterruptible
 from actorrpc.transport.tls import Tls
 from actorrpc.validation import integer
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
@@ -210,7 +210,7 @@ def install(
             raise RuntimeError(f"RPC is already initialized: this process is {_require().what}")
 
         # A signal handler that raised between two of these steps would leave threads and sockets behind. Waits run handlers.
-        put_off_during(partial(_enter, make, timeout, what, namespace, ready, stop))
+        defer_during(partial(_enter, make, timeout, what, namespace, ready, stop))
 
 
 def _enter(
@@ -231,7 +231,7 @@ def _enter(
         set_worker(worker)
         worker.in_force = True
         for start in on_start:
-            worker.ends.append(start(worker))
+            worker.shutdown_hooks.append(start(worker))
         if ready is not None:
             ready(worker)
         group.start()
@@ -242,7 +242,7 @@ def _enter(
             set_worker(None)
         elif group is not None:
             group.close()
-        groups.close_forsaken()
+        groups.close_abandoned()
         raise
 
 
@@ -254,14 +254,14 @@ def worker_of(group: Group, timeout: float, what: str, namespace: str = "") -> W
     return worker
 
 
-def _end(worker: Worker, graceful: bool) -> None:
+def _run_shutdown_hooks(worker: Worker, graceful: bool) -> None:
     """Call the functions that end the higher packages, each once; again only if a signal handler interrupts a graceful end."""
-    while worker.ends:
-        end = worker.ends[-1]
+    while worker.shutdown_hooks:
+        hook = worker.shutdown_hooks[-1]
         if not graceful:
-            worker.ends.pop()
+            worker.shutdown_hooks.pop()
         try:
-            end(graceful)
+            hook(graceful)
         except Exception as error:
             if is_of_handler(error):
                 raise
@@ -269,7 +269,7 @@ def _end(worker: Worker, graceful: bool) -> None:
                 "a part of worker %r raised at its end; the others end all the same", worker.agent.name
             )
         if graceful:  # not before the call: if a signal handler raises in it, close() calls this function again with False
-            worker.ends.remove(end)
+            worker.shutdown_hooks.remove(hook)
 
 
 @uninterruptible
@@ -281,7 +281,7 @@ def close(worker: Worker) -> None:
     worker.in_force = False
     _restore_switch_interval()
     try:
-        _end(worker, False)
+        _run_shutdown_hooks(worker, False)
         stop, worker.stop = worker.stop, None
         if stop is not None:
             stop(False, 0.0)
@@ -373,7 +373,7 @@ def _end_together(worker: Worker, until: float, let_go: Callable[[], None]) -> S
     group.wait_for_all(0, left())
     _answer_all(worker, min(until, _time.now() + _ANSWERING_S))
     # From here on, no worker executes calls of users.
-    _end(worker, True)
+    _run_shutdown_hooks(worker, True)
     stop, worker.stop = worker.stop, None
     if stop is not None:
         stop(True, left())
@@ -514,7 +514,7 @@ def rpc_sync(
         UnknownWorkerError: there is no such worker.
     """
     agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
-    return agent.ask(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
+    return agent.call_sync(peer, func, args, kwargs, seconds)  # type: ignore[no-any-return]
 
 
 def rpc_async(
@@ -596,9 +596,9 @@ def namespace() -> str:
     return _require().namespace
 
 
-def before_the_end(end: Callable[[bool], None]) -> None:
-    """Call ``end(graceful)`` first when this worker ends. For higher packages."""
-    _require().ends.append(end)
+def add_shutdown_hook(hook: Callable[[bool], None]) -> None:
+    """Call ``hook(graceful)`` first when this worker ends. For higher packages."""
+    _require().shutdown_hooks.append(hook)
 
 
 def what() -> str | None:
@@ -695,8 +695,12 @@ def _state_of(agent: Agent, record: WorkerRecord, peer: Peer | None, now: float)
         seen = 0.0
     elif peer is not None:
         conn = peer.conn
-        heard = peer.failure_detector.heard if conn is None else max(conn.heard, peer.failure_detector.heard)
-        seen = max(0.0, now - heard) if heard > 0 else None
+        last_received = (
+            peer.failure_detector.last_received
+            if conn is None
+            else max(conn.last_received, peer.failure_detector.last_received)
+        )
+        seen = max(0.0, now - last_received) if last_received > 0 else None
     if record.host == agent.record.host:
         host = socket.gethostname()
     else:

@@ -23,7 +23,7 @@ from actorrpc.serialization.data_only import Named, allow, exposed, permit_maker
 
 __all__ = ["Named", "allow", "async_execution", "exposed"]
 
-for _function in (group._arrive, rref._create, rref._fetch):
+for _function in (group._on_arrival, rref._create, rref._fetch):
     exposed(_function)
 permit_maker(rref._rebuild)
 permit_maker(rref._rebuild_own)

@@ -23,6 +23,7 @@ from actorrpc.agent.executor import ASYNC_MARK, Deferred, future_of
 from actorrpc.rpc.rref import RRef
 
 __all__ = [
+    "change_module",
     "convert",
     "create",
     "forward",
@@ -31,7 +32,6 @@ __all__ = [
     "parameter_rrefs",
     "relocate",
     "state_of",
-    "steer",
 ]
 
 # The devices of modules that are not on the CPU: the tensors of calls are moved there. The owner has this table, because
@@ -92,7 +92,7 @@ def forward(module: nn.Module, device: str, args: tuple[Any, ...], kwargs: dict[
     output = module(*args, **kwargs)
     if getattr(module.forward, ASYNC_MARK, None) is not None:
         return Deferred(future_of(output, module.forward))
-    return output if place is None else _brought_home(output)
+    return output if place is None else _to_sendable_devices(output)
 
 
 def relocate(value: Any, device: torch.device) -> Any:
@@ -100,7 +100,7 @@ def relocate(value: Any, device: torch.device) -> Any:
     return _mapped(value, lambda t: t.to(device) if t.data.device.type == "cpu" else t)
 
 
-def _brought_home(value: Any) -> Any:
+def _to_sendable_devices(value: Any) -> Any:
     """Move tensors to the CPU if they cannot be sent from their device."""
     execution = CURRENT.get()
     may_stay: Mapping[str, str] = (execution.peer.answer_map if execution is not None else None) or {}
@@ -196,7 +196,7 @@ def load_state(
     keys: list[Any] = []
     wrong: list[str] = []
     # If load_state_dict raises, the error does not list the missing keys; a hook gets them before that.
-    told = _module(module).register_load_state_dict_post_hook(lambda _, found: keys.append(found))
+    handle = _module(module).register_load_state_dict_post_hook(lambda _, found: keys.append(found))
     try:
         keys.append(module.load_state_dict(loaded, strict=False, **options))
     except RuntimeError as error:
@@ -205,7 +205,7 @@ def load_state(
             raise
         wrong = text.split("\n\t")[1:]
     finally:
-        told.remove()
+        handle.remove()
     found = keys[-1] if keys else None
     return list(getattr(found, "missing_keys", ())), list(getattr(found, "unexpected_keys", ())), wrong
 
@@ -213,7 +213,9 @@ def load_state(
 # -- everything else -----------------------------------------------------------------------------------------------------
 
 
-def steer(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+def change_module(
+    module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> str | None:
     """Call a method that changes the module; the result of the method is dropped.
 
     Returns:

@@ -380,7 +380,7 @@ class RRef(Generic[T]):
         agent, peer = references.agent, references.peer_of(handle.owner)
         arguments = (handle.rref_id[:], *args)
         if future is None:
-            return agent.ask(peer, function, arguments, {}, seconds, keep=self, label=label)
+            return agent.call_sync(peer, function, arguments, {}, seconds, keep=self, label=label)
         agent.call(peer, function, arguments, {}, seconds, future=future, keep=self, label=label)
         return future
 

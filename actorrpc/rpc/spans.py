@@ -95,7 +95,7 @@ class _OtelApi:
             pass
         return self.trace.get_current_span  # type: ignore[no-any-return]
 
-    def end(self, span: Any, error: BaseException | None, ended: int) -> None:
+    def end_span(self, span: Any, error: BaseException | None, ended: int) -> None:
         """End a span; ``ended`` is nanoseconds since the epoch."""
         if error is not None:
             kind = type_name(type(error))
@@ -165,7 +165,7 @@ class _SpanClient(CallHooks):
         span = call.notes.get(self)
         if span is None:
             return
-        end = partial(self._otel.end, span, error, time.time_ns())
+        end = partial(self._otel.end_span, span, error, time.time_ns())
         if call.future is None:
             end()
         else:  # the thread may be reading a connection, and exporting a span takes time
@@ -198,7 +198,7 @@ class _SpanServer(CallHooks):
             "rpc.method": name,
             "actorrpc.caller": execution.peer.name,
         }
-        waited = max(0.0, execution.begun - execution.arrived)
+        waited = max(0.0, execution.begun - execution.received_at)
         now = time.time_ns()
         begun = now - round(1e9 * (_time.now() - execution.begun))
         if actor is not None:
@@ -219,7 +219,7 @@ class _SpanServer(CallHooks):
         """End the span of an execution."""
         span = execution.notes.get(self)
         if span is not None:
-            self._otel.end(span, error, time.time_ns())
+            self._otel.end_span(span, error, time.time_ns())
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
@@ -236,11 +236,11 @@ def start(worker: Worker) -> Callable[[bool], None]:
     for each in ours:
         hooks.add(each)
 
-    def end(_graceful: bool) -> None:
+    def shut_down(_graceful: bool) -> None:
         for each in ours:
             hooks.remove(each)
 
-    return end
+    return shut_down
 
 
 api.on_start.insert(0, start)

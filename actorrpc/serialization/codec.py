@@ -49,8 +49,8 @@ from actorrpc.serialization.tensors import (
     Outgoing,
     SharedStorageError,
     TensorSpan,
-    arrive,
     message,
+    read_storages,
 )
 
 __all__ = [
@@ -237,7 +237,7 @@ class Encoded:
 class _Decoding:
     """The thread-local state while a message is decoded."""
 
-    __slots__ = ("arrived", "context", "definitions", "tensors")
+    __slots__ = ("context", "definitions", "storages", "tensors")
 
     def __init__(
         self, context: object, definitions: DefinitionStore | None, tensors: list[Any] | None
@@ -245,7 +245,7 @@ class _Decoding:
         self.context = context
         self.definitions = definitions
         self.tensors = [] if tensors is None else tensors
-        self.arrived: Sequence[list[Any]] = ()
+        self.storages: Sequence[list[Any]] = ()
 
 
 # -- reducers -----------------------------------------------------------------------------------
@@ -777,7 +777,7 @@ def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _D
     # Entries and head are one struct, so that one call unpacks them.
     numbers = _tails[stored].unpack_from(body, entries)[: 3 * stored] if stored else ()
     names = bytes(body[names_at:entries])
-    decoding.arrived = arrive(numbers, body[length:definitions_at], names, buffers[direct:last])
+    decoding.storages = read_storages(numbers, body[length:definitions_at], names, buffers[direct:last])
     if torch.is_inference_mode_enabled():
         # The thread of a caller decodes the reply, perhaps in inference mode. The tensors are ordinary ones nevertheless.
         with torch.inference_mode(False):

@@ -140,7 +140,7 @@ def _create(cls: Any, seed: tuple[Any, ...] = ()) -> Any:
     return (_plan(cls).native or cls).__new__(cls, *seed)
 
 
-def _take(error: BaseException, plan: _Plan) -> _State:
+def _capture(error: BaseException, plan: _Plan) -> _State:
     args = _ARGS.__get__(error)
     fields = {}
     for name, (descriptor, in_c) in plan.fields.items():
@@ -171,7 +171,7 @@ def _restore(error: BaseException, state: _State) -> None:
 
 def _twin(error: BaseException, plan: _Plan, cls: Any) -> Any:
     """Make an exception of ``cls`` (the plan's class, or the raised class made from it) with the same contents."""
-    state = _take(error, plan)
+    state = _capture(error, plan)
     if plan.group:
         made = plan.native.__new__(cls, _MESSAGE.__get__(error), _MEMBERS.__get__(error))
     elif plan.native is None:
@@ -244,7 +244,7 @@ class _Packer:
         return travel
 
     def state(self, error: BaseException, plan: _Plan) -> _State:
-        args, fields, attributes = _take(error, plan)
+        args, fields, attributes = _capture(error, plan)
         if args:
             wrapped = [self._wrap(value) for value in args]
             args = tuple(
@@ -454,7 +454,7 @@ def _pickle(
     if whole is None:
         packer = _Packer(fits)
         whole = attempt(lambda: taken_apart(packer))
-    args, fields, attributes = _take(error, plan)
+    args, fields, attributes = _capture(error, plan)
     values = (*(args or ()), *fields.values(), *attributes.values())
     if whole is None or plan.custom or not all(type(value) in _ATOMS for value in values):
         # The caller may be unable to load some value. Then it rebuilds the class and the plain values from ``lean``.
@@ -517,7 +517,7 @@ class _Raised(RemoteError):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BaseException:
         made = memo[id(self)] = memo[id(original(self))] = self.__copy__()
-        _restore(made, copy.deepcopy(_take(self, _plan(type(made))), memo))
+        _restore(made, copy.deepcopy(_capture(self, _plan(type(made))), memo))
         return made
 
 

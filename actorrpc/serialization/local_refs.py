@@ -13,7 +13,7 @@ from actorrpc.errors import ProtocolError
 from actorrpc.serialization import codec
 from actorrpc.serialization.by_value import DefinedClass
 
-__all__ = ["LocalReferences", "take"]
+__all__ = ["LocalReferences", "stored"]
 
 
 class LocalReferences:
@@ -32,12 +32,12 @@ class LocalReferences:
         self.objects: list[Any] = list(objects)
 
     def hold(self, obj: Any) -> tuple[Callable[[int], Any], tuple[int]]:
-        """Store a reference, and return its reduction: a call of :func:`take` with its index."""
+        """Store a reference, and return its reduction: a call of :func:`stored` with its index."""
         self.objects.append(obj)
-        return take, (len(self.objects) - 1,)
+        return stored, (len(self.objects) - 1,)
 
 
-def take(index: int) -> Any:
+def stored(index: int) -> Any:
     """Return the reference with this index (wire format).
 
     Raises:

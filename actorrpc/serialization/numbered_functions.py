@@ -50,7 +50,7 @@ class NumberedFunctions:
         Args:
             same_main: whether the other worker runs the same program; None if it takes data only.
         """
-        if same_main is None or not _goes_by_name(function, same_main):
+        if same_main is None or not _has_import_path(function, same_main):
             self._introduced.pop(function, None)
             self.numbers.pop(function, None)
             return function
@@ -104,7 +104,7 @@ def _is_named(function: FunctionType) -> bool:
     return getattr(_modules.get(function.__module__), function.__name__, None) is function
 
 
-def _goes_by_name(function: FunctionType, same_main: bool) -> bool:
+def _has_import_path(function: FunctionType, same_main: bool) -> bool:
     if function.__name__ != function.__qualname__ or not _is_named(function):
         return False
     return function.__module__ not in by_value.MAIN or (same_main and not by_value.has_late())

@@ -32,8 +32,8 @@ __all__ = [
     "Outgoing",
     "SharedStorageError",
     "TensorSpan",
-    "arrive",
     "message",
+    "read_storages",
     "settle",
     "tensor_reducers",
 ]
@@ -714,13 +714,13 @@ def tensor_reducers() -> dict[type, Any]:
 _DATA, _START, _KIND, _PLACE, _FIRST, _ROWS, _BLOCK_OF = range(7)
 
 
-def arrive(numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any) -> list[list[Any]]:
+def read_storages(numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any) -> list[list[Any]]:
     """Combine a message's table of storages with its buffers.
 
     Raises:
         ProtocolError: they do not fit.
     """
-    arrived: list[list[Any]] = []
+    storages: list[list[Any]] = []
     at = 0
     pending = iter(buffers)
     pitches: list[tuple[int, ...]] = []
@@ -732,7 +732,7 @@ def arrive(numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any) -> 
     for n in range(0, end, 3):
         kind, size, low = numbers[n : n + 3]
         if kind in (_SAME, _BESIDE):
-            arrived.append(_joined_entry(arrived, size, kind))
+            storages.append(_joined_entry(storages, size, kind))
             continue
         device = ""
         if kind & _PLACED:
@@ -758,10 +758,10 @@ def arrive(numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any) -> 
             rows = pitches.pop() if pitches else (0, 0)
             if not rows[0]:
                 raise ProtocolError("a message's table of storages has no rows")
-        arrived.append([data, low, kind, device, None, rows, None])
+        storages.append([data, low, kind, device, None, rows, None])
     if at != len(small) or names or pitches or gathered or next(pending, None) is not None:
         raise ProtocolError("a message's table of storages has the wrong length")
-    return arrived
+    return storages
 
 
 def _writable(buffer: Any) -> memoryview:
@@ -769,11 +769,11 @@ def _writable(buffer: Any) -> memoryview:
     return memoryview(bytearray(data)) if data.readonly else data
 
 
-def _joined_entry(arrived: list[list[Any]], number: int, kind: int) -> list[Any]:
+def _joined_entry(storages: list[list[Any]], number: int, kind: int) -> list[Any]:
     """Return the entry of a tensor in the block of an earlier tensor."""
-    if number >= len(arrived):
-        raise ProtocolError(f"a tensor that shares memory with tensor {number} of {len(arrived)}")
-    earlier = arrived[number]
+    if number >= len(storages):
+        raise ProtocolError(f"a tensor that shares memory with tensor {number} of {len(storages)}")
+    earlier = storages[number]
     if kind == _SAME:
         return earlier
     entry = earlier.copy()
@@ -782,10 +782,10 @@ def _joined_entry(arrived: list[list[Any]], number: int, kind: int) -> list[Any]
 
 
 def _piece(index: int) -> list[Any]:
-    arrived: list[list[Any]] = message.decoding.arrived
-    if not 0 <= index < len(arrived):
-        raise ProtocolError(f"a tensor on storage {index} of {len(arrived)}")
-    return arrived[index]
+    storages: list[list[Any]] = message.decoding.storages
+    if not 0 <= index < len(storages):
+        raise ProtocolError(f"a tensor on storage {index} of {len(storages)}")
+    return storages[index]
 
 
 @contextlib.contextmanager
@@ -820,8 +820,8 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
             raise ProtocolError(f"a tensor of sizes {shape} without a storage")
         with _placing(device := "cpu" if index == -1 else str(index)):
             return _marked(torch.empty_strided(shape, stride, dtype=dtype, device=device), code)
-    arrived: list[list[Any]] = message.decoding.arrived
-    piece = arrived[index] if 0 <= index < len(arrived) else _piece(index)  # _piece() raises
+    storages: list[list[Any]] = message.decoding.storages
+    piece = storages[index] if 0 <= index < len(storages) else _piece(index)  # _piece() raises
     data, low, kind, device, first, rows, block = piece
     size = dtype.itemsize
     start = offset * size - low

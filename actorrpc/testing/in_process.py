@@ -258,14 +258,14 @@ class InProcessCluster:
             group, self._timeout, f"{worker.name!r} of an in-process cluster"
         )
         add_several(made)
-        stack.callback(self._end, made)
+        stack.callback(self._close_worker, made)
         made.in_force = True
         with worker:
             starts = (spans.start, autograd.start, actors.start, debugger.start, observe.start)
-            made.ends += [start(made) for start in starts]
+            made.shutdown_hooks += [start(made) for start in starts]
 
     @staticmethod
-    def _end(worker: Worker) -> None:
+    def _close_worker(worker: Worker) -> None:
         if worker.in_force:
             begin_acting(worker)
             try:

@@ -1,6 +1,6 @@
 """Find what a test leaves behind: compare threads, processes, descriptors, files and a worker's objects before and after.
 
-    before = leaks.LeakSnapshot.take(whole_session=False)
+    before = leaks.LeakSnapshot.capture(whole_session=False)
     ...
     found = leaks.settle(before)
     assert not found, f"left behind:\n{found}"
@@ -145,7 +145,7 @@ class Holdings:
     counts: Counter[str]
 
     @classmethod
-    def take(cls) -> Holdings:
+    def capture(cls) -> Holdings:
         """Count the objects now."""
         if not api.is_initialized():
             return cls(None, Counter())
@@ -162,7 +162,7 @@ class Holdings:
         }
         return cls(agent, Counter(counts))
 
-    def left(self, before: Holdings) -> list[str]:
+    def remaining(self, before: Holdings) -> list[str]:
         """Describe the kinds of objects that are more than before; empty if the worker has another agent now."""
         if self.agent is None or self.agent is not before.agent:
             return []
@@ -200,13 +200,13 @@ class LeakSnapshot:
     whole_session: bool
 
     @classmethod
-    def take(cls, *, whole_session: bool = True) -> LeakSnapshot:
+    def capture(cls, *, whole_session: bool = True) -> LeakSnapshot:
         """Take a snapshot of the whole session, or only of this process and its descendants."""
         if whole_session:
             found, files = processes.of_session(), _files()
         else:
             found, files = processes.descendants(), set()
-        return cls(_threads(), found, _descriptors(), files, Holdings.take(), whole_session)
+        return cls(_threads(), found, _descriptors(), files, Holdings.capture(), whole_session)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +230,13 @@ class Leaks:
 
 def find_leaks(before: LeakSnapshot) -> Leaks:
     """Compare the present state with an earlier snapshot, once."""
-    now = LeakSnapshot.take(whole_session=before.whole_session)
+    now = LeakSnapshot.capture(whole_session=before.whole_session)
     others = sorted(text for key, text in now.threads.items() if key not in before.threads)
     others += _leaked_descriptors(before.descriptors, now.descriptors)
     for path in sorted(now.files - before.files):
         if not (path.startswith(str(_SHM)) and _held_elsewhere(path)):
             others.append(f"file {path}")
-    return Leaks(now.processes - before.processes, others + now.holdings.left(before.holdings))
+    return Leaks(now.processes - before.processes, others + now.holdings.remaining(before.holdings))
 
 
 def settle(before: LeakSnapshot, wait: float = WAIT) -> Leaks:

@@ -131,7 +131,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     worker before and after, RRefs, autograd contexts and calls. If the test itself has failed, its traceback keeps
     variables alive; so what it left is only shown.
     """
-    before = leaks.LeakSnapshot.take()
+    before = leaks.LeakSnapshot.capture()
     request.config.stash[WATCHDOG].keep(before.processes)
     yield
     raised = request.node.stash.get(_RAISED, False)

@@ -107,11 +107,11 @@ def start(worker: Worker) -> Callable[[bool], None]:
     for fault in faults:
         fault.start()
 
-    def end(graceful: bool) -> None:
+    def shut_down(graceful: bool) -> None:
         apply_to(None)
         fault_filter.close(graceful)
 
-    return end
+    return shut_down
 
 
 api.on_start.append(start)

@@ -122,7 +122,7 @@ class VirtualTime:
             self._flows_from = time.monotonic()
             for wait in self._waits.values():
                 if wait.idle:
-                    _ring(wait)
+                    _wake(wait)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class VirtualTime:
         self._now = max(self._now, to)
         for wait in self._waits.values():
             if wait.due <= self._now:
-                _ring(wait)
+                _wake(wait)
 
     # -- whether any thread runs --------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _ring(wait: _Wait) -> None:
+def _wake(wait: _Wait) -> None:
     if wait.lock is not None:
         try:
             wait.lock.release()

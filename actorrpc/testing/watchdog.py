@@ -126,7 +126,7 @@ class Watchdog:
                     return
                 self._report = report
                 signal.pthread_kill(self._main, signal.SIGALRM)
-            if self._left(token):
+            if self._test_ended(token):
                 return
         self._stderr.write(f"\n{report}\nThe test could not be ended: the session ends.\n")
         self._stderr.flush()
@@ -134,7 +134,7 @@ class Watchdog:
         processes.end_session()
         os._exit(70)
 
-    def _left(self, token: object) -> bool:
+    def _test_ended(self, token: object) -> bool:
         give_up = time.monotonic() + _RETRY
         while time.monotonic() < give_up:
             if self._armed is not token:

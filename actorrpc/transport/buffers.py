@@ -199,8 +199,8 @@ class _Loan(ctypes.Array[ctypes.c_ubyte]):
         home = self.home
         if home.pid == os.getpid():
             home.returned.append(self.tag)
-            if home.ring is not None:
-                home.ring()
+            if home.on_return is not None:
+                home.on_return()
 
 
 # ctypes never frees its array types, so there is one for each size class and not one for each size.
@@ -212,15 +212,15 @@ class Loans(Generic[T]):
 
     Attributes:
         returned: the tags of dead loans, in the order of their deaths. The thread that drops the last reference appends the tag.
-        ring: called in a finaliser after each return; it must not take a lock and must not raise.
+        on_return: called in a finaliser after each return; it must not take a lock and must not raise.
     """
 
-    __slots__ = ("pid", "returned", "ring")
+    __slots__ = ("on_return", "pid", "returned")
 
-    def __init__(self, ring: Callable[[], None] | None = None) -> None:
+    def __init__(self, on_return: Callable[[], None] | None = None) -> None:
         self.pid = os.getpid()
         self.returned: deque[T] = deque()
-        self.ring = ring
+        self.on_return = on_return
 
     def lend(self, memory: object, address: int, size: int, tag: T) -> memoryview:
         """Return a writable view of ``size`` bytes at ``address``; when the last object on it dies, ``tag`` is returned.
@@ -386,16 +386,16 @@ class Recycler(Generic[B]):
         self._limit = limit_bytes
         self._clock = clock
         self._on_return = on_return
-        self._rung = self._busy = self._closed = False
+        self._trim_requested = self._busy = self._closed = False
         self._lock = _time.RLock()
         self._free: dict[int, deque[B]] = {}  # by size, each in the order in which the blocks became free
         self._dropped: list[B] = []
         self._count = self._lent_bytes = self._free_bytes = 0
 
-    def ring(self) -> None:
+    def request_trim(self) -> None:
         """Request a :meth:`trim`. Called in finalisers, so it takes no lock."""
-        if not self._rung and self._on_return is not None:
-            self._rung = True
+        if not self._trim_requested and self._on_return is not None:
+            self._trim_requested = True
             self._on_return()
 
     def trim(self) -> None:
@@ -503,7 +503,7 @@ class Recycler(Generic[B]):
         self._dropped.append(block)
 
     def _trim(self) -> None:
-        self._rung = False
+        self._trim_requested = False
         self._settle()
         now = self._clock()
         while (block := self._oldest()) is not None and now - block.used_at >= self._keep_s():
@@ -521,9 +521,9 @@ class BufferPool(Recycler[MemoryBlock]):
         on_return: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(limit_bytes, clock, on_return)
-        self._loans: Loans[MemoryBlock] = Loans(self.ring)
+        self._loans: Loans[MemoryBlock] = Loans(self.request_trim)
 
-    def take(self, nbytes: int) -> memoryview:
+    def allocate(self, nbytes: int) -> memoryview:
         """Return ``nbytes`` of writable memory with undefined content.
 
         Memory of at least 64 KiB starts at a page boundary; smaller memory is a ``bytearray``, which is aligned to 16 bytes.
@@ -543,7 +543,7 @@ class BufferPool(Recycler[MemoryBlock]):
         return self._loans.lend(block.memory, block.address, block.size, block)[:nbytes]
 
     def close(self) -> None:
-        """Unmap free blocks; a block in use is unmapped when its last view dies. Afterwards, ``take`` returns bytearrays."""
+        """Unmap free blocks; a block in use is unmapped when its last view dies. Afterwards, ``allocate`` returns bytearrays."""
         self._loans.close()
         super().close()
 

@@ -109,7 +109,7 @@ class Connection(StateMachine):
         peer: the worker at the other end, once it is known.
         assemblies: the objects that receive chunks, by the number of the stream of chunks.
         undelivered: one entry for each batch of frames that was read and not delivered yet; added under the read lock.
-        heard: when the last bytes arrived.
+        last_received: when the last bytes arrived.
         reader: splits received bytes into frames. ``read_lock`` guards it, reading, and the poller.
         read_by: the identifier of the thread that holds the read lock in :meth:`reading`, where it may run finalisers; otherwise
             0.
@@ -143,7 +143,7 @@ class Connection(StateMachine):
         self.assemblies: dict[int, Any] = {}
         self.undelivered: deque[None] = deque()
         self.goodbye: Goodbye | None = None
-        self.heard = _time.now()
+        self.last_received = _time.now()
         self.read_lock = _time.Lock()
         self.read_by = 0
         self.writer = Writer(self, None if seals is None else seals.outgoing)
@@ -274,7 +274,7 @@ class Connection(StateMachine):
         this method; the measurements are updated without a lock, as they need not be exact.
         """
         spinning = self.answering
-        if spinning.at_once > spinner.pays or not spinning.count & 15:
+        if spinning.at_once > spinner.read_again or not spinning.count & 15:
             before = self.reader.received
             came = self.reading()
             if self.outbox:
@@ -285,11 +285,11 @@ class Connection(StateMachine):
                 return
             hit = self.reader.received != before
             spinning.at_once += WEIGHT * (hit - spinning.at_once)
-            if hit or spinning.at_once > spinner.pays:
+            if hit or spinning.at_once > spinner.read_again:
                 return
         else:
             self.flush(True)
-        if spinning.pays():  # ``at_once`` is low here, so the two ends do not share a CPU
+        if spinning.should_spin():  # ``at_once`` is low here, so the two ends do not share a CPU
             self.reading(None, spinning)
 
     @uninterruptible
@@ -340,7 +340,7 @@ class Connection(StateMachine):
         try:
             if waiter.awake or (self.stream.pending and self.receive(frames)):
                 return
-            if spinning.at_once < spinner.shared and spinning.pays() and self._spin(frames, spinning):
+            if spinning.at_once < spinner.shared and spinning.should_spin() and self._spin(frames, spinning):
                 return
             begun = _time.now()
             wait_ms = None if deadline is None else _SLICE_MS
@@ -393,10 +393,10 @@ class Connection(StateMachine):
                 continue
             if not count:
                 raise EOFError("end of file")
-            self.heard = _time.now()
+            self.last_received = _time.now()
             if stream.owed:
                 self.outbox.appendleft(pack_frame(ACK, stream.owed))
-                stream.told()
+                stream.ack_sent()
                 self.flush()
             came = True
             found = reader.fed(count)
@@ -451,21 +451,21 @@ class Connection(StateMachine):
         """
         assert self.session is not None
         with self.read_lock:
-            if not self.session.may_tell(attempt):
+            if not self.session.claim_attempt(attempt):
                 return None
             # An earlier attempt may have resumed the connection meanwhile, with an older number.
             self.suspend(ConnectionResetError("another attempt to resume the connection has begun"))
             return self.session.received
 
     @uninterruptible
-    def resume(self, stream: Stream, attempt: int, arrived: int, move: Callable[[], None]) -> bool:
+    def resume(self, stream: Stream, attempt: int, received: int, move: Callable[[], None]) -> bool:
         """Resume the connection over a new stream; return False if it is not suspended or a later attempt has begun.
 
         The caller then calls :meth:`register` and :meth:`flush`.
 
         Args:
             attempt: the number of the attempt, with which :meth:`standstill` was called.
-            arrived: how many bytes the other side has received.
+            received: how many bytes the other side has received.
             move: makes the pool watch the new socket instead of the old one.
 
         Raises:
@@ -476,14 +476,14 @@ class Connection(StateMachine):
             if self.state is not SUSPENDED or self.session.is_overtaken(attempt):
                 return False
             with self.writer.lock:
-                self.writer.send_first(self.session.rewind(arrived))
+                self.writer.send_first(self.session.rewind(received))
                 move()
                 self._poller.unregister(self.fd)
                 self.session.replace(stream)
                 self.fd = stream.sock.fileno()
                 self._poller.register(self.fd, select.POLLIN)
                 self.expecting = 0.0
-                self.heard = _time.now()
+                self.last_received = _time.now()
                 return self.enter(OPEN)
 
     def close(self, error: BaseException | None = None) -> None:

@@ -26,7 +26,7 @@ from actorrpc.config import Settings
 __all__ = ["FailureDetector", "Look", "holds_back", "is_direct", "process_state", "set_up_tcp"]
 
 # The part of a heartbeat after which a PING may be sent. It is less than 1, so that one wake-up can serve several peers.
-_ASK: Final = 0.75
+_PING_AFTER: Final = 0.75
 _PID: Final = struct.Struct("=i")  # the first field of the result of SO_PEERCRED
 _OUTQNSD: Final = 0x894B  # the ioctl SIOCOUTQNSD: bytes in the send queue that were not sent yet
 _MOST_S: Final = 32767  # the kernel's maximum for keep-alive times
@@ -37,12 +37,12 @@ class Look(NamedTuple):
     """The result of a check of a peer.
 
     Attributes:
-        ask: whether the caller has to send a PING.
+        ping_due: whether the caller has to send a PING.
         state: "alive", "suspect" or "lost".
         wait: the time until the next check, in seconds.
     """
 
-    ask: bool
+    ping_due: bool
     state: str
     wait: float
 
@@ -51,15 +51,15 @@ class FailureDetector:
     """The failure detector of one peer. Not thread-safe.
 
     Attributes:
-        heard: when the last byte had arrived, at the time of the last check.
+        last_received: when the last byte had arrived, at the time of the last check.
         silent: seconds of silence at the time of the last check.
         direct: whether the connection ends at the peer's process, without a relay (:func:`is_direct`); None: not known yet.
     """
 
-    __slots__ = ("_asked", "_excused", "direct", "heard", "silent")
+    __slots__ = ("_excused", "_pinged_at", "direct", "last_received", "silent")
 
     def __init__(self) -> None:
-        self.heard = self._asked = float("-inf")
+        self.last_received = self._pinged_at = float("-inf")
         self.silent = 0.0
         self.direct: bool | None = None
         self._excused = 0.0
@@ -67,7 +67,7 @@ class FailureDetector:
     def look(
         self,
         now: float,
-        heard: float,
+        last_received: float,
         *,
         heartbeat: float,
         misses: int,
@@ -78,33 +78,35 @@ class FailureDetector:
 
         Args:
             now: the time, in seconds.
-            heard: when the last byte arrived.
+            last_received: when the last byte arrived.
             heartbeat: seconds of silence after which the peer is sent a PING.
             misses: heartbeats of silence after which the peer is lost; at least 2.
             late: by how many seconds this check is late, because this process did not run.
             receiving: whether a message was received in part. On a slow network, its rest may take long, and until then this
                 worker may have nothing to send to the peer. Therefore a PING is sent even if the peer is not silent.
         """
-        if heard > self.heard:
-            self.heard = heard
-            self._excused = min(late, now - heard)
+        if last_received > self.last_received:
+            self.last_received = last_received
+            self._excused = min(late, now - last_received)
         else:
             self._excused += late
-        since = self.heard + self._excused
+        since = self.last_received + self._excused
         self.silent = silent = now - since
         suspect, lost = 2 * heartbeat, (misses - 0.5) * heartbeat
-        ask = (silent >= _ASK * heartbeat or receiving) and now - self._asked >= _ASK * heartbeat
-        if ask:
-            self._asked = now
+        ping_due = (
+            silent >= _PING_AFTER * heartbeat or receiving
+        ) and now - self._pinged_at >= _PING_AFTER * heartbeat
+        if ping_due:
+            self._pinged_at = now
         # At least a quarter of a heartbeat, so that many peers with different times do not cause too many checks.
-        wait = max(max(since, self._asked) + heartbeat - now, heartbeat / 4)
+        wait = max(max(since, self._pinged_at) + heartbeat - now, heartbeat / 4)
         for limit in (suspect, lost):
             if silent < limit:
                 wait = min(wait, limit - silent + heartbeat / 1000)  # after the limit, despite rounding
         if silent < min(suspect, lost):
-            return Look(ask, "alive", wait)
+            return Look(ping_due, "alive", wait)
         # Check again soon: the peer may have answered.
-        return Look(ask, "suspect" if silent < lost else "lost", min(wait, heartbeat / 2))
+        return Look(ping_due, "suspect" if silent < lost else "lost", min(wait, heartbeat / 2))
 
 
 def set_up_tcp(sock: socket.socket, settings: Settings) -> None:

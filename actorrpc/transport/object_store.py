@@ -97,7 +97,7 @@ class _Use:
         self.close()
         if self.pid == os.getpid():
             self.store.ended.append(self.segment_id)
-            self.store.ring()
+            self.store.request_trim()
 
 
 class Segment:
@@ -271,7 +271,7 @@ class ObjectStore(Recycler[_Written]):
         self._held: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
         self._written: dict[bytes, _Written] = {}  # by name, in the order in which their content was begun
         self._shared: _Written | None = None  # the segment for the next small object
-        self._views: Loans[tuple[weakref.ref[Segment], int, int, int] | None] = Loans(self.ring)
+        self._views: Loans[tuple[weakref.ref[Segment], int, int, int] | None] = Loans(self.request_trim)
         self._recycles: bool | None = None  # whether the system grants leases; None: not tried yet
         # The group's total when the accounts were last read, the time of reading, and the bytes allocated here since.
         self._total, self._looked_at, self._spent = 0, float("-inf"), 0

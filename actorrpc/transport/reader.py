@@ -36,11 +36,12 @@ class Spinner:
     Attributes:
         shared: the rate of waits with input at the first poll above which both ends are assumed to share a CPU.
         worth: the rate of successful spins from which on a place spins in every wait.
-        pays: the rate of answers after which the next request was available at once. Above it, a thread reads after each answer.
+        read_again: the rate of answers after which the next request was available at once. Above it, a thread reads after each
+            answer.
     """
 
     def __init__(self) -> None:
-        self.shared, self.worth, self.pays = 0.3, 0.25, 0.15
+        self.shared, self.worth, self.read_again = 0.3, 0.25, 0.15
         self.lock = _time.Lock()
 
     def acquire(self) -> bool:
@@ -62,7 +63,7 @@ class Spinning:
         seconds: how long a thread spins; 0: never.
         at_once: moving average, 0 to 1: the rate of waits that found input at the first poll.
         found: moving average, 0 to 1: the rate of spins that found input.
-        count: the number of calls of :meth:`pays`, which returns True for one call in 64 in any case.
+        count: the number of calls of :meth:`should_spin`, which returns True for one call in 64 in any case.
     """
 
     __slots__ = ("at_once", "count", "found", "seconds")
@@ -72,7 +73,7 @@ class Spinning:
         self.count = 0
         self.at_once = self.found = 0.0
 
-    def pays(self) -> bool:
+    def should_spin(self) -> bool:
         """Return whether to spin in the next wait. Called only if the ends do not share a CPU."""
         self.count += 1
         return self.seconds > 0 and (self.found >= spinner.worth or not self.count & 63)

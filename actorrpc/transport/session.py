@@ -29,8 +29,8 @@ _LARGE: Final = 64 << 10  # from this size on, allocating fresh memory costs mor
 class ReliableStream(Stream):
     """A stream over a succession of sockets.
 
-    The thread that holds the connection's read lock reads, and uses :meth:`acknowledged` and :meth:`may_tell`. The thread that
-    holds the writer's lock writes. :meth:`rewind` and :meth:`replace` need both. :attr:`is_full` and :meth:`wait` need none.
+    The thread that holds the connection's read lock reads, and uses :meth:`acknowledged` and :meth:`claim_attempt`. The thread
+    that holds the writer's lock writes. :meth:`rewind` and :meth:`replace` need both. :attr:`is_full` and :meth:`wait` need none.
 
     Args:
         stream: the stream over the first socket.
@@ -47,6 +47,7 @@ class ReliableStream(Stream):
 
     __slots__ = (
         "_acknowledged",
+        "_attempt",
         "_base",
         "_large",
         "_limit",
@@ -56,7 +57,6 @@ class ReliableStream(Stream):
         "_said",
         "_say_every",
         "_stream",
-        "_told",
         "attempts",
         "dialled",
         "other",
@@ -79,7 +79,7 @@ class ReliableStream(Stream):
         self.other = other
         self.dialled = dialled
         self.attempts = itertools.count(1)
-        self._told = 0  # the latest attempt over which the number of received bytes was sent
+        self._attempt = 0  # the latest attempt over which the number of received bytes was sent
         self._say_every = say_every
         self._limit = limit
         self._large = large
@@ -111,7 +111,7 @@ class ReliableStream(Stream):
         if self.received - self._said >= self._say_every:
             self._said = self.owed = self.received
 
-    def told(self) -> None:
+    def ack_sent(self) -> None:
         """Reset :attr:`owed`."""
         self.owed = 0
 
@@ -193,12 +193,12 @@ class ReliableStream(Stream):
 
     def is_overtaken(self, attempt: int) -> bool:
         """Whether a later attempt has sent the number of received bytes, so that this attempt has to give up."""
-        return attempt < self._told
+        return attempt < self._attempt
 
-    def may_tell(self, attempt: int) -> bool:
+    def claim_attempt(self, attempt: int) -> bool:
         """Record that an attempt will send the number of received bytes; return False if a later attempt has done so."""
-        self._told = max(self._told, attempt)
-        return self._told == attempt
+        self._attempt = max(self._attempt, attempt)
+        return self._attempt == attempt
 
     def rewind(self, count: int) -> list[memoryview]:
         """Return all bytes after the first ``count``, to be sent again. They no longer count as sent.

@@ -357,7 +357,7 @@ class Borrower:
         whole = self._loans.lend(segment.memory, segment.address, segment.size, tag)
         return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
-    def take_objects(self, numbers: Iterable[Any]) -> list[Segment | RpcError]:
+    def claim_objects(self, numbers: Iterable[Any]) -> list[Segment | RpcError]:
         """Return the object segments that a frame uses, whose descriptors were sent before it, or an error for each that failed.
 
         Thread-safe. Does not wait. Call this once for each frame; each segment is returned once.

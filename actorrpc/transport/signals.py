@@ -28,16 +28,16 @@ from actorrpc._exception_text import mark_handlers
 
 __all__ = [
     "checkpoint",
+    "defer_during",
     "install",
     "is_protected",
     "loses_exceptions",
     "pending_here",
-    "put_off_during",
-    "ring",
     "state",
     "uninstall",
     "uninterruptible",
     "wake_fd",
+    "wake_main",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,7 +49,7 @@ _main = threading.main_thread().ident
 _native: Final[Any] = sys.modules["_signal"]
 _set_native: Final[Any] = _native.signal
 _get_native: Final[Any] = _native.getsignal
-_RING: Final = int(signal.SIGURG)
+_WAKE_SIGNAL: Final = int(signal.SIGURG)
 _weak_collections: Final[tuple[Any, ...]] = (WeakKeyDictionary(), WeakSet(), WeakValueDictionary())
 # The callbacks with which weak collections remove a dead entry. All collections of one type share the code object.
 _weak_callbacks: Final[frozenset[CodeType]] = frozenset(
@@ -58,14 +58,14 @@ _weak_callbacks: Final[frozenset[CodeType]] = frozenset(
 
 
 class _State:
-    __slots__ = ("laters", "pending", "rung", "wake_fd")
+    __slots__ = ("laters", "pending", "signalled", "wake_fd")
 
     def __init__(self) -> None:
-        self.rung = False  # ring() has sent the next SIGURG
+        self.signalled = False  # wake_main() has sent the next SIGURG
         #: deferred handlers, by signal
         self.pending: dict[int, _Handler] = {}
         self.wake_fd = -1
-        #: one function of each agent, which arranges that :func:`ring` is called a moment later
+        #: one function of each agent, which arranges that :func:`wake_main` is called a moment later
         self.laters: list[Callable[[], None]] = []
 
 
@@ -82,8 +82,8 @@ class _Shield:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         within = bool(state.laters) and _is_within(frame)
-        if number == _RING and state.rung:
-            state.rung = False
+        if number == _WAKE_SIGNAL and state.signalled:
+            state.signalled = False
             if within:
                 _nudge()
             else:
@@ -182,20 +182,20 @@ def wake_fd() -> int:
     return state.wake_fd
 
 
-def ring() -> None:
+def wake_main() -> None:
     """Send a signal that makes the main thread run deferred handlers. Called by the clock thread after a deferral."""
     # After the last agent has ended, the shield of SIGURG may have been removed; the signal is then ignored by default.
     if state.pending and _main is not None:
-        state.rung = True
+        state.signalled = True
         try:
-            signal.pthread_kill(_main, _RING)
+            signal.pthread_kill(_main, _WAKE_SIGNAL)
         except (OSError, ValueError):
             pass
 
 
 def _shielded(number: int, handler: Any) -> Any:
     if type(handler) is not _Shield and (
-        callable(handler) or (number == _RING and handler in (signal.SIG_DFL, signal.SIG_IGN))
+        callable(handler) or (number == _WAKE_SIGNAL and handler in (signal.SIG_DFL, signal.SIG_IGN))
     ):
         return _Shield(handler)
     return handler
@@ -219,8 +219,8 @@ def _get(number: int) -> Any:
 def install(later: Callable[[], None]) -> None:
     """Wrap handlers that the program installs from now on; if this is the main thread, also the installed ones.
 
-    ``later`` is called in signal handlers. It must arrange that :func:`ring` is called a moment later, without taking a lock that
-    the main thread may hold. :func:`uninstall` undoes this.
+    ``later`` is called in signal handlers. It must arrange that :func:`wake_main` is called a moment later, without taking a lock
+    that the main thread may hold. :func:`uninstall` undoes this.
     """
     global _main
     _main = threading.main_thread().ident
@@ -235,7 +235,7 @@ def install(later: Callable[[], None]) -> None:
         raise
 
 
-def put_off_during(function: Callable[[], None]) -> None:
+def defer_during(function: Callable[[], None]) -> None:
     """Call a function, and defer signal handlers until it has returned, even if there is no agent."""
     if state.laters or threading.get_ident() != threading.main_thread().ident:
         _call_protected(function)
@@ -254,7 +254,7 @@ def _call_protected(function: Callable[[], None]) -> None:
 
 
 def _nothing_later() -> None:
-    """Do nothing: :func:`put_off_during` calls :func:`checkpoint` itself."""
+    """Do nothing: :func:`defer_during` calls :func:`checkpoint` itself."""
 
 
 @uninterruptible

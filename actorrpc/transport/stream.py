@@ -53,7 +53,7 @@ class Stream:
     def wait(self, seconds: float) -> None:
         """Sleep while :attr:`is_full`, for at most ``seconds``."""
 
-    def told(self) -> None:
+    def ack_sent(self) -> None:
         """Reset :attr:`owed`, because the acknowledgement is being sent."""
 
     @abstractmethod

@@ -130,7 +130,7 @@ class TlsSocket(Stream):
     # -- the handshake -------------------------------------------------------------------------------
 
     @_unsignalled
-    def shake(self) -> bool:
+    def handshake(self) -> bool:
         """Continue the TLS handshake without blocking; return whether it has finished.
 
         Raises:
@@ -139,9 +139,9 @@ class TlsSocket(Stream):
         with self._lock:
             if self._ssl.fileno() < 0:
                 raise _closed()
-            return self._shake()
+            return self._handshake()
 
-    def _shake(self) -> bool:
+    def _handshake(self) -> bool:
         try:
             self._ssl.do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -159,14 +159,14 @@ class TlsSocket(Stream):
         self.secured = True
         return True
 
-    def shake_until(self, limit: float) -> None:
+    def handshake_until(self, limit: float) -> None:
         """Finish the TLS handshake before the time ``limit``.
 
         Raises:
             TimeoutError: the handshake has not finished in time.
             ssl.SSLError, OSError: the handshake has failed.
         """
-        while not self.shake():
+        while not self.handshake():
             # All messages of a handshake fit into the socket's send buffer, so only reading can block.
             _wait(self._ssl.fileno(), select.POLLIN, limit - _time.now())
 
@@ -474,11 +474,11 @@ class Tls:
         """
         made = TlsSocket(sock, self._client, self._own, False)
         with undo_on_error(made.close):
-            made.shake_until(limit)
+            made.handshake_until(limit)
         return made
 
     def accept(self, sock: socket.socket) -> TlsSocket:
-        """Return the server's end on an accepted socket. The caller performs the handshake by :meth:`TlsSocket.shake`."""
+        """Return the server's end on an accepted socket. The caller performs the handshake by :meth:`TlsSocket.handshake`."""
         return TlsSocket(sock, self._server, self._own, True)
 
 

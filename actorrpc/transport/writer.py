@@ -250,7 +250,7 @@ class Writer:
                 prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))
                 if self.seal is not None:
                     # Send a copy, so that the sent bytes match the seal even if the caller's memory changes meanwhile. The copy
-                    # is reused for the next piece: if a chunk is left to another thread, ``_leave`` copies its rest.
+                    # is reused for the next piece: if a chunk is left to another thread, ``_pass_rest`` copies its rest.
                     copy = copy if len(copy) >= len(piece) else memoryview(bytearray(len(piece)))
                     copy[: len(piece)] = piece
                     piece = copy[: len(piece)]
@@ -299,7 +299,7 @@ class Writer:
                 if conn.state is CLOSED:
                     return False
                 if conn.state is SUSPENDED:
-                    return self._leave(begun)
+                    return self._pass_rest(begun)
                 if self.flush(held=True):
                     if begun:
                         return True
@@ -317,12 +317,12 @@ class Writer:
                 late = deadline is not None and _time.now() > deadline
                 if late or pending_here():
                     # A pool thread finishes the chunk, from a copy, since the caller may change its memory after this returns.
-                    left = self._leave(begun)
+                    result = self._pass_rest(begun)
                     conn.events.submit(self.flush_waiting)
-                    return begun and not self._rest if late else left  # True if the whole chunk was sent
+                    return begun and not self._rest if late else result  # True if the whole chunk was sent
         except BaseException as error:
             conn.failed(error)
-            return self._leave(begun) if conn.state is SUSPENDED else False
+            return self._pass_rest(begun) if conn.state is SUSPENDED else False
         finally:
             self.blocked.since = None
             self.lock.release()
@@ -337,7 +337,7 @@ class Writer:
             why = "the worker does not read. Its process may be stopped, or the network between the two may be slow"
             conn.events.submit(partial(blocked.log, what, why))
 
-    def _leave(self, begun: bool) -> bool | None:
+    def _pass_rest(self, begun: bool) -> bool | None:
         """Replace the unsent rest by a copy, which another thread sends. Return True if a chunk was begun, else None."""
         self._rest = [memoryview(bytes(part)) for part in self._rest]
         return True if begun else None

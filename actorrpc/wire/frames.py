@@ -26,6 +26,7 @@ from actorrpc.errors import LimitError, ProtocolError
 __all__ = [
     "ACK",
     "CANCEL",
+    "CAST",
     "CHUNK",
     "CREDIT",
     "DEFINITION",
@@ -41,7 +42,6 @@ __all__ = [
     "OBJECTS",
     "PING",
     "PONG",
-    "POST",
     "PREFIX",
     "REPLY",
     "REQUEST",
@@ -91,7 +91,7 @@ _new: Final[Any] = tuple.__new__
 
 
 STREAM: Final = 4  # flag of a message whose buffers are sent in chunks
-POST: Final = 32  # flag of a request without an answer
+CAST: Final = 32  # flag of a request without an answer
 OBJECTS: Final = 64  # flag of a message with objects in shared memory, whose descriptors were sent before it
 MAIL: Final = 16  # flag of a request to a mailbox; such requests are queued in the order of sending
 STOP: Final = 1  # flag of CANCEL: interrupt the execution

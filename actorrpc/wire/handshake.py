@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 MAX_MESSAGE = 256
-VERSIONS = (6, 6)
+VERSIONS = (7, 7)
 """The lowest and the highest version of the protocol that this code supports."""
 
 _MAGIC = b"aRPC"
@@ -184,7 +184,7 @@ class _Side:
         self._failure = error
         raise error
 
-    def _take(self, data: bytes, expected: int) -> tuple[int, bytes] | None:
+    def _receive(self, data: bytes, expected: int) -> tuple[int, bytes] | None:
         """Add ``data`` to the buffer; return the kind and the bytes of the message, or None if it is incomplete."""
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
@@ -342,7 +342,7 @@ class Dialler(_Side):
         """
         if not self._started:
             raise ProtocolError("this handshake was not started")
-        taken = self._take(data, _WELCOME if self._auth else _CHALLENGE)
+        taken = self._receive(data, _WELCOME if self._auth else _CHALLENGE)
         if taken is None:
             return b""
         kind, message = taken
@@ -435,11 +435,11 @@ class Acceptor(_Side):
     thread-safe.
 
     ``admit`` is called after the dialler's proof was checked, and decides whether the connection is accepted: it returns
-    ``None``, or a refusal and its reason. It must be quick and must not raise. After an error, ``farewell`` has the bytes to send
+    ``None``, or a refusal and its reason. It must be quick and must not raise. After an error, ``refusal`` has the bytes to send
     before the connection is closed; it may be empty.
     """
 
-    __slots__ = ("_admit", "_claim", "farewell")
+    __slots__ = ("_admit", "_claim", "refusal")
 
     def __init__(
         self,
@@ -456,7 +456,7 @@ class Acceptor(_Side):
         super().__init__(name, incarnation, key, insecure, binding, versions, seals)
         self._admit = admit
         self._claim: Session | None = None
-        self.farewell = b""
+        self.refusal = b""
 
     @property
     def greeted(self) -> bool:
@@ -471,7 +471,7 @@ class Acceptor(_Side):
             VersionError: the two sides support no common version.
             ProtocolError: anything else.
         """
-        taken = self._take(data, _AUTH if self._claim is not None else _HELLO)
+        taken = self._receive(data, _AUTH if self._claim is not None else _HELLO)
         if taken is None:
             return b""
         kind, message = taken
@@ -488,7 +488,7 @@ class Acceptor(_Side):
         return _message(_REFUSE, _REFUSE_FIXED.pack(code, len(reason)) + reason)
 
     def _turn_away(self, code: Refusal, text: str, error: RpcError) -> None:
-        self.farewell = self.refuse(code, text)
+        self.refusal = self.refuse(code, text)
         self._fail(error)
 
     def _read_hello(self, message: bytes) -> bytes:

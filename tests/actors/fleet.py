@@ -217,7 +217,7 @@ class FakeAgent:
         to: Any = call.peer
         self.call(to, function, args, kwargs, timeout, call.future, call.keep, call.label, call.mail)
 
-    def ask(self, *call: Any, **options: Any) -> Any:
+    def call_sync(self, *call: Any, **options: Any) -> Any:
         future: Future[Any] = Future()
         self.call(*call, future=future, **options)
         return self.world.run_until(future)
@@ -241,7 +241,7 @@ class FakeAgent:
             back.out.append(partial(self._answered, peer, call, value, error))
 
         if mail is not None:
-            there.take(self.worker, mail.header, args, kwargs, answer, call.id)
+            there.deliver(self.worker, mail.header, args, kwargs, answer, call.id)
         else:
             self.world.tasks.append((there, partial(self._execute, back, function, args, kwargs, answer)))
 
@@ -305,7 +305,7 @@ class Resident:
         """The waiting calls."""
         return self.queue.entries()
 
-    def post(self, caller: Worker, header: dict[str, Any], args: Any, answer: Any, id: int) -> None:
+    def enqueue(self, caller: Worker, header: dict[str, Any], args: Any, answer: Any, id: int) -> None:
         """Put a call into the mailbox."""
         entry = Call(
             caller,
@@ -324,7 +324,7 @@ class Resident:
             if not each.ready and world.is_there(each.payload[2]):
                 self.mailbox.ready(each)
                 world.tasks.append((self.worker, self.work))
-        entry, _ = self.mailbox.take(self.queue)
+        entry, _ = self.mailbox.dequeue(self.queue)
         if entry is None:
             return
         caller, header, args, answer = entry.payload
@@ -368,7 +368,7 @@ class Worker:
         self.runtime.routes = Routes(self.runtime)
         self.runtime.supervisor = Supervisor(self.runtime, lambda: world.jitter)
 
-    def take(
+    def deliver(
         self, caller: Worker, header: dict[str, Any], args: Any, kwargs: Any, answer: Any, id: int
     ) -> None:
         if header.get("creates"):
@@ -381,7 +381,7 @@ class Worker:
             gone = HostedActorGoneError(header["mailbox"])
             self.world.tasks.append((self, partial(answer, None, gone, False)))
             return
-        hosted.post(caller, header, args, answer, id)
+        hosted.enqueue(caller, header, args, answer, id)
         self.world.tasks.append((self, hosted.work))
 
     def _construct(self, spec: Any, answer: Any) -> None:
@@ -395,16 +395,16 @@ class Worker:
         answer(1000 + self.record.rank, None)
 
     def get(self, instance_id: int) -> Any:
-        """Like ActorRegistry.get, for ``registry.end``."""
+        """Like ActorRegistry.get, for ``registry.stop``."""
         hosted = self.actors_here.get(instance_id)
         if hosted is None:
             return (
-                SimpleNamespace(end=partial(self._give_up, instance_id))
+                SimpleNamespace(stop=partial(self._give_up, instance_id))
                 if instance_id in self.making
                 else None
             )
 
-        def end(how: str, why: str) -> Future[None]:
+        def stop(how: str, why: str) -> Future[None]:
             over: Future[None] = Future()
 
             def step() -> None:
@@ -418,7 +418,7 @@ class Worker:
             step()
             return over
 
-        return SimpleNamespace(end=end)
+        return SimpleNamespace(stop=stop)
 
     def _give_up(self, instance_id: int, how: str, why: str) -> Future[None]:
         """End an actor under construction."""

@@ -52,7 +52,7 @@ def _block(value: Any = None) -> Any:
 
 
 def _sync(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0) -> Any:
-    return agent.ask(agent.peer(to), function, args, {}, timeout)
+    return agent.call_sync(agent.peer(to), function, args, {}, timeout)
 
 
 def _call_async(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0) -> Future[Any]:

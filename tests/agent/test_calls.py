@@ -61,11 +61,11 @@ def test_a_call_is_sent_before_its_waiting_thread_serves_other_work() -> None:
     """The other work may take long, or wait for an effect of the call."""
     with agents(2) as (one, other):
         to = one.peer(other.name)
-        assert one.ask(to, operator.add, (1, 2), {}, 20.0) == 3
+        assert one.call_sync(to, operator.add, (1, 2), {}, 20.0) == 3
         guest = _ServingRunner(to.conn)
         WAITING.runner = cast(Any, guest)
         try:
-            assert one.ask(to, operator.add, (1, 2), {}, 20.0) == 3
+            assert one.call_sync(to, operator.add, (1, 2), {}, 20.0) == 3
         finally:
             WAITING.runner = None
         assert guest.left == [0]

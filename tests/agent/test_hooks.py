@@ -74,7 +74,7 @@ def test_hooks_run_in_order_on_caller_and_callee(mode: str) -> None:
             future: Future[Any] = Future()
             try:
                 if mode == "sync":
-                    a.ask(a.peer("a1"), function, args, {}, 20)
+                    a.call_sync(a.peer("a1"), function, args, {}, 20)
                 else:
                     a.call(a.peer("a1"), function, args, {}, 20, future)
                     future.result(20)
@@ -92,7 +92,7 @@ def test_on_answer_reports_the_error_of_a_call_that_could_not_be_sent() -> None:
     with agents(2) as (a, _):
         a.hooks.add(Log(log))
         with pytest.raises(SerializationError):
-            a.ask(a.peer("a1"), operator.neg, ((each for each in ()),), {}, 20)
+            a.call_sync(a.peer("a1"), operator.neg, ((each for each in ()),), {}, 20)
         assert log == ["call neg", "answer neg SerializationError"]
 
 
@@ -120,10 +120,10 @@ def test_hooks_share_header_fields_and_notes_during_a_call() -> None:
         caller = Caller()
         a.hooks.add(caller)
         b.hooks.add(Callee())
-        assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
+        assert a.call_sync(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
         assert found == [("red", "a0"), (operator.add, (1, 1))]
         a.hooks.remove(caller)
-        assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
+        assert a.call_sync(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
         assert len(found) == 2
 
 
@@ -141,10 +141,10 @@ def test_an_error_in_a_hook_fails_only_its_call() -> None:
             agent.hooks.add(bad)
             for function, args in ((operator.add, (1, 1)), (operator.add, ([], []))):
                 with pytest.raises(ZeroDivisionError, match=moment):
-                    a.ask(a.peer("a1"), function, args, {}, 20)
+                    a.call_sync(a.peer("a1"), function, args, {}, 20)
             agent.hooks.remove(bad)
         assert not a.peer("a1").pending
-        assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
+        assert a.call_sync(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
 
 
 @pytest.mark.prints("failed at the end of the call of add")
@@ -155,7 +155,7 @@ def test_an_error_in_on_answer_is_logged_and_the_call_succeeds() -> None:
 
     with agents(2) as (a, _):
         a.hooks.add(Fails())
-        assert a.ask(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
+        assert a.call_sync(a.peer("a1"), operator.add, (1, 1), {}, 20) == 2
         future: Future[int] = Future()
         a.call(a.peer("a1"), operator.add, (1, 1), {}, 20, future)
         assert future.result(20) == 2

@@ -30,7 +30,7 @@ class Router:
         self.grew = threading.Condition()
         agent.inbox.mail_router = self
 
-    def take(self, conn: Any, peer: Any, frame: Frame) -> None:
+    def deliver(self, conn: Any, peer: Any, frame: Frame) -> None:
         with self.grew:
             if frame.id not in self.places:
                 self.places.append(frame.id)
@@ -51,7 +51,7 @@ class Router:
 
     def complete(self, conn: Any, peer: Any, frame: Frame) -> None:
         assert frame.id in self.places
-        self.take(conn, peer, frame)
+        self.deliver(conn, peer, frame)
 
     def abandon(self, peer: Any, id: int) -> None:
         with self.grew:
@@ -106,7 +106,7 @@ def test_nested_calls_carry_the_path_of_their_outer_executions() -> None:
     with agents(2) as (a0, _):
 
         def ask() -> Any:
-            return a0.ask(a0.peer("a1"), _path_here, (), {}, 10.0)
+            return a0.call_sync(a0.peer("a1"), _path_here, (), {}, 10.0)
 
         assert ask() == ()
 

@@ -69,7 +69,7 @@ def test_a_failing_cast_is_logged_by_its_receiver(
         a.cast(a.peer(b.name), fail, (), "fail")
         wait(1)
         while not caplog.records:  # the error is logged shortly after `fail` has raised it
-            assert a.ask(a.peer(b.name), max, (1, 2), {}, 30) == 2
+            assert a.call_sync(a.peer(b.name), max, (1, 2), {}, 30) == 2
     assert "a cast of 'a0' failed here" in caplog.text
     assert "ZeroDivisionError: as posted" in caplog.text
 
@@ -85,11 +85,11 @@ def _sum_of(functions: list[Callable[[], int]]) -> int:
 def test_function_definitions_evicted_by_the_peer_are_sent_again(pair: list[Agent]) -> None:
     one, other = pair
     first, to = _made(7), one.peer(other.name)
-    assert one.ask(to, first, (), {}, 10.0) == 7
+    assert one.call_sync(to, first, (), {}, 10.0) == 7
     for begin in range(1000, 6000, 1000):
         functions = [_made(number) for number in range(begin, begin + 1000)]
-        assert one.ask(to, _sum_of, (functions,), {}, 10.0) == sum(range(begin, begin + 1000))
-    assert one.ask(to, first, (), {}, 10.0) == 7
+        assert one.call_sync(to, _sum_of, (functions,), {}, 10.0) == sum(range(begin, begin + 1000))
+    assert one.call_sync(to, first, (), {}, 10.0) == 7
 
 
 def test_a_cast_that_cannot_be_sent_raises(pair: list[Agent]) -> None:
@@ -97,7 +97,7 @@ def test_a_cast_that_cannot_be_sent_raises(pair: list[Agent]) -> None:
     peer = a.peer(b.name)
     with pytest.raises(SerializationError):
         a.cast(peer, take, (threading.Lock(),), "take")
-    assert a.ask(peer, max, (1, 2), {}, 30) == 2
+    assert a.call_sync(peer, max, (1, 2), {}, 30) == 2
     b.close()
     while peer.state == "alive":
         threading.Event().wait(0.001)
@@ -113,5 +113,5 @@ def test_max_buffers_can_be_raised_and_its_limit_error_names_the_setting() -> No
     with agents(2, max_buffers=10_001) as (caller, _):
         peer = caller.peer("a1")
         with pytest.raises(LimitError, match=r"10002 tensors, arrays and buffers .* max_buffers"):
-            caller.ask(peer, len, (arrays,), {}, 30)
-        assert caller.ask(peer, len, (arrays[1:],), {}, 30) == 10_001
+            caller.call_sync(peer, len, (arrays,), {}, 30)
+        assert caller.call_sync(peer, len, (arrays[1:],), {}, 30) == 10_001

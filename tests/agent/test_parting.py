@@ -72,7 +72,7 @@ def _nothing() -> None:
 
 def _connect_both_ways(first: Agent, second: Agent) -> None:
     for here, there in ((first, "a1"), (second, "a0")):
-        here.ask(here.peer(there), _nothing, (), {}, 20.0)
+        here.call_sync(here.peer(there), _nothing, (), {}, 20.0)
 
 
 @contextmanager
@@ -205,7 +205,7 @@ def test_a_reply_unread_in_one_connection_is_delivered_when_the_other_connection
         _connect_both_ways(here, there)
         first = _conn(here, "a1")
         there.peer("a0").conn = None  # as if `there` had dialled before it accepted the first connection
-        there.ask(there.peer("a0"), _nothing, (), {}, 20.0)
+        there.call_sync(there.peer("a0"), _nothing, (), {}, 20.0)
         (second,) = [each for each in here.peer("a1").conns if each is not first]
         future: Future[int] = Future()
         with first.read_lock:  # keeps pool threads from reading

@@ -32,17 +32,17 @@ class _World:
 
     def _replaced(self, peer: Peer) -> None:
         self.replaced.append(peer)
-        self.peer_table.end(peer, "dead", "replaced")
+        self.peer_table.record_end(peer, "dead", "replaced")
 
     def join(self, rank: int, name: str = "") -> Peer:
         record = _record(rank, name)
         self.registered[record.name] = self.registered[record.rank] = record
         return self.peer_table.peer(record.name)
 
-    def leave(self, peer: Peer, state: str = "dead", cause: str = "killed") -> None:
+    def end_peer(self, peer: Peer, state: str = "dead", cause: str = "killed") -> None:
         self.registered.pop(peer.name)
         self.registered.pop(peer.record.rank)
-        assert self.peer_table.end(peer, state, cause)
+        assert self.peer_table.record_end(peer, state, cause)
 
 
 def test_only_the_most_recently_ended_peers_are_kept() -> None:
@@ -52,7 +52,7 @@ def test_only_the_most_recently_ended_peers_are_kept() -> None:
         peer = world.join(rank)
         assert world.peer_table.peer(rank) is world.peer_table.peer(peer.record.info) is peer
         traces.append(weakref.ref(peer))
-        world.leave(peer, cause=f"killed by {rank}")
+        world.end_peer(peer, cause=f"killed by {rank}")
         del peer
     gc.collect()
     assert len(world.peer_table.peers()) == KEPT
@@ -74,16 +74,16 @@ def test_a_forgotten_dead_peer_stays_dead_until_a_new_incarnation_joins() -> Non
     world = _World()
     first = world.join(1)
     record = first.record
-    world.leave(first)
+    world.end_peer(first)
     for rank in range(2, KEPT + 5):
-        world.leave(world.join(rank))
+        world.end_peer(world.join(rank))
     assert first not in world.peer_table.peers()
     world.registered["w1"] = world.registered[1] = (
         record  # from the table of a fixed group, or from the peer itself
     )
     for _ in range(2):
         for again in (world.peer_table.adopt(record), world.peer_table.peer("w1"), world.peer_table.peer(1)):
-            assert (again.state, again.cause, again.told) == ("dead", "killed", "dead")
+            assert (again.state, again.cause, again.announced) == ("dead", "killed", "dead")
     assert not any(peer.name == "w1" for peer in world.peer_table.peers())
     second = world.join(1)
     assert second.state == "alive"
@@ -98,4 +98,4 @@ def test_a_new_incarnation_marks_the_old_one_dead() -> None:
     assert old.state == "dead"
     assert new.state == "alive"
     assert world.peer_table.peer("w1") is new
-    assert not world.peer_table.end(old, "left", "")
+    assert not world.peer_table.record_end(old, "left", "")

@@ -101,7 +101,7 @@ class _Spinner(reader.Spinner):
         super().__init__()
         self._steps = steps
         self._dice = dice
-        self.pays = dice.choice((-1.0, 0.15, 2.0))
+        self.read_again = dice.choice((-1.0, 0.15, 2.0))
         self.worth = dice.choice((-1.0, 0.25))  # below 0, each wait spins
         self.shared = 2.0  # above every threshold
 
@@ -231,7 +231,7 @@ class _World:
             return self.agent.call(self.peer, operator.add, (body,), {}, timeout, future=future)
         made_here = self.made_by.setdefault(threading.get_ident(), [])
         first = len(made_here)  # requests served during the wait may add more
-        answer = self.agent.ask(self.peer, operator.add, (body,), {}, timeout)
+        answer = self.agent.call_sync(self.peer, operator.add, (body,), {}, timeout)
         assert answer == made_here[first].id
         return answer
 

@@ -85,7 +85,7 @@ def behind(
 
 def call(agent: Agent, function: Callable[..., Any], *args: Any, timeout: float = _LIMIT_S) -> Any:
     to = agent.peer("a1" if agent.name == "a0" else "a0")
-    return agent.ask(to, function, args, {}, timeout)
+    return agent.call_sync(to, function, args, {}, timeout)
 
 
 def begin(agent: Agent, function: Callable[..., Any], *args: Any, timeout: float = _LIMIT_S) -> Future[Any]:
@@ -303,7 +303,7 @@ def test_reconnecting_is_retried_while_the_peer_has_no_descriptors(monkeypatch: 
             tries += 1
             if tries > 6:
                 return feed(self, data)
-            self.farewell = self.refuse(handshake.Refusal.BUSY, "no descriptors")
+            self.refusal = self.refuse(handshake.Refusal.BUSY, "no descriptors")
             raise ProtocolError("no descriptors")
 
         monkeypatch.setattr(handshake.Acceptor, "feed", busy)

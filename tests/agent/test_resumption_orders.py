@@ -229,7 +229,7 @@ class _World:
                 connection.assemblies[frame.id] = Assembly(frame, [size], lambda n: memoryview(bytearray(n)))
             case frames.CHUNK:
                 begun: Assembly = connection.assemblies[frame.id]
-                if begun.arrived(frame.chain, frame.flags):
+                if begun.record_chunk(frame.chain, frame.flags):
                     del connection.assemblies[frame.id]
                     self.large_came[side][frame.id] = bytes(begun.buffers[0])
             case frames.STREAM_ABORT:

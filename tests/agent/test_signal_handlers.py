@@ -66,7 +66,7 @@ def _signals(conn: Any, until: threading.Event) -> Iterator[None]:
 
 
 def _add(one: Agent, other: Agent, a: int = 1) -> Any:
-    return one.ask(one.peer(other.name), operator.add, (a, 2), {}, 20.0)
+    return one.call_sync(one.peer(other.name), operator.add, (a, 2), {}, 20.0)
 
 
 def test_a_signal_handler_may_make_calls_while_the_main_thread_waits_for_a_call() -> None:
@@ -85,7 +85,7 @@ def test_a_signal_handler_may_make_calls_while_the_main_thread_waits_for_a_call(
         to = one.peer(other.name)
         assert _add(one, other) == 3
         with _signals(to.conn, enough):
-            assert one.ask(to, _pass, ("open",), {}, 25.0) == "open"
+            assert one.call_sync(to, _pass, ("open",), {}, 25.0) == "open"
         assert all(results)
 
 
@@ -100,13 +100,13 @@ def test_signal_handlers_may_interrupt_each_other_while_they_wait_for_calls() ->
         if len(begun) >= 12:
             enough.set()
             gate.set()
-        passed.append(one.ask(one.peer(other.name), _pass, ("nested",), {}, 25.0))
+        passed.append(one.call_sync(one.peer(other.name), _pass, ("nested",), {}, 25.0))
 
     with agents(2) as (one, other), _handling(handler):
         to = one.peer(other.name)
         assert _add(one, other) == 3
         with _signals(to.conn, enough):
-            assert one.ask(to, _pass, ("nested",), {}, 25.0) == "nested"
+            assert one.call_sync(to, _pass, ("nested",), {}, 25.0) == "nested"
         assert passed == ["nested"] * len(begun)
         assert _add(one, other) == 3
 
@@ -152,7 +152,7 @@ def test_an_exception_of_a_signal_handler_ends_the_wait_but_not_the_connection()
         assert _add(one, other) == 3
         conn = to.conn
         with _signals(conn, enough), pytest.raises(KeyError, match="of a handler"):
-            one.ask(to, _pass, ("late",), {}, 25.0)
+            one.call_sync(to, _pass, ("late",), {}, 25.0)
         gate.set()
         assert _add(one, other) == 3
         assert to.conn is conn
@@ -203,14 +203,14 @@ def test_a_signal_handler_never_leaves_a_chunked_message_half_sent() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(_time, "poll", Interrupted)  # the connection creates its poll at the first wait
             hold()
-            assert one.ask(to, len, (data,), {}, 25.0) == len(data)
+            assert one.call_sync(to, len, (data,), {}, 25.0) == len(data)
             assert sent
             raises.append(True)
             hold()
             with pytest.raises(KeyError, match="of a handler"):
-                one.ask(to, len, (data,), {}, 25.0)
+                one.call_sync(to, len, (data,), {}, 25.0)
         raises.clear()
-        assert one.ask(to, len, (data,), {}, 25.0) == len(data)
+        assert one.call_sync(to, len, (data,), {}, 25.0) == len(data)
         assert to.conn is conn
         assert not other.peer(one.name).conn.assemblies
 
@@ -235,7 +235,7 @@ def test_other_threads_may_call_while_the_main_thread_reads() -> None:
 
         thread = threading.Thread(target=wait)
         thread.start()
-        assert one.ask(to, _pass, ("threads",), {}, 25.0) == "threads"
+        assert one.call_sync(to, _pass, ("threads",), {}, 25.0) == "threads"
         thread.join()
     assert found == [[each + 2 for each in range(20)]]
 
@@ -255,7 +255,7 @@ def test_a_call_interrupted_while_its_socket_is_created_leaks_no_descriptor() ->
         return at_line
 
     with agents(2) as (one, other), raising():
-        before = leaks.LeakSnapshot.take(whole_session=False)
+        before = leaks.LeakSnapshot.capture(whole_session=False)
         traced = sys.gettrace()
         sys.settrace(trace)
         try:
@@ -279,11 +279,11 @@ def test_a_first_call_interrupted_at_any_step_leaves_a_usable_connection() -> No
         with agents(2) as (one, other), raising():
             to = one.peer(other.name)
             with contextlib.suppress(Interrupted):
-                steps.run(functools.partial(one.ask, to, operator.add, (1, 2), {}, 20.0), at)
+                steps.run(functools.partial(one.call_sync, to, operator.add, (1, 2), {}, 20.0), at)
                 signals.checkpoint()
             with contextlib.suppress(Interrupted):  # a deferred signal may arrive only now
-                one.ask(to, operator.add, (1, 2), {}, 20.0)
-            found = one.ask(to, operator.add, (1, 2), {}, 20.0)
+                one.call_sync(to, operator.add, (1, 2), {}, 20.0)
+            found = one.call_sync(to, operator.add, (1, 2), {}, 20.0)
             assert found == 3, steps.place
             assert len(to.conns) == 1, steps.place
         if not steps.place:

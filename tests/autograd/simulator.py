@@ -96,7 +96,7 @@ class Envelope:
     sender: WorkerKey
     to: WorkerKey
     arrive: Callable[[], None]
-    ask: Future[Any] | None = None
+    request: Future[Any] | None = None
     last: bool = False
 
 
@@ -111,36 +111,36 @@ class Worker:
         self.participant = Participant(self.contexts, self)
         self.peer: Any = SimpleNamespace(key=key)
         self.alive = True
-        self.asks: dict[Future[Any], WorkerKey] = {}
+        self.requests: dict[Future[Any], WorkerKey] = {}
 
-    def ask(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
+    def request(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
         future: Future[Any] = Future()
         future.label = f"{type(message).__name__} to {to.rank}"
-        self.network.ask(self, to, message, timeout, future)
+        self.network.request(self, to, message, timeout, future)
         return future
 
-    def post(self, to: WorkerKey, message: Gradient) -> None:
-        self.network.post(self, to, message)
+    def cast(self, to: WorkerKey, message: Gradient) -> None:
+        self.network.cast(self, to, message)
 
-    def tell(self, to: WorkerKey, notice: Notice) -> None:
-        self.network.tell(self, to, notice)
+    def notify(self, to: WorkerKey, notice: Notice) -> None:
+        self.network.notify(self, to, notice)
 
     def name(self, worker: WorkerKey) -> str:
         return f"worker{worker.rank}"
 
-    def attend(self, part: Any) -> None:
+    def begin_wait(self, part: Any) -> None:
         """Do nothing: the simulator delivers messages, not a reading thread."""
 
-    def work_off(self) -> None:
+    def run_casts(self) -> None:
         """Do nothing: no thread reads, so no gradient is queued."""
 
-    def leave(self, outer: Any) -> None:
+    def end_wait(self, outer: Any) -> None:
         """Do nothing: no thread reads."""
 
     def noted(self, kind: str, begun: float, context: int) -> None:
         pass
 
-    def attends_another(self, part: Any) -> bool:
+    def waits_for_another(self, part: Any) -> bool:
         return False
 
     def later(self, run: Callable[[], object]) -> None:
@@ -172,7 +172,7 @@ class Network:
 
     # -- what workers send -----------------------------------------------------------------------------------------
 
-    def ask(
+    def request(
         self, sender: Worker, to: WorkerKey, message: Message, timeout: float, future: Future[Any]
     ) -> None:
         worker = self.workers[to]
@@ -180,7 +180,7 @@ class Network:
             future.set_exception(PeerDiedError(f"worker{to.rank} is dead", worker=f"worker{to.rank}"))
             return
         if timeout:
-            sender.asks[future] = to
+            sender.requests[future] = to
         packed = self.pack(message, sender)
         if isinstance(message, Run):
             self.revisits += len(message.strata) - 1
@@ -208,7 +208,7 @@ class Network:
 
         self.mails.append(Envelope(type(message).__name__, sender.me, to, arrive, future))
 
-    def post(self, sender: Worker, to: WorkerKey, message: Gradient) -> None:
+    def cast(self, sender: Worker, to: WorkerKey, message: Gradient) -> None:
         worker = self.workers[to]
         if not worker.alive:
             raise PeerDiedError(f"worker{to.rank} is dead", worker=f"worker{to.rank}")
@@ -220,11 +220,11 @@ class Network:
 
         self.mails.append(Envelope(type(message).__name__, sender.me, to, arrive))
 
-    def tell(self, sender: Worker, to: WorkerKey, notice: Notice) -> None:
+    def notify(self, sender: Worker, to: WorkerKey, notice: Notice) -> None:
         worker = self.workers[to]
 
         def arrive() -> None:
-            worker.participant.hear(sender.me, notice)
+            worker.participant.on_notice(sender.me, notice)
 
         self.mails.append(Envelope(type(notice).__name__, sender.me, to, arrive))
 
@@ -247,7 +247,7 @@ class Network:
             value = pickle.loads(pickle.dumps(value))
 
         def arrive() -> None:
-            to.asks.pop(future, None)
+            to.requests.pop(future, None)
             if future.claim():
                 future.conclude(value, error)
 
@@ -271,7 +271,7 @@ class Network:
         tensors = [each.clone() for each in tensors]
         message = pickle.loads(data)
         if tag is not None:
-            worker.recorder.arrived(tag, tensors, sender.peer)
+            worker.recorder.received(tag, tensors, sender.peer)
         left = iter(tensors)
 
         def fill(gradient: Gradient) -> Gradient:
@@ -316,7 +316,7 @@ class Network:
             mail.last = True
             return True
         if kind == "drop":
-            if mail.ask is None and mail.type != "Answer":
+            if mail.request is None and mail.type != "Answer":
                 mail.last = True  # notices are repeated until they are received
             else:
                 self.mails.remove(mail)
@@ -348,9 +348,9 @@ class Network:
 
     def notify_death(self, worker: Worker, key: WorkerKey) -> None:
         died = PeerDiedError(f"worker{key.rank} is dead", worker=f"worker{key.rank}")
-        for future, to in list(worker.asks.items()):
+        for future, to in list(worker.requests.items()):
             if to == key:
-                del worker.asks[future]
+                del worker.requests[future]
                 future.try_fail(died)
         worker.participant.worker_died(key)
 
@@ -358,15 +358,15 @@ class Network:
         """Time out a random request; return False if there is none."""
         late = []
         for worker in self.workers.values():
-            for future in list(worker.asks):
+            for future in list(worker.requests):
                 if future.done():
-                    del worker.asks[future]
+                    del worker.requests[future]
                 elif worker.alive:
                     late.append((worker, future))
         if not late:
             return False
         worker, future = self.rng.choice(late)
-        del worker.asks[future]
+        del worker.requests[future]
         future.try_fail(RpcTimeoutError(f"{future.label}: no answer"))
         return True
 
@@ -386,7 +386,7 @@ class World:
         self.context = self.origin.contexts.create().id
         for worker in network.workers.values():
             # Each worker joins the context by a message from the origin.
-            worker.recorder.arrived(
+            worker.recorder.received(
                 self.origin.recorder.sent((), worker.peer, self.context), [], self.origin.peer
             )
         network.release = lambda: self.origin.participant.release(self.context)
@@ -430,7 +430,7 @@ class World:
     ) -> None:
         arrived = copies(tensors, connected=False)
         if tag is not None:
-            to.recorder.arrived(tag, _distinct(arrived), sender.peer)
+            to.recorder.received(tag, _distinct(arrived), sender.peer)
         for name, each in zip(outs, arrived, strict=True):
             self.values[to.me.rank][name] = each
 
@@ -477,7 +477,7 @@ class World:
         for worker in self.network.workers.values():
             for context in worker.contexts.all() if worker.alive else ():
                 assert not context.passes, f"{worker.me}: {context.passes}"
-        assert not graph._taken
+        assert not graph._reserved
 
     def leave(self) -> None:
         """Release the context, and check that nothing is left of it."""
@@ -489,8 +489,8 @@ class World:
         for worker in self.network.workers.values():
             if worker.alive:
                 assert len(worker.contexts.live) == 0, f"{worker.me} keeps {worker.contexts.all()}"
-                assert not worker.asks
-        assert not graph._taken
+                assert not worker.requests
+        assert not graph._reserved
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:

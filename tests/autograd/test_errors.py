@@ -125,7 +125,7 @@ def _gradient(context: int) -> Tensor | None:
 def _counts() -> tuple[int, int, int]:
     """Return the numbers of contexts, passes and borrowed leaves of this worker."""
     passes = sum(len(context.passes) for context in contexts().all())
-    return len(contexts().live), passes, len(graph._taken)
+    return len(contexts().live), passes, len(graph._reserved)
 
 
 def _forward(x: Tensor, at_gate: str, bystander: str, phase: str) -> Tensor:

@@ -232,7 +232,7 @@ def test_an_error_in_a_hook_restores_grad() -> None:
         graph.finish([a, b], [torch.ones(3, dtype=torch.float64) for _ in range(2)])
     assert a.grad is before
     assert b.grad is None
-    assert not graph_module._taken
+    assert not graph_module._reserved
 
 
 def test_finish_copies_gradients_that_are_referenced_elsewhere() -> None:
@@ -273,7 +273,7 @@ def test_finish_times_out_while_grad_is_borrowed() -> None:
     a = _leaf(3)
     with graph_module.Borrowed([a]), pytest.raises(RpcTimeoutError):
         graph.finish([a], [torch.ones(3)], deadline=0.0)
-    assert not graph_module._taken
+    assert not graph_module._reserved
 
 
 def test_finish_with_create_graph_runs_tensor_hooks() -> None:
@@ -347,7 +347,7 @@ def test_accumulate_works_in_place_where_torch_does() -> None:
     assert torch.equal(kept, new + 1)
     assert torch.equal(b.grad, new)  # type: ignore[arg-type]
     assert torch.equal(c.grad, torch.tensor([2.0, 3.0, 2.0], dtype=torch.float64))
-    assert not graph_module._taken
+    assert not graph_module._reserved
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -397,7 +397,7 @@ def test_a_failed_run_restores_grad_and_releases_the_leaves() -> None:
     with pytest.raises(ZeroDivisionError, match="simulated"):
         _run([(a * x).sum()], receipts=receipts)
     assert a.grad is before
-    assert not graph_module._taken
+    assert not graph_module._reserved
     with pytest.raises(RuntimeError, match="leads to another worker"):
         (x * 2).sum().backward()
 

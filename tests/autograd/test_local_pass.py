@@ -35,7 +35,7 @@ class Group:
         self.context = self.network.worker(0).contexts.create().id
         for worker in self.network.workers.values():
             tag = self.worker(0).recorder.sent((), worker.peer, self.context)
-            worker.recorder.arrived(tag, [], self.worker(0).peer)
+            worker.recorder.received(tag, [], self.worker(0).peer)
 
     def worker(self, rank: int) -> Worker:
         return self.network.worker(rank)
@@ -61,7 +61,7 @@ class Group:
 
     def open(self, source: int, to: int, tensors: tuple[Tensor, ...], tag: Any) -> Any:
         arrived = copies(tensors, connected=False)
-        self.worker(to).recorder.arrived(tag, arrived, self.worker(source).peer)
+        self.worker(to).recorder.received(tag, arrived, self.worker(source).peer)
         return arrived[0] if len(arrived) == 1 else arrived
 
     def start(self, *roots: Tensor, rank: int = 0, **options: Any) -> Future[None]:
@@ -234,10 +234,10 @@ def test_a_gradient_that_cannot_be_sent_fails_the_pass() -> None:
     loss = group.send(2, 0, group.send(1, 2, group.send(0, 1, _leaf()) * 2) * 2).sum()
     sender = group.worker(2)
 
-    def post(to: WorkerKey, message: Gradient) -> None:
+    def cast(to: WorkerKey, message: Gradient) -> None:
         raise ValueError("cannot be sent")
 
-    sender.post = post  # type: ignore[method-assign]
+    sender.cast = cast  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="Error on Node 2: cannot be sent"):
         group.backward(loss)
     assert not any(group.context_of(rank).passes for rank in range(3))

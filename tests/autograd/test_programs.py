@@ -269,7 +269,7 @@ def _programs(rank: int, workers: int, seeds: range) -> Counter[str]:
     for other in range(workers):
         until(lambda other=other: rpc.rpc_sync(f"worker{other}", _is_finished))
     until(lambda: len(contexts().live) == 0)
-    assert not graph._taken
+    assert not graph._reserved
     assert not _parts
     return done + Counter(handled)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actorrpc.autograd.contexts import Context
-from actorrpc.autograd.recorder import hear
+from actorrpc.autograd.recorder import record_news
 from actorrpc.errors import ProtocolError
 from actorrpc.wire.identity import WorkerKey
 
@@ -35,5 +35,5 @@ def number(worker: WorkerKey, count: int) -> int:
 def test_malformed_reachability_information_raises_protocol_error(news: Any) -> None:
     context = Context(ID)
     with pytest.raises(ProtocolError, match="cannot be read"):
-        hear(context, A, B, news)
+        record_news(context, A, B, news)
     assert not context.sinks

@@ -36,7 +36,7 @@ class Pair:
         self.callee.recorder = GraphRecorder(self.there)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self.caller.ask(self.peer, function, args, {}, 30)
+        return self.caller.call_sync(self.peer, function, args, {}, 30)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[Context]:
@@ -45,7 +45,7 @@ class Pair:
         try:
             yield made
         finally:
-            recorder_module.leave(token)
+            recorder_module.restore(token)
             self.here.release(made.id)
             self.there.release(made.id)
 
@@ -187,7 +187,7 @@ def test_an_asynchronous_result_is_recorded_in_the_context_of_its_call(pair: Pai
         try:
             waiting.pop().set_result(seen[0])
         finally:
-            recorder_module.leave(token)
+            recorder_module.restore(token)
         result = future.wait()
         assert result.grad_fn in mine.receipts
         assert not other.sends
@@ -211,7 +211,7 @@ def in_block_of_its_own(t: torch.Tensor) -> Any:
     try:
         return current_context() == other.id
     finally:
-        recorder_module.leave(token)
+        recorder_module.restore(token)
         contexts.release(other.id)
 
 
@@ -242,4 +242,4 @@ def test_the_innermost_context_block_is_current(pair: Pair) -> None:
 def test_malformed_tags_raise_protocol_error(tag: Any) -> None:
     recorder = GraphRecorder(Contexts(WorkerKey(0, "x")))
     with pytest.raises(ProtocolError, match="cannot be read"):
-        recorder.arrived(tag, [torch.ones(1)], None)
+        recorder.received(tag, [torch.ones(1)], None)

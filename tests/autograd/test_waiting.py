@@ -40,7 +40,7 @@ def _hooks_run_in_the_waiting_thread() -> None:
             loss = _there_and_back(leaf, lambda _: threads.append(threading.get_ident())).sum()
             autograd.backward(context, [loss])
             assert autograd.get_gradients(context)[leaf].tolist() == [2.0**_HOPS] * 2
-        assert WAITING.posts is None
+        assert WAITING.casts is None
     assert len(threads) == 20 * _HOPS
     # Another thread reads gradients that arrive before this thread waits.
     assert threads.count(threading.get_ident())
@@ -88,7 +88,7 @@ def _interrupted() -> None:
         with pytest.raises(KeyboardInterrupt):
             autograd.backward(context, [loss])
         assert autograd.get_gradients(context) == {}
-        assert WAITING.posts is None
+        assert WAITING.casts is None
     with autograd.context() as context:
         autograd.backward(context, [_there_and_back(leaf).sum()])
         assert autograd.get_gradients(context)[leaf].tolist() == [2.0**_HOPS] * 2

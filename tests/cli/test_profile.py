@@ -36,7 +36,7 @@ def _thread(ident: int, *functions: str, name: str = "main") -> dict[str, Any]:
 def test_idle_threads_and_frames_of_the_library_are_left_out_by_default() -> None:
     sampler, everything = _sampler(), _sampler(with_idle=True)
     for each in (sampler, everything):
-        each.take({"threads": [_thread(1, "_loop", "work"), _thread(2, "_loop")]})
+        each.add({"threads": [_thread(1, "_loop", "work"), _thread(2, "_loop")]})
     assert _functions(sampler) == {1: [(["work"], 1)]}
     assert _functions(everything) == {1: [(["_loop", "work"], 1)], 2: [(["_loop"], 1)]}
 
@@ -55,8 +55,8 @@ def test_a_profile_of_an_actor_has_only_the_threads_of_its_calls() -> None:
         {"actor_id": "a2", "running": [{"thread": 2}]},
     ]
     threads = [_thread(1, "f"), _thread(2, "g"), _thread(3, "h", name="helper of Store('a')")]
-    sampler.take({"threads": threads, "actors": actors})
-    sampler.take({"threads": threads, "actors": [{"actor_id": "a1", "running": []}]})
+    sampler.add({"threads": threads, "actors": actors})
+    sampler.add({"threads": threads, "actors": [{"actor_id": "a1", "running": []}]})
     assert _functions(sampler) == {1: [(["f"], 1)], 3: [(["h"], 2)]}
 
 
@@ -68,7 +68,7 @@ def sampled() -> Sampler:
     """Samples of a worker, taken four times."""
     sampler = _sampler()
     for functions in (("f", "g"), ("f", "g"), ("f",), ("f", "g")):
-        sampler.take({"threads": [_thread(1, *functions), _thread(2, "a;b\n", name="")]})
+        sampler.add({"threads": [_thread(1, *functions), _thread(2, "a;b\n", name="")]})
     return sampler
 
 

@@ -88,7 +88,7 @@ def spawn_another(label: str) -> str:
     """Start a process from a worker, and return its name."""
     driver = rpc.get_worker_info(0)
     info = rpc.rpc_sync(
-        driver, driver_rpc.ask, ("spawn", ProcessSpec(label=label), rpc.get_worker_info().name)
+        driver, driver_rpc.serve, ("spawn", ProcessSpec(label=label), rpc.get_worker_info().name)
     )
     return info.name
 

@@ -112,7 +112,7 @@ def test_joined_workers_and_workers_of_the_engine_share_the_time_out_of_shutdown
     engine = _Engine(spent.append)
     ending, agent = _cluster(engine)
     monkeypatch.setattr(ending._gone, "wait", lambda seconds: spent.append(seconds))
-    ending.end(True, timeout)
+    ending.shut_down(True, timeout)
     assert agent.called == ["one", "other"]
     assert len(spent) == 2  # for joined workers and for the engine
     assert sum(spent) <= bound + 1e-6
@@ -138,7 +138,7 @@ def test_shutdown_does_not_wait_for_a_worker_that_died_while_joining(monkeypatch
     assert made.joined() == []
     assert made.directory.members() == []
     assert not made.book.workers
-    made.end(True, 60.0)
+    made.shut_down(True, 60.0)
     assert agent.called == []
 
 
@@ -150,7 +150,7 @@ def test_after_ctrl_c_the_engine_ends_its_workers_by_force(monkeypatch: pytest.M
     ending, _ = _cluster(engine)
     monkeypatch.setattr(ending._gone, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        ending.end(True, 60.0)
+        ending.shut_down(True, 60.0)
     assert [graceful for graceful, _ in engine.given] == [False]
 
 
@@ -349,15 +349,15 @@ def test_a_start_without_free_descriptors_names_the_limit_and_leaks_no_pipe(
 def test_a_drain_without_an_answer_raises_a_time_out_error_that_names_the_drain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ask = Agent.ask
+    call_sync = Agent.call_sync
 
     def mute(agent: Agent, to: Any, function: Any, *given: Any) -> Any:
         if function is api.running:
             raise RpcTimeoutError("the call of running has not ended in time")
-        return ask(agent, to, function, *given)
+        return call_sync(agent, to, function, *given)
 
     with init(), workers() as (name,), monkeypatch.context() as patch:
-        patch.setattr(Agent, "ask", mute)
+        patch.setattr(Agent, "call_sync", mute)
         with pytest.raises(RpcTimeoutError, match=rf"drain of '{name}'.*Call drain\(\) again"):
             actorrpc.drain(name, timeout=30)
 

@@ -22,34 +22,34 @@ def _visible(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_whole_devices_are_exclusive_and_reused_after_release() -> None:
     devices = Devices()
     assert devices.total == 3
-    assert devices.take("a", 2) == ["4", "5"]
-    assert devices.take("b", 2) is None
-    assert devices.take("b", 1) == ["GPU-abc"]
-    assert devices.take("c", 0) == []
+    assert devices.allocate("a", 2) == ["4", "5"]
+    assert devices.allocate("b", 2) is None
+    assert devices.allocate("b", 1) == ["GPU-abc"]
+    assert devices.allocate("c", 0) == []
     assert devices.has_room(0)
     assert not devices.has_room(0.5)
     devices.give_back("a")
     devices.give_back("a")
-    assert devices.take("c", 2) == ["4", "5"]
+    assert devices.allocate("c", 2) == ["4", "5"]
 
 
 def test_fractions_of_devices_are_packed_where_they_fit_best() -> None:
     devices = Devices()
-    assert devices.take("a", 0.5) == ["4"]
-    assert devices.take("b", 0.5) == ["4"]
-    assert devices.take("c", 0.3) == ["5"]
-    assert devices.take("d", 0.3) == ["5"]
-    assert devices.take("e", 1) == ["GPU-abc"]
-    assert devices.take("f", 0.5) is None
-    assert devices.take("g", 0.4) == ["5"]
+    assert devices.allocate("a", 0.5) == ["4"]
+    assert devices.allocate("b", 0.5) == ["4"]
+    assert devices.allocate("c", 0.3) == ["5"]
+    assert devices.allocate("d", 0.3) == ["5"]
+    assert devices.allocate("e", 1) == ["GPU-abc"]
+    assert devices.allocate("f", 0.5) is None
+    assert devices.allocate("g", 0.4) == ["5"]
     devices.give_back("b")
-    assert devices.take("h", 0.5) == ["4"]
+    assert devices.allocate("h", 0.5) == ["4"]
 
 
 @pytest.mark.parametrize("count", [4, 1.5, -1])
 def test_impossible_numbers_of_devices_raise_config_error(count: float) -> None:
     with pytest.raises(ConfigError):
-        Devices().take("a", count)
+        Devices().allocate("a", count)
 
 
 def test_cuda_visible_devices_and_num_gpus_limit_the_number_of_devices(
@@ -61,7 +61,7 @@ def test_cuda_visible_devices_and_num_gpus_limit_the_number_of_devices(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert Devices().total == 0
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert Devices(3).take("a", 3) == ["0", "1", "2"]
+    assert Devices(3).allocate("a", 3) == ["0", "1", "2"]
 
 
 def _visible_devices_of(name: str) -> str | None:

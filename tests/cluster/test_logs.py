@@ -132,7 +132,7 @@ def test_if_output_is_not_shown_the_last_lines_of_stderr_are_kept(capfd: pytest.
     printer = _Printer(logs, "A", 1)
     os.write(printer.stderr, b"".join(b"line %d\n" % i for i in range(100)) + b"y" * 600 + b"\npartial")
     done = threading.Event()
-    logs.end(printer.output, done.set)
+    logs.finish(printer.output, done.set)
     printer.end()
     assert done.wait(10)
     assert list(printer.output.tail) == [
@@ -153,7 +153,7 @@ def test_a_pipe_held_open_by_a_grandchild_does_not_delay_the_end_of_a_process(
     printer = _Printer(logs, "A", 1)
     os.write(printer.stdout, b"first\nwithout an end")
     done = threading.Event()
-    logs.end(printer.output, done.set)
+    logs.finish(printer.output, done.set)
     assert done.wait(10)
     os.write(printer.stdout, b"\nof a grandchild\n")
     logs.close()

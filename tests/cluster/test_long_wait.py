@@ -112,8 +112,8 @@ def test_init_logs_the_ranks_that_have_not_joined(messages: _Lines, monkeypatch:
     first, second, third = (LaunchMeeting(_launch(rank), store, until) for rank in range(3))
     messages.then = lambda: first.announce("tcp://here:1")
     assert second.address() == "tcp://here:1"
-    second.arrived("tcp://here:1")
-    messages.then = lambda: third.arrived("tcp://here:1")
+    second.report_arrival("tcp://here:1")
+    messages.then = lambda: third.report_arrival("tcp://here:1")
     first.wait_for("tcp://here:1", _BOUND_S)
     assert messages.texts == [
         "init() on rank 1 waits for rank 0, which has not announced its address yet",

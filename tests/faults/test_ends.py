@@ -75,7 +75,7 @@ def _nested(number: int, path: list[str], seconds: float) -> int:
     here, *rest = path
     agent = _names[here]
     _to = rest[0] if rest else here
-    return int(agent.ask(agent.peer(_to), _nested, (number, rest, seconds), {}, 0.0))
+    return int(agent.call_sync(agent.peer(_to), _nested, (number, rest, seconds), {}, 0.0))
 
 
 class _Watched:
@@ -135,7 +135,7 @@ class _Round:
         sync = dice.random() < 0.2
         try:
             if sync:
-                agent.ask(agent.peer(to.name), function, args, {}, timeout)
+                agent.call_sync(agent.peer(to.name), function, args, {}, timeout)
                 self.end("value", number)
                 return
             agent.call(agent.peer(to.name), function, args, {}, timeout, future=watched.future)

@@ -97,11 +97,11 @@ def test_a_call_to_a_dead_incarnation_raises_peer_died_error_when_its_address_ha
         stack.callback(after.close)
         for function in (abs, str):
             with pytest.raises(PeerDiedError, match="a new run") as caught:
-                caller.ask(peer, function, (-1,), {}, 20.0)
+                caller.call_sync(peer, function, (-1,), {}, 20.0)
             assert (caught.value.worker, caught.value.maybe_executed) == ("victim", False)
         new = caller.peer("victim")
         assert new is not peer
-        assert caller.ask(new, abs, (-1,), {}, 20.0) == 1
+        assert caller.call_sync(new, abs, (-1,), {}, 20.0) == 1
 
 
 @pytest.mark.limit(1200 if NIGHTLY else 60)
@@ -130,7 +130,7 @@ def test_no_call_reaches_another_incarnation_during_restarts() -> None:
                         agent.call(each, _execute, (incarnation,), {}, 20.0, future=future)
                         futures.append(future)
                     agent.cast(each, _execute, (incarnation,), "a post")
-                    assert agent.ask(each, _execute, (incarnation,), {}, 20.0) == incarnation
+                    assert agent.call_sync(each, _execute, (incarnation,), {}, 20.0) == incarnation
                     agent.flush()
                 except RpcError as error:
                     outcomes[type(error).__name__] += 1

@@ -101,7 +101,7 @@ def test_maybe_executed_is_false_only_if_the_call_was_still_in_the_outbox(
 ) -> None:
     end, error = _WAYS[way]
     with agents(2) as (a, b):
-        assert a.ask(a.peer("a1"), _note, (0,), {}, 0.0) == 0
+        assert a.call_sync(a.peer("a1"), _note, (0,), {}, 0.0) == 0
         conn = a.peer("a1").conn
         assert conn is not None
         arrived = threading.Event()
@@ -142,7 +142,7 @@ def test_maybe_executed_is_right_if_another_thread_ends_the_call_during_serializ
     place = Lender.place
     with agents(2) as (a, b):
         peer = a.peer("a1")
-        assert a.ask(peer, _note, (0,), {}, 0.0) == 0
+        assert a.call_sync(peer, _note, (0,), {}, 0.0) == 0
         outer = Execution(None, a.self_peer, 0, float("inf"), a.next_chain())
 
         def end() -> None:
@@ -189,7 +189,7 @@ def test_maybe_executed_is_false_for_calls_refused_before_sending() -> None:
         b.close()
         _until(lambda: a.peer("a1").state != "alive" or a.peer("a1").conn is None)
         with pytest.raises(PeerDiedError) as dead:
-            a.ask(a.peer("a1"), _note, (1,), {}, 0.0)
+            a.call_sync(a.peer("a1"), _note, (1,), {}, 0.0)
         assert dead.value.maybe_executed is False
         a.close()
         with pytest.raises(ShutdownError) as over:
@@ -201,7 +201,7 @@ def test_maybe_executed_is_false_for_calls_refused_before_sending() -> None:
 def test_maybe_executed_is_false_for_late_and_cancelled_calls_that_the_callee_refuses() -> None:
     """The call arrived after its time-out, or was cancelled while it was queued."""
     with agents(2) as (a, b):
-        assert a.ask(a.peer("a1"), abs, (-1,), {}, 0.0) == 1
+        assert a.call_sync(a.peer("a1"), abs, (-1,), {}, 0.0) == 1
         begun, go = threading.Event(), threading.Event()
         execute = b.pool._execute
 
@@ -272,7 +272,7 @@ def test_maybe_executed_is_false_for_a_nested_call_after_the_outer_call_was_canc
             _entered.set()
             _release.wait()
             try:
-                b.ask(b.peer("a0"), _note, (5,), {}, 0.0)
+                b.call_sync(b.peer("a0"), _note, (5,), {}, 0.0)
             except CancelledError as error:
                 ends.append(error)
             done.set()

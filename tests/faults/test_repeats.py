@@ -38,7 +38,7 @@ from tests.harness.every_message import everything
 from tests.harness.kill_points import POINTS, kill_at
 from tests.ranks import run_group
 
-_NO_KINDS = {"LAST_KIND", "LATE", "MAIL", "OBJECTS", "POST", "RESERVED", "STOP", "STREAM", "UNREAD"}
+_NO_KINDS = {"LAST_KIND", "CAST", "LATE", "MAIL", "OBJECTS", "RESERVED", "STOP", "STREAM", "UNREAD"}
 KINDS = {
     value: name
     for name, value in vars(frames).items()
@@ -123,7 +123,7 @@ def _begin(agent: Agent, to: Agent, function: Any, *args: Any, timeout: float = 
 
 
 def _sync(agent: Agent, to: Agent, function: Any, *args: Any) -> Any:
-    return agent.ask(agent.peer(to.name), function, args, {}, 0.0)
+    return agent.call_sync(agent.peer(to.name), function, args, {}, 0.0)
 
 
 def _local(scale: int) -> Callable[[int], int]:

@@ -180,7 +180,7 @@ def _ctrl_c() -> Iterator[list[float]]:
         while not over.is_set():
             frame = top_frame(main)
             while frame is not None:
-                if frame.f_code.co_name in ("_park", "park", "reading", "_hear", "_wait_gone"):
+                if frame.f_code.co_name in ("_park", "park", "reading", "_await_answer", "_wait_gone"):
                     when.append(time.monotonic())
                     signal.pthread_kill(main, signal.SIGINT)
                     return
@@ -261,7 +261,7 @@ def _passive(rank: int, world_size: int, directory: str) -> bool:
 
 def _is_leaving() -> bool:
     barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
-    return "worker0" in barrier._arrived.get(0, ())
+    return "worker0" in barrier._reached.get(0, ())
 
 
 def test_graceful_shutdown_waits_until_every_worker_calls_it(tmp_path: Path) -> None:

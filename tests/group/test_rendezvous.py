@@ -181,7 +181,9 @@ def test_groups_on_several_hosts_need_tcp_addresses(store: HashStore) -> None:
 def test_a_time_out_names_the_missing_ranks(connect: Callable[[], Any]) -> None:
     def in_a_hurry() -> Any:
         point, pause = fixed(connect(), 0, 5, 0.3), threading.Event()
-        while point._ask("add", "0/ready", 0) < 2:  # wait until two others, with long time-outs, have arrived
+        while (
+            point._store_op("add", "0/ready", 0) < 2
+        ):  # wait until two others, with long time-outs, have arrived
             pause.wait(0.005)
         return point.join(record(0))
 

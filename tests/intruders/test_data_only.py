@@ -525,9 +525,9 @@ def test_a_data_only_caller_refuses_payloads_in_replies() -> None:
         server.executor.answer = answer  # type: ignore[method-assign]
         while replies:
             with pytest.raises(RefusedError, match=r"fire|a pickle"):
-                caller.ask(caller.peer("a1"), service.add, (1, 2), {}, 0)
+                caller.call_sync(caller.peer("a1"), service.add, (1, 2), {}, 0)
         server.executor.answer = original  # type: ignore[method-assign]
-        assert caller.ask(caller.peer("a1"), service.add, (1, 2), {}, 0) == 3
+        assert caller.call_sync(caller.peer("a1"), service.add, (1, 2), {}, 0) == 3
         assert conn.state is not CLOSED
         assert not FIRED
 

@@ -139,7 +139,7 @@ def _talk(agent: Agent, number: int) -> int:
     for turn in range(_CALLS):
         seed = (number * _CALLS + turn) * 2
         try:
-            got = agent.ask(agent.peer("service"), _swap, (seed, _value(seed)), {}, 1.0)
+            got = agent.call_sync(agent.peer("service"), _swap, (seed, _value(seed)), {}, 1.0)
         except RpcError as error:  # any other error fails the test
             with _log.lock:
                 _log.ends[type(error).__name__] += 1
@@ -288,7 +288,7 @@ def _square(number: int) -> int:
 
 def _ask(client: Agent, timeout: float, answered: list[int]) -> None:
     for number in range(1, 1000):
-        answered.append(client.ask(client.peer("service"), _square, (number,), {}, timeout))
+        answered.append(client.call_sync(client.peer("service"), _square, (number,), {}, timeout))
 
 
 class _Attacks:
@@ -353,7 +353,7 @@ def test_without_seals_a_forged_call_is_executed() -> None:
         _client(0, service, between.address, frame_integrity=False, **_PATIENT) as client,
     ):
         for number in range(1, 30):
-            client.ask(client.peer("service"), _square, (number,), {}, 30.0)
+            client.call_sync(client.peer("service"), _square, (number,), {}, 30.0)
     assert _executed_calls.count(2) == 2
 
 

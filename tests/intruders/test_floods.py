@@ -22,7 +22,7 @@ from tests.intruders.doors import WRONG, dialler, knock, reset, tcp_agents, unti
 
 
 def _works(caller: Agent, callee: Agent) -> bool:
-    return bool(caller.ask(caller.peer(callee.name), operator.add, (1, 2), {}, 20.0) == 3)
+    return bool(caller.call_sync(caller.peer(callee.name), operator.add, (1, 2), {}, 20.0) == 3)
 
 
 def _shakes_hands(sock: socket.socket, side: Dialler) -> bool:

@@ -289,7 +289,7 @@ def _frames_of(rng: random.Random) -> list[bytes]:
             INLINE,
             LANE,
             STREAM,
-            INLINE | frames.POST,
+            INLINE | frames.CAST,
             frames.MAIL,
             STREAM | frames.MAIL,
             0xFF,
@@ -355,7 +355,7 @@ def test_fuzzed_frames_of_an_authenticated_peer_never_harm_the_worker(
         typed = (RpcError, OSError, EOFError, type(None))
         assert not {(kind, text) for kind, text in ends if not issubclass(kind, typed)}
         assert any(issubclass(kind, ProtocolError) for kind, _ in ends)
-        assert pair[1].ask(pair[1].peer("a0"), service.add, (1, 2), {}, 20.0) == 3
+        assert pair[1].call_sync(pair[1].peer("a0"), service.add, (1, 2), {}, 20.0) == 3
 
 
 @nightly

@@ -60,7 +60,7 @@ def _workers(
 
 
 def _add(agent: Agent, to: str = "a1", timeout: float = 30.0) -> Any:
-    return agent.ask(agent.peer(to), operator.add, (1, 2), {}, timeout)
+    return agent.call_sync(agent.peer(to), operator.add, (1, 2), {}, timeout)
 
 
 def _address(agent: Agent) -> str:
@@ -304,7 +304,7 @@ def test_an_eavesdropper_reads_plaintext_only_without_tls(secure: bool) -> None:
         _workers(_PLAIN | options, options, through=lambda address: relay.before(address)) as (a0, _),
     ):
         # The relay is in front of a1, the last agent.
-        assert a0.ask(a0.peer("a1"), operator.add, (_SECRET, b"!"), {}, 30.0) == _SECRET + b"!"
+        assert a0.call_sync(a0.peer("a1"), operator.add, (_SECRET, b"!"), {}, 30.0) == _SECRET + b"!"
         recorded = bytes(relay.seen)
     assert len(recorded) > 2 * len(_SECRET)
     pieces = [_SECRET[at : at + 8] for at in range(0, len(_SECRET), 8)]
@@ -321,7 +321,7 @@ def _stolen(certificates: Certificates) -> tuple[Any, Any]:
 
     def front(sock: socket.socket) -> TlsSocket:
         made = mine.accept(sock)
-        made.shake_until(_time.now() + 30)
+        made.handshake_until(_time.now() + 30)
         made.settimeout(None)
         return made
 
@@ -342,14 +342,14 @@ def test_a_relay_that_terminates_tls_with_a_valid_certificate_is_detected(
     own = files()
     theirs = own if whose == "the workers' own" else temporary_certificates(tmp_path, authority=own)
     if whose == "unbound":  # without channel binding, the attack succeeds
-        real = TlsSocket.shake
+        real = TlsSocket.handshake
 
-        def shake(self: TlsSocket) -> bool:
+        def handshake(self: TlsSocket) -> bool:
             done = real(self)
             self.binding = b""
             return done
 
-        monkeypatch.setattr(TlsSocket, "shake", shake)
+        monkeypatch.setattr(TlsSocket, "handshake", handshake)
     with (
         _Relay(*_stolen(theirs)) as relay,
         _workers(own.options, own.options, through=lambda address: relay.before(address)) as (a0, a1),

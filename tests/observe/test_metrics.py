@@ -70,7 +70,7 @@ def _write(
                 peer=peer,
                 what=method,
                 actor=SimpleNamespace(title=actor),
-                arrived=4.0,
+                received_at=4.0,
                 begun=5.0,
                 id=1,
                 chain=1,

@@ -265,9 +265,9 @@ def test_a_process_without_an_sdk_forwards_the_span_of_its_caller() -> None:
 
 def _is_switched_on(_rank: int, _world_size: int) -> list[bool]:
     hooks = current_worker().agent.hooks  # type: ignore[union-attr]
-    found = [hooks.active, "trace" in hooks.riders]
+    found = [hooks.active, "trace" in hooks.header_hooks]
     rpc.shutdown()
-    return [*found, hooks.active, "trace" in hooks.riders]
+    return [*found, hooks.active, "trace" in hooks.header_hooks]
 
 
 @pytest.mark.parametrize("on", [False, True])

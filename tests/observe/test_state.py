@@ -386,16 +386,16 @@ def test_no_signal_is_sent_to_a_process_without_a_handler(monkeypatch: pytest.Mo
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda fd, number: sent.append(number))
     with subprocess.Popen(["sleep", "60"]) as other:
         assert (
-            dumps.take(other.pid, time.monotonic() + 1)
+            dumps.collect(other.pid, time.monotonic() + 1)
             == "it has nothing into which its stacks could be dumped"
         )
         other.kill()
-    assert "ended" in dumps.take(other.pid, time.monotonic() + 1)
+    assert "ended" in dumps.collect(other.pid, time.monotonic() + 1)
     # A process whose program has removed the handler.
     actor = Busy.remote()
     number = signal.SIGRTMIN + 7
     pid = actorrpc.get(actor.remove_handler.remote(number))
-    found = dumps.take(pid, time.monotonic() + 1)
+    found = dumps.collect(pid, time.monotonic() + 1)
     assert isinstance(found, str)
     assert "the program has taken that away" in found
     assert sent == []

@@ -18,7 +18,7 @@ from tests.actors.e2e import kit
 
 @pytest.fixture(scope="package")
 def _package_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = leaks.LeakSnapshot.take()
+    before = leaks.LeakSnapshot.capture()
     yield
     found = leaks.settle(before, request.config.getoption("--leak-wait"))
     if found and not request.session.testsfailed:  # a traceback keeps a test's variables alive

@@ -102,7 +102,7 @@ class Session:
             gc.freeze()
             stack.callback(gc.unfreeze)
             ranks.start_server()
-            self._before = leaks.LeakSnapshot.take(whole_session=False)
+            self._before = leaks.LeakSnapshot.capture(whole_session=False)
             stack.push(self._settle_all)
             self._workers = stack.enter_context(
                 _cluster() if self.options.mode == "embedded" else _group(self.options, self.left)
@@ -116,7 +116,7 @@ class Session:
 
     def run(self, program: Program) -> list[str]:
         """Run a program; return complaints about all that the model does not allow and all that the program leaves behind."""
-        before = leaks.Holdings.take()
+        before = leaks.Holdings.capture()
         observations = library.begin(self.options.bound)
         namespace: dict[str, Any] = {"workers": self._workers}
         exec(_prelude(), namespace)
@@ -155,7 +155,7 @@ class Session:
         ids = set(actor_ids.values())
         collect_at = began + 0.05
         while True:
-            held = [each for each in leaks.Holdings.take().left(before) if not _STAYS.search(each)]
+            held = [each for each in leaks.Holdings.capture().remaining(before) if not _STAYS.search(each)]
             alive = [row for row in actorrpc.list_actors() if row.actor_id in ids and row.state != "DEAD"]
             if not held and not alive:
                 return

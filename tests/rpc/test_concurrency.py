@@ -165,8 +165,8 @@ def _all_threads_blocked() -> None:
     # Heartbeats are answered (sent every 0.1 s here to a silent peer).
     conn = rpc.api.group().agent.peer("worker1").conn  # type: ignore[attr-defined]
     for _ in range(3):
-        heard = conn.heard
-        until(lambda heard=heard: conn.heard != heard)
+        heard = conn.last_received
+        until(lambda heard=heard: conn.last_received != heard)
     # Cancellations are handled.
     assert futures[0].cancel()
     with pytest.raises(CancelledError):

@@ -215,7 +215,7 @@ def _fork(directory: str) -> int:
 def _in_the_last_barrier() -> None:
     """Kill a worker that waits in shutdown. The shutdown of this worker must still complete."""
     barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
-    until(lambda: "worker6" in barrier._arrived.get(0, ()))
+    until(lambda: "worker6" in barrier._reached.get(0, ()))
     _kill("worker6")
 
 
@@ -247,7 +247,7 @@ def _first_dies(rank: int, world_size: int) -> None:
     """Worker0 coordinates the shutdown, and dies while the others wait for it."""
     if rank == 0:
         barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
-        until(lambda: len(barrier._arrived.get(0, ())) == world_size - 1)
+        until(lambda: len(barrier._reached.get(0, ())) == world_size - 1)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -81,11 +81,11 @@ def test_create_builds_a_module_and_refuses_other_classes() -> None:
 
 def test_steer_returns_the_device_of_a_module() -> None:
     module = nn.Linear(2, 2)
-    assert modules.steer(module, "to", ("meta",), {}) == "meta"
-    assert modules.steer(module, "to_empty", (), {"device": "cpu"}) == "cpu"
-    assert modules.steer(nn.ReLU(), "train", (False,), {}) is None
+    assert modules.change_module(module, "to", ("meta",), {}) == "meta"
+    assert modules.change_module(module, "to_empty", (), {"device": "cpu"}) == "cpu"
+    assert modules.change_module(nn.ReLU(), "train", (False,), {}) is None
     norm = nn.BatchNorm1d(2, affine=False)  # has buffers only
-    assert modules.steer(norm, "eval", (), {}) == "cpu"
+    assert modules.change_module(norm, "eval", (), {}) == "cpu"
 
 
 def test_functions_for_state_and_parameters_refuse_objects_that_are_no_module() -> None:

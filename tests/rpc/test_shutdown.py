@@ -56,7 +56,7 @@ def _serve_in_shutdown(rank: int, world_size: int) -> None:
     if rank:
         return
     barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
-    until(lambda: len(barrier._arrived.get(0, ())) == world_size - 1)
+    until(lambda: len(barrier._reached.get(0, ())) == world_size - 1)
     for i in range(100):
         assert rpc.rpc_sync(f"worker{1 + i % 2}", operator.add, (i, 1)) == i + 1
     assert rpc.rpc_sync("worker1", rpc.rpc_sync, ("worker2", operator.add, (1, 2))) == 3

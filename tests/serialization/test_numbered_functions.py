@@ -27,7 +27,7 @@ def add(a: int, b: int) -> int:
 def pair() -> Iterator[tuple[Agent, Peer, Peer]]:
     """The calling agent, its peer for the called agent, and the peer of the called agent for the caller."""
     with agents(2) as (caller, callee):
-        caller.ask(caller.peer("a1"), operator.add, (1, 2), {}, 20.0)
+        caller.call_sync(caller.peer("a1"), operator.add, (1, 2), {}, 20.0)
         yield caller, caller.peer("a1"), callee.peer("a0")
 
 
@@ -46,7 +46,7 @@ def test_a_function_is_sent_by_name_until_its_first_call_was_answered(pair: tupl
     sent: list[int] = []
     for _ in range(3):
         before = to.conn.writer.sent  # type: ignore[union-attr]
-        assert caller.ask(to, add, (1, 2), {}, 20.0) == 3
+        assert caller.call_sync(to, add, (1, 2), {}, 20.0) == 3
         sent.append(to.conn.writer.sent - before)  # type: ignore[union-attr]
     assert sent[0] > sent[1] + len(__name__)
     assert sent[1] == sent[2]
@@ -74,7 +74,7 @@ def test_only_functions_that_are_sent_by_name_get_numbers(
         (int, ("5",), 5),
     ):
         for _ in range(2):
-            assert caller.ask(to, function, arguments, {}, 20.0) == value
+            assert caller.call_sync(to, function, arguments, {}, 20.0) == value
     assert to.functions.numbers == {}
     assert to.functions.introduce(wrapped, False) is wrapped  # type: ignore[arg-type]
     # The name refers to another function now.
@@ -110,14 +110,14 @@ def test_a_number_means_the_current_function_of_the_name_at_the_callee(
 ) -> None:
     """Both agents are in this process, so they share the module."""
     caller, to, back = pair
-    assert [caller.ask(to, module.f, (), {}, 20.0) for _ in range(2)] == ["first", "first"]
+    assert [caller.call_sync(to, module.f, (), {}, 20.0) for _ in range(2)] == ["first", "first"]
     introduced = module.f
     assert to.functions.numbers == {introduced: 0}
     # When the name refers to another function, the caller's function is sent by value, without a number.
     exec("def f():\n    return 'second'\n", module.__dict__)
-    assert caller.ask(to, introduced, (), {}, 20.0) == "first"
+    assert caller.call_sync(to, introduced, (), {}, 20.0) == "first"
     assert to.functions.numbers == {}
-    assert caller.ask(to, module.f, (), {}, 20.0) == "second"
+    assert caller.call_sync(to, module.f, (), {}, 20.0) == "second"
     # At each use, the callee looks the name up again.
     assert back.functions.learn((9, "numbered", "f")) is module.f
     with monkeypatch.context() as patched:
@@ -131,22 +131,22 @@ def test_functions_of_a_reimported_module_are_not_confused_with_the_old_ones(
 ) -> None:
     caller, to, _ = pair
     old = module.f
-    assert [caller.ask(to, old, (), {}, 20.0) for _ in range(2)] == ["first", "first"]
+    assert [caller.call_sync(to, old, (), {}, 20.0) for _ in range(2)] == ["first", "first"]
     again = ModuleType("numbered")
     exec("def f():\n    return 'again'\n", again.__dict__)
     sys.modules["numbered"] = again
-    assert caller.ask(to, old, (), {}, 20.0) == "first"
-    assert [caller.ask(to, again.f, (), {}, 20.0) for _ in range(2)] == ["again", "again"]
+    assert caller.call_sync(to, old, (), {}, 20.0) == "first"
+    assert [caller.call_sync(to, again.f, (), {}, 20.0) for _ in range(2)] == ["again", "again"]
 
 
 def test_unknown_or_malformed_function_numbers_are_refused(pair: tuple[Agent, Peer, Peer]) -> None:
     caller, to, _ = pair
-    caller.ask(to, add, (1, 2), {}, 20.0)
+    caller.call_sync(to, add, (1, 2), {}, 20.0)
     to.functions.numbers[add] = 17
     with pytest.raises(ProtocolError, match="number 17, which it has not introduced"):
-        caller.ask(to, add, (1, 2), {}, 20.0)
+        caller.call_sync(to, add, (1, 2), {}, 20.0)
     to.functions.numbers[add] = 0
-    assert caller.ask(to, add, (1, 2), {}, 20.0) == 3
+    assert caller.call_sync(to, add, (1, 2), {}, 20.0) == 3
     table = NumberedFunctions()
     for introduced in (
         (1,),

@@ -511,7 +511,7 @@ def test_a_message_may_have_more_than_32_storages() -> None:
 class Decoding:
     def __init__(self, size: int, kind: int = 0, low: int = 0) -> None:
         self.tensors: list[Any] = []
-        self.arrived = [[bytearray(size), low, kind, "", None, None, None]]
+        self.storages = [[bytearray(size), low, kind, "", None, None, None]]
 
 
 @pytest.fixture
@@ -620,7 +620,7 @@ def test_no_byte_of_a_stack_can_be_used_twice(piece: Any) -> None:
 
 def test_sparse_tensors_with_indices_out_of_range_are_refused(piece: Any) -> None:
     piece(64)
-    tensors_module.message.decoding.arrived[0][0][:8] = b"\xff" * 7 + b"\x7f"
+    tensors_module.message.decoding.storages[0][0][:8] = b"\xff" * 7 + b"\x7f"
     long = tensors_module._CODES[torch.int64]
     with pytest.raises(RuntimeError):
         tensors_module.sparse_coo((0, long, 0, 1, 2, 2, 1), (0, FLOAT, 4, 2, 1), (3,), False, False)

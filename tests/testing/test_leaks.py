@@ -28,7 +28,7 @@ def references(rank: int, world_size: int) -> None:
     if rank:
         return
     assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
-    before = leaks.LeakSnapshot.take(whole_session=False)
+    before = leaks.LeakSnapshot.capture(whole_session=False)
     rref = rpc.remote("worker1", operator.add, (1, 2))
     assert rref.to_here() == 3
     rpc.rpc_sync("worker1", _keep, (rpc.RRef(7),))
@@ -50,7 +50,7 @@ def test_held_rrefs_are_reported_until_they_are_released() -> None:
 
 
 def test_a_leaked_socket_is_described_with_its_address_and_owner(tmp_path: Path) -> None:
-    before = leaks.LeakSnapshot.take(whole_session=False)
+    before = leaks.LeakSnapshot.capture(whole_session=False)
     path = str(tmp_path / "door")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)

@@ -64,10 +64,10 @@ def test_a_size_beyond_the_address_space_raises_memory_error(pool: BufferPool) -
         size_class((1 << 47) + 1)
     for nbytes in (1 << 62, 1 << 47):
         with pytest.raises(MemoryError):
-            pool.take(nbytes)
+            pool.allocate(nbytes)
     assert pool.stats().lent_bytes == 0
     with pytest.raises(ValueError):
-        pool.take(-1)
+        pool.allocate(-1)
 
 
 USERS: dict[str, Callable[[memoryview], Any]] = {
@@ -92,17 +92,17 @@ USERS: dict[str, Callable[[memoryview], Any]] = {
 
 @pytest.mark.parametrize("kind", USERS)
 def test_memory_is_not_reused_while_a_view_array_or_tensor_uses_it(pool: BufferPool, kind: str) -> None:
-    view = pool.take(BIG)
+    view = pool.allocate(BIG)
     address = address_of(view)
     user = USERS[kind](view)
     del view
     gc.collect()
     assert pool.stats().lent_bytes == size_class(BIG)
-    other = pool.take(BIG)
+    other = pool.allocate(BIG)
     assert address_of(other) != address
     del user
     gc.collect()
-    again = pool.take(BIG)
+    again = pool.allocate(BIG)
     assert address_of(again) == address
 
 
@@ -111,10 +111,10 @@ def test_memory_unused_for_30_seconds_is_freed() -> None:
     pool = BufferPool(1 << 30, clock=clock)
     for nbytes in (256 << 10, 1 << 20, 4 << 20):  # sizes that cannot replace one another
         for _ in range(3):
-            pool.take(nbytes)
+            pool.allocate(nbytes)
     assert pool.stats().free_bytes == (256 << 10) + (1 << 20) + (4 << 20)
     clock.now += 29
-    pool.take(1 << 20)
+    pool.allocate(1 << 20)
     assert pool.stats().free_bytes == (256 << 10) + (1 << 20) + (4 << 20)
     clock.now += 1
     assert pool.stats().free_bytes == 1 << 20  # it was used again
@@ -124,13 +124,13 @@ def test_memory_unused_for_30_seconds_is_freed() -> None:
 
 
 def test_tensors_stay_valid_after_the_pool_is_closed_or_deleted(pool: BufferPool) -> None:
-    tensor = torch.frombuffer(pool.take(1 << 20), dtype=torch.float32)
+    tensor = torch.frombuffer(pool.allocate(1 << 20), dtype=torch.float32)
     tensor.fill_(3.0)
     pool.close()
     assert tensor.sum().item() == 3.0 * tensor.numel()
-    assert len(pool.take(BIG)) == BIG
+    assert len(pool.allocate(BIG)) == BIG
     other = BufferPool(1 << 20)
-    left = torch.frombuffer(other.take(1 << 20), dtype=torch.float32)
+    left = torch.frombuffer(other.allocate(1 << 20), dtype=torch.float32)
     left.fill_(4.0)
     del other
     gc.collect()
@@ -148,7 +148,7 @@ class Witness:
         self.cycle = self
 
     def __del__(self) -> None:
-        taken = [self.pool.take(BIG) for _ in range(3)]
+        taken = [self.pool.allocate(BIG) for _ in range(3)]
         for view in taken:
             view[:] = b"x" * BIG
         self.seen.append(bytes(self.view[:4]))
@@ -160,11 +160,11 @@ class Witness:
 def test_memory_is_not_reused_before_the_finalisers_of_an_unreachable_cycle_have_run(
     pool: BufferPool, revive: bool
 ) -> None:
-    view = pool.take(BIG)
+    view = pool.allocate(BIG)
     view[:4] = b"mine"
     seen: list[Any] = []
     for _ in range(20):  # the collector finalises the objects of a cycle in an unspecified order
-        own = pool.take(BIG)
+        own = pool.allocate(BIG)
         own[:4] = b"mine"
         Witness(own, pool, seen, revive)
         del own
@@ -186,14 +186,14 @@ def test_a_finaliser_that_runs_while_the_pool_is_locked_gets_a_bytearray() -> No
     taken: list[memoryview] = []
 
     def finaliser() -> None:
-        view = pool.take(BIG)
+        view = pool.allocate(BIG)
         pool.trim()
         pool.stats()
         taken.append(view)
 
-    pool.take(BIG)  # returned to the pool by the next take(), which reads the clock
+    pool.allocate(BIG)  # returned to the pool by the next allocate(), which reads the clock
     clock.hook = finaliser
-    outer = pool.take(BIG)
+    outer = pool.allocate(BIG)
     assert len(outer) == len(taken[0]) == BIG
     assert isinstance(taken[0].obj, bytearray)
 
@@ -204,7 +204,7 @@ def test_threads_never_get_the_same_memory(pool: BufferPool) -> None:
     def work(mark: int) -> None:
         kept: list[memoryview] = []
         for step in range(200):
-            view = pool.take(SMALL + 5000 * (step % 7))
+            view = pool.allocate(SMALL + 5000 * (step % 7))
             view[:8] = bytes([mark]) * 8
             kept.append(view)
             if len(kept) > 4:
@@ -227,7 +227,7 @@ def test_memory_in_use_stays_intact_and_free_memory_stays_bounded(steps: list[tu
     live: list[tuple[memoryview, bytes]] = []
     for number, (action, nbytes) in enumerate(steps):
         if action < 5:
-            view = pool.take(nbytes)
+            view = pool.allocate(nbytes)
             mark = number.to_bytes(2, "little") * 4
             view[:8] = mark
             view[-8:] = mark
@@ -261,9 +261,9 @@ def in_child(work: Callable[[], bool]) -> bool:
 
 
 def test_a_forked_child_keeps_its_tensors_and_returns_no_memory_to_the_pool(pool: BufferPool) -> None:
-    tensor = torch.frombuffer(pool.take(BIG), dtype=torch.uint8)
+    tensor = torch.frombuffer(pool.allocate(BIG), dtype=torch.uint8)
     tensor.fill_(7)
-    dropped = pool.take(BIG)
+    dropped = pool.allocate(BIG)
 
     def work() -> bool:
         nonlocal dropped
@@ -272,7 +272,7 @@ def test_a_forked_child_keeps_its_tensors_and_returns_no_memory_to_the_pool(pool
         gc.collect()
         whole = bool((tensor == 7).all())
         tensor.fill_(9)
-        return whole and len(pool.take(BIG)) == BIG
+        return whole and len(pool.allocate(BIG)) == BIG
 
     assert in_child(work)
     assert bool((tensor == 7).all())

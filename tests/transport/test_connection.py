@@ -32,7 +32,8 @@ def pair() -> Iterator[list[Agent]]:
 def _works(pair: list[Agent]) -> bool:
     """Return whether calls between the two agents still work."""
     return all(
-        bool(pair[i].ask(pair[i].peer(f"a{1 - i}"), operator.add, (i, 1), {}, 0) == i + 1) for i in (0, 1)
+        bool(pair[i].call_sync(pair[i].peer(f"a{1 - i}"), operator.add, (i, 1), {}, 0) == i + 1)
+        for i in (0, 1)
     )
 
 

@@ -43,20 +43,20 @@ def test_a_silent_peer_is_lost_after_the_configured_number_of_misses_and_not_bef
     """The peer answers after `round_trip` heartbeats, until it hangs after `beats` heartbeats."""
     failure_detector = FailureDetector()
     hangs = beats * heartbeat
-    now = heard = 0.0
+    now = last_received = 0.0
     answer = float("inf")
     states: list[str] = []
     while not states or states[-1] != "lost":
-        look = failure_detector.look(now, heard, heartbeat=heartbeat, misses=misses)
+        look = failure_detector.look(now, last_received, heartbeat=heartbeat, misses=misses)
         if look.state != "alive":
             assert now > hangs
         states.append(look.state)
-        if look.ask and now < hangs:
+        if look.ping_due and now < hangs:
             answer = now + round_trip * heartbeat
         assert 0 < look.wait <= heartbeat * 1.01
         now += look.wait
         if answer <= min(now, hangs):
-            heard, answer = answer, float("inf")
+            last_received, answer = answer, float("inf")
         assert now < 100 * heartbeat
     found = now - look.wait
     assert hangs + (misses - 1.7) * heartbeat < found <= hangs + misses * heartbeat
@@ -72,15 +72,17 @@ def test_a_lost_peer_is_alive_again_when_bytes_arrive() -> None:
     assert failure_detector.look(5.0, 4.9, heartbeat=1.0, misses=5).state == "alive"
 
 
-@pytest.mark.parametrize("heard", [0.0, 0.5])
-def test_time_in_which_this_process_was_stopped_does_not_count_as_silence(heard: float) -> None:
+@pytest.mark.parametrize("last_received", [0.0, 0.5])
+def test_time_in_which_this_process_was_stopped_does_not_count_as_silence(last_received: float) -> None:
     """The check was due at 1 s and happens at 60 s; bytes that arrived meanwhile have not been read yet."""
     failure_detector = FailureDetector()
     assert failure_detector.look(0.0, 0.0, heartbeat=1.0, misses=5).state == "alive"
-    late = failure_detector.look(60.0, heard, heartbeat=1.0, misses=5, late=59.0)
+    late = failure_detector.look(60.0, last_received, heartbeat=1.0, misses=5, late=59.0)
     assert late.state == "alive"
     # Afterwards, silence counts again.
-    states = [failure_detector.look(60.0 + t, heard, heartbeat=1.0, misses=5).state for t in (1.5, 2.5, 4.6)]
+    states = [
+        failure_detector.look(60.0 + t, last_received, heartbeat=1.0, misses=5).state for t in (1.5, 2.5, 4.6)
+    ]
     assert states == ["suspect", "suspect", "lost"]
 
 
@@ -88,7 +90,8 @@ def test_a_peer_is_pinged_while_it_sends_a_long_message() -> None:
     """Its bytes prove that it is alive, but the peer needs signs of life as well."""
     failure_detector = FailureDetector()
     asked = [
-        failure_detector.look(t / 4, t / 4, heartbeat=1.0, misses=5, receiving=True).ask for t in range(1, 41)
+        failure_detector.look(t / 4, t / 4, heartbeat=1.0, misses=5, receiving=True).ping_due
+        for t in range(1, 41)
     ].count(True)
     assert 9 <= asked <= 14
 
@@ -221,12 +224,12 @@ def _call(agent: Agent, peer: Peer, argument: Any = None) -> Future[Any]:
 
 def test_idle_workers_exchange_heartbeats() -> None:
     with agents(2, heartbeat=0.02) as (a0, a1):
-        assert a0.ask(a0.peer("a1"), abs, (-1,), {}, 0) == 1
+        assert a0.call_sync(a0.peer("a1"), abs, (-1,), {}, 0) == 1
         conn = a0.peer("a1").conn
         assert conn is not None
         for _ in range(3):
-            before = conn.heard
-            until(lambda before=before: conn.heard > before)
+            before = conn.last_received
+            until(lambda before=before: conn.last_received > before)
         assert state_of(a0.peer("a1")) == state_of(a1.peer("a0")) == "alive"
 
 

@@ -276,7 +276,7 @@ def _call_one_that_is_full(rank: int, _size: int, directory: str) -> int:
         assert to.state == "alive"
         pair.send("refused")
         pair.receive("free")
-        assert agent.ask(to, os.getpid, (), {}, 40.0) == to.record.pid
+        assert agent.call_sync(to, os.getpid, (), {}, 40.0) == to.record.pid
         pair.send("done")
         return 0
 
@@ -307,7 +307,7 @@ def test_a_refusal_for_lack_of_descriptors_on_the_host_names_fs_file_max(
                 LimitError, match=r"'a1' refused worker 'a0': no process of its host.*fs.file-max"
             ):
                 first.call(first.peer("a1"), os.getpid, (), {}, 60.0)
-        assert first.ask(first.peer("a1"), os.getpid, (), {}, 10.0) == os.getpid()
+        assert first.call_sync(first.peer("a1"), os.getpid, (), {}, 10.0) == os.getpid()
 
 
 def test_a_call_that_cannot_open_a_socket_names_rlimit_nofile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,5 +335,5 @@ def test_a_call_that_cannot_open_a_socket_names_rlimit_nofile(monkeypatch: pytes
             with pytest.raises(LimitError, match="RLIMIT_NOFILE"):
                 first.call(first.peer("a1"), os.getpid, (), {}, 10.0)
         assert first.peer("a1").state == "alive"
-        assert first.ask(first.peer("a1"), os.getpid, (), {}, 10.0) == os.getpid()
+        assert first.call_sync(first.peer("a1"), os.getpid, (), {}, 10.0) == os.getpid()
         assert len(second.peers()) == 1

@@ -73,7 +73,7 @@ class _Line:
         self.arrived += buffer[: self.receiver.recv_into(buffer)]
         if self.receiver.owed:
             self.sender.acknowledged(self.receiver.owed)
-            self.receiver.told()
+            self.receiver.ack_sent()
 
     def cut(self) -> None:
         self.rest = self.sender.rewind(self.receiver.received) + self.rest

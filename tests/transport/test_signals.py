@@ -28,7 +28,7 @@ def _raise_signal() -> None:
 
 @pytest.fixture
 def rings() -> Any:
-    """Install the deferral of signals; the list has one item for each time that the clock was asked to ring."""
+    """Install the deferral of signals; the list has one item for each time that the clock was asked to wake the main thread."""
     asked: list[None] = []
 
     def later() -> None:
@@ -80,13 +80,13 @@ def test_without_a_checkpoint_the_clock_delivers_a_deferred_interrupt(rings: lis
     @signals.uninterruptible
     def section() -> None:
         _raise_signal()
-        signals.ring()  # still inside the section: too early
+        signals.wake_main()  # still inside the section: too early
         assert len(rings) == 2
 
     section()
     with pytest.raises(KeyboardInterrupt):
-        signals.ring()
-    signals.ring()  # the exception has been raised already
+        signals.wake_main()
+    signals.wake_main()  # the exception has been raised already
     signals.checkpoint()
 
 
@@ -165,7 +165,7 @@ def test_the_internal_sigurg_of_the_clock_never_reaches_a_handler_of_the_program
         with raising():
             section()
             with pytest.raises(Interrupted):
-                signals.ring()
+                signals.wake_main()
         assert not received
         signal.raise_signal(signal.SIGURG)
         assert received == [signal.SIGURG]

@@ -68,7 +68,7 @@ def _pair(options: dict[str, Any]) -> Iterator[tuple[TlsSocket, TlsSocket]]:
     found: list[TlsSocket] = []
     thread = threading.Thread(target=lambda: found.append(loaded.dial(dialled, _time.now() + 30)))
     thread.start()
-    accepted.shake_until(_time.now() + 30)
+    accepted.handshake_until(_time.now() + 30)
     thread.join()
     assert found[0].version() == "TLSv1.3"
     assert found[0].binding == accepted.binding != b""
@@ -191,7 +191,7 @@ def test_operations_on_a_closed_tls_socket_raise_os_error(pair: tuple[TlsSocket,
         sock.close()
         sock.close()
         attempts: list[Callable[[], object]] = [
-            sock.shake,
+            sock.handshake,
             lambda sock=sock: sock.recv(10),
             lambda sock=sock: sock.send(b"a"),
             lambda sock=sock: sock.sendmsg((memoryview(b"a"),)),

@@ -144,7 +144,7 @@ def test_a_dialler_with_a_wrong_key_is_refused_for_good() -> None:
         two.feed(auth)
     assert not two.done
     with pytest.raises(AuthenticationError, match=r"refused worker 'alice'.*ACTORRPC_KEY"):
-        one.feed(two.farewell)
+        one.feed(two.refusal)
     assert one.refused is Refusal.KEY
     for side in (one, two):
         with pytest.raises(AuthenticationError):  # permanently
@@ -176,7 +176,7 @@ def test_a_side_with_a_key_refuses_a_side_without_one() -> None:
     with pytest.raises(AuthenticationError, match="'bob' has a key and 'alice' has none"):
         run(one, two)
     with pytest.raises(AuthenticationError, match="it needs a key"):
-        one.feed(two.farewell)
+        one.feed(two.refusal)
     one, two = dialler(insecure=True), acceptor(key=b"", insecure=True)
     with pytest.raises(AuthenticationError, match="'alice' has a key and 'bob' has none"):
         run(one, two)
@@ -223,7 +223,7 @@ def test_an_acceptor_may_refuse_an_authenticated_worker() -> None:
         run(one, two)
     assert [session.peer_name for session in asked] == ["alice"]
     with pytest.raises(AuthenticationError, match="declared dead"):
-        one.feed(two.farewell)
+        one.feed(two.refusal)
     two = acceptor(admit=admit)
     with pytest.raises(AuthenticationError):
         run(dialler(key=OTHER), two)
@@ -295,7 +295,7 @@ def test_without_a_common_version_both_sides_raise_version_error(ours: Any, thei
     with pytest.raises(VersionError, match="'bob' speaks versions"):
         run(one, two)
     with pytest.raises(VersionError, match=r"worker 'bob' refused worker 'alice'.*install the same version"):
-        one.feed(two.farewell)
+        one.feed(two.refusal)
 
 
 @pytest.mark.parametrize("versions", [(0, 1), (2, 1), (1, 256)])
@@ -337,7 +337,7 @@ def test_an_acceptor_buffers_at_most_one_message() -> None:
         two = acceptor()
         with pytest.raises(ProtocolError):
             two.feed(data)
-        assert two.farewell == b""
+        assert two.refusal == b""
         assert len(two._buffer) <= MAX_MESSAGE
     two = acceptor()
     hello = dialler().start()

@@ -256,7 +256,7 @@ def test_limits_apply_before_seals_are_checked() -> None:
 def test_calls_cancelled_before_sending_do_not_break_the_sequence_of_seals() -> None:
     with tcp_agents(2, frame_integrity=True) as (one, other):
         peer = one.peer(other.name)
-        assert one.ask(peer, _echo, (1,), {}, 20.0) == 1
+        assert one.call_sync(peer, _echo, (1,), {}, 20.0) == 1
         conn = peer.conn
         assert conn is not None
         assert conn.writer.seal is not None
@@ -265,7 +265,7 @@ def test_calls_cancelled_before_sending_do_not_break_the_sequence_of_seals() -> 
             for future in futures:
                 one.call(peer, _echo, (2,), {}, 20.0, future=future)
             assert all(future.cancel() for future in futures)
-        assert one.ask(peer, _echo, (3,), {}, 20.0) == 3
+        assert one.call_sync(peer, _echo, (3,), {}, 20.0) == 3
         assert peer.conn is conn
 
 
@@ -279,7 +279,7 @@ def test_frames_are_sealed_if_either_side_sets_frame_integrity(wants: tuple[bool
     with tcp_agents(2, each=each) as (a0, a1):
         value = torch.arange(1 << 20)
         for agent, other in ((a0, "a1"), (a1, "a0")):
-            assert torch.equal(agent.ask(agent.peer(other), _echo, (value,), {}, 30.0), value)
+            assert torch.equal(agent.call_sync(agent.peer(other), _echo, (value,), {}, 30.0), value)
         conns = [*a0.connector.connections(), *a1.connector.connections()]
         for conn in conns:
             assert (conn.writer.seal is not None) == any(wants)
@@ -289,7 +289,7 @@ def test_frames_are_sealed_if_either_side_sets_frame_integrity(wants: tuple[bool
 def test_frames_on_one_host_are_not_sealed() -> None:
     """Bytes in Unix sockets and shared memory do not leave the host, so frame_integrity has no effect on them."""
     with agents(2, frame_integrity=True) as (a0, a1):
-        assert a0.ask(a0.peer("a1"), _echo, (5,), {}, 30.0) == 5
+        assert a0.call_sync(a0.peer("a1"), _echo, (5,), {}, 30.0) == 5
         assert all(
             conn.writer.seal is None for conn in (*a0.connector.connections(), *a1.connector.connections())
         )

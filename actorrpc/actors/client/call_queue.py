@@ -32,7 +32,7 @@ from actorrpc.actors.client.pending_call import (
     ReservedCall,
     ResultFuture,
 )
-from actorrpc.actors.client.supervisor_client import ask, peer_of
+from actorrpc.actors.client.supervisor_client import peer_of, query
 from actorrpc.actors.refs.arguments import awaited, pack_arguments
 from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
 from actorrpc.agent.calls import Call
@@ -93,7 +93,7 @@ class _WaitingCalls:
         """Return the first call, which the caller has to send or end; None if no call waits."""
         while self._order:
             pending = self._calls.pop(heapq.heappop(self._order), None)
-            if pending is not None and pending.take():
+            if pending is not None and pending.claim():
                 return pending
         return None
 
@@ -102,7 +102,7 @@ class _WaitingCalls:
         removed = []
         for number, pending in sorted(self._calls.items()):
             template = pending.template
-            if template is not None and (template.impatient or not impatient) and pending.take():
+            if template is not None and (template.impatient or not impatient) and pending.claim():
                 removed.append(pending)
                 del self._calls[number]
         return removed
@@ -140,7 +140,7 @@ class CallQueue:
         self._waiting = _WaitingCalls()
         self._failing: list[AwaitingVerdict] = []
         self._waiters: list[Future[Location]] = []
-        self._asking = False
+        self._locating = False
         self._draining = False
         self._drained: Future[None] | None = None
 
@@ -167,7 +167,7 @@ class CallQueue:
         if self._hint is not None:
             self._take_hint(self._hint)
         if self.place is None:
-            self._ask_here()
+            self._locate_here()
         with self._lock:
             place = self.place
             ready = place is not None and self.barrier is None and not self._draining
@@ -240,7 +240,7 @@ class CallQueue:
             and isinstance(error, (CancelledError, LostArgumentError))
         ):
             error.maybe_executed = True  # in an earlier try
-        future.end(error.with_traceback(None))
+        future.fail_unsent(error.with_traceback(None))
         self.passed(future.number)
 
     def dropped(self, future: ResultFuture) -> None:
@@ -280,7 +280,7 @@ class CallQueue:
                 if self._draining and len(self._waiting) > _CROWD:
                     crowd = self._drained = self._drained or Future()
         if ended:
-            future.end(self._error_of(template, False))
+            future.fail_unsent(self._error_of(template, False))
         elif pending.unwanted:
             pending.cancel()  # the call that made it was cancelled before this call was in the queue
         elif crowd is not None and asyncio._get_running_loop() is None:
@@ -303,11 +303,11 @@ class CallQueue:
         pending.rest()
         self._waiting.push(future.number, pending)
         if self.place is None:
-            self._ask_soon()  # the last answer may have come before this call was put here
+            self._locate_soon()  # the last answer may have come before this call was put here
         else:
-            self._go()
+            self._send_waiting()
 
-    def swept(self, number: int) -> None:
+    def remove_ended(self, number: int) -> None:
         """Record that a call in the queue has ended."""
         with self._lock:
             self._waiting.discard(number)
@@ -362,7 +362,7 @@ class CallQueue:
             else:
                 ran = ran or (pending is not None and pending.may_have_run)
                 self._failing.append(AwaitingVerdict(future, ran))
-                if not self._asking or self.fate.is_decided:
+                if not self._locating or self.fate.is_decided:
                     self.agent.submit(self._fail)
             source = future.source
         if pending is not None and pending.unwanted and source is not None:
@@ -402,7 +402,7 @@ class CallQueue:
             lift, submit = partial(self._lift, epoch), self.agent.submit
             self.agent.clock.after(_BARRIER_S, lambda: submit(lift))
         self.fate.lost(epoch, label)
-        self._ask_soon()
+        self._locate_soon()
 
     def passed(self, number: int) -> None:
         """Record that a call is no longer in flight, and remove it from the barrier."""
@@ -415,18 +415,18 @@ class CallQueue:
                 barrier.discard(number)
                 if not barrier:
                     self.barrier = None
-                    self._go()
+                    self._send_waiting()
 
     def _lift(self, epoch: int) -> None:
         """Stop waiting for the answers of a former incarnation, which may still run for hours."""
         with self._lock:
             if self.barrier is not None and self.fate.after == epoch:
                 self.barrier = None
-                self._go()
+                self._send_waiting()
 
     # -- sending the queue ---------------------------------------------------------------------------------
 
-    def _go(self) -> None:
+    def _send_waiting(self) -> None:
         """Start sending the queue, if a call waits and can be sent; the lock is held."""
         if self._waiting and self.place is not None and self.barrier is None and not self._draining:
             self._draining = True
@@ -477,37 +477,39 @@ class CallQueue:
         answer: Future[Location] = Future()
         answer.label = f"the location of {self.descriptor.title}"
         if self.location is None:
-            self._ask_here()
+            self._locate_here()
         with self._lock:
             death, location = self.fate.death, self.location
             if death is None and location is None:
                 self._waiters.append(answer)
-                self._ask_soon()
+                self._locate_soon()
         if death is not None:
             answer.set_exception(self.fate.died(None, None))
         elif location is not None:
             answer.set_result(location)
         return answer
 
-    def _ask_here(self) -> None:
+    def _locate_here(self) -> None:
         """Ask the supervisor at once if it is in this process, without waking a thread."""
         if self.descriptor.supervisor != self.runtime.references.me:
             return
         with self._lock:
-            if self._asking or self.place is not None or self.fate.death is not None:
+            if self._locating or self.place is not None or self.fate.death is not None:
                 return
-            self._asking = True
-        self._ask(False)
+            self._locating = True
+        self._locate(False)
 
-    def _ask_soon(self) -> None:
+    def _locate_soon(self) -> None:
         """Let a pool thread ask the supervisor; the lock is held."""
-        if not self._asking:
-            self._asking = True
-            self.agent.submit(partial(self._ask, False))
+        if not self._locating:
+            self._locating = True
+            self.agent.submit(partial(self._locate, False))
 
-    def _ask(self, wait: bool) -> None:
+    def _locate(self, wait: bool) -> None:
         descriptor = self.descriptor
-        asked = ask(self.runtime, descriptor.supervisor, "locate", descriptor.actor_id, self.fate.after, wait)
+        asked = query(
+            self.runtime, descriptor.supervisor, "locate", descriptor.actor_id, self.fate.after, wait
+        )
         asked.add_done_callback(self._answered)
 
     def _answered(self, done: Future[Any]) -> None:
@@ -516,7 +518,7 @@ class CallQueue:
         value: Any = done.value_or_none
         if error is None:
             if isinstance(value, Location):
-                self._arrived(value)
+                self._on_location(value)
                 return
             with self._lock:
                 self.fate.decided(value)
@@ -525,7 +527,7 @@ class CallQueue:
                         if pending.future is not None:
                             self._failing.append(AwaitingVerdict(pending.future, pending.may_have_run))
             self._fail()
-            self._ask(True)
+            self._locate(True)
             return
         original = exceptions.original(error)
         if is_a(original, ActorDiedError):
@@ -539,28 +541,28 @@ class CallQueue:
             why = f"its supervisor says: {say(original)}"
             self._give_up(lambda template, ran: self.fate.unavailable(template, ran, why))
 
-    def _arrived(self, location: Location) -> None:
+    def _on_location(self, location: Location) -> None:
         peer: Peer | None
         try:
             peer = peer_of(self.agent, location.worker)
         except RpcError:
             peer = None
         with self._lock:
-            self._asking = False
+            self._locating = False
             if self.fate.death is not None:
                 return
             if peer is None:  # the new incarnation has ended, too
                 self.fate.after = max(self.fate.after, location.epoch)
                 if self._waiting or self._waiters or self._failing:
-                    self._ask_soon()
+                    self._locate_soon()
                 return
-            # Remove these calls to the former incarnation before _go(): queued calls that it sends may fail, and are then added
-            # to `_failing`.
+            # Remove these calls to the former incarnation before _send_waiting(): queued calls that it sends may fail, and are
+            # then added to `_failing`.
             failing, self._failing = self._failing, []
             self.place, self._hint = (location, peer), None
             waiters, self._waiters = self._waiters, []
-            self._go()
-        self._end(failing, self._error_of)
+            self._send_waiting()
+        self._fail_all(failing, self._error_of)
         for waiter in waiters:
             waiter.set_result(location)
 
@@ -570,14 +572,14 @@ class CallQueue:
         """End the calls that cannot be repeated, after the supervisor has said whether the actor is dead or restarts."""
         with self._lock:
             failing, self._failing = self._failing, []
-        self._end(failing, self._error_of)
+        self._fail_all(failing, self._error_of)
 
     @staticmethod
-    def _end(
+    def _fail_all(
         failing: list[AwaitingVerdict], error_of: Callable[[CallTemplate | None, bool], BaseException]
     ) -> None:
         for awaiting in failing:
-            awaiting.future.end(error_of(awaiting.future.template, awaiting.ran))
+            awaiting.future.fail_unsent(error_of(awaiting.future.template, awaiting.ran))
 
     def _give_up(
         self,
@@ -587,7 +589,7 @@ class CallQueue:
     ) -> None:
         """End every waiting call. ``known``: the failures are expected, and not logged."""
         with self._lock:
-            self._asking = False
+            self._locating = False
             if death is not None:
                 self.fate.death = death
                 self._hold_back()
@@ -596,11 +598,11 @@ class CallQueue:
             waiting = self._waiting.remove()
             failing, self._failing = self._failing, []
             waiters, self._waiters = self._waiters, []
-        self._end(failing, error_of)
+        self._fail_all(failing, error_of)
         for pending in waiting:
             future = pending.future
             if future is not None:
-                future.end(error_of(future.template, pending.may_have_run))
+                future.fail_unsent(error_of(future.template, pending.may_have_run))
                 if known:
                     future.acknowledge()
         for waiter in waiters:

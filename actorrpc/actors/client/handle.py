@@ -138,7 +138,7 @@ Out = TypeVar("Out")
 F = TypeVar("F", bound=Callable[..., Any])
 Style = Literal["rpc_sync", "rpc_async", "remote"]
 
-_ASK_S: Final = 30.0  # how long a supervisor may take to answer
+_ANSWER_S: Final = 30.0  # how long a supervisor may take to answer
 
 # Calls that the runtime itself makes to an actor, through its mailbox. No class has methods with such names.
 _GETATTR: Final = MethodInfo.anything("<getattr>", "getattr")
@@ -872,8 +872,8 @@ def monitor(
         raise TypeError(f"callback must be callable, not a {type(callback).__name__}")
     watched: Future[ActorDiedError] = route_to(actor, "monitor()").watch()
     if callback is not None:
-        tell = callback
-        watched.add_done_callback(lambda done: tell(done.value()))
+        notify = callback
+        watched.add_done_callback(lambda done: notify(done.value()))
     return watched
 
 
@@ -889,7 +889,7 @@ def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
         RpcError: its supervisor does not answer.
     """
     asked = route_to(actor, "kill()").kill(no_restart)
-    asked.wait(_ASK_S)
+    asked.wait(_ANSWER_S)
 
 
 @overload

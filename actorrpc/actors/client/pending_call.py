@@ -16,7 +16,7 @@ done              (any)               the future has a value or an error
 
 :class:`ResultFuture` handles the failure of its call before the failure is published, and so stays pending until the call is
 done. Two atomic steps decide races: a future is ended by the thread that claims it (``Future.claim``), and a queued call is sent,
-cancelled or expired by the thread that deletes a slot (:meth:`PendingCall.take`). The state changes under the lock of the queue.
+cancelled or expired by the thread that deletes a slot (:meth:`PendingCall.claim`). The state changes under the lock of the queue.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _QueueOfCalls(Protocol):
     def next_number(self) -> int: ...
     def caught(self, future: ResultFuture, error: BaseException) -> bool: ...
     def passed(self, number: int) -> None: ...
-    def swept(self, number: int) -> None: ...
+    def remove_ended(self, number: int) -> None: ...
     def is_gone(self, epoch: int) -> bool: ...
     def bounced(self, future: ResultFuture) -> None: ...
     def ended_unsent(self, future: ResultFuture, error: BaseException) -> None: ...
@@ -150,7 +150,7 @@ class ResultFuture(InnerFuture[Any]):
             return Future.cancel(self) or (pending is not None and not self.completed)
         return call.stop(GRACE_S + _MARGIN_S) or (pending is not None and not self.completed)
 
-    def end(self, error: BaseException) -> bool:
+    def fail_unsent(self, error: BaseException) -> bool:
         """Fail a call that is not in flight; return False if it has ended or another thread is ending it."""
         if not self.claim():
             return False
@@ -268,7 +268,7 @@ class PendingCall(Progress):
             self._timer = agent.clock.at(self.deadline, lambda: agent.submit(self.expire))
         self._free = None
 
-    def take(self) -> bool:
+    def claim(self) -> bool:
         """Claim the right to send or to end a waiting call; exactly one caller gets True."""
         try:
             del self._free
@@ -325,19 +325,19 @@ class PendingCall(Progress):
         late = late or (execution is not None and execution.late)
         # Set first: a thread that is sending the call, or is putting it back into the queue, reads `unwanted` afterwards.
         self.unwanted = True
-        if not self.take():
+        if not self.claim():
             source = future.source
             if isinstance(source, Call):
                 return source.cancel(stop, late)
             return not future.done() if source is self or source is None else source.cancel()
-        return self._end(late)
+        return self._end_claimed(late)
 
     def expire(self) -> None:
         """End the call, if it has not been sent, because its deadline has passed."""
-        if self.take():
-            self._end(late=True)
+        if self.claim():
+            self._end_claimed(late=True)
 
-    def _end(self, late: bool) -> bool:
+    def _end_claimed(self, late: bool) -> bool:
         """End the call, which this thread has claimed, with a time-out (``late``) or as cancelled."""
         future = self.future
         if future is None or future.template is None or future.route is None:
@@ -355,8 +355,8 @@ class PendingCall(Progress):
             error = CancelledError(
                 f"the call of {what} was cancelled by its caller before it was sent", maybe_executed=ran
             )
-        ended = future.end(error)
-        queue.swept(future.number)
+        ended = future.fail_unsent(error)
+        queue.remove_ended(future.number)
         return ended
 
 
@@ -377,7 +377,7 @@ class AwaitingVerdict(Progress):
     def cancel(self) -> bool:
         """End the call; False if it has ended."""
         template = self.future.template
-        return template is not None and self.future.end(
+        return template is not None and self.future.fail_unsent(
             CancelledError(
                 f"the call of {template.label} was cancelled by its caller after its actor had died",
                 maybe_executed=self.ran,
@@ -396,14 +396,14 @@ class ReservedCall:
         call: the call that has reserved the place.
     """
 
-    __slots__ = ("_call", "_free", "_future", "_left", "_queue", "_template")
+    __slots__ = ("_call", "_free", "_future", "_queue", "_remaining", "_template")
 
     def __init__(
         self, queue: _QueueOfCalls, future: ResultFuture, template: CallTemplate, call: Call
     ) -> None:
         self._queue, self._future, self._template, self._call = queue, future, template, call
         awaits = call.awaits if len(call.awaits) == 1 else dict.fromkeys(call.awaits)
-        self._left = [None] * len(awaits)
+        self._remaining = [None] * len(awaits)
         self._free = None
         for argument in awaits:
             argument.listen()
@@ -411,8 +411,8 @@ class ReservedCall:
 
     def ended(self, argument: Future[Any]) -> None:
         """Count a completed argument. Runs on the thread that completed the argument, and must not block."""
-        self._left.pop()
-        if self._left and argument.error is None:
+        self._remaining.pop()
+        if self._remaining and argument.error is None:
             return
         try:
             # Exactly one thread sends the call: it completed the last argument, or failed one first.

@@ -23,7 +23,7 @@ from actorrpc._undo import undo_on_error
 from actorrpc.actors.client.call_queue import CallQueue
 from actorrpc.actors.client.call_template import CallTemplate
 from actorrpc.actors.client.pending_call import PendingCall, ResultFuture, RpcFuture
-from actorrpc.actors.client.supervisor_client import ask
+from actorrpc.actors.client.supervisor_client import query
 from actorrpc.actors.refs.arguments import has_refs, pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
@@ -108,7 +108,7 @@ def _packed(
     try:
         return pack_arguments(args, kwargs)
     except BaseException as error:
-        future.end(error)
+        future.fail_unsent(error)
         if is_of_handler(error):
             future.acknowledge()  # the caller does not get the future, so its error cannot be retrieved
             raise
@@ -346,7 +346,7 @@ class Route:
     def alive(self) -> Future[bool]:
         """Return a future that says whether the actor lives, or is being made or restarted, as its supervisor knows it."""
         # If the supervisor's worker has ended, so has the actor.
-        answer = self._ask("alive").then(lambda done: done.error is None and bool(done.value_or_none))
+        answer = self._query("alive").then(lambda done: done.error is None and bool(done.value_or_none))
         answer.label = f"whether {self.title} is alive"
         return answer
 
@@ -360,7 +360,7 @@ class Route:
             done.value()
             self.queue.mark_killed()
 
-        killed = self._ask("kill", no_restart).then(killed_there)
+        killed = self._query("kill", no_restart).then(killed_there)
         killed.label = f"kill() of {self.title}"
         return killed
 
@@ -372,16 +372,16 @@ class Route:
         fate = self.queue.fate
         token = CURRENT.set(None)  # the query must outlive the call in which it is made
         try:
-            asked = self._ask("watch")
+            asked = self._query("watch")
         finally:
             CURRENT.reset(token)
         answer = asked.then(lambda done: done.value() if done.error is None else fate.orphaned(done.error))
         answer.label = f"the end of {self.title}"
         return answer
 
-    def _ask(self, what: str, *args: Any) -> Future[Any]:
+    def _query(self, what: str, *args: Any) -> Future[Any]:
         queue = self.queue
-        return ask(queue.runtime, queue.descriptor.supervisor, what, self.actor_id, *args)
+        return query(queue.runtime, queue.descriptor.supervisor, what, self.actor_id, *args)
 
     def __repr__(self) -> str:
         return f"<{'Route' if self.anchor is not None else 'Weak route'} to {self.title}>"

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CREATE_S",
-    "ask",
-    "ask_for_detached",
     "call_quietly",
     "create_detached",
     "peer_of",
+    "query",
+    "request_detached",
 ]
 
 CREATE_S: Final = 60.0  # how long rank 0 may take to record a detached actor
-_QUESTIONS: Final = frozenset({"alive", "kill", "locate", "watch"})
+_QUERIES: Final = frozenset({"alive", "kill", "locate", "watch"})
 
 
 def peer_of(agent: Agent, key: WorkerKey) -> Peer:
@@ -71,7 +71,7 @@ def call_quietly(
     return future
 
 
-def ask(here: Runtime, key: WorkerKey, what: str, *args: Any) -> Future[Any]:
+def query(here: Runtime, key: WorkerKey, what: str, *args: Any) -> Future[Any]:
     """Query the supervisor ``key``: ``"locate"``, ``"kill"``, ``"watch"`` or ``"alive"``, with that method's arguments.
 
     Returns:
@@ -99,7 +99,7 @@ def _supervisor() -> Any:
 
 
 def _answer(what: str, *args: Any) -> Deferred:
-    if what not in _QUESTIONS:
+    if what not in _QUERIES:
         raise ProtocolError(f"supervisors have no query {what!r}")
     return Deferred(getattr(_supervisor(), what)(*args))
 
@@ -112,7 +112,7 @@ def create_detached(
     return descriptor
 
 
-def ask_for_detached(
+def request_detached(
     agent: Agent,
     actor_id: int,
     cls: Snapshot,
@@ -126,7 +126,7 @@ def ask_for_detached(
         RpcError: rank 0 does not answer, or refuses: as :meth:`Supervisor.create`.
     """
     try:
-        descriptor: ActorDescriptor = agent.ask(
+        descriptor: ActorDescriptor = agent.call_sync(
             agent.peer(0), create_detached, (actor_id, cls, arguments, info, options), {}, CREATE_S
         )
     except RemoteError as error:

@@ -154,7 +154,7 @@ class Collective:
         self.backend = backend
         self.generation = 0
         self.destroyed = False
-        self._meeting: Generation | None = None
+        self._generation: Generation | None = None
         self._making = threading.RLock()
         # Random, not based on an address: processes that were forked from one process have the same addresses.
         self.name = name if name is not None else f"collective-{secrets.token_hex(6)}"
@@ -176,8 +176,8 @@ class Collective:
         """Why the present generation cannot be used, as far as this process knows; None if it can be used."""
         if self.destroyed:
             return "it has been destroyed"
-        meeting = self._meeting
-        return "it is being made" if meeting is None else meeting.why or None
+        generation = self._generation
+        return "it is being made" if generation is None else generation.why or None
 
     def __len__(self) -> int:
         return len(self._members)
@@ -262,23 +262,23 @@ class Collective:
         """Make a generation; return False if the caller should try again."""
         if self.destroyed:
             raise CollectiveError(f"the collective {self.name!r} has been destroyed")
-        meetings: Generations = runtime().meetings
-        if self._meeting is not None:
-            meetings.close(self._meeting, "it is being rebuilt")
+        generations: Generations = runtime().generations
+        if self._generation is not None:
+            generations.close(self._generation, "it is being rebuilt")
         self._members = members = _members(self._source)
         self.generation += 1
         title = f"collective {self.name!r} (generation {self.generation})"
-        meeting = self._meeting = meetings.open(title, len(members))
-        joins = [self._join(meeting, rank, until) for rank in range(len(members))]
+        generation = self._generation = generations.open(title, len(members))
+        joins = [self._join(generation, rank, until) for rank in range(len(members))]
 
-        def heard(rank: int, done: Future[Any]) -> None:
+        def on_joined(rank: int, done: Future[Any]) -> None:
             done.acknowledge()
             if done.error is not None:
-                meetings.break_up(meeting, f"rank {rank} did not join: {done.error}")
+                generations.break_up(generation, f"rank {rank} did not join: {done.error}")
 
         try:
             for rank, future in enumerate(joins):
-                future.add_done_callback(partial(heard, rank))
+                future.add_done_callback(partial(on_joined, rank))
             for future in joins:
                 future.exception(max(0.0, until - _time.now()))
         except RpcTimeoutError:
@@ -288,14 +288,14 @@ class Collective:
                 if not each.done()
             ]
             why = f"not all members joined in time: {', '.join(late)} did not; they may be busy, or not be made yet"
-            meetings.break_up(meeting, why)
+            generations.break_up(generation, why)
             raise RpcTimeoutError(f"{title}: {why}", maybe_executed=True) from None
         except BaseException:
-            meetings.break_up(meeting, "its making was interrupted")
+            generations.break_up(generation, "its making was interrupted")
             raise
         errors = [error for each in joins if (error := each.error) is not None]
         if not errors:
-            return not meeting.why  # False: a member was lost after it had joined
+            return not generation.why  # False: a member was lost after it had joined
         for error in errors:
             if isinstance(error, ActorDiedError):
                 error.add_note(f"while {title} was made")
@@ -315,22 +315,22 @@ class Collective:
             )
         return False
 
-    def _join(self, meeting: Generation, rank: int, until: float) -> Future[Any]:
+    def _join(self, generation: Generation, rank: int, until: float) -> Future[Any]:
         seconds = max(0.001, until - _time.now())
         ticket = Ticket(
-            key=meeting.key,
+            key=generation.key,
             name=self.name,
             generation=self.generation,
             rank=rank,
-            size=meeting.size,
+            size=generation.size,
             backend=self.backend,
             timeout_s=self._timeout_s,
             join_s=seconds,
             maker=runtime().references.me,
         )
-        return self._ask(rank, (member.join, ticket), seconds)
+        return self._call_member(rank, (member.join, ticket), seconds)
 
-    def _ask(self, rank: int, asked: tuple[Any, ...], seconds: float) -> Future[Any]:
+    def _call_member(self, rank: int, asked: tuple[Any, ...], seconds: float) -> Future[Any]:
         """Call a function of this package in a member, through its mailbox."""
         route = route_of(self._members[rank])
         try:
@@ -342,11 +342,11 @@ class Collective:
 
     def _has_lost_some(self) -> bool:
         """Say whether a member was lost or restarted since it joined the generation; if so, break the generation."""
-        meeting = self._meeting
-        if meeting is None:
+        generation = self._generation
+        if generation is None:
             return True
         for rank, handle in enumerate(_members(self._source)):
-            slot = meeting.slots.get(rank)
+            slot = generation.slots.get(rank)
             located = route_of(handle).located()
             located.add_done_callback(Future.acknowledge)
             place = located.value_or_none  # None: the actor is being restarted
@@ -356,8 +356,8 @@ class Collective:
                 why = "it has been restarted"
             else:
                 continue
-            meetings: Generations = runtime().meetings
-            meetings.break_up(meeting, f"rank {rank} was lost: {why}")
+            generations: Generations = runtime().generations
+            generations.break_up(generation, f"rank {rank} was lost: {why}")
             return True
         return False
 
@@ -373,27 +373,29 @@ class Collective:
             if self.destroyed:
                 return
             until = _time.now() + wait_limit(timeout)
-            meeting = self._meeting
-            if meeting is None:
+            generation = self._generation
+            if generation is None:
                 self.destroyed = True
                 return
-            if not meeting.why and timeout > 0:
-                done = [self._ask(rank, (member.nothing,), timeout) for rank in range(len(self._members))]
+            if not generation.why and timeout > 0:
+                done = [
+                    self._call_member(rank, (member.nothing,), timeout) for rank in range(len(self._members))
+                ]
                 for future in done:
                     _settle(future, until)
             self.destroyed = True
-            slots = dict(meeting.slots)
+            slots = dict(generation.slots)
             in_force = runtime()
             why = "it has been destroyed"
-            meetings: Generations = in_force.meetings
-            meetings.close(meeting, why)
+            generations: Generations = in_force.generations
+            generations.close(generation, why)
             agent = in_force.agent
             left = [
                 call_quietly(
                     agent,
                     partial(peer_of, agent, slot.worker),
-                    member.leave,
-                    (meeting.key, rank, why),
+                    member.remove,
+                    (generation.key, rank, why),
                     _LEAVE_S,
                 )
                 for rank, slot in slots.items()

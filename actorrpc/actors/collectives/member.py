@@ -24,7 +24,7 @@ from torch import nn
 
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
 from actorrpc.actors.collectives import process_group as groups
-from actorrpc.actors.collectives import rendezvous as meetings
+from actorrpc.actors.collectives import rendezvous
 from actorrpc.actors.collectives.rendezvous import MemberSlot
 from actorrpc.actors.context import current, runtime
 from actorrpc.agent.calls import CURRENT
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.peers import Peer
 
-__all__ = ["Members", "Ticket", "broadcast", "collective_group", "cut", "join", "leave", "nothing"]
+__all__ = ["Members", "Ticket", "broadcast", "collective_group", "cut", "join", "nothing", "remove"]
 
-_TELL_S: Final = 2.0  # how long raising an error may be delayed to ask for the reason
+_REPORT_S: Final = 2.0  # how long raising an error may be delayed to ask for the reason
 _BACKENDS: Final = ("gloo", "NCCL")  # errors of the backends contain these words
 _GONE: Final = "is not registered, please create group"  # torch's error for a group that was destroyed
 _PLACE: Final = re.compile(r"^\[[^]]*\.\w+:\d+\] ")
@@ -134,14 +134,14 @@ class Members:
         ticket, agent = member.ticket, self._agent
         peer = peer_of(agent, ticket.maker)
 
-        def ask(what: str, *args: Any) -> Any:
-            return agent.ask(peer, meetings.ask, (ticket.key, what, *args), {}, ticket.join_s)
+        def query(what: str, *args: Any) -> Any:
+            return agent.call_sync(peer, rendezvous.serve, (ticket.key, what, *args), {}, ticket.join_s)
 
         record = agent.record
         mine = (record.host, record.tcp[0][0] if record.tcp else socket.gethostname())
-        all_hosts = ask("gather", ticket.rank, slot, mine)
+        all_hosts = query("gather", ticket.rank, slot, mine)
         one_host = len({host for host, _ in all_hosts}) == 1
-        member.store = store = groups.CallStore(ask)
+        member.store = store = groups.CallStore(query)
         group = groups.make(
             store,
             ticket.rank,
@@ -196,7 +196,7 @@ class Members:
         def go() -> None:
             for member in self._of(hosted.id):
                 self.remove(member, f"rank {member.ticket.rank} was lost: {why}")
-                _ = self._tell(member, why, True)
+                _ = self._report(member, why, True)
             self._past.pop(hosted.id, None)
 
         self._agent.submit(go)
@@ -208,14 +208,14 @@ class Members:
                 why = f"worker {peer.name!r}, which made it, has ended"
                 self._agent.submit(partial(self.remove, member, why))
 
-    def _tell(self, member: _Member, why: str, left: bool) -> Future[str]:
+    def _report(self, member: _Member, why: str, ended: bool) -> Future[str]:
         agent, ticket = self._agent, member.ticket
         return call_quietly(
             agent,
             lambda: peer_of(agent, ticket.maker),
-            meetings.gone,
-            (ticket.key, ticket.rank, why, left),
-            _TELL_S,
+            rendezvous.report_loss,
+            (ticket.key, ticket.rank, why, ended),
+            _REPORT_S,
         )
 
     # -- use -------------------------------------------------------------------------------------------
@@ -278,9 +278,9 @@ class Members:
         if not member.why:
             # Tell the other members; the maker learns of it before the caller does, and may know the reason.
             self.cut(member, f"an operation of rank {ticket.rank} failed: {text}")
-        told = self._tell(member, member.why, False)
+        report = self._report(member, member.why, False)
         try:
-            why = member.why = told.wait(_TELL_S)
+            why = member.why = report.wait(_REPORT_S)
         except RpcError:
             why = member.why
         return _caused(f"an operation of {ticket.title} failed at rank {ticket.rank}: {why}", error)
@@ -394,7 +394,7 @@ def cut(key: int, rank: int, why: str) -> None:
         members.cut(member, why)
 
 
-def leave(key: int, rank: int, why: str) -> None:
+def remove(key: int, rank: int, why: str) -> None:
     """Cut a member and remove it. Called by RPC."""
     here = current()
     members: Members | None = None if here is None else here.members

@@ -37,26 +37,26 @@ _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
 class CallStore(Store):
-    """torch's key-value store, kept by the worker that answers ``ask``.
+    """torch's key-value store, kept by the worker that answers ``query``.
 
     Args:
-        ask: called with ``"put"``, ``"take"``, ``"add"``, ``"has"``, ``"swap"`` or ``"drop"``, and arguments.
-            ``"take"`` waits until all of the keys exist.
+        query: called with ``"put"``, ``"get"``, ``"add"``, ``"has"``, ``"swap"`` or ``"drop"``, and arguments.
+            ``"get"`` waits until all of the keys exist.
 
     Attributes:
         seen: the values that were written or read, by key.
     """
 
-    def __init__(self, ask: Callable[..., Any]) -> None:
+    def __init__(self, query: Callable[..., Any]) -> None:
         super().__init__()
-        self._ask = ask
+        self._query = query
         self.seen: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self.seen[key] = data
-        self._ask("put", key, data)
+        self._query("put", key, data)
 
     def get(self, key: str) -> bytes:
         """Wait for a value and return it."""
@@ -69,15 +69,15 @@ class CallStore(Store):
         del timeout  # the time-out of making the group applies
         missing = [key for key in keys if key not in self.seen]
         if missing:
-            self.seen.update(zip(missing, self._ask("take", missing), strict=True))
+            self.seen.update(zip(missing, self._query("get", missing), strict=True))
 
     def check(self, keys: list[str]) -> bool:
         """Say whether all of these keys have values."""
-        return bool(self._ask("has", list(keys)))
+        return bool(self._query("has", list(keys)))
 
     def add(self, key: str, value: int) -> int:
         """Add to a number, which starts at 0; return the sum."""
-        return int(self._ask("add", key, int(value)))
+        return int(self._query("add", key, int(value)))
 
     def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
         """Replace a value if it equals the expected one; return the value after that."""
@@ -85,7 +85,7 @@ class CallStore(Store):
             each.encode() if isinstance(each, str) else bytes(each)
             for each in (expected_value, desired_value)
         )
-        return bytes(self._ask("swap", key, old, new))
+        return bytes(self._query("swap", key, old, new))
 
     def clone(self) -> CallStore:
         """Return the same object, which any thread may use. (NCCL clones the store to get a connection per thread.)"""
@@ -94,7 +94,7 @@ class CallStore(Store):
     def delete_key(self, key: str) -> bool:
         """Remove a value; say whether there was one."""
         self.seen.pop(key, None)
-        return bool(self._ask("drop", key))
+        return bool(self._query("drop", key))
 
 
 def check_backend(backend: Any) -> str:

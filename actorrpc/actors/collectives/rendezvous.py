@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.peers import Peer
 
-__all__ = ["Generation", "Generations", "MemberSlot", "ask", "gone"]
+__all__ = ["Generation", "Generations", "MemberSlot", "report_loss", "serve"]
 
 _GONE: Final = "it has been destroyed, or rebuilt"
 # The end of a member is known here at most this long after other members have noticed it.
-_NEWS_S: Final = 0.5
-_TELL_S: Final = 10.0  # how long telling a worker that a generation is broken may take
+_REASON_S: Final = 0.5
+_CUT_S: Final = 10.0  # how long telling a worker that a generation is broken may take
 
 
 class MemberSlot(NamedTuple):
@@ -62,7 +62,7 @@ class Generation:
     size: int
     slots: dict[int, MemberSlot]
     values: dict[str, bytes]
-    told: dict[int, Any]
+    reports: dict[int, Any]
     waiting: list[tuple[Sequence[str], Future[list[bytes]]]]
     gathered: list[Future[list[Any]]]
     asking: list[Future[str]]
@@ -90,54 +90,54 @@ class Generations:
 
     def open(self, title: str, size: int) -> Generation:
         """Start a generation."""
-        meeting = Generation(secrets.randbits(63), title, size, {}, {}, {}, [], [], [])
+        generation = Generation(secrets.randbits(63), title, size, {}, {}, {}, [], [], [])
         with self._lock:
-            self._table[meeting.key] = meeting
-        return meeting
+            self._table[generation.key] = generation
+        return generation
 
-    def close(self, meeting: Generation, why: str = _GONE) -> None:
+    def close(self, generation: Generation, why: str = _GONE) -> None:
         """Break a generation, and remove it."""
-        self.break_up(meeting, why)
+        self.break_up(generation, why)
         with self._lock:
-            self._table.pop(meeting.key, None)
+            self._table.pop(generation.key, None)
 
-    def end(self) -> None:
+    def close_all(self) -> None:
         """Break all generations, because this process leaves the group."""
-        for meeting in list(self._table.values()):
-            self.close(meeting, "the worker that made it has left")
+        for generation in list(self._table.values()):
+            self.close(generation, "the worker that made it has left")
 
-    def break_up(self, meeting: Generation, why: str, *, but: int = -1, known: bool = True) -> None:
+    def break_up(self, generation: Generation, why: str, *, but: int = -1, known: bool = True) -> None:
         """Break a generation, once: fail waiting members, and tell all members except rank ``but``, whose failure broke it."""
         with self._lock:
-            first = not meeting.why
-            if first or (known and not meeting.known):
-                meeting.why, meeting.known = why, known
+            first = not generation.why
+            if first or (known and not generation.known):
+                generation.why, generation.known = why, known
             asking: list[Future[str]] = []
-            if meeting.known:
-                asking, meeting.asking = meeting.asking, []
+            if generation.known:
+                asking, generation.asking = generation.asking, []
         for each in asking:
-            each.try_complete(meeting.why)
+            each.try_complete(generation.why)
         if not first:
             return
         with self._lock:
-            waiting: list[Future[Any]] = [future for _, future in meeting.waiting]
-            waiting += meeting.gathered
-            meeting.waiting, meeting.gathered = [], []
-            slots = dict(meeting.slots)
+            waiting: list[Future[Any]] = [future for _, future in generation.waiting]
+            waiting += generation.gathered
+            generation.waiting, generation.gathered = [], []
+            slots = dict(generation.slots)
         for future in waiting:
-            future.try_fail(meeting.error())
+            future.try_fail(generation.error())
         for rank, slot in slots.items():
             if rank != but:
-                self._agent.submit(partial(self._tell, meeting, rank, slot))
+                self._agent.submit(partial(self._send_cut, generation, rank, slot))
 
-    def _tell(self, meeting: Generation, rank: int, slot: MemberSlot) -> None:
+    def _send_cut(self, generation: Generation, rank: int, slot: MemberSlot) -> None:
         agent = self._agent
         _ = call_quietly(
             agent,
             partial(peer_of, agent, slot.worker),
             self._cut,
-            (meeting.key, rank, meeting.why),
-            _TELL_S,
+            (generation.key, rank, generation.why),
+            _CUT_S,
             "cut",
         )
 
@@ -145,54 +145,54 @@ class Generations:
         key = peer.key
         with self._lock:
             lost = [
-                (meeting, rank)
-                for meeting in self._table.values()
-                for rank, slot in meeting.slots.items()
+                (generation, rank)
+                for generation in self._table.values()
+                for rank, slot in generation.slots.items()
                 if slot.worker == key
             ]
-        for meeting, rank in lost:
-            self._lost(meeting, rank, f"its worker {peer.name!r} ended ({peer.cause or peer.state})")
+        for generation, rank in lost:
+            self._lost(generation, rank, f"its worker {peer.name!r} ended ({peer.cause or peer.state})")
 
-    def _lost(self, meeting: Generation, rank: int, why: str) -> None:
-        self.break_up(meeting, f"rank {rank} was lost: {why}", but=rank)
+    def _lost(self, generation: Generation, rank: int, why: str) -> None:
+        self.break_up(generation, f"rank {rank} was lost: {why}", but=rank)
         with self._lock:
-            meeting.slots.pop(rank, None)
-            if not meeting.slots:  # the last member has ended, so no member will use the generation again
-                self._table.pop(meeting.key, None)
+            generation.slots.pop(rank, None)
+            if not generation.slots:  # the last member has ended, so no member will use the generation again
+                self._table.pop(generation.key, None)
 
     # -- for members ---------------------------------------------------------------------------------
 
     def _of(self, key: int) -> Generation:
-        meeting = self._table.get(key)
-        if meeting is None:
+        generation = self._table.get(key)
+        if generation is None:
             raise CollectiveError(f"the collective is broken: {_GONE}")
-        if meeting.why:
-            raise meeting.error()
-        return meeting
+        if generation.why:
+            raise generation.error()
+        return generation
 
     def gather(self, key: int, rank: int, slot: MemberSlot, value: Any) -> Future[list[Any]]:
         """Record a member's slot and value; the returned future completes with the values of all members, by rank."""
         future: Future[list[Any]] = Future()
         done: list[Future[list[Any]]] = []
         with self._lock:
-            meeting = self._of(key)
-            meeting.slots[rank] = slot
-            meeting.told[rank] = value
-            meeting.gathered.append(future)
-            if len(meeting.told) == meeting.size:
-                done, meeting.gathered = meeting.gathered, []
+            generation = self._of(key)
+            generation.slots[rank] = slot
+            generation.reports[rank] = value
+            generation.gathered.append(future)
+            if len(generation.reports) == generation.size:
+                done, generation.gathered = generation.gathered, []
         for each in done:
-            each.set_result([meeting.told[rank] for rank in range(meeting.size)])
+            each.set_result([generation.reports[rank] for rank in range(generation.size)])
         return future
 
-    def take(self, key: int, names: Sequence[str]) -> Future[list[bytes]]:
+    def get(self, key: int, names: Sequence[str]) -> Future[list[bytes]]:
         """Return a future of values, which completes when all of them exist."""
         future: Future[list[bytes]] = Future()
         with self._lock:
-            meeting = self._of(key)
-            found = [meeting.values.get(name) for name in names]
+            generation = self._of(key)
+            found = [generation.values.get(name) for name in names]
             if None in found:
-                meeting.waiting.append((names, future))
+                generation.waiting.append((names, future))
                 return future
         future.set_result(found)  # type: ignore[arg-type]
         return future
@@ -201,47 +201,47 @@ class Generations:
         """Change or read the store's values without waiting: see :class:`~.process_group.CallStore`."""
         ready: list[tuple[Sequence[str], Future[list[bytes]]]] = []
         with self._lock:
-            meeting = self._of(key)
-            values = meeting.values
+            generation = self._of(key)
+            values = generation.values
             answer = _CHANGES[what](values, *args)
-            ready = [each for each in meeting.waiting if all(name in values for name in each[0])]
+            ready = [each for each in generation.waiting if all(name in values for name in each[0])]
             if ready:
-                meeting.waiting = [each for each in meeting.waiting if each not in ready]
+                generation.waiting = [each for each in generation.waiting if each not in ready]
             found = [[values[name] for name in names] for names, _ in ready]
         for (_, future), those in zip(ready, found, strict=True):
             future.try_complete(those)
         return answer
 
-    def gone(self, key: int, rank: int, why: str, left: bool) -> Future[str]:
-        """Process the message that a member has ended (``left``), or that one of its operations failed.
+    def report_loss(self, key: int, rank: int, why: str, ended: bool) -> Future[str]:
+        """Process the message that a member has ended (``ended``), or that one of its operations failed.
 
         Returns:
-            A future of the reason why the generation is broken: the end of another member, if that is known within ``_NEWS_S``.
+            A future of the reason why the generation is broken: the end of another member, if that is known within ``_REASON_S``.
         """
         future: Future[str] = Future()
-        meeting = self._table.get(key)
-        if meeting is None:
+        generation = self._table.get(key)
+        if generation is None:
             future.set_result(_GONE)
             return future
-        if left:
-            self._lost(meeting, rank, why)
+        if ended:
+            self._lost(generation, rank, why)
         else:
-            self.break_up(meeting, why, but=rank, known=False)
+            self.break_up(generation, why, but=rank, known=False)
         with self._lock:
-            if not meeting.known:
-                meeting.asking.append(future)
+            if not generation.known:
+                generation.asking.append(future)
                 self._agent.clock.after(
-                    _NEWS_S, lambda: self._agent.submit(partial(self._no_news, meeting, future))
+                    _REASON_S, lambda: self._agent.submit(partial(self._answer_late, generation, future))
                 )
                 return future
-        future.set_result(meeting.why)
+        future.set_result(generation.why)
         return future
 
-    def _no_news(self, meeting: Generation, future: Future[str]) -> None:
+    def _answer_late(self, generation: Generation, future: Future[str]) -> None:
         with self._lock:
-            if future in meeting.asking:
-                meeting.asking.remove(future)
-        future.try_complete(meeting.why)
+            if future in generation.asking:
+                generation.asking.remove(future)
+        future.try_complete(generation.why)
 
 
 def _put(values: dict[str, bytes], name: str, value: bytes) -> None:
@@ -272,17 +272,17 @@ _CHANGES: Final[dict[str, Callable[..., Any]]] = {
 # -- called by RPC on the worker that made the collective -----------------------------------------------
 
 
-def ask(key: int, what: str, *args: Any) -> Any:
-    """Answer a member: ``"gather"``, ``"take"``, or one of the changes."""
-    meetings: Generations = runtime().meetings
+def serve(key: int, what: str, *args: Any) -> Any:
+    """Answer a member: ``"gather"``, ``"get"``, or one of the changes."""
+    generations: Generations = runtime().generations
     if what == "gather":
-        return Deferred(meetings.gather(key, *args))
-    if what == "take":
-        return Deferred(meetings.take(key, *args))
-    return meetings.change(key, what, *args)
+        return Deferred(generations.gather(key, *args))
+    if what == "get":
+        return Deferred(generations.get(key, *args))
+    return generations.change(key, what, *args)
 
 
-def gone(key: int, rank: int, why: str, left: bool) -> Any:
-    """See :meth:`Generations.gone`."""
-    meetings: Generations = runtime().meetings
-    return Deferred(meetings.gone(key, rank, why, left))
+def report_loss(key: int, rank: int, why: str, ended: bool) -> Any:
+    """See :meth:`Generations.report_loss`."""
+    generations: Generations = runtime().generations
+    return Deferred(generations.report_loss(key, rank, why, ended))

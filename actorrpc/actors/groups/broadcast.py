@@ -113,7 +113,7 @@ def share(
         value = args[place] if isinstance(place, int) else kwargs[place]
         kind = type(value).__name__
         ref: ObjectRef[Any] = ObjectRef.of(Snapshot.of(value), label=f"a shared argument ({kind})")
-        for (mine, named), near in zip(given, _brought(ref, located), strict=True):
+        for (mine, named), near in zip(given, _copy_to_all(ref, located), strict=True):
             if isinstance(place, int):
                 mine[place] = near
             else:
@@ -142,19 +142,19 @@ def broadcast(ref: ObjectRef[T], actors: Iterable[ActorHandle[Any]]) -> list[Obj
     located = [route_to(each, "broadcast()").located() for each in actors]
     for each in located:
         each.add_done_callback(Future.acknowledge)  # calls of the actor report the error
-    return _brought(ref, located)
+    return _copy_to_all(ref, located)
 
 
-def _brought(ref: ObjectRef[T], located: Sequence[Future[Location]]) -> list[ObjectRef[T]]:
+def _copy_to_all(ref: ObjectRef[T], located: Sequence[Future[Location]]) -> list[ObjectRef[T]]:
     """Copy a value to all receivers as soon as it exists and their locations are known."""
-    source = ref._ask()
+    source = ref._request()
     found: list[Future[Any]] = [Future() for _ in located]
     for future in found:
         future.label = ref._name()
 
     def known(_: Any) -> None:
         try:
-            _bring(ref, source.value(), found, [_worker_of(each) for each in located])
+            _copy_along_tree(ref, source.value(), found, [_worker_of(each) for each in located])
         except Exception as error:
             if is_of_handler(error):
                 raise
@@ -170,7 +170,7 @@ def _worker_of(located: Future[Location]) -> str | None:
     return None if location is None else location.worker_name
 
 
-def _bring(
+def _copy_along_tree(
     ref: ObjectRef[Any], value: Any, found: Sequence[Future[Any]], workers: Sequence[str | None]
 ) -> None:
     """Complete a future for each receiver with the value, or with a reference to the copy on its host."""
@@ -210,10 +210,10 @@ def _bring(
             tree.append(copy)
             copies[place] = copy
         assert copy._creation is not None
-        copy._creation.add_done_callback(partial(_arrived, future, copy, root))
+        copy._creation.add_done_callback(partial(_complete_copy, future, copy, root))
 
 
-def _arrived(future: Future[Any], copy: RRef[Any], root: RRef[Any], made: Future[None]) -> None:
+def _complete_copy(future: Future[Any], copy: RRef[Any], root: RRef[Any], made: Future[None]) -> None:
     """Complete a receiver's future with a reference to its copy, or to the root if the worker of the copy has ended."""
     future.set_result(StoredResult(copy if made.error is None else root))
 

@@ -106,7 +106,7 @@ class _View(Generic[C]):
         extents = ", ".join(f"{label}={extent}" for label, extent in self.mesh.extents.items())
         return f"{self.mesh.size} {self.members.info.name}" + (f" ({extents})" if extents else "")
 
-    def who(self, at: int) -> str:
+    def describe_member(self, at: int) -> str:
         """Name a member, for messages; in a slice, also by its place in the whole group."""
         point, whole = self.mesh.coords_of(at), self.members.mesh
         if whole == self.mesh:
@@ -115,7 +115,7 @@ class _View(Generic[C]):
 
     def annotate(self, at: int, error: BaseException) -> bool:
         """Add a note to an error that names the member from which it comes; return whether the whole call fails with it."""
-        note = f"raised by {self.who(at)}, of {self.title}"
+        note = f"raised by {self.describe_member(at)}, of {self.title}"
         if note not in notes_of(error):
             add_note(error, note)
         try:
@@ -253,11 +253,11 @@ class GroupMethod(Generic[P, R]):
         def ended(at: int, done: Future[Any]) -> None:
             done.acknowledge()
             if done.error is not None:
-                _log.error("broadcast of %s failed for %s: %r", label, view.who(at), done.error)
+                _log.error("broadcast of %s failed for %s: %r", label, view.describe_member(at), done.error)
 
         for at, ref in enumerate(self._send("broadcast", args, kwargs)):
             # Not gather(): the values are not needed, so large ones are not fetched.
-            ref._ask().add_done_callback(partial(ended, at))
+            ref._request().add_done_callback(partial(ended, at))
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> GroupStream[R]:
         """Call the method of all members and return an iterator over ``(point, ref)`` in the order in which the calls end.
@@ -351,7 +351,7 @@ PerRank: TypeAlias = Callable[[Point], tuple[tuple[Any, ...], Mapping[str, Any]]
 Options: TypeAlias = Mapping[str, Any] | Callable[[Point], Mapping[str, Any]]
 _Slice: TypeAlias = slice  # in the classes, `slice` is the method
 
-_ASK_S: Final = 10.0  # how long a supervisor may take to answer
+_ANSWER_S: Final = 10.0  # how long a supervisor may take to answer
 
 
 # -- making groups ------------------------------------------------------------------------------------------
@@ -668,6 +668,6 @@ class ActorGroup(Generic[C]):
 def _kill(handles: list[ActorHandle[Any]]) -> None:
     """Kill actors, and wait until their supervisors have confirmed it."""
     asked = [route_of(handle).kill(True) for handle in handles]
-    collect_all(asked).wait(_ASK_S)
+    collect_all(asked).wait(_ANSWER_S)
     for future in asked:
         future.acknowledge()  # if its supervisor has ended, so has the actor

@@ -88,9 +88,9 @@ class Supervision:
         def over(done: Future[SupervisionError | None]) -> None:
             error = done.value()
             watched.try_complete(error)
-            tell = callback
-            if tell is not None and error is not None:
-                submit(lambda: tell(error))
+            notify = callback
+            if notify is not None and error is not None:
+                submit(lambda: notify(error))
 
         self._family.over.add_done_callback(over)
         return watched
@@ -112,7 +112,7 @@ class Supervision:
                 raise ConfigError(
                     f"{self!r} is a child of {self._family.parent.title}, which would restart it: end that group"
                 )
-            actions = self._family.end()
+            actions = self._family.end_all()
         perform(actions)
         self.monitor().wait(timeout)
 

@@ -20,7 +20,7 @@ from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.host.event_loop import EventLoop
 from actorrpc.actors.host.executor import ActorExecutor, died
 from actorrpc.actors.host.mailbox import NOTHING, Entry, GroupQueue, Mailbox, Wakeups
-from actorrpc.actors.host.threads import BYSTANDERS, Runner
+from actorrpc.actors.host.threads import FOREIGN_THREADS, Runner
 from actorrpc.actors.refs.arguments import resolve
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import ActorSpec, HostedActorGoneError
@@ -110,7 +110,7 @@ class Registry(Protocol):
     def new_caller(self) -> int:
         """See ActorRegistry.new_caller."""
 
-    def tell_threads_apart(self) -> None:
+    def number_threads(self) -> None:
         """See ActorRegistry.tell_threads_apart."""
 
     def forget(self, hosted: HostedActor) -> None:
@@ -164,7 +164,7 @@ class HostedActor:
 
     # -- messages -----------------------------------------------------------------------------------
 
-    def post(self, entry: Envelope, *, held: bool = False) -> None:
+    def enqueue(self, entry: Envelope, *, held: bool = False) -> None:
         """Put a message into the mailbox. Called in the order of the wire, maybe under a connection's read lock.
 
         Args:
@@ -239,7 +239,7 @@ class HostedActor:
         method = self.spec.info.methods.get(header.get("method", ""))
         return "window" not in header and (method is None or method.kind == "sync")
 
-    def arrived(self, entry: Envelope, conn: Any, frame: Frame) -> None:
+    def receive_rest(self, entry: Envelope, conn: Any, frame: Frame) -> None:
         """Receive the rest of a message whose beginning is in the mailbox."""
         entry.frame = frame
         entry.conn = conn
@@ -296,18 +296,18 @@ class HostedActor:
                 if loop is None:
                     self.agent.submit(partial(self._open_loop, queue))
                 else:
-                    self._have_pumped(loop, queue)
+                    self._schedule_pump(loop, queue)
             else:
                 self.actor_threads.start(Runner(self, queue))
 
-    def _have_pumped(self, loop: EventLoop, queue: GroupQueue) -> None:
+    def _schedule_pump(self, loop: EventLoop, queue: GroupQueue) -> None:
         """Make a loop start the entries of its queue."""
         try:
             loop.submit(partial(self.executor.pump, queue))
             if loop.waiting:
                 loop.wake()
         except NO_THREAD:
-            self.agent.submit(partial(self.understaffed, queue))
+            self.agent.submit(partial(self.no_thread, queue))
 
     def _open_loop(self, queue: GroupQueue) -> None:
         """Make the event loop of a concurrency group, for the group's first call."""
@@ -316,7 +316,7 @@ class HostedActor:
             try:
                 made = EventLoop(self, queue)
             except OSError as error:
-                self.understaffed(queue, f"it needs an event loop, which cannot be made: {error}")
+                self.no_thread(queue, f"it needs an event loop, which cannot be made: {error}")
                 return
             with self._lock:
                 # A thread that ends the actor changes the state under this lock, and collects the loops later.
@@ -325,7 +325,7 @@ class HostedActor:
             if loop is not made:
                 _ = made.close()
         if loop is not None:  # None: the actor has ended, and so have its waiting calls
-            self._have_pumped(loop, queue)
+            self._schedule_pump(loop, queue)
 
     def loop_of(self, queue: GroupQueue | None) -> EventLoop | None:
         """Return the loop that runs the calls of a queue; None if they run in threads, or the loop does not exist yet."""
@@ -337,13 +337,13 @@ class HostedActor:
             self.carry_out(todo)
         self.end_if_idle()
 
-    def understaffed(self, queue: GroupQueue, why: str = "") -> None:
+    def no_thread(self, queue: GroupQueue, why: str = "") -> None:
         """Refuse the waiting calls of a queue, because the system cannot start a thread. The next call tries again.
 
         ``why``: another resource that the system does not have.
         """
         why = why or f"it needs a thread: {explain_threads()}"
-        for entry in self.mailbox.understaffed(queue):
+        for entry in self.mailbox.no_thread(queue):
             assert isinstance(entry, Envelope)
             text = f"{self.executor.label(entry)} was not executed, as {why}"
             self.executor.refuse(entry, LimitError(text))
@@ -365,7 +365,7 @@ class HostedActor:
         report(_log, error, "actor %s is ended: a thread of it ended unexpectedly", self.title)
         if isinstance(entry, Envelope):
             self.executor.fail(entry, died(self, why))
-        _ = self.end("now", why)
+        _ = self.stop("now", why)
         if self.spec is not None:
             send_ended(self.runtime, self.spec, "broken", why)
 
@@ -508,14 +508,14 @@ class HostedActor:
         self.executor.keeps_state = info.has_checkpoint
         if options.yielding:
             self.caller = None
-            BYSTANDERS.make_room_in(self)
-            self.registry.tell_threads_apart()
+            FOREIGN_THREADS.register(self)
+            self.registry.number_threads()
         with self._lock:
             if self.state == "constructing":
                 self.state = "alive"
             # Set _intake to None last, so that later messages are queued behind the earlier ones.
             for entry in self._intake or ():
-                self.post(entry, held=True)
+                self.enqueue(entry, held=True)
             self._intake = None
 
     # -- the end ---------------------------------------------------------------------------------------
@@ -530,11 +530,11 @@ class HostedActor:
         why = why or "exit_actor() was called in it"
         if entry is not None:
             self.executor.fail(entry, died(self, why))
-        _ = self.end("now", why)  # "now": no waiting call may run
+        _ = self.stop("now", why)  # "now": no waiting call may run
         if self.spec is not None:
             self.agent.submit(partial(send_ended, self.runtime, self.spec, kind, why))
 
-    def leave(self, execution: Execution, why: str) -> None:
+    def on_exit_actor(self, execution: Execution, why: str) -> None:
         """End the actor after exit_actor() was called in a task or thread that a call has started.
 
         The exception of exit_actor() does not reach this package there. In a call's own code it does, after unwinding the code.
@@ -548,7 +548,7 @@ class HostedActor:
         if entry is not execution:
             self.agent.submit(partial(self.exited, None, why))
 
-    def end(self, how: str, why: str) -> Future[None]:
+    def stop(self, how: str, why: str) -> Future[None]:
         """End the actor: with ``"drain"`` after its waiting calls, with ``"now"`` before them. Completes when it has ended.
 
         ``"move"`` is like ``"drain"``; the value of the future is the actor's last state, a Snapshot, if its class keeps one.
@@ -599,7 +599,7 @@ class HostedActor:
         if running:
             self.over.try_complete(None)
 
-    def left(self, runner: Runner) -> None:
+    def runner_ended(self, runner: Runner) -> None:
         """Record that a runner has ended, on its thread."""
         with self._lock:
             self.runners.remove(runner)
@@ -607,7 +607,7 @@ class HostedActor:
 
     def _close(self) -> list[Envelope]:
         """Refuse the waiting calls, and all later ones; return the running calls."""
-        BYSTANDERS.leave(self)
+        FOREIGN_THREADS.unregister(self)
         loops = list(self.loops.values())  # copied first, because the last runner to end removes them
         entries, runners = self.mailbox.close()
         with self._lock:
@@ -617,7 +617,7 @@ class HostedActor:
         for loop in loops:
             self.refuse_due(loop)
         for runner in runners:
-            runner.end()
+            runner.stop()
         running = []
         for runner in list(self.runners):
             running += [each for each in runner.entered if isinstance(each, Envelope)]
@@ -627,7 +627,7 @@ class HostedActor:
 
     def refuse_due(self, loop: EventLoop) -> None:
         """Refuse the plain methods that wait for their turn on a loop, because the actor has ended."""
-        for entry in loop.take_due():
+        for entry in loop.pop_due():
             self.executor.refuse(entry, HostedActorGoneError(self.id, self.why))
 
     def _wind_up(self) -> None:

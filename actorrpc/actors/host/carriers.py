@@ -80,7 +80,7 @@ class ActorThread:
         except NO_THREAD:
             self.given = None
             self._threads.on.pop(runner, None)
-            runner.understaffed()
+            runner.no_thread()
             self._threads.pass_on()
 
     def _run(self) -> None:

@@ -289,11 +289,11 @@ def _follow(runtime: Searched, targets: Sequence[Any], probe: Probe) -> None:
             if target.done or len(probe.trail) > _MOST_HOPS:
                 continue
             if isinstance(target.keep, RRef):  # the call fetches a promised value
-                _ask(runtime, target.peer, "promise", target.keep._handle.rref_id, probe)
+                _search_at(runtime, target.peer, "promise", target.keep._handle.rref_id, probe)
             else:
-                _ask(runtime, target.peer, "call", target.id, probe)
+                _search_at(runtime, target.peer, "call", target.id, probe)
         elif isinstance(target, Envelope):
-            _ask(runtime, target.peer, "arguments", target.frame.id, probe)
+            _search_at(runtime, target.peer, "arguments", target.frame.id, probe)
         elif isinstance(target, Producer):
             onwards = probe
             if (probe.worker, probe.execution) != (runtime.references.me, target.pause):
@@ -302,17 +302,17 @@ def _follow(runtime: Searched, targets: Sequence[Any], probe: Probe) -> None:
                 _end_stream(target, probe)
                 continue
             if target.peer is not None and target.pause:
-                _ask(runtime, target.peer, "reader", (runtime.references.me, target.stream), onwards)
+                _search_at(runtime, target.peer, "reader", (runtime.references.me, target.stream), onwards)
         elif hasattr(target, "waits_for"):  # the consumer of a stream
             source = target.waits_for
             if isinstance(source, Future):
                 _follow(runtime, [each for each in awaited(source) if isinstance(each, Call)], probe)
             elif source is not None:
                 peer, stream = source
-                _ask(runtime, peer, "generator", stream, probe)
+                _search_at(runtime, peer, "generator", stream, probe)
 
 
-def _ask(runtime: Searched, peer: Peer, kind: str, key: Any, probe: Probe) -> None:
+def _search_at(runtime: Searched, peer: Peer, kind: str, key: Any, probe: Probe) -> None:
     """Continue a search on another worker; does not wait."""
     answer: Future[None] = Future()
 
@@ -322,7 +322,7 @@ def _ask(runtime: Searched, peer: Peer, kind: str, key: Any, probe: Probe) -> No
     answer.add_done_callback(over)
     token = CURRENT.set(None)
     try:
-        runtime.agent.call(peer, _arrive, (kind, key, probe), {}, 10.0, future=answer)
+        runtime.agent.call(peer, _search_here, (kind, key, probe), {}, 10.0, future=answer)
         runtime.agent.flush()
     except RpcError:
         pass
@@ -330,7 +330,7 @@ def _ask(runtime: Searched, peer: Peer, kind: str, key: Any, probe: Probe) -> No
         CURRENT.reset(token)
 
 
-def _arrive(kind: str, key: Any, probe: Probe) -> None:
+def _search_here(kind: str, key: Any, probe: Probe) -> None:
     """Continue a search on this worker. Called by RPC.
 
     Args:

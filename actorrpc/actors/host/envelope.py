@@ -84,8 +84,8 @@ class Envelope(Entry, Execution):
         self.header = header
         self.id = self.place = frame.id
         self.chain = frame.chain
-        self.arrived = arrived = _time.now()
-        self.deadline = arrived + frame.remaining
+        self.received_at = received_at = _time.now()
+        self.deadline = received_at + frame.remaining
         self.nested = {}
         if frame.chain >> MAILBOX_BIT:
             self.path = path_of(header, frame.chain)

@@ -208,7 +208,7 @@ class EventLoop:
         """Return a context for a call: a copy of the thread's initial context, not of the one that is running or waiting."""
         return self._context.copy()
 
-    def take_due(self) -> list[Envelope]:
+    def pop_due(self) -> list[Envelope]:
         """Remove and return the plain methods that wait for their turn; called by the thread that ends the actor."""
         return [each for each in list(self.due) if self.due.pop(each, each) is None]
 
@@ -331,7 +331,7 @@ class EventLoop:
         for each in list(self.due):
             if fits(each) and self.due.pop(each, each) is None:
                 return each
-        found = self._hosted.mailbox.take_within(self.queue, fits)
+        found = self._hosted.mailbox.dequeue_within(self.queue, fits)
         return found if isinstance(found, Envelope) else None
 
     def _awaited(self) -> list[Envelope]:

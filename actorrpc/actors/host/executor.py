@@ -102,7 +102,7 @@ class ActorExecutor:
                             agent.end_fork(self.label(entry), sys.exc_info()[1])
                         found = runner.under_way.pop(entry, None)
                         if found is not RUNS or runner.inspected:
-                            runner.leave(entry, found)
+                            runner.withdraw(entry, found)
                         runner.running = None
                         running.pop(entry.chain, None)
                     if value is not _NOTHING:
@@ -217,7 +217,7 @@ class ActorExecutor:
         method, kind = self._method(name)
         hooks = self.agent.hooks
         call = method
-        if hooks.on_start or not hooks.riders.keys().isdisjoint(header):
+        if hooks.on_start or not hooks.header_hooks.keys().isdisjoint(header):
             call = partial(self._run_hooked, entry, method)
         if kind == "generator" or ("window" in header and kind == "sync"):
             items = call(*args, **kwargs)
@@ -241,7 +241,7 @@ class ActorExecutor:
 
     def _run_hooked(self, entry: Envelope, method: Any, /, *args: Any, **kwargs: Any) -> Any:
         hooks = self.agent.hooks
-        if hooks.on_start or not hooks.riders.keys().isdisjoint(entry.header):
+        if hooks.on_start or not hooks.header_hooks.keys().isdisjoint(entry.header):
             return run_hooked(hooks, entry, method, args, kwargs)
         return method(*args, **kwargs)
 
@@ -565,9 +565,9 @@ class ActorExecutor:
     def pump(self, queue: GroupQueue) -> None:
         """Start the entries of the queue, in portions, so that the loop runs other callbacks in between. Runs on the loop."""
         for _ in range(_AT_ONCE):
-            entry, _todo = self.mailbox.take(queue)
+            entry, _todo = self.mailbox.dequeue(queue)
             if entry is None:
-                entry = self.mailbox.take_descendant(queue)
+                entry = self.mailbox.dequeue_descendant(queue)
             if entry is None:
                 return
             assert isinstance(entry, Envelope)

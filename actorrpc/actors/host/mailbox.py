@@ -29,10 +29,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-__all__ = ["NEW", "NOTHING", "TAKEN", "Entry", "GroupQueue", "Mailbox", "ThreadSlot", "Wakeups"]
+__all__ = ["DEQUEUED", "NEW", "NOTHING", "Entry", "GroupQueue", "Mailbox", "ThreadSlot", "Wakeups"]
 
 NEW: Final = "new"  # in a queue
-TAKEN: Final = "taken"  # dequeued
+DEQUEUED: Final = "dequeued"
 OVER: Final = "over"  # cancelled, or finished
 _LOOKED_AT: Final = 1000
 
@@ -43,8 +43,8 @@ class ThreadSlot(Protocol):
     work: deque[Entry]
 
 
-class WaitingBystanders(Protocol):
-    """The attributes of Bystanders that the mailbox uses."""
+class WaitingForeignThreads(Protocol):
+    """The attributes of ForeignThreads that the mailbox uses."""
 
     waiting: int
 
@@ -122,7 +122,7 @@ class GroupQueue:
         self.loose = loose
         self.running = 0
         self.resting = 0  # threads and coroutines that wait, in a yielding queue
-        self.bystanders: WaitingBystanders | None = None
+        self.foreign_threads: WaitingForeignThreads | None = None
         self.slots = 0  # runners that exist or are being started
         self.idle: list[Any] = []
         self.fresh: deque[Entry] = deque()  # entries in the order of arrival; Mailbox.put adds to it
@@ -143,8 +143,8 @@ class GroupQueue:
     def full(self) -> bool:
         """Whether as many entries run as the limit allows."""
         running = self.running - self.resting
-        if self.bystanders is not None:
-            running -= self.bystanders.waiting
+        if self.foreign_threads is not None:
+            running -= self.foreign_threads.waiting
         return running >= self.limit
 
     def _put_before(self, entry: Entry) -> None:
@@ -172,7 +172,7 @@ class GroupQueue:
         for execution in entry.path:
             self._of_chain.setdefault(execution, {})[entry] = None
 
-    def left(self, entry: Entry) -> None:
+    def removed(self, entry: Entry) -> None:
         """Record that an entry was dequeued or cancelled."""
         self.waiting -= 1
         for execution in entry.path:
@@ -212,9 +212,9 @@ class GroupQueue:
                     _hold(held, entry)
                     continue
             if entry.ready:
-                entry.state = TAKEN
+                entry.state = DEQUEUED
                 if entry.path:
-                    self.left(entry)
+                    self.removed(entry)
                 else:
                     self.waiting -= 1
                 return entry
@@ -394,7 +394,7 @@ class Mailbox:
             slot = self._slot_of(entry, queue) if entry.path and self.reentrant else None
             if slot is not None:
                 entry.slot = slot
-                queue.left(entry)
+                queue.removed(entry)
                 slot.work.append(entry)
                 todo.wake = (slot,)
             queue.release(entry)
@@ -411,7 +411,7 @@ class Mailbox:
             queue = entry.queue
             if queue is not None:
                 if entry.slot is None:
-                    queue.left(entry)
+                    queue.removed(entry)
                 queue.release(entry)
                 self._look(queue, todo)
         return todo
@@ -431,7 +431,7 @@ class Mailbox:
             queue.slots += 1
             todo.start = (*todo.start, queue)
 
-    def take(self, queue: GroupQueue, slot: Any = None) -> tuple[Entry | None, Wakeups | None]:
+    def dequeue(self, queue: GroupQueue, slot: Any = None) -> tuple[Entry | None, Wakeups | None]:
         """Dequeue the next entry for a runner (or for the event loop); None: no entry can run now.
 
         A runner that gets None is idle from then on, and a later ``Wakeups.wake`` names it.
@@ -455,7 +455,7 @@ class Mailbox:
             return None, None
 
     def turn(self, queue: GroupQueue, slot: ThreadSlot) -> tuple[Entry | None, Wakeups | None]:
-        """Call :meth:`done` and :meth:`take` in one step, for a runner that has run an entry."""
+        """Call :meth:`done` and :meth:`dequeue` in one step, for a runner that has run an entry."""
         with self._lock:
             left: Wakeups | None = None
             if slot.work:
@@ -463,7 +463,7 @@ class Mailbox:
             else:
                 queue.running -= 1
             if queue.waiting:
-                entry, todo = self.take(queue, slot)
+                entry, todo = self.dequeue(queue, slot)
                 if left is None or not (left.wake or left.start):
                     return entry, todo
                 if todo is not None:
@@ -473,19 +473,19 @@ class Mailbox:
                 queue.idle.append(slot)
             return None, left
 
-    def take_descendant(self, queue: GroupQueue) -> Entry | None:
+    def dequeue_descendant(self, queue: GroupQueue) -> Entry | None:
         """Dequeue an entry of an async queue that descends from a running execution, ignoring the limit."""
         with self._lock:
             if not self.reentrant or not self.running:
                 return None
             entry = queue.descendant(self.running)
             if entry is not None:
-                entry.state = TAKEN
-                queue.left(entry)
+                entry.state = DEQUEUED
+                queue.removed(entry)
                 queue.running += 1
             return entry
 
-    def take_within(self, queue: GroupQueue, fits: Callable[[Entry], bool]) -> Entry | None:
+    def dequeue_within(self, queue: GroupQueue, fits: Callable[[Entry], bool]) -> Entry | None:
         """Dequeue an entry of an async queue that may run within the call that blocks its event loop, ignoring the limit.
 
         ``fits`` is called under the lock, and takes no other lock.
@@ -493,19 +493,19 @@ class Mailbox:
         with self._lock:
             for entry in queue.entries():
                 if fits(entry):
-                    entry.state = TAKEN
-                    queue.left(entry)
+                    entry.state = DEQUEUED
+                    queue.removed(entry)
                     queue.running += 1
                     return entry
         return None
 
-    def take_nested(self, slot: ThreadSlot) -> Entry | None:
+    def dequeue_nested(self, slot: ThreadSlot) -> Entry | None:
         """Dequeue, for a waiting runner, an entry that may run nested within its execution."""
         with self._lock:
             while slot.work:
                 entry = slot.work.popleft()
                 if entry.state is NEW:
-                    entry.state = TAKEN
+                    entry.state = DEQUEUED
                     return entry
         return None
 
@@ -514,7 +514,7 @@ class Mailbox:
         return self.running.get(execution)
 
     def done(self, queue: GroupQueue, slot: ThreadSlot | None = None) -> Wakeups:
-        """Record the end of an entry that :meth:`take` returned. Entries that waited to run within it are queued again."""
+        """Record the end of an entry that :meth:`dequeue` returned. Entries that waited to run within it are queued again."""
         with self._lock:
             queue.running -= 1
             if slot is None or not slot.work:
@@ -553,7 +553,7 @@ class Mailbox:
         with self._lock:
             queue.resting -= 1
 
-    def leave(self, queue: GroupQueue, slot: Any) -> bool:
+    def remove_slot(self, queue: GroupQueue, slot: Any) -> bool:
         """Let an idle runner end; return False if it is needed."""
         with self._lock:
             if slot not in queue.idle:
@@ -562,7 +562,7 @@ class Mailbox:
             queue.slots -= 1
             return True
 
-    def understaffed(self, queue: GroupQueue) -> list[Entry]:
+    def no_thread(self, queue: GroupQueue) -> list[Entry]:
         """Record that no runner could be started for a queue; return the entries to refuse.
 
         If the queue has other runners, this is only the first entry: they will run the others, but may be waiting for the first.
@@ -584,7 +584,7 @@ class Mailbox:
             nested = sum(len(slot.work) for slot in set(self.running.values()) if slot is not None)
             return sum(queue.waiting for queue in queues) + nested, sum(queue.running for queue in queues)
 
-    def glance(self) -> list[tuple[GroupQueue, int, int, Entry | None]]:
+    def queue_lengths(self) -> list[tuple[GroupQueue, int, int, Entry | None]]:
         """Return, for each queue: how many entries wait, how many run, and the entry that has waited longest."""
         with self._lock:
             queues = [*self.queues.values(), *self.async_lanes.values()]

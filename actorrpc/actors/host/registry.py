@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer
     from actorrpc.transport.connection import Connection
 
-__all__ = ["ActorRegistry", "HostedActorState", "end"]
+__all__ = ["ActorRegistry", "HostedActorState", "stop"]
 
 _END_S: Final = 5.0
 _AT_LEAST_S: Final = 0.25
@@ -78,7 +78,7 @@ class ActorRegistry:
 
     # -- the router (agent.mail.MailRouter) ------------------------------------------------------
 
-    def take(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool = True) -> None:
+    def deliver(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool = True) -> None:
         """See agent.mail.MailRouter."""
         header = self._headers.get(frame.extra)
         if header is None:
@@ -88,7 +88,7 @@ class ActorRegistry:
             entry.whole = entry.ready = False
         hosted = self._table.get(header["mailbox"])
         if hosted is not None:
-            hosted.post(entry)
+            hosted.enqueue(entry)
         else:
             self._create_or_refuse(entry)
         flags = peer.cancelled.get(frame.id)
@@ -97,7 +97,7 @@ class ActorRegistry:
 
     def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
         """See agent.mail.MailRouter."""
-        self.take(conn, peer, frame, False)
+        self.deliver(conn, peer, frame, False)
         return frame.id in peer.running
 
     def complete(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
@@ -109,7 +109,7 @@ class ActorRegistry:
                 self._agent.submit(partial(self._agent.inbox.discard, conn, frame))
         if type(entry) is Envelope and entry.hosted is not None and not entry.whole:
             entry.header = self._headers.get(frame.extra) or self._new_header(frame)
-            entry.hosted.arrived(entry, conn, frame)
+            entry.hosted.receive_rest(entry, conn, frame)
 
     def abandon(self, peer: Peer, id: int) -> None:
         """See agent.mail.MailRouter."""
@@ -168,7 +168,7 @@ class ActorRegistry:
             return agent.next_chain() >> CALLER_BIT
         return (2 * number + 1) & _CALLERS  # numbers of processes are even
 
-    def tell_threads_apart(self) -> None:
+    def number_threads(self) -> None:
         """Give each thread a caller number of its own, because it is not known to which task a thread belongs."""
         # Not a `threading.local`: a call that another thread sends later is sent in the caller's context.
         caller: ContextVar[int] = ContextVar("actorrpc_caller", default=0)
@@ -231,14 +231,14 @@ class ActorRegistry:
         for hosted in self.all():
             spec = hosted.spec
             if spec is not None and spec.descriptor.supervisor == key and spec.options.lifetime != "detached":
-                _ = hosted.end("now", f"its creator, worker {peer.name!r}, has ended")
+                _ = hosted.stop("now", f"its creator, worker {peer.name!r}, has ended")
 
     def close(self, graceful: bool, patience: float = _END_S) -> None:
         """End all actors here. Wait for their last hooks: at most ``patience`` or 5 s, or 0.25 s if not ``graceful``."""
         with self._lock:
             self._closed = True
         over: list[Future[None]] = [
-            hosted.end("now", f"worker {self._agent.name!r} shut down") for hosted in self.all()
+            hosted.stop("now", f"worker {self._agent.name!r} shut down") for hosted in self.all()
         ]
         if over:
             try:
@@ -251,10 +251,10 @@ class ActorRegistry:
 # -- called by supervisors, on the worker where the actor lives -----------------------------------------
 
 
-def end(instance_id: int, how: str, why: str) -> Any:
+def stop(instance_id: int, how: str, why: str) -> Any:
     """End an actor here (``"drain"`` or ``"now"``); answers when it has ended."""
     found = current()
     hosted: HostedActor | None = found.registry.get(instance_id) if found is not None else None
     if hosted is None:
         return None
-    return Deferred(hosted.end(how, why))
+    return Deferred(hosted.stop(how, why))

@@ -34,7 +34,7 @@ from actorrpc._exception_text import mark_handlers
 from actorrpc.actors.host.mailbox import Entry, GroupQueue
 from actorrpc.actors.streams.stalls import Stall, awaited, awaited_by, loop_on
 from actorrpc.agent.calls import Call
-from actorrpc.futures import INTERRUPTED, WAITING, stand_by
+from actorrpc.futures import INTERRUPTED, WAITING, set_foreign_threads
 from actorrpc.transport.signals import is_protected, loses_exceptions
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from actorrpc.actors.host.carriers import ActorThread
 
 __all__ = [
-    "BYSTANDERS",
+    "FOREIGN_THREADS",
     "RUNS",
-    "Bystanders",
+    "ForeignThreads",
     "Interrupted",
     "Runner",
     "bears_interruption",
@@ -186,8 +186,8 @@ class Runner:
             removed in single steps, without a lock; ``_interrupts`` guards the rest, and the delivery of an interruption against
             the end of its call. It is a leaf, and re-entrant, because finalisers may call this package while it is held.
         inspected: set before another thread inspects this one to interrupt a call. The thread that has removed a call from
-            ``under_way`` reads it after that, and takes the lock if it is set (:meth:`leave`). Therefore either the other thread
-            finds no call to interrupt, or this thread sees that it was inspected.
+            ``under_way`` reads it after that, and takes the lock if it is set (:meth:`withdraw`). Therefore either the other
+            thread finds no call to interrupt, or this thread sees that it was inspected.
     """
 
     def __init__(self, hosted: HostedActor, queue: GroupQueue) -> None:
@@ -223,12 +223,12 @@ class Runner:
         else:
             self.thread.start()
 
-    def understaffed(self) -> None:
+    def no_thread(self) -> None:
         """End before running any call, because the system cannot start a thread."""
         hosted = self._hosted
         if self._threads.remove(self):
-            hosted.understaffed(self.queue)
-            hosted.left(self)
+            hosted.no_thread(self.queue)
+            hosted.runner_ended(self)
 
     @property
     def waiting(self) -> bool:
@@ -285,7 +285,7 @@ class Runner:
         awaits = self._awaits[-1:]
         self._serve_on(awaits[0] if loop is None and awaits else loop)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """End the runner if it is idle, because its mailbox is closed. A busy runner ends after its call."""
         self._threads.call(self)
 
@@ -303,7 +303,7 @@ class Runner:
                 threads.on[self] = _time.now()
                 if not self.ident:
                     self.ident, self._context = thread.ident, copy_context()
-            entry, todo = mailbox.take(queue, self)
+            entry, todo = mailbox.dequeue(queue, self)
             if shared and entry is not None:
                 self.thread, self.ident = thread, thread.ident
             while True:
@@ -331,9 +331,9 @@ class Runner:
         except BaseException as error:
             hosted.broken(error, entry)
         thread.flush()  # before the actor's last hooks
-        mailbox.leave(queue, self)
+        mailbox.remove_slot(queue, self)
         if threads.remove(self):  # False if another thread has ended it
-            hosted.left(self)
+            hosted.runner_ended(self)
         return False
 
     # -- while it waits ----------------------------------------------------------------------------
@@ -397,7 +397,7 @@ class Runner:
 
     def serve(self) -> None:
         """See futures.NestedRunner."""
-        entry = self._hosted.mailbox.take_nested(self)
+        entry = self._hosted.mailbox.dequeue_nested(self)
         if entry is None:
             return
         outer, wakers = self.running, self._wakers
@@ -488,7 +488,7 @@ class Runner:
         self.under_way[entry] = state
         self._unwanted()
 
-    def leave(self, entry: Entry, found: str | None) -> None:
+    def withdraw(self, entry: Entry, found: str | None) -> None:
         """Withdraw the interruption of a call that has ended. If the exception is set already, it is raised and caught here.
 
         Args:
@@ -521,7 +521,7 @@ class Runner:
         return "".join(traceback.format_stack(frame)) if frame is not None else "(the thread has ended)"
 
 
-class Bystanders:
+class ForeignThreads:
     """The threads without a runner in a worker that executes tasks. Tasks may have started them.
 
     While such a thread waits, one more task may run, as while a task waits: it is not known to which task the thread belongs.
@@ -535,20 +535,20 @@ class Bystanders:
         self._lock = _time.RLock()
         self._hosted_actors: weakref.WeakSet[HostedActor] = weakref.WeakSet()
 
-    def make_room_in(self, hosted: HostedActor) -> None:
+    def register(self, hosted: HostedActor) -> None:
         """Count waits for an actor that executes tasks."""
         with self._lock:
             self._hosted_actors.add(hosted)
             for queue in hosted.mailbox.queues.values():
-                queue.bystanders = self
-            stand_by(self)
+                queue.foreign_threads = self
+            set_foreign_threads(self)
 
-    def leave(self, hosted: HostedActor) -> None:
+    def unregister(self, hosted: HostedActor) -> None:
         """Remove an actor that has ended. Without such actors, waits are not counted."""
         with self._lock:
             self._hosted_actors.discard(hosted)
             if not self._hosted_actors:
-                stand_by(None)
+                set_foreign_threads(None)
 
     def begin_wait(self, wake: Callable[[], None], what: object) -> None:
         """See futures.NestedRunner."""
@@ -575,4 +575,4 @@ class Bystanders:
         """See futures.NestedRunner."""
 
 
-BYSTANDERS: Final = Bystanders()
+FOREIGN_THREADS: Final = ForeignThreads()

@@ -275,7 +275,7 @@ class ActorPool(Generic[A]):
             return wanted if wanted.done else None
         return next(iter(self._ready.values()), None)
 
-    def _take(self, task: _Task) -> None:
+    def _remove(self, task: _Task) -> None:
         """Remove a task whose result is fetched; its actor becomes free."""
         self._tasks.pop(task.index, None)
         self._ready.pop(task.index, None)
@@ -290,7 +290,7 @@ class ActorPool(Generic[A]):
             task = self._tasks.get(self._next_return) or next(iter(self._tasks.values()))
             if task in self._waiting:
                 self._waiting.remove(task)
-            self._take(task)
+            self._remove(task)
             text += f"; task {task.index} was abandoned"
         return RpcTimeoutError(text, maybe_executed=None)
 
@@ -324,7 +324,7 @@ class ActorPool(Generic[A]):
             values = [future.wait() for future in task.futures]
             return values if task.is_list else values[0]
         finally:
-            self._take(task)
+            self._remove(task)
 
 
 class PoolResults(Iterator[Any], AsyncIterator[Any]):

@@ -285,7 +285,7 @@ class Queue(Generic[T]):
     def _ticket(self) -> Ticket:
         return self._client, next(self._tickets)
 
-    def _arrived(self) -> tuple[Ticket, ...]:
+    def _received_tickets(self) -> tuple[Ticket, ...]:
         """Return the tickets of the items that were received since the last call."""
         found = []
         while self._received:
@@ -351,13 +351,13 @@ class Queue(Generic[T]):
         """
         seconds, ticket = _check_timeout(block, timeout), self._ticket()
         return self._check_got(
-            self._wait(self._call("get", ticket, seconds, self._arrived()), ticket), ticket
+            self._wait(self._call("get", ticket, seconds, self._received_tickets()), ticket), ticket
         )
 
     async def get_async(self, block: bool = True, timeout: float | None = None) -> T:
         """Remove an item and return it, like :meth:`get`; if cancelled while waiting, no item is lost."""
         seconds, ticket = _check_timeout(block, timeout), self._ticket()
-        ref = self._call("get", ticket, seconds, self._arrived())
+        ref = self._call("get", ticket, seconds, self._received_tickets())
         return self._check_got(await self._wait_async(ref, ticket), ticket)
 
     def _check_put(self, done: bool) -> None:
@@ -411,7 +411,7 @@ class Queue(Generic[T]):
         """
         num_items = integer("num_items", num_items, least=0)
         ticket = self._ticket()
-        found = self._wait(self._call("get_batch", num_items, ticket, self._arrived()), ticket)
+        found = self._wait(self._call("get_batch", num_items, ticket, self._received_tickets()), ticket)
         if isinstance(found, int):
             raise Empty(f"cannot get {num_items} items from a queue of size {found}")
         self._received.append(ticket)

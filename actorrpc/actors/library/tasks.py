@@ -152,7 +152,7 @@ class RunnerPools:
         self._lock = threading.RLock()
         self._pools: dict[Any, _RunnerPool] = {}
 
-    def take(self, options: TaskOptions) -> _Runner:
+    def assign(self, options: TaskOptions) -> _Runner:
         """Choose a runner for a task, count the task in ``runner.busy``, and return the runner.
 
         If :meth:`lease` returned a future, call this after the future has completed.
@@ -228,10 +228,10 @@ class RunnerPools:
         """Request one more runner from rank 0 if all runners that this process knows are busy, and the limit allows one more.
 
         Does not block. Rank 0, processes without an embedded cluster, and tasks with ``worker=`` need no request: there,
-        :meth:`take` makes the runners.
+        :meth:`assign` makes the runners.
 
         Returns:
-            None if :meth:`take` can be called at once. Otherwise a future that completes when rank 0 has answered, and fails if
+            None if :meth:`assign` can be called at once. Otherwise a future that completes when rank 0 has answered, and fails if
             the request does. If ``limit`` requests are under way already, it is the future of the last one.
         """
         if self.runtime.spawner is None or options.worker is not None or self._is_first:
@@ -305,7 +305,7 @@ def _is_of(route: Route | None, error: BaseException | None) -> bool:
     )
 
 
-def _told(label: object, error: Any, route: Route | None) -> BaseException:
+def _task_error(label: object, error: Any, route: Route | None) -> BaseException:
     """Return the error of a task for the error of the actor that executed it."""
     if not _is_of(route, error):
         return cast(BaseException, error)
@@ -314,13 +314,13 @@ def _told(label: object, error: Any, route: Route | None) -> BaseException:
         return ConfigError(str(error.__cause__))
     # The cause of death is in the text. The advice to call the actor again does not apply to a task.
     cause = str(error.__cause__ or error).partition("is being restarted: ")[2] or str(error)
-    told = PeerDiedError(
+    failure = PeerDiedError(
         f"{label} was not finished, and is not run (again), see max_retries=. {cause.partition('. Call again')[0]}",
         maybe_executed=error.maybe_executed,
         worker=error.worker,
     )
-    told.__cause__ = error
-    return told
+    failure.__cause__ = error
+    return failure
 
 
 class _AwaitsRunner(Progress):
@@ -370,7 +370,7 @@ class TaskFuture(InnerFuture[Any]):
         Raises:
             SerializationError: the function, or an argument, cannot be sent.
         """
-        runner = self._pools.take(self._options)
+        runner = self._pools.assign(self._options)
         route = runner.route
         with undo_on_error(partial(self._pools.give_back, runner)):
             self._again = route.again(self._method, self._call, args, kwargs)
@@ -419,7 +419,7 @@ class TaskFuture(InnerFuture[Any]):
         call.acknowledge()  # the task's future reports the error
         if self.claim():
             self.conclude(
-                call.value_or_none, None if error is None else _told(self.label, error, self._route)
+                call.value_or_none, None if error is None else _task_error(self.label, error, self._route)
             )
 
     def kill(self) -> Future[None] | None:
@@ -442,16 +442,16 @@ class TaskFuture(InnerFuture[Any]):
             return error
         meaning = route.explain(method, options, error, peer)
         if not isinstance(meaning, Future):
-            return _told(self.label, meaning, route)
-        told: Future[Any] = Future()
-        told.label = meaning.label
+            return _task_error(self.label, meaning, route)
+        failure: Future[Any] = Future()
+        failure.label = meaning.label
 
         def known(done: Future[Any]) -> None:
             done.acknowledge()  # the task's future reports the error
-            told.set_exception(_told(self.label, done.error or error, route))
+            failure.set_exception(_task_error(self.label, done.error or error, route))
 
         meaning.add_done_callback(known)
-        return told
+        return failure
 
 
 _interned: Final[dict[CallOptions, CallOptions]] = {}

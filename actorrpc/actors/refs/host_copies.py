@@ -29,7 +29,9 @@ from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["CopyOnHost", "HostCopies", "place_of"]
 
-_ASK_S: Final = 30.0  # how long a worker that has or fetches a copy may take; then the owner is asked again
+_ANSWER_S: Final = (
+    30.0  # how long a worker that has or fetches a copy may take; then the owner is asked again
+)
 
 
 class CopyOnHost(NamedTuple):
@@ -81,13 +83,13 @@ class HostCopies:
         self._fetched[value] = future
         return rref._to_future(fetch=_lend, more=(anew,))
 
-    def ask(self, copy: CopyOnHost) -> Future[Any]:
+    def request(self, copy: CopyOnHost) -> Future[Any]:
         """Return a future of another worker's copy on this host; its value is None if that worker has no copy any more."""
         future: Future[Any] = Future()
         references = self._references
         try:
             peer = references.peer_of(copy.worker)
-            references.agent.call(peer, _share, (copy.value,), {}, _ASK_S, future=future)
+            references.agent.call(peer, _share, (copy.value,), {}, _ANSWER_S, future=future)
         except RpcError as error:  # the worker has ended
             future.set_exception(error)
         references.agent.flush()

@@ -141,10 +141,10 @@ class _Pursuit(Progress):
     def follow(self, step: Future[Any]) -> None:
         """Continue when ``step`` is complete."""
         claim = self._claim = [step]
-        step.add_done_callback(lambda _: self._arrived(claim))
+        step.add_done_callback(lambda _: self._on_step(claim))
 
     @uninterruptible
-    def _arrived(self, claim: list[Future[Any]]) -> None:
+    def _on_step(self, claim: list[Future[Any]]) -> None:
         try:
             step = claim.pop()
         except IndexError:
@@ -164,7 +164,7 @@ class _Pursuit(Progress):
         elif type(value) is CopyOnHost:
             assert self._copies is not None
             self._is_nearby = True
-            self.follow(self._copies.ask(value))
+            self.follow(self._copies.request(value))
         elif type(value) is StoredResult and not self._stays:
             self._hop(value.rref)
         else:
@@ -225,7 +225,7 @@ class _Pursuit(Progress):
             step.drive(deadline)
             if not step.completed:
                 return
-            self._arrived(claim)
+            self._on_step(claim)
 
     def flush(self) -> None:
         for step in self._claim:
@@ -310,7 +310,7 @@ class ObjectRef(Generic[T_co]):
 
     # -- the result ----------------------------------------------------------------------------------
 
-    def _ask(self) -> Future[Any]:
+    def _request(self) -> Future[Any]:
         """Return the future of the result, which may be a :class:`StoredResult`. Requests the result of a promise."""
         future = self._future
         if future is None:
@@ -340,7 +340,7 @@ class ObjectRef(Generic[T_co]):
 
     def _settled(self) -> Future[Any]:
         """Return the future of the value or of a snapshot of it. A value that is elsewhere is fetched."""
-        future = self._ask()
+        future = self._request()
         if future.completed and (future.error is not None or type(future.value_or_none) is not StoredResult):
             return future
         found = self._fetched
@@ -374,18 +374,18 @@ class ObjectRef(Generic[T_co]):
 
     def done(self) -> bool:
         """Say whether the call has ended. A large result may still have to be fetched."""
-        return self._ask().completed
+        return self._request().completed
 
     def cancel(self) -> bool:
         """Cancel the call: it ends with :class:`CancelledError`, and its actor is notified; False if it has already ended.
 
         For an ObjectRef from another worker, only the wait in this process is cancelled.
         """
-        return self._ask().cancel()
+        return self._request().cancel()
 
     def __await__(self) -> Generator[Any, None, T_co]:
         try:
-            value = yield from self._ask().__await__()
+            value = yield from self._request().__await__()
             if type(value) is StoredResult:
                 value = yield from self._settled().__await__()
             sole = sys.getrefcount(self) == SOLE
@@ -457,7 +457,7 @@ class ObjectRef(Generic[T_co]):
         lost = None if promise is None else rrefs.failure(promise)
         if future is None or not future.completed:
             if lost is None:
-                return _arrive_promise, (*known, self._as_promise())
+                return _rebuild_promise, (*known, self._as_promise())
             # The worker that sent this ObjectRef cannot provide the value any longer.
             return _as_failed(
                 *known, _out_of_reach(known[1], lost) if type(lost) is PeerDiedError else lost, context
@@ -483,11 +483,11 @@ class ObjectRef(Generic[T_co]):
         else:
             is_fetched = type(value) in _TEXTS and len(value) >= LARGE
         if is_fetched:
-            return _arrive_promise, (*known, self._as_promise())
+            return _rebuild_promise, (*known, self._as_promise())
         if error is not None:
             future.acknowledge()  # the receiver's get() raises the error
             return _as_failed(*known, error, context)
-        return _arrive, (*known, value)
+        return _rebuild, (*known, value)
 
     # -- Python --------------------------------------------------------------------------------------
 
@@ -562,21 +562,21 @@ def _worth_another_try(fetched: Future[Any]) -> bool:
 def _as_failed(ref_id: bytes, label: str, error: BaseException, context: MessageContext) -> tuple[Any, ...]:
     dumps = codec.dumper(context.peer.same_main)
     packed = exceptions.dump(error, worker=rrefs.runtime().agent.name, dumps=dumps)
-    return _arrive_failed, (ref_id, label, packed)
+    return _rebuild_failed, (ref_id, label, packed)
 
 
-def _arrive(ref_id: bytes, label: str, value: Any) -> ObjectRef[Any]:
+def _rebuild(ref_id: bytes, label: str, value: Any) -> ObjectRef[Any]:
     """Rebuild an ObjectRef that was sent with its result (named in pickles)."""
     return ObjectRef.of(value, label=label, ref_id=ref_id)
 
 
-def _arrive_failed(ref_id: bytes, label: str, packed: bytes) -> ObjectRef[Any]:
+def _rebuild_failed(ref_id: bytes, label: str, packed: bytes) -> ObjectRef[Any]:
     """Rebuild an ObjectRef of a call that failed (named in pickles)."""
     error = exceptions.load(packed, loads=codec.loads)
     return ObjectRef.failed(error, label=label, ref_id=ref_id)
 
 
-def _arrive_promise(ref_id: bytes, label: str, promise: RRef[Any]) -> ObjectRef[Any]:
+def _rebuild_promise(ref_id: bytes, label: str, promise: RRef[Any]) -> ObjectRef[Any]:
     """Rebuild an ObjectRef whose call has not ended (named in pickles)."""
     return ObjectRef(None, label=label, promise=promise, ref_id=ref_id)
 

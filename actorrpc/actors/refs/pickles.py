@@ -119,7 +119,7 @@ def find(address: Address, what: str) -> RRef[Any]:
             peer = agent.peer(address.worker.rank)
             if peer.record.incarnation != address.worker.incarnation:
                 raise UnknownWorkerError(f"{peer.name!r} has taken its place")
-            found = agent.ask(peer, _lend, (address.value,), {}, _FIND_S)
+            found = agent.call_sync(peer, _lend, (address.value,), {}, _FIND_S)
         except (UnknownWorkerError, PeerDiedError) as error:
             raise PeerDiedError(
                 f"{what} cannot be loaded from its pickle: worker {address.name!r}, which had it, has ended ({error})",

@@ -221,7 +221,7 @@ class Snapshot:
             except codec.UnknownDefinitionError:
                 continue  # a definition is missing or was evicted; no part of the object was unpickled
             if self._tag is not None and (runtime := current()) is not None:
-                runtime.agent.recorder.arrived(self._tag, tensors, None)
+                runtime.agent.recorder.received(self._tag, tensors, None)
             return opened
         raise RpcError(
             "a value cannot be opened, because it contains too many functions and classes that cannot be imported: define them "
@@ -248,7 +248,7 @@ class Snapshot:
         if stored is not None and isinstance(context, MessageContext) and (runtime := current()) is not None:
             if runtime.agent.shares_memory(context.peer):
                 where = context.place_of(stored.segment), stored.offset, stored.nbytes, self._sizes
-                return _arrive, (
+                return _rebuild, (
                     where,
                     bytes(self._body),
                     dict(self._definitions),
@@ -268,7 +268,7 @@ class Snapshot:
         return f"<Snapshot of {self.nbytes} bytes>"
 
 
-def _arrive(
+def _rebuild(
     where: tuple[int, int, int, tuple[int, ...]],
     body: bytes,
     definitions: Mapping[bytes, bytes],
@@ -327,7 +327,7 @@ def _copy_of(span: codec.TensorSpan) -> memoryview:
     nbytes = span.nbytes
     runtime = current()
     # Recycled pages are several times faster to fill than new ones.
-    target = runtime.agent.buffers.take(nbytes) if runtime is not None else memoryview(bytearray(nbytes))
+    target = runtime.agent.buffers.allocate(nbytes) if runtime is not None else memoryview(bytearray(nbytes))
     if nbytes:
         memory.copy(ctypes.addressof(ctypes.c_char.from_buffer(target)), span)
     return target

@@ -93,7 +93,7 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
         NotInitializedError: the future is pending, and was made before this process was forked.
     """
     if type(item) is ObjectRef:
-        future = item._ask()
+        future = item._request()
         if not future.completed:
             future.check_process()
         elif final and type(future.value_or_none) is StoredResult:
@@ -327,13 +327,13 @@ class _Watch:
 class _Gathering(Progress):
     """The source of a future of several values: see :func:`gather`."""
 
-    __slots__ = ("_failed", "_futures", "_left", "_make", "future")
+    __slots__ = ("_failed", "_futures", "_make", "_remaining", "future")
 
     def __init__(
         self, futures: list[Future[Any]], label: str, make: Any, failed: Callable[[int, BaseException], bool]
     ) -> None:
         self._futures, self._make, self._failed = futures, make, failed
-        self._left = [None] * len(futures)
+        self._remaining = [None] * len(futures)
         self.future: Future[Any] = Future()
         self.future.label = label
         self.future.awaits = futures
@@ -350,8 +350,8 @@ class _Gathering(Progress):
             if self._failed(at, error):
                 self.future.try_fail(error)
                 return
-        self._left.pop()
-        if not self._left:
+        self._remaining.pop()
+        if not self._remaining:
             self._succeed()
 
     def _succeed(self) -> None:
@@ -463,10 +463,10 @@ def get(
         until = _INFINITE
         execution = CURRENT.get()
         if timeout is None and (execution is None or execution.deadline == _INFINITE):
-            value = (refs._future or refs._ask()).wait()  # the path of most calls
+            value = (refs._future or refs._request()).wait()  # the path of most calls
         else:
             until = deadline_of(timeout)
-            value = _wait_for(refs._ask(), until, timeout)
+            value = _wait_for(refs._request(), until, timeout)
         if type(value) in ATOMS:
             return value
         if type(value) is StoredResult:
@@ -646,7 +646,7 @@ def wait(
     try:
         registered.extend(refs)
         registered.wait(num_returns, until)
-        ready = registered.take(num_returns)
+        ready = registered.pop_ready(num_returns)
     finally:
         if registered.lasts:
             shared.append(registered)
@@ -756,7 +756,7 @@ class _Registered(_Collector):
         items = list(self.items.values())
         cover(items, [*self.futures, *(each for each in items if isinstance(each, Future))])
 
-    def take(self, count: int) -> list[Any]:
+    def pop_ready(self, count: int) -> list[Any]:
         """Remove and return the first ``count`` complete results, in order."""
         taken = [heapq.heappop(self._ended) for _ in range(min(count, len(self._ended)))]
         found = [self.items.pop(number) for number in taken]
@@ -792,7 +792,7 @@ class Completed(_Collector, Generic[T]):
         self._needs_all = needs_all
         items: list[Any] = list(refs)
         futures = [_start_any(item, "as_completed()", fetch) for item in items]
-        self._left = len(items)  # results, and streams that have not ended
+        self._remaining = len(items)  # results, and streams that have not ended
         self.bar: Any = None
         if bar:
             streams = any(isinstance(item, Arrivals) for item in items)
@@ -807,7 +807,7 @@ class Completed(_Collector, Generic[T]):
         return self
 
     def __next__(self) -> T:
-        while (found := self._take(StopIteration)) is None:
+        while (found := self._next_ready(StopIteration)) is None:
             if not self.wait_until(self._until, 1, _NEXT, self._needs_all):
                 raise self._late()
         return found
@@ -816,7 +816,7 @@ class Completed(_Collector, Generic[T]):
         return self
 
     async def __anext__(self) -> T:
-        while (found := self._take(StopAsyncIteration)) is None:
+        while (found := self._next_ready(StopAsyncIteration)) is None:
             signal = self.awaited(1, _NEXT, self._needs_all)
             try:
                 async with asyncio.timeout(time_left(self._until)):
@@ -827,11 +827,11 @@ class Completed(_Collector, Generic[T]):
                     raise self._late() from None
         return found
 
-    def _take(self, stop: type[Exception]) -> T | None:
+    def _next_ready(self, stop: type[Exception]) -> T | None:
         """Return the next result, or None if it has not ended; raise ``stop`` after the last result."""
         if INTERRUPTED:
             interruption_point()
-        while self._left:
+        while self._remaining:
             if not self.ready:
                 return None
             watch = self.ready.popleft()
@@ -839,12 +839,12 @@ class Completed(_Collector, Generic[T]):
             if isinstance(watch.item, Arrivals):
                 found = self._item_of(watch)
             else:
-                self._left -= 1
+                self._remaining -= 1
                 found = watch.item
             if self.bar is not None:
                 if found is not None:
                     self.bar.update()
-                if not self._left:
+                if not self._remaining:
                     self.bar.close()
             if found is not None:
                 return found  # type: ignore[no-any-return]
@@ -857,7 +857,7 @@ class Completed(_Collector, Generic[T]):
         try:
             found = stream.next(timeout=0)
         except StopIteration:
-            self._left -= 1
+            self._remaining -= 1
             return None
         except RpcTimeoutError:  # another reader of the stream has taken the item
             pass
@@ -867,7 +867,7 @@ class Completed(_Collector, Generic[T]):
     def _late(self) -> RpcTimeoutError:
         if _time_is_over():
             self.cover()
-        return _late(f"one of {self._left} results", self._timeout)
+        return _late(f"one of {self._remaining} results", self._timeout)
 
     def cover(self) -> None:
         """Do not report failures of these results."""

@@ -506,19 +506,19 @@ _known: Final[weakref.WeakKeyDictionary[type, ClassInfo]] = weakref.WeakKeyDicti
 _read: Final[ClassCache[ClassInfo]] = ClassCache()
 # Received descriptions, by their bytes, so that received handles of one class share one object. Each operation on the dict is one
 # step under the GIL.
-_arrived: Final[OrderedDict[bytes, ClassInfo]] = OrderedDict()
-_MAX_ARRIVED: Final = 1024
+_received: Final[OrderedDict[bytes, ClassInfo]] = OrderedDict()
+_MAX_RECEIVED: Final = 1024
 
 
 def _open(blob: bytes) -> ClassInfo:
-    info = _arrived.get(blob)
+    info = _received.get(blob)
     if info is None:
         info = _rebuild(*pickle.loads(zlib.decompress(blob)))
         info._blob = blob
-        info = _arrived.setdefault(blob, info)
-        while len(_arrived) > _MAX_ARRIVED:
+        info = _received.setdefault(blob, info)
+        while len(_received) > _MAX_RECEIVED:
             try:
-                _arrived.popitem(last=False)
+                _received.popitem(last=False)
             except KeyError:
                 break
     return info

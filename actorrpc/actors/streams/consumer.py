@@ -100,7 +100,7 @@ class _Consumer(Stall, Progress):
         self._whole = 0
         self._stuck = -1  # see look()
         self._generation = generation()
-        self._arrival: Future[None] | None = None  # completes when take() need not wait
+        self._arrival: Future[None] | None = None  # completes when pop_item() need not wait
         self._finished: Future[None] | None = None
         # Pulls must not be nested calls of the call in which an item is taken, so they have an execution of their own.
         self._apart = Execution(None, self._agent.self_peer, 0, _INFINITE, 0)
@@ -298,7 +298,7 @@ class _Consumer(Stall, Progress):
 
     @property
     def _there(self) -> bool:
-        """Whether take() returns an item, an error or the end. Under the lock."""
+        """Whether pop_item() returns an item, an error or the end. Under the lock."""
         return bool(self._items) or self._ended
 
     @property
@@ -307,7 +307,7 @@ class _Consumer(Stall, Progress):
         with self._lock:
             return self._ended and not self._items and self._error is None
 
-    def take(self) -> tuple[Any, BaseException | None] | None:
+    def pop_item(self) -> tuple[Any, BaseException | None] | None:
         """Return an item as it was received, or the error in its place; None: wait for :meth:`arrival`, and call this again.
 
         Raises:
@@ -332,7 +332,7 @@ class _Consumer(Stall, Progress):
         return packed, None
 
     def arrival(self) -> Future[None]:
-        """Return a future that completes when take() does not return None: there is an item, an error, or the end."""
+        """Return a future that completes when pop_item() does not return None: there is an item, an error, or the end."""
         self.reader.note()
         with self._lock:
             there = self._there
@@ -397,9 +397,9 @@ class _Consumer(Stall, Progress):
 
     def _tell_closed(self, ticket: StreamTicket) -> None:
         if self._peer is not None and not self._agent.closed_down:
-            told: Future[None] = Future()
-            told.add_done_callback(_look_away)
-            self._call_producer(told, close_stream, ticket.stream)
+            closed: Future[None] = Future()
+            closed.add_done_callback(_look_away)
+            self._call_producer(closed, close_stream, ticket.stream)
 
     def finished(self) -> Future[None]:
         """Return a future that completes when the generator is known to have ended; it fails if the stream does."""
@@ -479,7 +479,7 @@ class _Items(Generic[R]):
             if INTERRUPTED:
                 interruption_point()
             try:
-                item = consumer.take()
+                item = consumer.pop_item()
             except _Over:
                 raise StopIteration from None
             if item is not None:
@@ -497,7 +497,7 @@ class _Items(Generic[R]):
             if INTERRUPTED:
                 interruption_point()
             try:
-                item = consumer.take()
+                item = consumer.pop_item()
             except _Over:
                 raise StopAsyncIteration from None
             if item is not None:

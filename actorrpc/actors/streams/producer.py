@@ -267,7 +267,7 @@ class Producer(Stall):
             self._items.append((packed, charge))
         self._answer()
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Record that there are no more items."""
         self._finish(DONE)
 
@@ -580,7 +580,7 @@ def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Ex
             try:
                 item = next(generator)
             except StopIteration:
-                producer.end()
+                producer.finish()
                 return
             producer.put(item)
     except BaseException as error:
@@ -625,11 +625,11 @@ async def aproduce(
             try:
                 item = await stop.next(generator)
             except StopAsyncIteration:
-                producer.end()
+                producer.finish()
                 return
             producer.put(item)
     except BaseException as error:
-        if stop.meant(error):
+        if stop.caused_by_stop(error):
             return
         cut_frames(error, __file__)
         if is_a(error, asyncio.CancelledError):  # of the task; for the consumer, its call was cancelled
@@ -654,17 +654,17 @@ async def aproduce(
 class _Stop:
     """Cancels the task of an async generator that awaits something when its stream is closed.
 
-    All methods but :meth:`_ring` run in the loop's thread.
+    All methods but :meth:`_cancel_task` run in the loop's thread.
     """
 
-    __slots__ = ("_awaits", "_loop", "_rung", "_task")
+    __slots__ = ("_awaits", "_cancelled", "_loop", "_task")
 
     def __init__(self, producer: Producer) -> None:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._awaits = False
-        self._rung = False
-        producer.on_close = self._ring
+        self._cancelled = False
+        producer.on_close = self._cancel_task
 
     async def next(self, generator: AsyncGenerator[Any, Any]) -> Any:
         """Return the generator's next item."""
@@ -674,14 +674,14 @@ class _Stop:
         finally:
             self._awaits = False
 
-    def meant(self, error: BaseException) -> bool:
+    def caused_by_stop(self, error: BaseException) -> bool:
         """Say whether this object has caused ``error``, a cancellation; then the cancellation is withdrawn."""
-        if not self._rung or not is_a(error, asyncio.CancelledError) or self._task is None:
+        if not self._cancelled or not is_a(error, asyncio.CancelledError) or self._task is None:
             return False
         # If another party has cancelled the task, too, the task has to end.
         return self._task.uncancel() == 0
 
-    def _ring(self) -> None:
+    def _cancel_task(self) -> None:
         try:
             self._loop.call_soon_threadsafe(self._stop)
         except RuntimeError:  # the loop is closed
@@ -689,5 +689,5 @@ class _Stop:
 
     def _stop(self) -> None:
         if self._awaits and self._task is not None:
-            self._rung = True
+            self._cancelled = True
             self._task.cancel()

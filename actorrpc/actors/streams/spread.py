@@ -13,7 +13,7 @@ from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.errors import ActorError, CancelledError, PeerDiedError, ShutdownError
 from actorrpc.futures import Future, InnerFuture, Progress
 
-__all__ = ["spread", "take_each"]
+__all__ = ["for_each_item", "spread"]
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("actorrpc.actors")
 _ENDED: Final = (ActorError, CancelledError, PeerDiedError, ShutdownError)
 
 
-def take_each(
+def for_each_item(
     stream: ObjectRefGenerator[Any], item: Callable[[ObjectRef[Any]], bool], end: Callable[[], None]
 ) -> None:
     """Pass each item of a stream to ``item`` when it arrives. Returns at once; the thread that receives an item calls ``item``.
@@ -34,7 +34,7 @@ def take_each(
     while True:
         arrival = stream._arrival()
         if not arrival.completed:
-            arrival.add_done_callback(lambda _: take_each(stream, item, end))
+            arrival.add_done_callback(lambda _: for_each_item(stream, item, end))
             return
         try:
             ref = stream.next(timeout=0)
@@ -49,7 +49,7 @@ def take_each(
 class _Parts(Progress):
     """The futures of a stream's first items. It is also their source: it flushes and cancels the stream for them."""
 
-    __slots__ = ("_count", "_left", "_stream", "futures")
+    __slots__ = ("_count", "_remaining", "_stream", "futures")
 
     def __init__(self, stream: ObjectRefGenerator[Any], count: int) -> None:
         self._stream = stream
@@ -60,19 +60,19 @@ class _Parts(Progress):
             future.label = f"value {at} of {consumer.label}"
             future.awaits = (consumer,)
             future.source = self
-        self._left = deque(self.futures)
+        self._remaining = deque(self.futures)
 
     def item(self, ref: ObjectRef[Any]) -> bool:
         """Complete the next future with an item; return False if the stream can be closed."""
-        came = ref._ask()
+        came = ref._request()
         try:
-            future = self._left.popleft()
+            future = self._remaining.popleft()
         except IndexError:  # no future is left: discard the item, and let the caller close the stream
             error = came.error
             if error is not None and not isinstance(error, _ENDED):
                 _log.error(
                     "%s has given %d values (num_returns), and then raised %s",
-                    *self._said,
+                    *self._label_and_count,
                     say(error, repr),
                 )
             return False
@@ -83,13 +83,13 @@ class _Parts(Progress):
         return True  # also after the last future, so that the generator may run to its end
 
     @property
-    def _said(self) -> tuple[str, int]:
+    def _label_and_count(self) -> tuple[str, int]:
         return self._stream._consumer.label, self._count
 
-    def end(self) -> None:
+    def on_end(self) -> None:
         """Fail the futures for which the stream had no item."""
-        label, count = self._said
-        left = len(self._left)
+        label, count = self._label_and_count
+        left = len(self._remaining)
         if left:
             self._fail(
                 ValueError(f"{label} must yield {count} values (num_returns), but yielded {count - left}")
@@ -97,9 +97,9 @@ class _Parts(Progress):
 
     def _fail(self, error: BaseException, *more: Future[Any]) -> None:
         failed = deque(more)
-        while self._left:
+        while self._remaining:
             try:
-                failed.append(self._left.popleft())
+                failed.append(self._remaining.popleft())
             except IndexError:  # another thread removed the last future after this thread had checked `_left`
                 break
         for future in failed:
@@ -113,9 +113,9 @@ class _Parts(Progress):
 
     def cancel(self) -> bool:
         """Close the stream, and fail the futures of all items that have not arrived; False if all have arrived."""
-        if not self._left:
+        if not self._remaining:
             return False
-        self._fail(CancelledError(f"{self._said[0]} was cancelled"))
+        self._fail(CancelledError(f"{self._label_and_count[0]} was cancelled"))
         self._stream.close()
         return True
 
@@ -127,5 +127,5 @@ def spread(stream: ObjectRefGenerator[T], count: int) -> list[ObjectRef[T]]:
     before ``count`` items, they raise a ValueError. If it yields more, the stream is closed at item ``count + 1``.
     """
     parts = _Parts(stream, count)
-    take_each(stream, parts.item, parts.end)
+    for_each_item(stream, parts.item, parts.on_end)
     return [ObjectRef(future) for future in parts.futures]

@@ -113,7 +113,7 @@ class SupervisionGroup:
                 child.index = index
                 states.append(_STATES.get(child.phase, "up"))
         self._siblings = RestartStrategy(states, strategy, self._account())
-        self._siblings.restarts.came_to_life(self._now())
+        self._siblings.restarts.note_alive(self._now())
 
     def _account(self) -> RestartPolicy:
         limit, period_s, backoff_s = self._given
@@ -156,9 +156,9 @@ class SupervisionGroup:
         """Record that a child's incarnation has ended, for whatever reason."""
         return self._carry_out(self._siblings.died(child.index, self._now(), f"{child.title}: {why}"))
 
-    def left(self, child: ActorRecord) -> list[Action]:
+    def departed(self, child: ActorRecord) -> list[Action]:
         """Record that a child is dead for good, and was ended on purpose."""
-        actions = self._carry_out(self._siblings.left(child.index, self._now()))
+        actions = self._carry_out(self._siblings.departed(child.index, self._now()))
         root = self.root()
         if not root.is_over and all(each.phase == "dead" for each in root.actors()):
             actions.append(partial(root.close, None))
@@ -181,7 +181,7 @@ class SupervisionGroup:
         """Restart all children, in order."""
         return self._carry_out(self._siblings.bring_up(self._now(), self._account()))
 
-    def end(self) -> list[Action]:
+    def end_all(self) -> list[Action]:
         """End all children for good, the last first. Only for an outermost group."""
         if self.is_over or self._ending:
             return []
@@ -225,7 +225,7 @@ class SupervisionGroup:
         if order.what == "failed":
             self.is_over = True
             return [self._give_up]
-        return [self._end] if order.what == "down" else []
+        return [self._close_ended] if order.what == "down" else []
 
     def _due(self, plan: RestartPlan) -> None:
         with self._supervisor.lock:
@@ -296,7 +296,7 @@ class SupervisionGroup:
         _log.error("%s: %s", self.title, why)
         self.close(SupervisionError(f"{self.title}: {why}", actor=self.title, cause=cause))
 
-    def _end(self) -> None:
+    def _close_ended(self) -> None:
         self._mark_all_dead(f"{self.title}, which it belongs to, was ended", None)
         self.close(None)
 

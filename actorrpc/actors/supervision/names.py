@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Names"]
 
-_ASK_S: Final = 30.0  # how long rank 0 may take to answer
+_ANSWER_S: Final = 30.0  # how long rank 0 may take to answer
 
 
 class Names:
@@ -57,7 +57,7 @@ class Names:
             runtime.agent.on_peer_end.append(self._peer_ended)
 
     def _peer_ended(self, peer: Peer) -> None:
-        self.take_out_all(peer.key)
+        self.delete_names_of(peer.key)
 
     @property
     def is_registrar(self) -> bool:
@@ -80,15 +80,15 @@ class Names:
             PeerDiedError, RpcTimeoutError: rank 0 cannot be asked.
         """
         assert descriptor.name is not None
-        until = _time.now() + _ASK_S
+        until = _time.now() + _ANSWER_S
         while True:
-            known = self._ask("put_in", descriptor)
+            known = self._query("record_name", descriptor)
             if known is None:
                 return None
             assert isinstance(known, ActorDescriptor)
             if not self._ends(known, until):
                 break
-            self._ask("take_out", descriptor.name, descriptor.namespace, known.actor_id)
+            self._query("delete_name", descriptor.name, descriptor.namespace, known.actor_id)
         if get_if_exists:
             return known
         raise NameTakenError(
@@ -109,7 +109,7 @@ class Names:
                 return end.wait(left)
             agent = self._runtime.agent
             peer = peer_of(agent, known.supervisor)
-            return bool(agent.ask(peer, _ends, (known.actor_id,), {}, left))
+            return bool(agent.call_sync(peer, _ends, (known.actor_id,), {}, left))
         # Its supervisor's worker has ended, and the actor with it.
         except (PeerDiedError, UnknownWorkerError):
             return True
@@ -119,16 +119,16 @@ class Names:
     def unregister(self, name: str, namespace: str, actor_id: int) -> None:
         """Free a name, if this actor has it. Does not wait, and ignores the end of rank 0."""
         if self.is_registrar:
-            self.take_out(name, namespace, actor_id)
+            self.delete_name(name, namespace, actor_id)
             return
 
-        def tell() -> None:
+        def delete() -> None:
             try:
-                self._ask("take_out", name, namespace, actor_id)
+                self._query("delete_name", name, namespace, actor_id)
             except RpcError:  # rank 0 has ended, and the table with it
                 pass
 
-        self._runtime.agent.submit(tell)
+        self._runtime.agent.submit(delete)
 
     def lookup(self, name: str, namespace: str | None = None) -> ActorDescriptor:
         """Return the descriptor (weak) of the actor of that name; waits for rank 0, at most 30 s.
@@ -137,24 +137,24 @@ class Names:
             UnknownActorError: there is none; the message lists similar names.
             PeerDiedError, RpcTimeoutError: rank 0 cannot be asked.
         """
-        found = self._ask("find", name, self.namespace if namespace is None else namespace)
+        found = self._query("find", name, self.namespace if namespace is None else namespace)
         assert isinstance(found, ActorDescriptor)
         return found
 
     def list(self, namespace: str | None = None) -> Sequence[tuple[str, str]]:
         """Return ``(namespace, name)`` of all actors that have names, or of those in one namespace."""
-        found = self._ask("find_all", namespace)
+        found = self._query("find_all", namespace)
         return cast(Sequence[tuple[str, str]], found)
 
     # -- asking rank 0 ------------------------------------------------------------------------------------
 
-    def _ask(self, what: str, *args: Any) -> Any:
+    def _query(self, what: str, *args: Any) -> Any:
         """Call one of the methods below on rank 0."""
         if self.is_registrar:
             return getattr(self, what)(*args)
         agent = self._runtime.agent
         try:
-            return agent.ask(agent.peer(0), _serve, (what, *args), {}, _ASK_S)
+            return agent.call_sync(agent.peer(0), _serve, (what, *args), {}, _ANSWER_S)
         except UnknownActorError as error:
             # Raise the original error: that it was raised on rank 0 does not matter to the user.
             raise exceptions.original(error) from None
@@ -167,7 +167,7 @@ class Names:
 
     # -- on rank 0 ----------------------------------------------------------------------------------------
 
-    def put_in(self, descriptor: ActorDescriptor) -> ActorDescriptor | None:
+    def record_name(self, descriptor: ActorDescriptor) -> ActorDescriptor | None:
         """Give a name to an actor, on rank 0; if another actor has the name, return its descriptor."""
         assert descriptor.name is not None
         key = (descriptor.namespace, descriptor.name)
@@ -175,14 +175,14 @@ class Names:
             known = self._descriptors.setdefault(key, descriptor)
         return None if known is descriptor or known.actor_id == descriptor.actor_id else known
 
-    def take_out(self, name: str, namespace: str, actor_id: int) -> None:
+    def delete_name(self, name: str, namespace: str, actor_id: int) -> None:
         """Implement :meth:`unregister` on rank 0."""
         with self._lock:
             known = self._descriptors.get((namespace, name))
             if known is not None and known.actor_id == actor_id:
                 del self._descriptors[namespace, name]
 
-    def take_out_all(self, supervisor: WorkerKey) -> None:
+    def delete_names_of(self, supervisor: WorkerKey) -> None:
         """Free the names of all actors of an ended supervisor. Runs on rank 0."""
         with self._lock:
             for key in [
@@ -231,10 +231,10 @@ def _serve(what: str, *args: Any) -> Any:
     names: Names = runtime().names
     found = getattr(names, what)(*args)
     current = CURRENT.get()
-    if what == "put_in" and found is None and current is not None and current.peer.state != "alive":
+    if what == "record_name" and found is None and current is not None and current.peer.state != "alive":
         # The requesting worker has died meanwhile: no other worker will free the name.
         descriptor: ActorDescriptor = args[0]
-        names.take_out(descriptor.name or "", descriptor.namespace, descriptor.actor_id)
+        names.delete_name(descriptor.name or "", descriptor.namespace, descriptor.actor_id)
     return found
 
 

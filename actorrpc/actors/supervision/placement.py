@@ -48,7 +48,7 @@ class Placements:
         wanted = options.worker
         if wanted is None or wanted == NEW_PROCESS:
             if self._runtime.spawner is not None:
-                self._check(self.wish(label, options, 0, None))
+                self._check(self.spawn_request(label, options, 0, None))
                 return None
             if options.host or options.labels or options.resources:
                 raise ConfigError(
@@ -69,15 +69,17 @@ class Placements:
             raise ConfigError("resources= needs a cluster (actorrpc.init())")
         place = peer.key
         if self._runtime.spawner is not None:
-            self._check(self.wish(label, options, 0, place))
+            self._check(self.spawn_request(label, options, 0, place))
         return place
 
-    def _check(self, wish: ProcessSpec | None) -> None:
+    def _check(self, request: ProcessSpec | None) -> None:
         check = getattr(self._runtime.spawner, "check", None)
-        if wish is not None and check is not None:
-            check(wish)
+        if request is not None and check is not None:
+            check(request)
 
-    def wish(self, label: str, options: ActorOptions, booking: int, place: Any) -> ProcessSpec | None:
+    def spawn_request(
+        self, label: str, options: ActorOptions, booking: int, place: Any
+    ) -> ProcessSpec | None:
         """Return the request to the spawner: for a place, or for amounts to be booked in the worker that is the place.
 
         None if there is nothing to request.
@@ -106,7 +108,7 @@ class Placements:
             rank=rank,
         )
 
-    def sits(self, instance_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:
+    def note_placed(self, instance_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:
         """Record where a spawner has put an actor; return the process's name if the actor has it to itself."""
         if (
             isinstance(worker, SharedSlot)
@@ -118,7 +120,7 @@ class Placements:
             self._booked.add(instance_id)
         return None if isinstance(worker, SharedSlot) else worker.name
 
-    def left(self, instance_id: int) -> None:
+    def departed(self, instance_id: int) -> None:
         """Return the booking of an incarnation, if it has one. Idempotent."""
         if instance_id in self._booked:
             self._booked.discard(instance_id)
@@ -183,16 +185,16 @@ class Placements:
             return
         once = [go]
 
-        def tell(report: DeathReport | None) -> None:
+        def answer(report: DeathReport | None) -> None:
             try:
-                take = once.pop()
+                run = once.pop()
             except IndexError:
                 return
-            submit(partial(take, report))
+            submit(partial(run, report))
 
         def ready(done: Future[DeathReport]) -> None:
             done.acknowledge()
-            tell(done.value_or_none)
+            answer(done.value_or_none)
 
         spawner.report(worker).add_done_callback(ready)
-        self._agent.clock.after(_REPORT_S, partial(tell, None))
+        self._agent.clock.after(_REPORT_S, partial(answer, None))

@@ -100,7 +100,7 @@ class ActorRecord:
         epoch: the number of incarnations that have lived.
         last_life: the present incarnation, or the last one if there is none now; None before the first.
         orphaned: its last handle was freed: it ends as soon as it was made, and is not restarted.
-        put_off_since: when the next incarnation was first postponed; None if it was not.
+        postponed_since: when the next incarnation was first postponed; None if it was not.
         state: the state with which the next incarnation starts; None if no checkpoint was received.
         family: the supervision group that decides about its restarts, and ``index`` its place there.
         held: its next incarnation is only begun when the group says so.
@@ -131,7 +131,7 @@ class ActorRecord:
         self.last_life: Incarnation | None = None
         self.state: Snapshot | None = None
         self.orphaned = False
-        self.put_off_since: float | None = None
+        self.postponed_since: float | None = None
         self.last: Restarting | None = None
         self.death: ActorDiedError | None = None
         #: (the last incarnation of whose end the querying worker has been told, whether it waits for the next one, its future)
@@ -194,7 +194,7 @@ class ActorRecord:
         """Whether its next incarnation can be begun."""
         return self.phase in ("starting", "restarting") and self.life is None and not self.held
 
-    def put_off(self, life: Incarnation, now: float) -> bool:
+    def postpone(self, life: Incarnation, now: float) -> bool:
         """Withdraw an incarnation that was not made because its worker has ended; return whether another one is begun.
 
         The spawner named the worker before it learned of the end. The actor has not lived there, so this does not count as a
@@ -202,20 +202,20 @@ class ActorRecord:
         """
         if isinstance(self.place, WorkerKey):
             return False
-        if self.put_off_since is None:
-            self.put_off_since = now
-        if now - self.put_off_since > _PATIENCE_S:
+        if self.postponed_since is None:
+            self.postponed_since = now
+        if now - self.postponed_since > _PATIENCE_S:
             return False
         life.over = True
         return True
 
-    def come_to_life(self, life: Incarnation, pid: int, now: float) -> None:
+    def note_alive(self, life: Incarnation, pid: int, now: float) -> None:
         """Record that an incarnation was made, in process ``pid``."""
         assert life.worker is not None
         self.phase = "alive"
-        self.put_off_since = None
+        self.postponed_since = None
         life.location = Location(life.worker, life.worker_name, life.id, self.epoch, pid)
-        self.restarts.came_to_life(now)
+        self.restarts.note_alive(now)
         if not self.options.max_restarts and not self.descriptor.info.has_checkpoint:
             self.cls = self.arguments = None  # releases the objects to which only they refer
 
@@ -241,7 +241,7 @@ class ActorRecord:
         """Record that the present incarnation has ended, and another one will follow."""
         self.phase = "restarting"
         self.epoch += 1
-        self.put_off_since = None
+        self.postponed_since = None
         self.last = last
         self.held = self.family is not None
 
@@ -254,7 +254,7 @@ class ActorRecord:
             return location
         return None if wait else self.last
 
-    def take_answered(self) -> list[tuple[Future[Any], Location | Restarting]]:
+    def pop_answered(self) -> list[tuple[Future[Any], Location | Restarting]]:
         """Remove and return the waiters that can be answered now, with their answers."""
         ready, left = [], []
         for after, wait, future in self.waiters:

@@ -50,7 +50,7 @@ class RestartPolicy:
         self._last_wait = 0.0
         self._lived_since: float | None = None
 
-    def came_to_life(self, now: float) -> None:
+    def note_alive(self, now: float) -> None:
         """Record that the actor lives (again)."""
         self._lived_since = now
 

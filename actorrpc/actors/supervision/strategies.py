@@ -21,7 +21,7 @@ Strategy = Literal["one_for_one", "one_for_all", "rest_for_one"]
 STRATEGIES: Final = ("one_for_one", "one_for_all", "rest_for_one")
 # "up" and "making": it has an incarnation, whose end will be reported once; "ending": its end was ordered; "down": it has no
 # incarnation and should get one; "left": it is out of the group for good.
-State = Literal["up", "making", "ending", "down", "left"]
+State = Literal["up", "making", "ending", "down", "departed"]
 
 
 class RestartPlan:
@@ -106,7 +106,7 @@ class RestartStrategy:
     def died(self, child: int, now: float, why: str) -> list[RestartOrder]:
         """Record the end of a child's incarnation: it has died, or was ended by order."""
         state = self._states[child]
-        if state in ("left", "down"):
+        if state in ("departed", "down"):
             return []
         self._states[child] = "down"
         plan = next((each for each in self._plans if child in each.members), None)
@@ -129,20 +129,20 @@ class RestartStrategy:
         orders = [RestartOrder("wait", seconds=wait, plan=plan)] if wait > 0 else []
         return orders + self._go(now)
 
-    def left(self, child: int, now: float) -> list[RestartOrder]:
+    def departed(self, child: int, now: float) -> list[RestartOrder]:
         """Record that a child is dead for good and was ended on purpose: the others continue without it."""
-        if self._states[child] == "left":
+        if self._states[child] == "departed":
             return []
-        self._states[child] = "left"
+        self._states[child] = "departed"
         for each in self._plans:
             each.members.discard(child)
         return self._go(now)
 
     def lost(self, child: int, now: float, why: str) -> list[RestartOrder]:
         """Record that a child cannot be made at all: the group can never be complete, and gives up."""
-        if self._states[child] == "left":
+        if self._states[child] == "departed":
             return []
-        self._states[child] = "left"
+        self._states[child] = "departed"
         self.hopeless = True
         for each in self._plans:
             each.members.discard(child)
@@ -171,7 +171,7 @@ class RestartStrategy:
         return self._go(now)
 
     def _left_over(self) -> list[int]:
-        return [child for child, state in enumerate(self._states) if state != "left"]
+        return [child for child, state in enumerate(self._states) if state != "departed"]
 
     def _concerned(self, child: int) -> set[int]:
         if self._strategy == "one_for_one":
@@ -200,8 +200,8 @@ class RestartStrategy:
             if step is not None:
                 orders.append(step)
         if busy and not self._plans and not self.failed:
-            self.restarts.came_to_life(now)
-            if self._rising and all(each in ("up", "left") for each in self._states):
+            self.restarts.note_alive(now)
+            if self._rising and all(each in ("up", "departed") for each in self._states):
                 self._rising = False
                 orders.append(RestartOrder("up"))
         return orders

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc._exception_text import is_a
 from actorrpc.actors.client import death_errors
 from actorrpc.actors.client.route import Route
-from actorrpc.actors.client.supervisor_client import ask_for_detached, call_quietly, peer_of
+from actorrpc.actors.client.supervisor_client import call_quietly, peer_of, request_detached
 from actorrpc.actors.host import registry
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
@@ -140,7 +140,7 @@ class Supervisor:
         if options.lifetime != "detached" or agent.record.rank == 0:
             return self._adopt(actor_id, snapshot, arguments, info, options, shown, place)
         options = self._places.for_others(place, options)
-        return ask_for_detached(agent, actor_id, snapshot, arguments, info, options)
+        return request_detached(agent, actor_id, snapshot, arguments, info, options)
 
     def next_worker(self) -> Peer:
         """Return the next living worker in turn, this worker excepted; this worker if there is no other."""
@@ -261,13 +261,13 @@ class Supervisor:
             place, options = actor.place, actor.options
         spawner = self._runtime.spawner
         try:
-            wish = None
+            request = None
             if spawner is not None or place is None:
-                wish = self._places.wish(actor.descriptor.info.name, options, life.id, place)
-            if wish is not None:
+                request = self._places.spawn_request(actor.descriptor.info.name, options, life.id, place)
+            if request is not None:
                 if spawner is None:
                     raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
-                spawner.spawn(wish).add_done_callback(partial(self._spawned, actor, life))
+                spawner.spawn(request).add_done_callback(partial(self._spawned, actor, life))
             elif near is not None:
                 self._construct(actor, life, near, flushes=False)
             elif isinstance(place, WorkerKey):
@@ -288,14 +288,14 @@ class Supervisor:
         self._agent.submit(partial(self._moved_in, actor, life, done.value_or_none))
 
     def _moved_in(self, actor: ActorRecord, life: Incarnation, worker: Any) -> None:
-        process = self._places.sits(life.id, worker, actor.options)
+        process = self._places.note_placed(life.id, worker, actor.options)
         try:
             peer = self._agent.peer(worker.name)
         except RpcError as error:
             self._not_made(actor, life, error)
             return
         if not self._construct(actor, life, peer, process):  # its end was ordered meanwhile
-            self._places.left(life.id)
+            self._places.departed(life.id)
             if process is not None and self._runtime.spawner is not None:
                 self._runtime.spawner.kill(process)
 
@@ -323,7 +323,7 @@ class Supervisor:
         with self.lock:
             if actor.life is not life or actor.phase == "dead" or life.killed or life.ended_by_group:
                 return False
-            gone = process is None and peer.state != "alive" and actor.put_off(life, self._agent.clock.now())
+            gone = process is None and peer.state != "alive" and actor.postpone(life, self._agent.clock.now())
             if not gone:
                 life.worker = peer.key
                 life.worker_name = peer.name
@@ -369,11 +369,11 @@ class Supervisor:
             now, flight_recorder = self._agent.clock.now(), self._agent.flight_recorder
             if flight_recorder is not None and actor.phase == "restarting":
                 flight_recorder.noted(now, "restart", actor.descriptor.title)
-            actor.come_to_life(life, answer if isinstance(answer, int) else 0, now)
+            actor.note_alive(life, answer if isinstance(answer, int) else 0, now)
             # Drop the other actor's route, so that it does not keep that actor alive.
             if isinstance(actor.place, Route):
                 actor.place = self._routes.of(replace(actor.place.descriptor, anchor=None))
-            answers = actor.take_answered()
+            answers = actor.pop_answered()
             orphaned = actor.orphaned
             actions = actor.family.made(actor) if actor.family is not None else []
         for future, found in answers:
@@ -464,10 +464,10 @@ class Supervisor:
             process = life.process
             if verdict.again:
                 actor.lose(Restarting(text=text, report=report, moved=life.moving))
-                answers = actor.take_answered()
+                answers = actor.pop_answered()
                 if family is not None:
                     actions = family.died(actor, text)
-        self._places.left(life.id)
+        self._places.departed(life.id)
         if process is not None and report is None and self._runtime.spawner is not None:
             self._runtime.spawner.release(process)
         if not verdict.again:
@@ -508,7 +508,7 @@ class Supervisor:
             actor.phase = "dead"
             family, actions = actor.family, []
             if family is not None and not self._closed:
-                actions = family.lost(actor, death, cause) if lost else family.left(actor)
+                actions = family.lost(actor, death, cause) if lost else family.departed(actor)
             actor.forget()
             life = actor.last_life
             waiters, actor.waiters = actor.waiters, []
@@ -520,7 +520,7 @@ class Supervisor:
         if descriptor.name is not None and not self._agent.closed_down:
             self._names.unregister(descriptor.name, descriptor.namespace, descriptor.actor_id)
         if life is not None:
-            self._places.left(life.id)
+            self._places.departed(life.id)
         for _, _, future in waiters:
             future.try_fail(death)
         for watcher in watchers:
@@ -567,7 +567,7 @@ class Supervisor:
         """End an incarnation on its worker: ``"drain"`` or ``"now"``. The future completes when it has ended or failed."""
         agent, worker = self._agent, life.worker
         assert worker is not None
-        return call_quietly(agent, lambda: peer_of(agent, worker), registry.end, (life.id, how, why))
+        return call_quietly(agent, lambda: peer_of(agent, worker), registry.stop, (life.id, how, why))
 
     def kill(self, actor_id: int, no_restart: bool = True) -> Future[None]:
         """End an actor at once. The future completes when its end was ordered. Does nothing to a dead actor."""

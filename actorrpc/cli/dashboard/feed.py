@@ -169,7 +169,7 @@ class Feed:
 
     def hang_up(self) -> None:
         """Close the connections over which logs were read, after the event loop and its threads have ended."""
-        self._logs.end()
+        self._logs.close()
         self._rest()
 
     async def _run(self) -> None:
@@ -190,7 +190,7 @@ class Feed:
                 parts.append("metrics")
             self._number += 1
             try:
-                self._look = await asyncio.to_thread(self._take, self._number, parts, self._look)
+                self._look = await asyncio.to_thread(self._collect, self._number, parts, self._look)
             except Exception as error:  # passed to the coroutines that wait for this look
                 _log.exception("a look at the group has failed")
                 self._look = _failed(self._number, repr(error))
@@ -199,7 +199,7 @@ class Feed:
             # This process takes processor time from the job, so looks at a very large group are less frequent.
             await asyncio.sleep(max(begun + self._every - time.monotonic(), _REST * self._spent))
 
-    def _take(self, number: int, parts: list[str], before: FeedLook | None) -> FeedLook:
+    def _collect(self, number: int, parts: list[str], before: FeedLook | None) -> FeedLook:
         """Read the state of the group; runs in a thread of its own."""
         begun = time.thread_time()
         try:
@@ -310,9 +310,9 @@ def _failed(number: int, problem: str) -> FeedLook:
 class _Shared:
     """Takes looks on request, one at a time. The last look is returned again until it is ``every`` seconds old."""
 
-    def __init__(self, every: float, take: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, every: float, collect: Callable[[], dict[str, Any]]) -> None:
         self._every = every
-        self._take = take
+        self._collect = collect
         self._lock = asyncio.Lock()
         self._at = float("-inf")
         self._found: dict[str, Any] = {}
@@ -320,7 +320,7 @@ class _Shared:
     async def get(self) -> dict[str, Any]:
         async with self._lock:
             if time.monotonic() - self._at >= self._every:
-                self._found = await asyncio.to_thread(self._take)
+                self._found = await asyncio.to_thread(self._collect)
                 self._at = time.monotonic()
             return self._found
 
@@ -347,7 +347,7 @@ class _LogLines:
                 reader = Reader(self._groups(), 0.8)
                 self._lines.clear()
                 self._size = 0
-                with undo_on_error(reader.end):
+                with undo_on_error(reader.close):
                     reader.begin(self._add)
                 self._reader = reader
             elif not self._reader.more():
@@ -357,10 +357,10 @@ class _LogLines:
             return str(error)
         return ""
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Hang up."""
         if self._reader is not None:
-            self._reader.end()
+            self._reader.close()
             self._reader = None
 
     def search(self, text: str, whom: str, most: int) -> dict[str, Any]:

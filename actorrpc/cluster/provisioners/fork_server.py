@@ -91,10 +91,10 @@ class _Server:
         self._pid = os.getpid()
         self._driver = -1
         self._todo: list[tuple[dict[str, Any], list[int]]] = []  # commands that were received
-        self._alarm, self._ring = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._alarm, self._alarm_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda _signal, _frame: None)
-        signal.set_wakeup_fd(self._ring, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._alarm_write, warn_on_full_buffer=False)
         self._look = select.poll()
         self._look.register(self._sock, select.POLLIN)
         self._look.register(self._alarm, select.POLLIN)
@@ -106,7 +106,7 @@ class _Server:
             if why:
                 with contextlib.suppress(OSError):  # the driver has ended
                     self._say({"is": "not_preloaded", "module": name, "why": why})
-                self._end()
+                self._kill_children()
 
     def run(self) -> dict[str, Any] | None:
         """Serve until the driver ends, then end; in a child, return its job."""
@@ -125,7 +125,7 @@ class _Server:
                 if not ready and not prepared:
                     prepared = True
                     _prepare(self.glance)
-                if not self._take(ready):
+                if not self._receive(ready):
                     break
                 while self._todo:
                     job = self._act(*self._todo.pop(0))
@@ -136,10 +136,10 @@ class _Server:
                         return job
         except OSError:  # the driver has ended
             pass
-        self._end()
+        self._kill_children()
         return None
 
-    def _take(self, ready: set[int]) -> bool:
+    def _receive(self, ready: set[int]) -> bool:
         """Reap children and read commands, without blocking; return False when the driver has ended."""
         if self._alarm in ready:
             with contextlib.suppress(BlockingIOError):
@@ -159,13 +159,13 @@ class _Server:
         if not ready:
             return
         try:
-            if not self._take(ready):
-                self._end()
+            if not self._receive(ready):
+                self._kill_children()
             for message, fds in self._todo:
                 if message.get("do") == "kill":  # the first message, with data for all children, has no "do"
                     self._act(message, fds)
         except OSError:  # the driver has ended
-            self._end()
+            self._kill_children()
         self._todo = [each for each in self._todo if each[0].get("do") != "kill"]
 
     def _say(self, message: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ class _Server:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._sock.close()
         self._reader.close()
-        for fd in (self._alarm, self._ring, self._driver):
+        for fd in (self._alarm, self._alarm_write, self._driver):
             if fd >= 0:
                 os.close(fd)
         for number, fd in enumerate(fds, 1):
@@ -250,7 +250,7 @@ class _Server:
                 }
             )
 
-    def _end(self) -> None:
+    def _kill_children(self) -> None:
         for pid in self._children:
             _kill(pid)
         until = time.monotonic() + _GONE_S

@@ -173,7 +173,7 @@ class LocalCluster(Engine):
         spec = process.order.spec
         if spec.num_gpus is None:
             return
-        devices = self.devices.take(process.order.name, spec.num_gpus)
+        devices = self.devices.allocate(process.order.name, spec.num_gpus)
         if devices is None:
             raise PlacementError(
                 f"{spec.label!r} needs num_gpus={spec.num_gpus:g}, and of {self.devices.total} CUDA devices not enough are free"
@@ -288,7 +288,7 @@ class LocalCluster(Engine):
             self.agent.submit(keys.sweep)
         over = partial(self.agent.submit, partial(self._reported, process, message))
         if process.output is not None:
-            self.logs.end(process.output, over)
+            self.logs.finish(process.output, over)
             # If the terminal is stopped, the logs' thread may be blocked: do not wait longer than _LOGS_S.
             self.agent.clock.after(_LOGS_S, over)
         else:
@@ -344,7 +344,7 @@ class LocalCluster(Engine):
                 self.ended(process.order.name)
 
         if output is not None:
-            self.logs.end(output, partial(self.agent.submit, fail))
+            self.logs.finish(output, partial(self.agent.submit, fail))
         else:
             fail()
 

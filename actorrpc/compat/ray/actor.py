@@ -170,7 +170,7 @@ def _special(handle: ActorHandle[Any], name: str) -> _Special | None:
 
 def _ended(handle: ActorHandle[Any]) -> actors.ObjectRef[Any]:
     ref = actors.call(handle, _leave)
-    ref._ask().add_done_callback(Future.acknowledge)  # the call is meant to fail
+    ref._request().add_done_callback(Future.acknowledge)  # the call is meant to fail
     return ref
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from actorrpc import actors
 from actorrpc._exception_text import say
-from actorrpc.actors.streams.spread import take_each
+from actorrpc.actors.streams.spread import for_each_item
 from actorrpc.compat.ray.exceptions import in_rays_words, rays_words
 from actorrpc.errors import RpcError, WrongTypeError
 from actorrpc.futures import Future
@@ -212,7 +212,7 @@ def gathered(stream: ObjectRefGenerator[Any]) -> ObjectRef[DynamicObjectRefGener
         refs.append(ObjectRef(ref))
         return True
 
-    take_each(stream._ours, item, lambda: future.set_result(DynamicObjectRefGenerator(refs)))
+    for_each_item(stream._ours, item, lambda: future.set_result(DynamicObjectRefGenerator(refs)))
     return ObjectRef(actors.ObjectRef(future))
 
 

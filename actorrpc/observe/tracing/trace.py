@@ -199,14 +199,14 @@ class Recording:
 
 
 def compare_clocks(
-    ask: Callable[[list[str], dict[str, int]], dict[str, Any]], now: Callable[[], float]
+    query: Callable[[list[str], dict[str, int]], dict[str, Any]], now: Callable[[], float]
 ) -> tuple[float, float | None]:
     """Return the offset to add to a worker's times to get times of the local clock, and its maximal error, both in seconds.
 
     The error is None if no question was answered. The offset is then 0, which means nothing.
 
     Args:
-        ask: sends the worker a question for these parts, from these begins on, and returns its answer. If it raises OSError or
+        query: sends the worker a question for these parts, from these begins on, and returns its answer. If it raises OSError or
             RpcError, the comparison ends.
         now: reads the local clock.
     """
@@ -214,7 +214,7 @@ def compare_clocks(
     for _ in range(_CLOCK_TRIES):
         begun = now()
         try:
-            recorder = ask(["records"], _CLOCK).get("recorder")
+            recorder = query(["records"], _CLOCK).get("recorder")
         except (OSError, RpcError):
             break
         ended = now()

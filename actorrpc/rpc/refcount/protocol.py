@@ -400,7 +400,7 @@ class RRefTable:
             self._open()
             for data in forks:
                 if data.owner != self.me:
-                    self._take(data, from_, pending, step)
+                    self._add_received_fork(data, from_, pending, step)
                     handles.append(Handle(data.rref_id, data.fork_id, data.owner))
                     continue
                 handles.append(self._hold(data.rref_id))
@@ -677,7 +677,7 @@ class RRefTable:
 
     # -- handles on values of other workers --------------------------------------------------------
 
-    def _take(self, data: ForkData, from_: WorkerKey, pending: Pending, step: Effects) -> None:
+    def _add_received_fork(self, data: ForkData, from_: WorkerKey, pending: Pending, step: Effects) -> None:
         """Add a handle for a received fork. A fork from the owner itself was registered when it was sent."""
         held = self._held.get(data.fork_id)
         if held is None:

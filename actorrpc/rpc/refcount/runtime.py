@@ -172,7 +172,7 @@ class References(MessageReferences):
             sent, context.sent = context.sent, None
             self.carry_out(self.table.rollback(sent))
 
-    def arrived(self, context: MessageContext, packed: bytes) -> None:
+    def received(self, context: MessageContext, packed: bytes) -> None:
         received = self.table.receive(unpack_forks(packed), context.peer.key)
         context.received = [received.pending, *map(self.wrapped, received.handles)]
         self.carry_out(received.effects)
@@ -302,10 +302,12 @@ class References(MessageReferences):
             if error is None:
                 self.carry_out(self.table.confirmed(handle))
             else:
-                told = handle.fork_id is not None and peer.state == "alive" and not self.agent.closed_down
-                reached = told or getattr(error, "maybe_executed", True) is not False
+                may_exist = (
+                    handle.fork_id is not None and peer.state == "alive" and not self.agent.closed_down
+                )
+                reached = may_exist or getattr(error, "maybe_executed", True) is not False
                 self.carry_out(self.table.creation_failed(handle, error, reached=reached))
-                if told:  # on another thread, because this thread may be writing a batch
+                if may_exist:  # on another thread, because this thread may be writing a batch
                     self.agent.submit(partial(self._give_up, handle, error))
 
         future.add_done_callback(created)

@@ -1,4 +1,4 @@
-"""Parts of collectives: meetings of simulated workers, and torch process groups whose ranks are threads of one process."""
+"""Parts of collectives: generations of simulated workers, and torch process groups whose ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Timers:
         self.runs.append(run)
 
 
-def make_meetings() -> tuple[Generations, Any]:
-    """Return meetings and their agent, which only collects submitted tasks."""
+def make_generations() -> tuple[Generations, Any]:
+    """Return generations and their agent, which only collects submitted tasks."""
     agent = SimpleNamespace(on_peer_end=[], submitted=[], clock=Timers())
     agent.submit = agent.submitted.append
     return Generations(agent, lambda key, rank, why: None), agent  # type: ignore[arg-type]
@@ -39,38 +39,38 @@ def make_meetings() -> tuple[Generations, Any]:
 
 class TestMeetings:
     def test_gather_gives_every_rank_the_values_of_all(self) -> None:
-        meetings, _ = make_meetings()
-        meeting = meetings.open("it", 3)
-        early = [meetings.gather(meeting.key, rank, SLOTS[rank], f"from {rank}") for rank in (2, 0)]
+        generations, _ = make_generations()
+        generation = generations.open("it", 3)
+        early = [generations.gather(generation.key, rank, SLOTS[rank], f"from {rank}") for rank in (2, 0)]
         assert not any(each.done() for each in early)
-        late = meetings.gather(meeting.key, 1, SLOTS[1], "from 1")
+        late = generations.gather(generation.key, 1, SLOTS[1], "from 1")
         assert [each.value() for each in (*early, late)] == [["from 0", "from 1", "from 2"]] * 3
 
     def test_take_waits_until_all_keys_are_set(self) -> None:
-        meetings, _ = make_meetings()
-        key = meetings.open("it", 1).key
-        waiting = meetings.take(key, ["a", "b"])
-        meetings.change(key, "put", "a", b"1")
+        generations, _ = make_generations()
+        key = generations.open("it", 1).key
+        waiting = generations.get(key, ["a", "b"])
+        generations.change(key, "put", "a", b"1")
         assert not waiting.done()
-        meetings.change(key, "put", "b", b"2")
+        generations.change(key, "put", "b", b"2")
         assert waiting.value() == [b"1", b"2"]
-        assert meetings.take(key, ["b"]).value() == [b"2"]
-        assert [meetings.change(key, "add", "n", each) for each in (2, 3)] == [2, 5]
-        assert meetings.change(key, "has", ["a", "n"]) is True
-        assert meetings.change(key, "swap", "a", b"1", b"9") == b"9"
-        assert meetings.change(key, "swap", "a", b"1", b"8") == b"9"
-        assert meetings.change(key, "drop", "a") is True
-        assert meetings.change(key, "has", ["a"]) is False
+        assert generations.get(key, ["b"]).value() == [b"2"]
+        assert [generations.change(key, "add", "n", each) for each in (2, 3)] == [2, 5]
+        assert generations.change(key, "has", ["a", "n"]) is True
+        assert generations.change(key, "swap", "a", b"1", b"9") == b"9"
+        assert generations.change(key, "swap", "a", b"1", b"8") == b"9"
+        assert generations.change(key, "drop", "a") is True
+        assert generations.change(key, "has", ["a"]) is False
 
     def test_the_death_of_a_member_fails_all_waits_of_its_collective_once(self) -> None:
-        meetings, agent = make_meetings()
-        meeting = meetings.open("it", 3)
-        waiting = [meetings.gather(meeting.key, rank, SLOTS[rank], None) for rank in (0, 1)]
-        asked = meetings.take(meeting.key, ["never"])
+        generations, agent = make_generations()
+        generation = generations.open("it", 3)
+        waiting = [generations.gather(generation.key, rank, SLOTS[rank], None) for rank in (0, 1)]
+        asked = generations.get(generation.key, ["never"])
         (tell,) = agent.on_peer_end
         ended = SimpleNamespace(name="w1", rank=1, key=WorkerKey(1, "another life"), cause="", state="dead")
         tell(ended)
-        assert not meeting.why
+        assert not generation.why
         ended.key = WorkerKey(1, "life1")
         tell(ended)
         for each in (*waiting, asked):
@@ -78,34 +78,37 @@ class TestMeetings:
                 each.value()
         assert len(agent.submitted) == 1  # rank 0 is notified; rank 2 has not joined
         with pytest.raises(CollectiveError, match="rank 1 was lost"):
-            meetings.gather(meeting.key, 2, SLOTS[2], None)
+            generations.gather(generation.key, 2, SLOTS[2], None)
         tell(ended)
         assert len(agent.submitted) == 1
 
     def test_a_failed_operation_reports_the_loss_of_a_rank_if_one_is_known(self) -> None:
-        meetings, agent = make_meetings()
-        meeting = meetings.open("it", 2)
+        generations, agent = make_generations()
+        generation = generations.open("it", 2)
         for rank in range(2):
-            meetings.gather(meeting.key, rank, SLOTS[rank], None)
-        answer = meetings.gone(meeting.key, 0, "connection closed", False)
-        assert meeting.why == "connection closed"
+            generations.gather(generation.key, rank, SLOTS[rank], None)
+        answer = generations.report_loss(generation.key, 0, "connection closed", False)
+        assert generation.why == "connection closed"
         assert not answer.done()
-        meetings.gone(meeting.key, 1, "it was killed", True)
-        assert answer.value() == meeting.why == "rank 1 was lost: it was killed"
+        generations.report_loss(generation.key, 1, "it was killed", True)
+        assert answer.value() == generation.why == "rank 1 was lost: it was killed"
         # Without a lost rank, the first reported reason is the answer.
-        other = meetings.open("it", 2)
-        answer = meetings.gone(other.key, 0, "timed out", False)
+        other = generations.open("it", 2)
+        answer = generations.report_loss(other.key, 0, "timed out", False)
         agent.clock.runs[-1]()
         agent.submitted[-1]()
         assert answer.value() == "timed out"
 
     def test_a_destroyed_collective_refuses_requests(self) -> None:
-        meetings, _ = make_meetings()
-        meeting = meetings.open("it", 2)
-        meetings.close(meeting)
+        generations, _ = make_generations()
+        generation = generations.open("it", 2)
+        generations.close(generation)
         with pytest.raises(CollectiveError, match="destroyed, or rebuilt"):
-            meetings.take(meeting.key, ["a"])
-        assert meetings.gone(meeting.key, 0, "late", True).value() == "it has been destroyed, or rebuilt"
+            generations.get(generation.key, ["a"])
+        assert (
+            generations.report_loss(generation.key, 0, "late", True).value()
+            == "it has been destroyed, or rebuilt"
+        )
 
 
 class TestGroups:
@@ -169,15 +172,19 @@ def in_threads(runs: list[Any]) -> None:
 
 def make_groups(name: str) -> list[tuple[Any, groups.CallStore]]:
     """Return both ranks of a process group."""
-    meetings, _ = make_meetings()
-    key = meetings.open(name, 2).key
+    generations, _ = make_generations()
+    key = generations.open(name, 2).key
     found: dict[int, Any] = {}
 
     def make(rank: int) -> None:
-        def ask(what: str, *args: Any) -> Any:
-            return meetings.take(key, *args).wait(10) if what == "take" else meetings.change(key, what, *args)
+        def query(what: str, *args: Any) -> Any:
+            return (
+                generations.get(key, *args).wait(10)
+                if what == "get"
+                else generations.change(key, what, *args)
+            )
 
-        store = groups.CallStore(ask)
+        store = groups.CallStore(query)
         options = {"backend": "gloo", "timeout_s": 15.0, "join_s": 10.0, "address": "127.0.0.1"}
         found[rank] = groups.make(store, rank, 2, name=f"{name}/{rank}", **options), store  # type: ignore[arg-type]
 

@@ -235,14 +235,14 @@ def test_a_call_whose_argument_becomes_ready_as_the_actor_dies_runs_after_the_re
     pid = actorrpc.get(target.pid.remote())
     argument: actorrpc.Future[int] = actorrpc.Future()
     call = target.add.remote(ObjectRef(argument))
-    end = PeerTable.end
+    record_end = PeerTable.record_end
 
     def ending(table: PeerTable, *given: Any) -> bool:
-        found = end(table, *given)
+        found = record_end(table, *given)
         if not argument.done():
             argument.set_result(5)
         return found
 
-    monkeypatch.setattr(PeerTable, "end", ending)
+    monkeypatch.setattr(PeerTable, "record_end", ending)
     os.kill(pid, signal.SIGKILL)
     assert actorrpc.get(call) == 5

@@ -291,7 +291,7 @@ def _counts() -> dict[str, int]:
     """Return the counts that must not grow: processes, threads, descriptors, files, actors, peers and references."""
     gc.collect()
     here = runtime()
-    now = leaks.LeakSnapshot.take()
+    now = leaks.LeakSnapshot.capture()
     found = {
         "processes": len(now.processes),
         "threads": len(now.threads) - len(here.agent.pool.threads),  # the pool keeps some idle threads

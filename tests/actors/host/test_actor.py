@@ -48,7 +48,7 @@ def test_an_actor_is_created_if_its_request_is_complete_only_after_its_thread_ha
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = threading.Event()
-    look, take = Mailbox.take, ActorRegistry.take
+    look, deliver = Mailbox.dequeue, ActorRegistry.deliver
 
     def looking(mailbox: Mailbox, *given: Any) -> Any:
         found = look(mailbox, *given)
@@ -56,17 +56,17 @@ def test_an_actor_is_created_if_its_request_is_complete_only_after_its_thread_ha
             looked.set()
         return found
 
-    def taking(registry: ActorRegistry, *given: Any) -> None:
+    def delivering(registry: ActorRegistry, *given: Any) -> None:
         assert looked.wait(30)
-        take(registry, *given)
+        deliver(registry, *given)
 
-    monkeypatch.setattr(Mailbox, "take", looking)
+    monkeypatch.setattr(Mailbox, "dequeue", looking)
     with InProcessCluster(2, clock="real"):
-        monkeypatch.setattr(ActorRegistry, "take", taking)
+        monkeypatch.setattr(ActorRegistry, "deliver", delivering)
         large = [float(each) for each in range(20_000)]  # it is sent in chunks
         keeper = Keeper.options(worker="worker1").remote(large)
         ready = actorrpc.ready(keeper)
-        monkeypatch.setattr(ActorRegistry, "take", take)
+        monkeypatch.setattr(ActorRegistry, "deliver", deliver)
         actorrpc.get(ready, timeout=30)
         assert actorrpc.get(keeper.count.remote(), timeout=30) == 20_000
 
@@ -155,7 +155,7 @@ def _lines_of_an_end(folder: Path, count: int) -> float:
             hosted = runtime.registry.all()[1:]
             lines.clear()
             for each in hosted:
-                each.end("now", "the test ends it").wait(30)
+                each.stop("now", "the test ends it").wait(30)
             found = len(lines) / count
             actorrpc.kill(keepers[0])
             for call in unanswered:
@@ -231,7 +231,7 @@ def test_a_draining_actor_ends_when_its_last_call_is_cancelled() -> None:
         call = keeper.fill.remote(source.later.remote())  # the call waits in the mailbox for its argument
         until(lambda: [each.waiting for each in rpc.rpc_sync("worker1", _states)] == [1])
         (state,) = rpc.rpc_sync("worker1", _states)
-        over = rpc.rpc_async("worker1", registry.end, (state.instance_id, "drain", "it is not needed"))
+        over = rpc.rpc_async("worker1", registry.stop, (state.instance_id, "drain", "it is not needed"))
         until(lambda: [each.state for each in rpc.rpc_sync("worker1", _states)] == ["ending"])
         actorrpc.cancel(call)
         with pytest.raises(actorrpc.CancelledError):

@@ -38,7 +38,7 @@ class SimulatedRunner:
         if not self.frames:
             if self.parked:
                 return
-            entry, todo = mailbox.take(self.queue, self)
+            entry, todo = mailbox.dequeue(self.queue, self)
             world.do(todo)
             if entry is None:
                 self.parked = True
@@ -51,7 +51,7 @@ class SimulatedRunner:
             world.do(mailbox.rest(self.queue))
         elif choice < 0.35 and len(self.frames) < 6:
             # The running call waits: its descendants may run.
-            nested = mailbox.take_nested(self)
+            nested = mailbox.dequeue_nested(self)
             if nested is not None:
                 self.begin(nested)
         elif choice < 0.55 and len(world.entries) < world.most:
@@ -99,9 +99,9 @@ class World:
             yielding=yielding,
             loose=self.random.choice([None, True, False]),
         )
-        self.waiting = 0  # number of waiting bystanders
+        self.waiting = 0  # number of waiting foreign threads
         for queue in self.mailbox.queues.values():
-            queue.bystanders = self
+            queue.foreign_threads = self
         self.runners: list[SimulatedRunner] = []
         self.entries: list[Entry] = []
         self.started: list[Entry] = []
@@ -168,7 +168,7 @@ class World:
         return needed is None or needed in self.finished or needed in self.cancelled
 
     def look(self) -> None:
-        """Start or end the wait of a bystander."""
+        """Start or end the wait of a foreign thread."""
         if self.waiting and self.random.random() < 0.5:
             self.waiting -= 1
         else:
@@ -251,7 +251,7 @@ def test_every_call_runs_once_in_order_within_the_concurrency_limit(limits: dict
 def _run_all(mailbox: Mailbox, queue: GroupQueue) -> list[Any]:
     ran = []
     while True:
-        entry, _ = mailbox.take(queue)
+        entry, _ = mailbox.dequeue(queue)
         if entry is None:
             return ran
         ran.append(entry.payload)
@@ -302,14 +302,14 @@ def test_close_if_idle_closes_only_if_no_call_waits_or_runs() -> None:
     queue = mailbox.queues[""]
     mailbox.put(Call("a", 1), queue)
     assert not mailbox.close_if_idle()  # the call waits
-    entry, _ = mailbox.take(queue)
+    entry, _ = mailbox.dequeue(queue)
     assert entry is not None
     assert not mailbox.close_if_idle()  # the call runs
     assert mailbox.put(Call("a", 2), queue) is not None
-    assert mailbox.take(queue)[0] is None
+    assert mailbox.dequeue(queue)[0] is None
     mailbox.done(queue)
     assert not mailbox.close_if_idle()
-    assert mailbox.take(queue)[0] is not None
+    assert mailbox.dequeue(queue)[0] is not None
     mailbox.done(queue)
     assert mailbox.close_if_idle()
     assert mailbox.put(Call("a", 3), queue) is None
@@ -321,19 +321,19 @@ def test_a_runner_that_polled_the_queue_is_not_woken_for_other_calls() -> None:
     queue = mailbox.queues[""]
     first, second = object(), object()
     for runner in (first, second):
-        assert mailbox.take(queue, runner) == (None, None)
+        assert mailbox.dequeue(queue, runner) == (None, None)
     todo = mailbox.put(Call("a", "a1"), queue)
     assert todo is not None
     assert todo.wake == (second,)
-    entry, _ = mailbox.take(queue, first)
+    entry, _ = mailbox.dequeue(queue, first)
     assert entry is not None
-    assert mailbox.take(queue, second) == (None, None)
+    assert mailbox.dequeue(queue, second) == (None, None)
     for number in range(2):
         todo = mailbox.put(Call("b", number), queue)
         assert todo is not None
         assert first not in todo.wake
         assert bool(todo.wake) != bool(todo.start)
-        mailbox.take(queue, second if todo.wake else object())
+        mailbox.dequeue(queue, second if todo.wake else object())
 
 
 def test_a_ready_call_releases_the_later_calls_up_to_the_next_pending_one() -> None:
@@ -361,12 +361,15 @@ def test_glance_shows_the_oldest_waiting_call_of_each_queue() -> None:
         mailbox.put(entry, queue)
 
     def seen() -> list[tuple[str, int, int, Entry | None]]:
-        return [(each.name, waiting, running, oldest) for each, waiting, running, oldest in mailbox.glance()]
+        return [
+            (each.name, waiting, running, oldest)
+            for each, waiting, running, oldest in mailbox.queue_lengths()
+        ]
 
     assert seen() == [("", 3, 0, first), ("io", 0, 0, None)]
-    assert mailbox.take(queue)[0] is urgent
+    assert mailbox.dequeue(queue)[0] is urgent
     assert seen()[0] == ("", 2, 1, first)
     mailbox.done(queue)
-    assert mailbox.take(queue)[0] is first
-    assert mailbox.take(queue)[0] is None  # the remaining call waits for its arguments
+    assert mailbox.dequeue(queue)[0] is first
+    assert mailbox.dequeue(queue)[0] is None  # the remaining call waits for its arguments
     assert seen()[0] == ("", 1, 1, blocked)

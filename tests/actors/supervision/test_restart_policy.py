@@ -17,7 +17,7 @@ def _play(policy: RestartPolicy, lives: list[float]) -> list[tuple[float, float 
     """Simulate lives of given lengths; return the time of each death and the delay before the restart."""
     now, found = 0.0, []
     for life in lives:
-        policy.came_to_life(now)
+        policy.note_alive(now)
         now += life
         wait = policy.next(now)
         found.append((now, wait))

@@ -23,7 +23,7 @@ class Model:
         self.todo: list[RestartOrder] = []
         self.waits: list[RestartOrder] = []
 
-    def take(self, orders: list[RestartOrder]) -> None:
+    def carry_out(self, orders: list[RestartOrder]) -> None:
         for order in orders:
             if order.what == "wait":
                 self.waits.append(order)
@@ -44,23 +44,23 @@ class Model:
         self.lives[child] = False
         self.todo = [order for order in self.todo if order.child != child]  # no child is left to end
         self.done.append(f"died {child}")
-        self.take(self.siblings.died(child, self.now, f"death of {child}"))
+        self.carry_out(self.siblings.died(child, self.now, f"death of {child}"))
 
     def obey(self, which: int = 0) -> None:
         order = self.todo.pop(which)
         if order.what == "end":
             if self.lives[order.child]:
                 self.lives[order.child] = False
-                self.take(self.siblings.died(order.child, self.now, "ended"))
+                self.carry_out(self.siblings.died(order.child, self.now, "ended"))
         else:
             self.lives[order.child] = True
-            self.take(self.siblings.made(order.child, self.now))
+            self.carry_out(self.siblings.made(order.child, self.now))
 
     def pass_time(self) -> None:
         order = self.waits.pop(0)
         self.now += order.seconds
         assert order.plan is not None
-        self.take(self.siblings.due(order.plan, self.now))
+        self.carry_out(self.siblings.due(order.plan, self.now))
 
     def settle(self) -> list[str]:
         while self.todo or self.waits:
@@ -81,10 +81,10 @@ def test_a_death_of_an_earlier_child_during_a_restart_extends_the_restart() -> N
 
 def test_a_group_is_up_only_when_all_children_are_up() -> None:
     model = Model(2, "one_for_one", backoff=3.0)
-    model.take(model.siblings.bring_down(0.0))
+    model.carry_out(model.siblings.bring_down(0.0))
     model.settle()
     model.done.clear()
-    model.take(model.siblings.bring_up(0.0, RestartPolicy(3, 60.0, 3.0)))
+    model.carry_out(model.siblings.bring_up(0.0, RestartPolicy(3, 60.0, 3.0)))
     for _ in range(2):
         model.todo = [order for order in model.todo if order.child != 0]
         model.lives[0] = True
@@ -114,7 +114,7 @@ def test_after_random_deaths_all_children_are_up_or_the_group_has_failed(
             left.add(child)
             model.lives[child] = False
             model.todo = [order for order in model.todo if order.child != child]
-            model.take(model.siblings.left(child, model.now))
+            model.carry_out(model.siblings.departed(child, model.now))
         elif what == 3 and model.waits:
             model.pass_time()
         elif model.todo:
@@ -124,7 +124,7 @@ def test_after_random_deaths_all_children_are_up_or_the_group_has_failed(
     states: tuple[Any, ...] = model.siblings.states
     for child in range(size):
         if child in left:
-            assert states[child] == "left"
+            assert states[child] == "departed"
         else:
             assert model.lives[child] is not model.siblings.failed
             assert states[child] == ("down" if model.siblings.failed else "up")

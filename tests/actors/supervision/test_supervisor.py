@@ -329,7 +329,7 @@ def test_one_of_many_concurrent_claims_of_a_name_succeeds(monkeypatch: pytest.Mo
             actor_id=actor_id, info=INFO, supervisor=WorkerKey(0, "x"), supervisor_name="w0", name="only"
         )
         start.wait()
-        found.append(names.put_in(descriptor))
+        found.append(names.record_name(descriptor))
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(1, 9)]
     for thread in threads:
