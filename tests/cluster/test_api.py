@@ -321,6 +321,7 @@ def interrupt():
         frame = top_frame(main)
         while frame is not None:
             if frame.f_code.co_name in inside and ("actorrpc" in frame.f_code.co_filename):
+                print("sent", flush=True)
                 signal.pthread_kill(main, signal.SIGINT)
                 return
             frame = frame.f_back
@@ -346,8 +347,8 @@ with init():
 """
 
 
-_ALWAYS = ["install,enter", "_launch,spawn", "_wait_gone"]
-_MORE_AT_NIGHT = ["start", "_park", "_close_down", "close"]
+_ALWAYS = ["install,enter", "spawn,wait", "shut_down"]
+_MORE_AT_NIGHT = ["start", "park", "_end_process", "close"]
 
 
 @pytest.mark.slow
@@ -356,8 +357,9 @@ _MORE_AT_NIGHT = ["start", "_park", "_close_down", "close"]
 )
 def test_after_ctrl_c_in_init_or_shutdown_a_new_cluster_can_start(tmp_path: Path, inside: str) -> None:
     with script(tmp_path, _INTERRUPTED, inside) as process:
-        code, _, err = _finish(process)
+        code, out, err = _finish(process)
     assert code == 0, err
+    assert "sent" in out
     check(err, BETWEEN_STEPS)
 
 

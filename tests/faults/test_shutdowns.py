@@ -180,7 +180,7 @@ def _ctrl_c() -> Iterator[list[float]]:
         while not over.is_set():
             frame = top_frame(main)
             while frame is not None:
-                if frame.f_code.co_name in ("_park", "park", "reading", "_await_answer", "_wait_gone"):
+                if frame.f_code.co_name in ("park", "reading", "_await_answer", "_wait"):
                     when.append(time.monotonic())
                     signal.pthread_kill(main, signal.SIGINT)
                     return
