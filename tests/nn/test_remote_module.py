@@ -56,8 +56,11 @@ def test_the_place_of_a_module_may_be_a_name_rank_device_or_worker_info() -> Non
         RemoteModule("nobody/cpu", nn.Linear, (2, 2))
     with pytest.raises(UnknownWorkerError, match="no worker 4"):
         RemoteModule("rank:4", nn.Linear, (2, 2))
-    with pytest.raises(ConfigError, match="Could not parse remote_device: w0/cpu/cpu"):
-        RemoteModule("w0/cpu/cpu", nn.Linear, (2, 2))
+    for wrong in ("w0/cpu/cpu", "/cpu", "rank:x"):
+        with pytest.raises(ConfigError, match=f"Could not parse remote_device: {wrong}"):
+            RemoteModule(wrong, nn.Linear, (2, 2))
+    with pytest.raises(TypeError, match=r"Invalid type for remote_device.*such as 'worker1/cpu'"):
+        RemoteModule(1.5, nn.Linear, (2, 2))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("here")
