@@ -33,13 +33,15 @@ rex = ray.exceptions
 @pytest.fixture(scope="module")
 def running() -> Iterator[None]:
     """Run one cluster for all tests of the module."""
-    context = ray.init(num_cpus=2, num_gpus=0, resources={"special": 2}, namespace="tests")
+    env = {"env_vars": {"OF_THE_CLUSTER": "yes"}}
+    context = ray.init(num_cpus=2, num_gpus=0, resources={"special": 2}, namespace="tests", runtime_env=env)
     assert context["node_id"] == context.address_info["node_id"]
     assert context.dashboard_url is None
     yield
     gc.collect()
     ray.shutdown()
     ray.shutdown()
+    assert "OF_THE_CLUSTER" not in os.environ
 
 
 @pytest.fixture(autouse=True)
@@ -411,6 +413,19 @@ def test_actor_handles_can_be_passed_pickled_and_inspected_like_rays(counter: An
         counter.add()
 
 
+def test_an_actor_can_be_made_by_underscore_remote_and_have_a_call_method() -> None:
+    class Callable:
+        def __init__(self, base: int) -> None:
+            self.base = base
+
+        def __call__(self, value: int) -> int:
+            return self.base + value
+
+    made: Any = ray.remote(Callable)
+    for actor in (made._remote(args=[1]), made._remote(kwargs={"base": 1}, num_cpus=0)):
+        assert ray.get(actor.__call__.remote(1)) == 2
+
+
 @row("ActorAlreadyExistsError")
 def test_named_actors_are_found_by_name_and_namespace() -> None:
     actor = Counter.options(name="one", lifetime="detached").remote(5)
@@ -674,13 +689,14 @@ def test_runtime_env_applies_to_tasks_actors_and_nested_tasks(tmp_path: Path) ->
         def below() -> Any:
             return os.environ.get("TOLD"), os.getcwd()
 
-        return only_there.VALUE, os.environ["TOLD"], os.getcwd(), ray.get(below.remote())
+        told = os.environ["TOLD"] + os.environ["OF_THE_CLUSTER"]
+        return only_there.VALUE, told, os.getcwd(), ray.get(below.remote())
 
     class Looks:
         def look(self) -> Any:
             return looks()
 
-    there = (7, "yes", str(tmp_path / "work"), ("yes", str(tmp_path / "work")))
+    there = (7, "yesyes", str(tmp_path / "work"), ("yes", str(tmp_path / "work")))
     assert ray.get(ray.remote(looks).options(runtime_env=env).remote()) == there
     assert ray.get(ray.remote(Looks).options(runtime_env=env).remote().look.remote()) == there
     assert "only_there" not in sys.modules
