@@ -301,6 +301,12 @@ def test_pickling_a_handle_with_an_exception_raises_and_names_get_actor(counter:
     assert pickle.loads(pickle.dumps(counter)) == counter
 
 
+def test_remote_of_a_method_can_be_kept_and_copied(counter: Handle) -> None:
+    kept = counter.add.remote
+    assert repr(kept) == f"<remote of {counter.add!r}>"
+    assert isinstance(get(copy.copy(kept)(1)), int)
+
+
 def test_handles_and_their_methods_can_be_arguments_and_results(counter: Handle) -> None:
     back: Any = get(counter.echo.remote(counter))
     assert isinstance(back, ActorHandle)
