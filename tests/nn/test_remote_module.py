@@ -235,6 +235,7 @@ def test_state_dict_and_load_state_dict_equal_those_of_the_module() -> None:
     assert state["first.weight"].data_ptr() == state["second.weight"].data_ptr()
     assert not any(each.requires_grad for each in state.values() if isinstance(each, torch.Tensor))
     _same(remote.state_dict(keep_vars=True), module.state_dict())  # still copies
+    _same(remote.state_dict(destination={}), module.state_dict())
     state["scale"].fill_(7)
     assert module.scale.item() == 2
     other = RemoteModule("w0", things.Tied)

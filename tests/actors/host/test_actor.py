@@ -288,3 +288,29 @@ def test_a_restarted_actor_has_the_state_of_all_answered_calls_and_streams(tmp_p
         actorrpc.kill(actor, no_restart=False)
         assert _add_after_restart(actor) == 45
         del actor, refs
+
+
+@actorrpc.remote
+class _Creator:
+    def make(self, name: str) -> None:
+        self.child = Keeper.options(name=name).remote([])
+        actorrpc.get(self.child.count.remote())
+
+    def end(self) -> None:
+        actorrpc.kill(self.child)
+
+
+def _is_named(name: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(actorrpc.get_actor(name))
+    return False
+
+
+def test_the_name_of_an_actor_that_another_worker_created_is_free_after_its_end() -> None:
+    with InProcessCluster(2, clock="real"):
+        creator = _Creator.options(worker="worker1").remote()
+        actorrpc.get(creator.make.remote("theirs"))
+        assert _is_named("theirs")
+        actorrpc.get(creator.end.remote())
+        until(lambda: not _is_named("theirs"))
+        del creator
