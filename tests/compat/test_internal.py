@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed.rpc.internal as torch_internal
 
 from actorrpc.compat.rpc import internal
 
@@ -37,8 +36,3 @@ def test_deserialize_returns_an_attribute_error_for_a_missing_function() -> None
     found = internal.deserialize(data, [])
     assert isinstance(found, AttributeError)
     assert "RPC pickler does not serialize" in str(found)
-
-
-def test_profiling_keys_equal_torchs() -> None:
-    key = internal._build_rpc_profiling_key(internal.RPCExecMode.ASYNC, "f", "a", "b")
-    assert key == torch_internal._build_rpc_profiling_key(torch_internal.RPCExecMode.ASYNC, "f", "a", "b")

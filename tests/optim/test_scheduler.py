@@ -214,31 +214,3 @@ def test_an_error_in_a_users_lambda_changes_no_learning_rate(
     with pytest.raises(LookupError, match="no factor"):
         scheduler.step()
     assert _there(distributed) == before
-
-
-class _Incomparable:
-    """A learning rate that raises when it is compared."""
-
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def __float__(self) -> float:
-        return self.value
-
-    def __eq__(self, other: object) -> bool:
-        raise ArithmeticError
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def test_values_that_cannot_be_compared_are_sent(
-    pair: tuple[DistributedOptimizer, torch.optim.Optimizer],
-) -> None:
-    distributed, _ = pair
-    for value in (0.25, 0.5):
-        distributed.param_groups[0]["extra"] = _Incomparable(value)
-        with dist_autograd.context() as context_id:
-            distributed.step(context_id)
-        found = [groups[0]["extra"] for groups in _there(distributed) if "extra" in groups[0]]
-        assert found
-        assert {each.value for each in found} == {value}

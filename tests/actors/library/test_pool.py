@@ -277,19 +277,6 @@ def test_ignore_if_timedout_drops_the_task_at_a_timeout(actors: list[_Actor], na
     assert not pool.has_next()
 
 
-def test_ignore_if_timedout_drops_a_task_that_has_not_begun(actors: list[_Actor]) -> None:
-    pool = ActorPool(actors[:1])
-    pool.submit(_work, 1)
-    pool.submit(_work, 2)
-    for _ in range(2):
-        with pytest.raises(TimeoutError):
-            pool.get_next(timeout=0, ignore_if_timedout=True)
-    assert not pool.has_next()
-    actors[0].finish()
-    assert pool.has_free()
-    assert _values(actors[:1]) == {"a": []}
-
-
 # -- ordered and unordered ----------------------------------------------------------------------------------
 
 

@@ -196,11 +196,6 @@ def test_the_worker_info_of_torch_is_accepted_as_a_worker() -> None:
     assert ActorOptions().merged(worker=Info()).worker == WorkerInfo("w", 3)
 
 
-def test_thread_is_no_option_of_a_single_call() -> None:
-    with pytest.raises(ConfigError, match="option of the method's definition"):
-        CallOptions().merged(thread=True)
-
-
 def test_options_of_actors_and_tasks_are_the_defaults_of_their_calls() -> None:
     assert ActorOptions(name="x", num_cpus=3).for_calls() == CallOptions()
     actor = ActorOptions(timeout=3, priority=2, max_task_retries=4, retry_exceptions=True)
