@@ -19,6 +19,7 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.inbound import Inbox
 from actorrpc.agent.peers import Window
 from actorrpc.errors import (
+    AuthenticationError,
     CancelledError,
     DeadlockError,
     LimitError,
@@ -31,6 +32,7 @@ from actorrpc.futures import Future
 from actorrpc.transport.connection import Connection
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame
+from tests import certificates
 from tests.agent.agents import agents
 
 _gate = threading.Event()
@@ -329,3 +331,14 @@ def test_calls_made_while_an_agent_closes_end_with_typed_errors() -> None:
             for each in threads:
                 each.join()
             assert set(outcomes) <= {ShutdownError, PeerDiedError}, outcomes
+
+
+@pytest.mark.skipif(certificates.OVER_TLS, reason="these agents listen on TCP over TLS")
+def test_a_call_of_a_worker_without_a_usable_address_names_the_settings_to_give() -> None:
+    with (
+        agents(2, transport="tcp") as (a, _),
+        pytest.raises(AuthenticationError) as caught,
+    ):  # on Unix sockets
+        _sync(a, "a1", operator.add, 1, 1)
+    assert "has no address there" in str(caught.value)
+    assert "ACTORRPC_BIND" in str(caught.value)

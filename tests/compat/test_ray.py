@@ -411,6 +411,19 @@ def test_actor_handles_can_be_passed_pickled_and_inspected_like_rays(counter: An
         counter.add()
 
 
+def test_an_actor_can_be_made_by_underscore_remote_and_have_a_call_method() -> None:
+    class Callable:
+        def __init__(self, base: int) -> None:
+            self.base = base
+
+        def __call__(self, value: int) -> int:
+            return self.base + value
+
+    made: Any = ray.remote(Callable)
+    for actor in (made._remote(args=[1]), made._remote(kwargs={"base": 1}, num_cpus=0)):
+        assert ray.get(actor.__call__.remote(1)) == 2
+
+
 @row("ActorAlreadyExistsError")
 def test_named_actors_are_found_by_name_and_namespace() -> None:
     actor = Counter.options(name="one", lifetime="detached").remote(5)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import ipaddress
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 
 import actorrpc.compat.ray as ray
 from actorrpc import errors
+from actorrpc.compat import take_over
 from actorrpc.compat.imports import alias_package, forget
 from actorrpc.compat.ray import exceptions, options, placement, runtime_env
 from actorrpc.compat.ray.util import actor_pool, queue, scheduling_strategies, state
@@ -50,6 +53,10 @@ def test_an_unsupported_name_raises_an_error_that_lists_the_supported_names() ->
     with pytest.raises(AttributeError, match=r"ray\.util has here: ActorPool"):
         _ = ray.util.multiprocessing
     assert not hasattr(ray, "__path_of_nothing__")
+
+
+def test_the_address_of_this_machine_is_an_ip_address() -> None:
+    assert ipaddress.ip_address(ray.util.get_node_ip_address())
 
 
 # -- errors -----------------------------------------------------------------------------------------------------
@@ -182,6 +189,24 @@ def test_a_runtime_env_inherits_from_the_outer_one(monkeypatch: pytest.MonkeyPat
     assert runtime_env.merged(None)["working_dir"] == str(tmp_path)
 
 
+def test_py_modules_may_be_packages_files_and_imported_modules(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "module.py").touch()
+    modules = [tmp_path / "package", tmp_path / "module.py", pytest]
+    found = runtime_env.checked({"py_modules": modules})
+    assert found["py_modules"] == [str(tmp_path), str(tmp_path), str(Path(pytest.__file__).parents[1])]
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [({"py_modules": "x"}, "a list of paths or modules"), ({"env_vars": {"A": 1}}, "a dict of texts")],
+    ids=str,
+)
+def test_fields_of_a_runtime_env_with_a_wrong_type_are_refused(env: dict[str, Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        ray.remote(len).options(runtime_env=env)
+
+
 # -- placement --------------------------------------------------------------------------------------------------
 
 
@@ -253,3 +278,16 @@ def test_import_ray_gives_actorrpc_modules_under_the_command() -> None:
     assert inspect.isfunction(ray.util.placement_group)  # not the module of this name
     with pytest.raises(ModuleNotFoundError, match=r"no module ray\.tune \(.*there are: ray, ray\.actor"):
         importlib.import_module("ray.tune")
+
+
+def test_a_ray_that_was_imported_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    with pytest.raises(RuntimeError, match="ray has been imported already"):
+        alias_package("ray", "actorrpc.compat.ray")
+
+
+def test_the_command_sets_the_variables_of_programs_once() -> None:
+    inside = take_over.with_ray({"PYTHONPATH": "a"})
+    assert inside["ACTORRPC_RAY"] == "1"
+    assert inside["PYTHONPATH"].split(os.pathsep)[1:] == ["a"]
+    assert take_over.with_ray(inside) == inside

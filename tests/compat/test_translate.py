@@ -17,6 +17,8 @@ def test_an_error_of_a_then_callback_is_also_a_runtime_error() -> None:
     with pytest.raises(RuntimeError, match="absent") as caught:
         following.wait()
     assert isinstance(caught.value, KeyError)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        future.then(None)  # type: ignore[arg-type]
 
 
 def test_wait_all_and_collect_all_end_with_the_first_failure() -> None:

@@ -56,8 +56,11 @@ def test_the_place_of_a_module_may_be_a_name_rank_device_or_worker_info() -> Non
         RemoteModule("nobody/cpu", nn.Linear, (2, 2))
     with pytest.raises(UnknownWorkerError, match="no worker 4"):
         RemoteModule("rank:4", nn.Linear, (2, 2))
-    with pytest.raises(ConfigError, match="Could not parse remote_device: w0/cpu/cpu"):
-        RemoteModule("w0/cpu/cpu", nn.Linear, (2, 2))
+    for wrong in ("w0/cpu/cpu", "/cpu", "rank:x"):
+        with pytest.raises(ConfigError, match=f"Could not parse remote_device: {wrong}"):
+            RemoteModule(wrong, nn.Linear, (2, 2))
+    with pytest.raises(TypeError, match=r"Invalid type for remote_device.*such as 'worker1/cpu'"):
+        RemoteModule(1.5, nn.Linear, (2, 2))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("here")
@@ -232,6 +235,7 @@ def test_state_dict_and_load_state_dict_equal_those_of_the_module() -> None:
     assert state["first.weight"].data_ptr() == state["second.weight"].data_ptr()
     assert not any(each.requires_grad for each in state.values() if isinstance(each, torch.Tensor))
     _same(remote.state_dict(keep_vars=True), module.state_dict())  # still copies
+    _same(remote.state_dict(destination={}), module.state_dict())
     state["scale"].fill_(7)
     assert module.scale.item() == 2
     other = RemoteModule("w0", things.Tied)

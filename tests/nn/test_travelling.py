@@ -207,6 +207,10 @@ def _sends(rank: int, world_size: int) -> None:
         assert names == ["bias", "weight"]
         assert owners == ["worker1", "worker1"]
         assert text == "RemoteModule(Linear on worker1/cpu)"
+    remote.added = 1  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match="``added`` of RemoteModule is ignored during RPC pickling"):
+        assert not rpc.rpc_sync("worker2", hasattr, (remote, "added"))
+    del remote.added
     again = rpc.rpc_sync("worker2", give_back, (remote,))
     assert again.module_rref == remote.module_rref
     there = rpc.rpc_sync("worker2", make_there, ("worker0",))

@@ -106,3 +106,8 @@ def test_sparse_gradients_are_clipped_like_dense_ones(workers: list[str]) -> Non
             assert found.is_sparse
             torch.testing.assert_close(found.to_dense(), twins.locals[0].grad)
             torch.testing.assert_close(gradient_of(context_id, twins.rrefs[1]), twins.locals[1].grad)
+
+
+def test_clip_grad_norm_without_gradients_returns_zero(twins: Twins) -> None:
+    with twins.context([None] * len(twins.rrefs)) as context_id:
+        assert _optimizer(twins).clip_grad_norm_(context_id, 1.0) == 0.0

@@ -145,3 +145,21 @@ def test_a_disabled_scaler_scales_nothing_and_always_steps(twins: Twins) -> None
         local.step()
         scaler.update()
     twins.check()
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [("growth_factor", "growth factor must be > 1.0"), ("backoff_factor", "backoff factor must be < 1.0")],
+)
+def test_factors_that_would_never_change_the_scale_are_refused(option: str, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        DistributedGradScaler(**{option: 1.0})
+
+
+def test_scale_accepts_nested_iterables_of_tensors_only() -> None:
+    scaler = DistributedGradScaler(init_scale=4.0)
+    (one, two), [three] = scaler.scale(([_LOSS, 2 * _LOSS], iter([3 * _LOSS])))
+    assert (one.item(), two.item(), three.item()) == (4.0, 8.0, 12.0)
+    for outputs in (1.0, [_LOSS, "1"]):
+        with pytest.raises(TypeError, match="outputs must be a Tensor or an iterable of Tensors"):
+            scaler.scale(outputs)

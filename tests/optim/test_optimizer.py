@@ -264,6 +264,8 @@ def test_invalid_or_unknown_context_ids_raise(twins: Twins) -> None:
                 method(unknown)
     with pytest.raises(TypeError, match="context_id"):
         optimizer.step()  # type: ignore[call-arg]
+    with dist_autograd.context() as context_id, pytest.raises(TypeError, match="takes no closure"):
+        optimizer.step(context_id, lambda: 1.0)  # type: ignore[arg-type]
 
 
 def _set_grad(parameter: torch.Tensor, value: float | None) -> None:

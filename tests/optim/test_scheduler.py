@@ -210,6 +210,7 @@ def test_an_error_in_a_users_lambda_changes_no_learning_rate(
     before = _there(distributed)
     with dist_autograd.context() as context_id:
         distributed.step(context_id)
+    assert isinstance(scheduler.scheduler, lr_scheduler.LambdaLR)
     with pytest.raises(LookupError, match="no factor"):
         scheduler.step()
     assert _there(distributed) == before

@@ -128,6 +128,8 @@ def test_options_return_a_new_actor_class() -> None:
     assert things.Counter._actorrpc_options == ActorOptions()
     with pytest.raises(ConfigError, match="not an option of an actor"):
         things.Counter.options(nmae="x")
+    with pytest.raises(TypeError, match="is made of a class, not of 3"):
+        ActorClass(3)  # type: ignore[arg-type]
 
 
 # -- pickling ----------------------------------------------------------------------------------------------------

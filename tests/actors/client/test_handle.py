@@ -139,6 +139,9 @@ def test_top_level_references_are_replaced_by_values_and_nested_ones_are_not(cou
     inner: Any = get(counter.echo.remote([ref]))
     assert isinstance(inner[0], ObjectRef)
     assert get(inner[0]) == 4
+    other = things.Counter.remote(counter.wait.remote())  # a constructor argument that is pending
+    things.Counter.gate.set()
+    assert get(other.add.remote()) == 2  # True + 1
 
 
 # -- torch's interface -----------------------------------------------------------------------------------------------

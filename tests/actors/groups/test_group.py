@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -324,6 +325,13 @@ def test_choose_skips_dead_members(workers: ActorGroup[Any]) -> None:
         get(workers.slice(hosts=0).add.choose(0))
 
 
+def test_a_slice_without_members_gives_no_results_and_cannot_choose(workers: ActorGroup[Any]) -> None:
+    empty = workers.slice(gpus=slice(0, 0))
+    assert list(get(empty.add.call(1))) == []
+    with pytest.raises(ConfigError, match="there is no member to choose"):
+        empty.add.choose(1)
+
+
 @pytest.mark.prints(r"broadcast of Worker\.fail_at of 6 Worker .* failed for rank 4 .*KeyError\('rank 4'\)")
 def test_broadcast_calls_all_members_and_logs_failures(
     workers: ActorGroup[Any], caplog: pytest.LogCaptureFixture
@@ -352,6 +360,11 @@ def test_group_stream_yields_results_as_they_complete(workers: ActorGroup[Any]) 
     assert (point["hosts"], point["gpus"], get(ref)) == (1, 2, 5)
     _gates[0].set()
     assert [point.rank for point, _ in stream] == [0]
+
+    async def ranks() -> list[int]:
+        return sorted([point.rank async for point, _ in workers.add.stream(0)])
+
+    assert asyncio.run(ranks()) == list(range(6))
 
 
 def test_generator_methods_cannot_be_called_on_a_whole_group(workers: ActorGroup[Any]) -> None:

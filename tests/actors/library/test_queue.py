@@ -301,6 +301,15 @@ def test_batches_are_put_and_taken_completely_or_not_at_all(queue: Queue[Any]) -
     assert queue.qsize() == 2
 
 
+def test_wrong_arguments_of_a_queue_are_refused_and_change_nothing(queue: Queue[Any]) -> None:
+    with pytest.raises(TypeError, match="items must be an iterable, not 3"):
+        queue.put_nowait_batch(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="actor_options must be a dict of options"):
+        Queue(3, actor_options=[1])  # type: ignore[arg-type]
+    assert queue.empty()
+    assert repr(queue) == f"<actorrpc.Queue(maxsize={queue.maxsize}) in {queue.actor!r}>"
+
+
 @_small
 def test_a_put_waits_until_there_is_room(queue: Queue[Any]) -> None:
     user = User.remote()

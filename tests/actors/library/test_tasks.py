@@ -51,6 +51,7 @@ def test_plain_async_generator_local_and_partial_functions_run_as_tasks(one_work
     local = Remote(lambda x: x + 1)
     assert get(local.remote(1)) == 2
     assert get(Remote(functools.partial(max, 3)).remote(5)) == 5
+    assert get(things.add.options(worker="w0").remote(1)) == 3
     assert asyncio.run(_awaited()) == 3
 
 

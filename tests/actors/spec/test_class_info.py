@@ -64,6 +64,9 @@ class Everything(Base):
     def remembered(self, a: int) -> int:
         return a
 
+    @functools.singledispatchmethod
+    def dispatched(self, a: int) -> None: ...
+
     partial = functools.partialmethod(plain, 1)
 
     @method(num_returns=2, timeout=3)
@@ -81,6 +84,7 @@ def test_class_info_lists_all_methods_with_their_kind() -> None:
     info = ClassInfo.of(Everything)
     assert {name: each.kind for name, each in info.methods.items()} == {
         **dict.fromkeys(("inherited", "plain", "static", "remembered", "partial", "marked"), "sync"),
+        "dispatched": "sync",
         "__call__": "sync",
         "_private": "sync",
         "coroutine": "async",
@@ -283,6 +287,15 @@ def test_a_checkpoint_method_with_other_parameters_is_not_a_checkpoint_hook() ->
     assert ClassInfo.of(Has).has_checkpoint
     assert not ClassInfo.of(Other).has_checkpoint
     assert not ClassInfo.of(Base).has_checkpoint
+
+
+def test_pickled_class_info_keeps_the_exceptions_to_retry() -> None:
+    class Actor:
+        @method(retry_exceptions=[KeyError])
+        def m(self) -> None: ...
+
+    found = pickle.loads(pickle.dumps(ClassInfo.of(Actor)))
+    assert found.methods["m"].options.retry_exceptions == (KeyError,)
 
 
 def test_class_info_does_not_keep_its_class_alive() -> None:

@@ -189,6 +189,13 @@ def test_contradictory_actor_options_raise() -> None:
         ActorOptions(concurrency_group="io", concurrency_groups={"cpu": 1}).check_together()
 
 
+def test_the_worker_info_of_torch_is_accepted_as_a_worker() -> None:
+    class Info:
+        name, id = "w", 3
+
+    assert ActorOptions().merged(worker=Info()).worker == WorkerInfo("w", 3)
+
+
 def test_options_of_actors_and_tasks_are_the_defaults_of_their_calls() -> None:
     assert ActorOptions(name="x", num_cpus=3).for_calls() == CallOptions()
     actor = ActorOptions(timeout=3, priority=2, max_task_retries=4, retry_exceptions=True)
