@@ -461,6 +461,8 @@ def test_an_unwritable_output_file_is_reported_before_any_worker_is_queried(
         assert (
             capsys.readouterr().err == f"actorrpc {command}: [Errno 2] No such file or directory: '{path}'\n"
         )
+        assert main([command, "-o", str(tmp_path)]) == 2
+        assert "[Errno 21] Is a directory" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("job")

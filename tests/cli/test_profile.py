@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ def test_a_profile_of_an_actor_has_only_the_threads_of_its_calls() -> None:
     sampler.add({"threads": threads, "actors": actors})
     sampler.add({"threads": threads, "actors": [{"actor_id": "a1", "running": []}]})
     assert _functions(sampler) == {1: [(["f"], 1)], 3: [(["h"], 2)]}
+
+
+def test_a_profile_without_any_answer_says_why_and_writes_no_file() -> None:
+    sampler = _sampler()
+    profile.sample([sampler], 1.0, 1.0, 1.0, threading.Event())
+    assert sampler.why == "it listens on no address that this process can reach"
+    numbers = dict.fromkeys(("workers", "threads", "samples", "late", "lost"), 0)
+    summary = profile.ProfileSummary(path="", seconds=1.0, rate=1.0, missing={"w": "why"}, **numbers)
+    lines = profile.lines(summary, False)
+    assert lines[0].startswith("there is nothing to sample, and no file was written")
+    assert lines[1:] == ["w is missing: why", "actorrpc stack w shows where it is"]
 
 
 # -- files -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from actorrpc.cli import commands
 from actorrpc.cli.commands import main
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.outside import FoundGroup, GroupLook
+from actorrpc.observe.words import span
 from actorrpc.wire.identity import WorkerRecord
 
 _STOPPED = "its process was stopped by a signal (SIGSTOP, SIGTSTP)"
@@ -149,6 +150,18 @@ def test_stack_shows_a_failed_call_that_is_held_in_the_debugger(capsys: pytest.C
     assert "step" not in text  # the call of another actor
     assert held in _run(capsys, "stack")[1]
     assert held in _run(capsys, "describe", "00c1")[1]
+
+
+def test_stack_as_json_has_the_findings_and_the_running_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    (group,) = json.loads(_run(capsys, "stack", "--json")[1])["groups"]
+    told = " ".join(each["what"] for each in group["findings"])
+    assert all(each in told for each in ("is stopped", "is dead", "is held in the debugger"))
+    assert [each["method"] for each in group["running"]] == ["step", "wait"]
+
+
+def test_durations_are_printed_in_fitting_units() -> None:
+    found = [span(seconds) for seconds in (119.0, 7199.0, 7260.0, 2e5, float("inf"))]
+    assert found == ["119.0 s", "119 min", "2 h 01 min", "2 d 7 h", "inf s"]
 
 
 def test_top_shows_calls_that_are_held_in_the_debugger(capsys: pytest.CaptureFixture[str]) -> None:

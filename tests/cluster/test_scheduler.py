@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -140,8 +141,8 @@ def test_actors_wait_for_resources_until_placement_timeout_and_release_them_at_t
             Place.options(num_gpus=1, labels={"zone": "a"}).remote()
         return str(said.value)
 
-    # Actors of other tests release their resources when their processes end.
-    until(lambda: "disk 1/1, CPU 2/2" in refused())
+    # Actors of other tests release their resources when their processes end; a worker of another test may hold one CPU.
+    until(lambda: re.search("disk 1/1, CPU [12]/2", refused()))
     late = Place.options(labels={"zone": "a"}, placement_timeout=0.05).remote()
     with pytest.raises(
         PlacementError, match=r"nothing became free within 0.05 s.*needs label zone=a"

@@ -11,6 +11,7 @@ import pytest
 from actorrpc.cli.dashboard import payloads
 from actorrpc.cli.dashboard.feed import FeedLook
 from actorrpc.cli.views import Picture
+from actorrpc.observe.assemble import Silent
 from actorrpc.observe.call_sums import BUCKETS
 from tests.dashboard.fakes import FakeGroup, actor_row
 
@@ -42,6 +43,42 @@ def test_the_first_view_stays_below_64_kib_for_3000_actors() -> None:
     seen = payloads.now(1, Picture.of(FakeGroup(rows).see([])), None)
     assert len(json.dumps(seen)) < 64 << 10
     assert seen["wrong_count"] == 3001
+
+
+def test_the_training_view_sums_autograd_contexts_over_all_workers() -> None:
+    seen = FakeGroup(is_well=True).see([])
+    numbers = {"sent": 2, "leaves": 3, "passes": 1, "idle": 4.0}
+    row = {"context": "ab", "origin": 0, "received": {"0": 3}, **numbers}
+    for _, answer in seen.answers.values():
+        assert not isinstance(answer, Silent)
+        answer["process"] |= {"autograd": {"contexts": 1, "passes": 1}, "contexts": [row]}
+    found = payloads.now(1, Picture.of(seen), None)["training"]
+    assert found["workers"] == [["driver", 1, 1], ["Store-1", 1, 1]]
+    assert sorted(found["hops"]) == [["driver", "Store-1", 3], ["driver", "driver", 3]]
+    (context,) = found["contexts"]
+    assert [context[name] for name in ("origin", "workers", "messages", "idle")] == ["driver", 2, 4, 4.0]
+
+
+def test_a_look_at_the_workers_alone_keeps_the_actors_of_the_previous_view() -> None:
+    group = FakeGroup([actor_row(1), actor_row(2)], is_well=True)
+    first = Picture.of(group.see([]))
+    second = first.with_workers(group.see(["process"]))
+    assert second is not None
+    shown = payloads.now(1, first, None)
+    found = payloads.now(2, second, first, shown)
+    assert (found["actor_count"], found["classes"]) == (2, shown["classes"])
+
+
+def test_the_memory_view_lists_the_holders_of_each_object_with_the_largest_object_first() -> None:
+    seen = FakeGroup(is_well=True).see([])
+    held = [[("1", 10, ""), ("2", 70, "weights")], [("1", 30, "an image")]]
+    for (_, answer), objects in zip(seen.answers.values(), held, strict=True):
+        assert not isinstance(answer, Silent)
+        rows = [{"segment": name, "label": label, "bytes": nbytes} for name, nbytes, label in objects]
+        answer["process"]["objects"] = rows
+    found = payloads.memory(Picture.of(seen))["objects"]
+    shown = [(each["label"], each["bytes"], each["holders"]) for each in found]
+    assert shown == [("weights", 70, ["driver"]), ("an image", 30, ["driver", "Store-1"])]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ def test_a_login_token_works_once(page: _Page) -> None:
     token = page.access.new_token()
     assert page.log_in("wrong").status_code == 401
     assert page.log_in("").status_code == 401
+    assert page.log_in("x" * 1025).status_code == 413
     assert page.log_in("\udcff".encode("utf-8", "surrogatepass").decode("latin-1")).status_code == 401
     answer = page.log_in(token)
     assert answer.status_code == 204

@@ -20,11 +20,12 @@ import pytest
 from actorrpc import rpc
 from actorrpc.agent.context import current_worker
 from actorrpc.cli.commands import main
+from actorrpc.cli.profile import Sampler
 from actorrpc.errors import AuthenticationError
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.outside import FoundGroup, find_groups, look
 from actorrpc.observe.processes import why_silent
-from actorrpc.observe.visitor import Target, Visit
+from actorrpc.observe.visitor import KeptVisits, Target, Visit
 from actorrpc.wire.handshake import Acceptor, Refusal
 from actorrpc.wire.identity import new_incarnation
 from actorrpc.wire.keys import Key
@@ -95,6 +96,29 @@ def test_inspecting_a_worker_from_outside_leaves_nothing_behind(
     assert references.table._deaths == {}
     assert [each.name for each in rpc.workers()] == ["alone"]
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_a_kept_visit_is_reopened_after_a_lost_connection(worker: FoundGroup) -> None:
+    kept = KeptVisits()
+    for _ in range(2):
+        assert look(worker, ["process"], 30.0, kept=kept).state.workers[0].state == "alive"
+        (connection,) = _agent().connector.connections()
+    connection.close()
+    assert look(worker, ["process"], 30.0, kept=kept).state.workers[0].state == "alive"
+    kept.close()
+    until(lambda: not _agent().connector.connections())
+
+
+def test_the_profile_of_a_worker_that_leaves_keeps_its_samples(worker: FoundGroup) -> None:
+    sampler = Sampler("alone", worker.targets[0], None, with_idle=True)
+    arguments = (time.monotonic(), 100.0, 10**6, 30.0, threading.Event())
+    thread = threading.Thread(target=sampler.run, args=arguments)
+    thread.start()
+    until(lambda: sampler.samples)
+    rpc.shutdown()
+    thread.join()
+    assert sampler.why.startswith("it was sampled ")
+    assert sampler.threads
 
 
 def test_logs_of_a_group_without_a_driver_say_where_the_output_goes(

@@ -368,6 +368,64 @@ def test_wrong_use_raises_errors_that_say_why() -> None:
     cluster.close()
 
 
+@pytest.mark.parametrize(
+    ("workers", "options", "error"),
+    [
+        *[(workers, {}, "1 to 64 workers, not") for workers in (0, 65, [])],
+        (["a", "a"], {}, "must have different names, not a, a"),
+        *[(workers, {}, "must be a number, or a list of names") for workers in (True, "abc", None)],
+        (2, {"clock": "real", "autojump": True}, "real time does not jump"),
+        (2, {"transport": "unix"}, "decides on transport itself"),
+        (2, {"heart": 1}, "unknown options among heart"),
+    ],
+)
+def test_wrong_arguments_of_a_cluster_are_refused(workers: Any, options: Any, error: str) -> None:
+    with pytest.raises((ConfigError, WrongTypeError), match=error):
+        InProcessCluster(workers, **options)
+
+
+def test_a_cluster_on_the_real_clock_cannot_advance_time() -> None:
+    with InProcessCluster(clock="real") as cluster:
+        assert [each.name for each in cluster["worker1"].workers()] == ["worker0", "worker1"]
+        with pytest.raises(RuntimeError, match="real time"):
+            cluster.clock.advance(1.0)
+
+
+def test_a_thread_that_keeps_running_is_named_if_virtual_time_cannot_pass() -> None:
+    over = threading.Event()
+
+    def spin() -> None:
+        while not over.is_set():
+            pass
+
+    with testing.VirtualTime(patience=0.1) as clock:
+        thread = threading.Thread(target=spin, name="spinner")
+        thread.start()
+        try:
+            with pytest.raises(RuntimeError, match="spinner in "):
+                clock.advance(1.0)
+        finally:
+            over.set()
+            thread.join()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_forked_child_uses_the_real_time_and_is_no_worker() -> None:
+    with InProcessCluster(2) as cluster, cluster["worker1"]:
+        pid = os.fork()
+        if not pid:
+            failed = True
+            with contextlib.suppress(BaseException):
+                assert _time.now is time.monotonic
+                assert not rpc.is_initialized()
+                with pytest.raises(RuntimeError, match="closed"):
+                    cluster["worker0"].run(worker_name)
+                failed = False
+            os._exit(failed)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert rpc.rpc_sync("worker0", worker_name) == "worker0"
+
+
 # -- random programs -------------------------------------------------------------------------------------------
 
 

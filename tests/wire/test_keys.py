@@ -93,6 +93,8 @@ def test_a_key_that_is_short_or_no_bytes_is_refused(secret: bytes) -> None:
     with pytest.raises(ConfigError) as caught:
         Key(secret)
     assert TEXT not in str(caught.value)
+    with pytest.raises(ConfigError, match="a revealed key has 32 bytes"):
+        Key.revealed(secret)
 
 
 # -- given keys --------------------------------------------------------------------------------------
