@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import tracemalloc
+from collections.abc import Iterator
 from contextvars import Context
 from pathlib import Path
 from types import FrameType
@@ -20,6 +22,7 @@ from actorrpc.actors.context import runtime
 from actorrpc.actors.host import registry
 from actorrpc.actors.host.mailbox import Mailbox
 from actorrpc.actors.host.registry import ActorRegistry
+from actorrpc.errors import ActorUnavailableError
 from actorrpc.futures import Future
 from actorrpc.rpc.functions import async_execution
 from actorrpc.testing import InProcessCluster
@@ -239,3 +242,49 @@ def test_a_draining_actor_ends_when_its_last_call_is_cancelled() -> None:
         over.wait(20)
         _may_end.set()
         del source, keeper, call
+
+
+_may_add = threading.Event()
+
+
+@actorrpc.remote(max_restarts=-1)
+class _Saved:
+    """An actor with checkpoints."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def checkpoint(self) -> int:
+        return self.count
+
+    def restore(self, count: int) -> None:
+        self.count = count
+
+    def add(self, wait: bool = False) -> int:
+        assert not wait or _may_add.wait(30)
+        self.count += 1
+        return self.count
+
+    def stream(self, more: int) -> Iterator[int]:
+        for _ in range(more):
+            yield self.add()
+
+
+def _add_after_restart(actor: Any) -> Any:
+    while True:
+        with contextlib.suppress(ActorUnavailableError):
+            return actorrpc.get(actor.add.remote())
+
+
+def test_a_restarted_actor_has_the_state_of_all_answered_calls_and_streams(tmp_path: Path) -> None:
+    with alone(tmp_path):
+        actor: Any = _Saved.remote()
+        refs = [actor.add.remote(wait=True), *(actor.add.remote() for _ in range(40))]
+        _may_add.set()
+        assert actorrpc.get(refs) == list(range(1, 42))
+        actorrpc.kill(actor, no_restart=False)
+        assert _add_after_restart(actor) == 42
+        assert [actorrpc.get(each) for each in actor.stream.remote(2)] == [43, 44]
+        actorrpc.kill(actor, no_restart=False)
+        assert _add_after_restart(actor) == 45
+        del actor, refs
