@@ -186,7 +186,10 @@ class Contexts:
         return context
 
     def release(self, id: int) -> Context | None:
-        """Remove a context, and return it; None if there is none. The caller ends its passes and tells its peers."""
+        """Remove a context, and return it; None if there is none.
+
+        The caller ends the passes of the context and notifies the peers of the context.
+        """
         with self._lock:
             context = self.live.pop(id, None)
             self._released.put(id, None)

@@ -57,7 +57,7 @@ class Sink(NamedTuple):
 
 
 class Discover(NamedTuple):
-    """Asks a worker to which receipts the gradients of messages lead that it has sent. Answer: ``{message: [Sink, ...]}``."""
+    """Query: to which receipts lead the gradients of messages that the receiver has sent? Answer: ``{message: [Sink, ...]}``."""
 
     context: int
     messages: Sequence[int]

@@ -303,9 +303,10 @@ class Participant:
             if part is None:
                 return
             part.arrive(sender, message.receipt, message.message, message.gradients)
-        # An error goes to the worker that waits for this worker's part, and not to the sender of the gradient.
+        # advance() raises nothing: it sends an error to the worker that waits for the part, not to the sender of this gradient.
         if self.transport.waits_for_another(part):
-            self.transport.later(partial(self.advance, part))  # its hooks may wait for locks of this thread
+            # Another thread runs the part, because its hooks may wait for locks of this thread.
+            self.transport.later(partial(self.advance, part))
         else:
             self.advance(part)
 

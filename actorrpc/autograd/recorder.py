@@ -43,7 +43,7 @@ from actorrpc.wire.identity import WorkerKey
 __all__ = ["GraphRecorder", "current_context", "enter", "news_for", "record_news", "restore"]
 
 _NODES: Final = 250  # graphs of more nodes are not walked until a pass needs them
-_NEWS: Final = 100  # the most messages that the news of one message describe
+_NEWS: Final = 100  # the most messages whose receipts one message reports to its receiver
 _RANK_BITS: Final = 48
 
 

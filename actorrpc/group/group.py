@@ -314,7 +314,11 @@ class Group:
         return self.agent.self_peer
 
     def _report_stage(self, peer: Peer, stage: int, until: float) -> Future[None] | None:
-        """Tell a member that this one has reached the stage; None if there is no connection to it."""
+        """Tell a member, after connecting to it, that this worker has reached a stage of the shutdown.
+
+        Returns:
+            a future that completes when all members have reached the stage; None if the member cannot be reached.
+        """
         agent = self.agent
         future: Future[None] = Future()
         try:
@@ -599,7 +603,7 @@ def enter(
 ) -> Group:
     """Enter the group that a directory lists; the caller has to call :meth:`Group.start`.
 
-    The caller also has to tell the directory. Workers listen as the settings say.
+    This function opens the sockets and makes the agent; the caller has to register the worker in the directory.
 
     Args:
         host: the identity of this host; by default the real one.

@@ -410,7 +410,7 @@ class Rendezvous(Membership):
         )
 
     def _see_others_off(self) -> None:
-        """Wait until the others have read the outcome, because this process may serve the store and may end soon."""
+        """Record that this worker has read the outcome. Rank 0, which may serve the store, waits some seconds for the others."""
         seen = self._store_op("add", self._in_round("seen", 0.0), 1)
         if self.rank == 0:
             came = self._store_op("add", self._in_round("ready", 0.0), 0)
@@ -455,7 +455,11 @@ class Rendezvous(Membership):
         return self._claim(f"rank/{mine.rank}", _tag(mine), lambda tag: self._tag_is_free(tag, mine))
 
     def _claim(self, key: str, value: bytes, is_free: Callable[[bytes], bool]) -> bytes | None:
-        """Set ``key`` to ``value`` if it is new or its holder has left; otherwise return its present value."""
+        """Set ``key`` to ``value`` if the key is new, its holder has left, or ``is_free(present value)``.
+
+        Returns:
+            None if the key was set, otherwise its present value.
+        """
         current: bytes = self._store_op("compare_set", key, "", value)
         while current != value:
             if current != _LEFT and not is_free(current):

@@ -91,7 +91,7 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
 
 
 def _gradients(context_id: int, deadline: float | None) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the gradients of a context. Call this before they are borrowed: it may wait for a pass that needs them."""
+    """Return the gradients of a context. May wait for a backward pass, which needs the parameters: borrow them afterwards."""
     left = 0.0 if deadline is None else max(0.001, deadline - _time.now())
     return startup.participant().gradients(context_id, left)
 

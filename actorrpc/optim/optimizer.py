@@ -211,7 +211,11 @@ class DistributedOptimizer:
         return gather("Error creating optimizer", calls)
 
     def _note(self, groups: Sequence[Given], counts: Mapping[str, list[list[int]]]) -> None:
-        """Count the parameters of new groups, in the order in which they were given."""
+        """Number the parameters of new groups in the order of their RRefs; record the numbers of each worker's parameters.
+
+        Args:
+            counts: for each worker and group, how many parameters each RRef stands for.
+        """
         for number, group in enumerate(groups):
             inside = {name: iter(each[number]) for name, each in counts.items()}
             for rref in group.rrefs:

@@ -22,7 +22,7 @@ __all__ = ["Given", "ParamGroup", "StandIn", "check_tensor", "parse"]
 class StandIn(torch.optim.Optimizer):
     """An optimizer without parameters that has the hyper-parameters of a DistributedOptimizer.
 
-    Used under the lock of its DistributedOptimizer.
+    All methods but ``step`` are called under the lock of its DistributedOptimizer.
 
     Args:
         groups: the hyper-parameters of each group.

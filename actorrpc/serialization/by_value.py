@@ -370,7 +370,7 @@ def fill_class(cls: type, state: Any) -> Any:
     return cls
 
 
-# -- late functions and classes -----------------------------------------------------------------------
+# -- late functions and classes, which the script defines after its worker has joined a group ----------
 
 _KINDS: Final = (type, FunctionType)
 # The names that the main module had when the process joined its group; None if no object can be late.
@@ -382,7 +382,8 @@ _PATIENCE_S: Final = 5.0
 _stalled = (
     -1
 )  # the script's position when a wait for a name timed out; while it is there, no thread waits again
-_adopted: weakref.WeakSet[Any] = weakref.WeakSet()  # late objects of other workers, made from messages
+#: late functions and classes of other workers, loaded from messages
+_adopted: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def note_main(one_script: bool = True) -> None:

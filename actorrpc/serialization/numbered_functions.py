@@ -85,7 +85,7 @@ class NumberedFunctions:
         """Return the function with this number.
 
         Raises:
-            ProtocolError: it was not introduced.
+            ProtocolError: the peer ``who`` has not introduced this number.
             Exception: this process has no function of this name; the exception that a call by name would raise.
         """
         known = self.names.get(number)

@@ -39,7 +39,8 @@ def reduce_module(module: ModuleType, is_sent_by_value: Callable[[str], bool]) -
     """Reduce an instance of a subclass of ``ModuleType`` to a name.
 
     Args:
-        is_sent_by_value: returns whether receivers cannot import the module of a name.
+        is_sent_by_value: returns whether objects of the module with this name are sent by value, because the module is the main
+            module or was registered for it.
 
     Raises:
         PicklingError: the object is neither an importable module nor an attribute of an importable module.

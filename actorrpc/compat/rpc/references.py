@@ -138,7 +138,7 @@ class RRef(rref.RRef[T]):
         return future
 
     def _get_profiling_future(self) -> futures.Future[None]:
-        """Return a future that completes when the range of the creation has ended in the profile in which it was made."""
+        """Return a future that completes when this RRef was created."""
         return self._get_future().then(lambda done: done.value())
 
     def _serialize(self) -> NoReturn:
