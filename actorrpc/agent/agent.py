@@ -79,7 +79,7 @@ INFINITE: Final = float("inf")
 _ANSWERS_S: Final = 1.0  # how long the end of a peer waits until its last answers are opened
 _GOODBYE_S: Final = 0.5  # how long sending goodbyes may take by default
 _modules: Final = sys.modules
-_RETRY_S: Final = 1.0  # time before a notice is sent again; each further attempt waits 1.5 times as long
+_RETRY_S: Final = 1.0  # before the second attempt to send a notice; each further wait is 1.5 times as long
 _ATTEMPTS: Final = 20
 
 
@@ -407,7 +407,7 @@ class Agent:
             raise
         for ended in call.ending:
             ended(call, None)
-        call.outcome = None  # the execution that this call is nested in keeps the call
+        call.outcome = None  # the enclosing execution refers to the call, and would keep the reply alive
         if _interrupts.pending:
             checkpoint()
         return value

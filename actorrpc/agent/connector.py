@@ -437,7 +437,7 @@ class Connector:
             raise ProtocolError(f"{session.peer_name!r} introduced itself as {record.name!r}")
         peer = self._agent.peer_table.adopt(record)
         if peer.state != "alive":
-            # There are two causes. 1. The peer opened two connections, and its end was read from the other connection first.
+            # An ended peer opens a connection in two cases. 1. It opened two, and its end was read from the other one first.
             # 2. The peer was silent for too long and is considered dead, but is alive. A GOODBYE with flags tells the peer that
             # it is considered dead; otherwise it would wait for answers.
             _log.info(

@@ -92,7 +92,7 @@ class Assembly:
         """Return the memory for a chunk.
 
         Raises:
-            ProtocolError: it does not fit, or does not follow the one before.
+            ProtocolError: the chunk lies outside of its buffer.
         """
         if self.frame is None:
             return memoryview(bytearray(length))

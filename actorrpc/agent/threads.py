@@ -427,7 +427,7 @@ class Pool:
             self._close_descriptors()
         if abandoned:
             self._wake_sleeper()  # one thread wakes the next
-            self._settle()  # the thread may have read answers, and queued callbacks
+            self._settle()  # this thread may have read answers and queued callbacks since close() ran the queue
 
     def _wake_sleeper(self) -> None:
         with self._lock:

@@ -119,8 +119,8 @@ class Reader:
         if whom is not None and whom not in self._known and whom not in self._pids:
             more = f" and {len(self._known) - _NAMED} more" if len(self._known) > _NAMED else ""
             raise RpcError(
-                f"there is no worker {whom!r}, and no process of which lines are kept; there are "
-                f"{', '.join(sorted(self._known)[:_NAMED])}{more}, and each by its pid"
+                f"there is no worker {whom!r}, and no process whose lines are kept; give one of these names, or a pid: "
+                f"{', '.join(sorted(self._known)[:_NAMED])}{more}"
             )
         kept: deque[Line] = deque(found, maxlen=self._last)
         for line in kept:

@@ -277,7 +277,10 @@ class Picture:
         return self._of([actor])
 
     def _of(self, actors: Sequence[ObservedActor]) -> Picture:
-        """Return the picture of some actors: their workers, with only these actors' threads and held calls."""
+        """Return the picture of some actors: their workers, with only these actors' threads and held calls.
+
+        For a worker whose stacks were dumped by a signal, all threads are kept.
+        """
         wanted = {(each.worker, call.thread) for each in actors for call in each.running}
         names, ids = {each.worker for each in actors}, {each.actor_id for each in actors}
         cut = []

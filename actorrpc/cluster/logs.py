@@ -123,7 +123,8 @@ class _Pipe:
         begun = b""
         for line in lines:
             begun, found, label = (begun + line).partition(_LABEL)
-            if found:  # the text before the label is the beginning of the next line
+            # A marker that changes the label came within a line. The text before the marker belongs to the line after it.
+            if found:
                 self.label = label.decode("utf-8", "replace")
                 continue
             whole.append((self.label, _text(begun, self.cut)))

@@ -41,8 +41,8 @@ class ResourceHolder:
     Attributes:
         hosts: the names and addresses that ``host=`` matches.
         totals: its total resources.
-        unbooked: the names of amounts that the engine books, so that they are not booked here.
-        used: the amounts in use by the engine's processes, of names that the engine books.
+        unbooked: the names of the resources that the engine books itself, and that this holder does not count.
+        used: how much of each of these resources the processes of the engine use.
         bookings: the booking of each of its actors.
         starts: it is a machine of an engine, where actors get processes of their own.
         scaled: it is a worker that the engine has started for several actors.

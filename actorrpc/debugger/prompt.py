@@ -153,7 +153,7 @@ class Prompt(pdb.Pdb):
                 last = last.tb_next
             at = last.tb_frame if last is not None else sys._getframe()
         try:
-            # In the try block: from this call on, the call counts as held, and a cancellation may interrupt any statement.
+            # In the try block: after stops(), the actor's call counts as held, and a cancellation may interrupt any statement.
             self._console.stops(at)
             super().interaction(frame, *trace)
         finally:

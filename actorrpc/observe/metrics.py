@@ -1,4 +1,4 @@
-"""Metrics of a group for Prometheus. Workers count only while the group is scraped.
+"""Metrics of a group for Prometheus. A worker counts its calls only while the group is scraped.
 
 :class:`GroupCollector` is a collector for ``prometheus_client`` (extra ``metrics``). The metrics of calls have OpenTelemetry's
 names for RPC, in Prometheus' spelling: https://opentelemetry.io/docs/specs/semconv/rpc/rpc-metrics/. Labels name classes and

@@ -97,7 +97,7 @@ class GroupLook:
 
 
 def settings_here() -> Settings:
-    """Return the settings from this process's environment; visits use those for certificates and frame integrity.
+    """Return the settings from this process's environment; a visitor uses only the settings for certificates and frame integrity.
 
     Raises:
         ConfigError: a variable cannot be used.
@@ -354,7 +354,7 @@ def members_of(found: dict[str, Any], seen: set[bytes]) -> Iterable[WorkerRecord
 
 
 def _record_of(target: Target, found: dict[str, Any] | Silent) -> WorkerRecord | None:
-    """Return a record for a worker of which only the address was known, or None."""
+    """Return a record for a worker of which only the address was known, from its answer; None if there is no valid answer."""
     if isinstance(found, Silent):
         if target.record is None and isinstance(target.addresses[0], str):
             return None

@@ -268,7 +268,8 @@ def _run_shutdown_hooks(worker: Worker, graceful: bool) -> None:
             _log.exception(
                 "a part of worker %r raised at its end; the others end all the same", worker.agent.name
             )
-        if graceful:  # not before the call: if a signal handler raises in it, close() calls this function again with False
+        if graceful:
+            # Removed after its call: if a signal handler raises in the hook, close() runs the hook again, with graceful=False.
             worker.shutdown_hooks.remove(hook)
 
 

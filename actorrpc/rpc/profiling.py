@@ -268,7 +268,7 @@ def _ending(original: Callable[..., Any], *, of_all: bool) -> Callable[..., Any]
         for span in concerned:
             span.close()
         while any(span in _open for span in concerned):
-            time.sleep(0)  # another thread is ending it now
+            time.sleep(0)  # another thread is ending one of these ranges
         return original(*args)
 
     disable.ends_ranges = True  # type: ignore[attr-defined]

@@ -563,7 +563,7 @@ def new_references(agent: Agent, default_timeout: Callable[[], float]) -> Refere
 # Python and its libraries look up these names on any object to decide how to treat it: a proxy does not have them.
 # Other special methods (`__len__`, `__getitem__`) are methods of the value.
 _PROBED: Final = (
-    # beginnings of names, in groups: arrays, functions, pickling and copying, descriptors and classes
+    # prefixes of these names: of arrays; functions; pickling and copying; descriptors and classes
     *("__array", "__torch", "__cuda_", "__dlpack", "__dataframe"),
     *("__wrapped__", "__signature__", "__text_signature__", "__name__", "__qualname__", "__module__"),
     *("__getstate__", "__setstate__", "__getnewargs", "__getinitargs__", "__reduce"),

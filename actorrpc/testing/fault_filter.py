@@ -332,7 +332,8 @@ class FaultFilter(CallHooks):
             if not call.done and call.deadline <= agent.clock.now():
                 call.expire()  # its CANCEL would otherwise be sent later, and might overtake the call
             if peer.is_self:
-                # Over a connection, the cancellation would arrive after the call.
+                # Remove a cancellation that was noted before the delayed call is delivered: over a connection, the
+                # cancellation would arrive after the call, so the call would begin.
                 peer.cancelled.pop(call.id, None)
         try:
             self._transmit(sent, left)

@@ -351,7 +351,7 @@ class InProcessCluster:
     def _between(self, one: str, other: str) -> tuple[Relays, frozenset[str]]:
         relays, pair = self._check(), frozenset((self[one].name, self[other].name))
         if len(pair) == 1:
-            raise ConfigError(f"{one!r} cannot be cut off from itself: name two workers")
+            raise ConfigError(f"{one!r} was named twice: name two different workers")
         return relays, pair
 
     def _others(self, name: str) -> list[str]:

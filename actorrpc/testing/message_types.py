@@ -134,7 +134,8 @@ def described(sent: OutgoingMessage, by: CallHooks) -> Message | None:
     """Return a message that an agent is about to send as faults see it; None for a notice that has no type.
 
     Args:
-        by: the hooks that ask; for an answer, their note of the execution is the request.
+        by: the hooks that ask. When a request was received, they stored its description in ``execution.notes``; the
+            description of the answer is made from it.
     """
     if sent.kind == frames.NOTICE:
         assert isinstance(sent.encoded, bytes)

@@ -412,7 +412,7 @@ class Recycler(Generic[B]):
         with self._lock:
             self._closed = True
             if self._busy:
-                return  # called by a finaliser in a section: the memory is released when this object dies
+                return  # a finaliser called close() during ``_section``: the memory is released when this Recycler dies
             dropped, self._free = self._free, {}
             self._count = self._lent_bytes = self._free_bytes = 0
         del dropped  # unmaps, after the lock

@@ -73,9 +73,10 @@ class Events(Protocol):
         """Handle a control frame under the read lock; return a frame to be delivered after the lock was released, or None."""
 
     def deliver(self, connection: Connection, frames: list[Frame], waiting: bool) -> bool:
-        """Handle other frames, after the read lock was released; return whether any frame was not a reply.
+        """Handle the frames that :meth:`control` has returned, after the read lock was released.
 
-        ``waiting``: the calling thread waits for one of the frames, and must not execute calls.
+        ``waiting``: the calling thread waits for its own reply, so it must not execute requests. Return whether work was queued
+        for the pool; if ``waiting``, notices do not count.
         """
 
     def closed(self, connection: Connection, error: BaseException | None) -> None:

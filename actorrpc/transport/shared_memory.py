@@ -50,7 +50,7 @@ __all__ = ["Borrower", "Lender", "layout"]
 
 _ALIGNMENT = 64
 _MIN_SEGMENT = 256 << 10
-_MAX_SEGMENTS = 128  # of one lender; a process may have 65 530 mappings
+_MAX_SEGMENTS = 128  # the most segments that one Lender creates; Linux permits 65 530 mappings for a process
 MOST_SEGMENTS = 4096  # the most segments that a borrower accepts from a peer, which may be hostile
 _MOST_BYTES = 1 << 42  # the most bytes of all segments that a borrower accepts from a peer
 _KEEP_OVER_HALF_S = 3.0  # how long a free segment is kept if more than half of the limit is free

@@ -156,7 +156,7 @@ class SealedReader(FrameReader):
         """
         if self._over:
             raise ProtocolError("an earlier frame was refused, so this connection is not read any further")
-        self._over = True  # reset at the end of this method, which an exception skips
+        self._over = True  # stays True if this method raises: the reader then returns no more frames
         frames: list[Frame] = []
         self.more = False
         self.received += count

@@ -174,7 +174,7 @@ def test_ray_actors_and_their_processes_share_the_time_out_of_shutdown(
 
 @pytest.mark.limit(90)
 @pytest.mark.parametrize(("graceful", "parting"), [(True, (5.0,)), (False, ())])
-def test_only_graceful_shutdown_allows_5_s_for_sending_goodbyes(
+def test_only_graceful_shutdown_allows_5_s_for_telling_other_workers(
     graceful: bool, parting: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close, given = Agent.close, []

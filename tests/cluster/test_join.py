@@ -60,7 +60,7 @@ def driver() -> Iterator[ClusterContext]:
 
 
 @pytest.mark.limit(90)
-def test_a_joined_worker_runs_actors_calls_and_gradients_and_leaves_at_sigterm(
+def test_a_joined_worker_serves_actors_calls_and_backward_passes_and_leaves_at_sigterm(
     driver: ClusterContext,
 ) -> None:
     with joiner(driver.address, "--name", "gpu7", "--labels", "zone=a,kind=test") as process:

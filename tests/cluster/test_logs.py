@@ -165,7 +165,7 @@ def test_a_pipe_held_open_by_a_grandchild_does_not_delay_the_end_of_a_process(
     ]
 
 
-def test_logs_that_never_started_leave_no_descriptors() -> None:
+def test_a_log_reader_that_never_started_leave_no_descriptors() -> None:
     Logs().close()  # the leak check finds open descriptors
 
 

@@ -355,7 +355,9 @@ def _send_from_inside(ballast: torch.Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lane", [True, False])
-def test_a_full_window_blocks_callers_and_queued_calls_can_be_cancelled(tmp_path: Path, lane: bool) -> None:
+def test_a_full_send_window_blocks_callers_and_queued_calls_can_be_cancelled(
+    tmp_path: Path, lane: bool
+) -> None:
     os.mkfifo(tmp_path / "gate")
     options = {"max_threads": 2, "window": 1 << 20, "lane": lane}
     rpc_group(_full_pool, 3, str(tmp_path), options=options)

@@ -79,7 +79,7 @@ def test_create_builds_a_module_and_refuses_other_classes() -> None:
         modules.create(dict, (), {}, "cpu")
 
 
-def test_steer_returns_the_device_of_a_module() -> None:
+def test_change_module_returns_the_device_of_a_module() -> None:
     module = nn.Linear(2, 2)
     assert modules.change_module(module, "to", ("meta",), {}) == "meta"
     assert modules.change_module(module, "to_empty", (), {"device": "cpu"}) == "cpu"

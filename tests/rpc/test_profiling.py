@@ -284,7 +284,7 @@ def test_functions_appear_in_profiles_under_their_names(function: Any, name: str
 # -- profiles of executions ---------------------------------------------------------------------------------
 
 
-def test_observing_an_execution_leaves_a_running_profile_of_the_program_alone() -> None:
+def test_profiling_one_execution_leaves_a_running_profile_of_the_program_alone() -> None:
     read: list[Any] = []
     with profile("old") as found:
         with profiling.Observation(profiling.ProfilerSettings(), read.extend):

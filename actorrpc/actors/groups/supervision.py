@@ -158,7 +158,8 @@ def supervise(
             Each can be in one group only. Their order is the order of starts.
         strategy: which children a death restarts: ``"one_for_one"``: only the child that died; ``"one_for_all"``: all children;
             ``"rest_for_one"``: the child that died and all after it. They end one by one, in reverse order, and start in order.
-        max_restarts, period: how many deaths the group accepts within a period, in seconds.
+        max_restarts: how many deaths the group accepts within ``period``; at the next death it gives up.
+        period: in seconds.
         backoff: seconds before the second restart in a row, doubled up to 10 s, and shortened at random by up to a half.
         name: the name of the group in messages.
         on_failure: gets the SupervisionError, on a worker thread, when this group or a group above it has given up.

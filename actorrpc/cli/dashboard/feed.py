@@ -146,7 +146,7 @@ class Feed:
             if calls:
                 self._calls_asked = moment
             if self._task is None or self._task.done():
-                # The last look is older than _IDLE_S.
+                # The task has not begun, or has ended because there was no request for _IDLE_S: the last look is out of date.
                 self._look = None
                 self._task = asyncio.create_task(self._run())
             found = self._look

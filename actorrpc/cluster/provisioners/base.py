@@ -11,8 +11,9 @@ process has ended (by calling :meth:`Engine.ended`). The base class keeps the ta
   :func:`actorrpc.cluster.join.serve_order` with ``order.environment()`` in its environment, and is a worker from then on,
   exactly like a worker that was started by hand with ``python -m actorrpc.worker --join``.
 
-Both are thread-safe. ``_lock`` guards the table. It is re-entrant, because the garbage collector may run a finaliser that starts
-or kills a worker in the thread that holds it. No user code runs under it, and no code waits under it for a worker.
+Engines are thread-safe. ``Engine._lock`` guards the table of started workers. It is re-entrant, because the garbage collector
+may run a finaliser that starts or kills a worker in the thread that holds it. No user code runs under it, and no code waits under
+it for a worker.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def not_started(known: StartedWorker, why: str) -> RpcError:
 
 
 class Engine(abc.ABC):
-    """Starts and ends worker processes, for the driver. Thread-safe; only :meth:`end` blocks.
+    """Starts and ends worker processes, for the driver. Thread-safe; only ``open``, ``end`` and ``grow`` wait for workers.
 
     Attributes:
         name: its name in messages: ``"local"``, ``"ray"``.

@@ -620,7 +620,10 @@ class RRefTable:
         return rref_id in self._gone_rrefs or creator.rank == self.me.rank or creator in self._deaths
 
     def _register(self, rref_id: RRefId, fork_id: ForkId, holder: WorkerKey) -> bool:
-        """Add a child's fork, which may overtake the creation; ``False`` if the value has been released."""
+        """Register a fork for its holder; the message may arrive before the creation of the value.
+
+        Return False if the value is gone or will never exist, if the fork was removed before, or if another worker holds it.
+        """
         entry = self._owned.get(rref_id)
         if entry is not None and fork_id in entry.forks:
             return entry.forks[fork_id] == holder

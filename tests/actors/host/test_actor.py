@@ -47,7 +47,7 @@ class Keeper:
         return Future()
 
 
-def test_an_actor_is_created_if_its_request_is_complete_only_after_its_thread_has_polled(
+def test_an_actor_is_created_if_its_large_request_arrives_after_its_thread_has_polled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = threading.Event()

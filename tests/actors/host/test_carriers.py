@@ -95,7 +95,7 @@ def test_a_call_that_does_not_end_does_not_delay_other_runners_for_long(
     assert rounds < 8  # each round wakes more runners
 
 
-def test_closing_wakes_all_runners_with_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_the_shared_threads_wakes_all_runners_with_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runners must notice that their actors have ended, and a runner in user code may never pass its turn on."""
     world = World(monkeypatch, 5)
     for each in world.runners[:4]:

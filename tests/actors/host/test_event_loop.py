@@ -220,7 +220,7 @@ def test_a_cancelled_coroutine_that_does_not_end_is_given_up_after_the_grace_per
 
 
 @pytest.mark.usefixtures("runtime")
-def test_the_caller_stops_waiting_for_a_cancelled_coroutine_by_itself(
+def test_a_caller_stops_waiting_for_its_cancelled_call_although_the_coroutine_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("actorrpc.actors.client.pending_call.GRACE_S", 0.0)

@@ -284,7 +284,7 @@ class _Counted(Call):
         return super().__lt__(other)
 
 
-def test_a_chain_of_pending_calls_needs_few_comparisons() -> None:
+def test_calls_that_become_ready_one_by_one_need_few_comparisons() -> None:
     mailbox = Mailbox()
     queue = mailbox.queues[""]
     entries = [_Counted("a", number, ready=False) for number in range(2000)]

@@ -257,7 +257,7 @@ _CALLS = (
 )
 
 
-def test_a_method_is_interrupted_inside_calls_of_the_library(
+def test_a_method_is_interrupted_while_it_waits_in_the_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with alone(tmp_path):

@@ -42,7 +42,7 @@ def _death(worker: str) -> DeathReport:
 # -- calls ---------------------------------------------------------------------------------------------
 
 
-def test_workers_are_called_by_name_rank_and_info() -> None:
+def test_workers_can_be_addressed_by_name_rank_and_worker_info() -> None:
     with workers(2) as names:
         assert rpc.rpc_sync(names[0], operator.add, (1, 2)) == 3
         info = rpc.get_worker_info(names[1])

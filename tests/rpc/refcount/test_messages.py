@@ -61,7 +61,7 @@ def test_forks_survive_packing(forks: list[ForkData]) -> None:
     assert all(type(data.owner) is WorkerKey and type(data.rref_id) is RRefId for data in again)
 
 
-def test_a_full_batch_takes_less_than_600_bytes() -> None:
+def test_a_full_batch_of_rref_deletions_takes_less_than_600_bytes() -> None:
     items = tuple((RRefId(3, n, "0123456789abcdef"), ForkId(7, n, "fedcba9876543210")) for n in range(BATCH))
     assert len(pack_message(UserDelete(items))) < 600
 

@@ -222,7 +222,7 @@ class SameIdsInEachLife(RRefTable):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_the_simulator_detects_broken_tables(
+def test_the_simulator_detects_faulty_rref_tables(
     broken: Callable[..., RRefTable], changes: dict[str, Any]
 ) -> None:
     def many() -> None:
@@ -295,7 +295,7 @@ class Group:
             assert table.leaks() == []
 
 
-def test_a_child_may_be_registered_before_the_creation_arrives() -> None:
+def test_a_forked_rref_may_reach_the_owner_before_the_request_that_creates_it() -> None:
     group = Group(A, B, C)
     handle = group[A].create_user(B)
     assert handle.fork_id is not None
@@ -416,7 +416,7 @@ def test_forks_unconfirmed_by_an_unresponsive_owner_are_no_leak_of_a_leaving_wor
 # -- threads and the garbage collector -----------------------------------------------------------
 
 
-def test_finalisers_may_use_the_rref_table_while_it_runs() -> None:
+def test_finalisers_may_run_during_operations_on_the_rref_table() -> None:
     """The collector may run finalisers at any allocation, also inside of the table."""
     group = Group(A, B)
     kept: list[Handle] = []
