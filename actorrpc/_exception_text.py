@@ -264,7 +264,7 @@ def _format_frame(link: types.TracebackType, checked: set[str]) -> str:
         text += f"    {stripped}\n"
         index = link.tb_lasti // 2
         if index > _MAX_SCAN:
-            # Python counts from the start of the function to find the position, which takes long here.
+            # Python finds columns by counting instructions from the start of the function, which takes long here: no ``^`` marks.
             return text
         _, end, *columns = next(itertools.islice(code.co_positions(), index, None))
         if end == number and None not in columns:

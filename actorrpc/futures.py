@@ -613,7 +613,8 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
                 # everything in the frames of the traceback would live until the next garbage collection.
                 del self
         if self._devices:
-            # At completion, torch's half recorded the work of that thread's CUDA streams. Here the current streams wait for it.
+            # The base class, torch's Future, recorded the work on the CUDA streams of the thread that completed the future. Here
+            # the current streams of this thread wait for that work.
             _base_wait(self)
         return self.value_or_none  # type: ignore[no-any-return]
 

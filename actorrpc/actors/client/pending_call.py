@@ -415,7 +415,7 @@ class ReservedCall:
         if self._remaining and argument.error is None:
             return
         try:
-            # Exactly one thread sends the call: it completed the last argument, or failed one first.
+            # Only one thread passes this line: it completed the last argument, or was the first that failed one.
             del self._free
         except AttributeError:
             return

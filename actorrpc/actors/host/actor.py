@@ -145,7 +145,7 @@ class HostedActor:
         self.instance: Any = None
         self.spec: ActorSpec | None = None
         self.title = f"{instance_id & 0xFFFF:04x}"
-        self.shown = ""  # its own __repr__, when it was made
+        self.shown = ""  # the repr after the constructor; empty if the class has no __repr__ of its own
         #: "constructing", "alive", "ending" (it ends when it is idle), "closing" (it accepts no more calls), "stopping" (it runs
         #: its last hooks), "over"
         self.state = "constructing"

@@ -306,7 +306,7 @@ class EventLoop:
             if each.begun:
                 # Else the method has returned, and only its answer waits for a checkpoint or a future.
                 never_ends = self.runs(each.chain)
-            else:  # a plain method whose arguments are not here yet may still run
+            else:  # a plain method that has not begun may run within this wait when its arguments arrive
                 never_ends = not (self._hosted.mailbox.reentrant and self._hosted.is_plain(each))
             if never_ends:
                 error = self._circle(each)

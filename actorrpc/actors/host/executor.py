@@ -235,8 +235,9 @@ class ActorExecutor:
                 produce(self.checkpoints.behind(generator), producer, partial(self._end_of_stream, entry))
             return _NOTHING
         if kind.startswith("async"):
-            # The actor has no event loop, because its class has no async methods.
-            raise TypeError(f"{self.hosted.title}.{name} is async and cannot be run here")
+            raise TypeError(
+                f"{self.hosted.title}.{name} is async, and the actor has no event loop, because its class has no async methods"
+            )
         return self._returned(entry, method, call(*args, **kwargs), runner)
 
     def _run_hooked(self, entry: Envelope, method: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -266,7 +267,7 @@ class ActorExecutor:
             ):
                 self._when_kept(entry, partial(self.answer, entry, value), more)
                 return _NOTHING
-            # Wait before answering with a mutable object: calls that run meanwhile might change it.
+            # Block until the checkpoint is stored, and answer then: other calls on this thread might change a mutable result.
             self.checkpoints.save()
         return value
 

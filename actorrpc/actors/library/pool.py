@@ -199,7 +199,7 @@ class ActorPool(Generic[A]):
             task = self._waiting.popleft()
             why = f"all of its actors have died ({self._dead})" if self._dead else "it has no actors"
             task.error = ConfigError(
-                f"task {task.index} of this pool was not started: {why}; push() one first"
+                f"task {task.index} of this pool was not started: {why}; push() an actor first"
             )
             task.done = True
             self._ready[task.index] = task

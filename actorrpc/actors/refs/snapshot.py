@@ -289,7 +289,9 @@ def _rebuild(
         or not context.objects
         or not 0 <= index < len(context.objects)
     ):
-        raise ProtocolError("an object in shared memory that its message does not name")
+        raise ProtocolError(
+            "a snapshot refers to an object in shared memory that its message does not contain"
+        )
     segment = context.objects[index]
     if not isinstance(segment, Segment):
         raise segment

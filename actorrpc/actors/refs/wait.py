@@ -851,7 +851,7 @@ class Completed(_Collector, Generic[T]):
         raise stop
 
     def _item_of(self, watch: _Watch) -> ObjectRef[Any] | None:
-        """Take the next item of a stream, and wait for the item after it; None if the stream has ended."""
+        """Take the next item of a stream, and watch for the item after it; None if there is none now. Does not block."""
         stream = watch.item
         found = None
         try:

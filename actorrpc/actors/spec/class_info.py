@@ -542,7 +542,8 @@ def _methods(actor: type, owner: str) -> Iterable[MethodInfo]:
         if base is object or base.__module__ in ("typing", "abc"):
             continue
         if BASE in vars(base):
-            # ``remote`` and the like are for the class; an instance must not have inherited attributes of these names.
+            # Skip the names that ``Actor`` defines (``remote``, ``options``): they belong to the class, and are no methods of the
+            # handle, even if a later base class defines them too.
             seen.update(vars(base))
             continue
         for name, raw in vars(base).items():

@@ -513,7 +513,7 @@ class TaskOptions(_Options, _RunOptions, _ProcessOptions):
             max_buffered_items=self.max_buffered_items,
             name=self.name,
             retry_exceptions=self.retry_exceptions,
-            # The max_task_retries of the runners must not apply: a task waits while its runner is being restarted.
+            # None, not 0: with 0, a call fails at once while its actor is being restarted, but a task waits for its runner.
             max_task_retries=self.max_retries or None,
         )
 

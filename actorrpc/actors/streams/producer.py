@@ -102,7 +102,7 @@ def charge_of(packed: Any) -> int:
 
 
 class _Caller(Protocol):
-    """The attributes, used here, of the call in whose mailbox a generator runs."""
+    """The attributes that a producer uses of the call that runs the generator."""
 
     @property
     def queue(self) -> Any: ...
@@ -118,7 +118,7 @@ class Producer(Stall):
     under it, and futures are completed after it was released.
 
     Attributes:
-        entry: the call in whose mailbox the generator runs; None if it runs in no mailbox.
+        entry: the call of an actor that runs the generator; None if no actor runs it.
         pause: the number of the present pause of the generator, because its window is full; 0 if it does not pause.
     """
 

@@ -25,7 +25,7 @@ _ENDED: Final = (ActorError, CancelledError, PeerDiedError, ShutdownError)
 def for_each_item(
     stream: ObjectRefGenerator[Any], item: Callable[[ObjectRef[Any]], bool], end: Callable[[], None]
 ) -> None:
-    """Pass each item of a stream to ``item`` when it arrives. Returns at once; the thread that receives an item calls ``item``.
+    """Pass each item of a stream to ``item``: items that are here on this thread, later items on the thread that receives them.
 
     Args:
         item: called with the ObjectRef of each item. If it returns False, the stream is closed.

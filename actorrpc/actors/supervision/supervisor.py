@@ -56,7 +56,7 @@ __all__ = ["Supervisor"]
 
 _REMEMBERED: Final = 10_000  # dead actors that are kept
 _UNSEEN_S: Final = 30.0  # how long a caller may consider an actor dead that this worker considers alive
-_AGAIN_S: Final = 0.1  # when another place is requested, if the named worker has ended
+_AGAIN_S: Final = 0.1  # time until another place is requested, if the worker of the chosen place has ended
 _END_S: Final = 5.0  # how long actors may take to end when this process leaves
 
 
