@@ -213,7 +213,9 @@ class Pool:
         """Return whether the calling thread belongs to the pool."""
         # Not current_thread(), which creates an object for each thread that Python has not started.
         me = threading.get_ident()
-        return any(each.ident == me for each in tuple(self.threads))
+        # set.copy() is one step. tuple() is not: its allocation may start the garbage collector, and another thread may then run
+        # and change the set.
+        return any(each.ident == me for each in self.threads.copy())
 
     def _loop(self) -> None:
         me = threading.get_ident()

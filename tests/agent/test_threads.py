@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -153,3 +154,25 @@ def test_future_callbacks_run_although_the_pool_is_closing_or_closed(
     harness.pool.submit(lambda: ran.append("another"))
     assert [each.wait() for each in (*following, follows)] == [2, 3, 4]
     assert ran == []
+
+
+def test_membership_is_tested_while_the_garbage_collector_lets_other_threads_change_the_pool(
+    build: Callable[[int], _PoolAndClock],
+) -> None:
+    pool = build(8).pool
+    added, other = {threading.Thread() for _ in range(40)}, threading.Thread()
+
+    def change(phase: str, _: object) -> None:
+        if phase == "start":
+            (pool.threads.discard if other in pool.threads else pool.threads.add)(other)
+
+    before = gc.get_threshold()
+    pool.threads |= added
+    gc.callbacks.append(change)
+    gc.set_threshold(1, 1, 1)
+    try:
+        assert not any(pool.is_member() for _ in range(5_000))
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(change)
+        pool.threads -= {*added, other}

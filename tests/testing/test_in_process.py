@@ -342,7 +342,7 @@ def test_wrong_use_raises_errors_that_say_why() -> None:
             cluster["worker2"]
         with pytest.raises(UnknownWorkerError):
             cluster.cut("worker0", "worker9")
-        with pytest.raises(ConfigError, match="two workers"):
+        with pytest.raises(ConfigError, match="two different workers"):
             cluster.cut("worker0", "worker0")
         for wrong in (-1.0, float("inf"), float("nan")):
             with pytest.raises(ConfigError, match="never runs backwards"):
