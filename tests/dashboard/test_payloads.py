@@ -194,7 +194,7 @@ def test_an_unreachable_group_is_reported_until_it_answers_again() -> None:
     assert reachable.now["worker_count"] == 2
 
 
-@pytest.mark.prints("a look at the group has failed")
+@pytest.mark.prints("the group could not be queried")
 def test_a_failed_query_of_the_group_ends_the_wait_of_clients_with_a_problem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -27,6 +27,7 @@ from actorrpc.testing import drop
 from actorrpc.testing.message_types import ANSWER, CONTROL, MESSAGES
 from actorrpc.wire import keys
 from tests.faults.figures import NIGHTLY, note
+from tests.harness.every_message import Keeper
 from tests.harness.kill_points import POINTS, KillPointError, kill_at
 from tests.ranks import run_group
 
@@ -71,23 +72,6 @@ def test_every_kill_point_has_a_case() -> None:
 # -- in the workers ------------------------------------------------------------------------------------------
 
 _held: list[Any] = []
-
-
-class Keeper:
-    """An actor with a checkpoint."""
-
-    def __init__(self) -> None:
-        self.number = 0
-
-    def add(self, number: int) -> int:
-        self.number += number
-        return self.number
-
-    def checkpoint(self) -> int:
-        return self.number
-
-    def restore(self, state: int) -> None:
-        self.number = state
 
 
 def _square(t: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ class Keeper:
         return self.number
 
     def restore(self, state: int) -> None:
-        """Take up a state."""
+        """Restore a state."""
         self.number = state
 
 
@@ -49,7 +49,7 @@ def _hold(rref: Any) -> None:
     _held.append(rref)
 
 
-def _let_go() -> None:
+def _drop_held() -> None:
     _held.clear()
 
 
@@ -68,7 +68,7 @@ def everything(rank: int) -> None:
     rpc.rpc_sync("worker2", _hold, (rref,))
     rpc.rpc_sync("worker2", _hold, (rpc.RRef(7),))
     for number in (1, 2):
-        rpc.rpc_sync(f"worker{number}", _let_go)
+        rpc.rpc_sync(f"worker{number}", _drop_held)
     del rref
     leaf = torch.ones(3, requires_grad=True)
     for fast in (False, True):

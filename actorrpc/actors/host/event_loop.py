@@ -399,7 +399,7 @@ class _LoopWatch:
         self._sleeps = False
         self.over = False
         # The loop's iteration at the last check, the id of the plain method or task that ran in it, and since when. An iteration
-        # runs all callbacks that are ready: with a thousand coroutines it is long although none of them holds the loop. Objects
+        # runs all callbacks that are ready: with a thousand coroutines it is long although each of them yields soon. Objects
         # that run in an iteration existed when it began, so no two of them have the same id.
         self._seen: tuple[int, int] | None = None
         self._since = 0.0

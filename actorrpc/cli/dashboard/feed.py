@@ -192,7 +192,7 @@ class Feed:
             try:
                 self._look = await asyncio.to_thread(self._collect, self._number, parts, self._look)
             except Exception as error:  # passed to the coroutines that wait for this look
-                _log.exception("a look at the group has failed")
+                _log.exception("the group could not be queried")
                 self._look = _failed(self._number, repr(error))
             self._published.set()
             self._published = asyncio.Event()
