@@ -248,8 +248,7 @@ class Admission:
             full = len(self._pending) >= max(1, agent.settings.max_unauthenticated)
             out = self._least() if full else None
             if out is not None:
-                # Remove the old connection and enter the new one under one lock, so that no other thread chooses the old one as
-                # well.
+                # Remove the old connection and enter the new one under one lock, so that no other thread removes the old one too.
                 del self._pending[out.fd]
             if not closed:
                 self._pending[pending.fd] = pending

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 INFINITE: Final = float("inf")
 MAILBOX_BIT: Final = 63  # set in the number of a chain whose calls descend from a call of an actor
-CALLER_BIT: Final = 39  # a chain's bits from here up to MAILBOX_BIT identify the caller; calls of one caller keep their order
+CALLER_BIT: Final = 39  # a chain's bits from here to MAILBOX_BIT name the caller; a caller's calls keep order
 _MANY_NESTED: Final = 64  # an execution with more nested calls than this forgets the ended calls
 
 

@@ -165,7 +165,7 @@ class Executor:
                         value = run_hooked(hooks, execution, function, args, kwargs)
                     else:
                         value = function(*args, **kwargs)
-                    opened = args = kwargs = None  # releases the arguments' shared memory; the answer reports it
+                    opened = args = kwargs = None  # releases shared memory; the answer reports the release
                     if type(value) is Deferred or getattr(function, ASYNC_MARK, None) is not None:
                         self._answer_later(execution, value, function)
                         answered = False

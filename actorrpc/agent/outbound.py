@@ -51,7 +51,7 @@ __all__ = [
     "send_buffers",
 ]
 
-CHARGED: Final = 16 << 10  # messages below this many bytes do not count against the window; only their number is limited
+CHARGED: Final = 16 << 10  # smaller messages do not count against the window; only their number is limited
 INLINE: Final = 1
 LANE: Final = 2
 STREAM: Final = frames.STREAM

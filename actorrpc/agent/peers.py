@@ -210,7 +210,7 @@ class Window:
     ``_lock`` guards ``charged`` and ``_charges``, the bytes of each call; no lock is taken under it.
 
     Attributes:
-        limit: the most bytes of calls that the peer may have not started.
+        limit: the most bytes of calls that the peer has not started.
         charged: the bytes of calls that the peer has not started.
         waiting: the number of threads that wait for room.
         blocked: records how long threads have waited.

@@ -390,7 +390,7 @@ class Pool:
             except IndexError:
                 return
             if type(task) is tuple:
-                why = explain_threads() if self._denied else "the worker may have no more (ACTORRPC_MAX_THREADS)"
+                why = explain_threads() if self._denied else "no more are permitted (ACTORRPC_MAX_THREADS)"
                 self._refuse(task, f"all {len(self.threads)} threads are blocked, and {why}")
             else:
                 self.queue.append(task)
