@@ -13,8 +13,8 @@ attacker can guess, and members that share the address (one host, one NAT) are s
 
 With certificates, the TLS handshake comes first, within the same time limit and the same places. A peer that does not use TLS is
 refused, and the reason is sent to it without TLS. A connection whose TLS handshake failed is read until the other end closes it
-or until the time limit: closing a socket with unread bytes makes the kernel reset the connection, and the TLS alert with the
-reason would be lost.
+or until the time limit: closing a socket with unread bytes would reset the connection, and the TLS alert with the reason would be
+lost.
 
 If there are no descriptors for another connection, accepting pauses and is tried again; meanwhile, further connections wait in
 the kernel's backlog. After a second without success, the connections in the backlog are refused: each is accepted over a reserved
@@ -143,8 +143,7 @@ class Admission:
         # The reserved descriptor for refusing connections; -1: it could not be opened, or a thread uses it at present.
         self._held = -1
         self._logged_at = float("-inf")
-        # The number of refusals by address since the last log line about refusals.
-        self._refused: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()  # by address, since the last log line about refusals
         self._refused_since = float("-inf")
         self._refused_last = ""
 
@@ -253,8 +252,7 @@ class Admission:
             if not closed:
                 self._pending[pending.fd] = pending
                 # Watch the descriptor under the same lock: afterwards, another thread may remove and close the connection, and
-                # the number of its descriptor may be reused. Watching the number then would replace the entry of another
-                # connection.
+                # the number of its descriptor may be reused. Watching the number then would replace another entry.
                 agent.pool.watch(pending.fd, partial(self._serve, pending))
                 try:
                     agent.pool.epoll.register(pending.fd, select.EPOLLIN | select.EPOLLONESHOT)

@@ -573,7 +573,6 @@ class Agent:
     def _dispatch_here(
         self, call: Call, encoded: codec.Encoded | bytes, header: Header | None, flags: int, fills: bool
     ) -> None:
-        """Deliver a call of this worker to itself."""
         peer = call.peer
         call.sent = encoded != b""
         if fills:

@@ -6,8 +6,8 @@ that waits for a call reads the connection itself if no other thread does (:meth
 
 Two steps decide whether the worker may execute a call. ``Agent._dispatch`` enters the call into ``pending`` together with its
 frame, before the first byte can be sent: until then the call has certainly not run, and no other thread can end it. The thread
-that ends the call calls :meth:`Call.withdraw` once, which takes the frame back if it has not been sent, or returns that the call
-may run.
+that ends the call calls :meth:`Call.withdraw` once, which withdraws the frame if it was not sent, or returns that the call may
+run.
 
 ``CURRENT`` is the execution that the running code belongs to. As it is a ``ContextVar``, coroutines and callbacks that run in a
 copy of the context have the same execution, and a thread does not keep it for its next call.
@@ -96,8 +96,7 @@ class Execution:
             identifier of the thread that started the execution.
         header: the fields that came with the request, or ``None``.
         path: the numbers of the executions of actor methods that led to this call, the outermost first; the last number equals
-            ``chain``. When a call of an actor begins, the number of its own execution is appended. Empty if no method of an actor
-            led to the call.
+            ``chain``. When a call of an actor begins, its own number is appended. Empty if no actor's method led to the call.
         actor: the called actor, or ``None`` for a plain call.
         what: the function, or the name of the actor's method, for messages.
         deferred: whether the function has returned a future, whose value will be the answer.
@@ -444,8 +443,7 @@ class Call(Progress):
         """Sleep until woken; return whether the future, if there is one, is complete.
 
         Raises:
-            DeadlockError: the garbage collector has run a finaliser in this thread while the thread was reading the connection,
-                and the finaliser waits.
+            DeadlockError: this thread is reading the connection, and waits in a finaliser that the garbage collector has run.
         """
         conn = self.conn
         if conn is not None and conn.read_by == get_ident():

@@ -201,16 +201,16 @@ class Resumption:
         self._agent.clock.after(_PROBE_S, partial(self._agent.pool.submit, again))
 
     def admit(self, sock: AnySocket, proved: Session, answer: bytes, conn: Connection | None) -> None:
-        """Resume a connection over a socket that the peer has opened. This side may not have noticed yet that the old socket is
-        broken.
+        """Resume a connection over a socket that the peer has opened. This side may not have noticed yet that the old socket
+        broke.
 
         Args:
             proved: the result of the handshake on the new socket.
             answer: the last message of the handshake, which is still to be sent.
             conn: the connection to resume; None: this worker does not have it any more.
         """
-        # Take the number of this attempt before the answer is sent: afterwards, the peer may begin another attempt, whose number
-        # must be higher.
+        # Take this attempt's number before the answer is sent: later attempts, which the peer may begin then, need higher
+        # numbers.
         session = None if conn is None else conn.session
         number = 0 if session is None else next(session.attempts)
         try:
@@ -380,8 +380,7 @@ class Connector:
                 seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
             )
         except OSError as error:
-            # Either the peer has reset the connection, or this process has no descriptor left: a Connection opens a second
-            # descriptor.
+            # Either the peer has reset the connection, or this process has no descriptor left: a Connection opens a second one.
             if not dialled and error.errno in fd_limits.SHORT:
                 with contextlib.suppress(OSError):
                     sock.send(no_room(error))
@@ -424,7 +423,6 @@ class Connector:
         conn.flush()
 
     def _enter(self, conn: Connection) -> None:
-        """Enter a connection into the table, by its token."""
         with self._lock:
             self._connections[conn.attach] = conn
 

@@ -151,7 +151,6 @@ class Inbox:
             router.deliver(conn, peer, frame)
 
     def _abandon(self, peer: Peer, id: int) -> None:
-        """Release the place in the mailbox that was reserved for mail whose rest will not arrive."""
         if self.mail_router is not None:
             self.mail_router.abandon(peer, id)
 
