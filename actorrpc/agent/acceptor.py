@@ -140,7 +140,7 @@ class Admission:
         self._scarce = False  # the hard limit of descriptors is near
         self._resting: set[socket.socket] = set()
         self._short_since: dict[socket.socket, float] = {}  # since when a listener lacks a descriptor
-        # The reserved descriptor for refusing connections; -1: it could not be opened, or a thread uses it at present.
+        # The reserved descriptor for refusing connections; -1: it could not be opened, or a thread is using it.
         self._held = -1
         self._logged_at = float("-inf")
         self._refused: Counter[str] = Counter()  # by address, since the last log line about refusals
@@ -251,8 +251,9 @@ class Admission:
                 del self._pending[out.fd]
             if not closed:
                 self._pending[pending.fd] = pending
-                # Watch the descriptor under the same lock: afterwards, another thread may remove and close the connection, and
-                # the number of its descriptor may be reused. Watching the number then would replace another entry.
+                # Watch the descriptor before the lock is released: afterwards, another thread may remove and close the
+                # connection, and the number of its descriptor may be reused. Watching the number then would replace another
+                # entry.
                 agent.pool.watch(pending.fd, partial(self._serve, pending))
                 try:
                     agent.pool.epoll.register(pending.fd, select.EPOLLIN | select.EPOLLONESHOT)
@@ -305,7 +306,7 @@ class Admission:
             pass
 
     def _step(self, pending: PendingConnection) -> bytes | None:
-        """Run one step. If it proves the key, remove the connection from the table and return the handshake's last message."""
+        """Run one step. If the step proves the key, remove the connection from the table and return the last message."""
         try:
             if self._tls is not None and not pending.local and not self._secured(pending, self._tls):
                 self._listen_to(pending)
@@ -387,7 +388,7 @@ class Admission:
             self._tell(f"a connection from {pending.address} was refused: {error}", pending.address)
             if not isinstance(error, AuthenticationError):
                 self._dismiss(pending)
-            return  # not answered; if only the proof of the key has failed, the connection keeps its place until its time limit
+            return  # not answered; without a proof of the key, it keeps its place until its time limit
         refusal = pending.acceptor.refusal
         if refusal:
             try:

@@ -79,7 +79,7 @@ INFINITE: Final = float("inf")
 _ANSWERS_S: Final = 1.0  # how long to wait until other threads have delivered the last answers of a peer
 _GOODBYE_S: Final = 0.5  # how long sending goodbyes may take by default
 _modules: Final = sys.modules
-_RETRY_S: Final = 1.0  # before the second attempt to send a notice; each further wait is 1.5 times as long
+_RETRY_S: Final = 1.0  # the wait before a notice is sent again; each further wait is 1.5 times as long
 _ATTEMPTS: Final = 20
 
 
@@ -739,7 +739,7 @@ class Agent:
     # -- ends of connections, peers and the agent ----------------------------------------------------------
 
     def lost(self, conn: Connection, error: BaseException | None) -> None:
-        """Close a broken or ended connection, and end its peer. Runs on a pool thread."""
+        """Close a broken or ended connection, and record that its peer has ended. Runs on a pool thread."""
         self.pool.forget(conn.fd)
         if conn.goodbye is None and not self.closed_down:
             # If a write has failed, the peer's last messages may not have been read yet.
@@ -770,7 +770,7 @@ class Agent:
             self.peer_ended(peer, "dead", cause)
 
     def _take_answers(self, conn: Connection, peer: Peer) -> None:
-        """Complete the calls whose answers arrived before a connection ended. After that, the other calls are failed.
+        """Complete the calls whose answers arrived before a connection ended. The caller then fails the other calls.
 
         1. Thread A reads an answer and releases the read lock. 2. Thread B reads the end of the connection. Therefore B has to
         wait until A has delivered the answer. If both sides have dialled at once, there is a second connection, which may hold

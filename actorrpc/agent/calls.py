@@ -78,7 +78,7 @@ class Nested(Protocol):
 
 
 class Execution:
-    """A peer's call that is executed here, or waits for its turn. Calls that are made within it inherit some of its fields.
+    """A peer's call that is executed here, or waits for its turn. Nested calls inherit its deadline, chain and path.
 
     Attributes:
         conn: the connection that the answer is sent over; None for a call of this worker to itself.
@@ -338,7 +338,7 @@ class Call(Progress):
     def __str__(self) -> str:
         return f"the call of {self.label} on {self.peer.name!r}"
 
-    # -- ending (by the thread that took the call out of ``pending``) --------------------------------------
+    # -- ending (by the thread that removed the call from ``pending``) -------------------------------------
 
     def finish(self, outcome: Frame | BaseException | None) -> None:
         """Record that the call has ended, and wake the waiting thread. Runs no user code."""

@@ -312,7 +312,7 @@ class Connector:
         self.admission = Admission(agent, self._key, self._admit, self.tls)
         self._connections: dict[bytes, Connection] = {}
         self._introducing: dict[Connection, Session] = {}
-        self._dialling: set[socket.socket] = set()  # changed by single atomic steps, without the lock
+        self._dialling: set[socket.socket] = set()  # sockets in a handshake; changed atomically, no lock
         self.resumption = Resumption(agent, self)
 
     @property

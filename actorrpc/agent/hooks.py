@@ -435,7 +435,7 @@ class Recorder:
     live: Collection[object] = ()
 
     def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:
-        """Record the plain tensors of a message that has been packed. Called on the thread that packs it.
+        """Record the plain tensors (``Encoded.tensors``) of a message that has been packed. Called on the thread that packs it.
 
         Args:
             peer: the receiver; None for a stored value, which any worker may fetch later.

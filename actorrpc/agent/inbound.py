@@ -178,7 +178,7 @@ class Inbox:
             error = LimitError(f"there is no memory for the result of {call}, of {much}, in {where}")
             error.maybe_executed = True
             call.fail(error, self._agent.pool.submit)
-        if not frame.flags & outbound.STREAM:  # buffers that are sent in chunks are not in shared memory
+        if not frame.flags & outbound.STREAM:  # a message in chunks has no buffers in shared memory
             self._agent.pool.submit(partial(self.discard, conn, frame))
 
     def deliver(self, conn: Connection, batch: list[Frame], waiting: bool) -> bool:

@@ -330,7 +330,7 @@ class _KnownDefinitions(set[bytes]):
 
 
 class Peer:
-    """One worker of the group, in one incarnation. Thread-safe."""
+    """One worker of the group, in one incarnation (one run of its process). Thread-safe."""
 
     def __init__(self, record: WorkerRecord, *, own: WorkerRecord, window: int, definitions: Any) -> None:
         self.record = record
@@ -597,7 +597,7 @@ class PeerTable:
                 self._unlist(forgotten[-1])
             while len(self._ends) > _REMEMBERED:
                 del self._ends[next(iter(self._ends))]
-        del forgotten  # outside of the lock: finalisers may run
+        del forgotten  # freed outside of the lock: finalisers may run
         return True
 
     def forget(self, peer: Peer) -> None:

@@ -100,8 +100,8 @@ class Scheduler:
             # If a thread makes one call after the other and waits for each, ``expecting`` is a recent time.
             if conn.expecting < late:
                 self.expecting.pop(conn, None)
-                # A thread with many pending calls may still be making calls. A thread with few calls, or that made the last one
-                # a while ago, waits elsewhere, for example in torch.futures.wait_all(), which is C code and reads nothing.
+                # If there are many pending calls and the last is recent, the thread may still be making calls. Otherwise it waits
+                # in code that reads nothing, such as torch.futures.wait_all(): do not disarm the connection for a while.
                 if conn.listen():
                     calls = list(conn.peer.pending.values())
                     if len(calls) <= _UNATTENDED or calls[-1].made < late:

@@ -241,7 +241,7 @@ class Pool:
                             task = queue.popleft()
                         except IndexError:
                             continue
-                        # Several wake-ups may wake one thread only. If this task then blocks, the tick wakes another one.
+                        # Several wake-ups may wake one thread only. If this task then blocks, the tick wakes another thread.
                         if queue and not starvation.active:
                             starvation.wake()
                         # The time that work takes is only measured if more work is queued.

@@ -419,7 +419,7 @@ class Recycler(Generic[B]):
 
     def abandon(self) -> None:
         """Close the pool in a forked child. Mapped blocks stay valid, and are not recycled."""
-        self._lock = _time.RLock()  # a thread of the parent may have held it at the fork
+        self._lock = _time.RLock()  # a thread of the parent may have held the old lock at the fork
         self._busy = False
         self.close()
 

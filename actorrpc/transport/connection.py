@@ -204,7 +204,7 @@ class Connection(StateMachine):
             except (OSError, ValueError):
                 pass
             if self.stream.pending and mask != DISARMED:
-                self.events.submit(self.turn)  # the kernel does not report these bytes
+                self.events.submit(self.turn)  # epoll does not report bytes that the stream buffers
 
     @uninterruptible
     def reading(
@@ -259,7 +259,7 @@ class Connection(StateMachine):
             except (OSError, ValueError):
                 pass
             if self.stream.pending:
-                self.events.submit(self.turn)  # the kernel does not report these bytes
+                self.events.submit(self.turn)  # epoll does not report bytes that the stream buffers
         return self.events.deliver(self, frames, waiter is not None) if frames else False
 
     @property
@@ -402,7 +402,7 @@ class Connection(StateMachine):
             found = reader.fed(count)
             while True:
                 for frame in found:
-                    # Control frames, and messages in chunks, with objects or for a mailbox need handling under the lock.
+                    # Handle under the lock: control frames, and messages in chunks, with objects, or for a mailbox.
                     if frame[0] <= FAILURE and not frame[1] & _LOOKED_AT:
                         frames.append(frame)
                         continue
@@ -429,8 +429,8 @@ class Connection(StateMachine):
         """Handle the error of a read or write: suspend the connection if it can be resumed, otherwise close it."""
         if isinstance(error, MemoryError):
             error = MemoryError(f"{error or 'no memory for a message of the connection'}: {explain_memory()}")
-        # The error is kept for a while, and the thread that has read may be a caller that waits for its reply: the traceback
-        # would keep the frames of the caller alive.
+        # The error is kept for a while. If a caller was reading for its own reply, the traceback would keep the caller's frames
+        # alive.
         let_frames_go(error)
         if self.session is not None and self.goodbye is None and isinstance(error, (OSError, EOFError)):
             self.suspend(error)

@@ -186,7 +186,7 @@ def _read(path: str) -> list[Holding]:
         os.close(fd)
     data = data.ljust(-(-len(data) // _ROW.size) * _ROW.size, b"\0")
     owner, *rows = _ROW.iter_unpack(data)
-    pid = os.path.basename(path).split("-")[1:2]  # keys.accounts_path puts the process id there
+    pid = os.path.basename(path).split("-")[1:2]  # keys.accounts_path has put the process id into the name
     holder = (_named(_text(owner[2]), int(pid[0]) if pid and pid[0].isdecimal() else 0),)
     return [
         Holding(holder, segment_id, nbytes, _text(label), _text(site))

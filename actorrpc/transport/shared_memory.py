@@ -306,8 +306,8 @@ class Borrower:
         self._segments: dict[int, _Borrowed] = {}
         self._unseen: set[int] = set()  # segments that were retired before their descriptors were received
         self._adopt = adopt
-        self._objects: dict[int, Segment | LimitError] = {}  # received by number; no frame has used them yet
-        self._loans: Loans[tuple[int, int, int]] = Loans(on_freed)  # segment, loan, epoch in which it began
+        self._objects: dict[int, Segment | LimitError] = {}  # by number: received, not used by a frame yet
+        self._loans: Loans[tuple[int, int, int]] = Loans(on_freed)  # segment, loan, epoch of the fork guard
         self._closed = False
         self._forks = ForkGuard()
         #: total of bytes received through shared memory; not exact, as threads update it without a lock
@@ -412,7 +412,7 @@ class Borrower:
                 if segment is not None:
                     segment.close()
                 elif len(self._unseen) < MOST_SEGMENTS:
-                    self._unseen.add(number)  # it was never used: its descriptor is in the socket
+                    self._unseen.add(number)  # its descriptor was not received yet
             if self._unseen:
                 self.gather()
 

@@ -45,7 +45,7 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 _protected: set[CodeType] = set()
 _main = threading.main_thread().ident
-# Its ``signal`` and ``getsignal`` are called by the functions of module ``signal``, which the program may have imported by name.
+# ``signal.signal``, which a program may have imported by name, calls ``_signal.signal``, which :func:`install` replaces.
 _native: Final[Any] = sys.modules["_signal"]
 _set_native: Final[Any] = _native.signal
 _get_native: Final[Any] = _native.getsignal

@@ -153,7 +153,7 @@ class TlsSocket(Stream):
         theirs = self._ssl.getpeercert(True)
         if theirs is None:  # impossible with CERT_REQUIRED, which the contexts set
             raise ssl.SSLError("the other side has shown no certificate")
-        # The certificates of both sides, and the "finished" message of the handshake, which depends on the session's keys.
+        # The digest covers the certificates of both sides, and the "finished" message, which depends on the session's keys.
         parts = [_digest(theirs), self._own] if self._ssl.server_side else [self._own, _digest(theirs)]
         parts.append(self._ssl.get_channel_binding("tls-unique") or b"")
         self.binding = hashlib.sha256(b"actorrpc tls 1\0" + b"".join(parts)).digest()
@@ -222,9 +222,9 @@ class TlsSocket(Stream):
             if not count:  # the end of the TLS stream
                 return got
             got += count
-            # OpenSSL returns at most one record. After a full record, another one is likely. After a shorter one, FIONREAD tells
-            # whether there is more. All available bytes are read together, as from a plain socket, so that the reader sees a call
-            # and its cancellation at once.
+            # OpenSSL returns at most one record. After a full record, another record is likely. After a shorter record, FIONREAD
+            # tells whether there are more bytes. All available bytes are read together, as from a plain socket, so that the
+            # reader sees a call and its cancellation at once.
             if got == size or (count < _RECORD and not self._has_more()):
                 return got
 

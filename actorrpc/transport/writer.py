@@ -317,7 +317,8 @@ class Writer:
                 self._note_blocked()
                 late = deadline is not None and _time.now() > deadline
                 if late or pending_here():
-                    # A pool thread sends the rest of the chunk, from a copy: the caller may change its memory after this returns.
+                    # A pool thread sends the rest of the chunk, from a copy: the caller may change its memory after this method
+                    # returns.
                     result = self._pass_rest(begun)
                     conn.events.submit(self.flush_waiting)
                     return begun and not self._rest if late else result  # late: was the whole chunk sent?
