@@ -6,8 +6,8 @@ misses`` seconds. The caller decides about a lost peer: if its process can be in
 holds the GIL, an overloaded machine) and stays suspect; otherwise, or if the process is stopped or a zombie, it is dead.
 
 Time in which the clock of this process itself did not run (because the process was stopped or busy) does not count as silence of
-peers. Only the clock thread uses :class:`FailureDetector`, and passes the time to it. The functions read ``/proc`` and may be
-called on any thread.
+peers. Only the clock thread calls :meth:`FailureDetector.look`, to which it passes the time. The functions read ``/proc`` and may
+be called on any thread.
 """
 
 from __future__ import annotations
