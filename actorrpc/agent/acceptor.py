@@ -1,24 +1,25 @@
-"""Pending connections, which were accepted and have not proved yet that they have the key.
+"""Pending connections: accepted connections whose other end has not proved yet that it has the group's key.
 
 Pool threads serve the listening sockets. A pending connection has a short time limit and may send the handshake's fixed messages
-only; its bytes are not passed to the frame reader. The number of pending connections is limited. If all places are taken, a new
-connection replaces a connection that is probably not a member's: from the address with the most pending connections, preferably
-a connection that has not sent HELLO, and of these the oldest. A member needs its place for two round trips only, and dials again
-if it lost the place. Therefore silent connections and floods of connections do not keep members out, even if they come from a
-member's address.
+only; its bytes are not passed to the frame reader. The number of pending connections is limited: each has one of
+``max_unauthenticated`` places. If all places are taken, a new connection replaces a pending connection that is probably not a
+member's: of the address with the most pending connections, the oldest that has not sent HELLO, or else the oldest. A member needs
+its place for two round trips only, and dials again if it lost the place. Therefore silent connections and floods of connections
+do not keep members out, even if they come from a member's address.
 
-An address whose pending connections fail to prove the key gets ``FAILURES_PER_S`` answers per second. Further failures are not
-answered, and keep their places until their time limit, or until the places are needed. This limits how fast an attacker can
-guess, and members that share the address (one host, one NAT) are still served.
+An address whose pending connections fail to prove the key gets ``FAILURES_PER_S`` answers per second. Further connections that
+fail are not answered, and keep their places until their time limit, or until the places are needed. This limits how fast an
+attacker can guess, and members that share the address (one host, one NAT) are still served.
 
-With certificates, the TLS handshake comes first, within the same time limit and the same places. A peer without TLS is sent the
-reason in plain text. A connection whose TLS handshake failed is read until the other end closes it or until the time limit:
-closing a socket with unread bytes makes the kernel reset the connection, and the TLS alert with the reason would be lost.
+With certificates, the TLS handshake comes first, within the same time limit and the same places. A peer that does not use TLS is
+refused, and the reason is sent to it without TLS. A connection whose TLS handshake failed is read until the other end closes it
+or until the time limit: closing a socket with unread bytes would reset the connection, and the TLS alert with the reason would be
+lost.
 
-If there are no descriptors for another connection, accepting pauses and is tried again. Accepted connections keep the descriptors
-that they need, and others wait in the kernel's backlog. After a second without success, waiting connections are accepted one at a
-time over a reserved descriptor, sent the reason, and closed. This is not done on TLS listeners, as the other end could not read
-the reason; it waits until its own time-out.
+If there are no descriptors for another connection, accepting pauses and is tried again; meanwhile, further connections wait in
+the kernel's backlog. After a second without success, the connections in the backlog are refused: each is accepted over a reserved
+descriptor, sent the reason, and closed. On a TLS listener, connections are not refused in this way, because the other end could
+not read the reason; the other end waits until its time-out.
 
 ``_lock`` guards the tables; no other code runs under it. The thread that runs a step of a pending connection's handshake holds
 the ``turn`` of that connection. No thread waits for a turn: a thread that has to close the socket marks the connection, and
@@ -57,9 +58,9 @@ __all__ = ["FAILURES_PER_S", "Admission", "AdmittingAgent", "PendingConnection",
 
 FAILURES_PER_S: Final = 3
 _MAX_ADDRESSES: Final = 1024  # the most addresses whose failures of the last second are stored
-_READ: Final = 4096  # more than any first message of TLS, as closing a socket with unread bytes resets it
+_READ: Final = 4096  # a first message of TLS has fewer bytes: closing a socket with unread bytes would reset the connection
 _AGAIN_S: Final = 0.2  # time between two attempts to accept if there are no descriptors
-_PATIENCE_S: Final = 1.0  # after so long without descriptors, connections in the backlog are refused
+_PATIENCE_S: Final = 1.0  # if no descriptor is available for so long, connections in the backlog are refused
 _MINUTE_S: Final = 60.0
 _LOG_S: Final = 10.0  # the shortest time between two log lines that no connection can be accepted
 _GIVE: Final = "set ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY and ACTORRPC_TLS_CA for all workers, or for none"
@@ -74,7 +75,7 @@ class PendingConnection:
     def __init__(self, sock: socket.socket, address: str, local: bool, acceptor: Acceptor) -> None:
         self.sock: AnySocket = sock
         self.fd = sock.fileno()  # stays the same when a TLS socket replaces ``sock``
-        self.over = False  # its TLS handshake has failed, and further bytes are discarded
+        self.over = False  # whether the TLS handshake has failed, so that further bytes are discarded
         self.address = address
         self.local = local
         self.acceptor = acceptor
@@ -85,8 +86,8 @@ class PendingConnection:
     def close(self) -> None:
         """Close the socket: now, or when the thread that runs a step of the handshake has finished the step.
 
-        During such a step, TLS may replace ``sock`` by another object. And if the descriptor were closed, its number could be
-        reused while the step still uses it.
+        During a step, TLS may replace ``sock`` by another object. And if the descriptor were closed during a step, its number
+        could be reused while the step still uses the number.
         """
         self._gone = True
         self.sweep()
@@ -114,9 +115,9 @@ class Admission:
     """Accepts connections for one agent and performs their handshakes. Thread-safe.
 
     Args:
-        key: the group's key; empty if it has none.
-        admit: called with a pending connection that has proved the key, whose socket it then owns, and with the last message of
-            the handshake, which it has to send.
+        key: the group's key; empty if the group has none.
+        admit: called with a pending connection that has proved the key, and with the last message of the handshake. ``admit`` has
+            to send this message, and owns the socket from then on.
         tls: the certificates for TLS with connections from other hosts; None: no TLS.
     """
 
@@ -138,12 +139,11 @@ class Admission:
         self._closed = False
         self._scarce = False  # the hard limit of descriptors is near
         self._resting: set[socket.socket] = set()
-        self._short_since: dict[socket.socket, float] = {}  # listeners for which there is no descriptor
-        # The reserved descriptor for refusing connections; -1: there is none, or a thread is using it.
+        self._short_since: dict[socket.socket, float] = {}  # since when a listener lacks a descriptor
+        # The reserved descriptor for refusing connections; -1: it could not be opened, or a thread is using it.
         self._held = -1
         self._logged_at = float("-inf")
-        # The number of refusals by address since the last log line about refusals.
-        self._refused: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()  # by address, since the last log line about refusals
         self._refused_since = float("-inf")
         self._refused_last = ""
 
@@ -187,7 +187,7 @@ class Admission:
             self._enter(sock, "local" if local else str(where[0]), local)
 
     def _rest(self, listener: socket.socket, error: OSError) -> None:
-        """Try to accept again later, because epoll reports each connection in the backlog once only (edge-triggered)."""
+        """Accept again later, because epoll (edge-triggered) reports each connection in the backlog only once."""
         now = _time.now()
         with self._lock:
             if listener in self._resting or listener not in self._listeners:
@@ -221,7 +221,7 @@ class Admission:
                     sock.send(no_room(error))
                     sock.shutdown(socket.SHUT_WR)
                     sock.recv(MAX_MESSAGE)  # closing with an unread HELLO would discard the reason
-        except OSError:  # the backlog is empty, or another thread has used the descriptor
+        except OSError:  # the backlog is empty, or another thread has opened the released descriptor
             pass
         held = _open_one()
         with self._lock:
@@ -247,12 +247,13 @@ class Admission:
             full = len(self._pending) >= max(1, agent.settings.max_unauthenticated)
             out = self._least() if full else None
             if out is not None:
-                # Removed in the same locked step in which the new one is entered, so that no other thread chooses it as well.
+                # Remove the old connection and enter the new one under one lock, so that no other thread removes the old one too.
                 del self._pending[out.fd]
             if not closed:
                 self._pending[pending.fd] = pending
-                # Also in this locked step: as soon as it is in the table, another thread may remove and close it. Its number may
-                # then be reused; watching it after that would replace the entry of the new connection.
+                # Watch the descriptor before the lock is released: afterwards, another thread may remove and close the
+                # connection, and the number of its descriptor may be reused. Watching the number then would replace another
+                # entry.
                 agent.pool.watch(pending.fd, partial(self._serve, pending))
                 try:
                     agent.pool.epoll.register(pending.fd, select.EPOLLIN | select.EPOLLONESHOT)
@@ -305,7 +306,7 @@ class Admission:
             pass
 
     def _step(self, pending: PendingConnection) -> bytes | None:
-        """Run one step. If the pending connection has proved the key, remove it from the table and return the last message."""
+        """Run one step. If the step proves the key, remove the connection from the table and return the last message."""
         try:
             if self._tls is not None and not pending.local and not self._secured(pending, self._tls):
                 self._listen_to(pending)
@@ -355,7 +356,7 @@ class Admission:
         return True
 
     def _turn_away(self, pending: PendingConnection, why: str, own: str) -> None:
-        """Refuse a pending connection if only one side uses TLS. The reason is sent without TLS."""
+        """Raise the error for a connection of which only one side uses TLS. ``_refuse`` sends the reason without TLS."""
         sock = pending.sock
         host, port = (sock if isinstance(sock, socket.socket) else sock.sock).getsockname()[:2]
         pending.acceptor.refusal = Acceptor.refuse(Refusal.PROTOCOL, f"{host}:{port} {own}")
@@ -387,7 +388,7 @@ class Admission:
             self._tell(f"a connection from {pending.address} was refused: {error}", pending.address)
             if not isinstance(error, AuthenticationError):
                 self._dismiss(pending)
-            return  # not answered, and kept until its time limit
+            return  # not answered; without a proof of the key, it keeps its place until its time limit
         refusal = pending.acceptor.refusal
         if refusal:
             try:
@@ -406,7 +407,7 @@ class Admission:
                 first = not self._refused
                 self._refused[address] += 1
                 self._refused_last = text
-                if len(self._refused) > _MAX_ADDRESSES:  # count further addresses with the first one
+                if len(self._refused) > _MAX_ADDRESSES:  # count further addresses under the first address
                     count = self._refused.pop(address)
                     self._refused[next(iter(self._refused))] += count
             else:
@@ -475,7 +476,7 @@ class Admission:
             self._agent.pool.forget(sock.fileno())
 
     def close(self) -> None:
-        """Close the listening sockets, remove their files, and close the pending connections."""
+        """Close the listening sockets, remove the files of Unix sockets, and close the pending connections."""
         for sock in self._listeners:
             path = sock.getsockname() if sock.family == socket.AF_UNIX else None
             sock.close()
@@ -494,7 +495,7 @@ class Admission:
             pending.close()
 
     def abandon(self) -> None:
-        """Close the descriptors in a forked child; the files belong to the parent."""
+        """Close the descriptors in a forked child. The files of Unix sockets stay, because the parent uses them."""
         for sock in self._listeners:
             sock.close()
         for pending in list(self._pending.values()):

@@ -1,10 +1,10 @@
-"""The agent of a worker, which has its connections, threads, clock and calls.
+"""The agent of a worker: its connections, threads, clock and calls.
 
 Higher packages add RRefs, autograd contexts, traces and actors to calls: ``hooks`` take part in calls, ``on_notice`` handles
 one-way messages, and ``on_peer_end`` is called when a peer has ended.
 
 Any thread may make calls. ``Inbox.control`` runs under a connection's read lock, on whichever thread reads; it is short and runs
-no user code. ``Inbox.deliver`` runs after the lock was released. No lock of this module is held while calling out.
+no user code. ``Inbox.deliver`` runs after the lock was released.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ __all__ = ["Agent"]
 
 _log = logging.getLogger("actorrpc")
 INFINITE: Final = float("inf")
-_ANSWERS_S: Final = 1.0  # how long the end of a peer waits until its last answers are opened
+_ANSWERS_S: Final = 1.0  # how long to wait until other threads have delivered the last answers of a peer
 _GOODBYE_S: Final = 0.5  # how long sending goodbyes may take by default
 _modules: Final = sys.modules
-_RETRY_S: Final = 1.0  # before the second attempt to send a notice; each further wait is 1.5 times as long
+_RETRY_S: Final = 1.0  # the wait before a notice is sent again; each further wait is 1.5 times as long
 _ATTEMPTS: Final = 20
 
 
@@ -90,7 +90,7 @@ def _ring_main() -> None:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Return the innermost functions of a thread, as text."""
+    """Return the three innermost functions of a thread's stack, as text."""
     found: list[str] = []
     while frame is not None and len(found) < 3:
         code = frame.f_code
@@ -114,7 +114,7 @@ class Agent:
         record: the name, rank and addresses of this worker.
         settings: limits and switches.
         key: the group's key.
-        resolve: returns the record of a worker by name or rank, or None.
+        resolve: returns the record of the worker with this name or rank; None if there is no such worker.
         members: returns all records that are known.
     """
 
@@ -158,7 +158,7 @@ class Agent:
         self.peer_table = PeerTable(
             record, window=settings.window, resolve=resolve, members=members, replaced=self._replaced
         )
-        #: returns numbers for chains of calls that begin outside of executions; bits ``CALLER_BIT`` and above name the caller
+        #: returns the number of a chain of calls that begins outside of executions; see ``CALLER_BIT``
         self.next_chain: Callable[[], int] = itertools.count((record.rank & 0xFFFF) << 48 | 1).__next__
         codec.restrict(settings.data_only)
 
@@ -210,7 +210,7 @@ class Agent:
     # -- calling -----------------------------------------------------------------------------------------
 
     def encode(self, obj: Any, message: MessageContext, *, answer: bool = False) -> codec.Encoded | bytes:
-        """Pack an object for the message's peer. ``answer``: map tensors by the device map for answers, not for calls."""
+        """Pack an object for the message's peer. ``answer``: use the device map for answers, not the one for calls."""
         peer = message.peer
         device_map = peer.answer_map if answer else peer.device_map
         records = bool(self.recorder.live) and not answer
@@ -241,16 +241,16 @@ class Agent:
         kwargs: dict[str, Any],
         header: Header | None = None,
     ) -> None:
-        """Send a new call, or the arguments of a call that has reserved its place. On an error, undo all steps.
+        """Send a new call, or the arguments of a call that has reserved its place in a mailbox. On an error, undo all steps.
 
         Args:
-            function: not used by a request to a mailbox, which has ``(args, kwargs)`` only.
+            function: the called function; not used for a request to a mailbox, whose body is ``(args, kwargs)``.
             header: further header fields.
 
         Raises:
             SerializationError, LimitError, PeerDiedError, BackpressureError, ShutdownError: the call was not executed.
-            CancelledError: the call that this one is nested in was cancelled, or this call has a reserved place and has ended.
-            RpcTimeoutError: the deadline of the call that this one is nested in has passed.
+            CancelledError: the enclosing call was cancelled, or this call has reserved its place and has ended meanwhile.
+            RpcTimeoutError: the deadline of the enclosing call has passed.
             LostArgumentError: an argument refers to a value of a worker that has died.
         """
         peer, mail, is_new = call.peer, call.mail, not call.id
@@ -299,7 +299,7 @@ class Agent:
             if message.held:
                 call.keep = call.keep, message.held
             if call.future is not None:
-                call.future.source = call.future.label = call  # formatted only when the text is needed
+                call.future.source = call.future.label = call  # formatted only when its text is needed
             if current is not None:
                 current.add_nested(call)
             if hooks.messages and not reserves:
@@ -324,7 +324,7 @@ class Agent:
         call.peer.check_alive(f"cannot call {call.label}")
 
     def _wait_for_room(self, call: Call, current: Execution | None) -> None:
-        """Wait until the window has room. Nested calls do not wait, because the calls that fill it may depend on them."""
+        """Wait until the window has room. Nested calls do not wait: the calls that fill the window may wait for them."""
         if current is None and not call.id and call.peer.window.full:
             self.flush()
             call.peer.window.wait_for_room(call.deadline, f"the call of {call.label}")
@@ -359,7 +359,7 @@ class Agent:
     def _undo(self, call: Call, message: MessageContext, is_new: bool, error: BaseException) -> None:
         """Undo what :meth:`send` has begun; a call that is in the outbox or was sent is cancelled."""
         if call.handed_over:
-            call.cancel()  # a signal handler raised between two chunks or after the last
+            call.cancel()  # a signal handler raised between two chunks or after the last chunk
             return
         if is_new:
             call.peer.pending.pop(call.id, None)
@@ -367,7 +367,7 @@ class Agent:
         if message.sent:
             self.references.roll_back(message)
         if not call.done:
-            # The flight recorder, which is first, has no records of calls that were not sent.
+            # Skip the flight recorder, whose method is the first: it has no record of a call that was not sent.
             for ended in call.ending[len(self.hooks.recorded) :]:
                 ended(call, error)
 
@@ -390,7 +390,7 @@ class Agent:
             while not call.done:
                 call.drive(None)
         except BaseException as error:
-            self._give_up(call, error)  # it was not sent, or a signal handler has raised
+            self._give_up(call, error)  # sending failed, or a signal handler has raised
             raise
         outcome = call.outcome
         if isinstance(outcome, BaseException):
@@ -398,7 +398,7 @@ class Agent:
             try:
                 raise outcome
             finally:
-                del outcome  # otherwise the error, its traceback and this frame would be a cycle
+                del outcome  # the error, its traceback and this frame would be a reference cycle
         assert outcome is not None
         try:
             value = outbound.opened(self, call.conn, outcome, peer)
@@ -407,7 +407,7 @@ class Agent:
             raise
         for ended in call.ending:
             ended(call, None)
-        call.outcome = None  # the enclosing execution refers to the call, and would keep the reply alive
+        call.outcome = None  # the enclosing execution refers to the call, which would keep the reply alive
         if _interrupts.pending:
             checkpoint()
         return value
@@ -417,11 +417,11 @@ class Agent:
     ) -> None:
         """Make a worker call ``function(*args)``, without an answer.
 
-        This saves the cost of the answer, half the cost of a request, for protocols that detect failures in another way. The
-        function runs on a pool thread, in no particular order with calls; its errors are logged on that worker.
+        It is for protocols that detect failures in another way, and saves the cost of the answer. The function runs on a pool
+        thread of the other worker, in no particular order with calls; its errors are logged there.
 
         Args:
-            record: pass the tensors to the agent's recorder.
+            record: pass the tensors to the agent's recorder, which follows them for distributed autograd.
 
         Raises:
             SerializationError, LimitError: the message cannot be packed.
@@ -485,10 +485,10 @@ class Agent:
 
     @uninterruptible
     def _give_up(self, call: Call, error: BaseException) -> None:
-        """Cancel a call of :meth:`call_sync`, unless it was not sent; if its reply has come, discard the reply."""
+        """Cancel a call of :meth:`call_sync` if it is pending; if its reply has arrived, discard the reply."""
         if call.cancel():
             return
-        while call.handed_over and not call.done:  # another thread is ending it right now
+        while call.handed_over and not call.done:  # another thread is ending the call
             _time.pause(0.0005)
         outcome = call.outcome
         if isinstance(outcome, Frame):
@@ -514,7 +514,7 @@ class Agent:
                 header, extra = call.mail.header, call.mail.packed
             else:
                 header.update(call.mail.header)
-        # The arguments use the connection of their reservation, so that they arrive after it.
+        # Arguments are sent over the connection of the call's reservation, so that they arrive after the reservation.
         conn = call.conn or peer.conn
         if conn is None or conn.state is CLOSED:
             if peer.is_self:
@@ -524,7 +524,7 @@ class Agent:
                 raise self._shut_down(call)
             raise peer.died(f"cannot call {call.label}", maybe_executed=False)
         call.conn = conn
-        # Send the message of a reserved call now: the thread that completed the argument may not flush soon.
+        # Flush the arguments of a call with a reserved place now: the thread that completed the last argument may not flush soon.
         idle = not peer.pending or fills
         remaining = call.deadline - _time.now() if call.deadline != INFINITE else INFINITE
         packed = outbound.pack(
@@ -532,8 +532,8 @@ class Agent:
         )
         rest = None if isinstance(packed, bytes) else packed
         frame = call.frame = packed if isinstance(packed, bytes) else packed.frame
-        # From here on the worker may execute the call, and other threads may end it. A thread that ends the call finds its frame.
-        # It either withdraws the frame, or tells the worker and the caller that the call may run.
+        # From here on, other threads may end the call. The thread that ends the call finds its frame: either it withdraws the
+        # frame, or it sends CANCEL to the worker, and the caller's error says that the call may have run.
         if fills:
             self._use_place(call)
         else:
@@ -553,9 +553,9 @@ class Agent:
             conn.outbox.append(call)
         else:
             conn.outbox.append(frame)
-            call.frame = b""  # only the reservation is in the outbox: the call has not been sent
+            call.frame = b""  # only the reservation is in the outbox: the call itself has not been sent
         if rest is not None and rest.buffers and not outbound.send_buffers(self, conn, rest, call.deadline):
-            if conn.state is not CLOSED:  # the end of the connection ends the call
+            if conn.state is not CLOSED:  # otherwise the end of the connection ends the call
                 call.expire()
             return
         scheduler, settings, future = self.scheduler, self.settings, call.future
@@ -573,7 +573,6 @@ class Agent:
     def _dispatch_here(
         self, call: Call, encoded: codec.Encoded | bytes, header: Header | None, flags: int, fills: bool
     ) -> None:
-        """Deliver a call of this worker to itself."""
         peer = call.peer
         call.sent = encoded != b""
         if fills:
@@ -642,7 +641,7 @@ class Agent:
     def notify(self, peer: Peer, name: str, body: bytes, *, lazily: bool = False) -> bool:
         """Send a one-way message to the handler ``name`` of a peer; return whether there was a connection for it.
 
-        ``lazily``: it may wait some milliseconds for other messages, to be sent with them.
+        ``lazily``: the message may wait for some milliseconds, so that it is sent together with other messages.
         """
         if not self.hooks.messages:
             return self.send_notice(peer, name, body, lazily)
@@ -683,7 +682,7 @@ class Agent:
         return True
 
     def announce(self, message: MessageContext, header: Header | None) -> Header:
-        """Add the references and the object segments of a message to its header, which is read without opening the message."""
+        """Add the references and object segments of a message to its header, which the receiver reads before the body."""
         header = {} if header is None else header
         if message.sent:
             header["references"] = self.references.pack(message.sent)
@@ -694,7 +693,7 @@ class Agent:
     # -- shared memory ----------------------------------------------------------------------------------
 
     def lender(self, conn: Connection) -> Any:
-        """Return the side of the tensor lane that lends memory to a connection's peer; None if there is none."""
+        """Return the Lender of shared memory for a connection's peer, which is opened if needed; None if that is impossible."""
         lender = conn.lane.lender
         self.scheduler.keep_trim()
         if lender is None and self.settings.lane:
@@ -728,22 +727,22 @@ class Agent:
         )
 
     def _look_after_objects(self) -> None:
-        """Start the tick that releases unused shared memory. Called by finalisers of objects."""
+        """Start the tick that releases shared memory without readers. Called by finalisers of objects in that memory."""
         if not self.closed_down:
             self.scheduler.keep_objects()
 
     def _trim_later(self) -> None:
-        """Start the tick that unmaps memory kept for reuse. Called by finalisers of buffers."""
+        """Start the tick that unmaps free buffers. Called by finalisers of buffers."""
         if not self.closed_down:
             self.clock.call_soon(self.scheduler.keep_trim)
 
     # -- ends of connections, peers and the agent ----------------------------------------------------------
 
     def lost(self, conn: Connection, error: BaseException | None) -> None:
-        """Close a broken or ended connection, and end its peer. Runs on a pool thread."""
+        """Close a broken or ended connection, and record that its peer has ended. Runs on a pool thread."""
         self.pool.forget(conn.fd)
         if conn.goodbye is None and not self.closed_down:
-            # A failed write is no proof of death: the peer's last messages may not have been read.
+            # If a write has failed, the peer's last messages may not have been read yet.
             last = conn.read_rest()
             if last:
                 self.inbox.deliver(conn, last, False)
@@ -771,7 +770,7 @@ class Agent:
             self.peer_ended(peer, "dead", cause)
 
     def _take_answers(self, conn: Connection, peer: Peer) -> None:
-        """Complete the calls whose answers arrived before the end of a connection, before the other calls are failed.
+        """Complete the calls whose answers arrived before a connection ended. The caller then fails the other calls.
 
         1. Thread A reads an answer and releases the read lock. 2. Thread B reads the end of the connection. Therefore B has to
         wait until A has delivered the answer. If both sides have dialled at once, there is a second connection, which may hold
@@ -790,7 +789,7 @@ class Agent:
         self.pool.submit(partial(self.peer_ended, peer, "dead", "a new incarnation has taken its place"))
 
     def peer_ended(self, peer: Peer, state: str, cause: str) -> None:
-        """Record that a peer has ended, and end all calls to it and for it. Idempotent."""
+        """Record that a peer has ended; fail the calls to the peer, and cancel the executions of its calls. Idempotent."""
         if not self.peer_table.record_end(peer, state, cause):
             return
         if not peer.is_self:
@@ -841,7 +840,7 @@ class Agent:
             timeout: how long threads in user code may take to end, in seconds.
             parting: how long sending all goodbyes may take, in seconds: until the kernel has them, and between hosts until the
                 other host has acknowledged them. A peer whose goodbye is not sent in time considers this worker dead. After
-                Ctrl-C it is 0.5 s.
+                Ctrl-C, at most 0.5 s.
         """
         if not self._closing.acquire(blocking=False):
             return
@@ -854,7 +853,7 @@ class Agent:
         self._fail_pending()
         for conn in conns:
             conn.close()
-        self._fail_pending()  # calls that other threads have entered meanwhile
+        self._fail_pending()  # also the calls that other threads have entered meanwhile
         left = self.pool.close(timeout)
         self.clock.close()
         self.dismiss(set(self.connector.connections()) - conns)  # new connections
@@ -875,7 +874,7 @@ class Agent:
             _log.warning("threads of %r are still in user code after shutdown: %s", self.name, where)
 
     def dismiss(self, conns: Collection[Connection]) -> None:
-        """Close connections that were made while the agent was closed, with a goodbye."""
+        """Send a goodbye over connections that were made while the agent was being closed, and close them."""
         self._part(conns, _GOODBYE_S)
         for conn in conns:
             conn.close()
@@ -885,7 +884,7 @@ class Agent:
     def _part(conns: Collection[Connection], parting: float) -> None:
         """Send goodbyes, and wait until all outboxes are sent: without a goodbye, a peer considers this worker dead.
 
-        A connection whose socket has failed gets little time, as it may never be resumed.
+        A connection whose socket has failed gets at most 0.5 s, as it may never be resumed.
         """
 
         def hurried(conn: Connection) -> bool:
@@ -917,7 +916,7 @@ class Agent:
         signals.abandon()
 
     def end_fork(self, what: str, error: BaseException | None) -> NoReturn:
-        """End this process, a fork, because the function that called ``os.fork()`` has ended. There is no caller to answer.
+        """End this process, a fork, because the function that called ``os.fork()`` has ended. A fork answers no calls.
 
         The exit status is that of a ``SystemExit``, 0 if the function has returned, and otherwise 1.
         """

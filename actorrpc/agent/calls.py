@@ -1,16 +1,16 @@
 """Calls: a request to a peer with its answer (:class:`Call`), and the execution of a peer's request here (:class:`Execution`).
 
-A :class:`Call` ends exactly once. The thread that takes it out of its peer's ``pending`` table, which is one atomic step, ends
-it: the reader of its reply, the clock at its deadline, a cancellation, or the end of the peer. The thread that waits for a call
-reads the connection itself if no other thread does (:meth:`Call.drive`), and sleeps otherwise.
+A :class:`Call` ends exactly once. The thread that removes it from its peer's ``pending`` table (one atomic step) ends it: because
+it has read the reply, because the deadline has passed, because the call is cancelled, or because the peer has ended. The thread
+that waits for a call reads the connection itself if no other thread does (:meth:`Call.drive`), and sleeps otherwise.
 
 Two steps decide whether the worker may execute a call. ``Agent._dispatch`` enters the call into ``pending`` together with its
 frame, before the first byte can be sent: until then the call has certainly not run, and no other thread can end it. The thread
-that ends the call calls :meth:`Call.withdraw` once, which takes the frame back if it has not been sent, or returns that the call
-may run.
+that ends the call calls :meth:`Call.withdraw` once, which withdraws the frame if it was not sent, or returns that the call may
+run.
 
-``CURRENT`` is the execution that the running code belongs to. It is a ``ContextVar``: it follows coroutines and callbacks that
-copy their context, and no thread carries it from one call to the next.
+``CURRENT`` is the execution that the running code belongs to. As it is a ``ContextVar``, coroutines and callbacks that run in a
+copy of the context have the same execution, and a thread does not keep it for its next call.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ __all__ = ["CALLER_BIT", "CURRENT", "MAILBOX_BIT", "Call", "Execution", "Nested"
 T = TypeVar("T")
 
 INFINITE: Final = float("inf")
-MAILBOX_BIT: Final = 63  # set in chains of calls that descend from the execution of an actor's method
-CALLER_BIT: Final = 39  # bits from here to MAILBOX_BIT are the caller's; calls of one caller keep their order
-_MANY_NESTED: Final = 64  # with more nested calls than this, ended calls are removed
+MAILBOX_BIT: Final = 63  # set in the number of a chain whose calls descend from a call of an actor
+CALLER_BIT: Final = 39  # a chain's bits from here to MAILBOX_BIT name the caller; a caller's calls keep order
+_MANY_NESTED: Final = 64  # an execution with more nested calls than this forgets the ended calls
 
 
-# Marked here, because their modules may not import the module of signals.
+# Marked as uninterruptible here, because the modules of these functions may not import the module of signals.
 for _step in (Future.conclude, Future.try_complete, Future.try_fail, Future.follow, empty_before_collection):
     uninterruptible(_step)
 
@@ -78,25 +78,25 @@ class Nested(Protocol):
 
 
 class Execution:
-    """A peer's call that is executed here, or waits for its turn. Calls that are made within it inherit some of its fields.
+    """A peer's call that is executed here, or waits for its turn. Nested calls inherit its deadline, chain and path.
 
     Attributes:
         conn: the connection that the answer is sent over; None for a call of this worker to itself.
         peer: the caller's worker.
         id: the number of the call among the calls of that peer.
-        deadline: when it times out, on this process's monotonic clock; infinite without a time-out.
-        chain: the number of the chain of nested calls that it belongs to.
-        cancelled: whether the caller has given it up, so that its nested calls are cancelled.
-        nested: the calls that were made in it, in order; some of them have ended.
-        late: whether the caller has given it up because of a time-out. The deadline here is near as well, so nested calls end
-            with a time-out, as they would a moment later. Set before ``cancelled``.
-        given_up: one entry for each time that its nested calls were given up: whether their code is interrupted. It is replaced
-            by a longer tuple each time. A thread that makes a call compares the tuples before and after.
-        received_at: when its request was read. ``begun``: when it was started; 0.0 before that. ``thread``: the identifier of the
-            thread that started it.
+        deadline: when the call times out, on this process's monotonic clock; infinite without a time-out.
+        chain: the number of the chain of nested calls that the call belongs to.
+        cancelled: whether the caller has given the call up, so that the nested calls are cancelled.
+        nested: the calls that were made during this execution, in order; some of them may have ended.
+        late: whether the caller has given the call up because of a time-out. Nested calls then end with a time-out as well,
+            because their deadlines are no later. Set before ``cancelled``.
+        given_up: one entry for each time that the nested calls were cancelled: whether their code was to be interrupted. Each
+            time, a longer tuple is stored. A thread that makes a nested call cancels the call if the tuple has changed meanwhile.
+        received_at: when the request was read. ``begun``: when the execution was started; 0.0 before that. ``thread``: the
+            identifier of the thread that started the execution.
         header: the fields that came with the request, or ``None``.
-        path: the executions of actor methods that led to it, the outermost first; the last one equals ``chain``. After a call of
-            an actor has begun, the last one is the call itself. Empty if there are none.
+        path: the numbers of the executions of actor methods that led to this call, the outermost first; the last number equals
+            ``chain``. When a call of an actor begins, its own number is appended. Empty if no actor's method led to the call.
         actor: the called actor, or ``None`` for a plain call.
         what: the function, or the name of the actor's method, for messages.
         deferred: whether the function has returned a future, whose value will be the answer.
@@ -156,23 +156,23 @@ class Execution:
         return str(name) if spec is None else f"{spec.info.prefix}{str(name).rpartition('<locals>.')[2]}"
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
-        """End the call for its caller; see :meth:`give_up`. Runs on a pool thread."""
+        """Cancel the execution for its caller; see :meth:`give_up`. Runs on a pool thread."""
         self.give_up(stop, late)
 
     def give_up(self, stop: bool = False, late: bool = False) -> None:
-        """Record that the caller gave up, and give up the calls that this one waits for.
+        """Record that the caller has given the call up, and cancel the nested calls.
 
         Args:
-            stop: the caller has cancelled the call: its code is interrupted if that is possible. Otherwise the call has
-                timed out, or the caller has ended.
-            late: see the attribute.
+            stop: whether the caller has cancelled the call, so that running code is interrupted if that is possible; False: the
+                call has timed out, or the caller's worker has ended.
+            late: whether the call has timed out.
         """
         self.late = self.late or late
         self.cancelled = True
         self.give_up_nested(stop)
 
     def give_up_nested(self, stop: bool) -> None:
-        """Give up the nested calls. The execution itself continues, and may make other calls."""
+        """Cancel the nested calls. The execution itself continues, and may make other calls."""
         # Set before ``nested`` is read. If another thread is making a nested call, either this thread finds the call in
         # ``nested``, or that thread finds that ``given_up`` has changed.
         self.given_up = (*self.given_up, stop)
@@ -185,7 +185,7 @@ class Execution:
             call.cancel(stop, self.late)
 
     def given_up_error(self) -> CancelledError | RpcTimeoutError:
-        """Return the error of a nested call that is made after this one was given up."""
+        """Return the error of a nested call that is made after the caller has given up this execution."""
         if self.late:
             return RpcTimeoutError("the call that this one is nested in has timed out", maybe_executed=False)
         return CancelledError("the call that this one is nested in was cancelled", maybe_executed=False)
@@ -219,7 +219,7 @@ CURRENT: Final[ContextVar[Execution | None]] = ContextVar("actorrpc_current_call
 
 
 def run_within(execution: Execution, function: Callable[..., T], *args: Any) -> T:
-    """Call ``function(*args)`` in a context of its own, in which ``CURRENT`` is ``execution``.
+    """Call ``function(*args)`` in a copy of the caller's context, in which ``CURRENT`` is ``execution``.
 
     The caller's context keeps its own ``CURRENT``, even if a signal handler raises between any two steps.
     """
@@ -236,25 +236,25 @@ class Call(Progress):
 
     Args:
         function: names the call if there is no label.
-        timeout: in seconds; 0: no limit except the deadline of the call that this one is nested in.
+        timeout: in seconds; 0: no limit except the deadline of the enclosing call.
         future: completed with the outcome; None if the caller is :meth:`Agent.call_sync`.
         keep: an object that is kept alive until the call ends.
         mail: the header of a request to a mailbox of the peer; the body of such a request is the arguments without the function.
         awaits: the pending futures of arguments; while there are any, the call only reserves its place in the mailbox.
 
     Attributes:
-        id: its number among the calls to the peer; 0 until its message is made.
+        id: the number of the call among the calls to the peer; 0 until its first message is made.
         made: the time at which the call was made. ``thread``: the identifier of the thread that made it.
         frame: the request, while it is in the outbox. ``sent``: whether it was sent.
-        outcome: without a future, the reply or the error that the call has ended with.
-        polling: the connection that the waiting thread polls. ``lock``: the lock on which the thread sleeps otherwise. ``awake``:
-            whether the thread was woken.
-        stopping: whether the caller has cancelled the call, and waits until the worker has ended it.
+        outcome: the reply or the error with which the call has ended; None if the call completes a future.
+        polling: the connection that the waiting thread polls. ``lock``: the lock on which the thread sleeps while another thread
+            reads the connection. ``awake``: whether the waiting thread was woken.
+        stopping: whether the caller has called :meth:`stop`, and waits until the worker has ended the call.
         introduces: a number and a function, if the request tells the peer this number of the function; once the call is
             answered, later calls send the number alone. See ``numbered_functions``.
-        size: bytes of body and buffers if they are not in the frame alone.
-        fields, notes: see :class:`~actorrpc.agent.hooks.CallHooks`; there are no fields before ``on_call``.
-        ending: the ``on_answer`` of the hooks that take part.
+        size: bytes of body and buffers; 0 if there are no buffers and the body is no longer than one chunk.
+        fields, notes: see :class:`~actorrpc.agent.hooks.CallHooks`; ``fields`` does not exist before ``on_call``.
+        ending: the ``on_answer`` methods of the hooks that take part in the call.
     """
 
     __slots__ = (
@@ -338,7 +338,7 @@ class Call(Progress):
     def __str__(self) -> str:
         return f"the call of {self.label} on {self.peer.name!r}"
 
-    # -- ending (by the thread that took the call out of ``pending``) --------------------------------------
+    # -- ending (by the thread that removed the call from ``pending``) -------------------------------------
 
     def finish(self, outcome: Frame | BaseException | None) -> None:
         """Record that the call has ended, and wake the waiting thread. Runs no user code."""
@@ -347,7 +347,7 @@ class Call(Progress):
         self.wake()
 
     def fail(self, error: BaseException, submit: Any = None) -> None:
-        """End the call with an error that arose on this side."""
+        """End the call with an error, without a reply."""
         self.peer.window.release(self)
         for ended in self.ending:
             ended(self, error)
@@ -355,8 +355,8 @@ class Call(Progress):
         callbacks: list[Any] = []
         if future is not None:
             future.try_fail(error, submit or callbacks.append)
-        # With a future, the error is not stored here as well: an execution refers to its nested calls, and the frames of the
-        # error's traceback may refer to the execution, which would be a reference cycle.
+        # If the call has a future, the error is not stored in the call as well: an execution refers to its nested calls, and the
+        # frames of the error's traceback may refer to the execution, which would be a reference cycle.
         self.finish(error if future is None else None)
         self.future = None  # the future refers to the call, so this breaks a reference cycle
         self.keep = None
@@ -368,7 +368,7 @@ class Call(Progress):
     def drive(self, deadline: float | None) -> None:
         """Wait until the call has ended or the deadline has passed; if the call's own deadline has passed, end the call.
 
-        The thread reads the connection itself as long as it receives only replies.
+        The calling thread reads the connection itself until a request arrives.
         """
         agent, conn = self.agent, self.conn
         if agent.scheduler.corked:
@@ -382,7 +382,7 @@ class Call(Progress):
             runner.begin_wait(self.wake, self)
         try:
             while True:
-                # Before the tests below: another thread sets the tested values, and then ``awake``.
+                # Reset before the tests below: another thread sets the tested values first, and then ``awake``.
                 self.awake = False
                 if self.done:
                     return
@@ -427,7 +427,7 @@ class Call(Progress):
             self.expire()
 
     def wake(self) -> None:
-        """Wake the thread that waits, if there is one: the call has ended, or the thread has something else to do."""
+        """Wake the thread that waits, if there is one: the call has ended, or the thread has other work."""
         self.awake = True
         polling = self.polling
         if polling is not None:
@@ -443,7 +443,7 @@ class Call(Progress):
         """Sleep until woken; return whether the future, if there is one, is complete.
 
         Raises:
-            DeadlockError: this thread is reading the connection, and a finaliser that the garbage collector has run there waits.
+            DeadlockError: this thread is reading the connection, and waits in a finaliser that the garbage collector has run.
         """
         conn = self.conn
         if conn is not None and conn.read_by == get_ident():
@@ -455,8 +455,8 @@ class Call(Progress):
             )
         future = self.future
         if future is not None:
-            # Several threads may wait for one future, which gives each a lock of its own. The future is complete a little before
-            # ``done`` is set. Polling ``done`` here would starve the thread that sets it.
+            # Several threads may wait for one future, so each thread sleeps on its own lock in the future. The future is complete
+            # a little before ``done`` is set. Polling ``done`` here would starve the thread that sets it.
             return future.park(_time.now() + _time.SLICE_S if until == INFINITE else until)
         lock = self.lock
         if lock is None:
@@ -468,7 +468,7 @@ class Call(Progress):
         return False
 
     def flush(self) -> None:
-        """Send all corked frames, and let the pool read the reply, because a thread is about to wait for it elsewhere."""
+        """Send all corked frames, and let the pool read the reply, because a thread is about to wait without reading."""
         self.agent.scheduler.flush()
         self.listen()
 
@@ -489,7 +489,7 @@ class Call(Progress):
         return False
 
     def withdraw(self) -> bool:
-        """Take the request back if it has not been sent and nothing else depends on it; return whether the worker may run it.
+        """Withdraw the request if it was not sent and its frame is the whole message; return whether the worker may run it.
 
         Called once, by the thread that ends the call: the result is final.
         """
@@ -526,9 +526,9 @@ class Call(Progress):
         """End the call with CancelledError and tell the worker; False if the call had ended before.
 
         Args:
-            stop: the worker interrupts what it runs for the call, if that is possible.
-            late: the deadline of the call, or of the call that it is nested in, has passed: it ends with RpcTimeoutError, unless
-                :meth:`stop` was called before.
+            stop: whether the worker interrupts the code that it runs for the call, if that is possible.
+            late: whether the deadline of this call or of the enclosing call has passed. This call then ends with RpcTimeoutError,
+                unless :meth:`stop` was called before.
         """
         if self.peer.pending.pop(self.id, None) is None:
             return False
@@ -540,7 +540,7 @@ class Call(Progress):
         return True
 
     def give_back_place(self) -> bool:
-        """End a reserved call whose message cannot be sent; False if it has ended. The future is left to the caller."""
+        """End a call with a reserved place whose arguments cannot be sent; False if it has ended. The future stays open."""
         if self.peer.pending.pop(self.id, None) is None:
             return False
         self.finish(None)
@@ -572,7 +572,7 @@ class Call(Progress):
             self.stopping = True
             id, pending, submit = self.id, self.peer.pending, self.agent.pool.submit
 
-            def give_up() -> None:  # without a reference to the call, which would keep its arguments
+            def give_up() -> None:  # has no reference to the call: the timer would keep the arguments alive
                 call = pending.get(id)
                 if call is not None:
                     submit(call.cancel)
@@ -586,7 +586,7 @@ class Call(Progress):
         conn, flags = self.conn, STOP * stop | LATE * late
         if conn is not None:
             if conn.state is not CLOSED:
-                # Through the outbox, so that it is sent after the call itself.
+                # CANCEL is put into the outbox, so that it is sent after the request.
                 conn.outbox.append(pack_frame(CANCEL, self.id, flags=flags))
                 self.agent.scheduler.cork(conn)
         elif self.peer.is_self:

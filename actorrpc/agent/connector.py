@@ -71,9 +71,9 @@ __all__ = ["Connector", "Resumption"]
 
 _log = logging.getLogger("actorrpc.links")
 _ATTEMPT_S: Final = 2.0  # the time limit of one attempt to resume
-_PAUSES_S: Final = (0.0, 0.02, 0.05, 0.1, 0.2)  # before the next attempts; the last pause is repeated
-_PROBE_S: Final = 0.25  # how often the waiting side checks whether the peer still listens
-_REFUSALS: Final = 5  # failed handshakes, which damaged bytes may cause, before the connection is closed
+_PAUSES_S: Final = (0.0, 0.02, 0.05, 0.1, 0.2)  # pauses between attempts to resume; the last is repeated
+_PROBE_S: Final = 0.25  # seconds between two checks whether the peer still listens, on the side that waits
+_REFUSALS: Final = 5  # failed handshakes (bytes may be damaged) before the connection is closed
 _COUNT: Final = struct.Struct("<Q")
 _UNKNOWN: Final = (1 << 64) - 1
 
@@ -98,7 +98,7 @@ class Resumption:
         self._connector = connector
 
     def begin(self, conn: Connection, error: BaseException) -> None:
-        """Begin to resume a connection that was just suspended. Called under its locks, so the work is done on a pool thread."""
+        """Begin to resume a connection that was just suspended. Called under its locks, so a pool thread does the work."""
         self._agent.pool.submit(partial(self._begin, conn, error, conn.lapses))
 
     def _begin(self, conn: Connection, error: BaseException, lapse: int) -> None:
@@ -143,7 +143,7 @@ class Resumption:
                 sock, _ = self._connector.dial(conn.peer, family, address, Purpose.RESUME, conn.attach, limit)
                 if self._agree(conn, sock, number, limit):
                     return
-                conn.close(error)  # the other side has closed the connection
+                conn.close(error)  # the other side had already closed the connection
                 return
             except LimitError:  # the other side answered that it has no descriptor left: try again later
                 gone = False
@@ -201,15 +201,16 @@ class Resumption:
         self._agent.clock.after(_PROBE_S, partial(self._agent.pool.submit, again))
 
     def admit(self, sock: AnySocket, proved: Session, answer: bytes, conn: Connection | None) -> None:
-        """Resume a connection over a socket that the peer has opened. This side may not have noticed yet that the old socket is
-        broken.
+        """Resume a connection over a socket that the peer has opened. This side may not have noticed yet that the old socket
+        broke.
 
         Args:
             proved: the result of the handshake on the new socket.
             answer: the last message of the handshake, which is still to be sent.
-            conn: the connection to resume; None: it is unknown here.
+            conn: the connection to resume; None: this worker does not have it any more.
         """
-        # Draw the number before the answer is sent: afterwards, the peer may begin its next attempt, which must get a higher one.
+        # Take this attempt's number before the answer is sent: later attempts, which the peer may begin then, need higher
+        # numbers.
         session = None if conn is None else conn.session
         number = 0 if session is None else next(session.attempts)
         try:
@@ -241,7 +242,7 @@ class Resumption:
         pool = self._agent.pool
 
         def move() -> None:
-            """Make the pool watch the new descriptor. Called under the connection's locks, so that it is not closed meanwhile."""
+            """Make the pool watch the new descriptor. Called under the connection's locks, so that no thread closes it."""
             pool.forget(conn.fd)
             pool.watch(stream.sock.fileno(), conn.turn)
 
@@ -283,7 +284,7 @@ _GONE: Final = (errno.ECONNREFUSED, errno.ENOENT)
 
 
 class _DialledSocket(socket.socket):
-    """A socket that closes itself without a ResourceWarning, as an interruption may drop it at any step of a handshake."""
+    """A socket whose finaliser closes it without a ResourceWarning: an interrupted handshake may drop it at any step."""
 
     def __del__(self) -> None:
         # Not self.close(), which needs attributes that an interrupted constructor has not set. It would fail, and the descriptor
@@ -304,14 +305,14 @@ class Connector:
         self._events = events
         self._key = key.reveal() if key is not None else b""
         self.tls = Tls.load(agent.settings)
-        # TLS protects its bytes, so frames are not sealed then.
+        # With TLS, frames are not sealed, because TLS protects their bytes.
         self.seals = agent.settings.frame_integrity and self.tls is None
         # Re-entrant: a signal handler may make a call while the main thread has the lock.
         self._lock = _time.RLock()
         self.admission = Admission(agent, self._key, self._admit, self.tls)
         self._connections: dict[bytes, Connection] = {}
         self._introducing: dict[Connection, Session] = {}
-        self._dialling: set[socket.socket] = set()  # changed by single atomic steps, without the lock
+        self._dialling: set[socket.socket] = set()  # sockets in a handshake; changed atomically, no lock
         self.resumption = Resumption(agent, self)
 
     @property
@@ -333,7 +334,7 @@ class Connector:
                 conn.register()
             except (OSError, ValueError):  # the epoll was closed meanwhile
                 conn.close()
-            if self._agent.closed_down:  # the closing thread may have read the table before _welcome()
+            if self._agent.closed_down:  # the thread that closes the agent may have read the table before
                 self._agent.dismiss([conn])
             return
         with self._lock:
@@ -345,7 +346,7 @@ class Connector:
             sock.close()
             return
         if session.purpose is Purpose.LANE and isinstance(sock, socket.socket) and pending.local:
-            # Set before the answer is sent: the peer lends memory only after it has received the answer.
+            # Set the borrower before the answer is sent: the peer lends memory as soon as it has received the answer.
             main.lane.borrow(
                 Borrower(
                     sock,
@@ -379,14 +380,14 @@ class Connector:
                 seals=Seals.of(session.key, dialled=dialled) if session.sealed else None,
             )
         except OSError as error:
-            # Either the peer has reset the connection, or this process has no descriptor left: a Connection opens another one.
+            # Either the peer has reset the connection, or this process has no descriptor left: a Connection opens a second one.
             if not dialled and error.errno in fd_limits.SHORT:
                 with contextlib.suppress(OSError):
                     sock.send(no_room(error))
             sock.close()
             raise
         # Watch the descriptor before other threads can find the connection and close it. Otherwise its number could be reused,
-        # and the entry here would replace that of the new connection.
+        # and this entry would replace the entry of another connection.
         agent.pool.watch(conn.fd, conn.turn)
         return conn
 
@@ -404,9 +405,9 @@ class Connector:
     def _welcome(self, conn: Connection, sock: AnySocket, answer: bytes) -> None:
         """Send the last message of a handshake.
 
-        The connection is entered into the table before that: the peer may resume the connection as soon as it has received the
-        answer. A thread that closes the agent may find it there and send a GOODBYE; the writer's lock ensures that this follows
-        the answer.
+        The connection is entered into the table before the message is sent: the peer may resume the connection as soon as it has
+        received the message. A thread that closes the agent may find the connection in the table and send a GOODBYE; the writer's
+        lock ensures that the GOODBYE follows the message.
         """
         try:
             with conn.writer.lock:
@@ -417,12 +418,11 @@ class Connector:
             conn.enter(CLOSED)
             self._agent.pool.forget(conn.fd)
             self.forget(conn)
-            conn.reap()  # idempotent: a thread that closes the agent may call it as well
+            conn.reap()  # reap() is idempotent: a thread that closes the agent may call it as well
             raise
         conn.flush()
 
     def _enter(self, conn: Connection) -> None:
-        """Enter a connection into the table, by its token."""
         with self._lock:
             self._connections[conn.attach] = conn
 
@@ -437,9 +437,9 @@ class Connector:
             raise ProtocolError(f"{session.peer_name!r} introduced itself as {record.name!r}")
         peer = self._agent.peer_table.adopt(record)
         if peer.state != "alive":
-            # An ended peer opens a connection in two cases. 1. It opened two, and its end was read from the other one first.
-            # 2. The peer was silent for too long and is considered dead, but is alive. A GOODBYE with flags tells the peer that
-            # it is considered dead; otherwise it would wait for answers.
+            # An ended peer opens a connection in two cases. 1. It opened two connections, and its end was read from the other
+            # connection first. 2. The peer was silent for too long and is considered dead, but is alive. A GOODBYE with flags
+            # tells the peer that it is considered dead; otherwise it would wait for answers.
             _log.info(
                 "%r, which is considered %s, has opened a connection; it is closed", record.name, peer.state
             )
@@ -506,8 +506,8 @@ class Connector:
                 sock, session = self.dial(peer, family, address, Purpose.MAIN, attach, limit)
                 return self._establish(peer, sock, family == socket.AF_UNIX, session)
             except PeerDiedError:
-                # The answer of the other worker was not authenticated. But an attacker at this address could also refuse the
-                # connection, with the same result.
+                # The answer was not authenticated, so it may be an attacker's. But an attacker at this address could also refuse
+                # the connection, with the same result.
                 self._agent.peer_ended(peer, "dead", "a new run of it answers at its address")
                 raise
             except LimitError as error:
@@ -560,7 +560,7 @@ class Connector:
             conn.register()
         except (OSError, ValueError):  # the epoll, or this connection, was closed meanwhile
             conn.close()
-        if self._agent.closed_down:  # after _enter(): a later close of the agent finds the connection
+        if self._agent.closed_down:  # after _enter(), so a later close of the agent finds the connection
             conn.close()
             conn.reap()
             raise self._agent.shut_down_error()
@@ -600,7 +600,7 @@ class Connector:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             plain.settimeout(max(0.05, limit - _time.now()))
             self._dialling.add(plain)
-            if agent.closed_down:  # the closing thread may have read ``_dialling`` before the add()
+            if agent.closed_down:  # the thread that closes the agent may have read ``_dialling`` before
                 raise self._agent.shut_down_error()
             plain.connect(address)
             limit = min(limit, _time.now() + agent.settings.handshake_timeout)
@@ -645,7 +645,7 @@ class Connector:
     def stop_dialling(self) -> None:
         """Shut down sockets that are connecting or in a handshake, so that their threads end before the agent does."""
         for sock in self._dialling.copy():
-            with contextlib.suppress(OSError):  # the socket is not connected yet, or is closed already
+            with contextlib.suppress(OSError):  # the socket is not connected yet, or was closed already
                 sock.shutdown(socket.SHUT_RDWR)
 
     # -- side connections --------------------------------------------------------------------------------
@@ -686,7 +686,7 @@ class Connector:
         return list(self._connections.values())
 
     def abandon(self) -> None:
-        """Close the descriptors in a forked child; the files belong to the parent."""
+        """Close the descriptors in a forked child. The files of Unix sockets stay, because the parent uses them."""
         self.admission.abandon()
         for conn in self.connections():
             conn.abandon()

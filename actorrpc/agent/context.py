@@ -46,7 +46,7 @@ class Worker:
         what: describes the kind of worker, for messages.
         namespace: where its actors look up names by default.
         shutdown_hooks: functions that end the parts of higher packages, called in reverse order; see ``rpc.api.on_start``.
-        stop: shuts down the owner of the worker; its arguments are whether the shutdown is graceful, and the seconds left for it.
+        stop: a function that shuts down the worker; it is called with whether the shutdown is graceful, and the seconds left.
         in_force: whether it has joined the group and has not begun to leave.
     """
 
@@ -87,7 +87,7 @@ class Worker:
 
 
 class _ProcessWorker:
-    """Has the process's worker as an attribute, which code on the path of a call reads without a function call.
+    """Stores the process's worker in an attribute, so that code that makes calls reads it without a function call.
 
     Attributes:
         worker: the process's worker; None if the process has none or several.
@@ -100,7 +100,7 @@ class _ProcessWorker:
 
 here: Final = _ProcessWorker()
 here.worker = None
-_members: list[Worker] = []  # the workers of a process with several, in the order of creation
+_members: list[Worker] = []  # if the process has several workers: all of them, in the order of creation
 
 #: Called in a forked child with each worker of the parent.
 on_fork: list[Callable[[Worker], None]] = []
@@ -146,7 +146,7 @@ def begin_acting(worker: Worker) -> None:
 
 
 def end_acting(worker: Worker) -> None:
-    """Undo the last :func:`begin_acting` for a worker in this thread (or task); blocks may end out of order.
+    """Undo the last :func:`begin_acting` for a worker in this thread (or task). Calls for several workers may interleave.
 
     Raises:
         RuntimeError: this thread does not act for the worker.

@@ -35,7 +35,7 @@ _log = logging.getLogger("actorrpc.threads")
 ACTING: Final[ContextVar[tuple[Any, ...]]] = ContextVar("actorrpc_acting_worker", default=())
 
 _WAIT_S: Final = 2.0
-_ENGAGED_S: Final = 0.05  # at exit, the interpreter waits so long, and then ends as soon as all remaining threads run user code
+_ENGAGED_S: Final = 0.05  # the end of the interpreter waits for so long for threads that run user code
 _MANY: Final = 64
 _OURS: Final = (
     str(Path(__file__).parents[1]) + os.sep,

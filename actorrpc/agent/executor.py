@@ -51,7 +51,7 @@ _dumps = pickle.dumps
 _modules: Final = sys.modules
 _log = logging.getLogger("actorrpc")
 _INFINITE: Final = float("inf")
-# What to do about a result of these types, where a decorator hides that a method is a generator function.
+# Advice for the error text if a method returns an object of such a type: its decorator hides that it is a generator function.
 _OF_GENERATORS: Final[dict[type, str]] = {
     GeneratorType: '. It is a generator, and its decorator hides that: call it with .options(num_returns="streaming")',
     AsyncGeneratorType: ". Its decorator hides what it is: have the decorator's wrapper be an async generator function",
@@ -100,7 +100,7 @@ def future_of(value: Any, function: Any) -> Any:
 
 
 def pack_error(agent: Agent, error: BaseException, same_main: bool | None, where: str = "") -> bytes:
-    """Pack an error for the caller of the function that raised it; shortened if it does not fit into a message."""
+    """Pack an error for the caller of the function that raised it; the error is shortened if it does not fit into a message."""
     settings, dumps = agent.settings, codec.dumper(same_main)
     # The message may hold two pickles of the error, the members of an exception group and texts: a quarter of ``max_message``
     # for one pickle leaves room for these in most cases.
@@ -116,7 +116,7 @@ class Executor:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        # Packed now, because there may be no memory for it when it is needed.
+        # This error is packed in advance: when it is sent, there may be no memory for packing it.
         short = LimitError(
             f"worker {agent.name!r} cannot send the outcome of the call: it has no memory or no descriptors left, or the "
             "error is larger than its setting max_message"
@@ -127,7 +127,8 @@ class Executor:
     def run(self, task: tuple[Any, Frame, float], waiting: bool = False) -> None:
         """Execute a request that was read at ``task[2]``, answer it, and read the next requests.
 
-        ``waiting``: the request is a cast that this thread has read while it waits; an exception of a signal handler is raised.
+        ``waiting``: the request is a cast that this thread has read while it waited for a reply. If a signal handler raises
+        meanwhile, the exception is raised and not logged.
         """
         conn, frame, received_at = task
         agent = self._agent
@@ -138,8 +139,8 @@ class Executor:
             _log.warning("request %d of %r came twice; it is executed once", id, peer.name)
         else:
             peer.running[id] = execution
-            # Test after the entry in ``running``. A cancellation sets ``cancelled`` first and then reads ``running``, so one of
-            # the two threads sees the other's entry.
+            # Test after ``running`` was set. A thread that cancels the call sets ``cancelled`` first and then reads ``running``,
+            # so one of the two threads sees the other's entry.
             if execution.begun > execution.deadline or (peer.cancelled and id in peer.cancelled):
                 self._refuse_unwanted(frame, execution)
             else:
@@ -164,7 +165,7 @@ class Executor:
                         value = run_hooked(hooks, execution, function, args, kwargs)
                     else:
                         value = function(*args, **kwargs)
-                    opened = args = kwargs = None  # releases shared memory, which is reported with the answer
+                    opened = args = kwargs = None  # releases shared memory; the answer reports the release
                     if type(value) is Deferred or getattr(function, ASYNC_MARK, None) is not None:
                         self._answer_later(execution, value, function)
                         answered = False
@@ -301,7 +302,7 @@ class Executor:
     def answer(
         self, execution: Execution, value: Any, keep: Callable[[Any, int, Peer], Any] | None = None
     ) -> None:
-        """Send a value back, or the error of packing it. ``keep(value, size, peer)`` may return a replacement for the value."""
+        """Send an answer, or the error of packing it. ``keep(value, packed size, peer)`` may return another value to send."""
         agent, conn = self._agent, execution.conn
         hooks, stage = agent.hooks, "runs"
         message: MessageContext | None = None
@@ -359,7 +360,7 @@ class Executor:
                 self._send_error(execution, error)
 
     def fail(self, execution: Execution, error: BaseException) -> None:
-        """Send an error back. Never raises."""
+        """Send an error as the answer. Never raises."""
         try:
             for end in self._agent.hooks.on_end if execution.ending is None else execution.ending:
                 end(execution, error)
@@ -377,7 +378,7 @@ class Executor:
             let_frames_go(error)
             self._send(conn, FAILURE, id, data, None, execution)
         except BaseException as failure:
-            # Memory or descriptors have run out: a small message may still be sent.
+            # Memory or descriptors have run out, but a small message may still be sent.
             self._fail_shortly(conn, id, execution.peer.name, failure)
 
     def _fail_shortly(self, conn: Any, id: int, name: str, failure: BaseException) -> None:

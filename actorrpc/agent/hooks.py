@@ -76,7 +76,7 @@ profiler: Final[Any] = torch.autograd.profiler
 thread_is_profiled: Final[Callable[[], bool]] = vars(torch.autograd)["_profiler_enabled"]
 
 RECEIPT: Final = "receipt"
-"""The notice of the protocol of reference counts, which lists references that have arrived and that were released."""
+"""The name of the notice by which a worker reports which references have arrived and which it has released."""
 
 
 def is_profiled() -> bool:
@@ -85,28 +85,28 @@ def is_profiled() -> bool:
 
 
 class CallHooks:
-    """Methods that run at the moments of calls. Derive a class, override what you need, and add an instance (:func:`add_hooks`).
+    """Methods that run at certain moments of calls. Derive a class, override methods, and add an instance (:func:`add_hooks`).
 
-    Methods run on the thread of the call, on any number of threads at a time, and delay the call as long as they run. An
-    exception from ``on_call``, ``before_send`` or ``after_send`` is raised to the caller, one from ``on_start`` or ``on_end``
-    becomes the answer of the call, and one from ``on_answer`` is logged.
+    Methods run on the thread that makes, executes or ends the call, on any number of threads at a time, and delay the call. An
+    exception from ``on_call`` is raised to the caller, one from ``before_send`` or ``after_send`` to the code that sends the
+    message, one from ``on_start`` or ``on_end`` becomes the answer of the call, and one from ``on_answer`` is logged.
 
-    A ``call`` is a call that this worker makes, and an ``execution`` one that this worker executes. Of both, ``peer.name`` is
-    the name of the other worker, ``label`` names the function or method, ``fields`` are the fields that travel with the call,
-    and ``notes`` is a dict in which hooks store data until the end, with themselves as keys. For a call that was already running
-    when the hooks were added, only ``on_end`` or ``on_answer`` may be called.
+    A ``call`` is made by this worker, and an ``execution`` executes a call of another worker. In both, ``peer.name`` is the name
+    of the other worker, ``label`` names the function or method, ``fields`` are the header fields of the request, and ``notes`` is
+    a dict in which hooks store data until the call ends, each under itself as the key. For a call that was already running when
+    the hooks were added, only ``on_end`` or ``on_answer`` may be called.
     """
 
-    #: The name of a field. If it is set, the hooks take part only in executions whose request has this field.
+    #: The name of a header field. If set, the hooks take part only in executions whose request has this field.
     field: ClassVar[str] = ""
-    #: Take part only in calls that a thread makes while a profiler of torch is on in it.
+    #: Whether the hooks take part only in calls that are made while a profiler of torch is on.
     profiled_only: ClassVar[bool] = False
 
     def on_call(self, call: Call, function: Any, args: tuple[Any, ...]) -> None:
-        """Run when a call is made, before its arguments are packed. ``call.fields`` may get values that msgpack can pack.
+        """Run when a call is made, before its arguments are packed. It may add values that msgpack can pack to ``call.fields``.
 
         Args:
-            function: the function. A call of an actor's method has None: see ``call.label``.
+            function: the called function; None for a call of an actor's method, which ``call.label`` names.
         """
 
     def before_send(self, message: OutgoingMessage) -> bool | None:
@@ -121,8 +121,8 @@ class CallHooks:
         """Run before a function or method is executed.
 
         Returns:
-            None, or a context manager, in which the function runs. For a coroutine, it is entered around the whole coroutine; for
-            a generator, around each step, so it must be re-enterable.
+            None, or a context manager in which the function runs. It is entered once for a whole coroutine, but for each step of
+            a generator, so it must be re-enterable.
         """
         return None
 
@@ -163,15 +163,15 @@ def remove_hooks(hooks: CallHooks) -> None:
 
 
 class HookSet:
-    """The hooks of one agent, sorted by moments. Thread-safe: a change replaces tuples.
+    """The hooks of one agent, by the moments at which they run. Thread-safe: a change replaces tuples.
 
     Args:
-        recorder: the agent's flight recorder, which has two of the methods of :class:`CallHooks`. It takes part first.
+        recorder: the agent's flight recorder. Its methods ``on_end`` and ``on_answer`` run before those of the hooks.
 
     Attributes:
         active: whether there are hooks, besides the recorder, that take part in all calls.
         messages: whether there are hooks with ``before_send`` or ``after_send``.
-        on_call, before_send, after_send, on_start, on_end, on_answer: the methods of the hooks without conditions.
+        on_call, before_send, after_send, on_start, on_end, on_answer: the methods of the hooks that take part in all calls.
         header_hooks: hooks that take part in executions with a certain header field, by the name of the field.
         profiled: hooks that take part in profiled calls only.
         recorded: the ``on_end`` of the recorder, as a tuple; empty without a recorder.
@@ -217,7 +217,7 @@ class HookSet:
     def begin_call(
         self, call: Call, function: Any, args: tuple[Any, ...], header: Header | None
     ) -> Header | None:
-        """Run ``on_call`` for a call; return its header."""
+        """Run ``on_call`` for a call; return the header of its request."""
         fields = call.fields = {} if header is None else cast("dict[str, Any]", header)
         call.notes = {}
         methods = self.on_call
@@ -252,7 +252,7 @@ def _overridden(hooks: CallHooks, moment: str) -> tuple[Callable[..., Any], ...]
 
 
 def _logged(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``on_answer`` of hooks: its errors are logged and not raised in the thread that ends the call."""
+    """Wrap a method ``on_answer``: its errors are logged, and are not raised in the thread that ends the call."""
 
     @wraps(method)
     def on_answer(call: Call, error: BaseException | None) -> None:
@@ -309,7 +309,7 @@ class OutgoingMessage:
 
     @property
     def size(self) -> int:
-        """Bytes of its body, with the memory of tensors and other buffers."""
+        """The bytes of the body, with the memory of tensors and other buffers."""
         return len(self.encoded) if isinstance(self.encoded, bytes) else self.encoded.nbytes
 
 
@@ -319,10 +319,10 @@ class OutgoingMessage:
 def run_hooked(
     hooks: HookSet, execution: Execution, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call ``function(*args, **kwargs)`` between ``on_start`` and ``on_end`` of hooks.
+    """Run ``on_start`` of the hooks, and then ``function(*args, **kwargs)`` in the context managers that they return.
 
-    A coroutine or generator that it returns is returned in a form which enters the context managers of the hooks.
-    ``Executor.answer`` and ``Executor.fail`` run ``on_end``.
+    If the function returns a coroutine or a generator, a wrapper of it is returned, which enters the context managers when it
+    runs. ``Executor.answer`` and ``Executor.fail`` run ``on_end``.
     """
     added = [hook for field, hook in hooks.header_hooks.items() if field in execution.fields]
     execution.notes = {}
@@ -339,7 +339,7 @@ def run_hooked(
     if not is_generator and not inspect.isasyncgen(value):
         return value
     # A stream is answered before its first item is produced. The flight recorder records that answer as the end of the call, so
-    # its ``on_end`` runs at the answer, and that of the other hooks at the end of the stream.
+    # its ``on_end`` runs at the answer; ``on_end`` of the other hooks runs at the end of the stream.
     ending = [each for each in execution.ending if each not in hooks.recorded]
     execution.ending = hooks.recorded
 
@@ -359,7 +359,7 @@ def run_hooked(
 
 @contextmanager
 def _entered(scopes: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enter context managers for a block, the first of them first."""
+    """Enter context managers for a block, in their order."""
     with ExitStack() as stack:
         for each in scopes:
             stack.enter_context(each)
@@ -425,7 +425,7 @@ async def _stepped_async(
 
 
 class Recorder:
-    """Follows tensors from worker to worker. This base class records nothing. One per agent. Thread-safe.
+    """Follows tensors from worker to worker, for autograd. This base class records nothing. One per agent. Thread-safe.
 
     Attributes:
         live: the autograd contexts that messages may belong to. While there are none, :meth:`sent` is called only for messages
@@ -435,11 +435,11 @@ class Recorder:
     live: Collection[object] = ()
 
     def sent(self, tensors: Sequence[Any], peer: Peer | None, context: int | None = None) -> Any:
-        """Record the plain tensors of a message that has been packed. Called on the thread that packs it.
+        """Record the plain tensors (``Encoded.tensors``) of a message that has been packed. Called on the thread that packs it.
 
         Args:
-            peer: the receiver; None for a value that is kept, which any worker may open later.
-            context: the context that the message belongs to; by default that of the calling code.
+            peer: the receiver; None for a stored value, which any worker may fetch later.
+            context: the number of the autograd context that the message belongs to; by default, the context of the calling code.
 
         Returns:
             A tag that travels with the message (a value that msgpack can pack), or None.
@@ -450,25 +450,25 @@ class Recorder:
 
         Args:
             tag: the result of :meth:`sent` on the other worker, as received.
-            peer: the sender; None for a value that was kept.
+            peer: the sender; None for a stored value.
 
         Raises:
             ProtocolError: the tag cannot be read.
         """
 
     def forwarded(self, tag: Any, peer: Peer) -> None:
-        """Record that a kept value is sent to a worker."""
+        """Record that a stored value is sent to a worker. ``tag``: the result of :meth:`sent` for the value."""
 
 
 class MessageReferences:
-    """Counts the references in messages. One per agent; thread-safe. This base class serves agents without references."""
+    """Counts the references (RRefs) in messages. One per agent; thread-safe. This base class serves agents without references."""
 
     def pack(self, sent: list[Any]) -> bytes:
         """Return the header field that lists the references in a message that has been packed."""
         return b""
 
     def roll_back(self, context: MessageContext) -> None:
-        """Take back the references of a message that is not sent."""
+        """Undo the registration of the references of a message that is not sent."""
 
     def received(self, context: MessageContext, packed: bytes) -> None:
         """Register the references of a message that is about to be opened."""
@@ -492,22 +492,22 @@ def recorded(
 
 
 POINTS: Final[Mapping[str, str]] = {
-    "join.listening": "a worker has opened its sockets and is about to meet the others",
+    "join.listening": "a worker has opened its sockets and is about to exchange addresses with the others",
     "join.met": "the workers have exchanged their addresses; this worker serves no calls yet",
     "shutdown.called": "a worker of a fixed group is about to wait until all workers have called shutdown",
     "shutdown.together": "all workers have called shutdown",
-    "shutdown.let_go": "a worker has released its references, and is about to wait until all workers have",
+    "shutdown.let_go": "a worker has released its references, and is about to wait until all workers have released theirs",
     "shutdown.settled": "all workers have released their references",
-    "shutdown.closing": "a worker is about to close its connections, at any kind of end",
+    "shutdown.closing": "a worker is about to close its connections, in any kind of shutdown",
     "shutdown.closed": "a worker has closed its connections, and is about to be removed from the group",
-    "actor.making": "an actor's worker is about to run its constructor, for the first time or again",
+    "actor.making": "a worker is about to run an actor's constructor, for the first time or again",
     "actor.restoring": "the constructor of a restarted actor has run; restore() comes next",
     "actor.made": "an actor was created, but its supervisor has not been told yet",
-    "actor.checkpointing": "an actor's checkpoint is about to be made, before its answer is sent",
-    "actor.checkpointed": "the supervisor has the checkpoint; the answer has not been sent yet",
+    "actor.checkpointing": "a checkpoint of an actor is about to be made, before the call is answered",
+    "actor.checkpointed": "the supervisor has the checkpoint; the call has not been answered yet",
     "actor.ending": "an actor has ended; on_stop() comes next",
 }
-"""All points that do not belong to a message, with descriptions of when they are reached."""
+"""All points that do not belong to a message, with a description of the moment of each."""
 
 _watcher: Callable[[str, str], None] | None = None
 

@@ -1,8 +1,8 @@
 """Handling the frames that a connection has read.
 
-``control`` runs under the connection's read lock, on whichever thread reads; it is short, runs no user code and never
-unpickles. ``deliver`` runs after the lock was released: it ends the calls that were answered and queues the requests. On the
-thread of a caller that waits, it executes no requests.
+``control`` runs under the connection's read lock, on whichever thread reads; it is short, runs no user code and never unpickles.
+``deliver`` runs after the lock was released: it ends the calls that were answered and queues the requests. On the thread of a
+caller that waits for a reply, ``deliver`` executes no requests.
 
 A request that arrives a second time is not executed again, and the references in an answer are counted once
 (:class:`~actorrpc.agent.peers.DuplicateFilter`). A connection delivers each byte once, even if it is resumed over another socket,
@@ -42,8 +42,8 @@ class Inbox:
     """Handles what the connections of one agent read. Thread-safe.
 
     Attributes:
-        prompt: names of notices whose handlers are quick and never wait. The thread that has read such a notice runs its handler
-            itself, before it handles the requests after the notice.
+        prompt: names of notices whose handlers are quick and never wait. A pool thread that has read such a notice runs the
+            handler itself, before it handles the requests after the notice.
         mail_router: delivers requests to mailboxes; None: this worker has no mailboxes and refuses these requests.
     """
 
@@ -79,7 +79,7 @@ class Inbox:
             if call is not None:
                 peer.window.release(call)
         elif kind == frames.PING:
-            # Answered on this thread, because all other threads may be in user code. Neither line blocks.
+            # PING is answered on this thread, because all other threads may be in user code. Neither line blocks.
             conn.outbox.append(pack_frame(frames.PONG, frame.id))
             conn.flush()
         elif kind == frames.ACK:
@@ -107,7 +107,7 @@ class Inbox:
             numbers = unpack_header(frame.extra).get("objects")
             if not isinstance(numbers, list):
                 raise ProtocolError("a message with objects does not list them")
-            # A message that is never opened releases its segments when the frame dies.
+            # If the message is never opened, its segments are released when the frame is freed.
             frame = frame._replace(objects=conn.lane.borrowed().claim_objects(numbers))
         if not frame.flags & outbound.STREAM:
             return frame
@@ -136,7 +136,7 @@ class Inbox:
         """Pass mail to the mail router. ``conn`` is None for mail of this worker to itself."""
         router, is_reserved = self.mail_router, frame.flags & frames.RESERVED
         if is_reserved and not frame.body and not frame.buffers:
-            # It reserves the place of mail that follows.
+            # The frame only reserves a place in the mailbox, for mail that follows.
             if router is not None and frame.id not in peer.begun and frame.id not in peer.running:
                 router.announce(conn, peer, frame._replace(flags=frames.MAIL))
         elif not peer.begun.first(frame.id):
@@ -150,7 +150,6 @@ class Inbox:
             router.deliver(conn, peer, frame)
 
     def _abandon(self, peer: Peer, id: int) -> None:
-        """Release the reserved place of mail whose rest will not arrive."""
         if self.mail_router is not None:
             self.mail_router.abandon(peer, id)
 
@@ -169,7 +168,7 @@ class Inbox:
             def refuse() -> None:
                 self._agent.executor.refuse(conn, frame, error)
                 if frame.flags & frames.MAIL:
-                    self._abandon(peer, frame.id)  # its place may have been reserved
+                    self._abandon(peer, frame.id)  # the call may have a reserved place in the mailbox
 
             self.submit(refuse)
             return
@@ -178,13 +177,13 @@ class Inbox:
             error = LimitError(f"there is no memory for the result of {call}, of {much}, in {where}")
             error.maybe_executed = True
             call.fail(error, self._agent.pool.submit)
-        if not frame.flags & outbound.STREAM:  # chunks are not in shared memory
+        if not frame.flags & outbound.STREAM:  # a message in chunks has no buffers in shared memory
             self._agent.pool.submit(partial(self.discard, conn, frame))
 
     def deliver(self, conn: Connection, batch: list[Frame], waiting: bool) -> bool:
         """Queue requests and end the calls that were answered, after the read lock was released.
 
-        ``waiting``: this thread is a caller that waits for its own reply; it executes no requests.
+        ``waiting``: the calling thread waits for its own reply, so it executes no requests.
         """
         try:
             peer = conn.peer
@@ -248,8 +247,7 @@ class Inbox:
                 ended(call, error)
             call.outcome = None
             if future.claim():
-                # Callbacks are queued, since they may wait for a reply of this batch. If this is a pool thread, it runs them
-                # after the batch.
+                # Callbacks are queued, since they may wait for a reply of this batch. A pool thread runs them after the batch.
                 future.conclude(value, error, agent.pool.submit if waiting else agent.pool.queue.append)
             # The future refers to the call: break the cycle, so that values are freed without the garbage collector.
             call.future = None

@@ -1,7 +1,7 @@
-"""Mail: requests for a mailbox, which are queued there in the order in which they arrive.
+"""Mail: requests for the mailbox of an actor, which queues them in the order in which they arrive.
 
-Mail is a request frame with the MAIL flag. Its header names the mailbox, so that it can be queued while the connection's read
-lock is held, without being unpickled.
+Mail is a request frame with the MAIL flag. The header names the mailbox, so that mail is queued without being unpickled, while
+the connection's read lock is held.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ class MailHeader:
 
 
 class MailRouter(Protocol):
-    """Delivers mail to mailboxes. Called under a connection's read lock: it is quick, runs no user code and never unpickles."""
+    """Delivers mail to mailboxes. Called under a connection's read lock: quick, runs no user code, never unpickles."""
 
     def deliver(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
         """Deliver complete mail.
 
         Args:
             conn: None for mail of this worker to itself; then no lock is held.
-            peer: the sender. It may have cancelled the call before: see ``Peer.cancelled``.
+            peer: the sender, which may have cancelled the call already: see ``Peer.cancelled``.
         """
 
     def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
-        """Reserve the place of mail whose body follows, for :meth:`complete`; return whether a place is reserved."""
+        """Reserve a place in the mailbox for mail whose body follows (:meth:`complete`); return whether a place is reserved."""
 
     def complete(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
         """Deliver mail whose place was reserved, unless its call was given up or refused meanwhile."""
 
     def abandon(self, peer: Peer, id: int) -> None:
-        """Release the reserved place of mail whose rest will not arrive."""
+        """Release the place in the mailbox that was reserved for mail whose rest will not arrive."""

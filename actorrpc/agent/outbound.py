@@ -51,17 +51,17 @@ __all__ = [
     "send_buffers",
 ]
 
-CHARGED: Final = 16 << 10  # smaller messages do not count against the window, only their number is limited
+CHARGED: Final = 16 << 10  # smaller messages do not count against the window; only their number is limited
 INLINE: Final = 1
 LANE: Final = 2
 STREAM: Final = frames.STREAM
-BODY: Final = 8  # the body itself is the last buffer of the stream
+BODY: Final = 8  # flag: the body itself is the last buffer of the stream
 _MEANING: Final = frames.MAIL | frames.CAST | frames.OBJECTS  # flags that say nothing about buffers
 _BODY_ONLY: Final = frames.MAIL | frames.CAST  # flags that a message without buffers and objects may have
 _CHARGED: Final = INLINE | LANE | STREAM
 _SHARE_S: Final = 5.0  # how long a message waits for room in the descriptor socket
 _SHARE_STEP_S: Final = 0.002
-_MAX_SHARED: Final = 2048  # segments in a message; a receiver stores twice as many unused ones
+_MAX_SHARED: Final = 2048  # the most segments in a message; a receiver stores twice as many segments that no message has used yet
 _INFINITE: Final = float("inf")
 _nbytes: Final = attrgetter("nbytes")
 _pack: Final = frames.PREFIX.pack
@@ -72,7 +72,7 @@ class Assembly:
     """A message whose buffers are received in chunks. Used under the read lock of its connection.
 
     Attributes:
-        frame: the message; None if there is no memory for its buffers: then the chunks are dropped.
+        frame: the message; None if there is no memory for its buffers, so that the chunks are dropped.
         size: bytes of all buffers.
     """
 
@@ -128,7 +128,7 @@ def _check(buffers: int, total: int, settings: Settings) -> None:
 
 
 class _SendingAgent(Protocol):
-    """The parts of an agent that messages are sent with."""
+    """The parts of an agent that sending a message needs."""
 
     settings: Settings
     flight_recorder: FlightRecorder | None
@@ -145,7 +145,7 @@ class _OpeningAgent(Protocol):
 
 
 class Packed(NamedTuple):
-    """A message as it is sent: one frame, and the buffers that follow it in chunks.
+    """A message as it is sent: one frame, and the buffers that follow the frame in chunks.
 
     Attributes:
         size: bytes of body and buffers; 0 for a message without buffers whose body fits into one chunk.
@@ -173,7 +173,7 @@ def send(
 ) -> bool:
     """Put a message into the outbox, and send its chunks. The caller flushes. Calls are sent by ``Agent._dispatch`` instead.
 
-    Returns whether all chunks were sent; False after an interrupt.
+    Returns whether all chunks were sent; False if the connection was closed meanwhile.
 
     Raises:
         LimitError: the message exceeds a limit; nothing was sent.
@@ -198,9 +198,9 @@ def pack(
     chain: int = 0,
     flags: int = 0,
 ) -> bytes | Packed:
-    """Return the frame of a message; if buffers follow in chunks, or the message has a size, as :class:`Packed`.
+    """Return the frame of a message. If the message may have buffers or a large body, return a :class:`Packed` instead.
 
-    Definitions that the message needs are put into the outbox, and descriptors are sent.
+    Puts the definitions that the message needs into the outbox, and sends the descriptors of its shared memory.
 
     Args:
         extra: the packed header; empty: ``header`` is packed here.
@@ -283,7 +283,7 @@ def _place(
 def send_buffers(agent: _SendingAgent, conn: Connection, packed: Packed, deadline: float) -> bool:
     """Send the buffers of a message whose frame is in the outbox, in chunks; wait while the kernel's buffer is full.
 
-    Returns whether all of them were sent; False after the deadline, an interrupt or the end of the connection.
+    Returns whether all of them were sent; False if the deadline has passed or the connection was closed.
     """
     flight_recorder, begun = agent.flight_recorder, _time.now()
     limit = None if deadline == _INFINITE else deadline
@@ -338,7 +338,7 @@ def _share(agent: _SendingAgent, conn: Connection, segments: Sequence[Segment], 
                     "nothing was sent"
                 )
             if not is_asked:
-                # The peer reads descriptors when a message uses them, or when it receives this frame.
+                # The peer reads descriptors when a message uses them. This frame makes the peer read all descriptors now.
                 is_asked = True
                 conn.outbox.append(pack_frame(frames.LANE_RETIRE))
             conn.flush()
@@ -434,7 +434,7 @@ def _open_whole(
         agent.recorder.received(tag, tensors, peer)
     if execution is not None:
         if conn is not None and (frame.flags & _CHARGED or len(frame.body) >= CHARGED):
-            # The bytes count as read at the answer, or at a CREDIT frame if the answer takes longer.
+            # The sender counts the bytes as read when it receives the answer, or a CREDIT frame if the answer takes longer.
             agent.scheduler.soon(conn, frame.id)
         if message.received:
             agent.references.confirm(message.received, execution)
@@ -482,7 +482,7 @@ def _buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Seq
 
 
 def discard(conn: Connection | None, frame: Frame) -> None:
-    """Return the shared memory of a message that will not be opened."""
+    """Return the shared memory of a message that will not be opened to the sender."""
     if frame.flags & LANE and conn is not None and conn.lane.borrower is not None:
         try:
             _buffers(conn, frame, unpack_header(frame.extra))

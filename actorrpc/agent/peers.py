@@ -2,8 +2,9 @@
 
 **Peer**: the connections of one worker, and the unfinished calls in both directions. ``pending`` maps call numbers to the
 unfinished calls to the peer. A call is entered with its frame, before any part of it can be sent; the thread that removes a call
-(``dict.pop``, atomic) ends it. ``running`` maps the peer's numbers to its calls that are executed here. ``dial_lock`` is held
-while a connection is opened; no other lock is held when it is taken, and no callbacks run under it.
+(``dict.pop``, atomic) ends it. ``running`` maps the peer's call numbers to its calls that are executed here. ``dial_lock`` is
+held while a connection is opened; no other lock is held when it is taken. If the peer turns out to have ended, the handlers of
+its end run under it.
 
 **PeerTable**: finds the peer of a name, a rank or a WorkerInfo, and records which peers have ended. The last ``KEPT`` ended peers
 are kept, so that calls to them fail with the cause, and their last messages can still be opened; ``SETTLED_S`` after its end, a
@@ -129,7 +130,8 @@ class MembershipEvents:
                     _log.exception("a listener for changes of members raised")
 
 
-# A peer keeps at least four times as many definitions, and four times as many bytes of them (codec.DefinitionStore).
+# The most definitions (pickled classes and functions), and bytes of them, that this worker considers known to a peer. The peer's
+# codec.DefinitionStore keeps at least four times as many of both.
 _KNOWN: Final = 1024
 _KNOWN_BYTES: Final = 64 << 20
 MAX_PENDING: Final = 1 << 17  # the most pending calls to one peer; further calls wait
@@ -139,10 +141,10 @@ class Cancellable(Protocol):
     """An execution, a call in an actor's mailbox, or a stream."""
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
-        """Cancel it for its caller; see :meth:`~actorrpc.agent.calls.Execution.cancel`. Runs on a pool thread."""
+        """Cancel the execution for its caller; see :meth:`~actorrpc.agent.calls.Execution.cancel`. Runs on a pool thread."""
 
 
-NUMBERS_KEPT: Final = 4096  # a filter keeps between one and two times as many numbers
+NUMBERS_KEPT: Final = 4096  # a DuplicateFilter keeps at least so many numbers, and at most twice as many
 
 
 class DuplicateFilter:
@@ -171,13 +173,13 @@ class DuplicateFilter:
 
 
 class MessageContext:
-    """The references, objects and segments of one message. Reducers of upper packages fill it while packing or opening.
+    """The references, objects and segments of one message. Higher packages fill it while they pickle or unpickle.
 
     Attributes:
         peer: the receiver or the sender of the message.
         sent: the references (forks of RRefs) that were registered while packing; rolled back if the message is not sent.
         received: the references that must be confirmed before user code may use them.
-        held: objects that the sender keeps alive until it has the answer; None if there will be no answer.
+        held: objects that the sender keeps alive until it has received the answer; None for a message without an answer.
         objects: the segments of shared memory that the message uses, whose descriptors are sent with it.
     """
 
@@ -205,11 +207,11 @@ class MessageContext:
 class Window:
     """Limits the bytes of calls to one peer that the peer has not started; above the limit, callers wait. Thread-safe.
 
-    Its lock guards ``charged``, and the bytes of each call by its number; no lock is taken under it.
+    ``_lock`` guards ``charged`` and ``_charges``, the bytes of each call; no lock is taken under it.
 
     Attributes:
-        limit: the most bytes that may be unread.
-        charged: bytes that are unread.
+        limit: the most bytes of calls that the peer has not started.
+        charged: the bytes of calls that the peer has not started.
         waiting: the number of threads that wait for room.
         blocked: records how long threads have waited.
     """
@@ -232,17 +234,17 @@ class Window:
         return self.charged >= self.limit or len(self._peer.pending) >= MAX_PENDING
 
     def charge(self, call: Any, size: int) -> None:
-        """Count ``size`` bytes of a call as sent and unread, unless the call has ended."""
+        """Count ``size`` bytes of a call as sent and not started, unless the call has ended."""
         with self._lock:  # cheaper than entering the condition, which is Python code
             self._charges[call.id] = size
             self.charged += size
-        # A thread that ends the call removes it from ``pending`` and then releases its charge. It may have done both before the
-        # charge was set above; then the charge is released here.
+        # A thread that ends the call removes it from ``pending`` and then releases its charge. If that thread has done both
+        # before the charge was set above, the charge is released here.
         if self._peer.pending.get(call.id) is not call:
             self.release(call)
 
     def release(self, call: Any) -> None:
-        """Count a call's bytes as read, and wake threads that wait for room. Idempotent."""
+        """Stop counting the bytes of a call, and wake threads that wait for room. Idempotent."""
         if self.charged:
             with self._lock:
                 self.charged -= self._charges.pop(call.id, 0)
@@ -252,11 +254,11 @@ class Window:
                     self._room.notify_all()
 
     def wait_for_room(self, deadline: float, what: str) -> None:
-        """Sleep until the peer has read enough. Interruptible.
+        """Sleep until the peer has started enough calls. Interruptible.
 
         Raises:
-            BackpressureError: the peer has not read enough by the deadline; nothing was sent.
-            PeerDiedError: it died meanwhile.
+            BackpressureError: the peer has not started enough calls by the deadline; nothing was sent.
+            PeerDiedError: the peer died meanwhile.
         """
         begun = _time.now()
         late_at = begun + SILENT_S
@@ -308,7 +310,7 @@ class Window:
 
 
 class _KnownDefinitions(set[bytes]):
-    """Digests of definitions that were sent to the peer. The peer keeps the latest only.
+    """Digests of definitions (pickled classes and functions) that were sent to the peer, which keeps only the latest.
 
     The set is cleared long before the peer drops a definition, so that definitions are sent again in time.
     """
@@ -328,7 +330,7 @@ class _KnownDefinitions(set[bytes]):
 
 
 class Peer:
-    """One worker of the group, in one incarnation. Thread-safe."""
+    """One worker of the group, in one incarnation (one run of its process). Thread-safe."""
 
     def __init__(self, record: WorkerRecord, *, own: WorkerRecord, window: int, definitions: Any) -> None:
         self.record = record
@@ -346,8 +348,8 @@ class Peer:
         self.cancelled: dict[int, int] = {}
         self.begun = DuplicateFilter()
         self.answered = DuplicateFilter()
-        self.ids = itertools.count(1)  # of calls, and of streams of chunks
-        #: empty contexts of messages, to be used again; ``pop`` and ``append`` are atomic
+        self.ids = itertools.count(1)  # the numbers of calls and of streams of chunks
+        #: empty contexts of messages, for reuse; ``pop`` and ``append`` are atomic
         self.contexts: list[MessageContext] = []
         self.known = _KnownDefinitions()
         self.definitions = definitions
@@ -373,7 +375,7 @@ class Peer:
         """Cancel a call of the peer, whose request may not have arrived yet.
 
         Args:
-            flags: of the CANCEL frame.
+            flags: the flags of the CANCEL frame.
             submit: runs a function on a pool thread.
         """
         if len(self.cancelled) > 1 << 17:
@@ -384,7 +386,7 @@ class Peer:
         execution = self.running.get(id)
         if execution is not None:
             self.cancelled.pop(id, None)
-            # Cancelling nested calls completes futures, which may run callbacks: not under the read lock.
+            # Cancelled on a pool thread, not under the read lock: nested calls complete futures, which may run callbacks.
             submit(partial(execution.cancel, bool(flags & STOP), bool(flags & LATE)))
 
     # -- the end -----------------------------------------------------------------------------------
@@ -404,7 +406,7 @@ class Peer:
             raise self.died(what, maybe_executed=False)
 
     def died(self, what: str, *, maybe_executed: bool) -> PeerDiedError:
-        """Return the error for a call that the end of the peer has ended."""
+        """Return the error of a call that ends because the peer has ended."""
         how = "has left the group" if self.state == "left" else "died"
         ran = "may have run before" if maybe_executed else "was not executed"
         return PeerDiedError(
@@ -443,7 +445,7 @@ def _device_maps(
 
 
 KEPT: Final = 128
-"""How many ended peers are still found by name and listed."""
+"""The number of ended peers that can still be looked up by name and are listed."""
 
 _REMEMBERED: Final = 4096
 SETTLED_S: Final = 30.0  # long enough for the last messages of an ended peer to be opened
@@ -451,7 +453,7 @@ _NOT_RANKS: Final = frozenset({bool, float, complex})
 
 
 class _EndOfPeer(NamedTuple):
-    """What the table remembers of a peer that it has removed."""
+    """The end of a peer, which the table still knows after it has removed the peer."""
 
     name: str
     rank: int
@@ -464,9 +466,9 @@ class PeerTable:
 
     Args:
         own: the record of this worker.
-        window: bytes that may be unread at each peer.
-        resolve: gives the record of a worker by name or rank, or None.
-        members: gives all records that are known.
+        window: the limit of bytes for each peer; see :class:`Window`.
+        resolve: returns the record of the worker with this name or rank; None if there is no such worker.
+        members: returns all records that are known.
         replaced: called with a peer whose place a new incarnation has taken, with no lock held.
     """
 
@@ -486,7 +488,7 @@ class PeerTable:
         self._replaced = replaced
         # Re-entrant: a signal handler may look up a peer while the main thread holds the lock.
         self._lock = _time.RLock()
-        #: by name, rank and WorkerInfo, with the latest ended peers; read without the lock, on the path of every call
+        #: peers by name, rank and WorkerInfo, including the latest ended peers; every call reads it, without the lock
         self.known: dict[Any, Peer] = {}
         self._ended: deque[Peer] = deque()
         self._ends: dict[str, _EndOfPeer] = {}
@@ -502,7 +504,7 @@ class PeerTable:
 
         Raises:
             UnknownWorkerError: there is no such worker.
-            PeerDiedError: the worker ended long ago.
+            PeerDiedError: the worker has ended, and its peer was removed from the table.
             WrongTypeError: ``to`` is of another type.
         """
         try:
@@ -595,7 +597,7 @@ class PeerTable:
                 self._unlist(forgotten[-1])
             while len(self._ends) > _REMEMBERED:
                 del self._ends[next(iter(self._ends))]
-        del forgotten  # outside of the lock: finalisers may run
+        del forgotten  # freed outside of the lock: finalisers may run
         return True
 
     def forget(self, peer: Peer) -> None:

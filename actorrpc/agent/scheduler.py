@@ -1,10 +1,9 @@
 """The periodic work of an agent.
 
-Ticks send corked writes and credit, send PING to silent peers, return borrowed shared memory to its lender, and release memory
-that is kept for reuse to the system. A tick stops when it has no work left. An idle worker has one tick, the pulse, which wakes
-the clock once in a heartbeat (at most four times, whatever the number of peers), and none if it has no connections. Two idle
-workers exchange two small frames in a heartbeat, a PING and a PONG. Ticks run on the clock's thread; work that may block is
-submitted to the pool.
+Ticks send corked writes and credit, send PING to silent peers, return borrowed shared memory to its lender, and release unused
+memory to the system. A tick stops when it has no work left. An idle worker has one tick, the pulse, which wakes the clock once in
+a heartbeat (at most four times, whatever the number of peers), and none if it has no connections. Two idle workers exchange two
+small frames in a heartbeat, a PING and a PONG. Ticks run on the clock's thread; work that may block is submitted to the pool.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler"]
 
 INFINITE: Final = float("inf")
-_EXPECTED_S: Final = 2e-3  # long, because a tick between every few calls would cost more than it saves
+_EXPECTED_S: Final = 2e-3  # how long a socket stays disarmed without a reader; a tick between every few calls would cost too much
 # If no caller read the reply of a disarmed connection before the tick, callers must read this many replies before the connection
 # is disarmed again. One reply that waits for the tick costs as much as this many replies that are read by pool threads.
 _UNATTENDED: Final = 64
@@ -83,7 +82,7 @@ class Scheduler:
         self._objects = Tick(clock, _OBJECTS_S, self._trim_objects)
 
     def cork(self, conn: Connection) -> None:
-        """Send the outbox in a moment, together with the frames that are added until then."""
+        """Send the outbox after the setting ``cork_us``, together with the frames that are added until then."""
         self.corked[conn] = None
         if not self._cork.active:
             self._cork.wake()
@@ -98,11 +97,11 @@ class Scheduler:
         busy = bool(self.expecting)
         late = _time.now() - 0.5 * _EXPECTED_S
         for conn in list(self.expecting):
-            # A thread that makes calls and waits for them, again and again, sets ``expecting`` anew.
+            # If a thread makes one call after the other and waits for each, ``expecting`` is a recent time.
             if conn.expecting < late:
                 self.expecting.pop(conn, None)
-                # A thread with many pending calls may still be making calls. A thread with few calls, or that made the last one
-                # a while ago, waits elsewhere, for example in torch.futures.wait_all(), which is C code and reads nothing.
+                # If there are many pending calls and the last is recent, the thread may still be making calls. Otherwise it waits
+                # in code that reads nothing, such as torch.futures.wait_all(): do not disarm the connection for a while.
                 if conn.listen():
                     calls = list(conn.peer.pending.values())
                     if len(calls) <= _UNATTENDED or calls[-1].made < late:
@@ -110,7 +109,7 @@ class Scheduler:
         return busy
 
     def flush(self) -> bool:
-        """Send everything that was corked, because a thread is about to wait; return whether there was anything."""
+        """Flush all corked connections, because a thread is about to wait; return whether there were any."""
         corked = self.corked
         busy = bool(corked)
         while corked:
@@ -158,7 +157,7 @@ class Scheduler:
         return [conn for peer in self._agent.peers() for conn in list(peer.conns)]
 
     def keep_trim(self) -> None:
-        """Start the tick that releases memory kept for reuse to the system."""
+        """Start the tick that releases unused buffers to the system."""
         if not self._trimming.active:
             self._trimming.wake()
 
@@ -180,7 +179,7 @@ class Scheduler:
         return kept > 0
 
     def before_fork(self) -> None:
-        """Return no borrowed memory until the fork has ended: the child may inherit it."""
+        """Stop returning borrowed memory until :meth:`after_fork_in_parent`, because the child may inherit it."""
         for borrower in self._borrowers():
             borrower.before_fork()
 
@@ -193,7 +192,7 @@ class Scheduler:
         return [conn.lane.borrower for conn in self._connections() if conn.lane.borrower is not None]
 
     def watch(self, call: Call) -> None:
-        """Set a timer that ends the call at its deadline."""
+        """Start the pulse; if the call has a future, set a timer for its deadline. A thread that waits ends its call itself."""
         peer = call.peer
         if call.deadline < peer.scan_at and call.future is not None:
             peer.scan_at = call.deadline
@@ -267,7 +266,7 @@ class Scheduler:
 
     @staticmethod
     def _why_dead(peer: Peer) -> str:
-        """Return the cause of death of a peer that is lost; empty if it is busy, or not examined yet."""
+        """Return the cause of death of a lost peer; empty if the peer is busy, or was not examined yet."""
         silent = f"it has been silent for {peer.failure_detector.silent:.1f} s"
         if peer.failure_detector.direct is None:
             return ""

@@ -12,7 +12,7 @@ The *width* bounds how many threads run work at once. If many short calls arrive
 compete for the interpreter, and another thread would only slow them down: a thread above the width only reads. If no work ends
 for some milliseconds, the threads are considered blocked, and the width grows by a quarter.
 
-A tick watches the work that lies in the queue, because the pool does not see that a thread waits in C++ or for an ``Event``.
+A tick watches the work that waits in the queue, because the pool cannot tell that a thread waits in C++ or for an ``Event``.
 ``_lock`` guards starting and ending threads and is taken last; no other code runs under it.
 """
 
@@ -42,13 +42,13 @@ __all__ = ["Pool", "follow_torch"]
 
 _log = logging.getLogger("actorrpc.threads")
 
-_WIDTH: Final = 32  # threads that run work at once, until they are found to be blocked
-_BLOCKED_S: Final = 0.01  # they are blocked if no work ends for so long
+_WIDTH: Final = 32  # the first width: the most threads that run work at once
+_BLOCKED_S: Final = 0.01  # the running threads count as blocked if no work ends for so long
 _KEPT: Final = 8  # idle threads beyond this many end
-_SLOW_S: Final = 200e-6  # calls that take longer than this on average are spread over threads at once
-_HELPED_S: Final = 0.1  # after a helper has run one task for so long, another helper is started
+_SLOW_S: Final = 200e-6  # if work takes longer on average, another thread is woken at once for queued work
+_HELPED_S: Final = 0.1  # if a helper (_start_helper) runs one task for so long, another helper is started
 _FLOWING: Final = 4  # if at least this many tasks end between two ticks, the queue needs no more threads
-_COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the interpreter
+_COMPETED_S: Final = 300e-6  # if a tick is later than this, threads compete for the interpreter
 _PATIENCE_S: Final = (
     0.1  # if threads compete for the interpreter, at most one thread is woken or started in this time
 )
@@ -61,17 +61,17 @@ _STUCK_S: Final = 5.0  # queued calls are refused when every thread has been blo
 def follow_torch() -> None:
     """Apply ``torch.set_num_threads`` to this thread.
 
-    OpenMP has a number of threads for each thread. torch sets it when it enters loops of its own, but MKL and oneDNN (LSTMs,
-    products) may be called before that, and would use all processors.
+    OpenMP stores the number of threads to use separately for each calling thread. torch sets it before its own loops, but may
+    call MKL or oneDNN (LSTMs, matrix products) before that, which would use all processors.
     """
     torch.get_num_threads()
 
 
 class Pool:
-    """Threads, the epoll they sleep in, and the queue of work that has been read but not started.
+    """Threads, the epoll in which they sleep, and the queue of work that was read but not started.
 
     Args:
-        clock: for the starvation tick.
+        clock: runs the tick that finds work which is queued for too long.
         execute: runs a queued message ``(connection, frame, arrival time)``.
         refuse: ends a queued message that cannot be run because every thread is blocked; called with the reason.
         max_threads: the most threads.
@@ -102,17 +102,17 @@ class Pool:
         # Edge-triggered and never read: each write wakes one thread.
         self.epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
         self.stopping = False
-        self._mean = 0.0  # how long work takes, in seconds
+        self._mean = 0.0  # moving average of the time that work takes, in seconds
         self._starvation = Tick(clock, starvation_s / 2, self._starving)
         # As of the last tick: the oldest queued work, since when it has been the oldest, and the value of ``finished``.
         self._oldest: Any = None
         self._since = 0.0
         self._seen = 0
         self._crowded = False
-        self._asked = 0.0  # when a tick has last woken or started a thread
+        self._asked = 0.0  # when the tick has last woken or started a thread
         self._helped_at = 0.0  # when the helper took its last task; 0: there is no helper
         self._abandoned = False
-        # Any thread may change these at any time: a lost change costs some milliseconds at most.
+        # Any thread may change these three at any time: a lost change costs some milliseconds at most.
         self._width = _WIDTH
         self._stalled_since = 0.0
         self._stalled_at = -1
@@ -145,7 +145,7 @@ class Pool:
             self._start()
 
     def submit(self, task: Callable[[], Any]) -> None:
-        """Run ``task()`` on a pool thread. After the pool has ended, only callbacks of futures are run, on the calling thread."""
+        """Run ``task()`` on a pool thread. After :meth:`close`, run only callbacks of futures, on the calling thread."""
         self._put(task)
         if self._abandoned:
             self._settle()
@@ -192,7 +192,7 @@ class Pool:
             self.threads.add(thread)
         try:
             thread.start()
-        except NO_THREAD:  # the system has no more, or the interpreter is shutting down
+        except NO_THREAD:  # the system can start no more threads, or the interpreter is shutting down
             self._denied = True
             self._unregister(thread)
             return False
@@ -200,10 +200,10 @@ class Pool:
         return True
 
     def start(self, count: int) -> None:
-        """Start the first threads, at most as many as there may be.
+        """Start ``count`` threads, but no more than the maximum.
 
         Raises:
-            LimitError: the system has too few.
+            LimitError: the system can start no more threads.
         """
         for _ in range(min(count, self._max)):
             if not self._start():
@@ -221,7 +221,7 @@ class Pool:
         me = threading.get_ident()
         idle, queue, poll, sources = self.idle, self.queue, self.epoll.poll, self._sources
         starvation = self._starvation
-        idle.add(me)  # first, because ensure_reader() of the starting thread relies on it
+        idle.add(me)  # first, because ensure_reader() of the thread that has started this one relies on it
         follow_torch()
         listening_s = 0.0  # seconds for which this thread only reads, and takes no work from the queue
         try:
@@ -241,7 +241,7 @@ class Pool:
                             task = queue.popleft()
                         except IndexError:
                             continue
-                        # Wake-ups may merge into one: the tick handles the rest of the queue if this task blocks.
+                        # Several wake-ups may wake one thread only. If this task then blocks, the tick wakes another thread.
                         if queue and not starvation.active:
                             starvation.wake()
                         # The time that work takes is only measured if more work is queued.
@@ -289,7 +289,7 @@ class Pool:
         return False
 
     def _stalled_for(self, now: float) -> float:
-        """Return for how many seconds no work has ended, counted from the first call that finds it so."""
+        """Return for how many seconds no work has ended, counted from the first call since the last work has ended."""
         if self.finished != self._stalled_at:
             self._stalled_since, self._stalled_at = now, self.finished
         return now - self._stalled_since
@@ -304,7 +304,7 @@ class Pool:
 
     @staticmethod
     def _raised(error: BaseException) -> None:
-        # Also SystemExit, because it would end the thread.
+        # SystemExit is logged as well, because it would end the thread.
         report(_log, error, "a task of the pool raised")
 
     def _run_internal(self, task: Callable[[], object]) -> None:
@@ -389,7 +389,7 @@ class Pool:
             except IndexError:
                 return
             if type(task) is tuple:
-                why = explain_threads() if self._denied else "it may have no more (ACTORRPC_MAX_THREADS)"
+                why = explain_threads() if self._denied else "no more are permitted (ACTORRPC_MAX_THREADS)"
                 self._refuse(task, f"all {len(self.threads)} threads are blocked, and {why}")
             else:
                 self.queue.append(task)
@@ -405,12 +405,12 @@ class Pool:
         # Wait until the threads have ended, and not only left the pool: at its end, a thread may release objects of torch, and if
         # the interpreter ends meanwhile, the process is aborted.
         while (left := [each for each in left if each.is_alive()]) and time.monotonic() < until:
-            # Each write wakes one sleeping thread. Threads in user code end when they return from it.
+            # Each write wakes one sleeping thread. Threads in user code end when the user code returns.
             for _ in left:
                 os.eventfd_write(self._wake_fd, 1)
             left[0].join(0.02)
         with self._lock:
-            # If threads are left in user code, the last of them closes the descriptors.
+            # If threads are still in user code, the last thread that ends closes the descriptors.
             self._abandoned = True
             last = not self.threads
         if last:

@@ -1,11 +1,11 @@
-"""The clock: the one thread that runs functions at their times.
+"""The clock: the one thread that runs functions at their due times.
 
-It handles time-outs of calls, corked writes, checks for starvation, heartbeats and batched deletes. The thread sleeps until the
-next function is due, so an idle group costs no CPU time. The functions must be short and must not block, take locks that are held
-for long, or run user code: longer work is submitted to the pool.
+It handles time-outs of calls, delayed writes, checks for queued work that no thread runs, heartbeats and batched releases of
+references. The thread sleeps until the next function is due, so an idle group costs no CPU time. The functions must be short and
+must not block, take locks that are held for long, or run user code: longer work is submitted to the pool.
 
-``_lock`` guards the heap and ``_sleeping_until``; no other code runs under it, and no other lock is taken under it. It is
-re-entrant, as a signal handler or a finaliser may set a timer on a thread that holds it.
+``_lock`` guards the heap and ``_sleeping_until``; no other code runs under it, and no other lock is taken under it. The lock is
+re-entrant, as a signal handler or a finaliser may set a timer on a thread that holds the lock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NEVER: Final = float("inf")
 
 
 class Timer:
-    """A function that is run once. ``cancel`` may be called from any thread, at any time."""
+    """A function that the clock runs once. ``cancel`` may be called from any thread, at any time."""
 
     __slots__ = ("due", "run")
 
@@ -54,11 +54,11 @@ class Tick:
 
     def __init__(self, clock: Clock, interval: float, look: Callable[[], bool]) -> None:
         self._clock = clock
-        self.interval = interval  # seconds until the next look; ``look`` may change it
+        self.interval = interval  # seconds until the next call of ``look``, which may change this value
         self._look = look
         self._due = 0.0
         self.active = False
-        self.late = 0.0  # how late the last look was, in seconds
+        self.late = 0.0  # by how many seconds the last call of ``look`` was late
 
     def wake(self) -> None:
         """Make sure that ``look`` is called within the interval."""
@@ -68,7 +68,7 @@ class Tick:
             self._clock.at(self._due, self._run)
 
     def _run(self) -> None:
-        # Set ``active`` before calling ``look``: a wake() during the call starts the tick again, so no work is missed.
+        # Reset ``active`` before ``look`` is called: a wake() during the call then starts the tick again, so no work is missed.
         self.active = False
         self.late = self._clock.now() - self._due
         if self._look() and not self.active:
@@ -97,7 +97,7 @@ class Clock:
         """Start the thread.
 
         Raises:
-            LimitError: the system has none.
+            LimitError: the system can start no thread.
         """
         thread = Daemon(self._run, "actorrpc-clock", lambda _: self.start())
         start_thread(thread)
@@ -142,8 +142,8 @@ class Clock:
         while not self._closed:
             run: Callable[[], Any] | None = None
             with self._lock:
-                # Before the steps below: if a finaliser sets a timer on this thread between them, at() resets it, and the thread
-                # does not sleep too long.
+                # Set before the steps below: if a finaliser on this thread sets a timer between them, at() resets
+                # ``_sleeping_until``, and this thread does not sleep past the timer.
                 self._sleeping_until = _NEVER
                 until = self._heap[0][0] if self._heap else _NEVER
                 is_due = until <= _time.now()

@@ -1,10 +1,10 @@
 """Reuse of memory: the common parts of all pools, and the pool for bytes that are received from sockets.
 
-Fresh pages are several times slower to fill than pages that were used before. Therefore memory is taken back and reused when the
-last tensor, array or memoryview on it has died. This is detected by a *loan*: a small ctypes object over a raw address, to which
-all objects built on the memory refer. Loans are hidden from the cyclic garbage collector. Otherwise, for a dead cycle that has a
-view, the collector could run the loan's finaliser first; a finaliser of the user that runs later could then read, or even revive,
-memory that is already used again.
+Fresh pages are several times slower to fill than pages that were used before. Therefore memory is reused after the last tensor,
+array or memoryview on it has died. This is detected by a *loan*: a small ctypes object over a raw address, to which all objects
+built on the memory refer. Loans are hidden from the cyclic garbage collector. Otherwise: 1. The collector finds a dead cycle with
+a view, and runs the loan's finaliser, so that the memory is lent again. 2. The collector runs a user's finaliser in the same
+cycle, which reads or revives the view.
 
 Everything here is thread-safe and calls no user code. The finaliser of a loan appends to a deque and calls a function that takes
 no lock; in a forked child it does nothing.
@@ -55,8 +55,7 @@ SMALL = 64 << 10
 _SMALLEST_CLASS = 64
 _LARGEST_CLASS = 1 << 47
 _HUGE_PAGE = 2 << 20
-# Copies up to this size keep the GIL: another thread could hardly use it meanwhile, and getting it back from a busy thread may
-# take a whole switch interval (5 ms).
+# Copies up to this size keep the GIL: they are short, and acquiring the GIL again may take a switch interval (5 ms).
 _COPY_WITH_GIL = 128 << 10
 _MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MAP_FIXED = 0x10
@@ -83,12 +82,12 @@ _memmove_address = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 _memmove_with_gil = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     _memmove_address
 )
-# A separate function object, because other code may set the argtypes of the functions in ctypes.pythonapi.
+# A new function object, because other code may set the argtypes of the shared object ctypes.pythonapi.PyObject_GC_UnTrack.
 _untrack = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("PyObject_GC_UnTrack", ctypes.pythonapi))
 
 
 def size_class(nbytes: int) -> int:
-    """Return the smallest size class that holds ``nbytes``: four per octave, so at most 25 % is wasted.
+    """Return the smallest size class of at least ``nbytes``. There are four classes per octave, so at most 25 % is wasted.
 
     Raises:
         MemoryError: ``nbytes`` is more than any address space holds.
@@ -164,14 +163,14 @@ def is_sealed(fd: int, size: int) -> bool:
     Raises:
         OSError: ``fd`` is not a memfd.
     """
-    # Read the seals first: the size cannot change after that.
+    # Read the seals before the size: if the memory is sealed, the size cannot change any more.
     sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _CANNOT_SHRINK == _CANNOT_SHRINK
     status = os.fstat(fd)
     return sealed and stat.S_ISREG(status.st_mode) and status.st_size == size
 
 
 class MemoryRange(Protocol):
-    """Memory to be sent. The sender keeps it alive."""
+    """Memory that is sent. The sender keeps it alive meanwhile."""
 
     address: int
     nbytes: int
@@ -186,7 +185,7 @@ def copy(address: int, span: MemoryRange) -> None:
 
 
 class _Loan(ctypes.Array[ctypes.c_ubyte]):
-    """Memory that is lent; when this object dies, the loan's tag is returned to ``home``."""
+    """A loan of memory; when this object dies, it appends ``tag`` to ``home.returned``."""
 
     _type_ = ctypes.c_ubyte
     _length_ = 0
@@ -203,7 +202,7 @@ class _Loan(ctypes.Array[ctypes.c_ubyte]):
                 home.on_return()
 
 
-# ctypes never frees its array types, so there is one for each size class and not one for each size.
+# ctypes never frees its array types, so there is one type for each size class and not for each size.
 _loan_types: dict[int, type[_Loan]] = {}
 
 
@@ -211,8 +210,8 @@ class Loans(Generic[T]):
     """Lends memory, and detects when a loan is no longer used. Thread-safe without a lock: operations of a deque are atomic.
 
     Attributes:
-        returned: the tags of dead loans, in the order of their deaths. The thread that drops the last reference appends the tag.
-        on_return: called in a finaliser after each return; it must not take a lock and must not raise.
+        returned: the tags of dead loans, in the order of their deaths. The thread that drops a loan's last reference appends.
+        on_return: called in the finaliser of each loan, after its tag was appended; it must not take a lock and must not raise.
     """
 
     __slots__ = ("on_return", "pid", "returned")
@@ -223,10 +222,10 @@ class Loans(Generic[T]):
         self.on_return = on_return
 
     def lend(self, memory: object, address: int, size: int, tag: T) -> memoryview:
-        """Return a writable view of ``size`` bytes at ``address``; when the last object on it dies, ``tag`` is returned.
+        """Return a writable view of ``size`` bytes at ``address``; when the last object on it dies, ``returned`` gets ``tag``.
 
-        ``size`` must be a size class. ``memory`` is kept alive as long as the loan; neither ``memory`` nor
-        ``tag`` may refer to the loan, because the collector cannot see such a cycle.
+        ``size`` must be a size class. The loan keeps ``memory`` alive. Neither ``memory`` nor ``tag`` may refer to the loan,
+        because the garbage collector does not find such a cycle.
         """
         kind = _loan_types.get(size)
         if kind is None:
@@ -239,7 +238,7 @@ class Loans(Generic[T]):
         return memoryview(loan).cast("B")
 
     def close(self) -> None:
-        """Discard returned tags, and ignore later returns. The memory of live loans stays valid until they die."""
+        """Discard returned tags, and ignore tags that are returned later. The memory of a live loan stays valid until it dies."""
         self.returned = deque(maxlen=0)
 
 
@@ -256,7 +255,7 @@ class ForkGuard:
     """Determines which loans of shared memory a forked child may still use.
 
     A child, and its own children, keep one end of a pipe open, so an end of file on the pipe says that all of them have ended.
-    The owner's lock must be held for every call, except in the child.
+    The caller holds the lock of the object that owns the guard, except in the child.
 
     Attributes:
         epoch: the number of forks so far. A loan records the epoch in which it began; later forks inherit the loan.
@@ -266,8 +265,8 @@ class ForkGuard:
 
     def __init__(self) -> None:
         self.epoch = 0
-        self._children: list[tuple[int, int]] = []  # (epoch after the fork, read end of its pipe)
-        self._pipes: dict[int, tuple[int, int]] = {}  # of the forks in progress, by thread
+        self._children: list[tuple[int, int]] = []  # by child: (epoch after the fork, read end of the pipe)
+        self._pipes: dict[int, tuple[int, int]] = {}  # forks in progress, by thread: (read end, write end)
 
     @property
     def forking(self) -> bool:
@@ -276,15 +275,15 @@ class ForkGuard:
 
     def before(self) -> None:
         """Prepare for a fork by this thread."""
-        self.inherited()  # closes the pipes of children that have ended
+        self.inherited()  # inherited() closes the pipes of children that have ended
         try:
             pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
-            pipe = (-1, -1)  # no descriptors left: current loans are never released
+            pipe = (-1, -1)  # no descriptors left: the loans of this moment will never be released
         self._pipes[threading.get_ident()] = pipe
 
     def after(self, lends: bool) -> None:
-        """Finish a fork after :meth:`before`. ``lends``: there are loans that the child has inherited."""
+        """Finish a fork after :meth:`before`. ``lends``: whether there are loans that the child has inherited."""
         pipe = self._pipes.pop(threading.get_ident(), None)
         if pipe is None:
             return
@@ -296,7 +295,7 @@ class ForkGuard:
             _close(pipe[0])
 
     def inherited(self) -> int:
-        """Return an epoch: a live child may use the loans that began in earlier epochs."""
+        """Return an epoch: a live child may still use loans that began before this epoch. 0: there is no live child."""
         if not self._children:
             return 0
         poll = _time.poll()
@@ -316,7 +315,7 @@ class ForkGuard:
             _close(fd)
 
     def abandon(self) -> None:
-        """Called in the child: close all descriptors except the pipe ends that tell the parents that the child lives."""
+        """In the child: close all descriptors except the write ends of pipes, which show the parents that the child lives."""
         for reads, _ in self._pipes.values():
             _close(reads)
         self._pipes = {}
@@ -329,7 +328,7 @@ def _close(fd: int) -> None:
 
 
 class MemoryBlock:
-    """Memory of one size class, for a :class:`Recycler`.
+    """Memory of one size class, which a :class:`Recycler` lends.
 
     Attributes:
         size: in bytes.
@@ -368,16 +367,17 @@ class Recycler(Generic[B]):
     """Keeps free blocks of memory for reuse. Each block is either lent or free.
 
     A subclass creates blocks (``_make``) and puts blocks back that have become free (``_settle``). A free block is released to
-    the system after some time, or earlier if there are too many (``_keep_s``).
+    the system after some time, or earlier if too many bytes are free (``_keep_s``).
 
     One lock guards the tables. Memory is not copied or unmapped under it, and no user code is called. The lock is re-entrant for
-    one case only: the garbage collector may run a finaliser in a section, and the finaliser may request memory. It gets None.
+    one case only: the garbage collector may run a finaliser while :meth:`_section` runs, and the finaliser may request memory.
+    The finaliser then gets None.
 
     Args:
         limit_bytes: the limit of kept or of lent bytes, depending on the subclass.
         clock: returns the time in seconds.
         on_return: called by finalisers when memory was returned; it must arrange that :meth:`trim` is called soon, and is not
-            called again before that.
+            called again before :meth:`trim` has run.
     """
 
     def __init__(
@@ -388,18 +388,18 @@ class Recycler(Generic[B]):
         self._on_return = on_return
         self._trim_requested = self._busy = self._closed = False
         self._lock = _time.RLock()
-        self._free: dict[int, deque[B]] = {}  # by size, each in the order in which the blocks became free
+        self._free: dict[int, deque[B]] = {}  # size -> free blocks, in the order in which they became free
         self._dropped: list[B] = []
         self._count = self._lent_bytes = self._free_bytes = 0
 
     def request_trim(self) -> None:
-        """Request a :meth:`trim`. Called in finalisers, so it takes no lock."""
+        """Request a call of :meth:`trim`. Called in finalisers, so it takes no lock."""
         if not self._trim_requested and self._on_return is not None:
             self._trim_requested = True
             self._on_return()
 
     def trim(self) -> None:
-        """Take back returned blocks, and unmap blocks that are not kept. Call it about once a second while a block is free."""
+        """Free the returned blocks, and unmap blocks that were free for too long. Call it regularly while a block is free."""
         self._section(self._trim)
 
     def stats(self) -> MemoryStats:
@@ -412,14 +412,14 @@ class Recycler(Generic[B]):
         with self._lock:
             self._closed = True
             if self._busy:
-                return  # a finaliser called close() during ``_section``: the memory is released when this Recycler dies
+                return  # called by a finaliser in ``_section``: the blocks are unmapped when this object dies
             dropped, self._free = self._free, {}
             self._count = self._lent_bytes = self._free_bytes = 0
-        del dropped  # unmaps, after the lock
+        del dropped  # unmaps the blocks, after the lock was released
 
     def abandon(self) -> None:
         """Close the pool in a forked child. Mapped blocks stay valid, and are not recycled."""
-        self._lock = _time.RLock()  # a thread of the parent may have held it at the fork
+        self._lock = _time.RLock()  # a thread of the parent may have held the old lock at the fork
         self._busy = False
         self.close()
 
@@ -448,7 +448,7 @@ class Recycler(Generic[B]):
         """Call :meth:`_put` for the blocks that have become free."""
 
     def _make(self, size: int) -> B | None:
-        """Return a new block without memory, which the caller of :meth:`_find` maps; None if the limit does not permit it."""
+        """Return a new block without memory; the caller of :meth:`_find` maps it. None: the limit does not permit a new block."""
         return None
 
     def _add(self, block: B) -> B:
@@ -465,12 +465,12 @@ class Recycler(Generic[B]):
         return _KEEP_S
 
     def _find(self, size: int) -> B | None:
-        """Lend a block of at least ``size`` bytes; None if there is none and none may be created."""
+        """Lend a block of at least ``size`` bytes; None if no such block is free and no block may be created."""
         self._settle()
         return self._pick(size) or self._make(size)
 
     def _pick(self, size: int, most: int = 0) -> B | None:
-        """Lend the smallest free block of ``size`` to ``most`` bytes (default: twice the size), the latest used of these."""
+        """Lend the smallest free block of ``size`` to ``most`` bytes (default: twice ``size``); of several, the latest used."""
         stack = self._free.get(size)
         if not stack and self._free_bytes:
             most = most or 2 * size
@@ -496,7 +496,7 @@ class Recycler(Generic[B]):
         return min([stack[0] for stack in stacks], key=lambda block: block.used_at) if stacks else None
 
     def _drop(self, block: B) -> None:
-        """Remove a free block; it is unmapped after the section."""
+        """Remove a free block; :meth:`_section` unmaps it after it has released the lock."""
         self._free[block.size].remove(block)
         self._free_bytes -= block.size
         self._count -= 1

@@ -6,17 +6,17 @@ a pool thread that the kernel has woken, or a caller that waits for its own repl
 * A thread that cannot get the lock returns without arming. The thread that had the lock releases it *first*, and always arms
   afterwards.
 * Whether the connection is suspended is checked *under* the lock. A suspended connection must not be read: the other side was
-  told how many bytes have been received and sends the rest again, although the failed socket may still have these bytes.
-* A pool thread reads with MSG_DONTWAIT only, because a wake-up may be stale.
+  told how many bytes this side has received, and sends all further bytes again, even if the failed socket still has them.
+* A pool thread reads with MSG_DONTWAIT only, because another thread may have read the bytes for which it was woken.
 * Under the lock, bytes are only split into frames, and control frames are handled, which is quick and runs no user code. All
   other frames are handled after the lock was released.
 
 **Writing.** See :mod:`actorrpc.transport.writer`.
 
 Lock order: ``read_lock`` before the writer's lock. A reader waits for the writer's lock only if the connection is suspended or
-broken, because otherwise a writer may be waiting for bytes to be read. User code, or code that may run the garbage collector for
-long, is not called under either lock. The functions that read, write and arm are marked uninterruptible: signal handlers run
-after them, and an exception in one of them closes the connection.
+broken: otherwise the writer may be waiting until the other side reads, and the other side until this side reads. User code, or
+code that may run the garbage collector for long, is not called under either lock. The functions that read, write and arm are
+marked uninterruptible: signal handlers run after them. An error in such a function suspends or closes the connection.
 
 **The agent.** A connection calls the agent through :class:`Events` only, which the agent's inbox implements.
 """
@@ -54,7 +54,7 @@ __all__ = ["Connection", "Events", "ReadWaiter"]
 
 
 class ReadWaiter(Protocol):
-    """The state of a thread that waits for input of a connection.
+    """The state of a thread that waits for bytes on a connection.
 
     Attributes:
         polling: the connection that the thread polls. To wake the thread, another thread sets ``awake`` and then wakes
@@ -83,7 +83,7 @@ class Events(Protocol):
         """Handle the end of the connection. Called once, on any thread."""
 
     def suspended(self, connection: Connection, error: BaseException) -> None:
-        """Open another socket for a connection whose socket has failed. Called under the connection's locks."""
+        """Arrange that another socket is opened for a connection whose socket has failed. Called under the connection's locks."""
 
     def submit(self, task: Any) -> None:
         """Run ``task()`` on a pool thread."""
@@ -92,21 +92,21 @@ class Events(Protocol):
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _LOOKED_AT: Final = STREAM | MAIL | OBJECTS
 _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll
-_BULK_READS: Final = 64  # the most reads under one lock while chunks arrive
+_BULK_READS: Final = 64  # the most reads in one call of receive(), while chunks arrive
 
 
 class Connection(StateMachine):
     """One connected, authenticated stream.
 
     Args:
-        stream: the byte stream. If it is a :class:`ReliableStream`, the connection is resumed over another socket when its socket
-            breaks; otherwise a broken socket means that the peer died.
+        stream: the byte stream. With a :class:`ReliableStream`, the connection is resumed over another socket when the socket
+            breaks; with other streams, a broken socket means that the peer died.
         attach: the token that identifies the connection.
         local: both ends are on this host, without TCP.
         seals: protect the frames against modification; None: frames are not sealed.
 
     Attributes:
-        session: the stream, if the connection can be resumed over another socket; otherwise None.
+        session: the stream if it is a :class:`ReliableStream`; otherwise None.
         peer: the worker at the other end, once it is known.
         assemblies: the objects that receive chunks, by the number of the stream of chunks.
         undelivered: one entry for each batch of frames that was read and not delivered yet; added under the read lock.
@@ -158,7 +158,7 @@ class Connection(StateMachine):
         )
         self._epoll = epoll
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        #: wakes when bytes arrive, when :meth:`wake` is called, and when a signal handler was deferred
+        #: polls three descriptors: for arriving bytes, for :meth:`wake`, and for deferred signal handlers
         self._poller = _time.poll()
         for fd in (self.fd, self._wake_fd, signals.wake_fd()):
             if fd >= 0:
@@ -181,7 +181,7 @@ class Connection(StateMachine):
             fd = self.fd
             try:
                 self._epoll.register(fd, ARMED)
-            except FileExistsError:  # it was resumed meanwhile, and its new socket is registered already
+            except FileExistsError:  # a resuming thread has registered the new socket already
                 self.arm(ARMED)
             except OSError as error:
                 # The connection may be resumed over another socket before this one is registered. The resuming thread closes this
@@ -204,7 +204,7 @@ class Connection(StateMachine):
             except (OSError, ValueError):
                 pass
             if self.stream.pending and mask != DISARMED:
-                self.events.submit(self.turn)  # the kernel does not report these bytes
+                self.events.submit(self.turn)  # epoll does not report bytes that the stream buffers
 
     @uninterruptible
     def reading(
@@ -216,13 +216,13 @@ class Connection(StateMachine):
     ) -> bool | None:
         """Send the outbox, read unless another thread reads, and deliver the received frames.
 
-        Returns whether frames other than replies were received; ``None``: another thread reads, or the connection is not open. An
-        exception in reading closes the connection.
+        Returns whether the received frames have queued work for the pool (see :meth:`Events.deliver`); ``None``: another thread
+        reads, or the connection is not open. An error while reading suspends or closes the connection.
 
         Args:
             waiter: wait until bytes arrive or the waiter is woken, at most until ``deadline``; see :meth:`_wait`. Without a
                 waiter, the thread only reads the available bytes, and with ``spinning`` spins for them.
-            woken: the epoll has woken this thread for the connection, and has thereby disarmed the connection.
+            woken: whether the epoll has woken this thread for the connection, and has thereby disarmed the connection.
         """
         if self.state is not OPEN or not self.read_lock.acquire(False):
             return None
@@ -259,7 +259,7 @@ class Connection(StateMachine):
             except (OSError, ValueError):
                 pass
             if self.stream.pending:
-                self.events.submit(self.turn)  # the kernel does not report these bytes
+                self.events.submit(self.turn)  # epoll does not report bytes that the stream buffers
         return self.events.deliver(self, frames, waiter is not None) if frames else False
 
     @property
@@ -270,17 +270,16 @@ class Connection(StateMachine):
     def reply(self) -> None:
         """Send the answers in the outbox after a call was executed, and try to read the next request on this thread.
 
-        If both ends share a CPU, the next request has often arrived before ``send`` returns. Reading it here is cheaper than
-        waking another thread. If they do not share a CPU, the request may arrive while this thread spins. Any thread may call
-        this method; the measurements are updated without a lock, as they need not be exact.
+        If both ends share a CPU, the next request has often arrived before the system call that sends returns. Reading it on this
+        thread is cheaper than waking another thread. If the ends do not share a CPU, the request may arrive while this thread
+        spins. Any thread may call this method; the measurements are updated without a lock, as they need not be exact.
         """
         spinning = self.answering
         if spinning.at_once > spinner.read_again or not spinning.count & 15:
             before = self.reader.received
             came = self.reading()
             if self.outbox:
-                # The outbox may have answers of other threads. If this thread has received no request, it may wait until they
-                # are sent.
+                # The outbox may have answers of other threads. If this thread has no request, it may sleep until they are sent.
                 self.flush(not came)
             if came is None:
                 return
@@ -290,7 +289,7 @@ class Connection(StateMachine):
                 return
         else:
             self.flush(True)
-        if spinning.should_spin():  # ``at_once`` is low here, so the two ends do not share a CPU
+        if spinning.should_spin():  # ``at_once`` is low at this point: the two ends do not share a CPU
             self.reading(None, spinning)
 
     @uninterruptible
@@ -333,7 +332,7 @@ class Connection(StateMachine):
     ) -> None:
         """Wait until bytes arrive, the waiter is woken or the deadline has passed, and read. Under the read lock.
 
-        With a deadline, it returns after at most a second, so that a lost wake-up does not cause a hang.
+        With a deadline, returns after at most a second, so that a lost wake-up does not cause a hang.
         """
         # A waking thread sets ``awake`` and then reads ``polling``; this thread sets ``polling`` and then reads ``awake``. So
         # either the other thread sees ``polling`` and wakes this thread, or this thread sees ``awake``.
@@ -360,7 +359,7 @@ class Connection(StateMachine):
             waiter.polling = None
 
     def _spin(self, frames: list[Frame], spinning: Spinning) -> bool:
-        """Spin for at most the spin time, unless another thread spins; return whether bytes arrived. Under the read lock."""
+        """Poll for up to ``spinning.seconds`` unless another thread does; return whether bytes arrived. Under the read lock."""
         if not spinner.acquire():
             return False
         until = _time.now() + spinning.seconds
@@ -371,12 +370,12 @@ class Connection(StateMachine):
         finally:
             spinner.release()
         spinning.at_once += WEIGHT * (first - spinning.at_once)
-        if not first:  # bytes that the first read found say nothing about spinning
+        if not first:  # if the first read found bytes, the thread did not spin
             spinning.found += WEIGHT * (came - spinning.found)
         return came
 
     def receive(self, frames: list[Frame]) -> bool:
-        """Read without blocking, several times while chunks arrive; return whether bytes were read. Under the read lock.
+        """Read without blocking, repeatedly while chunks arrive; return whether bytes were read. Under the read lock.
 
         Control frames are handled at once. Frames that have to be delivered are appended to ``frames``.
         """
@@ -402,7 +401,7 @@ class Connection(StateMachine):
             found = reader.fed(count)
             while True:
                 for frame in found:
-                    # Control frames, and messages in chunks, with objects or for a mailbox need handling under the lock.
+                    # Handle under the lock: control frames, and messages in chunks, with objects, or for a mailbox.
                     if frame[0] <= FAILURE and not frame[1] & _LOOKED_AT:
                         frames.append(frame)
                         continue
@@ -429,8 +428,7 @@ class Connection(StateMachine):
         """Handle the error of a read or write: suspend the connection if it can be resumed, otherwise close it."""
         if isinstance(error, MemoryError):
             error = MemoryError(f"{error or 'no memory for a message of the connection'}: {explain_memory()}")
-        # The error is kept for a while. A caller that waits for its reply may have read on its own thread, so the traceback would
-        # keep the caller's frames alive.
+        # The error is kept for a while. If a caller has read for its own reply, the traceback would keep its frames alive.
         let_frames_go(error)
         if self.session is not None and self.goodbye is None and isinstance(error, (OSError, EOFError)):
             self.suspend(error)
@@ -447,13 +445,13 @@ class Connection(StateMachine):
         """Stop reading until an attempt resumes the connection; return the number of received bytes, to be sent to the peer.
 
         The number stays valid for this attempt, because nothing is read until the connection is resumed. ``None``: a later
-        attempt has sent the number already, so this attempt has to give up.
+        attempt has got the number already, so the caller has to give up.
         """
         assert self.session is not None
         with self.read_lock:
             if not self.session.claim_attempt(attempt):
                 return None
-            # An earlier attempt may have resumed the connection meanwhile, with an older number.
+            # An earlier attempt may have resumed the connection meanwhile; this attempt replaces that attempt's socket.
             self.suspend(ConnectionResetError("another attempt to resume the connection has begun"))
             return self.session.received
 
@@ -504,7 +502,7 @@ class Connection(StateMachine):
         """Read all bytes that have arrived, and return their frames.
 
         Args:
-            patience_s: how many seconds to wait for another thread that reads; -1: without a limit.
+            patience_s: how many seconds to wait until no other thread reads; -1: without a limit.
         """
         frames: list[Frame] = []
         if not self.read_lock.acquire(timeout=patience_s):
@@ -521,7 +519,7 @@ class Connection(StateMachine):
         return frames
 
     def reap(self) -> None:
-        """Close the descriptors, after waiting for threads that read or write. Runs on a pool thread, or when the agent ends."""
+        """Wait until no thread reads or writes, and close the descriptors. Runs on a pool thread, or when the agent is closed."""
         with self.read_lock, self.writer.lock:
             if self._wake_fd < 0:
                 return
@@ -537,8 +535,8 @@ class Connection(StateMachine):
         self.lane.close()
 
     def abandon(self) -> None:
-        """Close the descriptors in a forked child, where locks may be held by threads that do not exist."""
-        self.state = CLOSED  # without enter(), as another thread may have held the state lock at the fork
+        """Close the descriptors in a forked child. Takes no lock: a thread that does not exist there may hold it."""
+        self.state = CLOSED  # not by enter(): another thread may have held the state lock at the fork
         for close in (self.stream.close, lambda: os.close(self._wake_fd)):
             try:
                 close()

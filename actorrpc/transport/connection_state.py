@@ -14,13 +14,13 @@ __all__ = ["CLOSED", "OPEN", "SUSPENDED", "ConnectionState", "Goodbye", "StateMa
 class ConnectionState(enum.Enum):
     OPEN = "open"
     SUSPENDED = "suspended"
-    """The socket has failed, and another one is being opened. Only connections between hosts have this state."""
+    """The socket has failed, and another socket is being opened. Only TCP connections can have this state."""
     CLOSED = "closed"
-    """The connection has ended for good, for whatever reason."""
+    """The connection has ended, for whatever reason, and is never resumed."""
 
 
 class Goodbye(enum.Enum):
-    """The reason that the peer has given before it ended the connection."""
+    """The reason that the peer has given in its GOODBYE frame before it closed the connection."""
 
     LEAVES = "leaves"
     GIVES_UP = "gives up"
@@ -41,15 +41,15 @@ _NEXT: Final[dict[ConnectionState, tuple[ConnectionState, ...]]] = {
 
 
 class StateMachine:
-    """Has a state, which any thread may read without a lock. ``_state_lock`` guards changes; no lock is taken under it.
+    """The state of a connection, which any thread may read without a lock. ``_state_lock`` guards changes, and is a leaf.
 
-    Without the lock: 1. Thread A sees an open connection and is about to suspend it. 2. Thread B closes the connection. 3. Thread
-    A writes SUSPENDED. The connection would then never be seen as closed.
+    Without this lock: 1. Thread A reads OPEN and is about to suspend the connection. 2. Thread B closes the connection. 3. Thread
+    A writes SUSPENDED. The connection would then never be closed.
     """
 
     def __init__(self) -> None:
         self.state: ConnectionState = OPEN
-        #: how often the connection was suspended; identifies the suspension that an attempt to resume belongs to
+        #: how often the connection was suspended: an attempt to resume stores the number, and stops if it has changed
         self.lapses = 0
         self._state_lock = _time.Lock()
 

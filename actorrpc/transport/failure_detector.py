@@ -1,14 +1,13 @@
 """Detects peers that are silent, and inspects their processes.
 
-Silence is the time since the last byte from the peer arrived. After one heartbeat of silence, the peer is sent a PING. After two
-heartbeats, it is *suspect*. After ``misses`` - 0.5 heartbeats, it is *lost*, so that a loss is detected within
-``heartbeat * misses`` seconds. The caller decides about a lost peer: if its process can be inspected and runs, it is only busy (C
-code that holds the GIL, an overloaded machine) and stays suspect; otherwise, or if the process is stopped or a zombie, it is
-dead.
+The silence of a peer is the time since its last byte arrived. After one heartbeat of silence, the peer is sent a PING. After two
+heartbeats, it is *suspect*. After ``misses`` - 0.5 heartbeats, it is *lost*, so that a loss is detected within ``heartbeat *
+misses`` seconds. The caller decides about a lost peer: if its process can be inspected and runs, it is only busy (C code that
+holds the GIL, an overloaded machine) and stays suspect; otherwise, or if the process is stopped or a zombie, it is dead.
 
-Time in which this process itself did not run (because it was stopped, or busy as above) does not count as silence of peers.
-Only the clock thread uses :class:`FailureDetector`, and passes the time to it. The functions read ``/proc`` and may be called on
-any thread.
+Time in which the clock of this process itself did not run (because the process was stopped or busy) does not count as silence of
+peers. Only the clock thread calls :meth:`FailureDetector.look`, to which it passes the time. The functions read ``/proc`` and may
+be called on any thread.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from actorrpc.config import Settings
 
 __all__ = ["FailureDetector", "Look", "holds_back", "is_direct", "process_state", "set_up_tcp"]
 
-# The part of a heartbeat after which a PING may be sent. It is less than 1, so that one wake-up can serve several peers.
+# A PING may be sent after this part of a heartbeat. It is less than 1, so that one wake-up can serve several peers.
 _PING_AFTER: Final = 0.75
 _PID: Final = struct.Struct("=i")  # the first field of the result of SO_PEERCRED
 _OUTQNSD: Final = 0x894B  # the ioctl SIOCOUTQNSD: bytes in the send queue that were not sent yet
@@ -51,8 +50,8 @@ class FailureDetector:
     """The failure detector of one peer. Not thread-safe.
 
     Attributes:
-        last_received: when the last byte had arrived, at the time of the last check.
-        silent: seconds of silence at the time of the last check.
+        last_received: the time at which the latest byte arrived, as of the last check.
+        silent: seconds of silence, as of the last check.
         direct: whether the connection ends at the peer's process, without a relay (:func:`is_direct`); None: not known yet.
     """
 
@@ -78,12 +77,13 @@ class FailureDetector:
 
         Args:
             now: the time, in seconds.
-            last_received: when the last byte arrived.
+            last_received: the time at which the latest byte arrived.
             heartbeat: seconds of silence after which the peer is sent a PING.
             misses: heartbeats of silence after which the peer is lost; at least 2.
             late: by how many seconds this check is late, because this process did not run.
-            receiving: whether a message was received in part. On a slow network, its rest may take long, and until then this
-                worker may have nothing to send to the peer. Therefore a PING is sent even if the peer is not silent.
+            receiving: whether a message was received in part. On a slow network, the rest of the message may take long, and until
+                then this worker may send nothing. Therefore it sends a PING although the peer is not silent, so that the peer
+                does not consider it silent.
         """
         if last_received > self.last_received:
             self.last_received = last_received
@@ -98,22 +98,22 @@ class FailureDetector:
         ) and now - self._pinged_at >= _PING_AFTER * heartbeat
         if ping_due:
             self._pinged_at = now
-        # At least a quarter of a heartbeat, so that many peers with different times do not cause too many checks.
+        # Wait for at least a quarter of a heartbeat, so that many peers with different times do not cause too many checks.
         wait = max(max(since, self._pinged_at) + heartbeat - now, heartbeat / 4)
         for limit in (suspect, lost):
             if silent < limit:
                 wait = min(wait, limit - silent + heartbeat / 1000)  # after the limit, despite rounding
         if silent < min(suspect, lost):
             return Look(ping_due, "alive", wait)
-        # Check again soon: the peer may have answered.
+        # Check again soon, as the peer may answer.
         return Look(ping_due, "suspect" if silent < lost else "lost", min(wait, heartbeat / 2))
 
 
 def set_up_tcp(sock: socket.socket, settings: Settings) -> None:
     """Set TCP_NODELAY, and let the kernel close a connection to another host that acknowledges nothing for too long.
 
-    The time is the one after which a silent peer is lost. The kernel also closes a connection whose peer does not read for so
-    long. A peer on the same host may only be busy, so for local connections this is left to :class:`FailureDetector`.
+    The time is ``heartbeat * misses``. The kernel also closes a connection whose peer does not read for so long. A peer on the
+    same host may only be busy, so only :class:`FailureDetector` checks local connections.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if str(sock.getpeername()[0]).removeprefix("::ffff:").startswith(("127.", "::1")):
@@ -130,7 +130,7 @@ def set_up_tcp(sock: socket.socket, settings: Settings) -> None:
 def holds_back(sock: socket.socket) -> bool:
     """Return whether the kernel's send queue has bytes that were not sent yet; False if that cannot be determined.
 
-    If the socket is closed while the other side still writes, these bytes are lost, because the kernel sends a reset.
+    If the socket is closed while the other side still writes, the kernel sends a reset, and these bytes are lost.
     """
     count = array.array("i", [0])
     try:
@@ -144,7 +144,7 @@ def process_state(pid: int) -> str:
     """Return the state of a process of this host: "running" (also if it waits), "stopped" or "gone" (also for a zombie)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may itself contain spaces and parentheses.
+            # The second field, the name of the process in parentheses, may itself contain spaces and parentheses.
             state = file.read().rpartition(b")")[2].split()[0]
     except (OSError, IndexError):
         return "gone"
@@ -156,8 +156,8 @@ def process_state(pid: int) -> str:
 def is_direct(sock: socket.socket, pid: int) -> bool:
     """Return whether the other end of a connection is a socket of the process ``pid`` on this host.
 
-    It is not if a relay, a tunnel or a forwarded port lies between the two processes. The relay may fail while the peer's process
-    runs, so the state of the process does not explain the silence of such a peer.
+    False if a relay, a tunnel or a forwarded port lies between the two processes: the relay may fail while the peer's process
+    runs, so the state of the process does not explain the silence of the peer.
     """
     try:
         if sock.family == socket.AF_UNIX:
@@ -181,11 +181,11 @@ def _target(path: str) -> str:
 
 
 def _ends(table: str, local: int, remote: int) -> list[str]:
-    """Return the inodes of the TCP sockets of this network namespace that have these two ports."""
+    """Return the inodes of TCP sockets with these two ports, in this network namespace. ``table``: a file of ``_TABLES``."""
     ends = f":{local:04X}", f":{remote:04X}"
     try:
         with open(table, encoding="ascii") as file:
             rows = [line.split() for line in file]
-    except OSError:  # the table does not exist, for example without IPv6
+    except OSError:  # the file does not exist, for example without IPv6
         return []
     return [row[9] for row in rows[1:] if row[1].endswith(ends[0]) and row[2].endswith(ends[1])]

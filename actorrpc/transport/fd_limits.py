@@ -1,9 +1,9 @@
 """Raises the soft limit of file descriptors when a worker needs many.
 
-A connection takes two descriptors, and the usual soft limit is 1 024, so a worker to which all workers of a group of 600 connect
-would exceed it. The limit is checked when an agent starts and with each new connection, and raised before it is reached. Near the
-hard limit, some descriptors are reserved for existing connections, and new connections are refused until others have been
-closed. Thread-safe without a lock, because the limit only grows.
+A connection needs two descriptors, and the usual soft limit is 1 024: a worker to which 600 workers connect would exceed the
+limit. The limit is checked when an agent starts and with each new connection, and raised before it is reached. Near the hard
+limit, some descriptors are reserved for existing connections, and new connections are refused until others have been closed.
+Thread-safe without a lock, because the limit only grows.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Final
 __all__ = ["SHORT", "SPARE", "explain", "has_room", "make_room", "missing", "say_why"]
 
 _log = logging.getLogger("actorrpc.links")
-_AHEAD: Final = 256  # distance to the limit at which it is raised; more than are opened between two checks
+_AHEAD: Final = 256  # the limit is raised if fewer descriptors are free; fewer are opened between two checks
 SHORT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 """The error numbers of a lack of descriptors or memory, which may be temporary."""
 SPARE: Final = 16
-"""Descriptors that are reserved for existing connections, for shared memory and for resuming over another socket."""
+"""Descriptors that are reserved for existing connections: for their shared memory, and for resuming over another socket."""
 
 
 def make_room(fd: int) -> bool:
     """If a new descriptor is near the soft limit, double the limit, at most to the hard limit.
 
     Returns:
-        Whether many more descriptors can be opened; if not, check with :func:`has_room` before opening another.
+        Whether at least ``_AHEAD`` more descriptors can be opened; if not, call :func:`has_room` before opening another.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = soft
@@ -57,12 +57,12 @@ def has_room(count: int) -> bool:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         return soft == resource.RLIM_INFINITY or len(os.listdir("/proc/self/fd")) - 1 + count + SPARE <= soft
-    except OSError:  # no descriptor for listing the directory
+    except OSError:  # no descriptor is free for listing the directory
         return False
 
 
 def say_why(error: OSError) -> str:
-    """Return a short text for a refused worker: why this worker has no descriptor for its connection."""
+    """Return why this worker has no descriptor for a connection, as a short text for the worker that is refused."""
     if error.errno == errno.EMFILE:
         return f"it may open no more descriptors (RLIMIT_NOFILE, ulimit -n: {resource.getrlimit(resource.RLIMIT_NOFILE)[0]})"
     if error.errno == errno.ENFILE:
@@ -80,7 +80,7 @@ def missing() -> str:
 
 
 def explain(error: OSError) -> str:
-    """Describe a lack of descriptors, and what to do about it; for other errors, return their own text."""
+    """Return a text about a lack of descriptors, with advice; for other errors, return the error's own text."""
     if error.errno == errno.EMFILE:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return (

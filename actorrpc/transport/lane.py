@@ -1,4 +1,4 @@
-"""The shared memory of a connection between two processes of one host: both sides, and the notices about freed memory."""
+"""The shared memory of a connection between two processes of one host: both directions, and the notices about freed memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Lane:
     Attributes:
         lender: lends memory to the peer; None until this worker has opened it.
         borrower: uses the peer's memory; None until the peer has opened it.
-        is_open: whether one direction is open; read before each send.
-        opens_at: the earliest time of the next attempt to open the lender.
+        is_open: whether at least one direction is open; tested before each send.
+        opens_at: the earliest time at which the lender may be opened, after an attempt has failed.
     """
 
     __slots__ = ("borrower", "is_open", "lender", "opens_at")
@@ -42,7 +42,7 @@ class Lane:
         self.lender, self.is_open = lender, True
 
     def cannot_lend(self, passes: bool) -> None:
-        """Record that the lender could not be opened. ``passes``: try again later."""
+        """Record that the lender could not be opened. ``passes``: whether another attempt may succeed later."""
         self.opens_at = _time.now() + _AGAIN_S if passes else float("inf")
 
     def borrow(self, borrower: Borrower) -> None:
@@ -62,7 +62,7 @@ class Lane:
     # -- notices about freed memory ------------------------------------------------------------------
 
     def hand_back(self, outbox: deque[Any]) -> bool:
-        """Add notices about memory that was freed on either side to the outbox; return whether there were any."""
+        """Put notices about freed loans and retired segments into the outbox; return whether there were any."""
         borrower, lender = self.borrower, self.lender
         freed = borrower.drain_freed() if borrower is not None else []
         if freed:

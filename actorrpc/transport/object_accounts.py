@@ -1,8 +1,8 @@
-"""Accounts of the shared memory for objects on a host: each process lists the segments that it uses in a file.
+"""Accounts of the shared memory for objects on a host: each process has a file that lists the segments that the process uses.
 
 The processes of a group read each other's files to sum up the memory. A segment that several processes use counts once. A process
-holds a lock on its file while it lives. A file without a lock belongs to a dead process: it is not counted, and the process that
-finds it removes it.
+holds a lock on its file while it lives. A file without a lock belongs to a dead process: the process that finds the file does not
+count it, and removes it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from actorrpc import _time
 __all__ = ["Holding", "ObjectAccounts", "amount"]
 
 _TEXT: Final = 104
-# Id of the segment, bytes, label, site. The first row of a file has no segment; its label is the worker's name.
+# Id of the segment, bytes, label, site. The first row of a file names no segment; its label is the worker's name.
 _ROW: Final = struct.Struct(f"<16sQ{_TEXT}s{_TEXT}s")
 _NONE: Final = bytes(16)
-_SHOWN: Final = 4  # holders of one segment that a message names
+_SHOWN: Final = 4  # the most holders of a segment that a message names
 
 
 def amount(nbytes: int) -> str:
@@ -36,7 +36,7 @@ class Holding:
     Attributes:
         holders: the names and process ids of the workers.
         segment_id: identifies the segment and its current content.
-        nbytes: the memory that it takes.
+        nbytes: the memory that the segment takes.
         label: describes the object in the segment; if there are several, the latest.
         site: the ``file:line`` where that object was made; may be empty.
     """
@@ -56,13 +56,12 @@ class Holding:
 
 
 class ObjectAccounts:
-    """The account file of one process, and access to the files of the others. Thread-safe.
+    """The account file of one process, and access to the files of other processes. Thread-safe.
 
     ``_lock`` guards the table of rows and the file. It is re-entrant, and taken after the lock of the ObjectStore.
 
-    The owner writes to its file only after it has locked it. Other processes ignore an empty file. If they can lock a file with
-    content, its owner has ended. The file is read and written and not mapped, because with a mapping a full disk would cause a
-    signal and not an error.
+    A process locks its file before it writes to it. Other processes ignore an empty file. If they can lock a file with content,
+    the process that wrote it has ended. The file is not mapped, because a write to a mapping causes a signal if the disk is full.
 
     Args:
         path: this process's file; None: write no file, so that other processes do not count this one.
@@ -72,7 +71,7 @@ class ObjectAccounts:
 
     def __init__(self, path: str | None, suffix: str = "", worker: str = "") -> None:
         self._lock = _time.RLock()
-        self._held: dict[bytes, tuple[int, Holding]] = {}  # with the number of its row
+        self._held: dict[bytes, tuple[int, Holding]] = {}  # (number of the row, segment)
         self._unused: list[int] = []  # rows
         self._worker = worker
         self._directory = None if path is None else os.path.dirname(path)
@@ -81,7 +80,7 @@ class ObjectAccounts:
         self._fd = -1
 
     def hold(self, segment_id: bytes, nbytes: int, label: str, site: str) -> None:
-        """Record that this process uses ``nbytes`` of a segment; call this again when it uses more of the segment."""
+        """Record that this process uses ``nbytes`` of a segment; call this again when the process uses more of the segment."""
         with self._lock:
             row, known = self._held.get(segment_id, (0, None))
             if known is not None:
@@ -110,7 +109,7 @@ class ObjectAccounts:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.pwrite(self._fd, _ROW.pack(_NONE, 0, self._worker.encode()[:_TEXT], b""), 0)
             os.pwrite(self._fd, content, row * _ROW.size)
-        except OSError:  # disk full, or no descriptors: without a file, other processes do not count this one
+        except OSError:  # disk full, or no descriptors: continue without a file
             self._remove()
 
     def own(self) -> list[Holding]:
@@ -179,7 +178,7 @@ def _read(path: str) -> list[Holding]:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            data = os.pread(fd, size, 0)  # the owner has the lock, so it lives
+            data = os.pread(fd, size, 0)  # the owner has the lock, so the owner lives
         else:
             os.unlink(path)
             return []
@@ -187,7 +186,7 @@ def _read(path: str) -> list[Holding]:
         os.close(fd)
     data = data.ljust(-(-len(data) // _ROW.size) * _ROW.size, b"\0")
     owner, *rows = _ROW.iter_unpack(data)
-    pid = os.path.basename(path).split("-")[1:2]  # as keys.accounts_path names it
+    pid = os.path.basename(path).split("-")[1:2]  # keys.accounts_path has put the process id into the name
     holder = (_named(_text(owner[2]), int(pid[0]) if pid and pid[0].isdecimal() else 0),)
     return [
         Holding(holder, segment_id, nbytes, _text(label), _text(site))

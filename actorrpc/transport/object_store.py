@@ -1,16 +1,16 @@
 """Objects in shared memory, which are written once and read by any number of processes of the host.
 
-A *segment* is anonymous memory (a ``memfd``). If memory is full and a spill directory is configured, it is an unlinked file. The
-process that creates a segment is its writer. It maps the segment for writing and then seals it, so that no other process can map
-it for writing. Readers receive a read-only descriptor over a Unix socket and map it privately (copy-on-write), so each reader may
-change its tensors and arrays without affecting the others.
+A *segment* is anonymous memory (a ``memfd``). If the memory limit is reached and a spill directory is configured, the segment is
+an unlinked file in that directory. The process that creates a segment is its writer. It maps the segment for writing and then
+seals it, so that no other process can map it for writing. Readers receive a read-only descriptor over a Unix socket and map it
+privately (copy-on-write), so each reader may change its tensors and arrays without affecting the others.
 
-The kernel knows the readers. It grants a write lease on a descriptor if and only if no other file description of the file is open
-for reading: none in another process, in a socket, behind a mapping, or inherited by a forked child. The writer keeps a descriptor
-for reading, the *probe*, and requests a lease to find out whether the segment has readers. No message has to say that an object
-is no longer used, so the result is right even if a process has died. A segment without readers is reused, because memory that was
-used before is several times faster to fill, or released. After the death of its writer, a segment exists as long as it has
-readers.
+The kernel knows whether a segment has readers. It grants a write lease on a descriptor if and only if no other file description
+of the file is open for reading: none in another process, in a socket, behind a mapping, or inherited by a forked child. The
+writer keeps a descriptor for reading, the *probe*, and requests a lease to find out whether the segment has readers. No message
+has to say that an object is no longer used, so the result is right even if a process has died. A segment without readers is kept
+for reuse for a short time, because used memory is several times faster to fill, and then released. After the death of its writer,
+a segment exists as long as it has readers.
 
 Objects below 8 MiB share segments, in ranges that begin at page boundaries. A segment is only reused as a whole.
 """
@@ -59,8 +59,8 @@ OWN_SEGMENT: Final = 8 << 20
 _SHARED_SIZE: Final = 64 << 20
 _PAGE: Final = mmap.PAGESIZE
 _KEEP_S: Final = 1.0  # how long a segment without readers is kept for reuse
-_LOOK_S: Final = 0.1  # how long a sum over the accounts of all processes is used
-_WAIT_S: Final = 0.01  # between two checks whether there is room
+_LOOK_S: Final = 0.1  # how long the last sum over the accounts of all processes may be used
+_WAIT_S: Final = 0.01  # seconds between two checks whether there is room
 _ID_SIZE: Final = 16
 _NAME: Final = "actorrpc-object"
 _KEPT: Final = "memory that is kept to be used again"
@@ -76,10 +76,10 @@ def _pages(nbytes: int) -> int:
 
 
 class _Use:
-    """One use of a segment by this process: by a :class:`Segment`, whose descriptor it has, or by a mapping.
+    """One use of a segment by this process: either by a :class:`Segment` (``fd`` is its descriptor), or by a mapping.
 
-    This is not a finaliser of Segment itself: the store has weak references to Segments, and a weak reference may revive an
-    object whose finaliser runs.
+    Segment itself has no finaliser: the store has weak references to Segments, and a weak reference may revive an object whose
+    finaliser runs.
     """
 
     __slots__ = ("fd", "pid", "segment_id", "store")
@@ -108,7 +108,7 @@ class Segment:
         id: identifies the segment and its current content, in all processes.
         size: in bytes.
         label: describes the object in the segment; if there are several, the latest.
-        site: the ``file:line`` where that object was made.
+        site: the ``file:line`` where the labelled object was made.
         whole: a mapping of the whole segment, which small objects share, as (object that keeps it mapped, address); None: not
             mapped.
         given: the offsets of the objects that have live views on ``whole``.
@@ -181,7 +181,7 @@ class StoredRange:
 
 
 class Allocation(NamedTuple):
-    """Memory for one object, which one thread fills. If it is dropped before ``stored`` was passed on, the memory is released.
+    """Memory for one object, which one thread fills. If it is dropped and nothing else has ``stored``, the memory is released.
 
     Attributes:
         address: where to write the object.
@@ -200,8 +200,8 @@ class _Written(MemoryBlock):
     Attributes:
         probe: a descriptor for reading, for :meth:`ObjectStore._is_unread`.
         name: the id of the current content.
-        used: the offset of the next object.
-        touched: how many bytes have ever been written, which is the memory that the segment takes.
+        used: the offset at which the next object will be written.
+        touched: how many bytes were ever written, and so take memory.
         is_free: whether the segment has no readers and can be reused.
     """
 
@@ -223,7 +223,7 @@ class _Written(MemoryBlock):
 
 @dataclass(frozen=True, slots=True)
 class StoreStats(MemoryStats):
-    """The use of shared memory for objects, with the figures of :class:`MemoryStats` for the segments of this writer.
+    """The use of shared memory for objects. The fields of :class:`MemoryStats` are about the segments that this process wrote.
 
     Attributes:
         held: the segments that references or values of this process use.
@@ -239,19 +239,19 @@ class StoreStats(MemoryStats):
 
 
 class ObjectStore(Recycler[_Written]):
-    """The object store of one process: writes objects, and maps objects of other processes.
+    """The object store of one process: allocates memory for objects, and maps objects of this and other processes.
 
     Segments are created and mapped under its lock, but memory is not copied under it.
 
     Args:
         accounts: the accounts of all processes of the group on this host.
-        limit_bytes: the limit of the memory of all these processes together.
+        limit_bytes: the limit of the memory of all processes of the group on this host together.
         spill_dir: a directory for objects that have no room in memory; None: writers wait for room.
         clock: returns the time in seconds.
-        on_let_go: called from finalisers when an object was released; :meth:`trim` should be called soon.
+        on_let_go: called in finalisers when an object was released; it must arrange that :meth:`trim` is called soon.
 
     Attributes:
-        ended: the ids of segments of which a use has ended, one entry for each use.
+        ended: the id of a segment, for each use of the segment that has ended.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class ObjectStore(Recycler[_Written]):
         self._accounts = accounts
         self._spill_dir = spill_dir
         self._held: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
-        self._written: dict[bytes, _Written] = {}  # by name, in the order in which their content was begun
+        self._written: dict[bytes, _Written] = {}  # by name, in the order in which the contents were begun
         self._shared: _Written | None = None  # the segment for the next small object
         self._views: Loans[tuple[weakref.ref[Segment], int, int, int] | None] = Loans(self.request_trim)
         self._recycles: bool | None = None  # whether the system grants leases; None: not tried yet
@@ -286,7 +286,7 @@ class ObjectStore(Recycler[_Written]):
     def allocate(self, nbytes: int, *, label: str, site: str = "", until: float = 0.0) -> Allocation | None:
         """Return memory for an object of ``nbytes``; None if the system provides no memory, or the store is closed.
 
-        Thread-safe. If the limit is reached, waits for room until ``until`` on the monotonic clock.
+        Thread-safe. If the limit is reached, waits for room until the time ``until`` of the monotonic clock.
 
         Raises:
             ObjectStoreFullError: there is no room. The message lists the largest segments and their holders.
@@ -295,7 +295,7 @@ class ObjectStore(Recycler[_Written]):
             try:
                 return self._section(self._room, nbytes, label, site)
             except OSError:
-                return None  # no descriptors or no memory: the object is not put into shared memory
+                return None  # no descriptors or no memory: the caller does not use shared memory
             except ObjectStoreFullError:
                 if self._spill_dir is not None or _time.now() >= until or _pages(nbytes) > self._limit:
                     raise
@@ -321,7 +321,7 @@ class ObjectStore(Recycler[_Written]):
                     used_at = written.used_at
                     self._put(written)
                     written.used_at = (
-                        used_at  # a waiting thread repeats this, and must not delay the segment's release
+                        used_at  # a waiting thread comes here repeatedly, and must not delay the release
                     )
                 if self._spill_dir is None:
                     raise self._full(nbytes, label)
@@ -332,7 +332,7 @@ class ObjectStore(Recycler[_Written]):
         return self._fill(segment, nbytes, label, site)
 
     def _beside(self, nbytes: int) -> Segment | None:
-        """Return the current shared segment for small objects, if it has room."""
+        """Return the present segment for small objects, if it has room."""
         shared = self._shared
         segment = None if shared is None else self._held.get(shared.name)
         if shared is None or segment is None or shared.used + nbytes > shared.size:
@@ -342,7 +342,7 @@ class ObjectStore(Recycler[_Written]):
         return segment if fresh <= 0 or self._has_room(fresh) else None
 
     def _begin(self, written: _Written, label: str, site: str) -> Segment:
-        """Begin new content in a written segment: give it a new id, and return the segment for readers."""
+        """Begin new content in the memory of a segment, with a new id; return the :class:`Segment` for readers."""
         with undo_on_error(partial(self._put, written), partial(self._drop, written)):
             fd = os.open(f"/proc/self/fd/{written.probe}", os.O_RDONLY | os.O_CLOEXEC)
         fd_limits.make_room(fd)
@@ -354,7 +354,7 @@ class ObjectStore(Recycler[_Written]):
         return segment
 
     def _hold(self, fd: int, segment_id: bytes, size: int, taken: int, label: str, site: str) -> Segment:
-        """Create a segment of this process, and enter it into the accounts with ``taken`` bytes."""
+        """Create a :class:`Segment`, and enter it into the accounts with ``taken`` bytes."""
         segment = Segment(self, fd, segment_id, size, label, site)
         self._held[segment_id] = segment
         self._accounts.hold(segment_id, taken, label, site)
@@ -376,7 +376,7 @@ class ObjectStore(Recycler[_Written]):
         now = self._clock()
         recently = now < self._looked_at + _LOOK_S and self._total + self._spent <= self._limit // 2
         if recently and nbytes < OWN_SEGMENT:
-            return True  # far below the limit a moment ago; reading all accounts would take as long as writing a small object
+            return True  # the total was far below the limit a moment ago, and reading all accounts takes long
         total = self._accounts.total()
         if total + nbytes > self._limit:
             self._find_unread()
@@ -387,7 +387,7 @@ class ObjectStore(Recycler[_Written]):
         return total + nbytes <= self._limit
 
     def _new(self, size: int) -> _Written:
-        """Create a segment.
+        """Create a segment for writing.
 
         Raises:
             OSError: the system provides no memory or no descriptor.
@@ -406,7 +406,7 @@ class ObjectStore(Recycler[_Written]):
             os.close(fd)
 
     def _spill(self, directory: str, nbytes: int, label: str, site: str) -> Allocation:
-        """Return memory in an unlinked file, which exists as long as it has readers. It is not reused.
+        """Return memory in an unlinked file, which exists as long as it has readers. The file is not reused.
 
         Raises:
             ObjectStoreFullError: there is no room on the disk.
@@ -448,7 +448,7 @@ class ObjectStore(Recycler[_Written]):
 
     @uninterruptible
     def adopt(self, fd: int, segment_id: bytes, size: int, label: str = "", site: str = "") -> Segment:
-        """Return the segment of a descriptor that another process has sent. The store owns the descriptor. Thread-safe.
+        """Return the segment for a descriptor that another process has sent. The store takes over the descriptor. Thread-safe.
 
         Raises:
             ProtocolError: the memory could be shrunk, or another segment has the same id.
@@ -477,12 +477,12 @@ class ObjectStore(Recycler[_Written]):
                 self._clean()
                 tag = None
                 if nbytes < OWN_SEGMENT and segment.size > OWN_SEGMENT and offset not in segment.given:
-                    # One mapping for all objects that share the segment, as a process may have 65 530 mappings only.
+                    # One mapping serves all objects in the segment, because a process may have at most 65 530 mappings.
                     if segment.whole is None:
                         segment.whole = self._map(stored, 0, segment.size)
                     memory, address = segment.whole[0], segment.whole[1] + offset
                     segment.given.add(offset)
-                    # After its last view has died, _clean discards the pages that were written, which restores the range.
+                    # After the last view has died, _clean discards the pages that were written: the object is restored.
                     tag = weakref.ref(segment), address, offset, nbytes
                 else:
                     memory, address = self._map(stored, offset, _pages(nbytes))
@@ -498,7 +498,7 @@ class ObjectStore(Recycler[_Written]):
         return (memory, self.use(stored.segment.id)), address
 
     def _clean(self) -> None:
-        """Restore the ranges of shared mappings whose views have died, by discarding the pages that were written."""
+        """Restore objects in shared mappings whose views have died: discard the pages that were written."""
         for tag in drained(self._views.returned):
             segment = None if tag is None else tag[0]()
             if tag is not None and segment is not None:
@@ -509,7 +509,7 @@ class ObjectStore(Recycler[_Written]):
     # -- releasing ---------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Remove segments from the accounts whose last use in this process has ended."""
+        """Remove segments whose last use in this process has ended from the accounts."""
         while self.ended:
             segment_id = self.ended.popleft()
             self._uses[segment_id] -= 1
@@ -530,12 +530,12 @@ class ObjectStore(Recycler[_Written]):
             if self._recycles and self._is_unread(written.probe):
                 self._put(written)
                 self._accounts.hold(written.name, written.touched, _KEPT, "")
-            elif not self._recycles:  # it may have readers, so it is not reused
+            elif not self._recycles:  # the segment may have readers, so it is not reused
                 self._put(written)
                 self._drop(written)
 
     def _is_unread(self, probe: int) -> bool:
-        """Return whether no other file description of the segment is open for reading, by requesting a lease."""
+        """Return whether a segment has no readers: request a write lease on its probe. (See the docstring of the module.)"""
         try:
             fcntl.fcntl(probe, _F_SETLEASE, fcntl.F_WRLCK)
         except OSError as error:
@@ -546,7 +546,7 @@ class ObjectStore(Recycler[_Written]):
         return True
 
     def _try_leases(self, probe: int) -> bool:
-        """Return whether the system grants a lease if no other description is open for reading, and only then."""
+        """Return whether the system grants a lease without another open description, and refuses the lease with one."""
         if not self._is_unread(probe):
             return False
         other = os.open(f"/proc/self/fd/{probe}", os.O_RDONLY | os.O_CLOEXEC)
@@ -577,7 +577,7 @@ class ObjectStore(Recycler[_Written]):
 
     @property
     def writes(self) -> bool:
-        """Whether this process has segments as their writer, which have to be released later."""
+        """Whether this process is the writer of segments, which it has to release later."""
         return bool(self._written)
 
     def stats(self) -> StoreStats:
@@ -598,17 +598,17 @@ class ObjectStore(Recycler[_Written]):
 
     @uninterruptible
     def close(self) -> None:
-        """Release the segments of this writer; readers, also in this process, keep their segments. Idempotent."""
+        """Release the segments that this process writes. Readers, also of this process, keep their segments. Idempotent."""
         super().close()
         with self._lock:
             written, self._written, self._shared = self._written, {}, None
             self._accounts.close()
         for each in written.values():
-            each.memory = None  # an Allocation of another thread may still keep it mapped
+            each.memory = None  # unmapped here, unless an Allocation of another thread still has the mapping
             each.close()
 
     def abandon(self) -> None:
-        """Close the descriptors in a forked child. Its mappings stay, so the segments still have readers for the kernel."""
+        """Close the descriptors in a forked child. The child's mappings stay, so the kernel counts the child as a reader."""
         for segment in list(self._held.values()):
             segment.close()
         self._accounts.abandon()
@@ -616,7 +616,7 @@ class ObjectStore(Recycler[_Written]):
 
 
 def _memory_of(fd: int, size: int) -> int:
-    """Return the memory of a segment that a peer has sent; 0 for a file on a disk.
+    """Return how many bytes of memory a segment that a peer has sent takes; 0 for a file on a disk.
 
     Raises:
         ProtocolError: the segment could be shrunk while this process has mapped it.

@@ -2,13 +2,14 @@
 
 Such a thread is a caller that waits for its reply, or a thread that has executed a call and sent the answer: it may read the next
 request itself before the kernel wakes another thread for it. If both ends share a CPU, the caller has run while the answer was
-being sent, and its next request is available at the first poll. If they do not, the request may arrive while the thread spins for
-``spin_us``.
+being sent, and its next request is available at the first poll. If the ends do not share a CPU, the request may arrive while the
+thread spins for the setting ``spin_us``.
 
-Spinning is cheaper than sleeping only if input arrives within that time. Each place that waits measures two rates: the rate of
-waits that found input at the first poll (if it is high, both ends share a CPU, and the place does not spin), and the rate of
-spins that found input later. The place spins while the second rate is high enough, and otherwise tries one wait in 64. Only one
-thread of a process spins at a time, because spinning threads compete for the GIL.
+Spinning is cheaper than sleeping only if input arrives within that time. Each connection measures two rates, separately for the
+two kinds of threads (:class:`Spinning`): the rate of waits that found input at the first poll, and the rate of spins that found
+input later. If the first rate is high, both ends share a CPU, and threads do not spin. Otherwise, they spin in every wait if the
+second rate is high enough, and else in one wait of 64. Only one thread of a process spins at a time, because spinning threads
+compete for the GIL.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from actorrpc import _time
 __all__ = ["ARMED", "AT_ONCE_S", "DISARMED", "WEIGHT", "Spinning", "spinner"]
 
 AT_ONCE_S: Final = 4e-6
-"""A wait that is shorter (in seconds) found input at the first poll."""
+"""If a wait is shorter than this many seconds, it counts as having found input at the first poll."""
 
 ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 DISARMED: Final = select.EPOLLONESHOT
@@ -35,9 +36,8 @@ class Spinner:
 
     Attributes:
         shared: the rate of waits with input at the first poll above which both ends are assumed to share a CPU.
-        worth: the rate of successful spins from which on a place spins in every wait.
-        read_again: the rate of answers after which the next request was available at once. Above it, a thread reads after each
-            answer.
+        worth: the rate of successful spins from which on threads spin in every wait.
+        read_again: if more than this part of the answers is followed by a request at once, threads read after each answer.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Spinner:
         self.lock = _time.Lock()
 
     def acquire(self) -> bool:
-        """Take the right to spin; return False if another thread has it."""
+        """Acquire the right to spin; return False if another thread has it."""
         return self.lock.acquire(False)
 
     def release(self) -> None:
@@ -57,7 +57,7 @@ spinner = Spinner()
 
 
 class Spinning:
-    """The measurements of one place that waits. Guarded by the connection's read lock.
+    """The measurements of one connection for one kind of waits. Not exact: :meth:`Connection.reply` updates them without a lock.
 
     Attributes:
         seconds: how long a thread spins; 0: never.
@@ -74,6 +74,6 @@ class Spinning:
         self.at_once = self.found = 0.0
 
     def should_spin(self) -> bool:
-        """Return whether to spin in the next wait. Called only if the ends do not share a CPU."""
+        """Return whether to spin in the next wait. Called only if the two ends do not share a CPU."""
         self.count += 1
         return self.seconds > 0 and (self.found >= spinner.worth or not self.count & 63)

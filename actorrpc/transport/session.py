@@ -2,8 +2,8 @@
 
 Each direction of a connection is a stream of bytes, counted from the first byte after the handshake. The reader counts the bytes
 that it has received and acknowledges them now and then; the writer keeps sent bytes until they are acknowledged. When the socket
-breaks, the sides open a new one, tell each other how many bytes they have received, and send the missing bytes again. Every byte
-arrives once and in order, so frames are not affected, even if the socket broke in the middle of one.
+breaks, the dialling side opens a new socket, both sides tell each other how many bytes they have received, and both send the
+missing bytes again. Every byte arrives once and in order, so frames are not affected, even if a socket broke within a frame.
 
 Several attempts to resume may run at once. Each attempt gets a number before it sends anything, and the latest attempt wins.
 """
@@ -23,7 +23,7 @@ __all__ = ["ReliableStream"]
 
 _SAY_EVERY: Final = 1 << 20
 _LIMIT: Final = 8 << 20  # more than the bandwidth-delay product of most networks
-_LARGE: Final = 64 << 10  # from this size on, allocating fresh memory costs more than copying
+_LARGE: Final = 64 << 10  # copies from this size on use the ring buffer: fresh memory would cost more
 
 
 class ReliableStream(Stream):
@@ -35,14 +35,14 @@ class ReliableStream(Stream):
     Args:
         stream: the stream over the first socket.
         other: authenticated name and incarnation of the worker at the other end.
-        dialled: whether this side has opened the connection; it then opens new sockets as well.
-        say_every: an acknowledgement is due after so many received bytes.
-        limit: above so many sent and unacknowledged bytes, large messages wait.
+        dialled: whether this side has opened the connection, and therefore opens new sockets.
+        say_every: an acknowledgement is sent after so many received bytes.
+        limit: large messages wait while so many sent bytes are not acknowledged.
         large: copies of sent buffers from this size on are made in a ring buffer.
 
     Attributes:
         attempts: the numbers for attempts to resume.
-        received, sent: the numbers of bytes in each direction.
+        received, sent: the numbers of bytes that were received and sent over all sockets.
     """
 
     __slots__ = (
@@ -79,7 +79,7 @@ class ReliableStream(Stream):
         self.other = other
         self.dialled = dialled
         self.attempts = itertools.count(1)
-        self._attempt = 0  # the latest attempt over which the number of received bytes was sent
+        self._attempt = 0  # the latest attempt that has sent the number of received bytes
         self._say_every = say_every
         self._limit = limit
         self._large = large
@@ -136,7 +136,7 @@ class ReliableStream(Stream):
                 self._keep(bytes(data))
                 continue
             if self._ring is None:
-                self._ring = _Ring(2 * self._limit)  # the last piece may exceed the limit
+                self._ring = _Ring(2 * self._limit)  # twice, as the last piece may exceed the limit
             for copy in self._ring.copy(data):
                 self._keep(copy)
         self._trim()
@@ -192,7 +192,7 @@ class ReliableStream(Stream):
         self._stream.close()
 
     def is_overtaken(self, attempt: int) -> bool:
-        """Whether a later attempt has sent the number of received bytes, so that this attempt has to give up."""
+        """Whether a later attempt has sent the number of received bytes, so that ``attempt`` has to stop."""
         return attempt < self._attempt
 
     def claim_attempt(self, attempt: int) -> bool:
@@ -201,7 +201,7 @@ class ReliableStream(Stream):
         return self._attempt == attempt
 
     def rewind(self, count: int) -> list[memoryview]:
-        """Return all bytes after the first ``count``, to be sent again. They no longer count as sent.
+        """Return the bytes that the other side has not received, to be sent again. They no longer count as sent.
 
         Args:
             count: how many bytes the other side has received.
@@ -220,7 +220,7 @@ class ReliableStream(Stream):
                 left.append(memoryview(part)[skip:])
             skip = max(0, skip - len(part))
         self._parts.clear()
-        self._ring = None  # the returned views refer to its memory
+        self._ring = None  # the returned views refer to the memory of the ring, so a new ring is made later
         self._base = self.sent = count
         self.acknowledged(count)
         return left

@@ -1,15 +1,15 @@
 """Sends tensors between two processes of one host through shared memory, which both processes keep mapped for reuse.
 
-The sender's :class:`Lender` copies tensors into a free segment (a sealed ``memfd``). The receiver's :class:`Borrower`
-returns views of it, and reports over the connection when the last view has died. A loan is identified by (segment, loan number),
-so a report that arrives twice does not free a segment that was lent again. The descriptor of each new segment is sent over a Unix
-socket of the lane, before the frame that uses the segment. Frames, reports of freed loans and retirements of segments are sent
-over the main connection. Descriptors of mapped segments are not kept. The memory has no name, so it is freed when both processes
-have ended, for whatever reason.
+The sender's :class:`Lender` copies the tensors of a message into a free segment (a sealed ``memfd``): a *loan*. The receiver's
+:class:`Borrower` returns views of the segment, and reports the loan as freed when the last view has died. A report names the
+segment and the number of the loan, so a report that arrives twice does not free a segment that was lent again. The descriptor of
+each new segment is sent over a Unix socket of the lane, before the frame that uses the segment. Frames, reports of freed loans
+and retirements of segments are sent over the main connection. After a segment was mapped, its descriptor is closed. A segment has
+no name, so its memory is freed when both processes have ended, for whatever reason.
 
 Everything here is thread-safe except the fork hooks. User code is not called, memory is not copied under a lock, and memory is
-not unmapped while a tensor uses it. Memory of a loan that a forked child inherits keeps its content while the child lives, but
-the child and the parent share it: each sees the other's writes.
+not unmapped while a tensor uses it. If a forked child inherits a loan, the memory keeps its content while the child lives, but
+the child and the parent share the memory, including later writes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["Borrower", "Lender", "layout"]
 
 _ALIGNMENT = 64
 _MIN_SEGMENT = 256 << 10
-_MAX_SEGMENTS = 128  # the most segments that one Lender creates; Linux permits 65 530 mappings for a process
+_MAX_SEGMENTS = 128  # the most segments of one Lender; Linux permits 65 530 mappings in a process
 MOST_SEGMENTS = 4096  # the most segments that a borrower accepts from a peer, which may be hostile
 _MOST_BYTES = 1 << 42  # the most bytes of all segments that a borrower accepts from a peer
 _KEEP_OVER_HALF_S = 3.0  # how long a free segment is kept if more than half of the limit is free
@@ -83,7 +83,7 @@ def layout(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
 
 
 class _Segment(MemoryBlock):
-    """Shared memory on the lender's side. ``loan`` is 0 while it is free or being filled."""
+    """Shared memory on the lender's side. ``loan`` is 0 while the segment is free or being filled."""
 
     __slots__ = ("loan", "number")
 
@@ -94,13 +94,13 @@ class _Segment(MemoryBlock):
 
 
 class Lender(Recycler[_Segment]):
-    """Copies buffers into shared memory for one peer. If memory or descriptors are lacking, :meth:`place` returns ``None``.
+    """Copies buffers into shared memory for one peer. Without memory or descriptors, :meth:`place` returns ``None``.
 
     ``_send_lock`` guards the use of the socket. It is taken before the recycler's lock.
 
     Attributes:
-        retired: the segments that the peer may unmap.
-        placed_bytes: total of placed bytes; not exact, as threads update it without a lock.
+        retired: the numbers of released segments, which the peer may unmap.
+        placed_bytes: the total of copied bytes; not exact, because threads update it without a lock.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class Lender(Recycler[_Segment]):
         self._no_new_before = 0.0
 
     def place(self, spans: Sequence[MemoryRange]) -> tuple[int, int] | None:
-        """Copy ``spans`` into one segment; return the segment's and the loan's numbers. None: use the main connection instead.
+        """Copy ``spans`` into one segment; return the numbers of the segment and of the loan. None: send them in chunks instead.
 
-        The caller may change the buffers after this has returned. Thread-safe.
+        The caller may change the buffers afterwards. Thread-safe.
         """
         offsets, need = layout(map(_nbytes, spans))
         if need < self._threshold or need > self._limit:
@@ -141,14 +141,14 @@ class Lender(Recycler[_Segment]):
             segment.loan = loan
             self.reclaim([(segment.number, loan)])
             raise
-        # Set after copying: until then, a report of the peer that names this loan is ignored. A peer that guesses loan numbers
-        # can therefore not cause a segment to be unmapped while it is being filled.
+        # ``loan`` is set after copying: until then, reports that name this loan are ignored. Therefore a peer that guesses loan
+        # numbers cannot cause a segment to be unmapped while the segment is being filled.
         segment.loan = loan
         self.placed_bytes += need
         return segment.number, loan
 
     def reclaim(self, loans: Iterable[tuple[int, int]]) -> None:
-        """Take back loans, given as (segment, loan). Unknown loans are ignored. Thread-safe."""
+        """Free loans, given as (segment number, loan number). Unknown loans are ignored. Thread-safe."""
         self._handed_back.extend(loans)
 
     def drain_retired(self) -> list[int]:
@@ -164,7 +164,7 @@ class Lender(Recycler[_Segment]):
         self._handed_back, self.retired = deque(maxlen=0), deque(maxlen=0)
 
     def abandon(self) -> None:
-        """Close everything in a forked child. The lender of the parent is not affected."""
+        """Close the socket and unmap the memory in a forked child. The lender of the parent is not affected."""
         self._send_lock = _time.RLock()
         super().abandon()
 
@@ -187,7 +187,7 @@ class Lender(Recycler[_Segment]):
             and self._count - free < _MAX_SEGMENTS
         )
         if not may_create or self._is_over(size):
-            # Prefer any free segment that is large enough, even a much larger one, to dropping free segments for a new one.
+            # Use any free segment that is large enough, even a much larger one, rather than release segments to create another.
             larger = self._pick(size, self._limit)
             if larger is not None or not may_create:
                 return larger
@@ -234,7 +234,7 @@ class Lender(Recycler[_Segment]):
         return False
 
     def share(self, segment: Segment, fd: int) -> int:
-        """Send the descriptor of a segment with objects; return the number by which the next frame refers to it, or 0.
+        """Send the descriptor of a segment with objects; return the number by which the next frame names the segment, or 0.
 
         0: the socket is full, because the peer has not read it. Thread-safe.
 
@@ -266,7 +266,7 @@ class _Borrowed:
 
     Attributes:
         fd: the descriptor, until the segment is mapped; then -1.
-        loan: the number of the loan that may have live views; 0: none.
+        loan: the number of the loan that may have live views; 0: there is no such loan.
     """
 
     __slots__ = ("address", "fd", "loan", "memory", "number", "size")
@@ -287,7 +287,7 @@ class Borrower:
 
     Two locks, never taken together: ``_socket_lock`` guards reading the socket, and mapping and removing segments; it may be held
     for a second if the peer does not send a descriptor. ``_lock`` guards ``drain_freed`` and the fork hooks. Both are re-entrant,
-    because the garbage collector may run finalisers in a section. Reading the table of segments needs no lock, as each access is
+    because the garbage collector may run finalisers under a lock. Reading the table of segments needs no lock, as each access is
     atomic.
     """
 
@@ -306,8 +306,8 @@ class Borrower:
         self._segments: dict[int, _Borrowed] = {}
         self._unseen: set[int] = set()  # segments that were retired before their descriptors were received
         self._adopt = adopt
-        self._objects: dict[int, Segment | LimitError] = {}  # received, and not used by a frame yet
-        self._loans: Loans[tuple[int, int, int]] = Loans(on_freed)  # segment, loan, epoch in which it began
+        self._objects: dict[int, Segment | LimitError] = {}  # by number: received, not used by a frame yet
+        self._loans: Loans[tuple[int, int, int]] = Loans(on_freed)  # segment, loan, epoch of the fork guard
         self._closed = False
         self._forks = ForkGuard()
         #: total of bytes received through shared memory; not exact, as threads update it without a lock
@@ -315,7 +315,7 @@ class Borrower:
 
     @property
     def freed(self) -> bool:
-        """Whether ``drain_freed`` may have something to return."""
+        """Whether :meth:`drain_freed` may have loans to return."""
         return bool(self._loans.returned)
 
     @property
@@ -324,13 +324,12 @@ class Borrower:
         return sum(segment.size for segment in list(self._segments.values()) if segment.loan)
 
     def views(self, segment_id: int, loan: int, sizes: Sequence[int]) -> list[memoryview]:
-        """Return writable views of buffers that the peer has placed. To refuse the buffers, call this and drop the views.
+        """Return writable views of the buffers of a loan. To refuse the buffers, call this and drop the views.
 
-        Thread-safe. Blocks only if the segment's descriptor has not arrived, for at most a second.
+        Thread-safe. Blocks for at most a second, and only if the descriptor of the segment has not arrived.
 
         Raises:
-            ProtocolError: the segment is unknown, its descriptor is not valid, an earlier loan of it is in use, or the buffers
-                exceed it.
+            ProtocolError: the segment or its descriptor is not valid, its earlier loan is in use, or the buffers exceed it.
             LimitError: there is no descriptor or no address space for the segment at present.
         """
         if len(sizes) > self._max_buffers or min(sizes, default=0) < 0:
@@ -358,7 +357,7 @@ class Borrower:
         return [whole[offset : offset + size] for offset, size in zip(offsets, sizes, strict=True)]
 
     def claim_objects(self, numbers: Iterable[Any]) -> list[Segment | RpcError]:
-        """Return the object segments that a frame uses, whose descriptors were sent before it, or an error for each that failed.
+        """Return the object segments that a frame uses: for each number, the segment, or the error of receiving its descriptor.
 
         Thread-safe. Does not wait. Call this once for each frame; each segment is returned once.
 
@@ -381,13 +380,13 @@ class Borrower:
         return found
 
     def drain_freed(self) -> list[tuple[int, int]]:
-        """Remove and return the loans whose views have died, to be reported to the peer. Thread-safe."""
+        """Remove and return the loans whose views have died, which are then reported to the peer. Thread-safe."""
         if not self.freed:
             return []
         freed: list[tuple[int, int]] = []
         held = []
         with self._lock:
-            # During a fork, no loan is reported, because the child may inherit any of them.
+            # During a fork, no loan is reported as freed, because the child may inherit any loan.
             if self._forks.forking:
                 return []
             inherited = self._forks.inherited()
@@ -413,7 +412,7 @@ class Borrower:
                 if segment is not None:
                     segment.close()
                 elif len(self._unseen) < MOST_SEGMENTS:
-                    self._unseen.add(number)  # never used: its descriptor is still in the socket
+                    self._unseen.add(number)  # its descriptor was not received yet
             if self._unseen:
                 self.gather()
 
@@ -466,13 +465,13 @@ class Borrower:
             self._forks.after(any(segment.loan for segment in list(self._segments.values())))
 
     def abandon(self) -> None:
-        """Close everything in a forked child. Inherited views stay valid, and the child does not report them.
+        """Close the socket and remove all segments in a forked child. Inherited views stay valid; the child never reports loans.
 
         One descriptor per fork stays open on purpose: when it is closed, the parent learns that the child has ended.
         """
         self._socket_lock, self._lock = _time.RLock(), _time.RLock()
         self._closed = True
-        self._give_up()  # without shutdown(), which would also shut down the parent's socket
+        self._give_up()  # without shutdown(), which would shut down the parent's socket as well
         self._forks.abandon()
 
     # -- the descriptor socket; under its lock -----------------------------------------------------
@@ -497,7 +496,7 @@ class Borrower:
             return segment
 
     def _receive(self) -> bool:
-        """Receive one announcement (a message with a descriptor); return False if there is none.
+        """Receive one announcement (a message with a segment's descriptor); return False if none has arrived.
 
         Raises:
             LimitError: this process has no free descriptor. The announcement stays in the socket. (For a segment with objects,
@@ -560,7 +559,7 @@ class Borrower:
 
     @staticmethod
     def _map(segment: _Borrowed) -> None:
-        """Map a segment and close its descriptor. If there is no address space, keep the descriptor for another attempt."""
+        """Map a segment, and close the descriptor. Without address space, the descriptor is kept for another attempt."""
         try:
             if not is_sealed(segment.fd, segment.size):
                 raise ProtocolError("the peer lends memory that it could take away again")

@@ -1,12 +1,12 @@
-"""Defers signal handlers of the program, so that an exception in one of them does not interrupt critical code.
+"""Defers signal handlers of the program, so that an exception of a handler does not interrupt critical code.
 
 Python runs signal handlers on the main thread, between any two bytecodes. If a handler raises there (such as the handler of
 Ctrl-C, which raises KeyboardInterrupt), it would interrupt code that reads, writes or arms a connection, and frames of other
 threads would be lost. Therefore, while there is an agent, each handler of the program is wrapped in a shield. The shield checks
-whether a function marked :func:`uninterruptible` is on the stack. If there is none, it runs the handler at once. Otherwise it
-defers the handler and wakes the main thread from its wait. The handler then runs after the critical section: in
-:func:`checkpoint`, or, if no checkpoint follows, in the handler of a signal that the clock thread sends (``SIGURG``, which is
-ignored by default).
+whether a function marked :func:`uninterruptible` is on the stack. If no such function is on the stack, the shield runs the
+handler at once. Otherwise it defers the handler and wakes the main thread from its wait. The handler then runs after the critical
+section: in :func:`checkpoint`, or, if the main thread calls no checkpoint, in the handler of ``SIGURG``, which the clock thread
+sends to the main thread. (Without a handler, SIGURG is ignored.)
 
 The program does not see the shields: handlers that it installs are wrapped, and ``signal.getsignal`` returns the program's own
 handler. No lock is used here, because handlers run on the main thread only.
@@ -45,13 +45,13 @@ _Handler = Callable[[int, FrameType | None], Any]
 
 _protected: set[CodeType] = set()
 _main = threading.main_thread().ident
-# ``signal.signal`` and ``signal.getsignal`` call the functions of this module, even if the program has imported them by name.
+# ``signal.signal``, which a program may have imported by name, calls ``_signal.signal``, which :func:`install` replaces.
 _native: Final[Any] = sys.modules["_signal"]
 _set_native: Final[Any] = _native.signal
 _get_native: Final[Any] = _native.getsignal
 _WAKE_SIGNAL: Final = int(signal.SIGURG)
 _weak_collections: Final[tuple[Any, ...]] = (WeakKeyDictionary(), WeakSet(), WeakValueDictionary())
-# The callbacks with which weak collections remove a dead entry. All collections of one type share the code object.
+# The callbacks with which weak collections remove a dead entry. All collections of one type share a code object.
 _weak_callbacks: Final[frozenset[CodeType]] = frozenset(
     each._remove.__code__ for each in _weak_collections if hasattr(each, "_remove")
 )
@@ -61,11 +61,11 @@ class _State:
     __slots__ = ("laters", "pending", "signalled", "wake_fd")
 
     def __init__(self) -> None:
-        self.signalled = False  # wake_main() has sent the next SIGURG
+        self.signalled = False  # whether the next SIGURG is the one that wake_main() has sent
         #: deferred handlers, by signal
         self.pending: dict[int, _Handler] = {}
         self.wake_fd = -1
-        #: one function of each agent, which arranges that :func:`wake_main` is called a moment later
+        #: for each agent, a function that arranges that :func:`wake_main` is called a moment later
         self.laters: list[Callable[[], None]] = []
 
 
@@ -73,7 +73,7 @@ state = _State()
 
 
 class _Shield:
-    """Wraps a handler of the program, and defers it if necessary. SIGURG has a shield even if the program does not handle it."""
+    """Wraps a handler of the program; may defer its calls. SIGURG has a shield even if the program does not handle it."""
 
     __slots__ = ("handler",)
 
@@ -102,7 +102,7 @@ class _Shield:
 
 
 def uninterruptible(marked: F) -> F:
-    """Mark a function, or all methods of a class: signal handlers do not run during it and the functions that it calls."""
+    """Mark a function, or all methods of a class: signal handlers do not run in it or in functions that it calls."""
     methods = vars(marked).values() if isinstance(marked, type) else (marked,)
     _protected.update(each.__code__ for each in methods if isinstance(each, FunctionType))
     return marked
@@ -114,7 +114,7 @@ def is_protected(frame: FrameType) -> bool:
 
 
 def loses_exceptions(code: CodeType) -> bool:
-    """Return whether the interpreter discards exceptions of a function: a finaliser, or the callback of a weak collection."""
+    """Return whether the interpreter discards exceptions of this code: a finaliser, or the callback of a weak collection."""
     return code.co_name == "__del__" or code in _weak_callbacks
 
 
@@ -177,13 +177,13 @@ def _nudge() -> None:
 def wake_fd() -> int:
     """Return the eventfd that becomes readable when a handler was deferred; -1 if there is none.
 
-    Threads that poll a connection also poll this descriptor, which wakes the main thread. Other threads that it wakes poll again.
+    Threads that poll a connection also poll this descriptor, so that the main thread wakes. Other threads then poll again.
     """
     return state.wake_fd
 
 
 def wake_main() -> None:
-    """Send a signal that makes the main thread run deferred handlers. Called by the clock thread after a deferral."""
+    """Send a signal that makes the main thread run deferred handlers. Called by the clock thread after a handler was deferred."""
     # After the last agent has ended, the shield of SIGURG may have been removed; the signal is then ignored by default.
     if state.pending and _main is not None:
         state.signalled = True
@@ -207,7 +207,7 @@ def _own(handler: Any) -> Any:
 
 def _set(number: int, handler: Any) -> Any:
     """Replacement of ``_signal.signal``."""
-    checkpoint()  # deferred signals arrived while the old handler was installed, so that handler runs
+    checkpoint()  # deferred signals arrived while the old handler was installed, so the old handler runs
     return _own(_set_native(number, _shielded(number, handler)))
 
 
@@ -217,7 +217,7 @@ def _get(number: int) -> Any:
 
 
 def install(later: Callable[[], None]) -> None:
-    """Wrap handlers that the program installs from now on; if this is the main thread, also the installed ones.
+    """Wrap handlers that the program installs from now on; if this is the main thread, also installed handlers.
 
     ``later`` is called in signal handlers. It must arrange that :func:`wake_main` is called a moment later, without taking a lock
     that the main thread may hold. :func:`uninstall` undoes this.
@@ -227,7 +227,7 @@ def install(later: Callable[[], None]) -> None:
     try:
         state.laters.append(later)
         _native.signal, _native.getsignal = _set, _get
-        # Before _open(), so that no handler can interrupt it between opening and storing the descriptor.
+        # Wrap handlers before _open(): no handler may interrupt _open() between opening and storing the descriptor.
         _replace(_shielded)
         _open()
     except BaseException:
@@ -259,18 +259,18 @@ def _nothing_later() -> None:
 
 @uninterruptible
 def uninstall(later: Callable[[], None]) -> None:
-    """Undo :func:`install`; the last call also unwraps the program's handlers, if this is the main thread."""
+    """Undo :func:`install`. For the last agent, also unwrap the program's handlers, if this is the main thread."""
     if later not in state.laters:
         return
     try:
         if len(state.laters) == 1:
             _close()
-        state.laters.remove(later)  # with the last agent's function removed, handlers are no longer deferred
+        state.laters.remove(later)  # after the last agent's function was removed, no handler is deferred
     finally:
         try:
             if not state.laters:
                 _give_back()
-        except BaseException:  # a handler that was unwrapped already has raised; unwrap the others
+        except BaseException:  # a handler that is no longer wrapped has raised: unwrap the other handlers
             _give_back()
             raise
 
@@ -314,9 +314,9 @@ def abandon() -> None:
 
 @uninterruptible
 class Taken:
-    """Takes a lock, waiting in slices until ``limit``; a deferred handler ends the wait.
+    """Acquires a lock for a block, waiting until the time ``limit``; a deferred signal handler ends the wait.
 
-    ``held`` says whether the lock was taken. Signal handlers cannot interrupt the methods, so they cannot leave the lock taken.
+    ``held``: whether the lock was acquired. Signal handlers cannot interrupt the methods, so the lock is always released.
     """
 
     __slots__ = ("_limit", "_lock", "held")

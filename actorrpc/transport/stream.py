@@ -1,7 +1,7 @@
 """The byte streams that a connection reads and writes.
 
 :class:`SocketStream` is a plain socket, :class:`actorrpc.transport.tls.TlsSocket` adds TLS, and
-:class:`actorrpc.transport.session.ReliableStream` replaces a failed socket by another one.
+:class:`actorrpc.transport.session.ReliableStream` replaces a failed socket by another socket.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["SocketStream", "Stream"]
 class Stream:
     """A connected stream of bytes whose reads and writes do not block. One thread may read while another writes.
 
-    The methods that read and write have the arguments and exceptions of a socket's methods: BlockingIOError, and OSError when the
-    stream has failed.
+    The methods that read and write have the arguments and exceptions of a socket's methods: BlockingIOError if they would block,
+    and OSError if the stream has failed.
 
     Attributes:
         sock: the socket, for polling and for setting options.
         pending: whether the stream buffers received bytes that were not read yet; a poll of the socket does not report them.
-        owed: the total of received bytes, if an acknowledgement should be sent now; otherwise 0.
+        owed: if an acknowledgement is due, the total of received bytes, which it has to contain; otherwise 0.
         is_full: whether large messages have to wait until the other side has acknowledged more bytes.
     """
 
@@ -66,7 +66,7 @@ class Stream:
 
 
 class SocketStream(Stream):
-    """A plain socket. Its methods are the socket's own, so a call of them runs no function in Python."""
+    """A plain socket. Its methods are the bound methods of the socket, so a call runs no Python function."""
 
     __slots__ = ("close", "recv_into", "recvmsg_into", "send", "sendmsg", "shutdown", "sock")
 
@@ -78,7 +78,7 @@ class SocketStream(Stream):
     close: Callable[[], None]
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(True)  # calls that must not block pass MSG_DONTWAIT
+        sock.setblocking(True)  # the caller passes MSG_DONTWAIT if it must not block
         self.sock = sock
         self.recv_into, self.recvmsg_into = sock.recv_into, sock.recvmsg_into
         self.send, self.sendmsg = sock.send, sock.sendmsg

@@ -1,18 +1,18 @@
-"""TLS between workers: loading and checking of certificates, and a socket with TLS that has the interface of a plain socket.
+"""TLS between workers: loads and checks certificates, and provides a socket with TLS that has the interface of a plain socket.
 
 If certificates are configured, TCP connections use TLS 1.3 (or 1.2, if allowed) with certificates on both sides; a side without
-them is refused. The handshake that proves the group's key runs inside the TLS connection. Its proofs cover a digest of the TLS
-handshake (:attr:`TlsSocket.binding`). An attacker between two TLS connections can therefore not forward the proofs, even with a
-valid certificate. Unix sockets and shared memory do not use TLS, because they do not leave the host.
+certificates is refused. The handshake that proves the group's key runs inside the TLS connection. Its proofs cover a digest of
+the TLS handshake (:attr:`TlsSocket.binding`). An attacker between two TLS connections can therefore not forward the proofs, even
+with a valid certificate. Unix sockets and shared memory do not use TLS, because they do not leave the host.
 
-TLS may have decrypted bytes that were not read yet. A poll of the socket does not report these bytes, so
-:attr:`TlsSocket.pending` is true then.
+OpenSSL may have decrypted bytes that were not read yet. A poll of the socket does not report these bytes;
+:attr:`TlsSocket.pending` says whether there are any.
 
-``TlsSocket._lock`` guards ``pending`` and the SSL object, which only one thread may use at a time. The socket is closed under it,
-too. The lock is held for one attempt to read or write, which does not block, and no other lock is taken under it.
+``TlsSocket._lock`` guards ``pending`` and the SSL object, which only one thread may use at a time. The socket is closed under the
+lock as well. A thread holds the lock for one attempt to read or write, which does not block, and takes no other lock meanwhile.
 
 OpenSSL writes without ``MSG_NOSIGNAL``, and may write alerts even when it reads. If the program does not ignore SIGPIPE, the
-signal is blocked meanwhile.
+signal is blocked during reads and writes.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _FILES: Final = (
 _NAMES: Final = ", ".join(variable for _, variable in _FILES)
 _ALL_OR_NONE: Final = f"start all workers with certificates of one CA ({_NAMES}), or all without"
 _EXPIRED: Final = (9, 10)  # OpenSSL's codes for certificates that are not yet valid, and that have expired
-_CLOSE_S: Final = 1.0  # how long close() waits for another thread's read or write; they do not take so long
+_CLOSE_S: Final = 1.0  # how long close() waits for another thread's read or write, which is shorter
 _SIGPIPE: Final = signal.SIGPIPE
-# signal.getsignal without its conversion of the result to an enum, which takes most of its time.
+# signal.getsignal without the conversion of its result to an enum, which takes most of the time.
 _disposition: Final[Callable[[int], Any]] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -66,7 +66,7 @@ _T = TypeVar("_T")
 def _unsignalled(
     method: Callable[Concatenate[TlsSocket, _P], _T],
 ) -> Callable[Concatenate[TlsSocket, _P], _T]:
-    """Block SIGPIPE during a method, because it would kill a process that has restored the default action."""
+    """Block SIGPIPE during a method: the signal would kill a process that has restored the signal's default action."""
 
     @functools.wraps(method)
     def called(self: TlsSocket, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -87,12 +87,13 @@ def _unsignalled(
 class TlsSocket(Stream):
     """A connected TCP socket with TLS. Thread-safe: one thread may read while another writes.
 
-    Methods with a ``flags`` parameter never block, whatever the flags are. The others wait for at most the time-out. They raise
-    the exceptions of sockets: BlockingIOError, and OSError (``ssl.SSLError`` is a subclass) when the connection has failed.
+    ``recv_into``, ``recvmsg_into``, ``send`` and ``sendmsg`` never block, whatever flags are passed; ``recv`` and ``sendall``
+    wait for at most the time-out. All raise the exceptions of sockets: BlockingIOError, and OSError (``ssl.SSLError`` is a
+    subclass) when the connection has failed.
 
     Attributes:
         secured: whether the TLS handshake has finished.
-        binding: a digest of the handshake, which differs for every connection; empty until the connection is :attr:`secured`.
+        binding: a digest of the TLS handshake, which differs for every connection; empty until :attr:`secured`.
     """
 
     __slots__ = (
@@ -147,12 +148,12 @@ class TlsSocket(Stream):
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
-            # Not an SSLError: the connection was closed, and the caller may try another connection.
+            # Not an SSLError, because the connection was closed, and the caller may try again.
             raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake of TLS") from None
         theirs = self._ssl.getpeercert(True)
         if theirs is None:  # impossible with CERT_REQUIRED, which the contexts set
             raise ssl.SSLError("the other side has shown no certificate")
-        # The certificates of both sides, and the "finished" message of the handshake, which depends on the session's keys.
+        # The digest covers the certificates of both sides, and the "finished" message, which depends on the session's keys.
         parts = [_digest(theirs), self._own] if self._ssl.server_side else [self._own, _digest(theirs)]
         parts.append(self._ssl.get_channel_binding("tls-unique") or b"")
         self.binding = hashlib.sha256(b"actorrpc tls 1\0" + b"".join(parts)).digest()
@@ -167,7 +168,7 @@ class TlsSocket(Stream):
             ssl.SSLError, OSError: the handshake has failed.
         """
         while not self.handshake():
-            # All messages of a handshake fit into the socket's send buffer, so only reading can block.
+            # Wait for reading only: all messages of a handshake fit into the socket's send buffer, so writing never blocks.
             _wait(self._ssl.fileno(), select.POLLIN, limit - _time.now())
 
     # -- reading -------------------------------------------------------------------------------------
@@ -221,9 +222,9 @@ class TlsSocket(Stream):
             if not count:  # the end of the TLS stream
                 return got
             got += count
-            # OpenSSL returns at most one record. After a full record, another one is likely. After a shorter one, FIONREAD tells
-            # whether there is more. All available bytes are read together, as from a plain socket, so that the reader sees a call
-            # and its cancellation at once.
+            # OpenSSL returns at most one record. After a full record, another record is likely. After a shorter record, FIONREAD
+            # tells whether there are more bytes. All available bytes are read together, as from a plain socket, so that the
+            # reader sees a call and its cancellation at once.
             if got == size or (count < _RECORD and not self._has_more()):
                 return got
 
@@ -281,7 +282,7 @@ class TlsSocket(Stream):
                 if not total:
                     ended = isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError))
                     raise (_broken() if ended else error) from None
-                # Report the bytes that were written; the next attempt raises the error again.
+                # Return how many bytes were written; the next write raises the error again.
         return total
 
     def sendall(self, data: bytes) -> None:
@@ -323,7 +324,7 @@ class TlsSocket(Stream):
         return self._ssl.version() or ""
 
     def shutdown(self, how: int, /) -> None:
-        """Shut down the socket, without sending TLS's close_notify: workers send GOODBYE instead."""
+        """Shut down the socket, without sending close_notify of TLS: workers send GOODBYE instead."""
         # Not SSLSocket.shutdown, which would also remove the TLS layer.
         socket.socket.shutdown(self._ssl, how)
 
@@ -336,8 +337,8 @@ class TlsSocket(Stream):
 
     def close(self) -> None:
         """Close the descriptors. Sends nothing to the other side, so that a forked child can call it."""
-        # Not during another thread's attempt to write: OpenSSL would continue to write to the number of the descriptor, which may
-        # belong to another socket then. In a forked child, a thread that does not exist there may hold the lock.
+        # Wait until no other thread writes: OpenSSL would continue to write to the descriptor's number, which may then belong to
+        # another socket. In a forked child, a thread that does not exist there may hold the lock, so the lock is not taken.
         held = os.getpid() == self._pid and self._lock.acquire(timeout=_CLOSE_S)
         try:
             self._ssl.close()
@@ -357,7 +358,7 @@ def shake_hands(
 
     Args:
         limit: the time at which the handshake must have finished.
-        wait: called before each read.
+        wait: called before each read; it may wait until bytes arrive.
 
     Raises:
         OSError: the connection has ended (TimeoutError: the handshake has not finished in time).
@@ -386,7 +387,7 @@ def shake_hands(
 
 
 def _records(parts: Sequence[memoryview]) -> Any:
-    """Divide buffers into pieces of one record each; only records that span several buffers are copied."""
+    """Divide buffers into pieces of one TLS record each. Only pieces that span several buffers are copied."""
     held: list[memoryview] = []
     room = _RECORD
     for part in parts:
@@ -416,12 +417,12 @@ def _wait(fd: int, events: int, seconds: float | None) -> None:
 
 
 def _broken() -> OSError:
-    """Return the error of a plain socket whose other side has closed; OpenSSL reports a violation of the protocol instead."""
+    """Return the error that a plain socket raises after the other side has closed; OpenSSL raises an SSLError instead."""
     return BrokenPipeError(errno.EPIPE, "the other side has closed")
 
 
 def _closed() -> OSError:
-    """Return the error of a plain socket that was closed on this side."""
+    """Return the error that a plain socket raises after this side has closed it."""
     return OSError(errno.EBADF, "closed")
 
 
@@ -442,7 +443,7 @@ class Tls:
 
     @classmethod
     def load(cls, settings: Settings) -> Tls | None:
-        """Load the certificates in the settings; None if there are none, or if only Unix sockets are used.
+        """Load the certificates in the settings; None if no certificates are set, or if only Unix sockets are used.
 
         Raises:
             ConfigError: a file is missing, cannot be used or does not match the others, or a certificate is not valid now.
@@ -485,8 +486,8 @@ class Tls:
 def _close_half_made(error: OSError) -> None:
     """Close the socket that a failed ``wrap_socket`` has created.
 
-    If the other side has reset the connection, CPython 3.11 leaves this socket open, and only the frames of the error's traceback
-    refer to it.
+    If the other side has reset the connection, CPython 3.11 leaves this new socket open, and only the frames of the error's
+    traceback refer to the socket.
     """
     trace = error.__traceback__
     while trace is not None:
@@ -540,12 +541,12 @@ def _check_file(path: str, what: str, private: bool) -> None:
 
 
 def _no_password(*_: Any) -> str:
-    return ""  # without a password, OpenSSL would ask for one on the terminal
+    return ""  # without this function, OpenSSL would ask for a password on the terminal
 
 
 def _context(protocol: int, settings: Settings) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
-    # Workers may move between hosts, so they are identified by the CA and the group's key, and not by a host name.
+    # Workers may move between hosts, so a worker is identified by the CA and the group's key, and not by a host name.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = _VERSIONS[settings.tls_min_version]
@@ -573,7 +574,7 @@ def _context(protocol: int, settings: Settings) -> ssl.SSLContext:
 
 
 def _try_out(client: ssl.SSLContext, server: ssl.SSLContext, settings: Settings) -> None:
-    """Run a TLS handshake of this worker with itself: other workers would refuse a certificate that fails here."""
+    """Perform a TLS handshake in memory between both contexts: other workers would refuse a certificate that fails here."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)]
     for _ in range(4):

@@ -1,11 +1,11 @@
 """Writing of frames and of large buffers to a connection.
 
 Threads append frames to the outbox. The thread that gets the lock sends all frames in the outbox. A thread that does not get the
-lock returns, because the holder checks the outbox again after it has released the lock. Large buffers are sent in chunks, and the
-outbox is sent before each chunk, so small frames do not wait for a whole buffer. Only a thread that sends chunks, or that calls
-``flush(wait=True)``, sleeps while the kernel's buffer is full (under the lock). A thread that sends chunks also sleeps while the
-connection is suspended (without the lock). Its sleep ends at the deadline, for signal handlers, and when the connection is
-closed.
+lock returns, because the thread that holds the lock checks the outbox again after it has released the lock. Large buffers are
+sent in chunks, and the outbox is sent before each chunk, so small frames do not wait for a whole buffer. Only a thread that sends
+chunks, or that calls ``flush(wait=True)``, sleeps while the kernel's buffer is full; it holds the lock meanwhile. A thread that
+sends chunks also sleeps, without the lock, while the connection is suspended. Its sleep ends at the deadline, for signal
+handlers, and when the connection is closed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ __all__ = ["SILENT_S", "BlockedSends", "Sendable", "Writer"]
 
 _log = logging.getLogger("actorrpc.calls")
 SILENT_S: Final = 2.0
-"""A wait that takes longer (in seconds) is logged."""
-_QUIET_S: Final = 60.0  # the shortest time between two such log lines
+"""A wait that takes longer than this many seconds is logged."""
+_QUIET_S: Final = 60.0  # the shortest time between two log lines about waits
 
 
 class BlockedSends:
     """Records how long threads have waited to send to one peer, and limits log lines about it.
 
     Attributes:
-        since: the time since which at least one thread has been waiting; None: no thread waits. A lock of the owner guards it.
+        since: the time since which at least one thread has been waiting; None: no thread waits. Guarded by a lock of the owner.
     """
 
     __slots__ = ("_quiet_until", "since")
@@ -63,13 +63,13 @@ class BlockedSends:
 
 
 _SEND: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-_JOIN: Final = 256 << 10  # small frames are joined up to this many bytes for one send
-_PARTS: Final = 512  # buffers in one sendmsg; the kernel allows 1024
+_JOIN: Final = 256 << 10  # small frames are joined into one send until they have this many bytes
+_PARTS: Final = 512  # the most buffers in one sendmsg; the kernel allows 1024
 _RESUMED_S: Final = 0.01  # how often a sender of chunks checks whether a suspended connection was resumed
 
 
 class Sendable(Protocol):
-    """An item of the outbox. The writer sets ``sent`` before it reads ``frame``."""
+    """An item of the outbox. The writer sets ``sent`` before it reads ``frame``, which is empty if the item was withdrawn."""
 
     frame: bytes
     sent: bool
@@ -80,8 +80,8 @@ class Writer:
 
     Attributes:
         outbox: the frames to send next.
-        lock: guards sending, and the counts.
-        sent: bytes that were written to the connection's sockets; ``sent_in_chunks``: the part of them in chunks.
+        lock: guards sending, and the counts of bytes.
+        sent: bytes that were written to the connection's sockets; ``sent_in_chunks``: the bytes of chunks among them.
         seal: computes the tags of sent frames, in the order of sending; None: frames are not sealed.
         blocked: the waits of threads that have a chunk to send and can send no byte.
     """
@@ -106,8 +106,8 @@ class Writer:
         self.sent = self.sent_in_chunks = 0
         self.seal = seal
         self.blocked = BlockedSends()
-        self._rest: list[memoryview] = []  # the rest of a frame that was sent in part
-        self._flushing = False  # flush_waiting() was submitted to the pool
+        self._rest: list[memoryview] = []  # the unsent rest of a frame that was sent in part
+        self._flushing = False  # whether flush_waiting() was submitted to the pool and has not finished
         self._poller: select.poll | None = None
 
     # -- small frames ------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Writer:
 
         Args:
             wait: sleep while the kernel's buffer is full; otherwise a pool thread sends the rest.
-            held: the calling thread holds the lock, and sends the rest itself.
+            held: whether the calling thread holds the lock already, and will send the rest itself.
         """
         conn, outbox = self._conn, self.outbox
         if conn.lane.is_open:
@@ -127,7 +127,7 @@ class Writer:
             if conn.state is not OPEN:
                 return False
             if not held and not self.lock.acquire(False):
-                return False  # the holder checks the outbox again after releasing the lock
+                return False  # the thread with the lock checks the outbox again after releasing it
             full = False
             try:
                 try:
@@ -137,7 +137,7 @@ class Writer:
                             continue
                         if not outbox:
                             break
-                        item = outbox.popleft()  # only the thread that holds the lock takes items out
+                        item = outbox.popleft()  # only the thread that holds the lock removes items
                         if type(item) is not bytes:
                             item.sent = True  # type: ignore[union-attr]
                             item = item.frame  # type: ignore[union-attr]
@@ -162,7 +162,7 @@ class Writer:
                 if not held:
                     self.lock.release()
             if full and not wait:
-                if not held and not self._flushing:  # one pool thread that waits is enough
+                if not held and not self._flushing:  # one pool thread that waits for the kernel is enough
                     self._flushing = True
                     conn.events.submit(self.flush_waiting)
                 return False
@@ -172,7 +172,7 @@ class Writer:
         """Send the outbox, on a pool thread, which sleeps while the kernel's buffer is full."""
         self.flush(wait=True)
         self._flushing = False
-        self.flush()  # another thread may have seen `_flushing` and left its frames
+        self.flush()  # another thread may have seen `_flushing`, and not sent its frames
 
     def is_drained(self, wait: bool = False) -> bool:
         """Return whether the kernel has accepted all frames. While another thread sends, return False, or wait if ``wait``."""
@@ -182,7 +182,7 @@ class Writer:
             return not self.outbox and not self._rest
         finally:
             self.lock.release()
-            self.flush()  # another thread may have found the lock taken and left its frames
+            self.flush()  # another thread may have found the lock taken, and not sent its frames
 
     def _send_rest(self) -> None:
         """Send the rest of a frame that was sent in part. Under the lock.
@@ -224,7 +224,7 @@ class Writer:
         poller.poll(left * 1e3)
 
     def send_first(self, parts: list[memoryview]) -> None:
-        """Queue bytes before all others, when the connection is resumed over another socket. Under the lock."""
+        """Queue bytes before all other bytes, when the connection is resumed over another socket. Under the lock."""
         self._rest = parts + self._rest
         self._poller = None
 
@@ -242,15 +242,16 @@ class Writer:
         """Send pieces (buffer index, offset, memory) of a stream as chunks; sleep while the kernel's buffer is full.
 
         Returns False if the deadline has passed or the connection was closed. If the deadline has passed or a signal handler
-        raises, the stream is aborted cleanly: a chunk that was sent in part is finished from a copy, and STREAM_ABORT follows.
+        raises, the rest of a chunk that was sent in part is sent from a copy, and STREAM_ABORT after it.
         """
         conn, done, copy = self._conn, False, memoryview(b"")
         try:
             for index, offset, piece in pieces:
                 prefix = pack_frame(CHUNK, stream, chain=pack_position(index, offset), length=len(piece))
                 if self.seal is not None:
-                    # Send a copy, so that the sent bytes match the seal even if the caller's memory changes meanwhile. The copy
-                    # is reused for the next piece: if a chunk is left to another thread, ``_pass_rest`` copies its rest.
+                    # Send a copy, so that the sent bytes match the seal even if the caller's memory changes meanwhile. The memory
+                    # of the copy is reused for the next piece: if another thread has to finish a chunk, ``_pass_rest`` copies its
+                    # rest.
                     copy = copy if len(copy) >= len(piece) else memoryview(bytearray(len(piece)))
                     copy[: len(piece)] = piece
                     piece = copy[: len(piece)]
@@ -285,7 +286,7 @@ class Writer:
                 self._note_blocked()
 
     def _try(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool | None:
-        """Send one chunk. None: the socket failed, or a signal handler was deferred, before the chunk was begun; try again."""
+        """Send one chunk. None: before the chunk was begun, the socket failed or a signal handler was deferred; try again."""
         conn = self._conn
         while not self.lock.acquire(timeout=0.1):
             if conn.state is CLOSED or (deadline is not None and _time.now() > deadline):
@@ -316,10 +317,11 @@ class Writer:
                 self._note_blocked()
                 late = deadline is not None and _time.now() > deadline
                 if late or pending_here():
-                    # A pool thread finishes the chunk, from a copy, since the caller may change its memory after this returns.
+                    # A pool thread sends the rest of the chunk, from a copy: the caller may change its memory after this method
+                    # returns.
                     result = self._pass_rest(begun)
                     conn.events.submit(self.flush_waiting)
-                    return begun and not self._rest if late else result  # True if the whole chunk was sent
+                    return begun and not self._rest if late else result  # late: was the whole chunk sent?
         except BaseException as error:
             conn.failed(error)
             return self._pass_rest(begun) if conn.state is SUSPENDED else False
@@ -329,7 +331,7 @@ class Writer:
             self.flush()
 
     def _note_blocked(self) -> None:
-        """Log a long wait, on a pool thread, because a log handler may run any code and this thread may hold the lock."""
+        """Log a long wait on a pool thread: a log handler may run any code, and this thread may hold the lock."""
         blocked, conn = self.blocked, self._conn
         if blocked.since is not None and blocked.is_due(blocked.since):
             name = conn.peer.name if conn.peer else "a stranger"
@@ -338,6 +340,6 @@ class Writer:
             conn.events.submit(partial(blocked.log, what, why))
 
     def _pass_rest(self, begun: bool) -> bool | None:
-        """Replace the unsent rest by a copy, which another thread sends. Return True if a chunk was begun, else None."""
+        """Replace the unsent rest by a copy, which another thread sends. Return True if ``begun``, else None."""
         self._rest = [memoryview(bytes(part)) for part in self._rest]
         return True if begun else None
