@@ -110,7 +110,7 @@ class _Barrier:
         return future
 
     def reached(self, stage: int, name: str) -> None:
-        """Record that a worker has reached a stage, without a future: another worker answers this worker."""
+        """Record that a worker has reached a stage. Unlike :meth:`arrive`, this method returns no future to wait for."""
         with self._lock:
             self._reached.setdefault(stage, set()).add(name)
         self._look()
@@ -282,7 +282,7 @@ class Group:
             self._together = True
             return
         until = _time.now() + timeout if timeout else float("inf")
-        # If all members whose names sort before this worker's have ended, the others call this worker.
+        # Recorded here as well, because the other workers call this worker after all members before it (by name) have ended.
         self.barrier.reached(stage, self.agent.name)
         with self.waiting(f"shutdown (stage {stage})") as look:
             while True:
@@ -303,8 +303,8 @@ class Group:
                     )
 
     def _first_alive(self) -> Peer:
-        """Return the first member, by name, that is alive and was not given up; at the latest, this worker."""
-        # All known peers are checked, so that PATIENCE_S begins now for each that is out of reach, not for one after the other.
+        """Return the first member, by name, that is alive and was not given up; this worker, if no member before it is."""
+        # All known peers are checked, so that PATIENCE_S begins now for all that are out of reach, not for one after the other.
         # No Peer objects are made for the other members, of which there may be thousands.
         known = [peer for peer in self.agent.peers() if peer.name in self._everyone]
         lost = {peer.name for peer in known if peer.state == "alive" and self.reach.is_given_up(peer)}
@@ -641,7 +641,7 @@ PATIENCE_S: Final = 10.0
 
 
 class Reachability:
-    """Whether the members can be reached. Thread-safe."""
+    """Records which members can be reached, and connects to members. Thread-safe."""
 
     def __init__(self, agent: Agent, now: Callable[[], float] = time.monotonic) -> None:
         self._agent = agent

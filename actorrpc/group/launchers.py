@@ -21,7 +21,7 @@ __all__ = ["VARIABLES", "Launch", "fill_in", "first_host", "of_environment"]
 VARIABLES: Final = "RANK and WORLD_SIZE (or SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK and their sizes)"
 # For jobs whose launcher sets no port: the lowest port, and the number of ports.
 _PORTS: Final = (20_000, 10_000)
-#: launcher, rank, size, rank on this host; the first whose variables are set is used
+#: launcher, and its variables of the rank, the size and the rank on this host; the first launcher with such variables is used
 _NATIVE: Final = (
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),

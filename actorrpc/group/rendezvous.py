@@ -167,7 +167,7 @@ class Rendezvous(Membership):
             if new:
                 names = self._store_op("multi_get", [f"log/{n}" for n in new])
                 self._names.update(zip(new, (_text(name) for name in names), strict=True))
-            # The log has the name of a worker that has rejoined twice.
+            # The log has a name twice if its worker has rejoined.
             known = list(dict.fromkeys(self._names.values()))
         values = self._store_op("multi_get", [f"name/{name}" for name in known]) if known else []
         found = [WorkerRecord.from_bytes(value) for value in values if value != _LEFT]
@@ -445,7 +445,7 @@ class Rendezvous(Membership):
                 return mine
             if wanted >= 0:
                 name = _tag_name(holder)
-                raise RendezvousError(f"rank {wanted} is taken by {name!r}; leave it out to be given one")
+                raise RendezvousError(f"rank {wanted} is taken by {name!r}; omit the rank, and the group assigns one")
             if _time.now() > deadline:
                 raise RendezvousError(
                     f"no free rank was found within {self.timeout:g} s, because many workers join at once: call init_rpc() again"

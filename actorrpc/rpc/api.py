@@ -88,7 +88,7 @@ on_start: list[Callable[[Worker], Callable[[bool], None]]] = []
 
 
 _before = 0.0  # the interpreter's switch interval in seconds before the worker changed it; 0: no worker has changed it
-# Guards joining and leaving. A joining worker holds it while it waits for others; a leaving worker waits before it takes it.
+# Guards joining and leaving. A joining thread holds the lock while it waits for other workers; a leaving thread does not.
 _lock = threading.Lock()
 
 
@@ -209,7 +209,7 @@ def install(
         if is_initialized():
             raise RuntimeError(f"RPC is already initialized: this process is {_require().what}")
 
-        # Handlers of signals run only in waits: one that raised between two steps of _enter() would leave threads and sockets.
+        # Signal handlers run only in waits: a handler that raised between two steps of _enter() would leave threads and sockets.
         defer_during(partial(_enter, make, timeout, what, namespace, ready, stop))
 
 
@@ -380,7 +380,7 @@ def _end_together(worker: Worker, until: float, let_go: Callable[[], None]) -> S
         stop(True, left())
         return ()  # all other workers have ended
     let_go()
-    # Half of the time, so that other workers, which wait for this one, do not time out.
+    # At most half of _SETTLE_S, so that the other workers, which wait for this worker in wait_for_all(1), do not time out.
     references.settle(min(until, _time.now() + _SETTLE_S / 2))
     group.wait_for_all(1, min(left() or _SETTLE_S, _SETTLE_S))
     # A value may have been created here in the meantime; the message that deletes it has been sent, but may not have been read.
@@ -420,7 +420,7 @@ def _at_exit() -> None:
     """End the worker of a program that exits without shutdown, without waiting for other workers."""
     worker = here.worker
     if worker is not None and worker.in_force and os.getpid() == worker.agent.record.pid:
-        # Without the lock: a daemon thread that holds it never runs again.
+        # The lock is not taken: a daemon thread that holds the lock never runs again.
         close(worker)
 
 
@@ -504,8 +504,8 @@ def rpc_sync(
         to: the worker's name, rank or WorkerInfo; it may be this worker.
         func: any callable: importable functions and classes are sent as names, others (lambdas, closures) by value.
         args, kwargs: its arguments; tensors are sent with their contents at the time of this call.
-        timeout: seconds; default that of the group; 0 means none. A call made from inside a call also ends
-            at the deadline of that call.
+        timeout: seconds; default :func:`get_rpc_timeout`; 0 means none. A call that is made within another call also ends at the
+            deadline of the other call.
 
     Raises:
         RpcTimeoutError, PeerDiedError, BackpressureError: the call got no answer; ``maybe_executed`` says

@@ -110,7 +110,7 @@ class RpcBackendOptions:
         heartbeat: float | None = None,
         heartbeat_misses: int | None = None,
     ) -> None:
-        # The key is hidden first, because a report of a later error may show the local variables of this function.
+        # The key is hidden first, because a report of a later error may show the local variables of this method.
         #: the group's shared key; None: that of the environment
         self.key, wrong = _hidden(key)
         del key
@@ -129,7 +129,7 @@ class RpcBackendOptions:
     _extra: Mapping[str, Any] = MappingProxyType({})
 
     def ready(self, worker: Worker) -> None:
-        """Do nothing. Subclasses override this; it is called with the new worker before the worker serves its first call."""
+        """Do nothing. Subclasses override this method, which is called with the new worker before it serves calls."""
 
     def settings(self) -> Settings:
         """Return the settings of the agent, from these options and the environment.

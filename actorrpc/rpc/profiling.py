@@ -404,11 +404,11 @@ def _is_in_task() -> bool:
 
 
 class Observation:
-    """A context manager that profiles this thread in the block, and gives the events to ``reader``, even if the block raises.
+    """A context manager that profiles this thread in its block, and calls ``reader`` with the events, even if the block raises.
 
     If this thread is being observed already, the reader gets all events of that observation at its end. If the program profiles
-    this thread itself, the reader gets nothing, because torch has one profile per thread. It gets nothing in a task of an event
-    loop either, because other tasks run on the thread meanwhile.
+    this thread itself, the reader gets nothing, because torch has one profile per thread. The reader also gets nothing in a task
+    of an event loop, because other tasks run on the thread meanwhile.
     """
 
     def __init__(self, settings: ProfilerSettings, reader: _Reader) -> None:

@@ -110,7 +110,7 @@ def _wait_outcome(references: References, rref_id: RRefId, future: Future[Any] |
             references.carry_out(references.table.cancel_fetch(rref_id, settle))
             # The message has the words of the caller's own time-out, which occurs at the same moment.
             late = RpcTimeoutError(
-                f"{future.label} was not made in time: RPC ran for more than was left of the call that waits for it; the "
+                f"{future.label} was not made in time: RPC ran for more than the time left to the call that waits for it; the "
                 f"value is still being made",
                 maybe_executed=False,
             )
@@ -253,7 +253,7 @@ class MethodCalls(Protocol):
     def __call__(
         self, style: Style, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> Any:
-        """Call a method of the value; return the same as a proxy of this style."""
+        """Call a method of the value; return what a proxy of this style returns."""
 
 
 class RRef(Generic[T]):
@@ -387,7 +387,7 @@ class RRef(Generic[T]):
     def _call_method(
         self, style: Style, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> Any:
-        """Call a method of the value; return the same as a proxy of this style."""
+        """Call a method of the value; return what a proxy of this style returns."""
         references = self._references
         seconds = references.default_timeout() if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
         if self._calls is not None:

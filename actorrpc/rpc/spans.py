@@ -114,7 +114,7 @@ class _OtelApi:
 
 
 class _Within:
-    """Makes a context of OpenTelemetry the current one in the block. It may be entered again after its exit."""
+    """Makes a context of OpenTelemetry the current context in the ``with`` block. May be entered again after its exit."""
 
     def __init__(self, api: Any, context: Any) -> None:
         self._api = api

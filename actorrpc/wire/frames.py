@@ -71,10 +71,10 @@ PING: Final = 6
 PONG: Final = 7
 CREDIT: Final = 8  # the receiver has opened a large request, so the caller stops counting its bytes as unread
 CHUNK: Final = 9  # a piece of a large buffer; chain holds (buffer index, offset)
-STREAM_ABORT: Final = 10  # the sender of this stream of chunks will send no more of them
+STREAM_ABORT: Final = 10  # the sender has aborted this stream of chunks, and sends no more of its chunks
 LANE_FREE: Final = 11  # the borrower of shared memory gives back the loans that the body lists
-# With a body: the lender has retired the listed segments of shared memory, so the receiver unmaps them. Without a body: the
-# receiver must receive the descriptors of segments that wait in the descriptor socket (the lane).
+# With a body: the lender has retired the listed segments of shared memory, so the borrower unmaps them. Without a body: the
+# borrower must receive the descriptors of new segments, which the lender has sent through the descriptor socket.
 LANE_RETIRE: Final = 12
 GOODBYE: Final = (
     13  # the sender will close the connection, and has not died; with flags: it considers the receiver dead
@@ -83,7 +83,7 @@ DEFINITION: Final = 14  # a function or class by value: 16 bytes of hash, then i
 NOTICE: Final = 15  # a one-way message to the handler that its header names
 ACK: Final = 16  # the receiver has received ``id`` bytes, which the sender need not keep for resending
 LAST_KIND: Final = ACK
-# Never sent: the reader returns a frame of this kind if it had no memory for a message, whose kind and size ``buffers`` has.
+# Never sent: if there is no memory for a message, the reader returns a frame of this kind, whose ``buffers`` is (kind, size).
 UNREAD: Final = 255
 
 _OFFSET_BITS: Final = 40
@@ -97,11 +97,11 @@ OBJECTS: Final = 64  # flag of a message that uses objects in shared memory; des
 MAIL: Final = 16  # flag of a request to an actor's mailbox, which queues requests in sending order
 STOP: Final = 1  # flag of CANCEL: interrupt the execution
 LATE: Final = 2  # flag of CANCEL: the call has timed out
-RESERVED: Final = 128  # flag of mail in two frames; the first has no body and reserves its place
+RESERVED: Final = 128  # flag of MAIL in two frames; the first has no body and reserves a place
 
 
 class Frame(NamedTuple):
-    """A complete frame. ``body`` is a copy; ``extra`` is the packed header. A chunk has its length in ``flags``."""
+    """A frame. ``body`` is a copy of the bytes read; ``extra`` is the packed header. A chunk has its length in ``flags``."""
 
     kind: int
     flags: int
@@ -293,7 +293,7 @@ class FrameReader:
         self._start = start
         if start == end:
             self._start = self._end = 0
-        elif self.sink is None and not self.more:  # with more, the next length is not checked yet
+        elif self.sink is None and not self.more:  # with more set, the next length is not checked yet
             here = end - start
             self._make_room(PREFIX_SIZE + (PREFIX.unpack_from(view, start)[0] if here >= PREFIX_SIZE else 0))
         self.empty = None if self._end or self.sink is not None else self._view

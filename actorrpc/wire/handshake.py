@@ -103,7 +103,7 @@ class Session:
         attach: 16 bytes that identify a connection. For MAIN, this connection; for LANE, the connection to which the lane
             belongs; for RESUME, the connection that is resumed.
         key: 32 secret bytes, equal on both sides, different for every connection.
-        sealed: whether the following frames are sealed (:mod:`actorrpc.wire.integrity`), as at least one side has requested.
+        sealed: whether the following frames are sealed (:mod:`actorrpc.wire.integrity`): at least one side has requested it.
     """
 
     peer_name: str
@@ -216,11 +216,11 @@ class _Side:
         self._buffer = b""
         rest = held + len(data) - end
         if rest:
-            self._fail(ProtocolError(f"{rest} bytes came in the handshake before their turn"))
+            self._fail(ProtocolError(f"the other side of the handshake sent {rest} bytes before their turn"))
         return kind, whole
 
     def _proof(self, role: bytes, *more: bytes) -> bytes:
-        # The concatenation is unambiguous: each message contains its length, and the length of the TLS binding precedes it.
+        # The concatenation is unambiguous: each message contains its length, and a length precedes the binding to TLS.
         mac = hmac.new(self._key, b"actorrpc handshake 1\0" + role + b"\0", hashlib.sha256)
         for part in (
             struct.pack("!I", len(self._binding)),

@@ -11,13 +11,13 @@ reads nothing more. A frame is checked before it is processed. A chunk is checke
 bytes are written to the place that the head names, and the bytes are compared with the digest in the head before the reader
 returns the chunk.
 
-The reader must use the length of a short frame before it can check the tag. A forged length can make it wait for at most
-``SHORT`` bytes more; the next frames, or at least pings, fill these bytes, and then the check fails.
+The reader must use the length of a short frame before it can check the tag. A forged length can make the reader wait for
+at most ``SHORT`` bytes more; the next frames, or at least pings, fill these bytes, and then the check fails.
 
 A seal belongs to the byte stream and not to a socket: when a connection is resumed over a new socket, the same bytes are sent
-again, and the counts continue. No I/O, no locks: the writer's seal is used under the connection's write lock, the reader's seal
-under its read lock. Seals do not encrypt. If the group has no key, an attacker can compute the tags, and seals only detect
-accidental damage.
+again, and the count of tags continues. No I/O, no locks: the writer's seal is used under the connection's write lock, the
+reader's seal under its read lock. Seals do not encrypt. If the group has no key, an attacker can compute the tags, and seals only
+detect accidental damage.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class SealedReader(FrameReader):
                     break
                 if not _equal(tag(view[start:stop]), view[stop : stop + TAG_SIZE]):
                     raise _changed()
-                if size == _HEAD_SIZE:  # nothing reads the digest of a short frame that has this size
+                if size == _HEAD_SIZE:  # a short frame may have this size, too: its digest is never read
                     self._digest = bytes(view[start + PREFIX_SIZE : stop])
             if kind == CHUNK:
                 start = self._begin_chunk(

@@ -46,7 +46,7 @@ __all__ = [
     "sweep",
 ]
 
-#: The parent of the default directory. The path of a Unix socket must be short.
+#: The parent of the default runtime directory. It is short, because the path of a Unix socket must be short.
 DEFAULT_PARENT: Final = "/tmp"
 MAX_SOCKET_PATH: Final = 100  # the kernel allows 107 bytes; the rest is a reserve for suffixes
 _MIN_TEXT: Final = 16
@@ -481,7 +481,7 @@ def _unusable(path: str, why: str) -> ConfigError:
 def socket_path(directory: str | None = None) -> str:
     """Return a unique path for a new Unix socket that is short enough for the kernel.
 
-    ``directory`` defaults to the runtime directory. If the path would be too long, it is in ``/tmp/actorrpc-<uid>`` instead.
+    ``directory`` defaults to the runtime directory. If the path would be too long, the directory is ``/tmp/actorrpc-<uid>``.
 
     Raises:
         ConfigError: no directory can be used.

@@ -213,7 +213,7 @@ def pack_forks(forks: Sequence[ForkData]) -> bytes:
         return b""
     if len(forks) > _MAX_FORKS:
         raise RRefError(
-            f"{len(forks)} RRefs in one message; at most {_MAX_FORKS} may travel together: send them in several calls"
+            f"{len(forks)} RRefs in one message; at most {_MAX_FORKS} are allowed: send them in several calls"
         )
     packed: bytes = msgpack.packb(_pack_rows(forks))
     return packed

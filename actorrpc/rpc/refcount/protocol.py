@@ -260,7 +260,7 @@ class RRefTable:
         has failed before (:meth:`creation_given_up`).
 
         Raises:
-            ProtocolError: the ids are not the sender's.
+            ProtocolError: an id was not made by ``from_``.
         """
         _check_creation(rref_id, fork_id, from_)
         with self._lock:
@@ -286,7 +286,7 @@ class RRefTable:
         Has no effect if the function runs or has run.
 
         Raises:
-            ProtocolError: the ids are not the sender's.
+            ProtocolError: an id was not made by ``from_``.
         """
         _check_creation(rref_id, fork_id, from_)
         step = Effects()
@@ -389,7 +389,7 @@ class RRefTable:
         If the RRefs are arguments of a function, the function may start only when ``pending`` is done.
 
         Raises:
-            ProtocolError: a fork was not made by the sender.
+            ProtocolError: a fork was not made by ``from_``.
             ShutdownError: after :meth:`close`.
         """
         _check_parent(forks, from_)
@@ -414,7 +414,7 @@ class RRefTable:
         """Release the forks of a message that is not decoded, because it is late, cancelled or unreadable.
 
         Raises:
-            ProtocolError: a fork was not made by the sender.
+            ProtocolError: a fork was not made by ``from_``.
         """
         _check_parent(forks, from_)
         step = Effects()

@@ -97,7 +97,7 @@ class References(MessageReferences):
             self.agent.notify_surely(peer, name, body)
 
     def _peer(self, key: WorkerKey) -> Peer | None:
-        """Return the peer of a key; None if it has ended. If another incarnation has its rank, tell the table of its death."""
+        """Return the peer of a key; None if it has ended. If another incarnation has the rank, report the death to the table."""
         try:
             peer = self.agent.peer(key.rank)
         except RpcError:
