@@ -3,7 +3,7 @@
 A *fixed* group (``world_size`` given) forms in rounds: each worker takes a place by an atomic counter and writes its record. The
 last worker reads all records, checks them, and publishes the outcome for which all the others wait: the table of workers, or an
 error that all raise. Each worker does O(1) store operations. The next group in the same store is the next round. A *dynamic*
-group, which workers join and leave at any time, has a key in the store for each name and rank, which one worker claims.
+group, which workers join and leave at any time, has a key in the store for each name and each rank; one worker claims the key.
 
 The caller's thread does all the work. Waits poll in short slices, so that Ctrl-C works, and are bounded. Other processes can
 write to a store: values read from it are checked, no secret and no hash of a secret is written to it, and nothing is unpickled.
@@ -376,7 +376,7 @@ class Rendezvous(Membership):
             return _ERROR, str(error)
         ranks, names = Counter(r.rank for r in records), Counter(r.name for r in records)
         twice = [r for r in records if ranks[r.rank] > 1]
-        # An earlier run that was killed during its rendezvous leaves such records. Therefore the living workers meet again.
+        # A run that was killed during its rendezvous may have left records with the same ranks. The living workers meet again.
         if self._calls_off < _TRIES and (twice or any(_is_dead(r, own_host) for r in records)):
             return _AGAIN, ""
         if twice or any(not 0 <= r.rank < self._size() for r in records):
@@ -445,7 +445,7 @@ class Rendezvous(Membership):
                 return mine
             if wanted >= 0:
                 name = _tag_name(holder)
-                raise RendezvousError(f"rank {wanted} is taken by {name!r}; omit the rank, and the group assigns one")
+                raise RendezvousError(f"rank {wanted} is taken by {name!r}; omit rank= to be assigned one")
             if _time.now() > deadline:
                 raise RendezvousError(
                     f"no free rank was found within {self.timeout:g} s, because many workers join at once: call init_rpc() again"

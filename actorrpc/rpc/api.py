@@ -337,7 +337,7 @@ def leave(
             if worker.in_force:
                 close(worker)
                 set_worker(None)
-        checkpoint()  # raises for a Ctrl-C that was pressed meanwhile
+        checkpoint()  # runs the handlers that were deferred meanwhile, which may raise (Ctrl-C)
 
 
 def _set_switch_interval(wanted: float | None) -> None:

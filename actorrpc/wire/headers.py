@@ -49,7 +49,7 @@ class Header(TypedDict, total=False):
     rref: bytes  # with num_returns 0: the packed ids of the RRef whose value is the result (rpc.refcount.runtime)
     keep: bool  # a large result stays on the worker that computed it until it is fetched
     unordered: bool  # the request need not wait for earlier requests of the same caller
-    place: int  # of a repeated request: the id of its first attempt, which is its place in the mailbox
+    place: int  # of a repeated request: the id of the first attempt, which gives its place in the order
     unresolved: bool  # the receiver has to fetch arguments before it can run the request
 
 
