@@ -1,4 +1,4 @@
-"""The RRef protocol as a state machine: who holds which fork of which RRef, and when a value may be released.
+"""The RRef protocol as a state machine: which worker holds which fork (``messages.py``), and when a value may be released.
 
 One :class:`RRefTable` per agent, used by any thread. It does no I/O, reads no clock and runs no callbacks: each
 method changes the tables under one lock and returns :class:`Effects`, which the caller carries out afterwards
@@ -10,7 +10,7 @@ agent that delivers each message at least once unless its destination dies, in a
 of a dead worker are released at once; the key of that worker is never used again.
 
 The lock is re-entrant: the garbage collector may run a finaliser that uses an RRef on a thread that holds the lock.
-It guards the table and its Pendings, except the queue of drops. No other lock is taken under it.
+The lock guards the table and its Pending objects, but not the queue of drops. No other lock is taken under it.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class RRefTable:
         return step
 
     def creation_failed(self, handle: Handle, error: BaseException, *, reached: bool = True) -> Effects:
-        """Record that the creation got no answer. ``reached``: whether the owner may have received the creation."""
+        """Record that the creation has failed. ``reached``: whether the owner may have received the creation."""
         step = Effects()
         with self._lock:
             if handle.fork_id is None:
@@ -534,7 +534,7 @@ class RRefTable:
             return PendingCounts(len(self._held), len(self._children), owners, len(self._drops))
 
     def leaks(self) -> list[Leak]:
-        """List the forks of values that this worker owns, and this worker's forks of other values.
+        """List the forks of values that this worker owns, and this worker's forks of other workers' values.
 
         A fork that no RRef object of this worker uses is not a leak, even if its owner has not confirmed it: such an owner is
         stopped, or cannot be reached.
@@ -622,7 +622,7 @@ class RRefTable:
     def _register(self, rref_id: RRefId, fork_id: ForkId, holder: WorkerKey) -> bool:
         """Register a fork for its holder; the message may arrive before the creation of the value.
 
-        Return False if the value is gone or will never exist, if the fork was removed before, or if another worker holds it.
+        Return False if the value is gone or will never exist, the fork was removed before, or another worker holds the fork.
         """
         entry = self._owned.get(rref_id)
         if entry is not None and fork_id in entry.forks:
@@ -669,7 +669,7 @@ class RRefTable:
         self._owned.pop(entry.rref_id, None)
 
     def _hold(self, rref_id: RRefId) -> Handle:
-        """Add a handle on a value of this worker; if the value was released, each use of the handle raises that error."""
+        """Add a handle on a value of this worker; if the value was released, each use of the handle raises an RRefError."""
         is_gone = rref_id not in self._owned and self._is_gone(rref_id)
         entry = self._expect(rref_id)
         if is_gone:

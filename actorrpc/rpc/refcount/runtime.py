@@ -91,7 +91,7 @@ class References(MessageReferences):
             callback()
 
     def _notify(self, to: WorkerKey, name: str, body: bytes) -> None:
-        """Send a message of the protocol. Do nothing if its destination is dead: the table is told of deaths elsewhere."""
+        """Send a message of the protocol. Do nothing if its destination is dead, because _peer_ended() tells the table."""
         peer = self._peer(to)
         if peer is not None:
             self.agent.notify_surely(peer, name, body)

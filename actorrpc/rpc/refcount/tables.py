@@ -163,7 +163,7 @@ class HeldFork:
     """A handle (fork) of this worker on a value that another worker owns.
 
     Attributes:
-        parent: the sender, which keeps its own fork until the owner knows this fork; None for a creation or if the owner sent it.
+        parent: the sender, which keeps its fork until the owner knows this fork; None for a creation, and if the owner sent it.
         pending: the owner has not confirmed or refused this fork yet.
         error: the error that every use of the RRef raises.
         handles: how many RRef objects of this worker use this fork.
