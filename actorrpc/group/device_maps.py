@@ -13,17 +13,17 @@ __all__ = ["check"]
 def check(
     records: Iterable[WorkerRecord], find: Callable[[str], WorkerRecord | None], *, fixed: bool
 ) -> None:
-    """Check the device maps of some workers against the devices that there are.
+    """Check the device maps of some workers against the devices of the workers.
 
     Args:
         records: the workers whose maps are checked.
         find: returns the record of a worker by name, or None.
-        fixed: all workers of the group are known.
+        fixed: whether all workers of the group are known, so that a map to an unknown worker is an error.
 
     Raises:
         ConfigError: a map names a worker or a device that does not exist.
     """
-    # In a fixed order, so that all workers report the same one of several errors.
+    # Sorted by rank, so that all workers report the same error if there are several errors.
     for record in sorted(records, key=lambda each: each.rank):
         where = f"Node {record.name} has"
         if len(set(record.devices)) != len(record.devices):
@@ -59,7 +59,7 @@ def check(
 
 
 def _absent(devices: Iterable[str], owner: WorkerRecord) -> str:
-    """Describe a CUDA device of these that a worker does not have; empty if it has all."""
+    """Describe the first CUDA device in ``devices`` that ``owner`` does not have; empty if it has all of them."""
     for device in devices:
         kind, _, index = device.partition(":")
         if kind == "cuda" and int(index or 0) >= owner.cuda_devices:

@@ -1,15 +1,15 @@
 """How this process joins a group, waits for the others at its end, and leaves.
 
-Joining binds the sockets, agrees on the key and the table of workers, and starts the agent: through torch's store
+Joining binds the sockets, agrees on the key and the table of workers, and makes the agent: through torch's store
 (:func:`join`), or through a directory that one of the workers keeps (:func:`enter`, the embedded cluster).
 
-Leaving a fixed group gracefully is a barrier: every worker asks the first living worker (by name) to answer when all have
-arrived. It serves calls meanwhile, as long as others work. A worker that dies counts as arrived; if the first worker dies, the
-next takes over. A worker that is suspect, or to which no connection can be made, is waited for as long as any other worker is
-missing, and after that for some seconds (:class:`Reachability`). So every wait ends. A failed connection does not count as a
-death, because workers with different views of the living members would wait for different things.
+Leaving a fixed group gracefully is a barrier: every worker calls the first living worker (by name), which answers when all have
+arrived. Until then, each worker continues to serve calls. A worker that dies counts as arrived; if the first worker dies, the
+others call the next worker. The barrier waits for a worker that is suspect, or to which no connection can be made, as long as
+any other worker is missing, and after that for some seconds (:class:`Reachability`). So every wait ends. A failed connection
+does not count as a death: workers that disagree about which members live would call different first workers.
 
-A worker is told of another worker's end over a connection to it: :meth:`Reachability.connect_all` makes the missing
+A worker learns of another worker's end only over a connection to that worker: :meth:`Reachability.connect_all` makes the missing
 connections, in pool threads, concurrently. A member is *out of reach* while it is suspect, or while connections to it fail
 although there is no proof that it is dead. After it was out of reach for ``PATIENCE_S``, members at shutdown no longer wait for
 it, until it can be reached again. Operations on the dicts of :class:`Reachability` are atomic, without a lock.
@@ -76,21 +76,21 @@ __all__ = [
 _log = logging.getLogger("actorrpc.group")
 _AGAIN_S: Final = 0.1
 _LOOK_S: Final = 1.0  # how often a worker that waits at shutdown checks the other workers
-# How long threads in user code may take to end: together with other waits, less than the 1 s of Ctrl-C and the 2 s of a forced
-# end.
+# How long threads in user code may take to end at shutdown. With the other waits, a shutdown takes less than 1 s after Ctrl-C,
+# and less than 2 s with graceful=False.
 _LET_END_S: Final = 0.75
-_PARTING_S: Final = 5.0  # how long slow peers may take to read the message of a graceful end
-_SILENT_S: Final = 2.0  # after this time, a collective wait logs the exception that it delays
+_PARTING_S: Final = 5.0  # how long sending GOODBYE to all peers may take at a graceful shutdown
+_SILENT_S: Final = 2.0  # a collective wait that is longer logs the exception whose traceback it delays
 
 
 class _Barrier:
-    """The workers that have called ``shutdown()``, as far as this worker knows. ``_lock`` guards all of it and is a leaf.
+    """The workers that have called ``shutdown()``, as far as this worker knows. ``_lock`` guards all attributes and is a leaf.
 
-    A worker that has reached a stage was told that all had reached the stages before it, perhaps by a worker that has left or
-    died since. Therefore it counts for the earlier stages as well.
+    A worker goes to the next stage after an answer that all workers had reached the stage before, perhaps the answer of a worker
+    that has ended since. Therefore a worker that has reached a stage counts as arrived at all earlier stages.
 
     Args:
-        members: returns the awaited workers; the set never grows. It is not copied, because large groups call this often.
+        members: returns the names of the awaited workers, a set that never grows. In large groups a copy would cost much.
     """
 
     def __init__(self, members: Callable[[], Set[str]]) -> None:
@@ -101,7 +101,7 @@ class _Barrier:
         self._gone: set[str] = set()
 
     def arrive(self, stage: int, name: str) -> Future[None]:
-        """Record an arrival; the future completes when all have arrived."""
+        """Record that a worker has reached a stage; the returned future completes when all workers have reached it."""
         future: Future[None] = Future()
         future.label = "the arrival of every worker at shutdown"
         with self._lock:
@@ -110,19 +110,19 @@ class _Barrier:
         return future
 
     def reached(self, stage: int, name: str) -> None:
-        """Record that a worker has reached a stage; it may be waiting for the answer of another worker."""
+        """Record that a worker has reached a stage. Unlike :meth:`arrive`, this method returns no future to wait for."""
         with self._lock:
             self._reached.setdefault(stage, set()).add(name)
         self._look()
 
     def gone(self, name: str) -> None:
-        """Record that a worker has ended: the others do not wait for it."""
+        """Record that a worker has ended, so that the others do not wait for this worker."""
         with self._lock:
             self._gone.add(name)
         self._look()
 
     def missing(self, stage: int) -> list[str]:
-        """Return the workers that have not arrived and are not known to have ended."""
+        """Return the workers that have not reached the stage and are not known to have ended."""
         members = self._members()
         with self._lock:
             return sorted(self._lacking(members, stage))
@@ -133,7 +133,7 @@ class _Barrier:
         return members - self._gone - here
 
     def _may_be_all(self, members: Set[str], stage: int) -> bool:
-        """Say whether enough workers have arrived or ended; if not, names need not be compared. Under the lock."""
+        """Say whether enough workers have arrived or ended; if not, :meth:`_lacking` is not needed. Under the lock."""
         reached = sum(len(names) for at, names in self._reached.items() if at >= stage)
         return reached + len(self._gone) >= len(members)
 
@@ -154,7 +154,7 @@ class CollectiveWait:
     """A wait of this worker until other members have entered the same round of a collective operation.
 
     Attributes:
-        round: the name of the round in messages; it is the same on every worker that enters the round.
+        round: the name of the round in messages, which is the same on every worker that enters the round.
         members: the workers that take part; empty: every member of the group.
         begun: when the wait began.
         thread: the id of the waiting thread.
@@ -166,12 +166,12 @@ class CollectiveWait:
     thread: int
 
     def includes(self, name: str) -> bool:
-        """Say whether a worker takes part."""
+        """Say whether a worker takes part in this round."""
         return not self.members or name in self.members
 
 
 class MemberDirectory(Membership):
-    """The workers of a cluster by name and rank. Thread-safe: single operations on its dict are atomic.
+    """The workers of a cluster by name and rank. Thread-safe, because single operations on ``records`` are atomic.
 
     Attributes:
         records: the workers that are known in this process.
@@ -181,7 +181,7 @@ class MemberDirectory(Membership):
         self.records: dict[str | int, WorkerRecord] = {}
 
     def add(self, record: WorkerRecord) -> None:
-        """Add a worker, replacing a former one of its name."""
+        """Add a worker, and remove a former worker of the same name."""
         former = self.records.get(record.name)
         if former is not None:
             self.remove(former)
@@ -224,7 +224,7 @@ class Group:
         self.barrier = _Barrier(self._names)
         self.reach = Reachability(agent)
         self.waits: list[CollectiveWait] = []  # changed by single, atomic steps
-        self._logged = 0  # the id() of the last exception that was logged
+        self._logged = 0  # the id() of the last exception that waiting() has logged
         agent.on_peer_end.append(self._ended)
 
     def _names(self) -> Set[str]:
@@ -237,7 +237,7 @@ class Group:
             self.barrier.gone(peer.name)
 
     def start(self) -> None:
-        """Begin to serve calls. Calls may be waiting already, so the caller must have installed all handlers."""
+        """Begin to serve calls. The caller must have installed all handlers before, because calls may be waiting already."""
         self._started = True
         self.agent.start(self._doors.sockets)
 
@@ -245,10 +245,10 @@ class Group:
 
     @contextmanager
     def waiting(self, round: str, members: Set[str] = frozenset()) -> Iterator[Callable[[], None]]:
-        """Record a wait in :attr:`waits` within the block.
+        """Record a wait in :attr:`waits` while the ``with`` block runs.
 
-        Yields a function that the waiting loop calls about once a second. After 2 s, it logs the exception that the calling
-        thread is handling, once: ``shutdown()`` in a ``finally`` delays the traceback, without limit if the others never come.
+        Yields a function that the waiting loop calls about once a second. After 2 s, the function logs the exception that the
+        waiting thread handles, once: a ``shutdown()`` in a ``finally`` delays its traceback until all workers have arrived.
         """
         error = sys.exception()
         wait = CollectiveWait(round, members, _time.now(), threading.get_ident())
@@ -272,17 +272,17 @@ class Group:
     # -- the end -----------------------------------------------------------------------------------
 
     def wait_for_all(self, stage: int, timeout: float) -> None:
-        """Wait until every live worker of a fixed group has come to this stage of its shutdown.
+        """Wait until every live worker of a fixed group has reached this stage of its shutdown.
 
         Raises:
-            RpcTimeoutError: not all have within ``timeout`` seconds (0: no limit).
+            RpcTimeoutError: some workers have not reached the stage within ``timeout`` seconds (0: no limit).
         """
         hooks.reach("shutdown.let_go" if stage else "shutdown.called")
         if not self.is_fixed:
             self._together = True
             return
         until = _time.now() + timeout if timeout else float("inf")
-        # If all members whose names sort before this one's have ended, the others ask this worker.
+        # Recorded here as well, because the other workers call this worker after all members before it (by name) have ended.
         self.barrier.reached(stage, self.agent.name)
         with self.waiting(f"shutdown (stage {stage})") as look:
             while True:
@@ -303,8 +303,8 @@ class Group:
                     )
 
     def _first_alive(self) -> Peer:
-        """Return the first member, by name, that is alive and was not given up; this worker, if there is none before it."""
-        # All known peers are checked, so that PATIENCE_S begins now for each that is out of reach, not for one after the other.
+        """Return the first member, by name, that is alive and was not given up; this worker, if no member before it is."""
+        # All known peers are checked, so that PATIENCE_S begins now for all that are out of reach, not for one after the other.
         # No Peer objects are made for the other members, of which there may be thousands.
         known = [peer for peer in self.agent.peers() if peer.name in self._everyone]
         lost = {peer.name for peer in known if peer.state == "alive" and self.reach.is_given_up(peer)}
@@ -326,9 +326,9 @@ class Group:
                 agent.connector.connect(peer, min(until, _time.now() + DIAL_S), "shutdown")
             agent.call(peer, _on_arrival, (stage, agent.name), {}, 0.0, future=future, label=f"{OWN}shutdown")
         except (PeerDiedError, RpcTimeoutError, ProtocolError, LimitError) as error:
-            # This does not prove that it is dead. If it has died, its state says so, and is checked next.
+            # The error does not prove that the member is dead. The caller checks its state next.
             self.reach.failed(peer, error)
-            self.watch_all()  # other members may be out of reach as well: find out for all at once
+            self.watch_all()  # other members may be out of reach as well: connect to all members at once
             _time.sleep(_AGAIN_S)
             return None
         return future
@@ -336,10 +336,10 @@ class Group:
     def _await_answer(
         self, future: Future[None] | None, peer: Peer, stage: int, until: float, look: Callable[[], None]
     ) -> bool:
-        """Wait for the answer of the member that was asked; return False if another must be asked, or at the time-out.
+        """Wait for the answer of the member ``peer``; return False if another member must be called, or at the time-out.
 
-        About once a second, the member that the others ask checks whether the missing members are still waited for; the others
-        check that they have asked the right member.
+        About once a second, the member that the others call checks whether it still waits for the missing members; the others
+        check whether they have called the right member.
         """
         while future is not None:
             look()
@@ -349,11 +349,11 @@ class Group:
             except PeerDiedError:
                 return False
             except DeadlockError:
-                _time.sleep(_AGAIN_S)  # all its threads are blocked at present, which may be temporary
+                _time.sleep(_AGAIN_S)  # all threads of the peer are blocked, perhaps only for now
                 return False
             except RpcTimeoutError:
                 if not future.done():
-                    # If it is done, an enclosing call has timed out, or the answer has just come.
+                    # A future that is done has just got its answer, or an enclosing call has timed out.
                     if peer.is_self:
                         self._review(stage)
                     if _time.now() >= until or self._first_alive() is not peer:
@@ -377,7 +377,7 @@ class Group:
                 self.barrier.gone(peer.name)
 
     def watch_all(self) -> None:
-        """Begin to connect to every worker of the group, so that the end of any of them is noticed. Returns at once.
+        """Begin to connect to every worker of the group, so that this worker notices when a worker ends. Returns at once.
 
         Raises:
             RpcError: the members of the group are not known (only in dynamic groups).
@@ -395,7 +395,7 @@ class Group:
         self.reach.connect_all(peers)
 
     def close(self) -> None:
-        """Leave: close the agent, and remove this worker's entries from the store."""
+        """Leave the group: close the agent, and remove this worker's entries from the store."""
         try:
             hooks.reach("shutdown.closing")
         finally:
@@ -408,7 +408,7 @@ class Group:
                 self.membership.leave()
             except RpcError as error:
                 _log.info("the store through which the workers met has ended: %s", error)
-        if self._together:  # a forced end has no time for this
+        if self._together:  # otherwise the shutdown is forced, and has no time to wait
             self.agent.close(_LET_END_S, max(_LET_END_S, min(_PARTING_S, self.agent.leave_by - _time.now())))
         else:
             self.agent.close(_LET_END_S)
@@ -417,7 +417,7 @@ class Group:
 
 
 def _on_arrival(stage: int, name: str) -> Any:
-    """Answer when all members have arrived. Called by RPC on the worker that is asked."""
+    """Answer when all members have reached the stage. Members call this function on the first living member."""
     worker = current_worker()
     if worker is None or worker.group is None:
         return None
@@ -476,13 +476,13 @@ class _Doors:
         _opened.append(self)
 
     def open(self, settings: Settings, own: str | None, has_key: bool) -> None:
-        """Bind the sockets that the settings, this host's address and the key allow.
+        """Bind the sockets that the settings allow, for this host's address ``own``.
 
         Raises:
             ConfigError: TCP beyond this host was requested without a key.
         """
         if settings.transport != "tcp":
-            # Set before the file exists, so that the file is removed if Ctrl-C comes in between.
+            # Set before the file exists, so that close() also removes the file if Ctrl-C interrupts the next line.
             self.unix_path = keys.socket_path(keys.runtime_directory())
             self.sockets.append(_listen_unix(self.unix_path))
         host = settings.bind or own
@@ -491,7 +491,7 @@ class _Doors:
         host = host or "127.0.0.1"
         if not is_loopback(host) and not has_key and not settings.insecure:
             if settings.bind is None and settings.transport == "auto":
-                return  # one host only: Unix sockets are enough, and no other user may connect
+                return  # on one host, Unix sockets are enough, and other users cannot connect to them
             raise ConfigError(
                 f"this worker would listen on {host!r}, where others can reach it, without a key. Give every worker the same key "
                 f"(ACTORRPC_KEY, ACTORRPC_KEY_FILE or key=), or set insecure=True if the network is yours alone"
@@ -527,7 +527,7 @@ _opened: list[_Doors] = []
 
 
 def close_abandoned() -> None:
-    """Close sockets and files of groups that were not returned to a caller because of Ctrl-C."""
+    """Close the sockets and files of groups whose making was interrupted by Ctrl-C, so that no caller has the group."""
     while _opened:
         _opened.pop().close()
 
@@ -551,7 +551,7 @@ def join(
         maps: ``(worker, device here, device there)``, as in :class:`WorkerRecord`.
 
     Raises:
-        RendezvousError, AuthenticationError, ConfigError: see their messages. No socket, file or thread is left behind.
+        RendezvousError, AuthenticationError, ConfigError: joining has failed. All sockets, files and threads were closed.
     """
     keys.sweep()
     own_key = key if key is not None else keys.find_key()
@@ -601,14 +601,14 @@ def enter(
     host: str | None = None,
     serves: bool = False,
 ) -> Group:
-    """Enter the group that a directory lists; the caller has to call :meth:`Group.start`.
+    """Enter the group of a cluster, whose members ``directory`` lists.
 
-    This function opens the sockets and makes the agent; the caller has to register the worker in the directory.
+    This function opens the sockets and makes the agent. The caller registers the worker and calls :meth:`Group.start`.
 
     Args:
         host: the identity of this host; by default the real one.
-        serves: this process does not continue its script. Objects that the script defines further down are not in its main
-            module, so functions of the main module are not sent by name.
+        serves: this process does not run its script to the end. Objects that the script defines further down are missing in its
+            main module, so functions of the main module are not sent to this worker by name.
 
     Raises:
         ConfigError: no socket can be made.
@@ -634,14 +634,14 @@ def enter(
 
 
 DIAL_S: Final = 2.0
-"""How long one attempt to connect may take, in seconds: as long as a forced shutdown may."""
+"""How long one attempt to connect may take, in seconds: as long as a forced shutdown may take."""
 
 PATIENCE_S: Final = 10.0
 """How long a member may be out of reach, in seconds, before the others stop waiting for it."""
 
 
 class Reachability:
-    """Whether the members can be reached. Thread-safe."""
+    """Records which members can be reached, and connects to members. Thread-safe."""
 
     def __init__(self, agent: Agent, now: Callable[[], float] = time.monotonic) -> None:
         self._agent = agent
@@ -661,7 +661,7 @@ class Reachability:
         self._since.pop(peer.name, None)
 
     def connect_all(self, peers: Iterable[Peer]) -> None:
-        """Begin to connect to the peers that have no connection. Returns at once."""
+        """Begin to connect to those peers that have no connection. Returns at once."""
         for peer in peers:
             self._connect(peer)
 
@@ -682,9 +682,9 @@ class Reachability:
             self._dialling.pop(peer.name, None)
 
     def is_given_up(self, peer: Peer) -> bool:
-        """Say whether a peer has been out of reach for ``PATIENCE_S``; keeps trying to connect to it.
+        """Say whether a peer has been out of reach for ``PATIENCE_S``; if it is out of reach, try to connect again.
 
-        A waiting caller calls this repeatedly: the time runs from the first call that finds the peer out of reach.
+        A waiting thread calls this method repeatedly: the time runs from the first call that finds the peer out of reach.
         """
         conn = peer.conn
         if conn is not None and conn.state is not CLOSED:

@@ -1,4 +1,4 @@
-"""The rank of this process and the number of ranks according to a launcher, and the arguments of ``init_rpc`` that follow.
+"""Reads the rank and the number of ranks from a launcher's variables, and derives the arguments of ``init_rpc`` from them.
 
 The Kubernetes operators set the same variables as torchrun (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``). If these
 are missing, the variables of Slurm and MPI are read. The functions only read variables. Thread-safe.
@@ -21,7 +21,7 @@ __all__ = ["VARIABLES", "Launch", "fill_in", "first_host", "of_environment"]
 VARIABLES: Final = "RANK and WORLD_SIZE (or SLURM_PROCID, OMPI_COMM_WORLD_RANK, PMI_RANK and their sizes)"
 # For jobs whose launcher sets no port: the lowest port, and the number of ports.
 _PORTS: Final = (20_000, 10_000)
-#: launcher, rank, size, rank on this host; the first whose variables are set is used
+#: launcher, and its variables of the rank, the size and the rank on this host; the first launcher with such variables is used
 _NATIVE: Final = (
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -34,9 +34,9 @@ class Launch:
     """The data that a launcher has set.
 
     Attributes:
-        launcher: its name in messages.
-        run: identifies this start of the job. After a restart by torchrun, it differs if the job is on one host; on several
-            hosts, the store may contain data of the previous start.
+        launcher: the launcher's name in messages.
+        run: identifies this start of the job. A restart by torchrun changes ``run`` only if the job is on one host; on several
+            hosts, the store may contain data of the previous start under the same ``run``.
         master: the host of rank 0, with ``port``, where the ranks meet.
     """
 
@@ -71,7 +71,7 @@ def of_environment(environment: Mapping[str, str] | None = None) -> Launch | Non
     """Read the variables of a launcher; return None if there is no launcher.
 
     Raises:
-        ConfigError: a variable is missing, is not valid, or contradicts another.
+        ConfigError: a variable is missing, is not valid, or contradicts another variable.
     """
     given = os.environ if environment is None else environment
     if given.get("ACTORRPC_LAUNCHER") == "none":
@@ -106,7 +106,7 @@ def _of_torchrun(given: Mapping[str, str]) -> Launch:
         ("SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS", "Slurm"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI"),
     ):
-        # Below srun, torchrun has ranks of its own. A script that sets RANK from Slurm's variables must have set it right.
+        # Under srun, torchrun assigns its own ranks. A script that sets RANK from the variables of Slurm must set the same rank.
         if "TORCHELASTIC_RUN_ID" in given or name not in given or size_name not in given:
             continue
         same_size = given[size_name] == str(size)
@@ -117,12 +117,12 @@ def _of_torchrun(given: Mapping[str, str]) -> Launch:
     master = given.get("MASTER_ADDR") or ("127.0.0.1" if size == 1 else "")
     if not master:
         raise ConfigError(
-            f"{what} has set RANK and WORLD_SIZE, but not MASTER_ADDR: the host of rank 0, where all meet"
+            f"{what} has set RANK and WORLD_SIZE, but not MASTER_ADDR: the host of rank 0, where all ranks meet"
         )
     port = _number(given, "MASTER_PORT", what) if size > 1 or given.get("MASTER_PORT") else 29500
     if not 1 <= port <= 65535:
         raise ConfigError(f"MASTER_PORT={port} is not a port: a number from 1 to 65535")
-    # torchrun keeps its store over restarts, and each host counts its own restarts: the counts are only equal on one host.
+    # torchrun keeps its store over restarts. Each host counts its own restarts, so the count is used only on a single host.
     alone = (given.get("GROUP_WORLD_SIZE") or "1") == "1"
     restart = (given.get("TORCHELASTIC_RESTART_COUNT") or "0") if alone else "0"
     run = f"{given.get('TORCHELASTIC_RUN_ID') or 'none'}/{restart}"

@@ -3,7 +3,7 @@
 A *fixed* group (``world_size`` given) forms in rounds: each worker takes a place by an atomic counter and writes its record. The
 last worker reads all records, checks them, and publishes the outcome for which all the others wait: the table of workers, or an
 error that all raise. Each worker does O(1) store operations. The next group in the same store is the next round. A *dynamic*
-group, which workers join and leave at any time, has a key in the store for each name and rank, which one worker claims.
+group, which workers join and leave at any time, has a key in the store for each name and each rank; one worker claims the key.
 
 The caller's thread does all the work. Waits poll in short slices, so that Ctrl-C works, and are bounded. Other processes can
 write to a store: values read from it are checked, no secret and no hash of a secret is written to it, and nothing is unpickled.
@@ -35,13 +35,13 @@ __all__ = ["Membership", "Rendezvous", "StoreLike", "open_store"]
 
 _TABLE, _ERROR, _AGAIN = "table", "error", "again"
 _LEFT: Final = b"left"  # the value of a name's or rank's key after its holder has left
-# Rounds that may be repeated because of records that look like leftovers; after that they are an error.
+# How many rounds are repeated because of records that a killed run may have left in the store; then such records are an error.
 _TRIES: Final = 2
-_GRACE: Final = 2.0  # how long the others may take to read the outcome after it was published
+_GRACE: Final = 2.0  # how long the other workers may take to read the outcome after it was published
 
 
 class StoreLike(Protocol):
-    """The methods of a store that are used here; all of torch's stores have them."""
+    """The methods of a store that this module calls; all of torch's stores have them."""
 
     def set(self, key: str, value: Any, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -58,7 +58,7 @@ class Membership:
         """Remove this worker from the list of a dynamic group."""
 
     def close(self) -> None:
-        """Leave, and remove the files and connections by which others find this worker. Idempotent."""
+        """Leave the group, and remove the files and connections by which other workers find this worker. Idempotent."""
 
 
 class Rendezvous(Membership):
@@ -102,9 +102,9 @@ class Rendezvous(Membership):
         return self._own_key is not None
 
     def enter(self, record: WorkerRecord) -> WorkerRecord:
-        """Join a dynamic group without reading its members; return the record that is in force, with its rank.
+        """Join a dynamic group without reading its members; return ``record`` with the assigned rank.
 
-        Its cost does not grow with the group.
+        The number of store operations does not grow with the group.
 
         Raises:
             RendezvousError: the name or the rank is taken, or the store failed.
@@ -119,8 +119,8 @@ class Rendezvous(Membership):
         the result, which has the workers that have joined so far.
 
         Raises:
-            RendezvousError: a worker did not come in time, a name or rank is taken, some workers cannot reach
-                each other, or the store failed. In a fixed group all workers raise it at once.
+            RendezvousError: a worker did not join in time, a name or rank is taken, some workers cannot reach
+                each other, or the store failed. In a fixed group all workers raise this error at once.
         """
         if self.world_size is None:
             mine = self.enter(record)
@@ -133,7 +133,7 @@ class Rendezvous(Membership):
                 for each in table.values():
                     self._table[each.name] = self._table[each.rank] = each
                 self.record = record
-                self._forget_key_file()  # every worker has read it before joining
+                self._forget_key_file()  # every worker has read the key file before it joined
                 return table
             if kind == _ERROR:
                 self._see_others_off()
@@ -167,14 +167,14 @@ class Rendezvous(Membership):
             if new:
                 names = self._store_op("multi_get", [f"log/{n}" for n in new])
                 self._names.update(zip(new, (_text(name) for name in names), strict=True))
-            # A worker that has rejoined is in the log twice.
+            # The log has a name twice if its worker has rejoined.
             known = list(dict.fromkeys(self._names.values()))
         values = self._store_op("multi_get", [f"name/{name}" for name in known]) if known else []
         found = [WorkerRecord.from_bytes(value) for value in values if value != _LEFT]
         return sorted(found, key=lambda each: each.rank)
 
     def leave(self) -> None:
-        """Leave a dynamic group: the name and the rank may be taken by others. Idempotent."""
+        """Leave a dynamic group, so that other workers may take the name and the rank. Idempotent."""
         record, self.record = self.record, None
         if record is not None and self.world_size is None:
             self.remove(record)
@@ -185,7 +185,7 @@ class Rendezvous(Membership):
         self._store_op("compare_set", f"rank/{record.rank}", _tag(record), _LEFT)
 
     def close(self) -> None:
-        """Leave, remove the key file and release the store. Raises nothing: the store's host may have ended."""
+        """Leave, remove the key file and release the store. Ignores errors of the store, whose host may have ended."""
         self._forget_key_file()
         try:
             self.leave()
@@ -234,7 +234,7 @@ class Rendezvous(Membership):
         ``host`` read it.
 
         Raises:
-            AuthenticationError: only some were given a key, or this worker cannot read the file.
+            AuthenticationError: only some workers were given a key, or this worker cannot read the file.
             RendezvousError: no worker made a key in time, or the store failed.
         """
         self._own_key, self._host = own_key, host
@@ -278,7 +278,7 @@ class Rendezvous(Membership):
                 raise RendezvousError(
                     str(payload)
                     if kind == _ERROR
-                    else "the others met before rank 0 had announced the group's key: start all of them again"
+                    else "the other workers met before rank 0 had announced the group's key: start all workers again"
                 )
             self._round = None
 
@@ -290,13 +290,13 @@ class Rendezvous(Membership):
                 try:
                     key = self._accept(announcement, own_key, host)
                 except AuthenticationError:
-                    # The key may belong to an earlier group in this store that is over.
+                    # The key may belong to an earlier group in this store whose workers have all ended.
                     alive = any(not _is_dead(each, host) for each in self.members())
                     if alive or _time.now() > deadline:
                         raise
                 else:
                     if announcement[0] == "file" and self._key_file is None:
-                        # Later workers must be able to read it after the present ones have ended.
+                        # Workers that join later must be able to read the key after the present workers have ended.
                         self._key_file = keys.link_key_file(announcement[1])
                     return key
             key, mine = self._offer(own_key, host)
@@ -338,10 +338,10 @@ class Rendezvous(Membership):
         return self.world_size or 0
 
     def _in_round(self, key: str, deadline: float) -> str:
-        """Return the store's key for ``key`` in this worker's round. If the worker has no round yet, take a place in one."""
+        """Return the store's key for ``key`` in this worker's round. Take a place in a round if the worker has none."""
         while self._round is None:
             number, slot = divmod(self._store_op("add", "arrivals", 1) - 1, self._size())
-            # The other workers may have given the round up before it was full: then take a place in the next round.
+            # The other workers may have given up this round before it was full. Then this worker takes a place in the next round.
             if slot == 0 or not self._store_op("check", [f"{number}/outcome"]):
                 self._round = number, slot
             elif _time.now() > deadline:
@@ -358,25 +358,25 @@ class Rendezvous(Membership):
             places = [self._in_round(f"record/{n}", deadline) for n in range(self._size())]
             self._publish(*self._judge(self._store_op("multi_get", places), record.host))
         if not self._wait_for(deadline, outcome):
-            # The first worker that times out finds the missing workers; the others read their names from the store.
+            # The first worker that times out publishes the names of the missing workers; the others read this outcome.
             late = self._store_op("add", self._in_round("late", deadline), 1)
             if late == 1 or not self._wait_for(_time.now() + _GRACE, outcome):
                 self._publish(_ERROR, self._name_missing(deadline))
         return _read_outcome(self._store_op("get", outcome))
 
     def _publish(self, kind: str, payload: Any) -> None:
-        """Publish the outcome of the round, unless there is one."""
+        """Publish the outcome of the round, unless another worker has published an outcome."""
         self._store_op("compare_set", self._in_round("outcome", 0.0), "", _pack(kind, payload))
 
     def _judge(self, values: Iterable[bytes], own_host: str) -> tuple[str, Any]:
-        """Return the outcome of a round to which all workers have come."""
+        """Return the outcome of a round in which all workers have written their records."""
         try:
             records = [WorkerRecord.from_bytes(value) for value in values]
         except RendezvousError as error:
             return _ERROR, str(error)
         ranks, names = Counter(r.rank for r in records), Counter(r.name for r in records)
         twice = [r for r in records if ranks[r.rank] > 1]
-        # A run that was killed during its rendezvous leaves such records. The living workers then meet again.
+        # A run that was killed during its rendezvous may have left records with the same ranks. The living workers meet again.
         if self._calls_off < _TRIES and (twice or any(_is_dead(r, own_host) for r in records)):
             return _AGAIN, ""
         if twice or any(not 0 <= r.rank < self._size() for r in records):
@@ -445,7 +445,7 @@ class Rendezvous(Membership):
                 return mine
             if wanted >= 0:
                 name = _tag_name(holder)
-                raise RendezvousError(f"rank {wanted} is taken by {name!r}; leave it out to be given one")
+                raise RendezvousError(f"rank {wanted} is taken by {name!r}; omit rank= to be assigned one")
             if _time.now() > deadline:
                 raise RendezvousError(
                     f"no free rank was found within {self.timeout:g} s, because many workers join at once: call init_rpc() again"
@@ -469,7 +469,7 @@ class Rendezvous(Membership):
 
     def _tag_is_free(self, tag: bytes, mine: WorkerRecord) -> bool:
         holder = self.resolve(_tag_name(tag))
-        # A holder that is not found by its name has claimed the rank, and is about to claim the name.
+        # If no record has the holder's name, the holder has claimed the rank and is about to claim the name: not free.
         return holder is not None and (_tag(holder) != tag or _is_dead(holder, mine.host))
 
     # -- the store ---------------------------------------------------------------------------------------
@@ -479,7 +479,7 @@ class Rendezvous(Membership):
         return self._store_op("get", key) if self._store_op("check", [key]) else None
 
     def _wait_for(self, deadline: float, *places: str) -> bool:
-        """Wait until one of these keys has a value."""
+        """Wait until one of the keys ``places`` has a value; return False at the deadline."""
         return self._wait(lambda: any(self._store_op("check", [place]) for place in places), deadline)
 
     def _wait(self, done: Callable[[], bool], deadline: float) -> bool:
@@ -506,7 +506,7 @@ class _Released:
         raise RuntimeError("this worker has left its group: call init_rpc() to join one")
 
 
-_OTHERS: Final = "something else has written to it, or another version of actorrpc: give the group a port or a file of its own"
+_OTHERS: Final = "another program or another version of actorrpc has written to the store: give the group its own port or file"
 _NO_SENSE: Final = f"the store's data about the group cannot be read; {_OTHERS}"
 
 
@@ -538,7 +538,7 @@ def _read_table(payload: Any, own: WorkerRecord) -> dict[str, WorkerRecord]:
         if table.get(own.name) == own:
             return table
     raise RendezvousError(
-        "the store lists the workers of the group, and this worker is not among them: start all of them again"
+        "the store lists the workers of the group without this worker: start all workers again"
     )
 
 
@@ -555,7 +555,7 @@ def _text(data: bytes) -> str:
 
 
 def _is_dead(record: WorkerRecord, own_host: str) -> bool:
-    """Whether a worker has certainly ended; False for workers of other hosts, whose processes are not visible."""
+    """Whether a worker has certainly ended; False for workers of other hosts, whose processes this worker cannot see."""
     return record.host == own_host and record.pid > 0 and keys.process_start(record.pid) is None
 
 

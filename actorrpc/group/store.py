@@ -1,11 +1,11 @@
 """Opens the store in which workers meet, as named by an ``init_method``.
 
 ``env://`` (also under torchrun, whose agent serves the store), ``tcp://host:port`` and ``file:///path`` are
-opened here rather than by torch's own helpers. Those wait for all workers inside C++, where Ctrl-C has
+opened by this module rather than by torch's helpers. Torch's helpers wait for all workers inside C++, where Ctrl-C has
 no effect and the missing workers are not known, and they exceed their time-out. Other schemes are passed to the handlers
 that were registered with torch.
 
-The caller's thread does all the work except connecting. A separate thread connects, and may be left behind
+The caller's thread does all the work except connecting. A separate thread connects, and may stay blocked
 if a server does not answer. Every wait is bounded and can be interrupted. This module reads no value from the store.
 """
 
@@ -55,7 +55,7 @@ class StoreMeeting:
         """Read ``env://``, ``tcp://host:port`` or ``file:///path``, with or without ``?rank=&world_size=``.
 
         Raises:
-            ConfigError: it cannot be parsed, or two sources contradict each other.
+            ConfigError: ``init_method`` cannot be parsed, or two sources of a number contradict each other.
         """
         url = urlsplit(init_method) if isinstance(init_method, str) else None
         if url is None or not url.scheme:
@@ -107,7 +107,7 @@ class StoreMeeting:
         """Open the store.
 
         Raises:
-            RendezvousError: it cannot be reached within ``timeout`` seconds.
+            RendezvousError: the store cannot be reached within ``timeout`` seconds.
         """
         deadline = _time.now() + timeout
         if self.kind == "file":
@@ -124,7 +124,7 @@ class StoreMeeting:
             if self.kind == "file":
                 return FileStore(self.path, self.world_size or -1)
             if self.kind == "tcp":
-                # TCPStore must not wait for workers: it would ignore Ctrl-C and not know who is missing.
+                # TCPStore must not wait for workers: it would ignore Ctrl-C, and its error would not name missing workers.
                 return TCPStore(
                     self.host,
                     self.port,
@@ -148,7 +148,7 @@ class StoreMeeting:
         return f"the store in {self.path!r}" if self.kind == "file" else f"the store {self.url!r}"
 
     def _wait_for_server(self, deadline: float) -> None:
-        # The store's own client exceeds its time-out, prints stacks and ignores Ctrl-C.
+        # torch's client of the store exceeds its time-out, prints stacks and ignores Ctrl-C.
         problem: list[OSError] = []
 
         def reachable() -> bool:
@@ -171,9 +171,9 @@ class StoreMeeting:
 def open_store(
     init_method: str, rank: int | None, world_size: int | None, timeout: float
 ) -> tuple[Store, int, int | None]:
-    """Open the store that ``init_method`` names; return it with the rank and world size that are in force.
+    """Open the store that ``init_method`` names; return the store, and the rank and world size in force.
 
-    The rank is -1 if it was not given, the world size None for a dynamic group.
+    The rank is -1 if no rank was given; the world size is None for a dynamic group.
 
     Raises:
         ConfigError: the arguments are not valid.

@@ -81,14 +81,14 @@ _ANSWERING_S = (
 _SETTLE_S = 30.0  # how long shutdown waits for the last references after every live worker has called it
 
 
-#: Set by higher packages. Each function is called with a new worker before the first call is served, and returns a function
-#: ``end(graceful)``. At the end of the worker these are called, in reverse order; again with False if Ctrl-C
-#: interrupts a graceful end.
+#: Higher packages add functions. Each function is called with a new worker before the worker serves its first call, and returns
+#: a function ``end(graceful)``. When the worker ends, the returned functions are called in reverse order; if Ctrl-C interrupts
+#: ``end(True)``, ``end(False)`` is called too.
 on_start: list[Callable[[Worker], Callable[[bool], None]]] = []
 
 
-_before = 0.0  # the interpreter's switch interval before this worker, in seconds; 0: it was not changed
-# Guards joining and leaving; never held while waiting for other workers.
+_before = 0.0  # the interpreter's switch interval in seconds before the worker changed it; 0: no worker has changed it
+# Guards joining and leaving. A joining thread holds the lock while it waits for other workers; a leaving thread does not.
 _lock = threading.Lock()
 
 
@@ -160,7 +160,7 @@ def join(name: str, rank: int, world_size: int | None, options: RpcBackendOption
 
     def make() -> Group:
         settings = options.settings()
-        Tls.load(settings)  # raises the errors of the certificates before anything is sent
+        Tls.load(settings)  # raises errors of the certificates before this worker sends anything
         if store is None:
             found, own_rank, size = open_store(options.init_method, rank, world_size, _JOIN_TIMEOUT)
         else:
@@ -198,8 +198,8 @@ def install(
         what: names this process in messages: "a worker of ...".
         namespace: the default namespace of actors.
         ready: called with the worker before the first call is served.
-        stop: called at the end, before the agent is closed, as ``stop(graceful, seconds)``: the seconds that it may take; with 0
-            it chooses them itself.
+        stop: called as ``stop(graceful, seconds)`` before the agent is closed. It may take ``seconds``; with 0, it chooses its
+            own limit.
 
     Raises:
         RuntimeError: RPC is initialised already.
@@ -209,7 +209,7 @@ def install(
         if is_initialized():
             raise RuntimeError(f"RPC is already initialized: this process is {_require().what}")
 
-        # A signal handler that raised between two of these steps would leave threads and sockets behind. Waits run handlers.
+        # Signal handlers run only in waits: a handler that raised between two steps of _enter() would leave threads and sockets.
         defer_during(partial(_enter, make, timeout, what, namespace, ready, stop))
 
 
@@ -255,7 +255,7 @@ def worker_of(group: Group, timeout: float, what: str, namespace: str = "") -> W
 
 
 def _run_shutdown_hooks(worker: Worker, graceful: bool) -> None:
-    """Call the functions that end the higher packages, each once; again only if a signal handler interrupts a graceful end."""
+    """Call each shutdown hook of the higher packages once; :func:`close` calls a hook again that a signal handler interrupts."""
     while worker.shutdown_hooks:
         hook = worker.shutdown_hooks[-1]
         if not graceful:
@@ -266,7 +266,7 @@ def _run_shutdown_hooks(worker: Worker, graceful: bool) -> None:
             if is_of_handler(error):
                 raise
             _log.exception(
-                "a part of worker %r raised at its end; the others end all the same", worker.agent.name
+                "a shutdown hook of worker %r has raised; the other hooks run all the same", worker.agent.name
             )
         if graceful:
             # Removed after its call: if a signal handler raises in the hook, close() runs the hook again, with graceful=False.
@@ -275,7 +275,7 @@ def _run_shutdown_hooks(worker: Worker, graceful: bool) -> None:
 
 @uninterruptible
 def close(worker: Worker) -> None:
-    """End at once all parts of a worker that still run. Takes some seconds at most.
+    """End all parts of a worker that still run, without waiting for other workers. Takes some seconds at most.
 
     The caller ensures that no other thread closes the worker at the same time.
     """
@@ -299,8 +299,8 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         graceful: serve calls until every live worker of a fixed group has called ``shutdown``, then release
             all RRefs. In the embedded cluster: let actors and processes end by themselves. If False, end at
             once: unanswered calls fail with ShutdownError.
-        timeout: seconds in total. 0 waits for live workers of a group as long as they work, and for at most
-            30 s more; in the embedded cluster, for 5 s. After that, the remaining processes are killed.
+        timeout: seconds in total. 0 waits without limit until all live workers of the group have called ``shutdown``, and then
+            for at most a minute; in the embedded cluster, for 5 s, after which the remaining processes are killed.
 
     Raises:
         RpcTimeoutError: other workers did not call ``shutdown`` in time. This worker is shut down nevertheless.
@@ -316,7 +316,7 @@ def leave(
     """Do what :func:`shutdown` does, and return the references that other workers still hold at a graceful end.
 
     Args:
-        let_go: called when no worker executes calls; by default :func:`let_go_of_all`, which releases all RRefs.
+        let_go: called when no worker executes calls any more; by default :func:`let_go_of_all`, which releases all RRefs.
 
     Raises:
         RpcTimeoutError: as :func:`shutdown`.
@@ -337,7 +337,7 @@ def leave(
             if worker.in_force:
                 close(worker)
                 set_worker(None)
-        checkpoint()  # raises for a Ctrl-C that was pressed meanwhile
+        checkpoint()  # runs the handlers that were deferred meanwhile, which may raise (Ctrl-C)
 
 
 def _set_switch_interval(wanted: float | None) -> None:
@@ -380,7 +380,7 @@ def _end_together(worker: Worker, until: float, let_go: Callable[[], None]) -> S
         stop(True, left())
         return ()  # all other workers have ended
     let_go()
-    # Half of the time, so that other workers, which wait for this one, do not time out.
+    # At most half of _SETTLE_S, so that the other workers, which wait for this worker in wait_for_all(1), do not time out.
     references.settle(min(until, _time.now() + _SETTLE_S / 2))
     group.wait_for_all(1, min(left() or _SETTLE_S, _SETTLE_S))
     # A value may have been created here in the meantime; the message that deletes it has been sent, but may not have been read.
@@ -392,7 +392,7 @@ def _end_together(worker: Worker, until: float, let_go: Callable[[], None]) -> S
 def _answer_all(worker: Worker, until: float) -> None:
     """Wait until the calls that this worker executes are answered, except for the call that runs this function.
 
-    They may include the call by which another worker made this worker leave.
+    These calls may include a call by which another worker made this worker leave the group.
     """
     pause = 0.0005
     while _time.now() < until and _executes(worker):
@@ -420,7 +420,7 @@ def _at_exit() -> None:
     """End the worker of a program that exits without shutdown, without waiting for other workers."""
     worker = here.worker
     if worker is not None and worker.in_force and os.getpid() == worker.agent.record.pid:
-        # Without the lock: a daemon thread that holds it never runs again.
+        # The lock is not taken: a daemon thread that holds the lock never runs again.
         close(worker)
 
 
@@ -504,13 +504,13 @@ def rpc_sync(
         to: the worker's name, rank or WorkerInfo; it may be this worker.
         func: any callable: importable functions and classes are sent as names, others (lambdas, closures) by value.
         args, kwargs: its arguments; tensors are sent with their contents at the time of this call.
-        timeout: seconds; default that of the group; 0 means none. A call made from inside a call also ends
-            with that one.
+        timeout: seconds; default :func:`get_rpc_timeout`; 0 means none. A call that is made within another call also ends at the
+            deadline of the other call.
 
     Raises:
         RpcTimeoutError, PeerDiedError, BackpressureError: the call got no answer; ``maybe_executed`` says
             whether it may have run.
-        SerializationError, LimitError: it was not sent.
+        SerializationError, LimitError: the call was not sent.
         RemoteError: the function raised; the error is an instance of the function's exception class, too.
         UnknownWorkerError: there is no such worker.
     """
@@ -528,8 +528,8 @@ def rpc_async(
     """Call a function on a worker and return a Future of its result at once.
 
     Consecutive calls may be sent together, at the latest after 0.2 ms or when a thread waits for one of them.
-    The arguments are copied before this returns, so tensors may be changed after that. Large tensors
-    that are not sent through shared memory have been sent when this returns. Arguments and errors as for
+    The arguments are copied before this function returns, so tensors may be changed after that. Large tensors
+    that are not sent through shared memory have been sent when this function returns. Arguments and errors as for
     :func:`rpc_sync`.
     """
     future: Future[T] = Future()
@@ -545,7 +545,7 @@ def send(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> None:
-    """Do what :func:`rpc_async` does, with the caller's own future. For higher packages."""
+    """Do what :func:`rpc_async` does, and complete the caller's own future. For higher packages."""
     agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     agent.send(Call(agent, peer, func, seconds, future), func, args, kwargs)
 
@@ -559,7 +559,7 @@ def remote(
 ) -> RRef[T]:
     """Call a function on a worker, keep its result there, and return an RRef to it at once.
 
-    Every use of the RRef raises the error of the call, if it fails. Arguments as for :func:`rpc_sync`.
+    If the call fails, every use of the RRef raises the error of the call. Arguments as for :func:`rpc_sync`.
     """
     agent, peer, args, kwargs, seconds = _prepare(to, func, args, kwargs, timeout)
     label = getattr(func, "__qualname__", None) or repr(func)
@@ -603,7 +603,7 @@ def add_shutdown_hook(hook: Callable[[bool], None]) -> None:
 
 
 def what() -> str | None:
-    """Say in words what this process is, if RPC is initialised in it."""
+    """Return a description of this process for messages ("a worker of ..."); None if RPC is not initialised."""
     return _require().what if is_initialized() else None
 
 
@@ -616,7 +616,7 @@ def set_rpc_timeout(timeout: float) -> None:
     """Set the default time-out of later calls of this worker, in seconds; 0 means none.
 
     Raises:
-        ConfigError: it is not a number of seconds >= 0.
+        ConfigError: ``timeout`` is not a number of seconds >= 0.
     """
     _require().timeout = check_timeout(timeout)
 
@@ -649,13 +649,13 @@ class WorkerState:
     """The state of one worker, as far as the calling worker knows it.
 
     Attributes:
-        name: its name in the group.
-        rank: its number in the group.
+        name: the worker's name in the group.
+        rank: the worker's number in the group.
         state: ``"alive"``; ``"suspect"``: connected, but silent for two heartbeats; ``"dead"``: its process ended, or
-            it was silent for too long; ``"left"``: it shut down. The last two are final.
-        last_seen: seconds since its last message; 0 for the calling worker, None if there has been no contact.
-        host: the machine that it runs on: the name of this machine, or the address of another machine.
-        pid: its process id.
+            it was silent for too long; ``"left"``: it shut down. ``"dead"`` and ``"left"`` are final.
+        last_seen: seconds since the worker's last message; 0 for the calling worker, None if there has been no contact.
+        host: the machine on which the worker runs: the name of this machine, or the address of another machine.
+        pid: the worker's process id.
     """
 
     name: str
@@ -669,9 +669,9 @@ class WorkerState:
 def workers() -> list[WorkerState]:
     """Return the state of every worker of the group, this one included, by rank. Thread-safe.
 
-    The list includes the last 128 ended workers that this worker had contact with. A worker without contact counts as alive
-    since it joined. If workers may join at any time, the store or the driver is asked for the members; if it does not answer,
-    the list has the workers that this worker knows.
+    The list includes the last 128 ended workers that this worker had contact with. A worker without contact is listed
+    as alive. If workers may join at any time, this function asks the store or the driver for the members; without an answer, the
+    list has only the workers that this worker knows.
 
     Raises:
         NotInitializedError: RPC is not initialised in this process.
@@ -724,11 +724,11 @@ def on_member_change(callback: Listener) -> Callable[[], None]:
     but the next change waits until it has returned. Its exceptions are logged. It is not called for joining, nor after
     this worker has shut down.
 
-    This worker connects to all others (in the background), and so notices when one ends. A worker that joins later is watched
-    from the first contact with it.
+    This worker connects to all other workers (in the background), and so notices when a worker ends. A worker that joins later is
+    watched from the first contact with it.
 
     Returns:
-        A function without arguments that ends the calls. It may be called more than once, and on any thread.
+        A function without arguments that removes the callback. It may be called more than once, and on any thread.
 
     Raises:
         NotInitializedError: RPC is not initialised in this process.

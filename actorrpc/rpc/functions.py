@@ -1,9 +1,9 @@
 """Decorators of users' functions: ``async_execution``, and the permissions of the data-only mode.
 
-``async_execution`` only marks a function whose answer is the value of a future; the executor acts on the mark.
+``async_execution`` only marks a function that returns a future; the executor answers such a call with the future's value.
 
-A group is joined with ``data_only=True`` (or ``ACTORRPC_DATA_ONLY=1``); from then on its peers may send data and call
-exposed functions (:func:`exposed`, :func:`allow`, :class:`Named`), by ``rpc_sync``, ``rpc_async`` and ``remote``, and fetch
+A worker that joins with ``data_only=True`` (or ``ACTORRPC_DATA_ONLY=1``) is in the data-only mode: its peers may only send data,
+call exposed functions (:func:`exposed`, :func:`allow`, :class:`Named`) by ``rpc_sync``, ``rpc_async`` and ``remote``, and fetch
 results of ``remote``. Methods of an RRef's value, functions by value, actors and distributed autograd are refused, because with
 them a peer could run any code. This module also allows the functions and classes that these calls and ``shutdown`` need.
 """
@@ -35,7 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def async_execution(fn: F) -> F:
-    """Mark a function that returns a Future: its RPC is answered when that future completes.
+    """Mark a function that returns a Future: a call of the function is answered when this future completes.
 
     The function runs on a worker thread up to its return; from then on no thread waits. The value (or the
     error) of the returned ``torch.futures.Future`` or ``actorrpc.Future`` goes to the caller. Works with
@@ -53,7 +53,7 @@ def async_execution(fn: F) -> F:
 
     if not callable(fn):
         raise TypeError(
-            f"async_execution marks functions, not {say(fn, repr)}: on methods it goes under @staticmethod and @classmethod"
+            f"async_execution marks functions, not {say(fn, repr)}: on methods it must be below @staticmethod and @classmethod"
         )
 
     @functools.wraps(fn)

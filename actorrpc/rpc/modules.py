@@ -1,7 +1,7 @@
 """Functions that run on the worker of an nn.Module, for workers that have a reference to it.
 
-:class:`~actorrpc.nn.RemoteModule` calls these functions through :func:`~actorrpc.rpc.rref.call_with_value`, and the handles of
-actors whose class is a module through the actor's mailbox. The functions take the module itself, run on its owner, on the
+:class:`~actorrpc.nn.RemoteModule` calls these functions through :func:`~actorrpc.rpc.rref.call_with_value`; handles of actors
+whose class is a module call them through the actor's mailbox. The functions take the module itself, run on its owner, on the
 thread of the call, and return values that can be sent: RRefs in place of parameters, never the module. They take no locks: calls
 of ``to`` and ``forward`` of one module at the same time do what they do on two threads of torch.
 """
@@ -37,7 +37,7 @@ __all__ = [
 # The devices of modules that are not on the CPU: the tensors of calls are moved there. The owner has this table, because
 # several workers may move a module.
 _placed: Final[weakref.WeakKeyDictionary[nn.Module, torch.device]] = weakref.WeakKeyDictionary()
-_AT_HOME: Final = ("cpu", "meta")  # tensors are not moved from or to these devices
+_AT_HOME: Final = ("cpu", "meta")  # calls move no tensors from or to modules on these devices
 _LOADING: Final = "Error(s) in loading state_dict"  # the beginning of torch's error that lists several errors
 
 
@@ -58,7 +58,7 @@ def create(
     """Make a module and move it to a device.
 
     Args:
-        module_cls: its class, an actor class, or a function that returns a module.
+        module_cls: the module's class, an actor class, or a function that returns a module.
 
     Raises:
         ValueError: ``module_cls`` returned another object than a module.
@@ -82,7 +82,7 @@ def forward(module: nn.Module, device: str, args: tuple[Any, ...], kwargs: dict[
     future completes.
 
     Args:
-        device: the module's device, if this worker has not recorded one.
+        device: the module's device according to the caller, used if this worker has not recorded a device.
     """
     place = _placed.get(_module(module))
     if place is None and device not in _AT_HOME:
@@ -122,7 +122,7 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _note_place(module: nn.Module) -> str | None:
-    """Record the device of a module, and return it; None for a module without tensors."""
+    """Record the device of a module, and return the device; None for a module without tensors."""
     tensor: torch.Tensor | None = next(iter(module.parameters()), None)
     if tensor is None:
         tensor = next(iter(module.buffers()), None)
@@ -139,12 +139,12 @@ def _note_place(module: nn.Module) -> str | None:
 
 
 def parameter_rrefs(module: nn.Module, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-    """Return RRefs, of this worker, to the parameters of a module, each once.
+    """Return one RRef, owned by this worker, for each parameter of a module.
 
-    They keep the parameters alive, not the module. Two calls give different RRefs to the same parameters.
+    The RRefs keep the parameters alive, not the module. Two calls give different RRefs to the same parameters.
 
     Args:
-        recurse: include the parameters of modules within it.
+        recurse: include the parameters of submodules.
     """
     return [RRef(each) for each in _module(module).parameters(recurse)]
 
@@ -161,7 +161,7 @@ def named_parameter_rrefs(
 
 
 def state_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return the module's ``state_dict(...)``, its tensors on the CPU."""
+    """Return the module's ``state_dict(...)`` with all tensors on the CPU."""
     state = _module(module).state_dict(*args, **kwargs)
     if not isinstance(state, dict):  # a class may override the method
         return state
@@ -180,10 +180,10 @@ def state_of(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def load_state(
     module: nn.Module, state: Mapping[str, Any], metadata: Mapping[str, Any] | None, assign: bool
 ) -> tuple[list[str], list[str], list[str]]:
-    """Load a state into a module as far as it fits.
+    """Load the entries of a state dict that fit into a module.
 
     Args:
-        metadata: torch's versions of the parts, by their names.
+        metadata: the attribute ``_metadata`` of torch's state dict: the versions of submodules by name.
         assign: put the tensors themselves into the module, instead of copying them into the module's tensors.
 
     Returns:
@@ -195,7 +195,7 @@ def load_state(
     options = {"assign": True} if assign else {}  # a class that overrides the method may lack the argument
     keys: list[Any] = []
     wrong: list[str] = []
-    # If load_state_dict raises, the error does not list the missing keys; a hook gets them before that.
+    # If load_state_dict raises, the error does not list the missing keys; a hook gets the keys before the error is raised.
     handle = _module(module).register_load_state_dict_post_hook(lambda _, found: keys.append(found))
     try:
         keys.append(module.load_state_dict(loaded, strict=False, **options))
@@ -216,10 +216,10 @@ def load_state(
 def change_module(
     module: nn.Module, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Call a method that changes the module; the result of the method is dropped.
+    """Call a method that changes the module; the result of the method is discarded.
 
     Returns:
-        The device that the module is on after that; None if it has no tensors.
+        The device of the module after the call; None if the module has no tensors.
     """
     getattr(_module(module), name)(*args, **kwargs)
     return _note_place(module)

@@ -60,9 +60,9 @@ class RpcBackendOptions:
         advertise: the address to give to other workers, if it is not ``bind`` (NAT, containers, a proxy): ``host`` or
             ``host:port``; ``[host]:port`` for IPv6.
         port: the TCP port to listen on; default any.
-        key: the group's shared key; default ``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``, or one made for this
-            host.
-        insecure: listen without a key on addresses that others can reach. Warns.
+        key: the group's shared key; default ``ACTORRPC_KEY``, ``ACTORRPC_KEY_FILE``, or a key that the first worker makes for
+            its host.
+        insecure: listen without a key on addresses that others can reach. Logs a warning.
         tls_cert: the file (PEM) of this worker's certificate. With this option, ``tls_key`` and ``tls_ca``, TCP connections use
             TLS only.
         tls_key: the file (PEM) of the private key of that certificate.
@@ -73,14 +73,14 @@ class RpcBackendOptions:
         data_only: accept only data from peers, and let them call exposed functions only (:func:`actorrpc.rpc.exposed`).
         max_threads: the most worker threads of this process (default 512).
         spin_us: how long a thread may spin before it sleeps (default 100; 0: never).
-        lane: whether large tensors go through shared memory on one host (default True).
-        window: bytes of calls that a peer may leave unread before callers wait (default 64 MiB).
+        lane: whether large tensors are sent through shared memory on one host (default True).
+        window: bytes of calls that a peer may leave unread before callers block (default 64 MiB).
         heartbeat: seconds of silence after which a connected peer is sent a ping (default 2).
         heartbeat_misses: a peer that is silent for so many heartbeats is declared dead (default 5, at least 2), except a
             peer on the same host whose process runs. Between hosts, short times (``heartbeat=0.2``: a death is found
             within 1 s) also declare a peer dead that holds the GIL in C code for so long.
 
-    ``None`` means the ``ACTORRPC_*`` variable, or else the default.
+    ``None`` means the value of the option's ``ACTORRPC_*`` variable, or else the default.
 
     Raises:
         ConfigError: a value cannot be used.
@@ -110,7 +110,7 @@ class RpcBackendOptions:
         heartbeat: float | None = None,
         heartbeat_misses: int | None = None,
     ) -> None:
-        # The key first: a report of a later error may show the variables of this function.
+        # The key is hidden first, because a report of a later error may show the local variables of this method.
         #: the group's shared key; None: that of the environment
         self.key, wrong = _hidden(key)
         del key
@@ -129,7 +129,7 @@ class RpcBackendOptions:
     _extra: Mapping[str, Any] = MappingProxyType({})
 
     def ready(self, worker: Worker) -> None:
-        """Do nothing. Subclasses override this; it is called with the new worker before the worker serves its first call."""
+        """Do nothing. Subclasses override this method, which is called with the new worker before it serves calls."""
 
     def settings(self) -> Settings:
         """Return the settings of the agent, from these options and the environment.
@@ -140,7 +140,7 @@ class RpcBackendOptions:
         return Settings.from_environment(**self._extra)
 
     def placements(self) -> tuple[tuple[str, ...], tuple[tuple[str, str, str], ...]]:
-        """Return the devices that may be used, and rows of a device map: worker, device here, device there."""
+        """Return the devices that may be used, and the rows (worker, device here, device there) of device maps."""
         return (), ()
 
     @property
@@ -180,7 +180,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         init_method: where the workers meet. Default ``env://``.
         device_maps: worker name -> {device here: device there}, for tensors that are not on the CPU.
         devices: the local devices that may be used; default: the devices of the maps.
-        _transports, _channels: accepted and ignored: only TensorPipe has them.
+        _transports, _channels: accepted without effect, because only TensorPipe has them.
 
     Further keywords: see :class:`RpcBackendOptions`.
 
@@ -250,7 +250,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.device_maps[to] = merged
 
     def placements(self) -> tuple[tuple[str, ...], tuple[tuple[str, str, str], ...]]:
-        """Return the devices that may be used, and rows of a device map: worker, device here, device there."""
+        """Return the devices that may be used, and the rows (worker, device here, device there) of device maps."""
         maps = (
             (to, str(here), str(there))
             for to, each in self.device_maps.items()
@@ -278,7 +278,7 @@ def _hidden(key: Any) -> tuple[Key | None, ConfigError | None]:
 
 
 def _numbered(value: Any) -> torch.device:
-    """Return the device of a map with its number, ``cuda:0``: the devices of tensors always have one."""
+    """Return the device of a map, which must have a number (``cuda:0``), as the devices of tensors have."""
     device = _device(value)
     if device.index is None and device.type != "cpu":
         raise ConfigError(
@@ -300,7 +300,7 @@ def check_timeout(value: Any, name: str = "timeout") -> float:
     """Return a time-out as a float.
 
     Raises:
-        ConfigError: it is not a number of seconds >= 0.
+        ConfigError: ``value`` is not a number of seconds >= 0.
     """
     if type(value) in (float, int) and 0.0 <= value <= MOST:
         return float(value)
@@ -333,7 +333,7 @@ def check_backend(backend: Any) -> None:
     """Check that ``backend`` is a member of BackendType, or torch's TENSORPIPE.
 
     Raises:
-        TypeError: it is not.
+        TypeError: ``backend`` is neither.
     """
     if backend is None or isinstance(backend, BackendType) or getattr(backend, "name", None) == "TENSORPIPE":
         return

@@ -6,9 +6,9 @@ or error has arrived, on any thread. The execution has a range ``...#execution``
 if that process profiles all its threads. If the calling thread has a :class:`Collector` (:func:`collect`), the called
 worker profiles the execution, and sends the operators back with the answer, unless the call fails.
 
-This is done by two :class:`~actorrpc.agent.hooks.CallHooks`. They take part only while a profiler is on, and in executions
-whose call has the field ``profile``. The tables that threads share (``_open``, ``_asked``) are changed in atomic steps, and no
-lock is held while a range ends.
+Two :class:`~actorrpc.agent.hooks.CallHooks` do this: :class:`_Ranges` for calls that are made while a profiler is on, and
+:class:`_Host` for executions whose call has the header field ``profile``. The tables that threads share (``_open``, ``_asked``)
+are changed in atomic steps, and no lock is held while a range ends.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Row(NamedTuple):
     """One event of a profile, as it is sent.
 
     Attributes:
-        node: the rank of the worker on which it happened; -1: the worker that sent the row.
+        node: the rank of the worker on which the event happened; -1: the worker that sent the row.
         start, end: in nanoseconds from the start of the execution or profile that contains the row.
     """
 
@@ -95,7 +95,7 @@ class Row(NamedTuple):
 
 
 class ProfilerSettings(NamedTuple):
-    """What a profile records besides times; sent with calls."""
+    """What a profile records in addition to times. The header of a profiled call contains these settings."""
 
     shapes: bool = False
     memory: bool = False
@@ -110,11 +110,11 @@ class Collector:
 
     Attributes:
         settings: what the workers that execute the thread's calls record.
-        native: whether torch's own profiler records the ranges of the calls; otherwise they become rows, too.
+        native: whether torch's own profiler records the ranges of the calls; otherwise the ranges are added to ``rows``.
         began: when the profile began, in nanoseconds since the epoch.
-        rows: the rows that have arrived; times count from ``began``.
-        calls: name, start and end of each ended call that has a range of torch's; times count from ``began``, and are
-            within that range.
+        rows: the rows that have arrived from other workers; times count from ``began``.
+        calls: if ``native``, name, start and end of each ended call. The times count from ``began``, and are within the range
+            that torch has recorded for the call.
     """
 
     settings: ProfilerSettings
@@ -122,7 +122,7 @@ class Collector:
     began: int = field(default_factory=time.time_ns)
     rows: list[Row] = field(default_factory=list)
     calls: list[tuple[str, int, int]] = field(default_factory=list)
-    _before: Collector | None = None  # the collector that the thread had before
+    _before: Collector | None = None  # the thread's collector before this one was set
 
     def settle(self) -> None:
         """End the ranges that are still open; rows that arrive later are dropped."""
@@ -135,12 +135,12 @@ class _Here(threading.local):
     """The state of this thread."""
 
     collector: Collector | None = None
-    readers: list[_Reader] | None = None  # of the execution that is observed
+    readers: list[_Reader] | None = None  # of the Observation of this thread; None: no Observation
 
 
 _here = _Here()
 _open: Final[dict[ProfiledSpan, None]] = {}  # ranges that have not ended
-_asked: Final[dict[int, ProfiledSpan]] = {}  # by number: ranges whose rows are awaited
+_asked: Final[dict[int, ProfiledSpan]] = {}  # by number: ranges of calls whose answer may bring rows
 
 
 def collect(found: Collector) -> None:
@@ -170,7 +170,7 @@ class ProfiledSpan:
 
     Args:
         key: the name of the range.
-        node: the rank of the called worker; -1 if that returns no rows.
+        node: the rank of the called worker; -1 if that worker returns no rows.
 
     Attributes:
         thread: the number of the thread that makes the call.
@@ -189,9 +189,9 @@ class ProfiledSpan:
         if self.collector is not None:
             self.number = next(_numbers)
             _asked[self.number] = self
-        # The thread that takes the entry out of this list ends the range.
+        # close() removes the entry of this list: the thread that gets the entry ends the range.
         self._end = [_begin(key) if self.collector is None or self.collector.native else None]
-        # This time and the time of the end are within the range, whatever the delays.
+        # Read after the range has begun, as close() reads its time before the range ends: both times are within the range.
         self.began = time.time_ns()
         _open[self] = None
 
@@ -250,9 +250,9 @@ def _begin(name: str) -> Any:
 def _watch_ends() -> None:
     """Replace the functions of torch that end a profile by functions that end the open ranges first.
 
-    A process has one modern profiler at a time, for one thread or for all. It frees its events when it ends, and torch does not
-    guard against a range that ends later. (A call that another thread begins at that very moment is not guarded here either.)
-    The old profiler is started for each thread separately, and does not show a range that ends later.
+    A process has one modern profiler at a time, for one thread or for all. The profiler frees its events when it ends, and torch
+    does not guard against a range that ends later. (Calls that another thread begins at that moment are not guarded here either.)
+    The old profiler is started for each thread separately, and does not show a range that ends after the profile.
     """
     for module, name in ((modern, "_disable_profiler"), (legacy, "_disable_profiler_legacy")):
         original = getattr(module, name)
@@ -278,7 +278,7 @@ def _ending(original: Callable[..., Any], *, of_all: bool) -> Callable[..., Any]
 def name_of(function: Any) -> str:
     """Return the name that a function has in profiles; for a function of torch, the name of the operator.
 
-    A method whose object is on another worker is given as a str, its name.
+    ``function`` may be a str: the name of a method whose object is on another worker.
     """
     if isinstance(function, str):
         return function
@@ -328,9 +328,9 @@ class _Ranges(CallHooks):
 
 
 class _Answer:
-    """A value with rows. Unpickling it gives the value only, and adds the rows to the range of the call.
+    """The value and the rows of a profiled call. Unpickling returns the value, and adds the rows to the range of the call.
 
-    An answer's header is too small for the rows of a long profile.
+    The rows are not in the answer's header, which is too small for the rows of a long profile.
     """
 
     __slots__ = ("number", "rows", "value")
@@ -366,7 +366,7 @@ class _Host(CallHooks):
 
 
 class _Recording:
-    """Records the operators of an execution in the block, and puts them into the answer."""
+    """A context manager that records the operators of an execution, and adds them to the answer."""
 
     def __init__(self, execution: Execution, number: int, settings: ProfilerSettings) -> None:
         self._number = number
@@ -404,11 +404,11 @@ def _is_in_task() -> bool:
 
 
 class Observation:
-    """A context manager that profiles this thread in the block, and gives the events to ``reader``, even if the block raises.
+    """A context manager that profiles this thread in its block, and calls ``reader`` with the events, even if the block raises.
 
     If this thread is being observed already, the reader gets all events of that observation at its end. If the program profiles
-    this thread itself, the reader gets nothing, because torch has one profile per thread. It gets nothing in a task of an event
-    loop either, because other tasks run on the thread meanwhile.
+    this thread itself, the reader gets nothing, because torch has one profile per thread. The reader also gets nothing in a task
+    of an event loop, because other tasks run on the thread meanwhile.
     """
 
     def __init__(self, settings: ProfilerSettings, reader: _Reader) -> None:
@@ -465,10 +465,10 @@ def unobserve() -> None:
 
 
 def _paired(threads: list[list[Any]]) -> list[list[Any]]:
-    """Return the records of each thread with the end of each range that began there, and no other ends.
+    """Return the records of each thread, with the end of each range moved to the thread on which the range began.
 
-    A range may end on another thread, as the ranges of gloo's operations do, or begin before the profile. torch's own
-    reader expects both ends of a range in the list of one thread, and otherwise raises.
+    Ends of ranges that began before the profile are removed. Ranges of gloo's operations end on another thread. torch's reader
+    raises if the list of one thread does not contain both ends of a range.
     """
     began = {
         (record.handle(), record.node_id()): at

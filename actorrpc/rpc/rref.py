@@ -2,9 +2,9 @@
 
 Users hold objects of :class:`RRef`. The protocol (which worker holds which fork, when a value may be released) is the state
 machine in ``refcount/protocol.py``, which ``refcount/runtime.py`` connects to the agent. This module also has the functions that
-run on the owner of a value: they make it, fetch it, and call its methods.
+run on the owner of a value: they make the value, fetch it, and call its methods.
 
-``RRef.__del__`` only puts the end of a handle into a queue: deletes are sent in batches, from the pool.
+``RRef.__del__`` only queues the release of its handle; a pool thread sends the deletes in batches.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def runtime() -> References:
     """Return the references of the current worker.
 
     Raises:
-        NotInitializedError: there is none, or this process is a fork.
+        NotInitializedError: this process has no worker, or is a fork of a worker's process.
     """
     worker = current_worker()
     if worker is None:
@@ -87,7 +87,7 @@ def _timeout(timeout: float) -> float:
 def _wait_outcome(references: References, rref_id: RRefId, future: Future[Any] | None = None) -> Future[Any]:
     """Return a future for an owned value; it completes when the value has been created.
 
-    Inside a call it also ends, with RpcTimeoutError, at the deadline of that call.
+    If this thread executes a call, the future fails with RpcTimeoutError at the deadline of that call.
     """
     if future is None:
         future = Future()
@@ -108,9 +108,9 @@ def _wait_outcome(references: References, rref_id: RRefId, future: Future[Any] |
 
         def give_up() -> None:
             references.carry_out(references.table.cancel_fetch(rref_id, settle))
-            # The same words as in the caller's own time-out, which occurs at the same moment.
+            # The message has the words of the caller's own time-out, which occurs at the same moment.
             late = RpcTimeoutError(
-                f"{future.label} was not there in time: RPC ran for more than was left of the call that asked for it; the "
+                f"{future.label} was not made in time: RPC ran for more than the time left to the call that waits for it; the "
                 f"value is still being made",
                 maybe_executed=False,
             )
@@ -151,7 +151,7 @@ def _create(
 
 
 def _keep_outcome(references: References, rref_id: RRefId, call: Callable[[], Any]) -> Any:
-    """Give an RRef the value of ``call()``, and return it, or its error. If the answer comes later, only return the future."""
+    """Give an RRef the result or the error of ``call()``; return the result (None: an error). A Deferred is only returned."""
     try:
         value = call()
     except BaseException as error:
@@ -164,7 +164,7 @@ def _keep_outcome(references: References, rref_id: RRefId, call: Callable[[], An
 
 def _keep_error(references: References, rref_id: RRefId, error: BaseException) -> None:
     if not isinstance(error, RemoteError):
-        # Uses of the RRef on this worker then raise the same error as on other workers, and it keeps no frames alive.
+        # Uses of the RRef on this worker then raise the same error as on other workers, and the error keeps no frames alive.
         cut_frames(error, __file__)
         error = _as_others_get_it(references, error)
     references.carry_out(references.table.set_error(rref_id, error))
@@ -197,7 +197,7 @@ def _invoke(named: tuple[int, int, str], name: str, args: tuple[Any, ...], kwarg
     """Call a method of an owned value; waits until the value has been created.
 
     Args:
-        named: an RRefId as a plain tuple, which is equal to it and takes fewer steps to send.
+        named: an RRefId, sent as a plain tuple, which is equal to the RRefId and is pickled in fewer steps.
     """
     execution = CURRENT.get()
     if execution is not None:
@@ -228,7 +228,7 @@ def _backward(named: tuple[int, int, str], context_id: int, retain_graph: bool) 
 
 
 def _rebuild(index: int, calls: MethodCalls | None = None) -> Any:
-    """Return an RRef of a received message, whose fork was in the header."""
+    """Return the RRef of a received message whose fork has this index in the message's header."""
     message = codec.current_decoding()
     if not isinstance(message, MessageContext) or message.received is None:
         raise RRefError("an RRef can only be unpickled by RPC")
@@ -236,7 +236,7 @@ def _rebuild(index: int, calls: MethodCalls | None = None) -> Any:
 
 
 def _rebuild_own(created_on: int, local_id: int, incarnation: str, calls: MethodCalls | None = None) -> Any:
-    """Return an RRef of a received call to its owner. The caller holds it until the call is answered."""
+    """Return an RRef that a caller has sent to its owner without a fork. The caller keeps its RRef until the answer."""
     if not (type(created_on) is type(local_id) is int and type(incarnation) is str):
         raise ProtocolError("an RRef in a call to its owner cannot be read")
     references = runtime()
@@ -248,18 +248,18 @@ def _rebuild_own(created_on: int, local_id: int, incarnation: str, calls: Method
 
 
 class MethodCalls(Protocol):
-    """Makes the method calls of an RRef in place of the RRef itself. Sent with the RRef."""
+    """Replaces the way in which an RRef calls methods of its value. It is sent with the RRef."""
 
     def __call__(
         self, style: Style, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> Any:
-        """Call a method of the value; return the same as a proxy of this style."""
+        """Call a method of the value; return what a proxy of this style returns."""
 
 
 class RRef(Generic[T]):
     """A reference to a value that lives on one worker (its owner), and can be used on every worker.
 
-    ``RRef(value)`` makes one for a value of this worker; ``remote(...)`` makes one for a result on another.
+    ``RRef(value)`` refers to a value of this worker, and ``remote(...)`` returns an RRef to a result on the called worker.
     An RRef in the arguments or the result of a call arrives as an RRef to the same value, which lives until
     the last RRef to it has been deleted.
 
@@ -338,7 +338,7 @@ class RRef(Generic[T]):
         """Fetch a copy of the value; on the owner, return the value itself. Waits until it has been created.
 
         Args:
-            timeout: seconds; default that of the group, 0 means none.
+            timeout: seconds; 0: no time-out; default: ``get_rpc_timeout()``.
 
         Raises:
             RpcTimeoutError, PeerDiedError: the value did not arrive.
@@ -370,10 +370,10 @@ class RRef(Generic[T]):
         label: str,
         future: Future[Any] | None = None,
     ) -> Any:
-        """Call ``function(id, *args)`` on the owner, ``id`` being a plain tuple: it takes fewer steps to send than an RRefId.
+        """Call ``function(id, *args)`` on the owner. ``id`` is a plain tuple, which is pickled in fewer steps than an RRefId.
 
         Args:
-            future: completed with the answer, and returned; without it, this method waits and returns the answer.
+            future: gets the answer, and is returned. Without a future, this method waits and returns the answer.
         """
         self._check()
         references, handle = self._references, self._handle
@@ -387,7 +387,7 @@ class RRef(Generic[T]):
     def _call_method(
         self, style: Style, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float
     ) -> Any:
-        """Call a method of the value; return the same as a proxy of this style."""
+        """Call a method of the value; return what a proxy of this style returns."""
         references = self._references
         seconds = references.default_timeout() if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
         if self._calls is not None:
@@ -403,13 +403,13 @@ class RRef(Generic[T]):
         return references.create(peer, _invoke_kept, kept, {}, seconds, name)
 
     def _to_future(self, fetch: Callable[..., Any] | None = None, more: tuple[Any, ...] = ()) -> Future[T]:
-        """Start to fetch the value, as :meth:`to_here` does, without a time-out. Never raises.
+        """Start to fetch the value, as :meth:`to_here` does, without a time-out. Only signal handlers may raise.
 
         Args:
             fetch: if the owner is another worker, ``fetch(id, *more)`` is called there.
 
         Returns:
-            A future, which keeps the reference until it is complete.
+            A future, which keeps this RRef until the future is complete.
         """
         future: Future[T] = Future()
         if self.is_owner():
@@ -424,7 +424,7 @@ class RRef(Generic[T]):
         return future
 
     def backward(self, dist_autograd_ctx_id: int = _NO_CONTEXT, retain_graph: bool = False) -> None:
-        """Run the backward pass from the value, a tensor with one element, on its owner; returns at its end.
+        """Run the backward pass from the value, a tensor with one element, on its owner; return when the pass has ended.
 
         Args:
             dist_autograd_ctx_id: the distributed autograd context; without one, the owner runs a local backward pass.
@@ -446,7 +446,7 @@ class RRef(Generic[T]):
         self._call_owner(_backward, arguments, 0, "RRef.backward")
 
     def _check(self) -> None:
-        """Raise the error that this reference has failed with, if it has failed."""
+        """Raise the error of this RRef if its creation has failed, its owner has died, or its value was released."""
         self._references.agent.check_process()
         error = self._references.table.failure(self._handle)
         if error is not None:
@@ -460,11 +460,11 @@ class RRef(Generic[T]):
         return RRefProxy(self, "rpc_sync", timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a proxy: ``rref.rpc_async().method(x)`` calls the method on the owner and gives a Future."""
+        """Return a proxy: ``rref.rpc_async().method(x)`` calls the method on the owner and returns a Future."""
         return RRefProxy(self, "rpc_async", timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a proxy: ``rref.remote().method(x)`` calls the method on the owner and gives an RRef to its result."""
+        """Return a proxy: ``rref.remote().method(x)`` calls the method on the owner and returns an RRef to the result."""
         return RRefProxy(self, "remote", timeout)
 
     # -- Python ------------------------------------------------------------------------------------------
@@ -486,10 +486,10 @@ class RRef(Generic[T]):
         raise RRefError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
     def _reduce(self) -> tuple[Any, ...]:
-        """Return how to pickle an RRef in the message that is being packed, and add a fork to the message.
+        """Return the pickling function and arguments of this RRef, and add a fork to the message that is being packed.
 
-        A call to the owner needs no fork: the caller holds the RRef until it has the answer, and so until the owner has opened
-        the call. If the call times out before that, the owner may have released the value.
+        A call to the owner needs no fork: the caller keeps the RRef until the answer arrives, so the owner has opened the call
+        by then. If the call times out before the owner opens it, the owner may have released the value.
 
         Raises:
             RRefError: no message is being packed, or the reference has failed.
@@ -518,19 +518,19 @@ class RRef(Generic[T]):
 
 
 def lend(rref_id: RRefId) -> RRef[Any] | None:
-    """Return one more reference to the value of this worker that has this id; None if the value has been released."""
+    """Return one more RRef to the value of this worker that has this id; None if the value has been released."""
     references = runtime()
     handle = references.table.handle_if_held(rref_id)
     return None if handle is None else references.wrapped(handle)
 
 
 def failure(rref: RRef[Any]) -> BaseException | None:
-    """Return the error of a failed reference, otherwise None. All callers get the same object."""
+    """Return the error of a failed RRef, otherwise None. All callers get the same exception object."""
     return rref._references.table.failure(rref._handle)
 
 
 def promised(rref: RRef[Any]) -> Future[Any] | None:
-    """Return the pending future whose value an RRef of this worker will have; None if there is none."""
+    """Return the pending future whose value this RRef will have; None if the RRef waits for no future."""
     return rref._references.promised.get(rref._handle.rref_id)
 
 
@@ -548,7 +548,7 @@ _made: type[RRef[Any]] = RRef
 def set_class(cls: type[RRef[Any]]) -> None:
     """Set the class of the RRefs that calls return and receive, in groups that are joined from now on.
 
-    For higher packages. The class is a subclass of :class:`RRef` that adds attributes, but no state that is sent.
+    Higher packages call this function. The class is a subclass of :class:`RRef` that adds attributes, but no state that is sent.
     """
     global _made
     codec.register(cls, cls._reduce)
@@ -563,7 +563,7 @@ def new_references(agent: Agent, default_timeout: Callable[[], float]) -> Refere
 # Python and its libraries look up these names on any object to decide how to treat it: a proxy does not have them.
 # Other special methods (`__len__`, `__getitem__`) are methods of the value.
 _PROBED: Final = (
-    # prefixes of these names: of arrays; functions; pickling and copying; descriptors and classes
+    # prefixes of these names, which belong to: arrays; functions; pickling; copying; descriptors and classes
     *("__array", "__torch", "__cuda_", "__dlpack", "__dataframe"),
     *("__wrapped__", "__signature__", "__text_signature__", "__name__", "__qualname__", "__module__"),
     *("__getstate__", "__setstate__", "__getnewargs", "__getinitargs__", "__reduce"),
@@ -575,8 +575,8 @@ _PROBED: Final = (
 class RRefProxy:
     """Its attributes are the methods of an RRef's value; calling one calls the method on the owner.
 
-    Only the owner knows which methods the value has: a missing one raises AttributeError there, and therefore also
-    here. A method of a proxy may itself be sent as a function to call.
+    Only the owner knows which methods the value has, so a missing method raises AttributeError only when it is called.
+    A method of a proxy may itself be sent as a function to call.
     """
 
     __slots__ = ("_rref", "_style", "_timeout")
@@ -639,10 +639,10 @@ def call_with_value(
 
     Args:
         label: the name of the call in errors.
-        future: completed with the result; without it, this function waits and returns the result.
+        future: gets the result. Without a future, this function waits and returns the result.
 
     Raises:
-        RpcError: the call got no answer, or was not made.
+        RpcError: the call got no answer, or was not sent.
         Exception: the error of the creation of the value, or of the function.
     """
     seconds = rref._references.default_timeout()
@@ -652,7 +652,7 @@ def call_with_value(
 def value_here(rref: RRef[Any]) -> Any:
     """Return the value if it is on this worker and no profiler, test or hooks observe calls; otherwise None.
 
-    Also None if a call of a method would be refused; that call then raises the reason.
+    It also returns None if a method call would be refused; the caller then makes this call, which raises the reason.
     """
     references, execution = rref._references, CURRENT.get()
     agent = references.agent
@@ -666,7 +666,7 @@ def value_here(rref: RRef[Any]) -> Any:
 
 @uninterruptible
 def run_here(rref: RRef[Any], method: Callable[..., object], args: tuple[Any, ...]) -> Exception | None:
-    """Call a method of :func:`value_here` on this thread; return the exception that it raised, as from another worker.
+    """Call a method of the value of :func:`value_here`; return its exception in the form that other workers receive.
 
     Raises:
         BaseException: a signal handler raised it while the method waited.

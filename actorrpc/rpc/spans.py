@@ -1,13 +1,13 @@
 """Spans of OpenTelemetry for calls, for workers with ``ACTORRPC_OTEL=1`` or ``init(otel=True)``.
 
-A call that is made within a sampled span is a span of kind CLIENT, and its execution, on any worker, a child span of kind SERVER:
-25 bytes in the header of the call name the trace. Names and attributes follow OpenTelemetry's conventions for RPC,
-https://opentelemetry.io/docs/specs/semconv/rpc/rpc-spans/. This module never begins a trace: if there is no current span, or it
-is not sampled, OpenTelemetry is not called, no trace is sent, and the worker that executes the call makes no span either.
+A call that is made within a sampled span has a span of kind CLIENT, and its execution, on any worker, has a child span of kind
+SERVER: 25 bytes in the header of the call name the trace. Names and attributes follow OpenTelemetry's conventions for RPC,
+https://opentelemetry.io/docs/specs/semconv/rpc/rpc-spans/. This module never begins a trace: if there is no current span, or
+the current span is not sampled, no span is begun, no trace is sent, and the worker that executes the call makes no span either.
 
-The spans are made by hooks (:class:`~actorrpc.agent.hooks.CallHooks`) of the agent. A call that waits until its actor is alive is
-sent in a copy of its caller's context, and therefore within the caller's span. A call that is sent several times has one span for
-each time. Calls that this package makes for itself have no spans. Only the API of OpenTelemetry is used: a process without an SDK
+Hooks (:class:`~actorrpc.agent.hooks.CallHooks`) of the agent make the spans. A call that waits until its actor is alive is sent
+in a copy of its caller's context, and therefore within the caller's span. A call that is sent several times has a span for each
+sending. Calls that this package makes for itself have no spans. Only the API of OpenTelemetry is used: a process without an SDK
 forwards the traces of other processes.
 """
 
@@ -34,7 +34,7 @@ from actorrpc.rpc import api
 
 __all__ = ["start"]
 
-# The two halves of the trace's id, the span's id, and flags: the fields of W3C's header.
+# The two halves of the trace's id, the span's id, and flags: the fields of the header that W3C's Trace Context defines.
 _IDS: Final = struct.Struct(">QQQB")
 _HALF: Final = (1 << 64) - 1
 _SAMPLED: Final = 1
@@ -44,7 +44,7 @@ _STACK: Final = 20_000  # the most characters of a stack in a span
 
 
 def _of_call(function: Any, args: tuple[Any, ...]) -> str:
-    """Return the name of a call of a function; empty if the function is one of this package's own."""
+    """Return the name of the user's function or method that a call runs; empty if the call runs only code of this package."""
     module = function.__module__ if type(function) is FunctionType else None
     if type(module) is not str or not module.startswith(_OURS):
         return method_of("", name_of(function))
@@ -75,7 +75,7 @@ class _OtelApi:
             raise ConfigError(
                 "ACTORRPC_OTEL=1 (otel=True) needs opentelemetry-api: pip install 'actorrpc[otel]'"
             ) from None
-        # Uses the provider of the program, even one that is set later.
+        # This tracer uses the program's provider, even if the program sets the provider later.
         self.tracer: Any = self.trace.get_tracer("actorrpc")
         self.current: Callable[[], Any] = self._reader()
 
@@ -83,7 +83,7 @@ class _OtelApi:
         """Return a function that returns the current span, or None.
 
         The function reads the context variable of the API, which takes a fifth of the time of a call of the API. If a version
-        of the API has another variable, or the program does not keep the context in a variable, it calls the API.
+        of the API has another variable, or the program keeps the context elsewhere, the function calls the API.
         """
         try:
             variable = self.context._RUNTIME_CONTEXT._current_context
@@ -114,7 +114,7 @@ class _OtelApi:
 
 
 class _Within:
-    """Makes a context of OpenTelemetry the current one in the block. It may be entered again after it was left."""
+    """Makes a context of OpenTelemetry the current context in the ``with`` block. May be entered again after its exit."""
 
     def __init__(self, api: Any, context: Any) -> None:
         self._api = api
@@ -168,7 +168,7 @@ class _SpanClient(CallHooks):
         end = partial(self._otel.end_span, span, error, time.time_ns())
         if call.future is None:
             end()
-        else:  # the thread may be reading a connection, and exporting a span takes time
+        else:  # this thread may be reading a connection, and ending a span may export it, which takes time
             call.agent.pool.submit(end)
 
 
@@ -183,7 +183,7 @@ class _SpanServer(CallHooks):
     def on_start(
         self, execution: Execution, function: Any, args: tuple[Any, ...]
     ) -> AbstractContextManager[Any] | None:
-        """Begin the span of an execution, unless the field is invalid, or the function is one of this package."""
+        """Begin the span of an execution, unless the field ``trace`` is invalid, or the function is one of this package."""
         trace, packed = self._otel.trace, execution.fields["trace"]
         if type(packed) is not bytes or len(packed) != _IDS.size:
             return None
@@ -223,10 +223,10 @@ class _SpanServer(CallHooks):
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
-    """Make spans for the calls of a worker, if its settings say so; return a function that ends that.
+    """Add the hooks that make spans to a worker, if its settings enable spans; return a function that removes the hooks.
 
     Raises:
-        ConfigError: the settings say so, but OpenTelemetry's API is not installed.
+        ConfigError: the settings enable spans, but OpenTelemetry's API is not installed.
     """
     hooks = worker.agent.hooks
     if not worker.agent.settings.otel:

@@ -8,10 +8,10 @@ Every frame is a fixed prefix of 32 bytes and ``length`` more bytes::
 ``id`` is the number of the call (of the stream, for a chunk). ``remaining`` is the time in seconds until the call times out
 (infinity without a time-out). ``chain`` is the id of the chain of nested calls that the call belongs to. ``extra`` is the size of
 the header (:mod:`actorrpc.wire.headers`), which most frames do not have. Large buffers are not part of a message's frame: they
-are sent through shared memory, or in CHUNK frames of at most ``Limits.chunk`` bytes, between which other frames may be sent.
+are sent through shared memory, or in CHUNK frames of at most ``Settings.chunk`` bytes, between which other frames may be sent.
 
-The thread that reads the socket calls :class:`FrameReader` under the connection's read lock. The reader checks each
-size before it allocates memory for it.
+The thread that reads the socket calls :class:`FrameReader` under the connection's read lock. The reader checks each size before
+it allocates memory.
 """
 
 from __future__ import annotations
@@ -64,25 +64,26 @@ MAX_EXTRA: Final = 1 << 20
 # -- kinds ---------------------------------------------------------------------------------
 REQUEST: Final = 1  # a call
 REPLY: Final = 2  # the value of a call
-FAILURE: Final = 3  # the error of a call. Kinds up to here are messages; the others are control frames
-INTRO: Final = 4  # the first frame of the side that connected: its packed WorkerRecord
-CANCEL: Final = 5  # the caller gave up the call; the flags may be STOP and LATE
+FAILURE: Final = 3  # the error of a call. Kinds up to FAILURE are messages; others are control frames
+INTRO: Final = 4  # the first frame of the worker that opened the connection: its packed WorkerRecord
+CANCEL: Final = 5  # the caller has given up the call; the flags STOP and LATE say how
 PING: Final = 6
 PONG: Final = 7
-CREDIT: Final = 8  # a large request was started: its bytes no longer count as unread
+CREDIT: Final = 8  # the receiver has opened a large request, so the caller stops counting its bytes as unread
 CHUNK: Final = 9  # a piece of a large buffer; chain holds (buffer index, offset)
-STREAM_ABORT: Final = 10  # no more chunks of this stream will be sent
-LANE_FREE: Final = 11  # the receiver no longer uses this shared memory
-# The lender has retired this shared memory. Without a body: descriptors have been sent over the lane and can be received.
+STREAM_ABORT: Final = 10  # the sender has aborted this stream of chunks, and sends no more of its chunks
+LANE_FREE: Final = 11  # the borrower of shared memory gives back the loans that the body lists
+# With a body: the lender has retired the listed segments of shared memory, so the borrower unmaps them. Without a body: the
+# borrower must receive the descriptors of new segments, which the lender has sent through the descriptor socket.
 LANE_RETIRE: Final = 12
 GOODBYE: Final = (
-    13  # the sender leaves, so the end of file is not its death; with flags: it considers the receiver dead
+    13  # the sender will close the connection, and has not died; with flags: it considers the receiver dead
 )
 DEFINITION: Final = 14  # a function or class by value: 16 bytes of hash, then its definition
-NOTICE: Final = 15  # a one-way message to a handler of a higher layer, which its header names
-ACK: Final = 16  # id is the number of bytes received, which need not be kept for resending
+NOTICE: Final = 15  # a one-way message to the handler that its header names
+ACK: Final = 16  # the receiver has received ``id`` bytes, which the sender need not keep for resending
 LAST_KIND: Final = ACK
-# Never sent: the reader returns a frame of this kind if there was no memory for a message; ``buffers`` has its kind and size.
+# Never sent: if there is no memory for a message, the reader returns a frame of this kind, whose ``buffers`` is (kind, size).
 UNREAD: Final = 255
 
 _OFFSET_BITS: Final = 40
@@ -92,15 +93,15 @@ _new: Final[Any] = tuple.__new__
 
 STREAM: Final = 4  # flag of a message whose buffers are sent in chunks
 CAST: Final = 32  # flag of a request without an answer
-OBJECTS: Final = 64  # flag of a message with objects in shared memory, whose descriptors were sent before it
-MAIL: Final = 16  # flag of a request to a mailbox; such requests are queued in the order of sending
+OBJECTS: Final = 64  # flag of a message that uses objects in shared memory; descriptors were sent before
+MAIL: Final = 16  # flag of a request to an actor's mailbox, which queues requests in sending order
 STOP: Final = 1  # flag of CANCEL: interrupt the execution
 LATE: Final = 2  # flag of CANCEL: the call has timed out
-RESERVED: Final = 128  # flag of mail in two frames: one without a body to reserve its place, then the message
+RESERVED: Final = 128  # flag of MAIL in two frames; the first has no body and reserves a place
 
 
 class Frame(NamedTuple):
-    """A complete frame. ``body`` is the frame's own copy; ``extra`` is still packed. A chunk has its length in ``flags``."""
+    """A frame. ``body`` is a copy of the bytes read; ``extra`` is the packed header. A chunk has its length in ``flags``."""
 
     kind: int
     flags: int
@@ -110,7 +111,7 @@ class Frame(NamedTuple):
     extra: bytes
     body: bytes
     buffers: Any = None  # the buffers that were sent in chunks
-    objects: Any = None  # the segments that the message uses
+    objects: Any = None  # the shared-memory segments that the message uses
 
 
 def pack_frame(
@@ -142,7 +143,7 @@ def pack_frame(
 
 
 def pack_position(index: int, offset: int) -> int:
-    """Pack the position of a chunk, its buffer's index and the offset in it, into one number."""
+    """Pack the position of a chunk into one number: the index of its buffer, and the offset in that buffer."""
     return index << _OFFSET_BITS | offset
 
 
@@ -154,23 +155,22 @@ def unpack_position(position: int) -> tuple[int, int]:
 class FrameReader:
     """Cuts a stream of bytes into frames, incrementally.
 
-    The reader of the socket reads into the buffers that :meth:`target` returns, and then calls :meth:`fed`. The bytes of
-    a chunk are read directly into their destination, which ``sink_for(stream, position, length)`` returns. Not thread-safe: the
-    connection's read lock guards it.
+    The thread that reads the socket receives into the buffers that :meth:`target` returns, and then calls :meth:`fed`. The bytes
+    of a chunk are received directly into the memory that ``sink_for(stream, position, length)`` returns. Not thread-safe: the
+    connection's read lock guards the reader.
 
     Args:
         max_frame: the largest frame (without its prefix) that is accepted, in bytes.
         max_chunk: the largest chunk that is accepted, in bytes.
         sink_for: returns the memory for a chunk, or raises ProtocolError; ``None``: chunks are refused.
         capacity: size of the read buffer, in bytes.
-        allocate: allocates a zeroed, writable buffer of so many bytes.
+        allocate: allocates a zeroed, writable buffer of the given number of bytes.
 
     Attributes:
-        empty: the read buffer, if it is empty and the next byte begins a frame; otherwise ``None``, and :meth:`target` must be
-            used.
+        empty: the read buffer, if it is empty and the next byte begins a frame; otherwise ``None``: call :meth:`target`.
         more: see :meth:`fed`.
-        received: the number of bytes received; ``received_in_chunks``: the part of them in chunks.
-        sink: the destination of a chunk that was read in part; ``None``: there is no such chunk.
+        received: the number of bytes received; ``received_in_chunks``: the total length of the chunks that have begun.
+        sink: the destination of the chunk that was read in part; ``None``: no chunk was read in part.
     """
 
     __slots__ = (
@@ -279,7 +279,7 @@ class FrameReader:
             try:
                 body = bytes(view[start:stop])
             except MemoryError:
-                if kind > FAILURE or flags & STREAM:  # dropping this frame would affect more than one call
+                if kind > FAILURE or flags & STREAM:  # without this frame, more than one call would fail
                     raise
                 frames.append(Frame(UNREAD, flags, id, remaining, chain, header, b"", (kind, stop - start)))
             else:
@@ -287,20 +287,20 @@ class FrameReader:
                 frames.append(_new(Frame, (kind, flags, id, remaining, chain, header, body, None, None)))
             start = stop
             if flags & STREAM and kind <= FAILURE:
-                # Its chunks may be in the buffer already. The caller allocates memory for them when it handles this frame.
+                # The message's chunks may be in the buffer already. The caller allocates their memory when it handles the frame.
                 self.more = True
                 break
         self._start = start
         if start == end:
             self._start = self._end = 0
-        elif self.sink is None and not self.more:  # with more, the next frame's length is not checked yet
+        elif self.sink is None and not self.more:  # with more set, the next length is not checked yet
             here = end - start
             self._make_room(PREFIX_SIZE + (PREFIX.unpack_from(view, start)[0] if here >= PREFIX_SIZE else 0))
         self.empty = None if self._end or self.sink is not None else self._view
         return frames
 
     def _begin_chunk(self, frames: list[Frame], start: int, end: int, length: int, frame: Frame) -> int:
-        """Copy the buffered bytes of a chunk to its destination; return where the next frame starts."""
+        """Copy the buffered bytes of a chunk to its destination; return the index in the buffer at which these bytes end."""
         if self._sink_for is None or not 0 < length <= self._max_chunk:
             raise ProtocolError(self._nonsense(CHUNK, length, 0))
         sink = self._sink_for(frame.id, frame.chain, length)
@@ -322,7 +322,7 @@ class FrameReader:
         here = self._end - self._start
         capacity = len(self._buffer)
         if needed > capacity:
-            # The caller has checked ``needed`` against the limit. The larger buffer is kept.
+            # The caller has checked ``needed`` against the limit. The larger buffer replaces the present one for good.
             try:
                 larger = self._allocate(max(needed, 2 * capacity))
             except OSError as error:  # ``allocate`` may map memory

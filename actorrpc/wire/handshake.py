@@ -6,9 +6,9 @@
     AUTH       proof of the key         ->
                                           <-  WELCOME    proof of the key
 
-The acceptor may send REFUSE (a code and a short text) instead. It sends its own proof only after it has checked the proof of the
-dialler. Each proof is an HMAC-SHA256 under the group's key over all messages of both sides and a role string, so that a proof
-cannot be reflected, replayed, used on another connection, or used to make a side choose an older version.
+Instead of CHALLENGE or WELCOME, the acceptor may send REFUSE (a code and a short text). It sends its proof only after it has
+checked the dialler's proof. Each proof is an HMAC-SHA256 under the group's key over all messages of both sides and a role string.
+Therefore a proof cannot be reflected, replayed, used on another connection, or used to make a side choose an older version.
 
 Sans-I/O: the owner of the socket feeds bytes in and sends the returned bytes; one thread at a time. The dialler's owner reads
 :attr:`Dialler.wanted` bytes at a time, so that it reads no bytes that follow the handshake. A message has at most 256 bytes, and
@@ -67,7 +67,7 @@ _SIZES = {
     _REFUSE: (_REFUSE_FIXED.size, _REFUSE_FIXED.size + 200),
 }
 _KEYLESS = 1  # flag: this side has no key, and the user has allowed that
-_SEALS = 2  # flag: this side requests seals; one request is enough, and both directions are sealed then
+_SEALS = 2  # flag: this side requests seals; if either side does, both directions are sealed
 _MIN_KEY = 16
 _GIVE_KEY = "start every worker with the same ACTORRPC_KEY (or ACTORRPC_KEY_FILE)"
 
@@ -77,7 +77,7 @@ class Purpose(enum.IntEnum):
 
     MAIN = 0
     LANE = 1  # carries descriptors of shared memory
-    RESUME = 2  # replaces a broken connection, which ``attach`` identifies
+    RESUME = 2  # replaces the broken connection that ``attach`` identifies
 
 
 MAIN, LANE = Purpose.MAIN, Purpose.LANE
@@ -99,11 +99,11 @@ class Session:
     """The result of a handshake.
 
     Attributes:
-        peer_name: the peer's name, as sent by the peer, which has proved that it has the key, if the group has one.
-        attach: 16 bytes that identify a connection. For LANE, the connection to which the lane belongs; for RESUME, the
-            connection that is resumed.
+        peer_name: the name that the peer has sent. If the group has a key, the peer has proved that it has the key.
+        attach: 16 bytes that identify a connection. For MAIN, this connection; for LANE, the connection to which the lane
+            belongs; for RESUME, the connection that is resumed.
         key: 32 secret bytes, equal on both sides, different for every connection.
-        sealed: whether the following frames are sealed (:mod:`actorrpc.wire.integrity`), as at least one side has requested.
+        sealed: whether the following frames are sealed (:mod:`actorrpc.wire.integrity`): at least one side has requested it.
     """
 
     peer_name: str
@@ -116,7 +116,7 @@ class Session:
 
 
 class _Side:
-    """The common part of both sides: the key, reading of messages, and failing. A side that has failed stays failed."""
+    """The base class of both sides: checks the key, and reads messages. After a failure, each read raises the same error."""
 
     __slots__ = (
         "_binding",
@@ -216,11 +216,11 @@ class _Side:
         self._buffer = b""
         rest = held + len(data) - end
         if rest:
-            self._fail(ProtocolError(f"{rest} bytes came in the handshake before their turn"))
+            self._fail(ProtocolError(f"the other side of the handshake sent {rest} bytes before their turn"))
         return kind, whole
 
     def _proof(self, role: bytes, *more: bytes) -> bytes:
-        # The concatenation is unambiguous: messages contain their length, and the binding follows its length.
+        # The concatenation is unambiguous: each message contains its length, and a length precedes the binding to TLS.
         mac = hmac.new(self._key, b"actorrpc handshake 1\0" + role + b"\0", hashlib.sha256)
         for part in (
             struct.pack("!I", len(self._binding)),
@@ -327,7 +327,7 @@ class Dialler(_Side):
 
     @property
     def wanted(self) -> int:
-        """How many bytes of the acceptor's next message are missing, as far as is known; read no more than that."""
+        """How many bytes of the acceptor's next message are missing, as far as is known; read no more bytes than this."""
         held = len(self._buffer)
         return (_HEAD if held < _HEAD else _HEAD + self._buffer[5]) - held
 
@@ -338,7 +338,7 @@ class Dialler(_Side):
             AuthenticationError: the acceptor does not have the key, or is not the intended worker.
             VersionError: the two sides support no common version.
             LimitError: the acceptor cannot accept another connection now.
-            ProtocolError: anything else.
+            ProtocolError: the bytes are not valid, or the acceptor has refused the connection for another reason.
         """
         if not self._started:
             raise ProtocolError("this handshake was not started")
@@ -436,7 +436,7 @@ class Acceptor(_Side):
 
     ``admit`` is called after the dialler's proof was checked, and decides whether the connection is accepted: it returns
     ``None``, or a refusal and its reason. It must be quick and must not raise. After an error, ``refusal`` has the bytes to send
-    before the connection is closed; it may be empty.
+    before the connection is closed; ``refusal`` may be empty.
     """
 
     __slots__ = ("_admit", "_claim", "refusal")
@@ -469,7 +469,7 @@ class Acceptor(_Side):
         Raises:
             AuthenticationError: the dialler does not have the key, or was not admitted.
             VersionError: the two sides support no common version.
-            ProtocolError: anything else.
+            ProtocolError: the bytes are not valid, or ``admit`` has refused the connection for another reason.
         """
         taken = self._receive(data, _AUTH if self._claim is not None else _HELLO)
         if taken is None:
@@ -483,7 +483,7 @@ class Acceptor(_Side):
 
     @staticmethod
     def refuse(code: Refusal, text: str) -> bytes:
-        """Return a REFUSE message. An owner that is too busy sends it without starting a handshake."""
+        """Return a REFUSE message. If the owner of the socket is too busy, it sends this message without a handshake."""
         reason = "".join(char if " " <= char <= "~" else "?" for char in text)[:200].encode("ascii")
         return _message(_REFUSE, _REFUSE_FIXED.pack(code, len(reason)) + reason)
 

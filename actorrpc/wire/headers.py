@@ -22,13 +22,13 @@ class Header(TypedDict, total=False):
 
     sizes: list[int]  # the sizes of the message's buffers, in bytes
     stream: int  # the number of the stream of chunks that carries the buffers
-    # The place of the buffers in shared memory: segment and loan (shared_memory.Lender).
+    # The numbers of the segment of shared memory that contains the buffers, and of its loan (shared_memory.Lender).
     placement: tuple[int, int] | list[int]
-    # The numbers of the object segments that the message uses; until it is sent, the segments themselves.
+    # The numbers of the object segments that the message uses; until the message is sent, the segments themselves.
     objects: list[Any]
-    references: Any  # the references in the message, as the protocol of reference counts packs them
-    tag: Any  # set by the recorder for the message's tensors (hooks.Recorder)
-    profile: list[Any]  # of a call: number and name of the profiled call, and the settings of the profiler
+    references: Any  # the packed RRefs of the message (rpc.refcount.messages.pack_forks)
+    tag: Any  # what the recorder of autograd (hooks.Recorder) has returned for the message's tensors
+    profile: list[Any]  # of a profiled call: number and name of its range, the profiler's settings
     trace: bytes  # of a call in a sampled trace: 16 bytes trace id, 8 bytes id of the caller's span, 1 byte flags
 
     # -- notices
@@ -37,19 +37,19 @@ class Header(TypedDict, total=False):
 
     # -- requests
 
-    # The executions of actor methods that led to the request, the outermost first.
+    # The ids of the nested actor calls that led to the request, the outermost first; the innermost is the frame's ``chain``.
     path: tuple[int, ...] | list[int]
     mailbox: int  # the number of the mailbox that receives the request
     creates: bool  # the request creates the actor of the mailbox
     method: str
-    group: str  # the concurrency group, if it is not the method's own
+    group: str  # the concurrency group, if the caller has chosen another than the method's
     priority: int
-    window: int  # the result is a stream with at most so many buffered items; 0: limited by bytes only
+    window: int  # the most items that a streamed result buffers; 0: only its bytes are limited
     num_returns: int  # if it is not 1
-    rref: bytes  # with num_returns 0: the id of the RRef that gets the result as its value, as reference counting packs it
+    rref: bytes  # with num_returns 0: the packed ids of the RRef whose value is the result (rpc.refcount.runtime)
     keep: bool  # a large result stays on the worker that computed it until it is fetched
     unordered: bool  # the request need not wait for earlier requests of the same caller
-    place: int  # of a repeated request: the id of the first attempt, which determines its place in the order
+    place: int  # of a repeated request: the id of the first attempt, which gives its place in the order
     unresolved: bool  # the receiver has to fetch arguments before it can run the request
 
 
@@ -61,7 +61,7 @@ def unpack_header(extra: bytes) -> Header:
     """Return the header of a frame.
 
     Raises:
-        ProtocolError: it is not a msgpack map with text keys.
+        ProtocolError: ``extra`` is not a msgpack map with text keys.
     """
     try:
         header = msgpack.unpackb(extra)

@@ -45,7 +45,7 @@ _INCARNATION = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _DEVICE = re.compile(r"[a-z]{1,32}(:[0-9]{1,5})?", re.ASCII)
 _HOST = re.compile(r"[0-9a-zA-Z_.:-]{1,128}", re.ASCII)
 _RECORD_FORMAT = 3
-_MAX_RECORD = 256 << 10  # device maps name every worker that they are for
+_MAX_RECORD = 256 << 10  # bytes: a record has a row of the device map for each worker and device
 _MAX_ADDRESSES = 64
 # Used if the kernel has no boot id: every process then seems to be on a host of its own.
 _UNKNOWN_BOOT = secrets.token_hex(16)
@@ -132,16 +132,16 @@ class WorkerRecord:
     """The description of one run of a worker, which other workers read.
 
     Attributes:
-        rank: its number in the group; -1 requests one from a dynamic group.
+        rank: the worker's number in the group; -1: a dynamic group assigns the number.
         incarnation: 32 hexadecimal digits, different for every run (:func:`new_incarnation`).
         host: the worker's :func:`host_identity`.
-        unix_path: its Unix socket, for workers with the same ``host``.
-        tcp: addresses to try in this order, as ``(host, port)``.
+        unix_path: the path of the worker's Unix socket, for workers with the same ``host``.
+        tcp: the worker's addresses as ``(host, port)``, in the order in which a dialler tries them.
         main: the worker's :func:`main_identity`.
-        cuda_devices: the number of CUDA devices that it sees.
-        devices: the devices that its options allow; empty: all.
+        cuda_devices: the number of CUDA devices that the worker sees.
+        devices: the devices that the worker's options allow; empty: all devices.
         device_maps: ``(worker, device here, device there)``: tensors on a device of this worker that are sent to ``worker``
-            arrive on the device there. The answers of that worker, and gradients, are mapped in the other direction.
+            arrive on ``device there``. Answers of ``worker``, and gradients, are mapped in the other direction.
         data_only: the worker opens no pickles and accepts plain data only.
     """
 
@@ -160,7 +160,7 @@ class WorkerRecord:
 
     @property
     def is_visitor(self) -> bool:
-        """Whether this is a visitor, which is not a member of the group: it is not listed and not announced to workers."""
+        """Whether this is a visitor, which is no member of the group: the group neither lists nor announces visitors."""
         return self.rank >= FIRST_VISITOR
 
     @property

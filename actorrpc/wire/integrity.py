@@ -8,16 +8,16 @@ Each frame carries a tag of 16 bytes, computed with a key that both ends derive 
 The tag is a keyed BLAKE2b-128 of the bytes before it and of the number of earlier tags. Each direction has its own key. A frame
 that was changed, left out, inserted, repeated, moved or reflected therefore has a wrong tag: the reader raises ProtocolError and
 reads nothing more. A frame is checked before it is processed. A chunk is checked in two steps: its head is checked before its
-bytes are written to the place that the head names, and the bytes are compared with the digest in the head before the chunk is
-reported.
+bytes are written to the place that the head names, and the bytes are compared with the digest in the head before the reader
+returns the chunk.
 
-The reader must use the length of a short frame before it can check the tag. A forged length can make it wait for at most
-``SHORT`` bytes more; the next frames, or at least pings, fill these bytes, and then the check fails.
+The reader must use the length of a short frame before it can check the tag. A forged length can make the reader wait for
+at most ``SHORT`` bytes more; the next frames, or at least pings, fill these bytes, and then the check fails.
 
 A seal belongs to the byte stream and not to a socket: when a connection is resumed over a new socket, the same bytes are sent
-again, and the counts continue. No I/O, no locks: the writer's seal is used under the connection's write lock, the reader's seal
-under its read lock. Seals do not encrypt. If the group has no key, an attacker can compute the tags, and seals only detect
-accidental damage.
+again, and the count of tags continues. No I/O, no locks: the writer's seal is used under the connection's write lock, the
+reader's seal under its read lock. Seals do not encrypt. If the group has no key, an attacker can compute the tags, and seals only
+detect accidental damage.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Seal:
         self._count = 0
 
     def tag(self, data: bytes | memoryview) -> bytes:
-        """Return the tag of the next bytes in the stream, and count it."""
+        """Return the tag of the next bytes in the stream, and count the tag."""
         count = self._count
         self._count = count + 1
         return _blake2b(data, digest_size=16, key=self._key, salt=count.to_bytes(16, "little")).digest()
@@ -78,7 +78,7 @@ class Seal:
         return head + self.tag(head)
 
     def sealed(self, frame: bytes) -> bytes:
-        """Return a frame that is not a chunk with its tag. Empty bytes, which stand for a withdrawn call, stay empty."""
+        """Add the tag to a frame other than a chunk. Empty bytes, which replace the frame of a withdrawn call, stay empty."""
         if not frame:
             return b""
         if len(frame) <= PREFIX_SIZE + SHORT:
@@ -95,7 +95,7 @@ class Seals(NamedTuple):
 
     @classmethod
     def of(cls, key: bytes, *, dialled: bool) -> Seals:
-        """Derive both seals (HKDF-Expand of RFC 5869 with SHA-256) from the key of a handshake's session."""
+        """Derive both seals (HKDF-Expand of RFC 5869 with SHA-256) from ``Session.key``; ``dialled``: for the dialler's end."""
         dialler, acceptor = (
             Seal(hmac.digest(key, b"actorrpc seal 1\0" + role + b"\x01", "sha256"))
             for role in (b"dialler", b"acceptor")
@@ -104,12 +104,12 @@ class Seals(NamedTuple):
 
 
 def chunk_head(prefix: bytes, data: memoryview) -> bytes:
-    """Return the bytes under a chunk's tag: its prefix, and the SHA-256 of its data. Takes 0.5 ms/MiB or more."""
+    """Return the bytes that a chunk's tag protects: the chunk's prefix, and the SHA-256 of its data. Takes 0.5 ms/MiB or more."""
     return prefix + _sha256(data).digest()
 
 
 class SealedReader(FrameReader):
-    """Cuts a stream of sealed frames, and checks each seal. After an error, it returns no more frames.
+    """Cuts a stream of sealed bytes into frames, and checks each tag. After an error, it returns no more frames.
 
     Args:
         seal: the seal of the incoming direction.
@@ -188,7 +188,7 @@ class SealedReader(FrameReader):
                     break
                 if not _equal(tag(view[start:stop]), view[stop : stop + TAG_SIZE]):
                     raise _changed()
-                if size == _HEAD_SIZE:  # also for a short frame of just this size, where it is not used
+                if size == _HEAD_SIZE:  # a short frame may have this size, too: its digest is never read
                     self._digest = bytes(view[start + PREFIX_SIZE : stop])
             if kind == CHUNK:
                 start = self._begin_chunk(

@@ -1,8 +1,8 @@
 """The group's key, and the private directory in which a user's workers keep sockets and key files.
 
-Another user may have created a directory or file with an expected name. Therefore they are opened without following links, and
-owner, mode and type are checked on the open descriptor. A key is held in a :class:`Key`, which does not show its bytes in
-``repr``, in formatted text or in a pickle.
+Another user may have created a directory or file with an expected name. Therefore the directory and its files must not be links,
+and owner, mode and type are checked (of a file: on its open descriptor). A :class:`Key` contains a key, and does not show the
+bytes in ``repr``, in formatted text or in a pickle.
 
 The functions are thread-safe; they do a few file operations and do not wait for other threads or processes. File names contain
 the PID namespace, the process id and the start time of the process that created the file, so that :func:`sweep` recognises the
@@ -46,7 +46,7 @@ __all__ = [
     "sweep",
 ]
 
-#: The parent of the default directory. The path of a Unix socket must be short.
+#: The parent of the default runtime directory. It is short, because the path of a Unix socket must be short.
 DEFAULT_PARENT: Final = "/tmp"
 MAX_SOCKET_PATH: Final = 100  # the kernel allows 107 bytes; the rest is a reserve for suffixes
 _MIN_TEXT: Final = 16
@@ -74,7 +74,7 @@ class Key:
 
     @classmethod
     def from_text(cls, text: str | bytes, where: str = "key=") -> Key:
-        """Make a key from the user's text, without surrounding whitespace.
+        """Make a key from the user's text, whose surrounding whitespace is ignored.
 
         Args:
             where: the source of the text, for the error message.
@@ -163,7 +163,7 @@ def _variable(environment: Mapping[str, str] | None, name: str) -> str:
 
 
 def _read_given(path: str) -> bytes:
-    # A symbolic link is allowed, as the user has named it. O_NONBLOCK: opening a named pipe must not block.
+    # A symbolic link is allowed, because the user has named the path. O_NONBLOCK: opening a named pipe must not block.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -185,7 +185,7 @@ def check_private_file(path: str, what: str) -> None:
     """Check that this user can read a file with a secret, and that other users cannot.
 
     Args:
-        what: what the file is for, for the error message.
+        what: the purpose of the file, for the error message.
 
     Raises:
         ConfigError: the file cannot be read, or other users may read it.
@@ -243,7 +243,7 @@ def read_key_file(path: str) -> Key:
     ``path`` may come from a store to which other users can write, so no file outside the runtime directory is opened.
 
     Raises:
-        AuthenticationError: ``path`` is not a key file, or the file and all links to it were removed.
+        AuthenticationError: ``path`` is not a key file, cannot be read, or was removed with all links to it.
         ConfigError: the runtime directory cannot be used.
     """
     directory, name = _own_key_file(path)
@@ -306,7 +306,7 @@ def link_key_file(path: str) -> str | None:
 
 
 def group_path(socket: str | None) -> str:
-    """Return the path of a worker's group file: next to its Unix socket if it has one, else a new name."""
+    """Return the path of a worker's group file: beside the worker's Unix socket, or else a new path in the runtime directory."""
     if socket is not None and socket.endswith(_SOCKET):
         return socket.removesuffix(_SOCKET) + _GROUP
     return os.path.join(runtime_directory(), _new_name(secrets.token_hex(4) + _GROUP))
@@ -333,7 +333,7 @@ def create_group_file(path: str, key: bytes, about: bytes) -> None:
 
 
 def accounts_path(socket: str | None, tag: str) -> str:
-    """Return the path of the file in which a worker lists its objects: next to its Unix socket if it has one, else a new name."""
+    """Return the path of a worker's list of objects: beside its Unix socket, or else a new path in the runtime directory."""
     ending = f".{tag}{_OBJECTS}"
     if socket is not None and socket.endswith(_SOCKET):
         return socket.removesuffix(_SOCKET) + ending
@@ -383,7 +383,7 @@ def read_group_file(path: str) -> tuple[Key | None, bytes] | None:
 def is_stale(path: str) -> bool:
     """Whether the process that created a file of the runtime directory has certainly ended."""
     match = _FILE_NAME.fullmatch(os.path.basename(path))
-    # Whether a process in another PID namespace lives cannot be seen here.
+    # This process cannot see whether a process in another PID namespace lives.
     return (
         match is not None
         and int(match[1]) == _pid_namespace()
@@ -481,7 +481,7 @@ def _unusable(path: str, why: str) -> ConfigError:
 def socket_path(directory: str | None = None) -> str:
     """Return a unique path for a new Unix socket that is short enough for the kernel.
 
-    ``directory`` defaults to the runtime directory. If its path is too long, ``/tmp/actorrpc-<uid>`` is used instead.
+    ``directory`` defaults to the runtime directory. If the path would be too long, the directory is ``/tmp/actorrpc-<uid>``.
 
     Raises:
         ConfigError: no directory can be used.
@@ -496,7 +496,7 @@ def socket_path(directory: str | None = None) -> str:
 def sweep(directory: str | None = None) -> int:
     """Remove the files of dead processes from the runtime directory; return the number of removed files.
 
-    Files of processes in other PID namespaces are kept, because whether these processes live cannot be seen here.
+    Files of processes in other PID namespaces are kept, because this process cannot see whether those processes live.
     """
     removed = 0
     for folder in {runtime_directory(), _default_directory()} if directory is None else {directory}:
@@ -531,7 +531,7 @@ def process_start(pid: int) -> int | None:
     """Return the start time of a process in clock ticks since boot; None if it does not exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may itself contain spaces and parentheses.
+            # The process's name, in parentheses, may itself contain spaces and parentheses.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None

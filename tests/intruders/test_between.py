@@ -250,7 +250,7 @@ def _mains(agent: Agent) -> int:
 @pytest.mark.prints(
     "'stranger' did not prove to worker 'a0'",
     r"message \d came in the handshake where \d must come",
-    r"\d+ bytes came in the handshake before their turn",
+    r"the other side of the handshake sent \d+ bytes before their turn",
 )
 def test_a_recorded_handshake_cannot_be_replayed_to_a_worker() -> None:
     with tcp_agents(1) as (agent,):

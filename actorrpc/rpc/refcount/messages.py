@@ -1,8 +1,8 @@
 """The messages that workers send each other about RRefs: ids, messages and their bytes. No I/O, no state, no pickle.
 
-An id contains the incarnation of the worker that made it, because the count of a restarted worker starts at 0
-again. A message contains each worker once; an id then takes two numbers. Received bytes are
-checked before use.
+A *fork* is one worker's handle on a value: each sent RRef makes a fork, from its *parent* (the sender) for its *child* (the
+receiver). An id contains the incarnation of the worker that made it, because the counter of a restarted worker starts at 0
+again. A message lists each worker once; an id in it is two numbers, the index of its worker and the count. All bytes are checked.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Id(NamedTuple):
 
     @property
     def creator(self) -> WorkerKey:
-        """The worker that made this id: of a fork's id, its parent."""
+        """The worker that made this id; the creator of a fork's id is the fork's parent."""
         return WorkerKey(self.created_on, self.incarnation)
 
     def __str__(self) -> str:
@@ -58,19 +58,19 @@ class _Id(NamedTuple):
 
 
 class RRefId(_Id):
-    """Names a value: the worker that asked for it, and that worker's count. The value may be on another worker."""
+    """Names a value by the worker that requested it and a counter of that worker. The value may be on another worker."""
 
     __slots__ = ()
 
 
 class ForkId(_Id):
-    """Names one handle on a value: the worker that sent it, and that worker's count."""
+    """Names a fork by the worker that made it and a counter of that worker."""
 
     __slots__ = ()
 
 
 class ForkData(NamedTuple):
-    """An RRef in a message: :meth:`RRefTable.fork` returns it, and :meth:`RRefTable.receive` takes it."""
+    """An RRef in a message: the sender's :meth:`RRefTable.fork` makes it, the receiver's :meth:`RRefTable.receive` reads it."""
 
     owner: WorkerKey
     rref_id: RRefId
@@ -82,14 +82,14 @@ class ForkData(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UserDelete:
-    """User to owner: these handles have ended. Deleting a fork twice, or an unknown fork, changes nothing."""
+    """User to owner: the user has released these forks. Deleting a fork twice, or an unknown fork, changes nothing."""
 
     items: tuple[tuple[RRefId, ForkId], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ForkRequest:
-    """Child to owner: register these forks. Answered each time by :class:`ForkAck`."""
+    """Child to owner: register these forks. The owner answers each copy of this message with :class:`ForkAck`."""
 
     items: tuple[tuple[RRefId, ForkId], ...]
 
@@ -103,7 +103,7 @@ class ForkAck:
 
 @dataclass(frozen=True, slots=True)
 class ChildAccept:
-    """Child to parent: the owner has answered for these forks, or has died: the parent need not keep its fork for them."""
+    """Child to parent: the owner has answered for these forks, or has died, so the parent may release its own fork."""
 
     items: tuple[tuple[ForkId], ...]
 
@@ -121,7 +121,7 @@ _FORK_SHAPE: Final[tuple[type, ...]] = (WorkerKey, RRefId, ForkId)
 
 
 def _pack_rows(rows: Iterable[Iterable[Any]]) -> tuple[list[WorkerKey], list[int]]:
-    """Flatten rows of ids to numbers; each worker is written once and then named by its index."""
+    """Flatten rows of ids to numbers. The first list has each worker once; the numbers refer to workers by index."""
     workers: dict[WorkerKey, int] = {}
     flat: list[int] = []
     for row in rows:
@@ -213,7 +213,7 @@ def pack_forks(forks: Sequence[ForkData]) -> bytes:
         return b""
     if len(forks) > _MAX_FORKS:
         raise RRefError(
-            f"{len(forks)} RRefs in one message; at most {_MAX_FORKS} may travel together: send them in several calls"
+            f"{len(forks)} RRefs in one message; at most {_MAX_FORKS} are allowed: send them in several calls"
         )
     packed: bytes = msgpack.packb(_pack_rows(forks))
     return packed

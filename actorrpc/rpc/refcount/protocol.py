@@ -1,16 +1,16 @@
-"""The RRef protocol as a state machine: who holds which fork of which RRef, and when a value may be released.
+"""The RRef protocol as a state machine: which worker holds which fork (``messages.py``), and when a value may be released.
 
 One :class:`RRefTable` per agent, used by any thread. It does no I/O, reads no clock and runs no callbacks: each
 method changes the tables under one lock and returns :class:`Effects`, which the caller carries out afterwards
 (messages to send, waiters to wake, values to release).
 
-While no worker dies, this holds: a value lives while a handle on it exists, or an undelivered message carries one (a parent
-stays until the owner knows its child); the value is released when the last of them has ended. The table needs an agent
-that delivers each message at least once unless its destination dies, in any order, and each call at most once. All
-handles of a dead worker are released at once; its key is never used again.
+While no worker dies, a value lives as long as a worker has a handle on it or an undelivered message contains a fork of it (the
+parent keeps its own fork until the owner knows the child's). The last release of a handle releases the value. The table needs an
+agent that delivers each message at least once unless its destination dies, in any order, and each call at most once. All handles
+of a dead worker are released at once; the key of that worker is never used again.
 
 The lock is re-entrant: the garbage collector may run a finaliser that uses an RRef on a thread that holds the lock.
-It guards the table and its Pendings, except the queue of drops. No other lock is taken under it.
+The lock guards the table and its Pending objects, but not the queue of drops. No other lock is taken under it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = [
 
 
 class Leak(NamedTuple):
-    """A fork that is still there when it should not be."""
+    """A fork that was not released before this worker has left its group."""
 
     rref_id: RRefId
     fork_id: ForkId
@@ -76,12 +76,12 @@ _SHUT_DOWN: Final = (
 
 
 class HeldValue(NamedTuple):
-    """A value that lives here, and the references to it.
+    """A value that this worker owns, and the references to the value.
 
     Attributes:
         outcome: None while the value has not been set.
-        handles: how many objects of this worker refer to it.
-        holders: the worker of each fork.
+        handles: how many RRef objects of this worker refer to the value.
+        holders: for each fork, the worker that holds the fork.
     """
 
     outcome: Outcome | None
@@ -90,11 +90,11 @@ class HeldValue(NamedTuple):
 
 
 class PendingCounts(NamedTuple):
-    """Counts of entries that must end before this worker may leave."""
+    """Counts of entries that must be removed before this worker may leave."""
 
     users: int
     children: int
-    owners: int  # values with forks, or for which a thread waits and which are not created yet
+    owners: int  # values that have forks, or whose creation has not arrived
     drops: int
 
     @property
@@ -117,7 +117,7 @@ class RRefTable:
 
     Args:
         me: the key of this incarnation of this worker.
-        tombstones: how many released ids are remembered, so that late messages do not bring them back.
+        tombstones: how many released ids are remembered, so that late messages do not register them again.
     """
 
     def __init__(self, me: WorkerKey, *, tombstones: int = 10_000) -> None:
@@ -128,7 +128,7 @@ class RRefTable:
         self._drops: deque[Handle] = deque()
         self._owned: dict[RRefId, Owned] = {}
         self._held: dict[ForkId, HeldFork] = {}
-        # By fork: the handle that it was made of, which is kept until the owner knows the fork, and the fork's receiver.
+        # By child: the fork from which this worker made the child, and the receiver. Removed when the owner knows the child.
         self._children: dict[ForkId, tuple[HeldFork, WorkerKey]] = {}
         self._gone_rrefs: Recent[RRefId, None] = Recent(tombstones)
         self._gone_forks: Recent[ForkId, None] = Recent(tombstones)
@@ -157,7 +157,7 @@ class RRefTable:
         return handle
 
     def handle_on(self, rref_id: RRefId) -> Handle:
-        """Return one more handle on a value of this worker, for a received call whose caller holds a handle until the answer.
+        """Return one more handle on a value of this worker, for an RRef in a call whose caller keeps its RRef until the answer.
 
         Raises:
             ShutdownError: after :meth:`close`.
@@ -167,7 +167,7 @@ class RRefTable:
             return self._hold(rref_id)
 
     def handle_if_held(self, rref_id: RRefId) -> Handle | None:
-        """Return one more handle on a value of this worker; None if the value is not here.
+        """Return one more handle on a value; None if this worker does not own the value, or has released it.
 
         Raises:
             ShutdownError: after :meth:`close`.
@@ -178,10 +178,10 @@ class RRefTable:
             return None if entry is None or not entry.created else self._hold(rref_id)
 
     def create_user(self, owner: WorkerKey) -> Handle:
-        """Start a remote creation, which ends with :meth:`confirmed` or :meth:`creation_failed`.
+        """Make the handle of a remote creation. When the creation ends, call :meth:`confirmed` or :meth:`creation_failed`.
 
-        If this worker is the owner, a fork with the id of the RRef keeps the entry until then, and
-        :meth:`creation_arrived` is not needed.
+        If this worker is the owner itself, a fork whose id is the RRef's keeps the entry until then, and
+        :meth:`creation_arrived` is not called.
 
         Raises:
             ShutdownError: after :meth:`close`.
@@ -199,7 +199,7 @@ class RRefTable:
             return Handle(rref_id, fork_id, owner)
 
     def confirmed(self, handle: Handle) -> Effects:
-        """Note that the owner has answered the creation. After a failure of the same creation: no effect."""
+        """Record that the owner has answered the creation. If the creation has failed before, the RRef keeps its error."""
         step = Effects()
         with self._lock:
             if handle.fork_id is None:
@@ -212,7 +212,7 @@ class RRefTable:
         return step
 
     def creation_failed(self, handle: Handle, error: BaseException, *, reached: bool = True) -> Effects:
-        """Note that the creation was not answered. ``reached``: whether the owner may have received it."""
+        """Record that the creation has failed. ``reached``: whether the owner may have received the creation."""
         step = Effects()
         with self._lock:
             if handle.fork_id is None:
@@ -228,7 +228,7 @@ class RRefTable:
         return step
 
     def drop_later(self, handle: Handle) -> None:
-        """Queue the end of one local RRef object, once for each handle given out.
+        """Queue the release of a handle, because its RRef object is deleted. Call once for each handle that the table returned.
 
         For ``__del__``: takes no lock and runs no other code. Does nothing in a forked child.
         """
@@ -236,7 +236,7 @@ class RRefTable:
             self._drops.append(handle)
 
     def collect(self) -> Effects:
-        """Carry out the queued drops; one message per owner for up to 100 of them."""
+        """Release the queued handles; each owner is sent one message for up to 100 of them."""
         step = Effects()
         with self._lock:
             for _ in range(len(self._drops)):
@@ -260,7 +260,7 @@ class RRefTable:
         has failed before (:meth:`creation_given_up`).
 
         Raises:
-            ProtocolError: the ids are not the sender's.
+            ProtocolError: an id was not made by ``from_``.
         """
         _check_creation(rref_id, fork_id, from_)
         with self._lock:
@@ -281,12 +281,12 @@ class RRefTable:
     def creation_given_up(
         self, rref_id: RRefId, fork_id: ForkId, from_: WorkerKey, error: BaseException
     ) -> Effects:
-        """Record that a creation has failed before its function ran, and that it will not run: the RRef keeps ``error``.
+        """Record that a creation has failed before its function ran: the function will not run, and the RRef keeps ``error``.
 
-        Without effect if the function runs or has run.
+        Has no effect if the function runs or has run.
 
         Raises:
-            ProtocolError: the ids are not the sender's.
+            ProtocolError: an id was not made by ``from_``.
         """
         _check_creation(rref_id, fork_id, from_)
         step = Effects()
@@ -300,22 +300,22 @@ class RRefTable:
         return step
 
     def set_value(self, rref_id: RRefId, value: object) -> Effects:
-        """Give an RRef its value. Without effect if it has a value or an error, or was released."""
+        """Set the value of an RRef. Has no effect if the RRef has a value or an error, or was released."""
         return self._set(rref_id, Outcome(value))
 
     def set_error(self, rref_id: RRefId, error: BaseException) -> Effects:
-        """Give an RRef an error, which it keeps. Without effect if it has a value or an error, or was released."""
+        """Set the error of an RRef. Has no effect if the RRef has a value or an error, or was released."""
         return self._set(rref_id, Outcome(error=error))
 
     def known_outcome(self, rref_id: RRefId | tuple[int, int, str]) -> Outcome | None:
-        """Return the outcome of an RRef, None if it is not here or has none. Takes no lock: an outcome never changes."""
+        """Return the outcome of an RRef of this worker, or None. Takes no lock, because an outcome never changes."""
         entry = self._owned.get(rref_id)  # type: ignore[arg-type]
         return None if entry is None else entry.outcome
 
     def fetch(self, rref_id: RRefId, waiter: Callable[[Outcome], object]) -> Outcome | None:
         """Return the outcome of an RRef that this worker owns, or keep ``waiter`` until there is an outcome.
 
-        A fetch may overtake the creation. The caller bounds the wait and ends it by :meth:`cancel_fetch`.
+        A fetch may arrive before the creation. The caller limits the wait, and ends it by :meth:`cancel_fetch`.
         """
         with self._lock:
             if rref_id not in self._owned:
@@ -331,7 +331,7 @@ class RRefTable:
             return entry.outcome
 
     def cancel_fetch(self, rref_id: RRefId, waiter: Callable[[Outcome], object]) -> Effects:
-        """Forget a waiter, the same object that was passed to :meth:`fetch`."""
+        """Remove a waiter: pass the same object that was passed to :meth:`fetch`."""
         step = Effects()
         with self._lock:
             entry = self._owned.get(rref_id)
@@ -343,7 +343,7 @@ class RRefTable:
     # -- RRefs in messages -----------------------------------------------------------------------
 
     def fork(self, handle: Handle, to: WorkerKey) -> ForkData:
-        """Make a fork for a message to ``to``, which may be any worker, also this one.
+        """Make a fork for an RRef in a message to worker ``to``, which may also be this worker.
 
         Raises:
             RRefError: the RRef was released here, or failed (the error is the cause).
@@ -372,7 +372,7 @@ class RRefTable:
     def rollback(self, forks: Iterable[ForkData]) -> Effects:
         """Undo forks made for a message that cannot arrive (pickling or sending failed).
 
-        Not for calls that timed out: their message may still arrive, and its forks are settled then.
+        Do not use it for calls that timed out: the receiver may still get the message, and then settles its forks.
         """
         step = Effects()
         with self._lock:
@@ -386,10 +386,10 @@ class RRefTable:
     def receive(self, forks: Sequence[ForkData], from_: WorkerKey) -> ReceivedFork:
         """Register the RRefs of a received message, and return their handles. The caller must drop each handle once.
 
-        If they are arguments of a function, it may start only when ``pending`` is done.
+        If the RRefs are arguments of a function, the function may start only when ``pending`` is done.
 
         Raises:
-            ProtocolError: a fork was not made by the sender.
+            ProtocolError: a fork was not made by ``from_``.
             ShutdownError: after :meth:`close`.
         """
         _check_parent(forks, from_)
@@ -411,10 +411,10 @@ class RRefTable:
         return ReceivedFork(handles, pending, step)
 
     def refuse(self, forks: Sequence[ForkData], from_: WorkerKey) -> Effects:
-        """Settle the forks of a message that is not decoded, because it is late, cancelled or unreadable.
+        """Release the forks of a message that is not decoded, because it is late, cancelled or unreadable.
 
         Raises:
-            ProtocolError: a fork was not made by the sender.
+            ProtocolError: a fork was not made by ``from_``.
         """
         _check_parent(forks, from_)
         step = Effects()
@@ -445,7 +445,7 @@ class RRefTable:
     # -- messages and deaths ---------------------------------------------------------------------
 
     def handle(self, from_: WorkerKey, message: Message) -> Effects:
-        """Act on a message of another worker. A message may come twice, late, or from a dead worker."""
+        """Process a message of another worker. A message may arrive twice, late, or after its sender has died."""
         step = Effects()
         with self._lock:
             if self._closed or from_ in self._deaths:
@@ -461,7 +461,7 @@ class RRefTable:
                 for rref_id, fork_id, is_known in message.items:
                     held = self._held.get(fork_id)
                     if held is None:
-                        if is_known:  # a late request has registered a released fork a second time
+                        if is_known:  # a late ForkRequest has registered a released fork again
                             step.add(from_, UserDelete, (rref_id, fork_id))
                     elif held.pending and held.owner == from_ and held.parent is not None:
                         held.tell_owner = is_known
@@ -474,7 +474,7 @@ class RRefTable:
         return step
 
     def worker_died(self, worker: WorkerKey, error: BaseException) -> Effects:
-        """Release all that ``worker`` held, and fail all that it owned with ``error``."""
+        """Release all forks that ``worker`` held, and fail all RRefs to values that ``worker`` owned with ``error``."""
         step = Effects()
         with self._lock:
             if self._closed or worker in self._deaths or worker == self.me:
@@ -484,7 +484,7 @@ class RRefTable:
                 for fork_id in [fork_id for fork_id, holder in entry.forks.items() if holder == worker]:
                     entry.forks.pop(fork_id, None)
                 if not entry.created and entry.rref_id.creator == worker:
-                    entry.created = True  # no other worker will create it
+                    entry.created = True  # no worker will create this value
                     self._finish(entry, Outcome(error=error), step)
                 self._settle_value(entry, step)
             for fork_id, (parent, to) in list(self._children.items()):
@@ -499,7 +499,7 @@ class RRefTable:
     # -- leaving, and counters --------------------------------------------------------------------
 
     def delete_all_users(self) -> Effects:
-        """Release every handle on other workers' values; handles that arrive from now on are released at once."""
+        """Release every handle on other workers' values; handles that are received later are released at once."""
         step = self.collect()
         with self._lock:
             self._draining = True
@@ -509,7 +509,7 @@ class RRefTable:
         return step
 
     def close(self) -> Effects:
-        """Release everything, and wake the threads that wait. Later drops and messages have no effect."""
+        """Release all values and handles; waiting threads get ShutdownError. Later drops and messages have no effect."""
         step = Effects()
         with self._lock:
             self._closed = True
@@ -528,15 +528,15 @@ class RRefTable:
         return step
 
     def pending_counts(self) -> PendingCounts:
-        """Count the entries that must end before this worker may leave."""
+        """Count the entries that must be removed before this worker may leave."""
         with self._lock:
             owners = sum(1 for entry in self._owned.values() if entry.forks or not entry.created)
             return PendingCounts(len(self._held), len(self._children), owners, len(self._drops))
 
     def leaks(self) -> list[Leak]:
-        """List the forks of values that live here, and the handles that are held here.
+        """List the forks of values that this worker owns, and this worker's forks of other workers' values.
 
-        A fork without an object here is not a leak of this worker, even if its owner has not confirmed it: such an owner is
+        A fork that no RRef object of this worker uses is not a leak, even if its owner has not confirmed it: such an owner is
         stopped, or cannot be reached.
         """
         with self._lock:
@@ -551,13 +551,13 @@ class RRefTable:
             return found
 
     def holders(self, rref_id: RRefId) -> dict[ForkId, WorkerKey] | None:
-        """List which worker holds which fork of a value that lives here; ``None`` if the value does not live here."""
+        """List which worker holds which fork of a value; ``None`` if this worker does not own the value."""
         with self._lock:
             entry = self._owned.get(rref_id)
             return None if entry is None else dict(entry.forks)
 
     def held_values(self, first: int, most: int) -> tuple[list[HeldValue], bool]:
-        """List up to ``most`` of the values that live here, in the order in which they came, and say whether there are more."""
+        """List up to ``most`` values that this worker owns, in order of age, and say whether there are more."""
         with self._lock:
             entries = list(self._owned.values())
             found = [
@@ -589,7 +589,7 @@ class RRefTable:
         return kind(self.me.rank, next(self._count), self.me.incarnation)
 
     def _why_dead(self, worker: WorkerKey) -> BaseException | None:
-        """Return the error for a dead worker, or None. Earlier incarnations of this worker are dead; no death is reported."""
+        """Return the error for a dead worker, or None. Former incarnations of this worker count as dead without a report."""
         error = self._deaths.get(worker)
         if error is None and worker.rank == self.me.rank and worker != self.me:
             error = PeerDiedError(
@@ -605,7 +605,7 @@ class RRefTable:
     # -- values of this worker -------------------------------------------------------------------
 
     def _expect(self, rref_id: RRefId) -> Owned:
-        """Return the entry of a value; make one if only the id of the value is known."""
+        """Return the entry of a value; if there is none, add an entry of a value whose creation has not arrived."""
         entry = self._owned.get(rref_id)
         if entry is None:
             entry = self._owned[rref_id] = Owned(rref_id)
@@ -614,7 +614,7 @@ class RRefTable:
     def _is_gone(self, rref_id: RRefId) -> bool:
         """Say whether a value without an entry here will never be created.
 
-        It was released, or its creator has died, or its creator is this worker, which enters a value when it creates it.
+        The value was released, its creator has died, or its creator is this worker, which adds the entry when it makes the id.
         """
         creator = rref_id.creator
         return rref_id in self._gone_rrefs or creator.rank == self.me.rank or creator in self._deaths
@@ -622,7 +622,7 @@ class RRefTable:
     def _register(self, rref_id: RRefId, fork_id: ForkId, holder: WorkerKey) -> bool:
         """Register a fork for its holder; the message may arrive before the creation of the value.
 
-        Return False if the value is gone or will never exist, if the fork was removed before, or if another worker holds it.
+        Return False if the value is gone or will never exist, the fork was removed before, or another worker holds the fork.
         """
         entry = self._owned.get(rref_id)
         if entry is not None and fork_id in entry.forks:
@@ -633,7 +633,7 @@ class RRefTable:
         return True
 
     def _remove(self, rref_id: RRefId, fork_id: ForkId, holder: WorkerKey | None, step: Effects) -> None:
-        """Remove a fork, and remember its id: a late message must not register it again."""
+        """Remove a fork, and remember its id, so that a late message does not register the fork again."""
         entry = self._owned.get(rref_id)
         if entry is not None and holder is not None and entry.forks.get(fork_id, holder) != holder:
             return
@@ -669,7 +669,7 @@ class RRefTable:
         self._owned.pop(entry.rref_id, None)
 
     def _hold(self, rref_id: RRefId) -> Handle:
-        """Add a handle on a value of this worker; if the value has been released, the handle has an error."""
+        """Add a handle on a value of this worker; if the value was released, each use of the handle raises an RRefError."""
         is_gone = rref_id not in self._owned and self._is_gone(rref_id)
         entry = self._expect(rref_id)
         if is_gone:
@@ -681,7 +681,7 @@ class RRefTable:
     # -- handles on values of other workers --------------------------------------------------------
 
     def _add_received_fork(self, data: ForkData, from_: WorkerKey, pending: Pending, step: Effects) -> None:
-        """Add a handle for a received fork. A fork from the owner itself was registered when it was sent."""
+        """Add a handle for a received fork. If the owner itself sent the fork, it has registered the fork before."""
         held = self._held.get(data.fork_id)
         if held is None:
             direct = data.owner == from_
@@ -704,14 +704,14 @@ class RRefTable:
         self._settle_handle(held, step)
 
     def _settle_handle(self, held: HeldFork, step: Effects) -> None:
-        """If a fork has no objects and no children and is not pending, remove it, and tell its owner."""
+        """If a fork has no RRef objects and no children and is not pending, remove the fork, and tell the owner."""
         if held.handles or held.children or held.pending or self._held.pop(held.fork_id, None) is None:
             return
         if held.tell_owner:
             self._tell(held.owner, UserDelete, (held.rref_id, held.fork_id), step)
 
     def _resolve(self, held: HeldFork, error: BaseException | None, step: Effects) -> None:
-        """Record the owner's answer for a fork, or the ``error`` that replaces it. A fork that has an error keeps it."""
+        """Record the owner's answer for a fork, or the ``error`` that replaces the answer. A fork keeps its first error."""
         if held.error is None:
             held.error = error
         if held.pending:
@@ -724,14 +724,14 @@ class RRefTable:
         self._settle_handle(held, step)
 
     def _child_settled(self, fork_id: ForkId, step: Effects) -> None:
-        """Count one child less of a fork that was kept for it. Has no effect if the child is unknown."""
+        """Remove a child, and release its parent fork if nothing else needs the parent. An unknown child has no effect."""
         child = self._children.pop(fork_id, None)
         if child is not None:
             child[0].children -= 1
             self._settle_handle(child[0], step)
 
     def _accept(self, parent: WorkerKey, fork_id: ForkId, step: Effects) -> None:
-        """Tell the worker that made a fork that it need not keep the fork's parent any longer."""
+        """Tell the worker ``parent`` that the owner knows the child ``fork_id``, so that it may release its own fork."""
         if parent == self.me:
             self._child_settled(fork_id, step)
         else:
@@ -740,10 +740,10 @@ class RRefTable:
 
 def _check_creation(rref_id: RRefId, fork_id: ForkId, from_: WorkerKey) -> None:
     if rref_id.creator != from_ or fork_id.creator != from_:
-        raise ProtocolError("the creation of an RRef with ids of another worker")
+        raise ProtocolError("a worker has created an RRef with ids of another worker")
 
 
 def _check_parent(forks: Sequence[ForkData], from_: WorkerKey) -> None:
     for data in forks:
         if data.fork_id.creator != from_:
-            raise ProtocolError("an RRef that was not sent by its parent")
+            raise ProtocolError("a worker has sent an RRef that another worker has forked")

@@ -68,7 +68,7 @@ class References(MessageReferences):
         self.default_timeout = default_timeout
         self.me = WorkerKey(agent.record.rank, agent.record.incarnation)
         self.table = RRefTable(self.me)
-        #: The pending futures of promised values. The search for deadlocks uses them.
+        #: The pending futures of the RRefs that :meth:`promise` has made. The search for deadlocks uses them.
         self.promised: weakref.WeakValueDictionary[RRefId, Future[Any]] = weakref.WeakValueDictionary()
         self._collecting = False
         self._peers: dict[WorkerKey, Peer] = {}  # living peers that peer_of() has found
@@ -84,20 +84,20 @@ class References(MessageReferences):
     # -- carrying out the effects of the table ------------------------------------------------------
 
     def carry_out(self, effects: Effects) -> None:
-        """Send the messages of a step and run its callbacks. No lock is held."""
+        """Send the messages of a step of the table and run its callbacks. The caller holds no lock."""
         for to, message in effects.messages:
             self._notify(to, RECEIPT, pack_message(message))
         for callback in effects.callbacks:
             callback()
 
     def _notify(self, to: WorkerKey, name: str, body: bytes) -> None:
-        """Send a message of the protocol; do nothing if its destination is dead: deaths are reported to the table."""
+        """Send a message of the protocol. Do nothing if its destination is dead, because _peer_ended() tells the table."""
         peer = self._peer(to)
         if peer is not None:
             self.agent.notify_surely(peer, name, body)
 
     def _peer(self, key: WorkerKey) -> Peer | None:
-        """Return the peer of a key; None if it has ended. If another incarnation has taken its place, tell the table."""
+        """Return the peer of a key; None if it has ended. If another incarnation has the rank, report the death to the table."""
         try:
             peer = self.agent.peer(key.rank)
         except RpcError:
@@ -114,10 +114,10 @@ class References(MessageReferences):
         return None
 
     def peer_of(self, key: WorkerKey) -> Peer:
-        """Return the peer of a worker, which may be this one.
+        """Return the peer of a worker, which may be this worker.
 
         Raises:
-            RRefError: that incarnation of the worker has ended.
+            RRefError: the incarnation that ``key`` names has ended.
         """
         if key == self.me:
             return self.agent.self_peer
@@ -148,9 +148,9 @@ class References(MessageReferences):
         try:
             named, packed = msgpack.unpackb(body)
         except (ValueError, TypeError, msgpack.UnpackException) as unreadable:
-            raise ProtocolError("a failed creation that cannot be read") from unreadable
+            raise ProtocolError("the notice of a failed creation cannot be read") from unreadable
         if type(packed) is not bytes:
-            raise ProtocolError("a failed creation without an error")
+            raise ProtocolError("the notice of a failed creation contains no error")
         rref_id, fork_id = _created(named)
         error = exceptions.load(packed, loads=codec.loads)
         self.carry_out(self.table.creation_given_up(rref_id, fork_id, peer.key, error))
@@ -181,7 +181,7 @@ class References(MessageReferences):
         self.carry_out(self.table.refuse(unpack_forks(packed), peer.key))
 
     def confirm(self, received: list[Any], execution: Execution) -> None:
-        """Wait until the owners have registered all RRefs in the arguments of a call, which may be executed only after that."""
+        """Wait until the owners have registered all RRefs in the arguments of a call; only then may the call be executed."""
         pending: Pending = received[0]
         if pending.done:
             return
@@ -203,7 +203,7 @@ class References(MessageReferences):
     # -- the end of handles --------------------------------------------------------------------------
 
     def drop(self, handle: Handle) -> None:
-        """Queue the end of a handle. Called from ``__del__``: takes no lock."""
+        """Queue the release of a handle. Takes no lock, because ``__del__`` calls this method."""
         self.table.drop_later(handle)
         if not self._collecting:
             self._collecting = True
@@ -215,7 +215,7 @@ class References(MessageReferences):
             self.agent.submit(self.collect)
 
     def settle(self, until: float) -> None:
-        """Wait until no message of the reference protocol is unanswered, at most until ``until``."""
+        """Wait until no handle or fork is left (``PendingCounts.idle``), at most until ``until`` (``_time.now()``)."""
         pause = 0.0005
         while not self.table.pending_counts().idle and _time.now() < until:
             self.collect()
@@ -223,16 +223,16 @@ class References(MessageReferences):
             pause = min(2 * pause, 0.02)
 
     def collect(self) -> None:
-        """Carry out queued ends now."""
+        """Release the queued handles now."""
         self._collecting = False
         self.carry_out(self.table.collect())
 
     # -- creating and fetching -------------------------------------------------------------------------
 
     def copy_of(self, error: BaseException) -> BaseException:
-        """Return a copy of an error: the table keeps one object, and copies are raised.
+        """Return a copy of an error of the table: callers raise only copies.
 
-        Each raise adds frames to the traceback, and the frames may refer to the RRef whose entry has the error.
+        Each raise adds frames to the traceback, and the frames may refer to the RRef whose entry keeps the error.
         """
         try:
             if isinstance(error, RemoteError):
@@ -246,7 +246,7 @@ class References(MessageReferences):
         return made if type(made) is type(error) else error.with_traceback(None)
 
     def promise(self, future: Future[Any]) -> Any:
-        """Return an RRef of this worker to the value of a future. If the future fails, so does the RRef."""
+        """Return an RRef, owned by this worker, to the value of a future. If the future fails, the RRef gets its error."""
         handle = self.table.create_user(self.me)
         # No call creates the value: remove the fork that a creation would hold, so that only the RRef's holders keep the entry.
         self.carry_out(self.table.confirmed(handle))
@@ -259,7 +259,7 @@ class References(MessageReferences):
             if error is None:
                 self.carry_out(self.table.set_value(rref_id, done))
             else:
-                done.acknowledge()  # by the process that holds the RRef
+                done.acknowledge()  # holders of the RRef get the error
                 self.carry_out(self.table.set_error(rref_id, self.copy_of(error)))
 
         future.add_done_callback(fulfil)
@@ -278,14 +278,14 @@ class References(MessageReferences):
         mail: MailHeader | None = None,
         future: Future[Any] | None = None,
     ) -> Any:
-        """Make a worker call a function and keep the result; return the RRef to the result at once.
+        """Call a function on a worker, which keeps the result; return an RRef to the result at once.
 
-        A signal handler (Ctrl-C) runs while this method blocks, or after it has returned. Elsewhere, an exception of the handler
-        would leave an entry in the reference table that is never released.
+        A signal handler (Ctrl-C) runs while this method blocks, or after it has returned. If a handler raised at another point,
+        an entry of the reference table would never be released.
 
         Args:
-            mail: the name of the mailbox of the worker to which the call is sent; ``function`` is not used then. The worker
-                stores the result with :meth:`keep`.
+            mail: the header that names the mailbox to which the call is sent, in place of ``function``. The worker stores the
+                result with :meth:`keep`.
             future: the future of the call; by default a new one.
         """
         handle = self.table.create_user(peer.key)
@@ -295,7 +295,7 @@ class References(MessageReferences):
         is_unsent = False
 
         def created(done: Future[None]) -> None:
-            done.acknowledge()  # it is kept in the RRef and raised at its next use
+            done.acknowledge()  # the next use of the RRef raises the error
             error = done.error
             if is_unsent:
                 return
@@ -324,16 +324,16 @@ class References(MessageReferences):
                 is_unsent = True
                 self.carry_out(self.table.creation_failed(handle, error, reached=False))
                 future.conclude(None, error)
-                future.cover()  # the route may later fail its future, with another error
+                future.cover()  # an actor's route may fail it later, with another error
             raise
         self.agent.flush()
         return rref
 
     def keep(self, creation: bytes, creator: WorkerKey, value: Any) -> None:
-        """Keep the result of a call of a mailbox here, as the value of the RRef that its header names.
+        """Store the result of a mailbox's call, as the value of the RRef that the header of the call names.
 
         Raises:
-            ProtocolError: the header names no value, or a value of another worker.
+            ProtocolError: ``creation`` names no RRef, or an RRef that ``creator`` did not create.
         """
         rref_id, fork_id = _created(creation)
         if creator == self.me or self.table.creation_arrived(rref_id, fork_id, creator):
@@ -354,5 +354,5 @@ def _created(creation: Any) -> tuple[RRefId, ForkId]:
     """
     message = unpack_message(creation) if type(creation) is bytes else None
     if type(message) is not UserDelete or len(message.items) != 1:
-        raise ProtocolError("the creation of an RRef that cannot be read")
+        raise ProtocolError("the ids of the creation of an RRef cannot be read")
     return message.items[0]

@@ -1,8 +1,8 @@
 """A worker's records about RRefs: one for each value that it owns, and one for each handle on a value of another worker.
 
 :class:`~actorrpc.rpc.refcount.protocol.RRefTable` changes these records under its lock. Values are never compared, hashed or
-printed, and a released value dies with the :class:`Effects` of the step that released it, outside of the lock, because its
-finaliser may run user code.
+printed. The :class:`Effects` of a step keep the values that it releases until the lock has been released, because finalisers of
+values may run user code. :mod:`actorrpc.rpc.refcount.messages` explains forks, parents and children.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ V = TypeVar("V")
 
 
 class Handle(NamedTuple):
-    """The contents of one local RRef object. On the owner ``fork_id`` is ``None``."""
+    """The ids in one RRef object. ``fork_id`` is ``None`` if this worker is the owner of the value."""
 
     rref_id: RRefId
     fork_id: ForkId | None
@@ -48,9 +48,9 @@ class Outcome:
 
 
 class Effects:
-    """The work of the caller after a step, without the lock: send ``messages``, then call ``callbacks``.
+    """The work that a step leaves to its caller, after the lock is released: send ``messages``, then call ``callbacks``.
 
-    Do not keep Effects: values released by the step are freed with them.
+    Do not keep Effects: the values that the step has released are freed with them.
     """
 
     __slots__ = ("_items", "_released", "callbacks")
@@ -65,7 +65,7 @@ class Effects:
 
     @property
     def messages(self) -> list[tuple[WorkerKey, Message]]:
-        """The messages and their destinations; a message has at most ``BATCH`` items."""
+        """The messages and their destinations. A message has at most ``BATCH`` items."""
         return [
             (to, kind(tuple(items[start : start + BATCH])))
             for (to, kind), items in self._items.items()
@@ -73,16 +73,16 @@ class Effects:
         ]
 
     def add(self, to: WorkerKey, kind: type[Message], item: tuple[Any, ...]) -> None:
-        """Add one item to the messages of a kind for a worker."""
+        """Add one item to the messages of class ``kind`` to worker ``to``."""
         self._items.setdefault((to, kind), []).append(item)
 
     def release(self, outcome: Outcome | None) -> None:
-        """Keep an outcome until the Effects die."""
+        """Keep a released outcome until these Effects are freed."""
         self._released.append(outcome)
 
 
 class Pending:
-    """Counts down until the owners know all forks of a message. Thread-safe."""
+    """Counts the forks of a received message about which their owners have not answered yet. Thread-safe."""
 
     __slots__ = ("_callbacks", "_lock", "_remaining")
 
@@ -97,9 +97,9 @@ class Pending:
         return self._remaining == 0
 
     def when_done(self, callback: Callable[[], object]) -> bool:
-        """Add ``callback`` to the callbacks of the step that ends the wait.
+        """Add ``callback`` to the callbacks of the step that settles the last fork.
 
-        Returns ``False``, and does not keep the callback, if the wait has ended.
+        Returns ``False``, and does not keep the callback, if all forks are settled already.
         """
         with self._lock:
             if self._remaining == 0:
@@ -127,7 +127,7 @@ class Recent(dict[K, V]):
         self._limit = limit
 
     def put(self, key: K, value: V) -> None:
-        """Put a key in, and forget the oldest key if there are too many."""
+        """Add a key; if there are more than ``limit`` keys, remove the oldest key."""
         self[key] = value
         while len(self) > self._limit:
             self.pop(next(iter(self)), None)
@@ -140,14 +140,14 @@ def released(rref_id: RRefId) -> RRefError:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Owned:
-    """A value that lives here.
+    """A value that this worker owns, or will own when its creation arrives.
 
     Attributes:
-        created: its creation has arrived, or will never arrive. Until then only messages of other workers have named the value.
+        created: the creation has arrived, or will never arrive. Before, this worker knows the value only from messages about it.
         outcome: None until the value has been set, or its creation has failed.
-        forks: the handles of workers on the value, by the worker that holds them.
-        handles: how many objects of this worker refer to it.
-        waiters: called with the outcome.
+        forks: the worker that holds each registered fork of the value.
+        handles: how many RRef objects of this worker refer to the value.
+        waiters: functions to call with the outcome when it is set.
     """
 
     rref_id: RRefId
@@ -160,16 +160,16 @@ class Owned:
 
 @dataclass(slots=True, eq=False, repr=False)
 class HeldFork:
-    """A handle on a value that lives on another worker.
+    """A handle (fork) of this worker on a value that another worker owns.
 
     Attributes:
-        parent: the worker that waits until the owner knows this fork; None for a creation, and for a fork from the owner.
+        parent: the sender, which keeps its fork until the owner knows this fork; None for a creation, and if the owner sent it.
         pending: the owner has not confirmed or refused this fork yet.
         error: the error that every use of the RRef raises.
-        handles: how many objects of this worker use this fork.
+        handles: how many RRef objects of this worker use this fork.
         children: how many forks were made of this fork that the owner does not know yet.
-        tell_owner: the owner may know this fork, so it is told when the fork ends.
-        waiting: messages whose function may start when this fork is not pending.
+        tell_owner: the owner may know this fork, so it is sent a UserDelete when this worker removes the fork.
+        waiting: the counters of messages that contained this fork; their functions may start when no fork is pending.
     """
 
     rref_id: RRefId
