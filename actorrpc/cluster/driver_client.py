@@ -29,9 +29,9 @@ _LEAVE_S: Final = 4.0
 
 @contextlib.contextmanager
 def _detached() -> Iterator[None]:
-    """Make a request that does not belong to the call that is running here.
+    """Separate the requests of the ``with`` block from the call that this thread runs.
 
-    It is not cancelled with that call, because other threads use the answer as well, and is not counted as a wait of its method.
+    A request is not cancelled with the call, because other threads also use its answer, nor counted as a wait of its method.
     """
     token = CURRENT.set(None)
     runner, WAITING.runner = WAITING.runner, None
@@ -43,7 +43,7 @@ def _detached() -> Iterator[None]:
 
 
 class RemoteDirectory(MemberDirectory):
-    """The cluster according to the driver: its workers, and the :class:`~actorrpc.actors.spec.death_report.Spawner` of a worker.
+    """A worker's copy of the driver's list of workers, and its :class:`~actorrpc.actors.spec.death_report.Spawner`.
 
     Thread-safe. Spawner methods other than :meth:`check` do not block.
 
@@ -106,7 +106,7 @@ class RemoteDirectory(MemberDirectory):
 
     def announce_leaving(self) -> None:
         """Tell the driver that this worker begins to leave by itself."""
-        # If this fails, the driver has ended, or is very busy: this process ends all the same.
+        # If the query fails, the driver has ended or is very busy. This process ends in any case.
         with contextlib.suppress(RpcError):
             self._query("leaving", self._own.name, limit=_LEAVE_S)
 
@@ -150,11 +150,11 @@ class RemoteDirectory(MemberDirectory):
             self._request("check", spec).wait(_QUERY_S)
         except PlacementError as error:
             raise exceptions.original(error) from None
-        except RpcError:  # the driver has ended, or is too busy: making the actor will fail or succeed
+        except RpcError:  # the driver has ended or is too busy: creating the actor will show problems
             pass
 
     def release(self, worker: str) -> None:
-        """Let a process end by itself, as soon as no value and no actor in it is referenced."""
+        """Ask a process, through the driver, to end as soon as no value and no actor in it is referenced."""
         self._tell("release", worker)
 
     def kill(self, worker: str) -> None:

@@ -23,7 +23,7 @@ class Devices:
     """The devices of this machine and their holders.
 
     Args:
-        limit: how many of them may be assigned; None: all that are visible to this process.
+        limit: how many devices may be assigned; None: all that are visible to this process.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -34,7 +34,7 @@ class Devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
             names = [name.strip() for name in visible.split(",")]
-            if "-1" in names:  # like CUDA, ignore the names after it
+            if "-1" in names:  # CUDA ignores the names from -1 on
                 names = names[: names.index("-1")]
             names = [name for name in names if name]
             return names if self._limit is None else names[: self._limit]
@@ -54,7 +54,7 @@ class Devices:
         """Assign devices to a worker; return their names, or None if not enough are free now.
 
         Raises:
-            ConfigError: there are not so many devices, or the number is neither whole nor a share between 0 and 1.
+            ConfigError: this machine has fewer devices, or the number is neither whole nor a share between 0 and 1.
         """
         if num_gpus < 0 or (num_gpus > 1 and num_gpus != int(num_gpus)):
             raise ConfigError(
@@ -86,7 +86,7 @@ class Devices:
         return None if len(fitting) < count else [name for _, name in fitting[:count]]
 
     def has_room(self, num_gpus: float) -> bool:
-        """Say whether so many devices are free now."""
+        """Say whether :meth:`allocate` would find enough free devices now."""
         return num_gpus == 0 or self._fitting(num_gpus) is not None
 
     def give_back(self, holder: str) -> None:

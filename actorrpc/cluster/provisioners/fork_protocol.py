@@ -50,7 +50,7 @@ class MessageReader:
         Raises:
             OSError: receiving failed (BlockingIOError: no data now).
         """
-        # The kernel never returns bytes of two messages in one read if the second one has descriptors.
+        # The kernel ends a read after the first bytes that have descriptors: one read returns the descriptors of one message.
         data, ancillary, _, _ = self._sock.recvmsg(
             _CHUNK, socket.CMSG_SPACE(_MAX_FDS * 4), flags | socket.MSG_CMSG_CLOEXEC
         )
