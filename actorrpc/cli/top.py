@@ -25,7 +25,7 @@ from actorrpc.observe.model import GroupState
 
 __all__ = ["See", "Top"]
 
-#: Reads the state of the selected groups; raises RpcError or OSError if there are none.
+#: Reads the state of the selected groups; raises RpcError or OSError if no group can be read.
 See = Callable[[list[str]], list[Picture]]
 
 _PARTS: Final = ["process", "actors", "supervised", "holders"]
@@ -173,7 +173,7 @@ class Top(App[None]):
         self.set_interval(self._every, self.look_again)
 
     def look_again(self) -> None:
-        """Start to read the state, unless a thread does so."""
+        """Start a thread that reads the state, unless such a thread runs."""
         if not self._looks:  # one request at a time to a group that answers slowly
             self._looks = True
             self.run_worker(self._look())

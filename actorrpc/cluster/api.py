@@ -718,7 +718,7 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
             ended = poll(lambda: peer.state != "alive", until, _LOOK_S)
     except PeerDiedError:
         return
-    except RpcTimeoutError:  # actors have not moved in time, or the worker has no free thread to run the query
+    except RpcTimeoutError:  # not all actors have moved in time, or the worker has no thread for running()
         ended = False
     if not ended:
         raise RpcTimeoutError(

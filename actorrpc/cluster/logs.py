@@ -36,9 +36,7 @@ HISTORY_BYTES: Final = 8 << 20
 _LINE_COST: Final = 100  # bytes of memory that a stored line takes besides its text
 _WINDOW_S: Final = 1.0  # equal lines of several processes within this time are folded
 _FOLDS: Final = 2_000  # greatest number of lines that are remembered for folding
-_REST_S: Final = (
-    0.5  # how long pipes are read after their process has ended, if its children keep them open
-)
+_REST_S: Final = 0.5  # how long pipes are read after their process has ended, if its children keep them open
 
 
 def pipes() -> tuple[int, int, int, int]:

@@ -22,7 +22,7 @@ SLICES: Final = 12_000
 
 _LEAST: Final = 100  # records per worker, however many workers there are
 _ACTORS: Final = 12  # actors of a worker that have a track of their own
-_LANES: Final = 10  # lanes of a track; further overlapping records are drawn over others
+_LANES: Final = 10  # greatest number of lanes of a track; further overlapping records are drawn over others
 _TEXT: Final = 200
 _CALLS: Final = "calls made"
 _NOTES: Final = "restarts, backward passes"
@@ -32,7 +32,7 @@ _OWN_FUNCTIONS: Final = "internal functions"
 
 
 def share(workers: int, most: int = SLICES) -> int:
-    """Return how many records each of so many workers should send."""
+    """Return how many records each of ``workers`` workers should send."""
     return max(_LEAST, most // max(1, workers))
 
 
@@ -41,7 +41,7 @@ class _Slice:
     """A record, with times on one clock.
 
     Attributes:
-        process: the index of its worker in the list of workers that have answered.
+        process: the index of the record's worker in the list of workers that have answered.
         execution: identifies an execution: the calling worker, the executing worker, and the call's number.
     """
 
@@ -62,11 +62,11 @@ class _Slice:
 
     @property
     def room(self) -> tuple[float, float]:
-        """The time span for which it occupies its lane: without the wait in the mailbox."""
+        """The time span for which this record occupies its lane: without the wait in the mailbox."""
         return self.begun, self.ended
 
     def track(self, known: set[str], actors: int) -> tuple[int, int, str]:
-        """Return the sort key of its track; ``known``: the actors that have tracks of their own."""
+        """Return the sort key of this record's track; ``known``: the actors that have tracks of their own."""
         record = self.record
         if record.kind == CALLED:
             return (self.process, 4, _OWN_CALLS) if record.is_internal else (self.process, 0, _CALLS)
@@ -83,14 +83,14 @@ def timeline(recordings: Iterable[Recording], seconds: float, most: int = SLICES
     """Return the lanes and slices of the view.
 
     Args:
-        seconds: records that ended earlier than this before the last moment are left out.
-        most: slices; the oldest are left out.
+        seconds: records that ended more than this time before the end of the last record are left out.
+        most: the greatest number of slices; the oldest are left out.
 
     Returns:
         ``lanes``: a list of ``[process, title, number in its track]``. ``slices``: a list of ``[lane, kind, begun, ended, text,
-        failed, waited, other, unfinished]``, ordered by ``begun``. Times are microseconds since the first slice. ``waited`` is
-        the time in the mailbox. ``other`` is the index of the execution that belongs to a call, or -1. An ``unfinished`` slice
-        ends when its worker was asked; it begins before 0 if it is older than the time span.
+        failed, waited, other, unfinished]``, ordered by ``begun``. Times are microseconds since the start of the view. ``waited``
+        is the time in the mailbox. ``other`` is the index of the execution that belongs to a call, or -1. An ``unfinished`` slice
+        ends when its worker sent the records; it begins before 0 if it is older than the time span.
     """
     found = list(recordings)
     there = [each for each in found if not each.why]
