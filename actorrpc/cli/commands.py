@@ -339,7 +339,7 @@ def _metrics(found: argparse.Namespace) -> None:
         try:
             server, thread = prometheus.start_http_server(found.port, found.bind, registry)
         except OSError as error:
-            raise RpcError(f"{found.bind} port {found.port} cannot be used to listen: {error}") from error
+            raise RpcError(f"this host cannot listen at {found.bind} port {found.port}: {error}") from error
         try:
             _print([f"http://{found.bind}:{server.server_port}/metrics, until Ctrl-C"])
             thread.join()
@@ -526,7 +526,7 @@ def _flag(flags: str, text: str) -> _Option:
 
 
 def _word(name: str, metavar: str, text: str, **more: Any) -> _Option:
-    """Return an argument without a flag, which may be left out."""
+    """Return a positional argument, which may be left out unless ``nargs`` is given."""
     return (name,), {"nargs": "?", "metavar": metavar, "help": text, **more}
 
 
@@ -605,7 +605,7 @@ _COMMANDS: Final = {
         "Costs each worker some milliseconds for 10 000 calls.",
         [
             _value(
-                "--seconds", "S", "wait this long, and only write calls that end after the start", _seconds
+                "--seconds", "S", "wait this long, and leave out calls that ended before the wait", _seconds
             ),
             _value("-o --output", "FILE", "(default trace.json)", default="trace.json"),
         ],

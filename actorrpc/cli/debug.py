@@ -146,7 +146,7 @@ def lines(held: Sequence[HeldCall]) -> list[str]:
     """Return the held calls as a table."""
     if not held:
         return [
-            "no call is held; breakpoint() in a method holds one, and actorrpc debug ACTOR --now enters one that runs"
+            "no call is held; breakpoint() in a method holds its call, and actorrpc debug ACTOR --now holds a running call"
         ]
     return table(
         ["SESSION", "CALL", "WHERE", "SINCE", "HELD BY"],

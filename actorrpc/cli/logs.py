@@ -18,7 +18,7 @@ from actorrpc.wire.identity import host_identity
 __all__ = ["Line", "Reader"]
 
 _AGAIN_S: Final = 0.25
-_NAMED: Final = 20  # workers that are listed if the requested one does not exist
+_NAMED: Final = 20  # greatest number of names that are listed if the requested worker does not exist
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class Sampler:
 
     Args:
         actors: only threads that run calls of these actors: id -> title; None: all threads.
-        with_idle: include threads in waits of the library, and the library's frames that call the user's code.
+        with_idle: include threads that wait in the library, and the library's frames that call the user's code.
 
     Attributes:
         threads: the stacks of each thread, by its ident.

@@ -198,7 +198,7 @@ def stack_lines(
     """Return the lines that describe the threads with one stack.
 
     Args:
-        callers: execution -> its description.
+        callers: id of a running execution -> its actor and method.
         whole: include the library's frames below the library function that the user's code has called.
     """
     names = list(dict.fromkeys(worker.name for worker, _ in fold.where))
@@ -219,7 +219,7 @@ def stack_lines(
             + (f", on {worker.name}" if len(names) > 1 else "")
         )
     if len(fold.calls) > _SHOWN:
-        lines.append(f"  runs {len(fold.calls) - _SHOWN} calls more")
+        lines.append(f"  runs {len(fold.calls) - _SHOWN} more calls")
     lines += [
         f"  {each.call} is held by {each.why} at {each.file}:{each.line}, in {each.function}()"
         for each in fold.held[:_SHOWN]

@@ -1,7 +1,7 @@
 """``actorrpc top`` on a terminal: two live tables, the description of the selected actor, and its stacks.
 
-Only that command imports this module, because it needs Textual (extra ``cli``). Looks are taken in a thread, one at a time,
-because they wait for workers. All other code runs in the application's event loop.
+Only that command imports this module, because it needs Textual (extra ``cli``). The state is read in a thread, one read at
+a time, because reading waits for workers. All other code runs in the application's event loop.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Top(App[None]):
 
     Args:
         see: reads the state of the groups; takes at most some seconds.
-        every: seconds between two looks.
+        every: seconds between two reads of the state.
         most: how many actors are shown.
     """
 

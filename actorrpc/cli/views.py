@@ -48,8 +48,8 @@ _OF_SILENT: Final = (
     "oldest_call",
     "oldest",
 )
-_LEAST: Final = 4  # how many characters of an id suffice to select an actor
-_ROWS: Final = 64  # workers, and classes of actors, that status shows
+_LEAST: Final = 4  # least number of first or last characters of an id that select an actor
+_ROWS: Final = 64  # greatest number of workers, and of classes of actors, that status shows
 _OWNERS: Final = 16  # greatest number of rows, and of names, that show who holds memory or handles
 _SAID: Final = 1 << 20  # bytes; smaller amounts of held memory are not shown
 
@@ -85,7 +85,7 @@ def separated(parts: Iterable[Sequence[str]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The state of a group at the time of one look.
+    """The state of a group at the time of one look: one read of the workers' state.
 
     Attributes:
         callers: id of a running execution -> its actor and method, as text.
@@ -348,7 +348,7 @@ class Picture:
         folds = folded(workers, self.state.actors)
         threads = sum(len(each.threads) for each in workers)
         head = f"{count(threads, 'thread')} of {count(len(workers), 'worker')}"
-        if not workers:  # only actors that run on no worker
+        if not workers:  # all selected actors run on no worker
             head = f"no thread: {', '.join(f'{each.title} is {each.state}' for each in self.state.actors[:_OWNERS])}"
         lines = [f"{self.group.what}: {head}"]
         for worker in workers:

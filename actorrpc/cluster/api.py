@@ -2,7 +2,7 @@
 
 The default is the embedded local cluster: no daemon, no port, and no files except, in the private runtime directory, the
 workers' sockets and a file by which this user's tools find the cluster. The driver is worker 0. Other workers are forked for
-actors when they are needed (``provisioners/local.py``), and end with the driver, however that ends. With ``listen=``, processes
+actors when they are needed (``provisioners/local.py``), and end with the driver, in any case. With ``listen=``, processes
 on any host may join; with ``engine=``, an engine starts them elsewhere.
 
 No function holds a lock while it waits. All waits are bounded by the caller's time-out and can be interrupted.
@@ -342,7 +342,7 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -
     finally:
         api.shutdown(False)
     if member.driver_lost:
-        # With 0, a launcher would consider the job finished on this host, and restart only the other hosts.
+        # With exit code 0, a launcher would consider the job finished on this host, and restart only the other hosts.
         raise SystemExit(
             f"worker {member.agent.name!r} ends: rank 0, its driver at {where}, has died: {member.driver_lost}"
         )

@@ -1,9 +1,9 @@
 """The cluster as its driver sees it: its workers, their resources, and where the next actor is placed.
 
-:class:`Cluster` is the driver's ``Spawner``. Its engine starts processes for single actors; workers that have joined
-(by hand, from a launcher, or by :func:`~actorrpc.cluster.api.scale`) hold several actors each.
+Supervisors request places for actors from :class:`Cluster`. Its engine starts processes for single actors; workers that have
+joined (by hand, from a launcher, or by :func:`~actorrpc.cluster.api.scale`) hold several actors each.
 
-``_lock`` guards the tables and the book. It is re-entrant, because the garbage collector may run a finaliser that spawns or
+``_lock`` guards the tables and the bookings. It is re-entrant, because the garbage collector may run a finaliser that spawns or
 releases in the thread that holds it. The engine's own lock may be taken under it, never the other way round. No user code
 runs under it, and nothing blocks under it.
 """
@@ -48,7 +48,7 @@ _LEAVE_S: Final = 5.0  # how long a worker may take to leave before it is killed
 _LOOK_S: Final = 60.0
 # The least time, in seconds, that Engine.end() may take, however long the workers took to leave.
 _LAST_S: Final = 0.5
-_AT_LEAST_S: Final = 0.001  # not 0, for which Engine.end() uses its default
+_AT_LEAST_S: Final = 0.001  # instead of 0, which means the default time-out in Engine.end()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,7 +456,7 @@ class Cluster:
                     labels=dict(facts["labels"]),
                     scaled=isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool,
                 )
-        if not self._is_alive(record.name):  # _peer_ended() ran before the entries above existed
+        if not self._is_alive(record.name):  # _peer_ended() ran too early to remove these entries
             with self._lock:
                 self._drop(record)
             raise PeerDiedError(

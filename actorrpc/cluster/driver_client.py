@@ -1,4 +1,4 @@
-"""The cluster as its worker processes see it: they ask the driver, by RPC.
+"""The cluster in a worker process: its functions query the driver, by RPC.
 
 No function waits for an answer under a lock. Records of workers are cached until the workers end; the driver's record is known
 from the start.
@@ -100,7 +100,7 @@ class RemoteDirectory(MemberDirectory):
         """Tell the driver that this worker has joined; the arguments are as for ``worker_process.enter``.
 
         Raises:
-            RpcError: the driver refuses it, or does not answer.
+            RpcError: the driver refuses this worker, or does not answer.
         """
         self._query("register", self._own.record.to_bytes(), facts, limit=limit)
 
@@ -150,7 +150,7 @@ class RemoteDirectory(MemberDirectory):
             self._request("check", spec).wait(_QUERY_S)
         except PlacementError as error:
             raise exceptions.original(error) from None
-        except RpcError:  # the driver has ended or is too busy: creating the actor will show problems
+        except RpcError:  # the driver has ended or is too busy: creating the actor will report problems
             pass
 
     def release(self, worker: str) -> None:

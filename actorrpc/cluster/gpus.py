@@ -20,7 +20,7 @@ _EPSILON: Final = 1e-6
 
 
 class Devices:
-    """The devices of this machine and their holders.
+    """The devices of this machine, and the workers that they are assigned to.
 
     Args:
         limit: how many devices may be assigned; None: all that are visible to this process.
@@ -51,15 +51,15 @@ class Devices:
         return len(self._free)
 
     def allocate(self, holder: str, num_gpus: float) -> list[str] | None:
-        """Assign devices to a worker; return their names, or None if not enough are free now.
+        """Assign devices to the worker ``holder``; return the devices' names, or None if not enough are free now.
 
         Raises:
             ConfigError: this machine has fewer devices, or the number is neither whole nor a share between 0 and 1.
         """
         if num_gpus < 0 or (num_gpus > 1 and num_gpus != int(num_gpus)):
             raise ConfigError(
-                f"num_gpus={num_gpus} cannot be given to a process: use a whole number of devices, or a share of "
-                "one (between 0 and 1)"
+                f"num_gpus={num_gpus} cannot be given to a process: use a whole number of devices, or a share of a "
+                "device (between 0 and 1)"
             )
         if num_gpus > self.total:
             raise ConfigError(

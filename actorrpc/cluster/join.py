@@ -9,9 +9,9 @@
 **Addresses and keys.** A driver without a given key that only listens on this host's loopback interface makes a key, and writes
 it into a file that only this user can read. A process that joins on the same host finds the file by the port. Thread-safe.
 
-**Launches.** The ranks of one launch exchange the address of rank 0 and the way to the key in a store of torch's: torchrun's
-own, or one that rank 0 serves. The key is never put into the store. On one host, the ranks read it from a file that only
-this user can read; on several hosts, each rank must be given it.
+**Launches.** Rank 0 of a launch writes its address, and the path of a file with the key, into a store of torch: torchrun's own,
+or a store that rank 0 serves. The key is never put into the store. On one host, the ranks read the key from the file, which only
+this user can read; on several hosts, each rank must be given the key.
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ def seconds(timeout: Any) -> float:
     """Return a time-out after checking that it is above 0.
 
     Raises:
-        WrongTypeError: it is not a number of seconds above 0.
+        WrongTypeError: ``timeout`` is not a number of seconds above 0.
     """
     found = number("timeout", timeout, unit="seconds", most=math.inf, above=True, error=WrongTypeError)
     return float(found)
@@ -397,7 +397,7 @@ class JoinedResources:
     Attributes:
         num_cpus, num_gpus: None for all that this process sees.
         resources: further amounts by name.
-        labels: labels: name -> word.
+        labels: the labels, name -> value.
     """
 
     num_cpus: float | None = option(None, _amount)
@@ -540,7 +540,7 @@ def join(
     Args:
         address: ``tcp://host:port``.
         name: this worker's name; default the host's name and the process id.
-        means: its resources; default all that this process sees.
+        means: this worker's resources; default all that this process sees.
         key: default the key from the environment, or from the file of a driver on this host.
         timeout: for the whole operation, in seconds.
         settings: fields of :class:`actorrpc.config.Settings`, which override the environment's and the driver's.
@@ -549,7 +549,7 @@ def join(
     Raises:
         ConfigError: an argument cannot be used.
         RendezvousError: there is no answer, the answer is not a driver's, or the name is taken.
-        AuthenticationError: there is no key, or the driver has another one.
+        AuthenticationError: there is no key, or the driver has another key.
         VersionError: this process and the driver have different versions of the protocol.
         RuntimeError: this process is in a group already.
     """

@@ -52,12 +52,12 @@ def pipes() -> tuple[int, int, int, int]:
         for fd in first:
             os.close(fd)
         raise
-    fd_limits.make_room(second[1])  # connections also do so, but many processes may start before one connects
+    fd_limits.make_room(second[1])  # doing so for each connection is too late: many start before one connects
     return *first, *second
 
 
 class Labels:
-    """Changes the label of this process's output. Create it before the program can redirect the output to other files."""
+    """Changes the label of this process's output. Must be created before the program can redirect the output."""
 
     def __init__(self) -> None:
         self._pipes = {fd: _identity(fd) for fd in (1, 2)}
@@ -87,8 +87,8 @@ class Output:
     """The two pipes of one process.
 
     Attributes:
-        worker: its name in the group; empty if it is not a worker.
-        tail: the last lines on its standard error.
+        worker: the process's name in the group; empty if the process is not a worker.
+        tail: the last lines of the process's standard error.
     """
 
     def __init__(self, label: str, pid: int, stdout: int, stderr: int, worker: str = "") -> None:
@@ -263,7 +263,7 @@ class Logs:
         """Start the thread.
 
         Raises:
-            LimitError: the system cannot start it.
+            LimitError: the system cannot start the thread.
         """
         start_thread(self._thread)
 
@@ -419,7 +419,7 @@ class Logs:
         self._emit(pipe.is_error, shown)
 
     def _unfold(self, now: float) -> None:
-        """Show how often lines were repeated whose window of ``_WINDOW_S`` has passed."""
+        """Show how often lines were repeated, for the lines that were first shown more than ``_WINDOW_S`` ago."""
         shown: dict[bool, list[str]] = {}
         for key, fold in list(self._folds.items()):
             if fold.due > now and len(self._folds) <= _FOLDS:

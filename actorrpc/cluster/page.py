@@ -59,7 +59,7 @@ def listens_at(dashboard: bool | str) -> tuple[str, int] | None:
 
 
 def start(where: tuple[str, int]) -> None:
-    """Start the page of the cluster that this process drives, and do not wait for it: it prints its link on stderr.
+    """Start the page of the cluster that this process drives, and do not wait: the child prints a link on stderr.
 
     Raises:
         OSError: the process cannot be started.

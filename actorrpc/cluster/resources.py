@@ -1,7 +1,7 @@
 """The resources of the machines of a cluster, and their free amounts.
 
-The driver has the book; other processes ask it. Processors are shared, and not booked: the use that is shown is the sum of the
-requests of living actors. Names and keys are as in Ray. Thread-safe.
+The driver keeps the *book*: the resources of each machine, and the bookings of actors. Other processes ask the driver. Processors
+are shared, not booked: their use is the sum of the requests of living actors. Names and keys are as in Ray. Thread-safe.
 """
 
 from __future__ import annotations

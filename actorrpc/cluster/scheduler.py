@@ -148,7 +148,7 @@ class ResourceTable:
 
 
 def lacking(spec: ProcessSpec, book: ResourceTable) -> str:
-    """Describe what an actor needs, and what the holders have."""
+    """Describe what an actor needs, and what the holders in ``book`` have."""
     wishes = [f"{name} {amount:g}" for name, amount in needs_of(spec).items()]
     if spec.rank is not None:
         wishes.append(f"worker {spec.rank}")

@@ -53,14 +53,14 @@ def use(mark: Sequence[Any] | None, directory: str | None) -> None:
 
 
 class _OurName(str):
-    """The name of a module that this package has registered; names that the program has registered are plain texts."""
+    """The name of a module that this package has registered; names that the program has registered are of type ``str``."""
 
     __slots__ = ()
 
 
 def _register(name: str) -> None:
     """Send a module by value, imported or not; ``cloudpickle``'s own function only accepts imported modules."""
-    # If the program has registered the name itself, this changes nothing, and the entry stays the program's.
+    # If the program has registered the name, the set keeps the program's ``str``, which unwatch() does not remove.
     modules.add(_OurName(name))
 
 

@@ -158,7 +158,7 @@ def enter(
         limit: how long the driver may take to answer, in seconds.
 
     Raises:
-        RpcError: the driver refuses it, or does not answer. Then the group is closed, and this process is in no group.
+        RpcError: the driver refuses this worker, or does not answer. Then this process is in no group.
     """
     agent = group.agent
     directory.attach(agent)

@@ -1,7 +1,7 @@
 """Reads the state of a group for all browsers that have the page open: once a second, and only while a browser asks.
 
 Coroutines wait for the next state, a *look*. Looks are taken in a thread, because they wait for workers. They stop when no
-coroutine has asked for a look for ``_IDLE_S``. All methods are called in the event loop's thread.
+coroutine has asked for a look for ``_IDLE_S``. All coroutines run in the event loop's thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The data of the timeline view: the records of all workers, arranged in lanes, bounded in number. No I/O.
 
-The calls of a worker are one track; each of its actors has a track, and so have its other activities. The package's own calls are
-the last tracks. A track has several lanes if its records overlap. A slice is a row of numbers, and texts are indices into a
-table, because there are many slices and few different texts.
+The calls that a worker makes are one track; its 12 busiest actors have a track each, and its other activities further tracks. The
+package's own calls are the last tracks. A track has several lanes if its records overlap. A slice is a row of numbers, and texts
+are indices into a table, because there are many slices and few different texts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["SLICES", "share", "timeline"]
 #: Records of all workers in one response; a record takes some 40 bytes.
 SLICES: Final = 12_000
 
-_LEAST: Final = 100  # records per worker, however many workers there are
-_ACTORS: Final = 12  # actors of a worker that have a track of their own
+_LEAST: Final = 100  # least number of records per worker, however many workers there are
+_ACTORS: Final = 12  # greatest number of actors of a worker that have a track each
 _LANES: Final = 10  # greatest number of lanes of a track; further overlapping records are drawn over others
 _TEXT: Final = 200
 _CALLS: Final = "calls made"

@@ -73,8 +73,8 @@ class LaunchRequest:
     """One worker to be started.
 
     Attributes:
-        name: its name, which the driver has reserved for it.
-        rank: its rank, if the driver assigns it now; -1 if it gets one when it joins.
+        name: the worker's name, which the driver has reserved.
+        rank: the worker's rank; -1 if the driver assigns it when the worker joins.
         address: where the driver listens, ``tcp://host:port``.
         spec: label for its output, ``num_cpus``, ``num_gpus`` (None: the engine's default), further environment variables,
             working directory.
@@ -336,7 +336,7 @@ class Engine(abc.ABC):
         return worker in self._workers or worker in self._ended
 
     def end(self, graceful: bool, timeout: float) -> None:
-        """End all workers. Bounded, in seconds (0: 5 s); idempotent.
+        """End all workers; wait at most ``timeout`` seconds (0: 5 s) until they have left. Idempotent.
 
         The cluster has asked the workers to leave: this method waits, then stops the workers that have not left. Ctrl-C ends
         the wait, or the stop of one worker; the other workers are still stopped before KeyboardInterrupt is raised.

@@ -62,7 +62,7 @@ def import_path() -> list[str]:
     found = []
     for entry in sys.path:
         if isinstance(entry, str):
-            with contextlib.suppress(OSError):  # relative to a directory that was removed
+            with contextlib.suppress(OSError):  # the entry is relative to a directory that was removed
                 found.append(os.path.abspath(entry))
     return found
 

@@ -1,6 +1,6 @@
 """The protocol of the driver and its fork server: msgpack messages on a stream socket, with descriptors.
 
-A message is a msgpack map. Its field ``fds`` is the number of its descriptors, which come with its first byte. Both ends are
+A message is a msgpack map. Its field ``fds`` is the number of its descriptors, which are sent with its first byte. Both ends are
 processes of one user on one host, connected by a private socket pair, so messages are not checked for attacks. Not thread-safe.
 ``socket.send_fds`` and ``recv_fds`` are not used, because they ignore the flags in Python 3.11.
 """

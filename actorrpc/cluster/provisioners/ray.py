@@ -7,8 +7,8 @@ ends with that actor, and is never restarted by Ray, because supervision request
 The key is passed to each worker as an argument of its Ray actor's constructor: over Ray's own connections, into Ray's own tables
 (from which Ray restarts the actor), never into a command line or a log. All code that runs in that Ray can read the key.
 
-Thread-safe. ``_guard`` guards the tables of hosts and bundles, and is a leaf. Ray reports ends in its own threads, which pass
-them to the agent's pool at once.
+Thread-safe. ``_guard`` guards ``_hosts`` (the Ray actors) and ``_free`` (free places in the placement group), and is a leaf. Ray
+reports ends in its own threads, which pass them to the agent's pool at once.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class RayEngine(LaunchedEngine):
     # -- Ray's nodes --------------------------------------------------------------------------------------
 
     def host(self) -> str:
-        """Return the address on which the driver listens: the loopback if this engine has started Ray on this machine only."""
+        """Return this host's address for Ray's nodes: the loopback if this engine has started Ray, on this host only."""
         return "127.0.0.1" if self.link.alone else self.link.host()
 
     def nodes(self) -> list[Node]:

@@ -52,7 +52,7 @@ class Link:
     Args:
         address: None or ``"ray://"``: the Ray to which this process is connected, or the one named by ``RAY_ADDRESS``,
             or one that runs on this machine, or a new one; ``"local"``: a new one; ``"auto"``: a running one;
-            ``"host:port"`` (6379): that of a head node; ``"ray://host:port"`` (10001): through Ray's client.
+            ``"host:port"``: a head node (default port 6379); ``"ray://host:port"``: by Ray's client (default port 10001).
         timeout: how long connecting may take, in seconds.
         log_to_driver: show the output of the workers here.
         options: further arguments of ``ray.init``.
@@ -222,7 +222,7 @@ def _knock(address: str, host: str, port: int, timeout: float) -> None:
     try:
         with socket.create_connection((host, port), timeout) as sock:
             if os.environ.get("RAY_USE_TLS") == "1":
-                return  # the server expects TLS, which is not checked here
+                return  # Ray's servers use TLS, with which this check would fail
             sock.sendall(_PREFACE)
             head = b""
             while len(head) < 9:
