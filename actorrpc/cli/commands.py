@@ -764,7 +764,7 @@ def _parser() -> _CommandParser:
         "program", nargs=argparse.REMAINDER, metavar="...", help="script.py or -m module, and its arguments"
     )
     run.set_defaults(run=_run)
-    # Only for the list in --help: main() passes the arguments of "worker" to actorrpc.worker, which has a parser.
+    # This parser is only for the list in --help: main() passes the arguments to actorrpc.worker, which parses them.
     commands.add_parser("worker", help="add this machine to a running cluster", add_help=False)
     return parser
 

@@ -246,7 +246,7 @@ def say_call(title: str, call: ObservedCall, callers: Mapping[str, str]) -> str:
     whom = f"{caller} on {call.caller!r}" if caller else repr(call.caller)
     text = f"{title}.{call.method}() for {whom}, {span(call.since)} old"
     if call.left is not None:
-        text += f", {span(call.left)} left" if call.left >= 0 else f", {span(-call.left)} over its time"
+        text += f", {span(call.left)} left" if call.left >= 0 else f", {span(-call.left)} past its deadline"
     if call.waits_for:
         text += f"; waits for {' and '.join(call.waits_for)}"
     return text

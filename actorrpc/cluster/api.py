@@ -2,7 +2,7 @@
 
 The default is the embedded local cluster: no daemon, no port, and no files except, in the private runtime directory, the
 workers' sockets and a file by which this user's tools find the cluster. The driver is worker 0. Other workers are forked for
-actors when they are needed (``provisioners/local.py``), and end with the driver, in any case. With ``listen=``, processes
+actors when they are needed (``provisioners/local.py``), and end when the driver ends or is killed. With ``listen=``, processes
 on any host may join; with ``engine=``, an engine starts them elsewhere.
 
 No function holds a lock while it waits. All waits are bounded by the caller's time-out and can be interrupted.

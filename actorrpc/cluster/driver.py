@@ -79,7 +79,7 @@ class _SpawnRequest:
 
 
 class Cluster:
-    """The driver's part in a cluster. Thread-safe; only :meth:`shut_down` blocks.
+    """The cluster's workers, and the requests for actors, in the driver. Thread-safe; only :meth:`shut_down` blocks.
 
     Args:
         agent: the driver's agent.

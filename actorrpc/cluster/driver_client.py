@@ -43,7 +43,7 @@ def _detached() -> Iterator[None]:
 
 
 class RemoteDirectory(MemberDirectory):
-    """A worker's copy of the driver's list of workers, and its :class:`~actorrpc.actors.spec.death_report.Spawner`.
+    """The driver's list of workers, and the :class:`~actorrpc.actors.spec.death_report.Spawner`, for a worker process.
 
     Thread-safe. Spawner methods other than :meth:`check` do not block.
 

@@ -341,7 +341,7 @@ class _LogLines:
             self._size -= len(self._lines.popleft().text) + 64
 
     def _read(self) -> str:
-        """Read new lines; return why that failed, or an empty text."""
+        """Read new lines; return why reading has failed, or an empty text."""
         try:
             if self._reader is None:
                 reader = Reader(self._groups(), 0.8)

@@ -343,7 +343,7 @@ def make_app(
 
 
 def _files() -> dict[str, bytes]:
-    """Return the files of the page by name. They are read once, so that no request can name a file."""
+    """Return the contents of the page's files, by name. They are read once, so that no request can name another file."""
     folder = resources.files("actorrpc.cli.dashboard") / "static"
     return {
         each.name: each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in _TYPES

@@ -58,7 +58,7 @@ class Host:
         """Return when this worker has left its group.
 
         Raises:
-            RpcError: it could not join.
+            RpcError: this worker could not join.
         """
         self._over.wait()
         if self._error is not None:
