@@ -241,8 +241,8 @@ class LaunchMeeting:
             lambda: f"rank 0, which has not announced {what} yet",
         ):
             raise RendezvousError(
-                f"rank 0 of {self._launch.launcher}'s {self._launch.size} has not announced {what} in time: has it called "
-                f"actorrpc.init(), and does it run? (met at {self._launch.master}:{self._launch.port})"
+                f"rank 0 of {self._launch.launcher}'s {self._launch.size} ranks has not announced {what} in time: has it "
+                f"called actorrpc.init(), and does it run? (the store is at {self._launch.master}:{self._launch.port})"
             )
         return bytes(self._store.get(key)).decode("utf-8", "replace")
 

@@ -381,7 +381,7 @@ class Logs:
         for output in list(self._ending):
             if output.pipes and now < output.until:
                 continue
-            for pipe in output.pipes.values():  # still open in a child of the process: show what was read
+            for pipe in output.pipes.values():  # a child of the process keeps them open: show the begun line
                 self._write(pipe, pipe.last())
             self._ending.remove(output)
             output.ending()
