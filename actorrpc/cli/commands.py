@@ -99,7 +99,7 @@ def _one_group(found: argparse.Namespace) -> list[FoundGroup]:
         _NotThereError: there is no such group, or there are several.
     """
     groups = _groups(found)
-    # If all entries are of one group, _looks() returns one look.
+    # If all entries are of one group, _looks() returns one result.
     if len(groups) > 1 and len(_looks(groups, ["process"], _SHORT_S)) > 1:
         pids = ", ".join(
             f"{each.pids[0]} ({each.program})" if each.program else f"{each.pids[0]}" for each in groups
@@ -115,7 +115,7 @@ def _looks(
     begin: dict[str, int] | None = None,
     kept: KeptVisits | None = None,
 ) -> list[GroupLook]:
-    """Read the state of groups; ``begin`` and ``kept`` are as for :func:`look`. Return one look for all entries of a group.
+    """Read the state of groups; ``begin`` and ``kept`` are as for :func:`look`. Return one result for all entries of a group.
 
     Raises:
         _NotThereError: no worker has answered.
@@ -130,7 +130,7 @@ def _looks(
         seen |= made.answers.keys()
         if made.answers:
             looks.append(made)
-    # A look through a worker that does not answer shows only this worker. Drop such a look if another look shows more.
+    # A result that was read through a silent worker contains only this worker. Drop it if another result contains more.
     looks = [each for each in looks if not any(each.answers.keys() < other.answers.keys() for other in looks)]
     if not looks:
         raise _NotThereError("no group has answered, and none of the groups' processes exists any longer")

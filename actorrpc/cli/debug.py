@@ -1,6 +1,6 @@
 """The debugger's front end: lists the held calls, attaches to one of them, or sends commands to many.
 
-Debugger commands are sent to the worker over a connection like those of other commands' queries; there is no extra port. A
+Debugger commands are sent to the worker over the same kind of connection as other queries; there is no extra port. A
 separate thread reads the terminal, so that the main thread can always answer the worker's heartbeats.
 """
 

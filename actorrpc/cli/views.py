@@ -377,7 +377,7 @@ class Picture:
     def actors_named(self, text: str) -> list[ObservedActor]:
         """Return the actors that a name, a title, the beginning or end of an id, or a class selects.
 
-        Of the actors of a class, those that were ended on purpose are left out, unless all were.
+        Of the actors of a class, the actors that were ended on purpose are left out, unless all were.
         """
         actors = self.state.actors
         exact = [each for each in actors if text in (each.name, each.title, each.actor_id)]

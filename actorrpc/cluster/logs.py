@@ -43,7 +43,7 @@ def pipes() -> tuple[int, int, int, int]:
     """Return the ends of two pipes for the output of a process: for each pipe, the reading end first.
 
     Raises:
-        OSError: the descriptors cannot be opened; then none is left open.
+        OSError: the descriptors cannot be opened; no descriptor is left open.
     """
     first = os.pipe2(os.O_CLOEXEC)
     try:

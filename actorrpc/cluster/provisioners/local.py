@@ -197,7 +197,7 @@ class LocalCluster(Engine):
 
     @uninterruptible
     def _running_server(self) -> ForkServer:
-        """Return the fork server; start a fork server if none was started or the last one has ended."""
+        """Return the fork server; start a new server if there is no server or the last server has ended."""
         if self.server is not None and not self.server.is_gone:
             return self.server
         self._not_preloaded = None
