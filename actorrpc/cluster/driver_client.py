@@ -139,10 +139,10 @@ class RemoteDirectory(MemberDirectory):
         return self._request("spawn", spec, self._own.name)
 
     def check(self, spec: ProcessSpec) -> None:
-        """Ask whether there can be a place for an actor that requests a place, processors, devices or other resources.
+        """Ask the driver whether a machine or worker could hold an actor that requests a place or resources.
 
         Raises:
-            PlacementError: there is no place.
+            PlacementError: no machine and no worker could hold the actor.
         """
         if spec.wait_s or not (spec.is_picky or spec.num_cpus or spec.num_gpus):
             return

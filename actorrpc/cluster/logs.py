@@ -52,7 +52,7 @@ def pipes() -> tuple[int, int, int, int]:
         for fd in first:
             os.close(fd)
         raise
-    fd_limits.make_room(second[1])  # doing so for each connection is too late: many start before one connects
+    fd_limits.make_room(second[1])  # raise the limit now: many processes may start before the first connects
     return *first, *second
 
 

@@ -175,7 +175,7 @@ class Feed:
     async def _run(self) -> None:
         while self._is_wanted():
             await self._look_on()
-            await asyncio.to_thread(self._rest)  # after() may be called meanwhile: check again
+            await asyncio.to_thread(self._rest)  # after() may be called meanwhile, so the loop checks again
 
     def _is_wanted(self) -> bool:
         return bool(self._waiting) or time.monotonic() - self._asked < _IDLE_S
