@@ -1,4 +1,4 @@
-"""The activity of workers and actors between two reads of their groups, and the tables of ``top``. No I/O."""
+"""The activity of workers and actors between two reads of a group's state, and the tables of ``top``. No I/O."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Column:
     """A column of a table: its title, the text of its cells, and the sort key (largest numbers come first).
 
     Attributes:
-        is_live: the column is only in the live tables.
+        is_live: whether the column is only in the live tables of a terminal.
     """
 
     title: str

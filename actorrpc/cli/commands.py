@@ -78,28 +78,28 @@ def _groups(found: argparse.Namespace) -> list[FoundGroup]:
         return [at_address(found.connect)]
     groups = find_groups(found.pid)
     if not groups:
-        which = f"process {found.pid} is in none" if found.pid else "none of this user runs"
+        which = f"process {found.pid} is in no group" if found.pid else "no group of this user runs"
         raise _NotThereError(
-            f"there is no group to look into: {which} on this host, in this container. --connect tcp://HOST:PORT looks into one "
-            "elsewhere; ACTORRPC_RUNTIME_DIR must be that of the job"
+            f"there is no group to look into: {which} on this host, in this container. For a group elsewhere, use --connect "
+            "tcp://HOST:PORT. ACTORRPC_RUNTIME_DIR must have the same value as for the job"
         )
     readable = [each for each in groups if not each.is_closed]
     if not readable:
         raise _NotThereError(
             f"the group of process {groups[0].pids[0]} was given a key, which this process has not: set ACTORRPC_KEY or "
-            "ACTORRPC_KEY_FILE to it"
+            "ACTORRPC_KEY_FILE to this key"
         )
     return readable
 
 
 def _one_group(found: argparse.Namespace) -> list[FoundGroup]:
-    """Return the only group that the arguments select, as a list of its workers' entries.
+    """Return the only group that the arguments select, as a list: workers of one group may be found separately.
 
     Raises:
         _NotThereError: there is no such group, or there are several.
     """
     groups = _groups(found)
-    # Several entries may be workers of the same group, each found separately.
+    # If all entries are of one group, _looks() returns one result.
     if len(groups) > 1 and len(_looks(groups, ["process"], _SHORT_S)) > 1:
         pids = ", ".join(
             f"{each.pids[0]} ({each.program})" if each.program else f"{each.pids[0]}" for each in groups
@@ -115,7 +115,7 @@ def _looks(
     begin: dict[str, int] | None = None,
     kept: KeptVisits | None = None,
 ) -> list[GroupLook]:
-    """Read the state of groups; ``begin`` and ``kept`` are as for :func:`look`. A group with several entries is returned once.
+    """Read the state of groups; ``begin`` and ``kept`` are as for :func:`look`. Return one result for all entries of a group.
 
     Raises:
         _NotThereError: no worker has answered.
@@ -130,10 +130,10 @@ def _looks(
         seen |= made.answers.keys()
         if made.answers:
             looks.append(made)
-    # Through a worker that does not answer, only that worker is seen; through another worker of the group, both are.
+    # A result that was read through a silent worker contains only this worker. Drop it if another result contains more.
     looks = [each for each in looks if not any(each.answers.keys() < other.answers.keys() for other in looks)]
     if not looks:
-        raise _NotThereError("no group has answered, and none of its processes exists any longer")
+        raise _NotThereError("no group has answered, and none of the groups' processes exists any longer")
     return looks
 
 
@@ -251,7 +251,7 @@ def _live_top(found: argparse.Namespace) -> None:
     kept = KeptVisits()
 
     def see(parts: list[str]) -> list[views.Picture]:
-        # Stacks may be read while another thread reads the tables.
+        # Stacks may be read while another thread uses the kept connections to read the tables.
         visits = None if "threads" in parts else kept
         return [views.Picture.of(each) for each in _looks(_groups(found), parts, found.timeout, kept=visits)]
 
@@ -323,7 +323,7 @@ def _metrics(found: argparse.Namespace) -> None:
     if found.output:
         check_path(found.output)
     groups = _one_group(found)
-    prometheus = _extra("prometheus_client", "pip install 'actorrpc[metrics]': prometheus_client writes them")
+    prometheus = _extra("prometheus_client", "pip install 'actorrpc[metrics]': this needs prometheus_client")
     metrics = importlib.import_module("actorrpc.observe.metrics")
 
     def see() -> tuple[GroupState, dict[str, dict[str, Any]]]:
@@ -339,7 +339,7 @@ def _metrics(found: argparse.Namespace) -> None:
         try:
             server, thread = prometheus.start_http_server(found.port, found.bind, registry)
         except OSError as error:
-            raise RpcError(f"{found.bind} port {found.port} cannot be listened at: {error}") from error
+            raise RpcError(f"this host cannot listen at {found.bind} port {found.port}: {error}") from error
         try:
             _print([f"http://{found.bind}:{server.server_port}/metrics, until Ctrl-C"])
             thread.join()
@@ -395,7 +395,7 @@ def _debug(found: argparse.Namespace) -> _Shown | None:
 def _sessions(
     found: argparse.Namespace, looks: list[GroupLook], pictures: list[views.Picture]
 ) -> list[debug.Attached]:
-    """Attach to the held calls that the arguments select, or enter an actor."""
+    """Attach to the held calls that the arguments select; with ``--now``, hold the call of an actor, and attach to it."""
     targets = {record.name: each.target(record) for each in looks for record, _ in each.answers.values()}
     workers = [worker for picture in pictures for worker in picture.state.workers]
     meant = [each for picture in pictures for each in picture.actors_named(found.which)]
@@ -404,14 +404,14 @@ def _sessions(
         actors = [each for each in meant if each.state != "DEAD"]
         if len(actors) != 1:
             raise _NotThereError(
-                f"--now enters one living actor; {len(actors)} actors are called {found.which!r}"
+                f"--now needs one living actor, but {found.which!r} selects {len(actors)} living actors"
             )
         (actor,) = actors
         if not actor.answered:
             why = next((f": it is {each.state}" for each in workers if each.name == actor.worker), "")
             raise _NotThereError(
                 f"{actor.title} cannot be entered, as its worker {actor.worker!r} does not answer{why}. actorrpc stack shows "
-                "where it is"
+                "where the worker is"
             )
         return [debug.Attached.entering(actor.title, actor.actor_id, targets[actor.worker], until)]
     held = debug.matching(workers, {each.actor_id for each in meant}, found.which)
@@ -433,10 +433,10 @@ def _dashboard(found: argparse.Namespace) -> None:
         raise _NotThereError("--tls-cert and --tls-key belong together")
     parent = os.pidfd_open(found.ends_with) if found.ends_with else -1
     if found.ends_with and os.getppid() != found.ends_with:
-        return  # the process has ended; another process may have its number now
+        return  # the parent has ended; another process may have its process id now
     groups = _one_group(found)
     server = _extra(
-        "actorrpc.cli.dashboard.server", "pip install 'actorrpc[dashboard]': starlette and uvicorn serve it"
+        "actorrpc.cli.dashboard.server", "pip install 'actorrpc[dashboard]': this needs starlette and uvicorn"
     )
     feed = importlib.import_module("actorrpc.cli.dashboard.feed").Feed
     kept = KeptVisits()
@@ -450,7 +450,7 @@ def _dashboard(found: argparse.Namespace) -> None:
             _print_json({"link": link})
         else:
             how = "" if found.ends_with else " Ctrl-C ends the page."
-            _print([f"{link}\n  works once; the next one comes here when it was used.{how}"])
+            _print([f"{link}\n  The link works once. After its use, the next link is printed here.{how}"])
 
     served = server.Dashboard(
         feed(see, lambda: groups, acts=found.allow_actions, rest=kept.close),
@@ -526,7 +526,7 @@ def _flag(flags: str, text: str) -> _Option:
 
 
 def _word(name: str, metavar: str, text: str, **more: Any) -> _Option:
-    """Return an argument without a flag, which may be left out."""
+    """Return a positional argument, which may be left out unless ``nargs`` is given."""
     return (name,), {"nargs": "?", "metavar": metavar, "help": text, **more}
 
 
@@ -535,7 +535,7 @@ class _Command:
     """A row of the table.
 
     Attributes:
-        text: what the command shows, for ``--help``; ``cost``: the load that it causes on the workers.
+        text: what the command shows, for ``--help``; ``cost``: the load that the command causes on the workers.
         as_json: the help text of ``--json``; empty for a command without that option.
         timeout: how long all workers together may take, in seconds; the default of ``--timeout``.
     """
@@ -554,7 +554,7 @@ _COMMANDS: Final = {
     "stack": _Command(
         _stack,
         "the stacks of all threads of all workers, equal stacks shown once",
-        "Costs each worker a millisecond or two, in which it runs nothing else.",
+        "Costs each worker a millisecond or two, in which the worker runs nothing else.",
         [
             _word("whom", "ACTOR|WORKER", "only this actor (see describe) or worker (name, rank or pid)"),
             _flag(
@@ -567,7 +567,7 @@ _COMMANDS: Final = {
         _describe,
         "everything known about an actor",
         _ONCE,
-        [_word("actor", "ACTOR", "its name, its title, its class, or a part of its id", nargs=None)],
+        [_word("actor", "ACTOR", "the actor's name, title or class, or start or end of its id", nargs=None)],
     ),
     "logs": _Command(
         _logs,
@@ -591,7 +591,7 @@ _COMMANDS: Final = {
     "top": _Command(
         _top,
         "workers and actors, updated regularly: live on a terminal with actorrpc[cli], as tables elsewhere",
-        f"{_ONCE} Each time.",
+        f"{_ONCE[:-1]} for each update.",
         [
             _value("--interval", "S", "seconds between two updates (default 2)", _seconds, default=2.0),
             _value("--count", "N", "print tables, and end after N updates", _number),
@@ -605,7 +605,7 @@ _COMMANDS: Final = {
         "Costs each worker some milliseconds for 10 000 calls.",
         [
             _value(
-                "--seconds", "S", "wait this long first, and only write calls that end after that", _seconds
+                "--seconds", "S", "wait this long, and leave out calls that ended before the wait", _seconds
             ),
             _value("-o --output", "FILE", "(default trace.json)", default="trace.json"),
         ],
@@ -614,7 +614,7 @@ _COMMANDS: Final = {
     "profile": _Command(
         _profile,
         "sample the threads of workers for some seconds, and write a flame graph for https://www.speedscope.app",
-        f"Costs a worker with 20 threads about 1 % of its time at {profile.RATE_HZ:g} Hz; others cost less.",
+        f"Costs a worker with 20 threads about 1 % of its time at {profile.RATE_HZ:g} Hz, and workers with fewer threads less.",
         [
             _word("whom", "ACTOR|WORKER", "only this worker, or all calls of this actor; see stack"),
             _value(
@@ -623,7 +623,7 @@ _COMMANDS: Final = {
             _value(
                 "--rate",
                 "HZ",
-                f"samples of each worker a second (default {profile.RATE_HZ:g})",
+                f"samples per second of each worker (default {profile.RATE_HZ:g})",
                 _rate,
                 default=profile.RATE_HZ,
             ),
@@ -637,7 +637,7 @@ _COMMANDS: Final = {
         "metrics of one group in Prometheus' text format: calls by method, actors by class, mailboxes",
         "Costs each worker a millisecond, and 1 to 2 % of the throughput of calls for two minutes after each request.",
         [
-            _value("-o --output", "FILE", "write them to this file, which is replaced"),
+            _value("-o --output", "FILE", "write the metrics to this file, which is replaced"),
             _value("--port", "N", "serve them at http://127.0.0.1:N/metrics (0: any) until Ctrl-C", _port),
             _value(
                 "--bind",
@@ -651,12 +651,12 @@ _COMMANDS: Final = {
     "debug": _Command(
         _debug,
         "list the calls that breakpoint() holds, and debug them as with pdb",
-        "A held call continues when its front end ends without detaching.",
+        "A held call continues when the command that is attached to it ends without detaching.",
         [
             _word(
                 "which",
                 "SESSION|ACTOR|WORKER|all",
-                "attach to this call; commands are pdb's, detach leaves the call held",
+                "attach to this held call: the commands are pdb's, and detach leaves the call held",
             ),
             _flag("--now", "hold the running call of this ACTOR, or the idle ACTOR, and attach to it"),
             _value(
@@ -692,7 +692,7 @@ _COMMANDS: Final = {
             ),
             _flag(
                 "--allow-actions",
-                "users of the page may also kill and restart actors, and drain workers; by default it only shows",
+                "users of the page may also kill and restart actors, and drain workers; by default the page only shows",
             ),
             _value(
                 "--ends-with",
@@ -764,7 +764,7 @@ def _parser() -> _CommandParser:
         "program", nargs=argparse.REMAINDER, metavar="...", help="script.py or -m module, and its arguments"
     )
     run.set_defaults(run=_run)
-    # This parser only lists the command in --help: main() passes its arguments on, and it has its own --help.
+    # This parser is only for the list in --help: main() passes the arguments to actorrpc.worker, which parses them.
     commands.add_parser("worker", help="add this machine to a running cluster", add_help=False)
     return parser
 

@@ -1,7 +1,7 @@
 """The debugger's front end: lists the held calls, attaches to one of them, or sends commands to many.
 
-Commands are sent over the connection of a visitor, like other queries; there is no extra port. A separate thread reads the
-terminal, so that the main thread can always answer the worker's heartbeats.
+Debugger commands are sent to the worker over the same kind of connection as other queries; there is no extra port. A
+separate thread reads the terminal, so that the main thread can always answer the worker's heartbeats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from actorrpc.observe.visitor import Target, Visit
 __all__ = ["Attached", "cast", "lines", "matching", "talk"]
 
 _SLICE_S: Final = 0.05
-_STEP_S: Final = 1.0  # how long, at the end of the input, a running call may take to stop again, or to end
+_STEP_S: Final = 1.0  # how long the end of the input waits until a running call is held or has ended
 _DETACH_S: Final = 1.0  # how long a worker may take to acknowledge a detach
 
 
@@ -36,7 +36,7 @@ class Attached:
     Attributes:
         name: the session's name.
         state: the call's state as the worker last reported it.
-        asks: the call waits for a command.
+        asks: whether the call waits for a command.
         text: output of the worker that was not shown yet.
     """
 
@@ -50,7 +50,7 @@ class Attached:
 
     @classmethod
     def to(cls, held: str, target: Target, until: float) -> Attached:
-        """Attach to a session.
+        """Attach to the held call with the session name ``held``.
 
         Raises:
             OSError, RpcError: attaching failed.
@@ -85,7 +85,7 @@ class Attached:
         self.visit.tell(REQUEST, pack({**request, "id": number}))
         answer: dict[str, Any] | None = None
         while answer is None and time.monotonic() < until:
-            for body in self.visit.hear(EVENT, until):  # includes messages that came after the answer
+            for body in self.visit.hear(EVENT, until):  # may also return events that follow the answer
                 found = unpack(body)
                 if found.get("id") == number:
                     answer = found
@@ -146,7 +146,7 @@ def lines(held: Sequence[HeldCall]) -> list[str]:
     """Return the held calls as a table."""
     if not held:
         return [
-            "no call is held; breakpoint() in a method holds one, and actorrpc debug ACTOR --now enters one that runs"
+            "no call is held; breakpoint() in a method holds its call, and actorrpc debug ACTOR --now holds a running call"
         ]
     return table(
         ["SESSION", "CALL", "WHERE", "SINCE", "HELD BY"],
@@ -170,14 +170,14 @@ def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_termi
     """Run a session with a held call until the call has ended or the user detaches; return whether the call has ended.
 
     A line of the input is sent when the call asks for a command. ``detach``, the end of the input, and Ctrl-C detach: the call
-    stays held. After a command that lets the call run, this waits until the call is held again if the input is a terminal or
-    has another line.
+    stays held. After a command that lets the call run, the next line waits until the call is held again; the end of the input
+    and ``detach`` wait at most ``_STEP_S`` for that.
     """
     typed: queue.Queue[str | None] = queue.Queue()
     wanted, ended = threading.Semaphore(0), threading.Event()
 
     def type_in() -> None:
-        # Read one line at a time, on demand: later lines may be for the shell.
+        # Read a line only when the call needs one: lines after the end of the session may be for the shell.
         while wanted.acquire() and not ended.is_set():
             line = read.readline()
             typed.put(line or None)
@@ -200,7 +200,7 @@ def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_termi
                 write("(the call runs; Ctrl-C detaches)\n")
             line = typed.queue[0] if not typed.empty() else ""
             ends = line is None or line.strip() == "detach"
-            # Before the next line, wait for the answer to a command and for the end of a step, but not while a call continues.
+            # Use the line when the call asks for a command; ``detach`` and the end of the input also when the call runs on.
             late = attached.state == RUNS and time.monotonic() > said + _STEP_S
             if line == "" or not (attached.asks or (ends and late)):
                 attached.hear(time.monotonic() + _SLICE_S)
@@ -218,7 +218,7 @@ def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_termi
     except ConnectionError:
         if attached.state == HELD:
             raise
-        return True  # its worker has left the group
+        return True  # the worker has left the group, so the call has ended
     finally:
         ended.set()
         wanted.release()
@@ -245,7 +245,7 @@ def cast(
             each.say(command)
         until = time.monotonic() + timeout
         for each in asked:
-            # A call first reports that it runs, or asks for the next command.
+            # Wait until the call asks for the next command or has ended; meanwhile it may report that it runs.
             while not each.asks and each.state != OVER and time.monotonic() < until:
                 each.hear(min(until, time.monotonic() + _SLICE_S))
             texts[each.name].append(each.shown().removesuffix("(Pdb) "))

@@ -35,7 +35,7 @@ def here() -> list[Finding]:
 def _versions() -> Finding:
     metadata = importlib.import_module(
         "importlib.metadata"
-    )  # takes 30 ms, which other commands need not spend
+    )  # importing this takes 30 ms, which other commands should not spend
     found: list[str] = []
     missing: list[str] = []
     for name in _PACKAGES:
@@ -55,14 +55,14 @@ def _key() -> Finding:
     try:
         given = keys.find_key()
     except ConfigError as error:
-        return fault("key", str(error), "unset the variable, or make the file yours alone (chmod 600)")
+        return fault("key", str(error), "unset the variable, or let only yourself read the file (chmod 600)")
     if given is None:
         return note(
             "key",
             "no key is given: groups of this host make their own; several hosts need ACTORRPC_KEY or ACTORRPC_KEY_FILE",
         )
     by = "ACTORRPC_KEY_FILE" if os.environ.get("ACTORRPC_KEY_FILE") else "ACTORRPC_KEY"
-    return note("key", f"one is given by {by}")
+    return note("key", f"a key is given by {by}")
 
 
 def _directory() -> Finding:
@@ -90,7 +90,7 @@ def _directory() -> Finding:
         if stale
         else ""
     )
-    return note("directory", f"{path} is this user's alone{left}")
+    return note("directory", f"only this user can access {path}{left}")
 
 
 def _settings() -> Finding:
@@ -100,7 +100,7 @@ def _settings() -> Finding:
     except ConfigError as error:
         return fault("settings", str(error), "correct the variable, or unset it")
     return note(
-        "settings", f"variables can be used; TLS is {'on' if tls is not None else 'off'} (ACTORRPC_TLS_CERT)"
+        "settings", f"variables are valid; TLS is {'on' if tls is not None else 'off'} (ACTORRPC_TLS_CERT)"
     )
 
 
@@ -128,7 +128,7 @@ def _shared_memory() -> Finding:
         )
     what = f"/dev/shm has {amount(usage.free)} free of {amount(usage.total)}; actorrpc's own segments are outside of it"
     if usage.free < _LITTLE:
-        return fault("shared memory", what, "give it more (docker run --shm-size=), or remove files there")
+        return fault("shared memory", what, "enlarge it (docker run --shm-size=), or remove files there")
     return note("shared memory", what)
 
 

@@ -18,7 +18,7 @@ from actorrpc.wire.identity import host_identity
 __all__ = ["Line", "Reader"]
 
 _AGAIN_S: Final = 0.25
-_NAMED: Final = 20  # workers that are listed if the requested one does not exist
+_NAMED: Final = 20  # greatest number of names that are listed if the requested worker does not exist
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,8 @@ class Line:
 
     Attributes:
         number: increases with each line of its cluster; ``when``: seconds since 1970.
-        pid, label: the process that has printed it.
-        is_error: it was written to standard error.
+        pid, label: the id and the label of the process that has printed the line.
+        is_error: whether the line was written to standard error.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Line:
 
     @classmethod
     def of(cls, row: Any) -> Line | None:
-        """Return a line as a driver has sent it; None if it is not valid."""
+        """Return the line that a driver has sent as ``row``; None if ``row`` is not valid."""
         kinds = (int, float, int, str, bool, str)
         if isinstance(row, list) and len(row) == len(kinds) and all(map(isinstance, row, kinds)):
             return cls(*row)
@@ -87,7 +87,7 @@ class Reader:
         self._show: Callable[[Line], None] = lambda line: None
         self._groups = groups
         self._visits: list[tuple[Visit, int]] = []
-        self._known: set[str] = set()  # names and labels of existing processes
+        self._known: set[str] = set()  # names of existing workers, and labels of the lines that were read
         self._pids: set[str] = set()
         problem: RpcError | OSError | None = None
         for group in groups:
@@ -144,7 +144,7 @@ class Reader:
             self.more()
 
     def more(self) -> bool:
-        """Show the lines since the last call; return whether one of the drivers still runs."""
+        """Show the lines that are new since the last call; return whether one of the drivers still runs."""
         for line in self._read() or ():
             self._show(line)
         return bool(self._visits)

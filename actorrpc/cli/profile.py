@@ -23,10 +23,10 @@ from actorrpc.observe.visitor import Target, Visit
 
 __all__ = ["RATE_HZ", "ProfileSummary", "Sampler", "lines", "sample", "write"]
 
-#: One answer costs a worker with 20 threads, each 20 functions deep, about 1.2 ms, so this rate costs about 1 % of its time.
+#: A sample costs a worker with 20 threads, each 20 functions deep, about 1.2 ms, so this rate costs about 1 % of its time.
 RATE_HZ: Final = 10.0
 _SCHEMA: Final = "https://www.speedscope.app/file-format-schema.json"
-_KNOWN: Final = 10_000  # stacks, as lists of lines, whose conversion is cached
+_KNOWN: Final = 10_000  # greatest number of stacks whose conversion to names is cached, per worker
 
 _Place = tuple[str, str]  # a function, and its file
 _Stack = tuple[_Place, ...]
@@ -40,8 +40,8 @@ class ProfileSummary:
         path: the file; empty if no worker has answered, so that no file was written.
         seconds: how long the workers were sampled.
         rate: the requested number of samples per worker and second.
-        workers: how many have answered.
-        threads: how many threads were seen outside of waits of the library.
+        workers: how many workers have answered.
+        threads: how many threads have samples; threads that only waited in the library have none.
         samples: answers of all workers.
         late: answers that came after the next request was due.
         lost: requests that were skipped or not answered, because the previous answer, or the worker, took too long.
@@ -82,7 +82,7 @@ def lines(summary: ProfileSummary, collapsed: bool) -> list[str]:
 @dataclass(slots=True)
 class _Thread:
     name: str
-    stacks: list[tuple[_Stack, int]] = field(default_factory=list)  # stack, number of samples in a row
+    stacks: list[tuple[_Stack, int]] = field(default_factory=list)  # stack, number of successive samples
 
 
 class Sampler:
@@ -90,13 +90,13 @@ class Sampler:
 
     Args:
         actors: only threads that run calls of these actors: id -> title; None: all threads.
-        with_idle: include threads in waits of the library, and the library's frames that call the user's code.
+        with_idle: include threads that wait in the library, and the library's frames that call the user's code.
 
     Attributes:
         threads: the stacks of each thread, by its ident.
         samples: the number of answers; ``late``: answers that came after the next request was due.
         lost: requests that were skipped or not answered.
-        why: why it was not sampled to the end; empty if it was.
+        why: why the worker was not sampled to the end; empty if it was.
     """
 
     def __init__(self, name: str, target: Target, actors: dict[str, str] | None, with_idle: bool) -> None:
@@ -129,7 +129,7 @@ class Sampler:
                 try:
                     found = visit.query(self._parts, until)
                 except TimeoutError:
-                    # The worker will answer this request later, and the answer is ignored. Wait, so that such requests are few.
+                    # The worker may answer this request later; the answer is ignored. Wait, so that such requests are few.
                     stop.wait(max(0.0, until - time.monotonic()))
                     self.lost += 1
                 else:
@@ -197,7 +197,7 @@ def sample(
     number = max(1, math.ceil(seconds * rate))
     threads = []
     for place, sampler in enumerate(samplers):
-        # Spread the requests over time: one process receives all answers.
+        # Send the requests to the workers at different times, because this process receives all answers.
         first = begun + place / (rate * len(samplers))
         threads.append(
             threading.Thread(target=sampler.run, args=(first, rate, number, timeout, stop), daemon=True)

@@ -42,9 +42,9 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _FORKED: Final = os.path.join(
     "provisioners", "fork_server.py"
-)  # the main thread of a process waits for its end
+)  # in this file, the main thread of a forked worker waits
 _IMPORTS: Final = "<frozen importlib"
-_SHOWN: Final = 12  # threads that are named for one stack
+_SHOWN: Final = 12  # greatest number of threads that are named for one stack
 
 
 def amount(nbytes: float) -> str:
@@ -67,7 +67,7 @@ def latencies(actor: ObservedActor) -> tuple[str, str]:
 
 
 def known(number: int, actors: Iterable[ObservedActor]) -> str:
-    """Return a number of calls as text, with a mark if the worker of one of the actors does not answer."""
+    """Return a number of calls as text, with ``?`` if the worker of one of the actors has not answered."""
     if all(each.answered or not each.worker or each.state == "DEAD" for each in actors):
         return str(number)
     return f"{number} + ?" if number else "?"
@@ -84,7 +84,7 @@ def table(
     """Return the lines of a table; columns of numbers are aligned right.
 
     Args:
-        most: how many rows are shown; a last line says how many more there are, and ``more``.
+        most: how many rows are shown; a last line, which ends with ``more``, says how many rows are left out.
     """
     cells = [[str(each) for each in row] for row in rows]
     raw = cells[:most]
@@ -119,9 +119,9 @@ class Fold:
 
     Attributes:
         frames: the stack, innermost frame last.
-        where: the worker and thread of each.
-        calls: the calls that these threads run, with their actors.
-        held: the calls that a debugger holds there.
+        where: the threads, each with its worker.
+        calls: the calls that these threads run, each with its actor and worker.
+        held: the calls of these threads that a debugger holds.
     """
 
     frames: tuple[StackFrame, ...]
@@ -131,7 +131,7 @@ class Fold:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the stack has only frames of this library and of functions with which it waits: the threads are idle."""
+        """Whether the threads are idle: the stack has no frames of user code, only of this library and of ``threading``."""
         return is_idle(self.frames)
 
     @property
@@ -141,18 +141,18 @@ class Fold:
 
     @property
     def inner(self) -> int:
-        """How many of the innermost frames are of this library, below the library function that the user's code has called."""
+        """The number of innermost frames that are of this library, without the library function that user code has called."""
         depth = next((depth for depth, each in enumerate(reversed(self.told)) if not _is_ours(each)), 0)
         return max(0, depth - 1)
 
 
 def _is_ours(frame: StackFrame) -> bool:
-    """Whether a line is of this library, or of Python's threads."""
+    """Whether a frame is of this library, or of Python's import system or ``threading``."""
     return frame.file.startswith((_PACKAGE, "<frozen")) or os.path.basename(frame.file) == "threading.py"
 
 
 def is_idle(frames: Sequence[StackFrame]) -> bool:
-    """Say whether a stack has only frames of this library and of functions with which it waits."""
+    """Say whether a stack has only frames of this library and of ``threading``, or is of a forked worker's main thread."""
     return all(map(_is_ours, frames)) or any(each.file.endswith(_FORKED) for each in frames)
 
 
@@ -198,7 +198,7 @@ def stack_lines(
     """Return the lines that describe the threads with one stack.
 
     Args:
-        callers: execution -> its description.
+        callers: id of a running execution -> its actor and method.
         whole: include the library's frames below the library function that the user's code has called.
     """
     names = list(dict.fromkeys(worker.name for worker, _ in fold.where))
@@ -219,7 +219,7 @@ def stack_lines(
             + (f", on {worker.name}" if len(names) > 1 else "")
         )
     if len(fold.calls) > _SHOWN:
-        lines.append(f"  runs {len(fold.calls) - _SHOWN} calls more")
+        lines.append(f"  runs {len(fold.calls) - _SHOWN} more calls")
     lines += [
         f"  {each.call} is held by {each.why} at {each.file}:{each.line}, in {each.function}()"
         for each in fold.held[:_SHOWN]
@@ -246,7 +246,7 @@ def say_call(title: str, call: ObservedCall, callers: Mapping[str, str]) -> str:
     whom = f"{caller} on {call.caller!r}" if caller else repr(call.caller)
     text = f"{title}.{call.method}() for {whom}, {span(call.since)} old"
     if call.left is not None:
-        text += f", {span(call.left)} left" if call.left >= 0 else f", {span(-call.left)} over its time"
+        text += f", {span(call.left)} left" if call.left >= 0 else f", {span(-call.left)} past its deadline"
     if call.waits_for:
         text += f"; waits for {' and '.join(call.waits_for)}"
     return text

@@ -1,7 +1,7 @@
 """``actorrpc top`` on a terminal: two live tables, the description of the selected actor, and its stacks.
 
-Only that command imports this module, because it needs Textual (extra ``cli``). Looks are taken in a thread, one at a time,
-because they wait for workers. All other code runs in the application's event loop.
+Only that command imports this module, because it needs Textual (extra ``cli``). The state is read in a thread, one read at
+a time, because reading waits for workers. All other code runs in the application's event loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from actorrpc.observe.model import GroupState
 
 __all__ = ["See", "Top"]
 
-#: Reads the state of the selected groups; raises RpcError or OSError if there are none.
+#: Reads the state of the selected groups; raises RpcError or OSError if no group can be read.
 See = Callable[[list[str]], list[Picture]]
 
 _PARTS: Final = ["process", "actors", "supervised", "holders"]
@@ -129,7 +129,7 @@ class Top(App[None]):
 
     Args:
         see: reads the state of the groups; takes at most some seconds.
-        every: seconds between two looks.
+        every: seconds between two reads of the state.
         most: how many actors are shown.
     """
 
@@ -173,7 +173,7 @@ class Top(App[None]):
         self.set_interval(self._every, self.look_again)
 
     def look_again(self) -> None:
-        """Start to read the state, unless a thread does so."""
+        """Start a thread that reads the state, unless such a thread runs."""
         if not self._looks:  # one request at a time to a group that answers slowly
             self._looks = True
             self.run_worker(self._look())

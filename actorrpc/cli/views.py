@@ -48,9 +48,9 @@ _OF_SILENT: Final = (
     "oldest_call",
     "oldest",
 )
-_LEAST: Final = 4  # how many characters of an id suffice to select an actor
-_ROWS: Final = 64  # workers, and classes of actors, that status shows
-_OWNERS: Final = 16  # rows of the table of memory that other workers hold
+_LEAST: Final = 4  # least number of first or last characters of an id that select an actor
+_ROWS: Final = 64  # greatest number of workers, and of classes of actors, that status shows
+_OWNERS: Final = 16  # greatest number of rows, and of names, that show who holds memory or handles
 _SAID: Final = 1 << 20  # bytes; smaller amounts of held memory are not shown
 
 
@@ -85,10 +85,10 @@ def separated(parts: Iterable[Sequence[str]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The state of a group at the time of one look.
+    """The state of a group at the time of one look: one read of the workers' state.
 
     Attributes:
-        callers: execution -> description of the running method.
+        callers: id of a running execution -> its actor and method, as text.
         about_actors: the findings about actors.
     """
 
@@ -112,9 +112,9 @@ class Picture:
         return cls(look.group, state, callers, about_actors)
 
     def with_workers(self, look: GroupLook) -> Picture | None:
-        """Return this picture with the workers of a later look at the workers alone.
+        """Return this picture with the workers of a later look that has not read actors.
 
-        None if a worker has joined or left, or is not alive: then the actors have changed, too.
+        None if a worker has joined, left or is not alive: then the state of the actors may be out of date.
         """
         seen = look.state
         names = [(each.name, each.pid) for each in self.state.workers]
@@ -166,7 +166,7 @@ class Picture:
         return lines + self.finding_lines()
 
     def finding_lines(self) -> list[str]:
-        """Return the faults and the notes, with an empty line before each kind; an empty list without any."""
+        """Return the faults and then the notes, with an empty line before each kind; an empty list if there are none."""
         lines: list[str] = []
         for wrong, head in ((True, "Wrong:"), (False, "To know:")):
             found = [each for each in self.findings if each.wrong is wrong]
@@ -228,7 +228,7 @@ class Picture:
         return table(head, rows, _ROWS, " classes")
 
     def _holder_lines(self) -> list[str]:
-        """Return which worker holds memory of which: values by reference, and shared memory."""
+        """Return the table of workers that hold memory of other workers: values by reference, and shared memory."""
         held: dict[tuple[str, str], list[int]] = {}
         for worker in self.state.workers:
             for each in worker.holders:
@@ -250,7 +250,7 @@ class Picture:
         return ["", *table(("memory of", "is held by", "references", "values", "shared"), rows, _OWNERS)]
 
     def _object_lines(self) -> list[str]:
-        """Return the large objects in shared memory, each once, and who holds them."""
+        """Return the table of large objects in shared memory, and of the workers that hold each object."""
         largest = [each for each in objects_of(self.state.workers) if each[0].bytes >= _SAID]
         if not largest:
             return []
@@ -293,7 +293,7 @@ class Picture:
                     for each in worker.threads
                     if worker.dumped or (worker.name, each.ident) in wanted or self._is_of(each.name, actors)
                 ]
-                # Leave out other findings about the worker, which do not concern its actors.
+                # Copy only these attributes, so that findings about the worker's other attributes are left out.
                 told = {name: getattr(worker, name) for name in _OF_SILENT}
                 cut.append(ObservedWorker(**told, held=held, threads=tuple(threads)))
         return self._cut(cut, actors)
@@ -348,7 +348,7 @@ class Picture:
         folds = folded(workers, self.state.actors)
         threads = sum(len(each.threads) for each in workers)
         head = f"{count(threads, 'thread')} of {count(len(workers), 'worker')}"
-        if not workers:  # only actors that run on no worker
+        if not workers:  # all selected actors run on no worker
             head = f"no thread: {', '.join(f'{each.title} is {each.state}' for each in self.state.actors[:_OWNERS])}"
         lines = [f"{self.group.what}: {head}"]
         for worker in workers:
@@ -375,9 +375,9 @@ class Picture:
     # -- one actor -----------------------------------------------------------------------------------------------
 
     def actors_named(self, text: str) -> list[ObservedActor]:
-        """Return the actors that a name, a title, a part of an id or a class selects.
+        """Return the actors that a name, a title, the beginning or end of an id, or a class selects.
 
-        If a class selects several, actors that were ended on purpose are left out if there are others.
+        Of the actors of a class, the actors that were ended on purpose are left out, unless all were.
         """
         actors = self.state.actors
         exact = [each for each in actors if text in (each.name, each.title, each.actor_id)]
@@ -401,7 +401,7 @@ class Picture:
     def _who_waits(self, actor: ObservedActor) -> list[str]:
         """Return descriptions of the calls that wait for a call of an actor."""
         wanted = f"the call of {actor.class_name}."
-        # A call names the class and worker of the actor for which it waits. If several match, only the chain of calls tells.
+        # A waiting call names only the class and worker of the other actor. If several actors match, use the call's chain.
         alike = sum(
             each.class_name == actor.class_name and each.worker == actor.worker for each in self.state.actors
         )
@@ -505,7 +505,7 @@ def objects_of(workers: Iterable[ObservedWorker]) -> list[tuple[ObservedSegment,
         for each in worker.objects:
             holders.setdefault(each.segment, []).append(worker.name)
             known = found.setdefault(each.segment, each)
-            if each.bytes > known.bytes:  # the worker that wrote it reports the full size
+            if each.bytes > known.bytes:  # the worker that wrote the object reports its full size
                 found[each.segment] = each
     largest = sorted(found.values(), key=lambda each: -each.bytes)
     return [(each, holders[each.segment]) for each in largest]

@@ -2,7 +2,7 @@
 
 The default is the embedded local cluster: no daemon, no port, and no files except, in the private runtime directory, the
 workers' sockets and a file by which this user's tools find the cluster. The driver is worker 0. Other workers are forked for
-actors when they are needed (``provisioners/local.py``), and end with the driver, however that ends. With ``listen=``, processes
+actors when they are needed (``provisioners/local.py``), and end when the driver ends or is killed. With ``listen=``, processes
 on any host may join; with ``engine=``, an engine starts them elsewhere.
 
 No function holds a lock while it waits. All waits are bounded by the caller's time-out and can be interrupted.
@@ -60,7 +60,7 @@ from actorrpc.wire.keys import Key
 
 __all__ = ["ClusterContext", "drain", "init", "scale"]
 
-_TRY_S: Final = 5.0  # how long an address in a launcher's store is tried before it is read again
+_TRY_S: Final = 5.0  # how long a rank tries to join at an address before it reads the launcher's store again
 _SETTINGS: Final = checks_of(Settings)
 _PAGE: Final = "use dashboard=True, or dashboard='127.0.0.1:PORT', for the page of actorrpc dashboard"
 _OWN_LOGGING: Final = "configure Python's logging; this package's loggers are below 'actorrpc'"
@@ -88,7 +88,7 @@ class ClusterContext:
     Attributes:
         name: this worker's name.
         namespace: the default namespace of names of actors.
-        address: where others can join, ``tcp://host:port``; empty if other processes cannot join.
+        address: where other processes can join, ``tcp://host:port``; empty if they cannot.
     """
 
     def __init__(self, name: str, namespace: str, *, owned: bool, address: str = "") -> None:
@@ -139,7 +139,7 @@ def init(
     """Start a cluster, with this process as its driver. Or join the cluster at ``address``, or the cluster of a launcher.
 
     Without arguments, this starts the embedded local cluster, and returns at once: the process from which workers are forked
-    imports torch meanwhile (1-2 s), and actors that are created before that wait for it. Using actors before
+    imports torch meanwhile (1-2 s), and actors that are created earlier wait until then. Using actors before
     ``init()`` calls it. The cluster ends with :func:`actorrpc.shutdown`, with ``with actorrpc.init(): ...``, or with this
     process.
 
@@ -225,7 +225,7 @@ def init(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _InitOptions:
-    """Options of :func:`init` that apply however the cluster is started; ``means`` are the resources of this process."""
+    """Options of :func:`init` for all ways of starting a cluster; ``means`` are the resources of this process."""
 
     means: JoinedResources
     namespace: str | None
@@ -251,10 +251,10 @@ def _join(address: str, options: _InitOptions) -> ClusterContext:
 
 
 def _check_joins(address: str, has_page: bool, drives: bool, preloads: bool) -> None:
-    """Check that options of a driver were not given together with the address of a driver.
+    """Check that no option for drivers was given together with the address of a cluster to join.
 
     Raises:
-        ConfigError: they were.
+        ConfigError: such an option was given.
     """
     if has_page:
         raise ConfigError(
@@ -268,7 +268,7 @@ def _check_joins(address: str, has_page: bool, drives: bool, preloads: bool) -> 
 
 
 def _engine(engine: Engine | str | None, given: Mapping[str, Any], options: _InitOptions) -> Engine | None:
-    """Return the engine of a name, or the engine itself; None for the embedded one.
+    """Return the engine with a name, or the given engine itself; None for the embedded engine.
 
     Args:
         given: the engine's options.
@@ -322,7 +322,7 @@ def _found_running(running: str, ignore: bool) -> ClusterContext:
 
 
 def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -> ClusterContext:
-    """Make one cluster of the processes of a launcher."""
+    """Make one cluster of the processes of a launcher. Without ``spmd``, ranks other than 0 serve here, and then exit."""
     meeting = join_module.meet(launched, options.join_timeout)
     if launched.rank == 0:
         with undo_on_error(meeting.close):
@@ -342,7 +342,7 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -
     finally:
         api.shutdown(False)
     if member.driver_lost:
-        # With 0, a launcher would consider the job finished on this host, and restart only the other hosts.
+        # With exit code 0, a launcher would consider the job finished on this host, and restart only the other hosts.
         raise SystemExit(
             f"worker {member.agent.name!r} ends: rank 0, its driver at {where}, has died: {member.driver_lost}"
         )
@@ -352,7 +352,7 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -
 def _join_rank_0(
     launched: join_module.Launch, meeting: join_module.LaunchMeeting, options: _InitOptions, serves: bool
 ) -> tuple[Member, str]:
-    """Join the cluster of rank 0. An address that an earlier start of the job has left in the store fails; then try again."""
+    """Join the cluster of rank 0. If that fails, read the address again: it may be of an earlier start of the job."""
     deadline = _time.now() + options.join_timeout
     while True:
         where = meeting.address()
@@ -382,7 +382,7 @@ class _Driver:
     Args:
         listen: where others may join; None for this machine alone, or for the engine's address.
         given: an engine; None for the embedded one. If the start fails, the engine is ended.
-        secret: the key, if it was agreed on before.
+        secret: the key, if the ranks of a launcher have agreed on it; otherwise empty.
         slots_first, waits: as for :class:`~actorrpc.cluster.driver.Cluster`.
     """
 
@@ -415,7 +415,7 @@ class _Driver:
             self._engine = given or _embedded(options)
 
     def start(self, ignore_reinit_error: bool) -> ClusterContext:
-        """Bring the group, the cluster and the engine into force; if that fails, leave nothing running."""
+        """Start the group, the cluster and the engine; if one of them fails, end the others."""
         is_local = isinstance(self._engine, LocalCluster)
         what = "the driver of " + ("an embedded cluster" if is_local else f"a cluster ({self._engine.name})")
         with undo_on_error(partial(self._engine.end, False, 0.0)):
@@ -454,7 +454,7 @@ class _Driver:
         if agent.record.tcp:
             host, port = agent.record.tcp[0]
             address = join_module.show(host, port)
-            # Each process has a port of its own.
+            # The workers get these settings, and must not bind the driver's port.
             settings = dataclasses.replace(settings, port=0, advertise=host)
             if self._writes_key:
                 path = join_module.write_secret(self._secret, port)
@@ -524,8 +524,8 @@ def _modules(preload: Sequence[str]) -> tuple[str, ...]:
     """Check the names of modules to preload.
 
     Raises:
-        WrongTypeError: it is not a list of names.
-        ConfigError: this process does not find a module either.
+        WrongTypeError: ``preload`` is not a list of names.
+        ConfigError: this process cannot find one of the modules.
     """
     if isinstance(preload, str) or not isinstance(preload, Sequence):
         raise WrongTypeError(
@@ -593,7 +593,7 @@ def _settings(given: dict[str, Any], listen: str | None) -> Settings:
 
 
 def _autostart() -> None:
-    """Start a cluster because actors are used. Thread-safe."""
+    """Start the embedded cluster when actors are used before ``init()``. Thread-safe."""
     init(ignore_reinit_error=True)
 
 
@@ -646,7 +646,7 @@ def scale(
     Raises:
         ConfigError: this is not the driver, or the engine cannot start such workers.
         PlacementError: the engine has no place for so many workers.
-        RpcTimeoutError: not all joined in time; the others stay.
+        RpcTimeoutError: not all new workers joined in time; the workers that have joined stay.
         PeerDiedError: a worker could not be started.
     """
     integer("count", count, least=0, right="a number of workers of at least 0", error=WrongTypeError)
@@ -685,18 +685,18 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
 
     Actors whose class has ``checkpoint()`` and ``restore(state)`` restart elsewhere with their state, and their handles stay
     valid. Other actors end with the worker, after their calls: they restart elsewhere according to ``max_restarts``
-    (actors that ``worker=`` has put there cannot), or are dead, with an ActorDiedError that names the drained worker. Actors in
+    (except actors that were placed by ``worker=``), or are dead, with an ActorDiedError that names the drained worker. Actors in
     supervision groups are restarted by their groups, with their last checkpoint, or their groups give up. Values of
     RRefs do not move. Only on the driver.
 
     Args:
-        worker: its name, rank or WorkerInfo.
-        timeout: for the whole operation, in seconds. Unfinished calls then continue, and nothing new is placed there.
+        worker: the worker's name, rank or WorkerInfo.
+        timeout: for the whole operation, in seconds. After it, unfinished calls continue, and still nothing new is placed there.
 
     Raises:
-        ConfigError: this is not the driver, or it was told to drain itself.
+        ConfigError: this process is not the driver, or ``worker`` is the driver itself.
         UnknownWorkerError: there is no such worker.
-        RpcTimeoutError: the worker has not finished in time; the message says what it does.
+        RpcTimeoutError: the worker's calls have not finished in time; call this again to continue waiting.
     """
     cluster = _cluster("drain()")
     until = _time.now() + join_module.seconds(timeout)
@@ -709,7 +709,7 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
     cluster.stop_placing(peer.name)
     try:
         _hand_over(cluster, peer, until)
-        # This query itself counts as one call.
+        # The query running() counts itself as one running call.
         ended = poll(
             lambda: int(agent.call_sync(peer, running, (), {}, _remaining(until))) <= 1, until, _LOOK_S
         )
@@ -718,7 +718,7 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
             ended = poll(lambda: peer.state != "alive", until, _LOOK_S)
     except PeerDiedError:
         return
-    except RpcTimeoutError:  # of the query: the worker has no free thread to answer it, or cannot be reached
+    except RpcTimeoutError:  # not all actors have moved in time, or the worker has no thread for running()
         ended = False
     if not ended:
         raise RpcTimeoutError(
@@ -736,7 +736,7 @@ def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
     """Let all supervisors move their actors away from one worker, and wait until they have.
 
     Raises:
-        RpcTimeoutError: not all have done so in time.
+        RpcTimeoutError: some supervisors have not moved all actors in time.
     """
     agent = cluster.agent
     why = f"its worker {peer.name!r} is drained"
@@ -748,7 +748,7 @@ def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
         try:
             agent.call(agent.peer(record.name), hand_over, arguments, {}, _remaining(until), future=future)
         except RpcError:
-            continue  # the supervisor's worker has ended, and its actors with it
+            continue  # this worker has ended, and the actors that it supervised with it
         asked.append(future)
     agent.flush()
     for future in asked:
@@ -757,7 +757,7 @@ def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
         except RpcTimeoutError:
             raise
         except RpcError:
-            pass  # the worker with these supervisors has ended
+            pass  # the asked worker has ended, and the actors that it supervised with it
 
 
 def running() -> int:

@@ -1,9 +1,9 @@
 """The cluster as its driver sees it: its workers, their resources, and where the next actor is placed.
 
-:class:`Cluster` is the driver's ``Spawner``. Its engine starts processes for single actors; workers that have joined
-(by hand, from a launcher, or by :func:`~actorrpc.cluster.api.scale`) hold several actors each.
+Supervisors request places for actors from :class:`Cluster`. Its engine starts processes for single actors; workers that have
+joined (by hand, from a launcher, or by :func:`~actorrpc.cluster.api.scale`) hold several actors each.
 
-``_lock`` guards the tables and the book. It is re-entrant, because the garbage collector may run a finaliser that spawns or
+``_lock`` guards the tables and the bookings. It is re-entrant, because the garbage collector may run a finaliser that spawns or
 releases in the thread that holds it. The engine's own lock may be taken under it, never the other way round. No user code
 runs under it, and nothing blocks under it.
 """
@@ -43,12 +43,12 @@ VISITOR: Final = "joining-"
 
 _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 _RESERVED_S: Final = 60.0  # how long a name is reserved for a process that was admitted
-_BUSY_S: Final = 10.0  # how long an actor waits for resources that others use: they may be ending
-_LEAVE_S: Final = 5.0  # how long a worker may take to leave
+_BUSY_S: Final = 10.0  # how long a request waits for resources that other actors hold, but may soon release
+_LEAVE_S: Final = 5.0  # how long a worker may take to leave before it is killed
 _LOOK_S: Final = 60.0
-# The least time that the engine gets for the end, however long the workers took to leave.
+# The least time, in seconds, that Engine.end() may take, however long the workers took to leave.
 _LAST_S: Final = 0.5
-_AT_LEAST_S: Final = 0.001  # an engine treats 0 as its own default
+_AT_LEAST_S: Final = 0.001  # instead of 0, which means the default time-out in Engine.end()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Reception:
     Attributes:
         address: where the driver listens, ``tcp://host:port``; empty if other processes cannot join.
         secret: the key, for workers that the engine starts.
-        settings, namespace, timeout: as for the driver's own processes.
+        settings, namespace, timeout: the cluster's settings, default namespace, and default time-out of calls, in seconds.
     """
 
     address: str = ""
@@ -79,15 +79,15 @@ class _SpawnRequest:
 
 
 class Cluster:
-    """The driver's part in a cluster. Thread-safe; only :meth:`shut_down` blocks.
+    """The cluster's workers, and the requests for actors, in the driver. Thread-safe; only :meth:`shut_down` blocks.
 
     Args:
         agent: the driver's agent.
         directory: the driver's list of workers.
         engine: starts processes.
         reception: the data for processes that join.
-        slots_first: actors without restrictions on their place go to existing workers rather than into new processes.
-        waits: a graceful end waits for the workers that joined by themselves.
+        slots_first: whether an actor is placed on an existing worker that has room, rather than in a new process.
+        waits: whether a graceful shutdown first waits until the workers that joined by themselves have left.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class Cluster:
         self.book = ResourceTable()
         self._started: dict[
             str, tuple[ProcessSpec, str]
-        ] = {}  # requests to the engine, with the requesting worker
+        ] = {}  # process -> its specification, and the worker that requested the process
         self._reserved: dict[str, float] = {}
         self._requests: list[_SpawnRequest] = []
         self._owners: dict[int, str] = {}
         self._count = itertools.count(1)
         self._ranks = itertools.count(1)  # never reused; the driver is 0
         self._waits = waits
-        self._end_by = 0.0  # deadline of the end if no time-out is given
+        self._end_by = 0.0  # deadline of shut_down() if its time-out is 0
         self._closing = False
         self._gone = threading.Event()  # set when a worker has ended
         self.is_local = engine.name == "local"
@@ -124,17 +124,17 @@ class Cluster:
         engine.reception = reception
         engine.on_end = self._process_ended
         agent.on_peer_end.append(self._peer_ended)
-        # Ranks of a launcher have the script themselves.
+        # Ranks of a launcher run the same script, so they can import its modules.
         if reception.address and not (slots_first and self.is_local):
             user_code.watch()
 
     @property
     def num_cpus(self) -> float:
-        """How many processors there are for new processes, and so for tasks."""
+        """The processors of the engine's largest machine: the number of processes for tasks depends on them."""
         return max((each.num_cpus for each in self.engine.nodes()), default=1.0)
 
     def resources(self) -> list[ResourceHolder]:
-        """Return the resources of machines and workers and their bookings at present: a copy."""
+        """Return copies of the holders (machines and workers), with their present resources and bookings."""
         with self._lock:
             self._refresh()
             return [replace(each, bookings=dict(each.bookings)) for each in self.book.all()]
@@ -142,9 +142,9 @@ class Cluster:
     # -- Spawner -----------------------------------------------------------------------------------------
 
     def spawn(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
-        """Find a place for an actor: a process of its own, or a slot in a worker that is there.
+        """Find a place for an actor, in a new process or on an existing worker; the future completes with the worker.
 
-        ``creator`` is the worker that requested it, and with which it ends; default the driver.
+        ``creator`` is the worker that requested the actor (default: the driver). A new process ends when ``creator`` ends.
         """
         if spec.rank is not None and not spec.resources and not self._keeps(spec.rank):
             there: Future[WorkerInfo] = Future()
@@ -163,7 +163,7 @@ class Cluster:
         return not spec.is_picky and not needs_of(spec) and not self.slots_first
 
     def start(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
-        """Start a process for one actor, wherever the engine puts it; the arguments are as for :meth:`spawn`."""
+        """Start a process for one actor, on a machine that the engine chooses; the arguments are as for :meth:`spawn`."""
         label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 24] or "worker"
         rank = next(self._ranks) if self.is_local else -1
         name = f"{label}-{rank}" if self.is_local else f"{label}-{self.engine.name}-{next(self._count)}"
@@ -182,7 +182,7 @@ class Cluster:
         return self.engine.start(request)
 
     def _place(self, request: _SpawnRequest, first: bool) -> bool:
-        """Find a place for a request, or let it wait, or fail it; return whether it is settled. Under the lock."""
+        """Place a request or fail it, and return True; otherwise queue it, if ``first``, and return False. Under the lock."""
         spec = request.spec
         if self._closing:
             self._fail(request, ShutdownError("the cluster is shutting down", maybe_executed=False))
@@ -204,10 +204,10 @@ class Cluster:
         return False
 
     def _choose(self, spec: ProcessSpec) -> ResourceHolder | None:
-        """Return the holder for an actor. Under the lock.
+        """Return the holder that an actor is placed on; None if no holder has room. Under the lock.
 
-        Skips workers that are known to be dead: the supervisors of their actors may learn of the end before this cluster does,
-        and request another place at once.
+        Removes dead workers from the book: when a worker dies, a supervisor may request another place for its actors before
+        :meth:`_peer_ended` has removed the worker.
         """
         may_start = spec.rank is not None or self.engine.has_room(spec)
         while True:
@@ -223,7 +223,7 @@ class Cluster:
             return False
 
     def _refresh(self) -> None:
-        """Read the list of the engine's machines again; bookings stay."""
+        """Read the list of the engine's machines again, and keep their bookings."""
         known = {each.hosts: each for each in self.book.nodes}
         self.book.nodes = self._nodes()
         for holder in self.book.nodes:
@@ -232,7 +232,7 @@ class Cluster:
                 holder.bookings = before.bookings
 
     def _nodes(self) -> list[ResourceHolder]:
-        """Return the engine's machines. Engines book processors and devices themselves, and engines on schedulers everything."""
+        """Return the engine's machines. Engines book processors and devices themselves; engines on schedulers book everything."""
         if not self.is_local:
             return [
                 ResourceHolder.of_node(each, unbooked=("CPU", "GPU", *each.resources))
@@ -240,7 +240,7 @@ class Cluster:
             ]
         (here,) = self.engine.nodes()
         holder = ResourceHolder.of_node(here, 0, ("CPU", "GPU"))
-        # Processes of tasks stay after their tasks.
+        # Leave out the processes of tasks: they continue after their tasks, but would count as used.
         specs = [spec for spec, _ in list(self._started.values()) if spec.label != TASKS]
         holder.used = {
             "CPU": sum(spec.num_cpus or 0.0 for spec in specs),
@@ -273,7 +273,7 @@ class Cluster:
         self.start(spec, request.creator).add_done_callback(started)
 
     def _keeps(self, rank: int) -> bool:
-        """Say whether bookings are kept for a worker; they are not for the process of a single actor."""
+        """Say whether the book has this worker; it does not have the processes of single actors."""
         with self._lock:
             self._refresh()
             return any(each.rank == rank for each in self.book.all())
@@ -284,7 +284,7 @@ class Cluster:
             future.try_complete(SharedSlot(record.name, rank, booking), self.agent.submit)
         else:
             error = PeerDiedError(
-                f"{spec.label!r} was placed on worker {rank}, which has ended: create it again, elsewhere",
+                f"{spec.label!r} was placed on worker {rank}, which has ended: create it again, on another worker",
                 maybe_executed=False,
                 worker=str(rank),
             )
@@ -294,11 +294,11 @@ class Cluster:
         text = lacking(spec, self.book)
         if waited:
             return PlacementError(
-                f"nothing became free within {waited:g} s, and no worker joined that has it: {text}"
+                f"nothing became free within {waited:g} s, and no worker with these resources joined: {text}"
             )
         return PlacementError(
-            f"there is no place for this: {text}. Ask for less, let a worker join that has it, or wait for one with "
-            "options(placement_timeout=seconds)"
+            f"there is no place for this: {text}. Ask for less, let a worker with these resources join, or wait for such a "
+            "worker with options(placement_timeout=seconds)"
         )
 
     def _too_late(self, request: _SpawnRequest, waited: float) -> None:
@@ -312,7 +312,7 @@ class Cluster:
             self.agent.submit(self._try_all)
 
     def _try_all(self) -> None:
-        """Place the waiting requests, as far as there is room now. On a pool thread."""
+        """Place the queued requests for which a holder has room now. On a pool thread."""
         with self._lock:
             for request in list(self._requests):
                 self._place(request, first=False)
@@ -326,7 +326,7 @@ class Cluster:
             self._try_again()
 
     def release(self, worker: str) -> None:
-        """Let a process end by itself, as soon as no value and no actor in it is referenced."""
+        """Ask a process to end when no actor and no value in it is referenced; kill a process that has not joined."""
         if not self.engine.owns(worker):
             return
         if self.directory.resolve(worker) is None:
@@ -347,7 +347,7 @@ class Cluster:
         return self.engine.owns(worker)
 
     def leaving(self, worker: str) -> None:
-        """Record that a worker has begun to leave by itself: it gets some seconds to do so."""
+        """Place nothing more on a worker that has begun to leave by itself, and kill it if it has not ended after 5 s."""
         self.stop_placing(worker)
         self._end_soon(worker)
 
@@ -355,10 +355,10 @@ class Cluster:
         self.agent.clock.after(_LEAVE_S, partial(self.kill, worker))
 
     def check(self, spec: ProcessSpec) -> None:
-        """Check, before an actor is made, that there can be a place for it.
+        """Check, before an actor is created, that a machine or worker could hold it.
 
         Raises:
-            PlacementError: no machine and no worker has the resources, and the actor must not wait for one.
+            PlacementError: no machine and no worker has the resources, and the actor's ``placement_timeout`` is 0 or not given.
         """
         is_plain = self.is_local and spec.num_cpus is None and spec.rank is None and self._is_plain(spec)
         asks = not spec.wait_s and (spec.is_picky or self.book.workers or (self.is_local and needs_of(spec)))
@@ -366,7 +366,7 @@ class Cluster:
             return
         with self._lock:
             self._refresh()
-            # A plain process books no processor, but uses one: the engine would refuse it later.
+            # The actor books no processor, but the engine refuses its process if the machine has less than 1 processor.
             counted = replace(spec, num_cpus=1.0)
             if is_plain and not any(each.suits(counted) for each in self.book.nodes):
                 raise self._lacking(counted, 0.0)
@@ -376,7 +376,7 @@ class Cluster:
                 raise self._lacking(spec, 0.0)
 
     def lookup(self, to: str | int) -> bytes | None:
-        """Return the record of a worker by name or rank, packed; None if there is none."""
+        """Return the packed record of the worker with a name or rank; None if there is no such worker."""
         record = self.directory.resolve(to)
         return None if record is None else record.to_bytes()
 
@@ -387,10 +387,10 @@ class Cluster:
     # -- joining --------------------------------------------------------------------------------------------
 
     def admit(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Say whether a process may join, and return the data that it needs. It asks under a temporary name.
+        """Decide whether a process, which asks under a temporary name, may join; reserve its final name.
 
         Returns:
-            ``{"error": text}``, or its rank, the driver's record, and the settings.
+            ``{"error": text}``, or the data that the process needs: its rank, the driver's record, the settings and others.
         """
         name = str(request.get("name"))
         try:
@@ -438,7 +438,7 @@ class Cluster:
 
         Raises:
             ShutdownError: the worker was stopped before it joined.
-            PeerDiedError: it has died since its request.
+            PeerDiedError: the worker has died since it sent this request.
         """
         record = WorkerRecord.from_bytes(packed)
         owned = self.engine.owns(record.name)
@@ -456,7 +456,7 @@ class Cluster:
                     labels=dict(facts["labels"]),
                     scaled=isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool,
                 )
-        if not self._is_alive(record.name):  # _peer_ended() was called before there were entries to remove
+        if not self._is_alive(record.name):  # _peer_ended() ran too early to remove these entries
             with self._lock:
                 self._drop(record)
             raise PeerDiedError(
@@ -490,10 +490,10 @@ class Cluster:
             self._drop(record)
         self._started.pop(worker, None)
         self._end_creations(worker, report.exit_code == 0)
-        self._try_again()  # there may be devices for others now
+        self._try_again()  # a queued request may get the CUDA devices of the process now
 
     def _end_creations(self, creator: str, gently: bool = False) -> None:
-        """Fail an ended worker's requests for places, and end the processes that it requested: their supervisor is gone."""
+        """Fail the queued requests of an ended worker, and end the processes that it requested: their supervisor has ended."""
         with self._lock:
             for request in [each for each in self._requests if each.creator == creator]:
                 self._requests.remove(request)
@@ -501,13 +501,13 @@ class Cluster:
                 self._fail(request, ShutdownError(f"worker {creator!r} has ended", maybe_executed=False))
         for name in [name for name, (_, by) in list(self._started.items()) if by == creator]:
             if gently:
-                self.release(name)  # it may be about to end by itself: give it some seconds
+                self.release(name)  # the process may end by itself; otherwise it is killed after _LEAVE_S
                 self._end_soon(name)
             else:
                 self.kill(name)
 
     def _drop(self, ended: WorkerRecord) -> None:
-        """Remove a worker that has ended from all tables, with its bookings."""
+        """Remove an ended worker from all tables, and give back the bookings that it has requested on other workers."""
         with self._lock:
             record = self.directory.resolve(ended.name)
             if record is not None and record.incarnation == ended.incarnation:
@@ -535,7 +535,7 @@ class Cluster:
         return [each.name for each in sorted(found, key=lambda each: (-len(each.bookings), each.rank))]
 
     def add_worker(self, spec: ProcessSpec) -> Future[WorkerInfo]:
-        """Start a worker that takes several actors; the future completes when it can be used."""
+        """Start a worker that takes several actors; the future completes when actors can be placed on it."""
         future: Future[WorkerInfo] = Future()
 
         def started(done: Future[WorkerInfo]) -> None:
@@ -575,7 +575,7 @@ class Cluster:
     def _ask_to_leave(
         self, worker: str, when_idle: bool, failed: Callable[[Future[None]], object] = lambda _: None
     ) -> None:
-        """Ask a worker to leave. Runs on the pool."""
+        """Ask a worker to leave, at once or ``when_idle``; call ``failed`` if the request fails. Runs on the pool."""
         asked: Future[None] = Future()
 
         def answered(done: Future[None]) -> None:
@@ -595,7 +595,7 @@ class Cluster:
         self.agent.submit(partial(self._ask_to_leave, worker, False))
 
     def begin_end(self, graceful: bool) -> None:
-        """Begin the shutdown: serve the workers of a launcher until they have left, then start the time of :meth:`end`."""
+        """Begin the shutdown: serve the ranks of a launcher until they have left, then set the deadline of :meth:`shut_down`."""
         if graceful and self._waits:
             self._wait(
                 lambda: all(self.engine.owns(each.name) for each in self.joined()), self.agent.leave_by
@@ -607,7 +607,7 @@ class Cluster:
         return len(records) <= 2 * (self.agent.name in records)  # by name and by rank
 
     def _wait(self, done: Callable[[], bool], until: float) -> None:
-        """Wait until ``done()`` is true, at most until a deadline. It is called again each time a worker ends. Interruptible."""
+        """Wait until ``done()``, called when a worker has ended, is true, or the deadline ``until`` has passed. Interruptible."""
         while (left := until - _time.now()) > 0:
             self._gone.clear()
             if done():
@@ -618,12 +618,12 @@ class Cluster:
         """End all processes of the cluster. Bounded; idempotent.
 
         Args:
-            graceful: ask the workers first.
-            timeout: how long all workers together may take, in seconds; 0 for 5 s from :meth:`begin_end` on, and 0.5 s at least.
+            graceful: ask the workers to leave before they are killed.
+            timeout: how long all workers together may take, in seconds; 0: until 5 s after :meth:`begin_end`, at least 0.5 s.
         """
         if self._closing:
             return
-        # The actors may have used up a part of the time. Processes whose actors have ended can leave quickly.
+        # Ending the actors may have used most of the 5 s. Processes whose actors have ended leave within _LAST_S.
         seconds = timeout or (max(_LAST_S, self._end_by - _time.now()) if self._end_by else _LEAVE_S)
         until = _time.now() + seconds
         interrupted = True

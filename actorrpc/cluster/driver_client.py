@@ -1,4 +1,4 @@
-"""The cluster as its worker processes see it: they ask the driver, by RPC.
+"""The cluster in a worker process: its functions query the driver, by RPC.
 
 No function waits for an answer under a lock. Records of workers are cached until the workers end; the driver's record is known
 from the start.
@@ -29,9 +29,9 @@ _LEAVE_S: Final = 4.0
 
 @contextlib.contextmanager
 def _detached() -> Iterator[None]:
-    """Make a request that does not belong to the call that is running here.
+    """Separate the requests of the ``with`` block from the call that this thread runs.
 
-    It is not cancelled with that call, because other threads use the answer as well, and is not counted as a wait of its method.
+    A request is not cancelled with the call, because other threads also use its answer, nor counted as a wait of its method.
     """
     token = CURRENT.set(None)
     runner, WAITING.runner = WAITING.runner, None
@@ -43,7 +43,7 @@ def _detached() -> Iterator[None]:
 
 
 class RemoteDirectory(MemberDirectory):
-    """The cluster according to the driver: its workers, and the :class:`~actorrpc.actors.spec.death_report.Spawner` of a worker.
+    """The driver's list of workers, and the :class:`~actorrpc.actors.spec.death_report.Spawner`, for a worker process.
 
     Thread-safe. Spawner methods other than :meth:`check` do not block.
 
@@ -100,13 +100,13 @@ class RemoteDirectory(MemberDirectory):
         """Tell the driver that this worker has joined; the arguments are as for ``worker_process.enter``.
 
         Raises:
-            RpcError: the driver refuses it, or does not answer.
+            RpcError: the driver refuses this worker, or does not answer.
         """
         self._query("register", self._own.record.to_bytes(), facts, limit=limit)
 
     def announce_leaving(self) -> None:
         """Tell the driver that this worker begins to leave by itself."""
-        # If this fails, the driver has ended, or is very busy: this process ends all the same.
+        # If the query fails, the driver has ended or is very busy. This process ends in any case.
         with contextlib.suppress(RpcError):
             self._query("leaving", self._own.name, limit=_LEAVE_S)
 
@@ -139,10 +139,10 @@ class RemoteDirectory(MemberDirectory):
         return self._request("spawn", spec, self._own.name)
 
     def check(self, spec: ProcessSpec) -> None:
-        """Ask whether there can be a place for an actor that requests a place, processors, devices or other resources.
+        """Ask the driver whether a machine or worker could hold an actor that requests a place or resources.
 
         Raises:
-            PlacementError: there is no place.
+            PlacementError: no machine and no worker could hold the actor.
         """
         if spec.wait_s or not (spec.is_picky or spec.num_cpus or spec.num_gpus):
             return
@@ -150,11 +150,11 @@ class RemoteDirectory(MemberDirectory):
             self._request("check", spec).wait(_QUERY_S)
         except PlacementError as error:
             raise exceptions.original(error) from None
-        except RpcError:  # the driver has ended, or is too busy: making the actor will fail or succeed
+        except RpcError:  # the driver has ended or is too busy: creating the actor will report problems
             pass
 
     def release(self, worker: str) -> None:
-        """Let a process end by itself, as soon as no value and no actor in it is referenced."""
+        """Ask a process, through the driver, to end as soon as no value and no actor in it is referenced."""
         self._tell("release", worker)
 
     def kill(self, worker: str) -> None:

@@ -1,4 +1,4 @@
-"""How a worker process of the cluster ends: the driver orders it, or it was released and no other process uses it.
+"""How a worker process of the cluster ends: by order of the driver, or after its release when no other process uses it.
 
 The main thread of a worker waits in :meth:`Member.wait`; all other code runs in other threads. There is no lock: the
 decision to leave is an assignment and an event.
@@ -27,12 +27,12 @@ class Member:
     """This process as a member of a cluster; decides when it ends. Thread-safe.
 
     Args:
-        references: those of this process.
-        announce: called before this process leaves by itself, in a pool thread.
+        references: the RRefs of this process and their counts.
+        announce: called in a pool thread before this process leaves by itself.
 
     Attributes:
-        agent: its agent.
-        graceful: whether the driver is alive, so that this process says goodbye to it.
+        agent: the agent of this process.
+        graceful: whether this process leaves the group gracefully; False if the driver has ended.
         driver_lost: how the driver died, if this process ends for that reason; otherwise empty.
     """
 
@@ -56,7 +56,7 @@ class Member:
         self._over.set()
 
     def leave_when_idle(self) -> None:
-        """End this process as soon as no value in it is referenced and no call runs."""
+        """End this process as soon as no other process refers to a value in it, and no call runs."""
         if not self._looking:
             self._looking = True
             self._look(_FIRST_S, False)
@@ -69,7 +69,7 @@ class Member:
         busy = any(peer.running for peer in self.agent.peers())
         idle = not (busy or counts.owners or counts.children)
         if idle and was_idle:
-            # Checked twice, because a message with a reference may have been between two tables the first time.
+            # Idle at two checks in a row: at the first check, a message with a reference may have been in no table.
             try:
                 self._announce()
             finally:
@@ -81,7 +81,7 @@ class Member:
 
 
 def leave(when_idle: bool = False) -> None:
-    """End this process, at once or as soon as no other process uses it. Called by RPC."""
+    """End this process, at once or (``when_idle``) when no other process uses it. Other workers call this by RPC."""
     worker = current_worker()
     if worker is not None and worker.exit_member is not None:
         (worker.exit_member.leave_when_idle if when_idle else worker.exit_member.leave)()

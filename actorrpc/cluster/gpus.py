@@ -20,10 +20,10 @@ _EPSILON: Final = 1e-6
 
 
 class Devices:
-    """The devices of this machine and their holders.
+    """The devices of this machine, and the workers that they are assigned to.
 
     Args:
-        limit: how many of them may be assigned; None: all that are visible to this process.
+        limit: how many devices may be assigned; None: all that are visible to this process.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -34,7 +34,7 @@ class Devices:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
             names = [name.strip() for name in visible.split(",")]
-            if "-1" in names:  # like CUDA, ignore the names after it
+            if "-1" in names:  # CUDA ignores the names from -1 on
                 names = names[: names.index("-1")]
             names = [name for name in names if name]
             return names if self._limit is None else names[: self._limit]
@@ -51,15 +51,15 @@ class Devices:
         return len(self._free)
 
     def allocate(self, holder: str, num_gpus: float) -> list[str] | None:
-        """Assign devices to a worker; return their names, or None if not enough are free now.
+        """Assign devices to the worker ``holder``; return the devices' names, or None if not enough are free now.
 
         Raises:
-            ConfigError: there are not so many devices, or the number is neither whole nor a share between 0 and 1.
+            ConfigError: this machine has fewer devices, or the number is neither whole nor a share between 0 and 1.
         """
         if num_gpus < 0 or (num_gpus > 1 and num_gpus != int(num_gpus)):
             raise ConfigError(
-                f"num_gpus={num_gpus} cannot be given to a process: use a whole number of devices, or a share of "
-                "one (between 0 and 1)"
+                f"num_gpus={num_gpus} cannot be given to a process: use a whole number of devices, or a share of a "
+                "device (between 0 and 1)"
             )
         if num_gpus > self.total:
             raise ConfigError(
@@ -86,7 +86,7 @@ class Devices:
         return None if len(fitting) < count else [name for _, name in fitting[:count]]
 
     def has_room(self, num_gpus: float) -> bool:
-        """Say whether so many devices are free now."""
+        """Say whether :meth:`allocate` would find enough free devices now."""
         return num_gpus == 0 or self._fitting(num_gpus) is not None
 
     def give_back(self, holder: str) -> None:

@@ -9,9 +9,9 @@
 **Addresses and keys.** A driver without a given key that only listens on this host's loopback interface makes a key, and writes
 it into a file that only this user can read. A process that joins on the same host finds the file by the port. Thread-safe.
 
-**Launches.** The ranks of one launch exchange the address of rank 0 and the way to the key in a store of torch's: torchrun's
-own, or one that rank 0 serves. The key is never put into the store. On one host, the ranks read it from a file that only
-this user can read; on several hosts, each rank must be given it.
+**Launches.** Rank 0 of a launch writes its address, and the path of a file with the key, into a store of torch: torchrun's own,
+or a store that rank 0 serves. The key is never put into the store. On one host, the ranks read the key from the file, which only
+this user can read; on several hosts, each rank must be given the key.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def parse(text: object, what: str = "address", *, listen: bool = False) -> tuple
         listen: the address is for listening: the port may be 0 (any) or missing.
 
     Raises:
-        ConfigError: it is not such an address.
+        ConfigError: ``text`` is not such an address.
     """
     right = "tcp://HOST:PORT, like tcp://10.0.0.5:7777 or tcp://[fd00::5]:7777"
     if not isinstance(text, str) or not text:
@@ -165,7 +165,7 @@ def given_secret() -> str:
     """Return the key that ``ACTORRPC_KEY`` or ``ACTORRPC_KEY_FILE`` gives, as text; empty if neither is set.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: the key, or its file, cannot be used.
     """
     if keys.find_key() is None:
         return ""
@@ -193,7 +193,7 @@ def write_secret(secret: str, port: int) -> str:
 
 
 def find_key(host: str, port: int) -> Key:
-    """Return the key for joining the driver at an address: the given one, otherwise that of a driver on this host.
+    """Return the key for joining the driver at an address: from the environment, or from the file of a driver on this host.
 
     Raises:
         AuthenticationError: there is no key.
@@ -218,7 +218,7 @@ _AGAIN_S: Final = 1.0
 
 
 class LaunchMeeting:
-    """The ranks of one launch, in their store. Not thread-safe.
+    """One rank's access to the store in which the ranks of a launch exchange the driver's address and key. Not thread-safe.
 
     Attributes:
         secret: the key of all ranks.
@@ -241,15 +241,15 @@ class LaunchMeeting:
             lambda: f"rank 0, which has not announced {what} yet",
         ):
             raise RendezvousError(
-                f"rank 0 of {self._launch.launcher}'s {self._launch.size} has not announced {what} in time: has it called "
-                f"actorrpc.init(), and does it run? (met at {self._launch.master}:{self._launch.port})"
+                f"rank 0 of {self._launch.launcher}'s {self._launch.size} ranks has not announced {what} in time: has it "
+                f"called actorrpc.init(), and does it run? (the store is at {self._launch.master}:{self._launch.port})"
             )
         return bytes(self._store.get(key)).decode("utf-8", "replace")
 
     def _agree(self) -> str:
-        """Return the key of all ranks: the given one, or one that rank 0 makes and writes to a file of this host.
+        """Return the key of all ranks: the given key, or a key that rank 0 makes and writes to a file of this host.
 
-        The store only has the file's path, or that a key was given.
+        The store only contains the path of this file, or the word ``given``, never the key.
         """
         given = given_secret()
         if self._launch.rank == 0:
@@ -279,7 +279,7 @@ class LaunchMeeting:
                 f"rank {self._launch.rank} ({socket.gethostname()}) runs on another host than rank 0, and there is no key: "
                 "give all ranks the same ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read"
             )
-        keys.read_key_file(path)  # checks that it belongs to this user and is complete
+        keys.read_key_file(path)  # checks that the file belongs to this user and is complete
         with open(path, encoding="ascii") as file:
             return file.read()
 
@@ -292,7 +292,7 @@ class LaunchMeeting:
         return self._get("address", "its address")
 
     def renew(self, stale: str, deadline: float) -> None:
-        """Wait a moment for another address and key than ``stale``, which failed and may be of an earlier start."""
+        """Wait at most 1 s for another address than ``stale``, at which joining has failed; read the key again."""
         self._deadline = deadline
         poll(lambda: self.address() != stale, min(deadline, _time.now() + _AGAIN_S))
         self.secret = self._agree()
@@ -306,7 +306,7 @@ class LaunchMeeting:
         """Wait until all other ranks have joined.
 
         Raises:
-            RendezvousError: they have not joined in time.
+            RendezvousError: some ranks have not joined in time.
         """
         key, count = f"{self._prefix}arrived/{address}", self._launch.size - 1
         deadline = _time.now() + timeout
@@ -327,7 +327,7 @@ class LaunchMeeting:
             self.close()
 
     def close(self) -> None:
-        """Remove the key file that other ranks of this host had to find: all have read it, or none will come. Idempotent."""
+        """Remove the key file, which other ranks of this host read: all have joined, or the launch has failed. Idempotent."""
         path, self._key_file = self._key_file, ""
         if path:
             keys.remove_file(path)
@@ -337,7 +337,7 @@ def meet(launched: Launch, timeout: float) -> LaunchMeeting:
     """Open the store in which the ranks meet, and agree on the key.
 
     Raises:
-        RendezvousError: the store cannot be reached, or rank 0 does not come, in time.
+        RendezvousError: in time, the store was not reached, or rank 0 has not announced the key.
         AuthenticationError: the ranks do not share a key.
     """
     deadline = _time.now() + timeout
@@ -371,7 +371,7 @@ def seconds(timeout: Any) -> float:
     """Return a time-out after checking that it is above 0.
 
     Raises:
-        WrongTypeError: it is not a number of seconds above 0.
+        WrongTypeError: ``timeout`` is not a number of seconds above 0.
     """
     found = number("timeout", timeout, unit="seconds", most=math.inf, above=True, error=WrongTypeError)
     return float(found)
@@ -381,7 +381,7 @@ def check_takes_code(settings: Settings) -> None:
     """Check that the settings allow a process of a cluster to receive code.
 
     Raises:
-        ConfigError: they allow data only.
+        ConfigError: the settings allow data only.
     """
     if settings.data_only:
         raise ConfigError(
@@ -397,7 +397,7 @@ class JoinedResources:
     Attributes:
         num_cpus, num_gpus: None for all that this process sees.
         resources: further amounts by name.
-        labels: labels: name -> word.
+        labels: the labels, name -> value.
     """
 
     num_cpus: float | None = option(None, _amount)
@@ -409,7 +409,7 @@ class JoinedResources:
         check_fields(self)
 
     def facts(self, hosts: list[str]) -> dict[str, Any]:
-        """Return it in the form that is sent to the driver."""
+        """Return these resources, and the names and addresses of this host, in the form that is sent to the driver."""
         cpus = float(os.cpu_count() or 1) if self.num_cpus is None else float(self.num_cpus)
         gpus = float(Devices(None).total) if self.num_gpus is None else float(self.num_gpus)
         resources = {name: float(amount) for name, amount in self.resources.items()}
@@ -448,11 +448,11 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
     """Do a handshake with the driver that listens at an address, and close the connection.
 
     Returns:
-        Its record, and this host's address from which it is reached.
+        The driver's record, and this host's address on the connection.
 
     Raises:
         RendezvousError: there is no answer in time, or the answer is not a worker's.
-        AuthenticationError, VersionError: it has another key, or another version of the protocol.
+        AuthenticationError, VersionError: the driver has another key, or another version of the protocol.
     """
     where = show(host, port)
     tls = Tls.load(settings)
@@ -492,7 +492,7 @@ def _request_admission(
     """Ask the driver whether this process may join under a name; return the answer.
 
     Raises:
-        RendezvousError: it must not join, or the driver does not answer.
+        RendezvousError: the driver refuses this process, or does not answer.
     """
     shown, left = show(*driver.tcp[0]), max(0.1, deadline - _time.now())
     record = WorkerRecord(
@@ -540,8 +540,8 @@ def join(
     Args:
         address: ``tcp://host:port``.
         name: this worker's name; default the host's name and the process id.
-        means: its resources; default all that this process sees.
-        key: by default the key from the environment, or of a driver on this host.
+        means: this worker's resources; default all that this process sees.
+        key: default the key from the environment, or from the file of a driver on this host.
         timeout: for the whole operation, in seconds.
         settings: fields of :class:`actorrpc.config.Settings`, which override the environment's and the driver's.
         serves: this process only serves from now on, and does not continue its script.
@@ -549,8 +549,8 @@ def join(
     Raises:
         ConfigError: an argument cannot be used.
         RendezvousError: there is no answer, the answer is not a driver's, or the name is taken.
-        AuthenticationError: there is no key, or the driver has another one.
-        VersionError: the two have different versions of the protocol.
+        AuthenticationError: there is no key, or the driver has another key.
+        VersionError: this process and the driver have different versions of the protocol.
         RuntimeError: this process is in a group already.
     """
     host, port = parse(address)
@@ -588,7 +588,7 @@ def join(
 
 
 def _settings(of_driver: Mapping[str, Any], own: str, given: Mapping[str, Any]) -> Settings:
-    """Return the settings of this worker: the driver's, except for those that each host decides itself."""
+    """Return the settings of this worker: the driver's settings, except those in ``_OWN`` and ``given``."""
     here = Settings.from_environment(**given)
     check_takes_code(here)
     values = {**of_driver, **{name: getattr(here, name) for name in _OWN}, **given}
@@ -610,7 +610,7 @@ def serve(
     timeout: float = _TIMEOUT_S,
     signals: bool = True,
 ) -> int:
-    """Join, and serve until this worker is released, the driver ends, or a signal comes; then leave.
+    """Join, and serve until the driver releases this worker or ends, or a signal is received; then leave.
 
     Args:
         signals: leave, with status 0, at SIGTERM and SIGINT; only in the main thread.
@@ -652,7 +652,7 @@ def serve(
 def serve_order(
     *, means: JoinedResources | None = None, timeout: float = _TIMEOUT_S, signals: bool = False
 ) -> int:
-    """Serve as a worker that an engine has started: its environment has address, name and key (``LaunchRequest.environment``).
+    """Serve as a worker that an engine has started, with address, name and key from the environment variables.
 
     Returns:
         The exit status for the process: 0.

@@ -28,24 +28,22 @@ __all__ = ["History", "Labels", "Logs", "Output", "pipes"]
 _LABEL: Final = b"\x1eactorrpc label:"  # followed by the new label, up to the end of the line
 _TAIL: Final = 20  # last lines of standard error that are kept for each process
 _TAIL_LINE: Final = 500
-_LINE: Final = 16 << 10  # bytes of one line that are shown
+_LINE: Final = 16 << 10  # greatest number of bytes of one line that are shown
 _READ: Final = 1 << 16
 HISTORY_BYTES: Final = 8 << 20
-"""How much of the output of all processes together is kept."""
+"""How many bytes of the output of all processes together are kept."""
 
-_LINE_COST: Final = 100  # bytes that a line takes besides its text
+_LINE_COST: Final = 100  # bytes of memory that a stored line takes besides its text
 _WINDOW_S: Final = 1.0  # equal lines of several processes within this time are folded
 _FOLDS: Final = 2_000  # greatest number of lines that are remembered for folding
-_REST_S: Final = (
-    0.5  # how long pipes may stay open after their process has ended (its own children have them)
-)
+_REST_S: Final = 0.5  # how long pipes are read after their process has ended, if its children keep them open
 
 
 def pipes() -> tuple[int, int, int, int]:
     """Return the ends of two pipes for the output of a process: for each pipe, the reading end first.
 
     Raises:
-        OSError: there are no descriptors for them; none are left open.
+        OSError: the descriptors cannot be opened; no descriptor is left open.
     """
     first = os.pipe2(os.O_CLOEXEC)
     try:
@@ -54,12 +52,12 @@ def pipes() -> tuple[int, int, int, int]:
         for fd in first:
             os.close(fd)
         raise
-    fd_limits.make_room(second[1])  # many processes may be started before the first of them connects
+    fd_limits.make_room(second[1])  # raise the limit now: many processes may start before the first connects
     return *first, *second
 
 
 class Labels:
-    """Changes the label of this process's output. Create it before the program can redirect the output to other files."""
+    """Changes the label of this process's output. Must be created before the program can redirect the output."""
 
     def __init__(self) -> None:
         self._pipes = {fd: _identity(fd) for fd in (1, 2)}
@@ -89,8 +87,8 @@ class Output:
     """The two pipes of one process.
 
     Attributes:
-        worker: its name in the group; empty if it is not a worker.
-        tail: the last lines on its standard error.
+        worker: the process's name in the group; empty if the process is not a worker.
+        tail: the last lines of the process's standard error.
     """
 
     def __init__(self, label: str, pid: int, stdout: int, stderr: int, worker: str = "") -> None:
@@ -104,7 +102,7 @@ class Output:
 
 
 class _Pipe:
-    """The beginning of a line of one stream that was read, until the line is complete."""
+    """One stream of a process, split into lines: ``rest`` is the text of the line that is not complete yet."""
 
     __slots__ = ("cut", "is_error", "label", "output", "rest")
 
@@ -123,7 +121,7 @@ class _Pipe:
         begun = b""
         for line in lines:
             begun, found, label = (begun + line).partition(_LABEL)
-            # A marker that changes the label came within a line. The text before the marker belongs to the line after it.
+            # A marker that changes the label may follow the beginning of a line. The line continues after the marker.
             if found:
                 self.label = label.decode("utf-8", "replace")
                 continue
@@ -168,9 +166,9 @@ class _Fold:
 class History:
     """The last lines of all processes, including ended ones, for later readers. Thread-safe.
 
-    All lines together take ``HISTORY_BYTES`` at most. When that is full, the oldest lines of the process with the most lines are
-    removed, so that a process that prints a lot does not displace the lines of others. ``_lock`` guards everything here; it is a
-    leaf.
+    All lines together take ``HISTORY_BYTES`` at most. When they take more, the oldest lines of the process with the most lines
+    are removed, so that a process that prints a lot does not displace the lines of others. ``_lock`` guards all attributes; it
+    is a leaf.
     """
 
     def __init__(self) -> None:
@@ -198,7 +196,7 @@ class History:
                 self._drop()
 
     def _drop(self) -> None:
-        """Remove the oldest lines of the process that has the most. Under the lock."""
+        """Remove the oldest lines of the process that has the most lines. Under the lock."""
         pid = max(self._sizes, key=self._sizes.__getitem__)
         kept, goal = self._lines[pid], self._sizes[pid] - max(1, HISTORY_BYTES // 64)
         while kept and self._sizes[pid] > goal:
@@ -209,7 +207,7 @@ class History:
             del self._lines[pid], self._sizes[pid], self._workers[pid]
 
     def workers(self) -> list[tuple[int, str]]:
-        """Return the processes with lines here, including ended ones, each with the name of its worker."""
+        """Return the processes whose lines are kept, including ended processes, each with the name of its worker."""
         with self._lock:
             return [(pid, name) for pid, name in self._workers.items() if name]
 
@@ -265,12 +263,12 @@ class Logs:
         """Start the thread.
 
         Raises:
-            LimitError: the system cannot start it.
+            LimitError: the system cannot start the thread.
         """
         start_thread(self._thread)
 
     def add(self, output: Output) -> None:
-        """Read these pipes from now on; they are closed by this object."""
+        """Read the pipes of ``output`` from now on. The logs' thread closes them at their end."""
 
         def order() -> None:
             for fd, pipe in output.pipes.items():
@@ -294,7 +292,7 @@ class Logs:
         """Show all remaining output, and end the thread, after all processes have ended. Idempotent."""
         if self._closed:
             return
-        if self._thread.ident is None:  # interrupted before the start: no thread will close the descriptors
+        if self._thread.ident is None:  # start() was not called or failed: no thread closes the descriptors
             self.abandon()
             return
 
@@ -307,7 +305,7 @@ class Logs:
         self._closed = True
 
     def abandon(self) -> None:
-        """Close the descriptors if the thread does not, as in a forked child."""
+        """Close the descriptors where no logs' thread runs, such as in a forked child."""
         self._closed = True
         for fd in [*self._pipes, self._bell]:
             try:
@@ -355,7 +353,7 @@ class Logs:
                 os.eventfd_read(self._bell)
             else:
                 self._read(fd)
-        # After reading: the output of a process whose end is announced by an order was written before.
+        # Run the orders after reading: if an order announces the end of a process, its last output was already read.
         while self._orders:
             self._orders.popleft()()
         self._see_to_ends()
@@ -383,7 +381,7 @@ class Logs:
         for output in list(self._ending):
             if output.pipes and now < output.until:
                 continue
-            for pipe in output.pipes.values():  # a child still has the pipe: its lines are shown, too
+            for pipe in output.pipes.values():  # a child of the process keeps them open: show the begun line
                 self._write(pipe, pipe.last())
             self._ending.remove(output)
             output.ending()
@@ -413,7 +411,7 @@ class Logs:
                     fold.last = output.pid
                 continue
             if fold is not None:
-                del self._folds[key]  # inserted again at the end, so that the oldest come first
+                del self._folds[key]  # insert it again at the end, so that the oldest come first
                 if fold.count:
                     shown.append(_repeated(key, fold))
             self._folds[key] = _Fold(output.pid, now + _WINDOW_S)
@@ -421,7 +419,7 @@ class Logs:
         self._emit(pipe.is_error, shown)
 
     def _unfold(self, now: float) -> None:
-        """Show how often lines were repeated, after their window has passed."""
+        """Show how often lines were repeated, for the lines that were first shown more than ``_WINDOW_S`` ago."""
         shown: dict[bool, list[str]] = {}
         for key, fold in list(self._folds.items()):
             if fold.due > now and len(self._folds) <= _FOLDS:

@@ -1,7 +1,7 @@
 """The page that ``init(dashboard=True)`` serves: ``actorrpc dashboard`` as a child process of the driver.
 
-The child reads the state of the group from outside, as if a user had started it, so the driver needs no port and no thread for
-it. It ends with the cluster, and by itself when the driver ends, whose pidfd it watches: a pipe would stay open in forks of the
+The child reads the state of the group as a command does, so the driver needs no port and no thread for it. The child ends with
+the cluster. It also ends when the driver ends: it watches the driver's pidfd, because a pipe would stay open in forks of the
 driver.
 """
 
@@ -23,7 +23,7 @@ from actorrpc.validation import text
 
 __all__ = ["listens_at", "start"]
 
-_END_S: Final = 0.5  # for the last event to open pages
+_END_S: Final = 0.5  # how long the child may take to send a last event to open pages
 # Not `-m`: the child's default path may not contain this package.
 _BOOT: Final = """
 import json, sys
@@ -59,7 +59,7 @@ def listens_at(dashboard: bool | str) -> tuple[str, int] | None:
 
 
 def start(where: tuple[str, int]) -> None:
-    """Start the page of the cluster that this process drives, and do not wait for it: it prints its link on stderr.
+    """Start the page of the cluster that this process drives, and do not wait: the child prints a link on stderr.
 
     Raises:
         OSError: the process cannot be started.
@@ -73,7 +73,7 @@ def start(where: tuple[str, int]) -> None:
             *("dashboard", "--bind", host, "--port", str(port), "--pid", own, "--ends-with", own),
         ],
         stdin=subprocess.DEVNULL,
-        stdout=2,  # the program's own output may be read by another program
+        stdout=2,  # not the driver's stdout, which another program may read
         start_new_session=True,  # Ctrl-C in the terminal is for the driver only
     )
 

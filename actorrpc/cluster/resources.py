@@ -1,7 +1,7 @@
 """The resources of the machines of a cluster, and their free amounts.
 
-The driver has the book; other processes ask it. Processors are shared, and not booked: the use that is shown is the sum of the
-requests of living actors. Names and keys are as in Ray. Thread-safe.
+The driver keeps the *book*: the resources of each machine, and the bookings of actors. Other processes ask the driver. Processors
+are shared, not booked: their use is the sum of the requests of living actors. Names and keys are as in Ray. Thread-safe.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _QUERY_S: Final = 30.0
 
 
 def on_driver(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function on the driver, which has the book."""
+    """Call a function on the driver, which has the book of the resources."""
     agent = runtime(start=True).agent
     if agent.record.rank == 0:
         return function(*args, **kwargs)
@@ -49,7 +49,7 @@ def on_driver(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) ->
 
 
 def id_of(names: list[str]) -> str:
-    """Return the node id of a machine of these names."""
+    """Return the node id of a machine with these names."""
     return hashlib.sha224("/".join(names).encode()).hexdigest()
 
 
@@ -87,7 +87,7 @@ def nodes() -> list[dict[str, Any]]:
     Thread-safe.
 
     Raises:
-        PeerDiedError, RpcTimeoutError: the driver cannot be asked.
+        PeerDiedError, RpcTimeoutError: the driver has died, or has not answered in time.
     """
     here = socket.gethostname()
     found = []

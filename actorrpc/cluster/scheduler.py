@@ -30,7 +30,7 @@ def needs_of(spec: ProcessSpec) -> dict[str, float]:
 
 
 def totals_of(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> dict[str, float]:
-    """Return the total resources of a worker, by the same names."""
+    """Return the total resources of a worker, by the names of :func:`needs_of`."""
     return {**resources, "CPU": float(num_cpus), "GPU": float(num_gpus)}
 
 
@@ -41,12 +41,12 @@ class ResourceHolder:
     Attributes:
         hosts: the names and addresses that ``host=`` matches.
         totals: its total resources.
-        unbooked: the names of the resources that the engine books itself, and that this holder does not count.
-        used: how much of each of these resources the processes of the engine use.
-        bookings: the booking of each of its actors.
-        starts: it is a machine of an engine, where actors get processes of their own.
-        scaled: it is a worker that the engine has started for several actors.
-        draining: no more actors are placed there.
+        unbooked: the names of the resources that only the engine books: :meth:`has_room` does not check them.
+        used: the amounts that the engine's processes use, by resource; they replace the sums of ``bookings``.
+        bookings: the amounts that each actor has booked, by the booking's number and the resource.
+        starts: whether this holder is a machine of an engine, where each actor gets a process.
+        scaled: whether this holder is a worker that the engine has started for several actors.
+        draining: whether no more actors are placed on this holder.
     """
 
     name: str
@@ -82,7 +82,7 @@ class ResourceHolder:
         return max(0.0, self.totals.get(name, 0.0) - used)
 
     def suits(self, spec: ProcessSpec) -> bool:
-        """Say whether it could hold such an actor if all its resources were free."""
+        """Say whether this holder could take an actor if all its resources were free."""
         if spec.own and not self.starts:
             return False
         if spec.rank is not None and spec.rank != self.rank:
@@ -94,7 +94,7 @@ class ResourceHolder:
         return all(self.totals.get(name, 0.0) + _SLACK >= amount for name, amount in needs_of(spec).items())
 
     def has_room(self, spec: ProcessSpec) -> bool:
-        """Say whether it has room for the actor now."""
+        """Say whether this holder has the free resources for an actor now."""
         return all(
             name in self.unbooked or self.free(name) + _SLACK >= amount
             for name, amount in needs_of(spec).items()
@@ -131,7 +131,7 @@ class ResourceTable:
 
         Args:
             slots_first: prefer existing workers to new processes.
-            may_start: whether the engine has room for a new process.
+            may_start: whether the engine can start a process now; if not, machines are left out.
         """
         found = [
             each for each in self.candidates(spec) if each.has_room(spec) and (may_start or not each.starts)
@@ -148,7 +148,7 @@ class ResourceTable:
 
 
 def lacking(spec: ProcessSpec, book: ResourceTable) -> str:
-    """Describe what an actor needs, and what the holders have."""
+    """Describe what an actor needs, and what the holders in ``book`` have."""
     wishes = [f"{name} {amount:g}" for name, amount in needs_of(spec).items()]
     if spec.rank is not None:
         wishes.append(f"worker {spec.rank}")

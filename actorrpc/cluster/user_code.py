@@ -45,7 +45,7 @@ def fingerprint() -> tuple[str, int, int] | None:
 
 
 def use(mark: Sequence[Any] | None, directory: str | None) -> None:
-    """Add the directory of the driver's script to ``sys.path``, if this host has the script with this fingerprint."""
+    """Add the driver's script directory to ``sys.path``, if the script on this host has the fingerprint ``mark``."""
     if directory is None or directory in sys.path:
         return
     if mark is None or _mark(str(mark[0])) == tuple(mark):
@@ -53,14 +53,14 @@ def use(mark: Sequence[Any] | None, directory: str | None) -> None:
 
 
 class _OurName(str):
-    """The name of a module that this package has registered; names that the program has registered are plain texts."""
+    """The name of a module that this package has registered; names that the program has registered are of type ``str``."""
 
     __slots__ = ()
 
 
 def _register(name: str) -> None:
     """Send a module by value, imported or not; ``cloudpickle``'s own function only accepts imported modules."""
-    # If the program has registered the name itself, this changes nothing, and the entry stays the program's.
+    # If the program has registered the name, the set keeps the program's ``str``, which unwatch() does not remove.
     modules.add(_OurName(name))
 
 
@@ -76,11 +76,11 @@ class _ModuleWatch(MetaPathFinder):
         if path is None and not any(
             os.path.exists(os.path.join(place, fullname + end)) for end in ("", ".py")
         ):
-            return None  # nearly always; the check reads the disk twice, while an import reads it many times
+            return None  # nearly all imports end here; the check above reads the disk only twice
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.origin and _is_the_programs(fullname, spec.origin, place):
             _register(fullname)
-            if self not in sys.meta_path:  # another thread has ended the watch meanwhile
+            if self not in sys.meta_path:  # another thread has called unwatch() meanwhile
                 _forget()
         return None
 
@@ -96,7 +96,7 @@ def watch() -> None:
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
         if place is not None and isinstance(path, str) and _is_the_programs(name, path, place):
-            _register(str(module.__name__))  # the name that cloudpickle looks up
+            _register(str(module.__name__))  # cloudpickle looks up this name
 
 
 def unwatch() -> None:

@@ -45,7 +45,7 @@ def main(job: dict[str, Any]) -> NoReturn:
     """Run a worker, and end the process."""
     code = 1
     try:
-        # After a crash in C, the death report, which has the last lines of stderr, shows where it was.
+        # After a crash in C, the last lines of stderr, which the death report contains, show the Python stack.
         faulthandler.enable(file=2, all_threads=False)
         # Drop exit functions that libraries have registered in the fork server (they take 50 ms), as multiprocessing does.
         atexit._clear()
@@ -69,7 +69,7 @@ def _work(job: dict[str, Any]) -> None:
     _reseed()
     torch.set_num_threads(job["threads"])
     directory = RemoteDirectory(WorkerRecord.from_bytes(job["driver"]))
-    entered = group.enter(  # before the variables are set, so that its socket is in the driver's directory
+    entered = group.enter(  # before _dress() sets variables, so that the socket is in the driver's directory
         job["name"],
         job["rank"],
         directory,
@@ -86,7 +86,7 @@ def _work(job: dict[str, Any]) -> None:
             dress=lambda: _dress(job),
         )
     except (PeerDiedError, ShutdownError):
-        # The last handle of its actor was deleted, or the program ended, before this process had joined.
+        # The last handle of this process's actor was deleted, or the program ended, before this process had joined.
         return
     try:
         member.wait()
@@ -158,7 +158,7 @@ def enter(
         limit: how long the driver may take to answer, in seconds.
 
     Raises:
-        RpcError: the driver refuses it, or does not answer. Then the group is closed, and this process is in no group.
+        RpcError: the driver refuses this worker, or does not answer. Then this process is in no group.
     """
     agent = group.agent
     directory.attach(agent)
@@ -182,7 +182,7 @@ def enter(
         if graceful:
             references = rref.runtime()
             references.carry_out(references.table.delete_all_users())
-        for member in members:  # the user's code may have called shutdown()
+        for member in members:  # user code may have called shutdown(): end the main thread, too
             member.leave(graceful)
 
     with undo_on_error(group.close):  # api.install() fails if this process is in another group

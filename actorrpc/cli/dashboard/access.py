@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 __all__ = ["Access", "is_loopback"]
 
-_SESSIONS: Final = 32  # browsers that are logged in; a further one logs the oldest out
+_SESSIONS: Final = 32  # greatest number of logged-in browsers; a further login logs out the first one
 _NAMES: Final = ("localhost", "127.0.0.1", "::1")
 
 
@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _host_of(netloc: str) -> str | None:
-    """Return the name in a ``Host`` header or an origin, without its port; None if it has none."""
+    """Return the host name in a ``Host`` header or an origin, without the port; None if there is no valid name."""
     try:
         parts = urlsplit(f"//{netloc}")
         _ = parts.port
@@ -36,7 +36,7 @@ def _host_of(netloc: str) -> str | None:
 
 
 class Access:
-    """The rules of one server. Not thread-safe.
+    """Decides which requests and which browsers one server accepts. Not thread-safe.
 
     A page of another site can send requests to this server, and by DNS rebinding it can do so under a name of its own. Therefore
     the ``Host`` header must be a name of this server, and the ``Origin`` of every request except GET must be a page of this
@@ -54,11 +54,11 @@ class Access:
         self._hosts = frozenset({*_NAMES, *own, *given} if is_loopback(bound) else {*own, *given})
         self._token = b""
         self._sessions: dict[bytes, None] = {}
-        #: Part of the path. A server at another port of this host has other paths, so browsers do not send it the cookie.
+        #: A random part of this server's path. Browsers send the cookie only with this path, so not to other ports of this host.
         self.place = secrets.token_hex(8)
 
     def new_token(self) -> str:
-        """Return a token that lets one browser in, once; earlier tokens become invalid."""
+        """Return a token with which one browser can log in once; earlier tokens become invalid."""
         token = secrets.token_urlsafe(32)
         self._token = _hash(token)
         return token
@@ -76,11 +76,11 @@ class Access:
 
     def knows(self, cookie: str | None) -> bool:
         """Say whether a cookie belongs to a browser that is logged in."""
-        # Comparing hashes: the time that this takes tells an attacker nothing about the cookies.
+        # Hashes are compared, so the time of the comparison tells an attacker nothing about the cookies.
         return cookie is not None and _hash(cookie) in self._sessions
 
     def is_host(self, header: str) -> bool:
-        """Say whether a ``Host`` header names this server. Any port is right, because a tunnel has another port."""
+        """Say whether a ``Host`` header names this server. Any port is accepted, because a tunnel has another port."""
         return _host_of(header) in self._hosts
 
     def is_origin(self, header: str, host: str) -> bool:
@@ -88,7 +88,7 @@ class Access:
         scheme, separator, netloc = header.lower().partition("://")
         if not separator or scheme not in ("http", "https"):
             return False
-        # Behind a proxy, the host name of the page may differ from the name with which the proxy sends requests.
+        # A proxy may send another name in ``Host`` than the name under which browsers know the page.
         return netloc == host.lower() or _host_of(netloc) in self._proxies
 
 

@@ -47,7 +47,7 @@ def act(see: See, what: str, whom: str) -> str:
 
     Raises:
         ConfigError: there is no such actor or worker, or the action does not apply to it.
-        RpcError, OSError: the worker that has to do it cannot be reached, or refuses.
+        RpcError, OSError: the worker that must run the action cannot be reached, or refuses it.
     """
     seen = see(_PARTS)
     picture = Picture.of(seen)
@@ -82,4 +82,4 @@ def _target(seen: GroupLook, name: str) -> Target:
     for record, _ in seen.answers.values():
         if record.name == name:
             return seen.target(record)
-    raise ConfigError(f"worker {name!r}, which would have to do it, was not found")
+    raise ConfigError(f"worker {name!r}, which must run this action, was not found")

@@ -1,7 +1,7 @@
 """Reads the state of a group for all browsers that have the page open: once a second, and only while a browser asks.
 
-Coroutines wait for the next state, a *look*. Looks are taken in a thread, because they wait for workers, until no coroutine has
-asked for ``_IDLE_S``. All methods belong to the event loop's thread.
+Coroutines wait for the next state, a *look*. Looks are taken in a thread, because they wait for workers. They stop when no
+coroutine has asked for a look for ``_IDLE_S``. All coroutines run in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _EVERY_S: Final = 1.0
 _IDLE_S: Final = 3.0
 # The pause between two looks is at least this many times the processor time of the last look.
 _REST: Final = 2.0
-_CHEAP_S: Final = 0.02  # processor time: if looks cost more, most of them read the workers alone
-_SHARE: Final = 50  # the pause between two looks at the actors is this many times their processor time,
+_CHEAP_S: Final = 0.02  # seconds of processor time: if a look takes more, most looks omit the actors
+_SHARE: Final = 50  # pause between two looks at the actors: this many times the last one's processor time,
 _MOST_S: Final = 10.0  # but at most this long
 _WINDOW: Final = 10  # rates and percentiles of calls are computed over this number of looks
 _PARTS: Final = ("process", "actors", "supervised")
@@ -51,7 +51,7 @@ class See(Protocol):
 
     Args:
         parts: the parts to read; see :mod:`actorrpc.observe.protocol`.
-        begin: for parts that come in pages, where to begin.
+        begin: for parts that are sent in pages: part -> the number of the first item.
 
     Raises:
         RpcError: there is no group.
@@ -95,13 +95,13 @@ def encoded(value: Any) -> bytes:
 
 
 class Feed:
-    """The looks of one server.
+    """Takes looks for the browsers of one server.
 
     Args:
         see: reads the state of the group.
         groups: returns the groups whose logs are read.
-        acts: the page may also kill and restart actors, and drain workers.
-        rest: called in any thread when no more looks are taken.
+        acts: whether the page may also kill and restart actors, and drain workers.
+        rest: called, in any thread, when looks stop, to close connections.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class Feed:
             every, lambda: self._seen(["process", "holders"], payloads.memory, objects=[], holders=[])
         ).get
         self._records_lock = asyncio.Lock()  # records are read for one request at a time
-        self._logs_lock = asyncio.Lock()  # guards the reader and its lines
+        self._logs_lock = asyncio.Lock()  # guards _logs
         self._logs = _LogLines(groups)
 
     async def after(self, number: int, *, calls: bool = False) -> FeedLook:
-        """Return the first look after number ``number``; with ``calls``, the first of them that has sums over calls."""
+        """Return the next look after look ``number``; with ``calls``, the next look that has sums over calls."""
         while True:
             moment = time.monotonic()
             self._asked = moment
@@ -175,7 +175,7 @@ class Feed:
     async def _run(self) -> None:
         while self._is_wanted():
             await self._look_on()
-            await asyncio.to_thread(self._rest)  # a coroutine that asks meanwhile finds this task at work
+            await asyncio.to_thread(self._rest)  # after() may be called meanwhile, so the loop checks again
 
     def _is_wanted(self) -> bool:
         return bool(self._waiting) or time.monotonic() - self._asked < _IDLE_S
@@ -217,7 +217,7 @@ class Feed:
             picture = None
             if "actors" not in parts and before is not None and old is not None:
                 picture = old.with_workers(seen)
-                if picture is None:  # the set of workers has changed
+                if picture is None:  # a worker has joined, left or not answered: read the actors, too
                     parts[:] = [*_PARTS, *parts[1:]]
                     seen = self._see(parts)
         except (RpcError, OSError) as error:
@@ -249,7 +249,7 @@ class Feed:
     def _seen(
         self, parts: list[str], payload: Callable[[Picture], dict[str, Any]], **empty: Any
     ) -> dict[str, Any]:
-        """Read these parts, and return their payload; if no worker answers, the problem and ``empty``."""
+        """Read the state, and return ``payload`` of it; if no worker answers, return the problem and ``empty``."""
         try:
             return payload(Picture.of(self._see(parts)))
         except (RpcError, OSError) as error:
@@ -326,7 +326,7 @@ class _Shared:
 
 
 class _LogLines:
-    """The printed lines that were read. Lines of a process stay after its end. Not thread-safe."""
+    """The lines that processes have printed, the last ``_LOG_BYTES``, also of ended processes. Not thread-safe."""
 
     def __init__(self, groups: Callable[[], list[FoundGroup]]) -> None:
         self._groups = groups
@@ -341,7 +341,7 @@ class _LogLines:
             self._size -= len(self._lines.popleft().text) + 64
 
     def _read(self) -> str:
-        """Read new lines; return why that failed, or an empty text."""
+        """Read new lines; return why reading has failed, or an empty text."""
         try:
             if self._reader is None:
                 reader = Reader(self._groups(), 0.8)
@@ -364,7 +364,7 @@ class _LogLines:
             self._reader = None
 
     def search(self, text: str, whom: str, most: int) -> dict[str, Any]:
-        """Return the last ``most`` lines that contain a text, of a process or label (empty: all); not case-sensitive."""
+        """Return the last ``most`` lines that contain ``text``, of processes whose label or id contains ``whom``, in any case."""
         problem = self._read()
         text, whom = text.lower(), whom.lower()
         found: deque[Line] = deque(maxlen=most)

@@ -25,7 +25,7 @@ _FOLDS: Final = 200
 _SHOWN: Final = 12  # greatest number of threads and calls that are named for one stack
 _FRAMES: Final = 60
 _TEXT: Final = 2000
-_OBJECTS: Final = 100  # largest objects that are shown; also the greatest number of rows of references
+_OBJECTS: Final = 100  # greatest number of objects that are shown, and of rows of references
 _METHODS: Final = 400
 
 #: The columns by which actors may be sorted: largest values first, ``title`` from A to Z.
@@ -40,7 +40,7 @@ _FIGURES: Final[Mapping[str, Callable[[ObservedActor], float]]] = {
 
 
 def _figure(value: float) -> float | None:
-    """Return a number for JSON, or None: what another process has sent may be infinite, or not a number."""
+    """Return a number for JSON; None if a worker has sent an infinite number or a NaN, which JSON does not have."""
     return round(value, 6) if math.isfinite(value) else None
 
 
@@ -70,7 +70,7 @@ def now(
 
     Args:
         before: the previous picture.
-        shown: the view of the previous picture, if this one has the same actors: its rows of actors are used again.
+        shown: the first view of the previous picture, if ``picture`` has the same actors: its classes and counts are used again.
     """
     state, group = picture.state, picture.group
     counts = (
@@ -301,7 +301,7 @@ _Sums = Mapping[tuple[str, str, bool], tuple[int, float, list[int]]]
 
 
 def memory(picture: Picture) -> dict[str, Any]:
-    """Return the large objects with the workers that hold them, and which worker refers to values of which."""
+    """Return the large objects with the workers that hold them, and which worker refers to values of which other worker."""
     objects = objects_of(picture.state.workers)
     rows = [(worker.name, each) for worker in picture.state.workers for each in worker.holders]
     rows.sort(key=lambda each: (-each[1].bytes, -each[1].references))
@@ -327,7 +327,7 @@ def memory(picture: Picture) -> dict[str, Any]:
 def calls(sums: _Sums, before: _Sums, seconds: float) -> list[dict[str, Any]]:
     """Return a row per side and method: number, duration and failures. The package's own methods come last.
 
-    Percentiles are of the calls between the two looks; without such calls, of all calls that were counted.
+    Percentiles are of the calls between ``before`` and ``sums``; if there were none, of all calls.
     """
     rows: list[dict[str, Any]] = []
     for side, method in sorted({(side, method) for side, method, _ in sums}):
@@ -368,7 +368,7 @@ def calls(sums: _Sums, before: _Sums, seconds: float) -> list[dict[str, Any]]:
 
 
 def percentile(buckets: Sequence[int], share: float) -> float | None:
-    """Return the upper bound of the bucket that contains this percentile; None if there are no calls."""
+    """Estimate a percentile: interpolate in the bucket that contains it; return None if there are no calls."""
     wanted = share * sum(buckets)
     if wanted <= 0:
         return None
@@ -378,4 +378,4 @@ def percentile(buckets: Sequence[int], share: float) -> float | None:
             lower = BUCKETS[place - 1] if place else 0.0
             return round(lower + (BUCKETS[place] - lower) * (wanted - below) / number, 7)
         below += number
-    return BUCKETS[-1]  # or longer: the last bucket has no upper bound
+    return BUCKETS[-1]  # the true value may be larger: the last bucket has no upper bound

@@ -40,8 +40,8 @@ __all__ = ["Dashboard", "make_app"]
 _ACTS: Final = "x-actorrpc-action"
 _COOKIE: Final = "actorrpc-dashboard"
 _CONNECTIONS: Final = 100
-_STREAMS: Final = 32  # pages to which looks are pushed; further pages poll
-_PATIENCE_S: Final = 10.0  # for a whole request, and for a client to read the response
+_STREAMS: Final = 32  # greatest number of pages to which looks are pushed; further pages poll
+_PATIENCE_S: Final = 10.0  # for a whole request to arrive, and for a client to read the response
 _BODY: Final = 1024
 _SMALL: Final = 1024  # smaller bodies are not compressed
 _ROWS: Final = 200
@@ -106,7 +106,7 @@ class _RequestGuard:
             origins = headers.getlist("origin")
             if len(origins) != 1 or not self._access.is_origin(origins[0], hosts[0]):
                 return PlainTextResponse("This request comes from another page.", 403)
-        # A proxy may add a prefix to the path. The rest is not the path of a file, but a key of the table of routes.
+        # A proxy may add a prefix to the path. The rest is only looked up in the table of routes, so it cannot name a file.
         _, found, path = scope["path"].partition(f"/{self._access.place}/")
         if not found:
             return PlainTextResponse(
@@ -178,8 +178,8 @@ class _Api:
 
     Args:
         secure: the page is served over TLS.
-        logged_in: called when the link was used.
-        ends: returns whether the server is shutting down; then pages are sent no more looks.
+        logged_in: called when a browser has used the link to log in.
+        ends: returns whether the server is shutting down; then no more looks are sent to pages.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class _Api:
                 return PlainTextResponse(
                     "Open the link that actorrpc dashboard has printed; it works once.", 401
                 )
-            # Pages of other ports of this host would send our cookie, too; this header says which site sent the request.
+            # Browsers also send our cookie with requests of pages at other ports of this host. Such requests are refused.
             if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
                 return PlainTextResponse("This request comes from another page.", 403)
             found = await answer(request)
@@ -232,7 +232,7 @@ class _Api:
         if cookie is None:
             return PlainTextResponse("That link was used before, or there is a newer one.", 401)
         answer = Response(status_code=204)
-        # Without a path, the browser sends the cookie to this server's paths only, as the browser sees them, also behind a proxy.
+        # Without ``path``, the browser uses the path that it sees, so the cookie also works behind a proxy that adds a prefix.
         answer.set_cookie(_COOKIE, cookie, path=None, httponly=True, samesite="strict", secure=self._secure)
         self._logged_in()
         return answer
@@ -338,12 +338,12 @@ def make_app(
         *_Api(feed, access, secure, logged_in, ends).routes(),
     ]
     app = Starlette(routes=routes)
-    app.router.redirect_slashes = False  # redirects would leave out the server's part of the path
+    app.router.redirect_slashes = False  # a redirect would omit the random part of the path
     return _RequestGuard(app, access)
 
 
 def _files() -> dict[str, bytes]:
-    """Return the files of the page by name. They are read once, so that no request can name a file."""
+    """Return the contents of the page's files, by name. They are read once, so that no request can name another file."""
     folder = resources.files("actorrpc.cli.dashboard") / "static"
     return {
         each.name: each.read_bytes() for each in folder.iterdir() if each.name.rpartition(".")[2] in _TYPES
@@ -398,7 +398,7 @@ def _file(name: str, body: bytes) -> Callable[[Request], Any]:
 
 class _BoundedProtocol(H11Protocol):
     """Closes the connections of slow clients. uvicorn limits neither how long a request may take to arrive, nor how long a client
-    may take to read; two timers per connection do. Runs in the event loop's thread."""
+    may take to read the response; this class has a timer for each. Runs in the event loop's thread."""
 
     _request: asyncio.TimerHandle | None = None
     _reading: asyncio.TimerHandle | None = None
@@ -410,7 +410,7 @@ class _BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # Between requests, uvicorn's own timer runs. This timer starts with the first bytes of a request.
+        # Between requests, uvicorn's own timer runs. The timer ``_request`` starts with the first bytes of a request.
         comes = self.cycle is None or self.cycle.response_complete
         if not comes and self._request is not None:
             self._request.cancel()
@@ -444,7 +444,7 @@ class Dashboard:
         host, port: the address; port 0: any free port.
         names: further host names of the page.
         tls: the files of a certificate and its key; required for addresses that other hosts can reach.
-        say: called with the link, and with the next link when that was used.
+        say: called with the one-time link, and with a new link each time a browser has used the last one.
 
     Raises:
         ConfigError: other hosts can reach the address, and there is no certificate; or it is a wildcard address without names.
@@ -468,7 +468,7 @@ class Dashboard:
             )
         names = tuple(names)
         if host in ("0.0.0.0", "::") and not names:
-            raise ConfigError(f"--bind {host}: say with --allow-host by which name other hosts know this one")
+            raise ConfigError(f"--bind {host}: give the name that browsers use for this host by --allow-host")
         self._feed = feed
         self._say = say
         self.access = Access(host, names)
@@ -510,7 +510,7 @@ class Dashboard:
         """Serve until a signal ends it."""
         self._say_link()
         try:
-            # When a signal ends uvicorn, this coroutine is cancelled, too: code after an await in it may not run.
+            # A signal that ends uvicorn also cancels the coroutine of asyncio.run(), so the cleanup is outside of it.
             asyncio.run(self._server.serve(sockets=[self._socket]))
         finally:
             self._feed.hang_up()

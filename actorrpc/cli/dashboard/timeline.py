@@ -1,8 +1,8 @@
 """The data of the timeline view: the records of all workers, arranged in lanes, bounded in number. No I/O.
 
-The calls of a worker are one track; each of its actors has a track, and so have its other activities. The package's own calls are
-the last tracks. A track has several lanes if its records overlap. A slice is a row of numbers, and texts are indices into a
-table, because there are many slices and few different texts.
+The calls that a worker makes are one track; its 12 busiest actors have a track each, and its other activities further tracks. The
+package's own calls are the last tracks. A track has several lanes if its records overlap. A slice is a row of numbers, and texts
+are indices into a table, because there are many slices and few different texts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["SLICES", "share", "timeline"]
 #: Records of all workers in one response; a record takes some 40 bytes.
 SLICES: Final = 12_000
 
-_LEAST: Final = 100  # records per worker, however many workers there are
-_ACTORS: Final = 12  # actors of a worker that have a track of their own
-_LANES: Final = 10  # lanes of a track; further overlapping records are drawn over others
+_LEAST: Final = 100  # least number of records per worker, however many workers there are
+_ACTORS: Final = 12  # greatest number of actors of a worker that have a track each
+_LANES: Final = 10  # greatest number of lanes of a track; further overlapping records are drawn over others
 _TEXT: Final = 200
 _CALLS: Final = "calls made"
 _NOTES: Final = "restarts, backward passes"
@@ -32,7 +32,7 @@ _OWN_FUNCTIONS: Final = "internal functions"
 
 
 def share(workers: int, most: int = SLICES) -> int:
-    """Return how many records each of so many workers should send."""
+    """Return how many records each of ``workers`` workers should send."""
     return max(_LEAST, most // max(1, workers))
 
 
@@ -41,7 +41,7 @@ class _Slice:
     """A record, with times on one clock.
 
     Attributes:
-        process: the index of its worker in the list of workers that have answered.
+        process: the index of the record's worker in the list of workers that have answered.
         execution: identifies an execution: the calling worker, the executing worker, and the call's number.
     """
 
@@ -62,11 +62,11 @@ class _Slice:
 
     @property
     def room(self) -> tuple[float, float]:
-        """The time span for which it occupies its lane: without the wait in the mailbox."""
+        """The time span for which this record occupies its lane: without the wait in the mailbox."""
         return self.begun, self.ended
 
     def track(self, known: set[str], actors: int) -> tuple[int, int, str]:
-        """Return the sort key of its track; ``known``: the actors that have tracks of their own."""
+        """Return the sort key of this record's track; ``known``: the actors that have tracks of their own."""
         record = self.record
         if record.kind == CALLED:
             return (self.process, 4, _OWN_CALLS) if record.is_internal else (self.process, 0, _CALLS)
@@ -83,14 +83,14 @@ def timeline(recordings: Iterable[Recording], seconds: float, most: int = SLICES
     """Return the lanes and slices of the view.
 
     Args:
-        seconds: records that ended earlier than this before the last moment are left out.
-        most: slices; the oldest are left out.
+        seconds: records that ended more than this time before the end of the last record are left out.
+        most: the greatest number of slices; the oldest are left out.
 
     Returns:
         ``lanes``: a list of ``[process, title, number in its track]``. ``slices``: a list of ``[lane, kind, begun, ended, text,
-        failed, waited, other, unfinished]``, ordered by ``begun``. Times are microseconds since the first slice. ``waited`` is
-        the time in the mailbox. ``other`` is the index of the execution that belongs to a call, or -1. An ``unfinished`` slice
-        ends when its worker was asked; it begins before 0 if it is older than the time span.
+        failed, waited, other, unfinished]``, ordered by ``begun``. Times are microseconds since the start of the view. ``waited``
+        is the time in the mailbox. ``other`` is the index of the execution that belongs to a call, or -1. An ``unfinished`` slice
+        ends when its worker sent the records; it begins before 0 if it is older than the time span.
     """
     found = list(recordings)
     there = [each for each in found if not each.why]

@@ -48,7 +48,7 @@ _START_S: Final = (
     120.0  # how long a launched worker may take to join, including the wait in the scheduler's queue
 )
 _STOP_S: Final = 5.0
-_KEPT: Final = 1000  # reports on ends of workers that are kept
+_KEPT: Final = 1000  # greatest number of death reports that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +56,9 @@ class Node:
     """A machine, or a unit that a scheduler treats like a machine, on which an engine can start workers.
 
     Attributes:
-        host: its name or address, for ``.options(host=...)``.
+        host: the machine's name or address, which ``.options(host=...)`` matches.
         num_cpus, num_gpus, resources: its total resources, used or not.
-        labels: its labels, for ``.options(labels=...)``.
+        labels: its labels, which ``.options(labels=...)`` matches.
     """
 
     host: str
@@ -73,15 +73,15 @@ class LaunchRequest:
     """One worker to be started.
 
     Attributes:
-        name: its name, which the driver has reserved for it.
-        rank: its rank, if the driver assigns it now; -1 if it gets one when it joins.
+        name: the worker's name, which the driver has reserved.
+        rank: the worker's rank; -1 if the driver assigns it when the worker joins.
         address: where the driver listens, ``tcp://host:port``.
         spec: label for its output, ``num_cpus``, ``num_gpus`` (None: the engine's default), further environment variables,
             working directory.
-        resources: the resources that it needs besides processors and devices, by the engine's names.
+        resources: the resources that the worker needs besides processors and devices, by the engine's names.
         labels: labels that the machine must have.
-        host: the machine where it must run; None for any machine.
-        spread: whether it should be as far as possible from existing workers.
+        host: the machine where the worker must run; None for any machine.
+        spread: whether the engine should prefer machines with few workers.
         secret: the group's key. Never show it, and never put it into an argument of a process: use :meth:`environment`.
     """
 
@@ -111,10 +111,10 @@ class StartedWorker:
 
     Attributes:
         future: completes when the worker has joined, or fails with the reason why it has not.
-        timer: fires if it has not joined in time.
-        joined: it has joined.
-        killed: it was stopped, or will be stopped as soon as its process exists.
-        asked: futures of the report on its end.
+        timer: abandons the worker if it has not joined in time.
+        joined: whether the worker has joined.
+        killed: whether the worker was stopped, or will be stopped as soon as its process exists.
+        asked: the futures that :meth:`Engine.report` has returned for this worker.
     """
 
     def __init__(self, order: LaunchRequest) -> None:
@@ -143,7 +143,7 @@ class Engine(abc.ABC):
         name: its name in messages: ``"local"``, ``"ray"``.
         agent: the driver's agent; set by :meth:`attach` before any worker is started.
         reception: the data that workers need to join; set by the cluster before any worker is started.
-        on_end: called with the name of a worker and the report on its end, before other callers get the report.
+        on_end: called with the name of an ended worker and its death report, before the futures of :meth:`report` complete.
     """
 
     name = "engine"
@@ -177,7 +177,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, worker: str) -> None:
-        """Kill a worker's process, or remove it from the queue. Called in a pool thread. Idempotent."""
+        """Kill a worker's process, or remove the worker from the scheduler's queue. Called in a pool thread. Idempotent."""
 
     def has_room(self, spec: ProcessSpec) -> bool:
         """Say whether a process can be started now. If not, the cluster asks again when a process has ended."""
@@ -190,10 +190,10 @@ class Engine(abc.ABC):
         """Close descriptors that a forked child of the driver must not share; called in that child. Takes no lock."""
 
     def open(self, reception: Reception, joined: Callable[[], list[WorkerRecord]]) -> None:  # noqa: B027 (an engine may have nothing to do)
-        """Start the first workers, and wait for them. Called once, in the driver's thread.
+        """Start the first workers, and wait until they have joined. Called once, by ``init()``.
 
         Args:
-            reception: where they join, and with which key.
+            reception: the address and the key with which the workers join.
             joined: returns the workers that have joined.
         """
 
@@ -256,7 +256,7 @@ class Engine(abc.ABC):
             self._fail(known, error)
             self.ended(name)
             return
-        if not self._wants(known):  # it was killed, or the cluster ended, before there was a process to stop
+        if not self._wants(known):  # kill() or end() has run meanwhile, and found no process to stop
             self.stop(name)
 
     def _wants(self, known: StartedWorker) -> bool:
@@ -289,7 +289,7 @@ class Engine(abc.ABC):
         """Record that a worker which this engine has started has joined.
 
         Raises:
-            ShutdownError: the worker was abandoned before it joined; it must leave.
+            ShutdownError: the worker was abandoned before it joined; the worker must leave.
         """
         with self._lock:
             known = self._workers.get(record.name)
@@ -308,7 +308,7 @@ class Engine(abc.ABC):
             self.agent.submit(partial(self.stop, worker))
 
     def give_up(self, worker: str) -> None:
-        """End a worker that has not joined yet; ignore others, which may be about to exit."""
+        """End a worker unless it has joined: a worker that has joined may be about to exit by itself."""
         known = self._workers.get(worker)
         if known is not None and not known.joined:
             self.kill(worker)
@@ -336,10 +336,10 @@ class Engine(abc.ABC):
         return worker in self._workers or worker in self._ended
 
     def end(self, graceful: bool, timeout: float) -> None:
-        """End all workers. Bounded, in seconds (0: 5 s); idempotent.
+        """End all workers; wait at most ``timeout`` seconds (0: 5 s) until they have left. Idempotent.
 
-        The cluster has asked the workers to leave: this method waits, then stops the workers that have not left. Ctrl-C ends the
-        wait, or the stop of one worker: all others are stopped before KeyboardInterrupt is raised.
+        The cluster has asked the workers to leave: this method waits, then stops the workers that have not left. Ctrl-C ends
+        the wait, or the stop of one worker; the other workers are still stopped before KeyboardInterrupt is raised.
         """
         with self._lock:
             if self._closing:
@@ -356,7 +356,7 @@ class Engine(abc.ABC):
         finally:
             with self._lock:
                 self._stopping = True
-            with contextlib.ExitStack() as stack:  # runs all remaining steps even if one of them raises
+            with contextlib.ExitStack() as stack:  # runs all callbacks even if one of them raises
                 stack.callback(self.close)
                 for known in list(self._workers.values()):
                     error = ShutdownError("the cluster has shut down", maybe_executed=False)
@@ -377,13 +377,13 @@ class Engine(abc.ABC):
 
 
 class LaunchedEngine(Engine):
-    """An engine on top of a scheduler that starts processes elsewhere. Subclasses implement three methods.
+    """An engine on top of a scheduler that starts processes on other machines.
 
-    :meth:`launch` is called in a pool thread and may block for some seconds.
+    Subclasses implement :meth:`nodes`, :meth:`launch` and :meth:`stop`. :meth:`launch` runs in a pool thread and may block for
+    some seconds.
 
     Attributes:
-        num_workers: the size of its pool: workers that it starts at the beginning and that take several actors each; 0: no pool.
-        pool: the names of the present workers of its pool.
+        num_workers: how many workers :meth:`open` starts for the pool, whose workers take several actors each; 0: no pool.
     """
 
     name = "launched"
@@ -391,20 +391,20 @@ class LaunchedEngine(Engine):
 
     @property
     def pool(self) -> list[str]:
-        """The names of the workers in its pool."""
+        """The names of the present workers of the pool."""
         return []
 
     def grow(self, count: int, timeout: float) -> None:
-        """Add workers to its pool, like the present ones, and wait for them; only for engines with a pool.
+        """Add workers to the pool, with the resources of the present workers, and wait until they have joined.
 
         Args:
             timeout: for the whole operation, in seconds.
 
         Raises:
             ConfigError: there is no pool.
-            PlacementError: there is no place for them.
-            PeerDiedError: one has ended before it joined.
-            RpcTimeoutError: not all have joined in time.
+            PlacementError: the scheduler has no place for the new workers.
+            PeerDiedError: a new worker has ended before it joined.
+            RpcTimeoutError: not all new workers have joined in time.
         """
         raise ConfigError(f"engine {self.name!r} has no pool of workers to which {count} could be added")
 

@@ -1,7 +1,7 @@
 """The driver's end of a fork server: starts it, sends it commands, and receives its messages about its children.
 
-The server is started without waiting for it: commands queue in ``_outbox`` until it reports that it is ready. Then a few at a
-time are sent, so that sending never blocks long. Its messages are read by the agent's pool, one thread at a time.
+The server is started without waiting for it: fork commands are queued in ``_outbox`` until it reports that it is ready. Then at
+most 4 are unanswered at a time, so that sending never blocks long. One pool thread at a time reads the server's messages.
 
 ``_lock`` guards the outbox and the state. It is re-entrant, because the garbage collector may run a finaliser that spawns in
 the thread that holds it. Only the short send is called under it.
@@ -29,10 +29,10 @@ from actorrpc.transport.signals import uninterruptible
 
 __all__ = ["ForkServer", "arguments", "import_path"]
 
-_WINDOW: Final = 4  # commands to fork that were sent and not answered yet
+_WINDOW: Final = 4  # greatest number of fork commands that were sent and not answered yet
 _SEND_S: Final = 10.0
 _END_S: Final = 2.0
-# Threads that libraries start at import do not survive a fork, so these variables disable them.
+# Threads that libraries start when imported do not survive a fork. These variables, set to 1, keep libraries from starting any.
 _SINGLE: Final = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 # Run by a bare interpreter, which needs the driver's sys.path before it can import this package. Not `-m`, because the default
 # path may not contain this package. Imported modules see the arguments of the driver's script.
@@ -62,7 +62,7 @@ def import_path() -> list[str]:
     found = []
     for entry in sys.path:
         if isinstance(entry, str):
-            with contextlib.suppress(OSError):  # relative to a directory that was removed
+            with contextlib.suppress(OSError):  # the entry is relative to a directory that was removed
                 found.append(os.path.abspath(entry))
     return found
 
@@ -78,9 +78,9 @@ class ForkServer:
     Args:
         pool: its threads read the server's messages.
         hello: the first message to the server (see ``fork_server.main``).
-        preload: the modules that it imports before it forks.
+        preload: the modules that the server imports before it forks.
         heard: called with each message of the server, in a pool thread; must not block.
-        ended: called once, when the server has ended, in the same way.
+        ended: called once, in a pool thread, when the server has ended; must not block.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.is_ready = False
         self.is_gone = False
-        #: The environment variables of the server at its start: children only get the changes since then.
+        #: The environment variables that the server was started with: a fork command contains only the differences.
         self.environment: dict[str, str] = {}
 
     @property
@@ -117,7 +117,7 @@ class ForkServer:
         """Start the process, and do not wait for it.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the process cannot be started.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with contextlib.closing(theirs), undo_on_error(ours.close, self._end_process):
@@ -145,13 +145,13 @@ class ForkServer:
     # -- sending ----------------------------------------------------------------------------------------
 
     def fork(self, message: dict[str, Any], fds: tuple[int, ...]) -> None:
-        """Order a child; the descriptors are closed here after they were sent, or when the server has ended."""
+        """Queue a fork command. This object closes ``fds`` after they were sent, or when the server has ended."""
         with self._lock:
             self._outbox.append(({**message, "do": "fork", "fds": len(fds)}, fds))
         self._push()
 
     def kill(self, pid: int) -> None:
-        """Order the end of a child and of the processes that it has started."""
+        """Command the server, before all queued commands, to kill a child and the processes that the child has started."""
         with self._lock:
             self._outbox.appendleft(({"do": "kill", "pid": pid}, ()))
         self._push()
@@ -160,7 +160,7 @@ class ForkServer:
     def _push(self) -> None:
         with self._lock:
             if self._sending:
-                return  # this thread is sending in an outer frame, which sends the rest
+                return  # a finaliser has interrupted _push() in this thread; the interrupted call sends the rest
             self._sending = True
             try:
                 while self._outbox:
@@ -174,7 +174,7 @@ class ForkServer:
                             send(self._sock, message, fds)
                             self._unanswered += is_fork
                         except OSError:
-                            pass  # the server has ended: _read() notices the closed connection
+                            pass  # the server has ended, and _read() handles the closed connection
                     for fd in fds:
                         os.close(fd)
             finally:
@@ -224,7 +224,7 @@ class ForkServer:
         self._ended()
 
     def _end_process(self, timeout: float = 0.0) -> None:
-        """Wait for the process to end, and kill it after the time-out."""
+        """Wait until the server's process has ended, and kill it after the time-out."""
         process = self._process
         if process is None:
             return
@@ -233,7 +233,7 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # It may be in an uninterruptible system call.
+                # Bounded, because the killed process may be in an uninterruptible system call.
                 process.wait(_END_S)
 
     # -- the end ---------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class ForkServer:
         """
         self._hang_up()
         if self._process is not None:
-            # Before it is ready, it is still importing, and has no children.
+            # A server that is not ready still imports modules and has no children, so it is killed at once.
             self._end_process(timeout if self.is_ready else 0.0)
         if self._reader is not None:
             self._reader.close()
@@ -260,4 +260,4 @@ class ForkServer:
                 os.close(fd)
         self._outbox.clear()
         if self._process is not None:
-            self._process.returncode = 0  # it is not a child of this process, which must not wait for it
+            self._process.returncode = 0  # Popen must not wait: the server is no child of this process

@@ -1,6 +1,6 @@
 """The protocol of the driver and its fork server: msgpack messages on a stream socket, with descriptors.
 
-A message is a msgpack map. Its field ``fds`` is the number of its descriptors, which come with its first byte. Both ends are
+A message is a msgpack map. Its field ``fds`` is the number of its descriptors, which are sent with its first byte. Both ends are
 processes of one user on one host, connected by a private socket pair, so messages are not checked for attacks. Not thread-safe.
 ``socket.send_fds`` and ``recv_fds`` are not used, because they ignore the flags in Python 3.11.
 """
@@ -50,7 +50,7 @@ class MessageReader:
         Raises:
             OSError: receiving failed (BlockingIOError: no data now).
         """
-        # The kernel never returns bytes of two messages in one read if the second one has descriptors.
+        # The kernel ends a read after the first bytes that have descriptors: one read returns the descriptors of one message.
         data, ancillary, _, _ = self._sock.recvmsg(
             _CHUNK, socket.CMSG_SPACE(_MAX_FDS * 4), flags | socket.MSG_CMSG_CLOEXEC
         )

@@ -47,14 +47,14 @@ _GONE_S: Final = 5.0
 # After this time without a command, the server imports more modules for later children.
 _IDLE_MS: Final = 1000
 _LATER: Final = ("torch._dynamo",)
-_COMES_WITH: Final = {"torch.optim": _LATER}  # making the first optimizer in a process imports these
+_COMES_WITH: Final = {"torch.optim": _LATER}  # torch imports them when a process makes its first optimizer
 
 
 def main(fd: int, before: dict[str, str | None], preload: Sequence[str]) -> None:
     """Serve the driver at the other end of ``fd`` until the driver ends. Never returns.
 
     Args:
-        before: the former values of variables that were changed for the imports.
+        before: the values that the variables ``fork_client._SINGLE`` had before; they are restored after the imports.
         preload: modules to import before the first child is forked.
     """
     # Objects of the user's main module that are sent by value must not find this program as the main module.
@@ -80,7 +80,7 @@ def main(fd: int, before: dict[str, str | None], preload: Sequence[str]) -> None
 
 
 class _Server:
-    """The server's state. In a child, :meth:`run` returns the child's job."""
+    """The server's state. In a child, :meth:`run` returns the child's job: the data for ``worker_process.main``."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -115,7 +115,7 @@ class _Server:
             self._driver = os.pidfd_open(os.getppid())
             self._look.register(self._driver, select.POLLIN)
         except OSError:
-            pass  # an old kernel; or the driver has ended, and the socket is closed
+            pass  # the kernel has no pidfds, or the driver has ended: then the closed socket ends the loop below
         _settle()
         prepared = False
         try:
@@ -154,7 +154,7 @@ class _Server:
         return self._driver not in ready
 
     def glance(self) -> None:
-        """Do urgent work during an import: kill, reap, and end with the driver. Forks wait."""
+        """During an import, run kill commands and reap children, and exit if the driver has ended. Fork commands stay queued."""
         ready = {fd for fd, _ in self._look.poll(0)}
         if not ready:
             return
@@ -184,7 +184,7 @@ class _Server:
     def _fork(self, message: dict[str, Any], fds: list[int]) -> dict[str, Any] | None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about C threads, which hold no locks in this process
+                warnings.simplefilter("ignore")  # Python warns of C threads; here, they hold no locks
                 pid = os.fork()
         except OSError as error:
             self._say({"is": "failed", "id": message["id"], "why": explain_fork(error)})
@@ -203,7 +203,7 @@ class _Server:
         return None
 
     def _become_child(self, message: dict[str, Any], fds: list[int]) -> None:
-        """Close the server's descriptors, and reset the signal handlers."""
+        """Close the server's descriptors, reset the signal handlers, and use ``fds`` as stdout and stderr."""
         self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != self._pid:  # the server was killed before prctl() took effect
             os._exit(1)
@@ -234,7 +234,7 @@ class _Server:
                 return
             if found is None:
                 return
-            # Also kill the processes that it has started. Its pid cannot be reused before it is reaped.
+            # Also kill the processes that the child has started. The child's pid cannot be reused before the child is reaped.
             _kill(found.si_pid)
             pid, status, usage = os.wait4(found.si_pid, 0)
             id, begun = self._children.pop(pid, ("", 0.0))
@@ -311,9 +311,9 @@ def _import_module(name: str, glance: Callable[[], None]) -> str:
 
 
 def _prepare(glance: Callable[[], None]) -> None:
-    """Import the modules that making an optimizer imports. Most children need them, and would take a second each to import them.
+    """Import the modules that torch imports for an optimizer. Most children need them, and would each import them for a second.
 
-    This takes seconds, or longer on a busy machine: ``glance()`` is called regularly, so that processes can be killed meanwhile.
+    The import takes seconds: ``glance()`` is called before each module, so that kill commands are run meanwhile.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -35,20 +35,20 @@ __all__ = ["LocalCluster", "Process"]
 _log = logging.getLogger("actorrpc.cluster")
 _IMPORT_S: Final = 120.0  # how long the fork server may take to import torch
 _START_S: Final = 60.0  # how long a forked process may take to join
-# How long close() may take: together with the end of the agent, less than 2 s.
+# How long close() may take, in seconds: so close() and the end of the agent together take less than 2 s.
 _FORCED_S: Final = 1.0
 _AT_LEAST_S: Final = 0.1
-_LOGS_S: Final = 1.0  # how long a report waits for the last lines of output
+_LOGS_S: Final = 1.0  # how long a death report waits until the last lines of output were read
 
 
 class Process(StartedWorker):
     """One process, from its request to its end.
 
     Attributes:
-        pipes: the reading ends of its output, until the logs have them.
-        server: the fork server that has the command; None before the command.
-        pid: 0 until it was forked.
-        over: it has ended; its report follows.
+        pipes: the reading ends of its output pipes, until they are passed to the logs' thread; then None.
+        server: the fork server that got the fork command; None before the command.
+        pid: the process id; 0 until the process was forked.
+        over: whether the process has ended; its death report may still wait for the last lines of output.
     """
 
     def __init__(self, order: LaunchRequest) -> None:
@@ -102,7 +102,7 @@ class LocalCluster(Engine):
         """Start the logs' thread and the fork server; does not wait for the server.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the fork server cannot be started.
         """
         self.logs.start()
         with self._lock:
@@ -125,7 +125,7 @@ class LocalCluster(Engine):
     # -- starting ------------------------------------------------------------------------------------------
 
     def launch(self, order: LaunchRequest) -> None:
-        """Order a process from the fork server. It gets the driver's environment variables at the time of this call."""
+        """Command the fork server to fork a process, with the environment variables that the driver has now."""
         with self._lock:
             process = self._workers[order.name]
             message = self._prepare(process)
@@ -155,7 +155,7 @@ class LocalCluster(Engine):
             directory = os.path.abspath(directory)
             path.insert(0, directory)
         else:
-            with contextlib.suppress(OSError):  # the driver's directory was removed: use the server's
+            with contextlib.suppress(OSError):  # the driver's directory was removed: keep the fork server's
                 directory = os.getcwd()
         return {
             "id": process.order.name,
@@ -197,7 +197,7 @@ class LocalCluster(Engine):
 
     @uninterruptible
     def _running_server(self) -> ForkServer:
-        """Return the fork server; start one if there is none, or the last one has ended."""
+        """Return the fork server; start a new server if there is no server or the last server has ended."""
         if self.server is not None and not self.server.is_gone:
             return self.server
         self._not_preloaded = None
@@ -277,7 +277,7 @@ class LocalCluster(Engine):
                 self._expect(process, _START_S)
 
     def _exited(self, process: Process, message: dict[str, Any]) -> None:
-        """Release the resources of a process, and report its end after its last lines were read."""
+        """Release the devices of an ended process, and report its end after its last lines of output were read."""
         name = process.order.name
         with self._lock:
             if process.over:
@@ -377,7 +377,7 @@ class LocalCluster(Engine):
         super().end(graceful and self._has_forked(), timeout)
 
     def _has_forked(self) -> bool:
-        """Say whether there is any process to wait for: a server that is still importing has forked none."""
+        """Say whether the fork server may have children: while it still imports modules, it has none."""
         return self.server is not None and self.server.is_ready
 
     @uninterruptible

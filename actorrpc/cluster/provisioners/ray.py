@@ -7,8 +7,8 @@ ends with that actor, and is never restarted by Ray, because supervision request
 The key is passed to each worker as an argument of its Ray actor's constructor: over Ray's own connections, into Ray's own tables
 (from which Ray restarts the actor), never into a command line or a log. All code that runs in that Ray can read the key.
 
-Thread-safe. ``_guard`` guards the tables of hosts and bundles, and is a leaf. Ray reports ends in its own threads, which pass
-them to the agent's pool at once.
+Thread-safe. ``_guard`` guards ``_hosts`` (the Ray actors) and ``_free`` (free places in the placement group), and is a leaf. Ray
+reports ends in its own threads, which pass them to the agent's pool at once.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = ["RayEngine", "make"]
 
 _log = logging.getLogger("actorrpc.cluster")
 _AGAIN_S: Final = (
-    0.5  # between two queries of an actor that Ray cannot reach: it is being restarted, or its node is lost
+    0.5  # pause between two queries about an actor that Ray cannot reach: it restarts, or its node is lost
 )
-_STAYS_S: Final = 5.0  # how long a process to which the connection has ended may take to end by itself
+_STAYS_S: Final = 5.0  # how long a worker's process may still run after its connection has ended
 _LOOK_S: Final = 0.02
-_LEFT_S: Final = 2.0  # how long a process that has left the group may take to end
-_GONE_S: Final = 3.0  # how long to wait at the end for stopped actors
+_LEFT_S: Final = 2.0  # how long end() waits until workers that were asked to leave have left
+_GONE_S: Final = 3.0  # how long close() waits until killed actors have ended
 _TEXT: Final = 400
 _BESIDE: Final = ("CPU", "GPU", "memory", "object_store_memory")
 
@@ -55,7 +55,7 @@ class _Hosted:
     """One worker's Ray actor.
 
     Attributes:
-        node: the id of its node, if it was added later to a strict pool.
+        node: the id of its node, if the worker was added later to a pool with STRICT_PACK or STRICT_SPREAD.
         heard: how often Ray has reported that it cannot reach the process.
     """
 
@@ -139,7 +139,7 @@ class RayEngine(LaunchedEngine):
     # -- Ray's nodes --------------------------------------------------------------------------------------
 
     def host(self) -> str:
-        """Return the address on which the driver listens: one that Ray's nodes reach; the loopback for a single node."""
+        """Return this host's address for Ray's nodes: the loopback if this engine has started Ray, on this host only."""
         return "127.0.0.1" if self.link.alone else self.link.host()
 
     def nodes(self) -> list[Node]:
@@ -166,7 +166,7 @@ class RayEngine(LaunchedEngine):
         """Book the placement group of the pool.
 
         Raises:
-            PlacementError: Ray does not make it within the time-out, or never can.
+            PlacementError: Ray has not made the group within the time-out, or has no nodes that could hold the workers.
         """
         if not self.num_workers:
             return
@@ -184,7 +184,7 @@ class RayEngine(LaunchedEngine):
         self._free = list(range(self.num_workers))
 
     def _await_room(self, count: int, strategy: str | None) -> None:
-        """Wait until Ray has nodes for so many workers of the pool; do not wait for a Ray that was started here."""
+        """Wait until Ray's nodes could hold ``count`` workers of the pool; do not wait if this engine has started Ray."""
         lacking = ""
 
         def has_room() -> bool:
@@ -208,7 +208,7 @@ class RayEngine(LaunchedEngine):
 
         Raises:
             PeerDiedError: a worker has ended before it joined.
-            RpcTimeoutError: not all have joined in time.
+            RpcTimeoutError: not all workers have joined in time.
         """
         self._joined = joined
         self.grow(self.num_workers, self._timeout)
@@ -242,7 +242,7 @@ class RayEngine(LaunchedEngine):
             )
 
     def _more(self, count: int) -> list[str]:
-        """Begin to start further workers of the pool; returns their names."""
+        """Begin to start ``count`` more workers of the pool; return their names."""
         names = [f"ray-{next(self._numbers)}" for _ in range(count)]
         for name in names:
             order = LaunchRequest(
@@ -369,7 +369,7 @@ class RayEngine(LaunchedEngine):
             pass
 
     def _over(self, hosted: _Hosted, error: BaseException | None) -> None:
-        """Find out whether a worker has ended for good. On the pool."""
+        """Handle the end of a worker; if Ray only cannot reach its actor now, watch it again. On the pool."""
         with self._guard:
             if self._closed or self._hosts.get(hosted.name) is not hosted:
                 return
@@ -389,7 +389,7 @@ class RayEngine(LaunchedEngine):
     # -- stopping ------------------------------------------------------------------------------------------
 
     def stop(self, worker: str) -> None:
-        """See :class:`LaunchedEngine`; also for a worker of the pool, which is not restarted then."""
+        """See :class:`LaunchedEngine`. Ray does not restart a worker of the pool that was stopped."""
         with self._guard:
             hosted = self._hosts.get(worker)
         if hosted is not None:
@@ -466,10 +466,10 @@ class RayEngine(LaunchedEngine):
             if self._group is not None:
                 ray.util.remove_placement_group(self._group)
         except Exception as error:
-            _log.warning("Ray could not be tidied up: %s", error)
+            _log.warning("workers or the placement group may remain in Ray: %s", error)
         finally:
             self.link.close()
-            keys.sweep()  # removes files of workers that were killed here
+            keys.sweep()  # removes the files of workers that were killed on this host
 
 
 def make(address: str | None = None, **options: Any) -> RayEngine:
@@ -502,7 +502,7 @@ def _shape(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> 
 
 
 def _words(error: BaseException) -> str:
-    """Return Ray's text on the end of an actor, without lines that do not help."""
+    """Return the last lines of Ray's message about the end of an actor, or the remedy if actorrpc is missing there."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = [line for line in lines if not line.startswith(("class_name:", "actor_id:", "namespace:"))]
     if any("No module named 'actorrpc'" in line for line in lines):

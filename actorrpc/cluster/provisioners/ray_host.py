@@ -58,7 +58,7 @@ class Host:
         """Return when this worker has left its group.
 
         Raises:
-            RpcError: it could not join.
+            RpcError: this worker could not join.
         """
         self._over.wait()
         if self._error is not None:
@@ -67,13 +67,13 @@ class Host:
     def _serve(self) -> None:
         try:
             member = self._join()
-            os.environ.pop("ACTORRPC_KEY", None)  # processes that the actors start do not need it
+            os.environ.pop("ACTORRPC_KEY", None)  # so that processes that actors start do not inherit the key
             try:
                 member.wait()
             finally:
                 api.shutdown(False)
             if not member.graceful:
-                # This process has lost its driver. If the driver still runs, a new incarnation finds it.
+                # This worker has lost the driver. Ray restarts it, and it joins again if the driver still runs.
                 os._exit(_LOST)
         except BaseException as error:
             self._error = error
@@ -81,7 +81,7 @@ class Host:
             self._over.set()
 
     def _join(self) -> Any:
-        """Join; if the former incarnation of this worker is not known to have ended yet, try again."""
+        """Join the cluster; try again while the driver considers the former incarnation of this worker alive."""
         until = time.monotonic() + self._timeout
         while True:
             try:

@@ -31,7 +31,7 @@ def package() -> Any:
     """Return the module ``ray``.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: Ray is not installed.
     """
     try:
         return importlib.import_module("ray")
@@ -46,13 +46,13 @@ class Link:
 
     Attributes:
         ray: the module.
-        owned: this object has connected, and will disconnect; otherwise the process was connected before and stays so.
-        alone: this object has started this Ray here, so no machines will be added to it.
+        owned: whether this object has connected the process to Ray and will disconnect it; otherwise it stays connected.
+        alone: whether this object has started this Ray, so that no machines will be added to it.
 
     Args:
         address: None or ``"ray://"``: the Ray to which this process is connected, or the one named by ``RAY_ADDRESS``,
             or one that runs on this machine, or a new one; ``"local"``: a new one; ``"auto"``: a running one;
-            ``"host:port"`` (6379): that of a head node; ``"ray://host:port"`` (10001): through Ray's client.
+            ``"host:port"``: a head node (default port 6379); ``"ray://host:port"``: by Ray's client (default port 10001).
         timeout: how long connecting may take, in seconds.
         log_to_driver: show the output of the workers here.
         options: further arguments of ``ray.init``.
@@ -124,7 +124,7 @@ class Link:
             raise RendezvousError(_unreachable(wanted, str(error) or type(error).__name__)) from error
 
     def close(self) -> None:
-        """Disconnect, if this object has connected; ends Ray if it has started it. Idempotent."""
+        """Disconnect, if this object has connected; this also ends a Ray that this object has started. Idempotent."""
         if self.owned:
             self.owned = False
             self.ray.shutdown()
@@ -142,7 +142,7 @@ class Link:
 
 
 def labels_here() -> dict[str, str]:
-    """Return the labels that Ray has for this process's node, including its id. Only in a process of Ray's."""
+    """Return the labels that Ray has for the node of this process, and the node's id as a label. Only in a process of Ray's."""
     context = package().get_runtime_context()
     labels: dict[str, str] = getattr(context, "get_node_labels", dict)()
     return {
@@ -152,17 +152,17 @@ def labels_here() -> dict[str, str]:
 
 
 def fits(shape: Mapping[str, float], there: Mapping[str, float]) -> bool:
-    """Say whether a node with the total resources ``there`` can ever hold a worker of this shape."""
+    """Say whether a node with the total resources ``there`` could hold a worker with the resources ``shape``."""
     return all(there.get(name, 0.0) + _SLACK >= amount for name, amount in shape.items())
 
 
 def missing(
     shape: Mapping[str, float], count: int, strategy: str | None, nodes: Sequence[Mapping[str, float]]
 ) -> str:
-    """Describe what the nodes lack for so many workers of this shape; empty if they could hold all.
+    """Describe what the nodes lack for ``count`` workers with these resources; empty if the nodes could hold them all.
 
     Args:
-        nodes: the total resources of each node.
+        shape: the resources of each worker; ``nodes``: the total resources of each node.
     """
     what = ", ".join(f"{name} {amount:g}" for name, amount in shape.items()) or "nothing"
     if not shape and strategy != "STRICT_SPREAD":
@@ -222,7 +222,7 @@ def _knock(address: str, host: str, port: int, timeout: float) -> None:
     try:
         with socket.create_connection((host, port), timeout) as sock:
             if os.environ.get("RAY_USE_TLS") == "1":
-                return  # the server expects TLS, which is not checked here
+                return  # Ray's servers use TLS, with which this check would fail
             sock.sendall(_PREFACE)
             head = b""
             while len(head) < 9:
