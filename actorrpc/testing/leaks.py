@@ -61,7 +61,7 @@ def _threads() -> dict[Hashable, str]:
     found: dict[Hashable, str] = {}
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, thread in known.items():
-        # A dummy stands for a thread that was started elsewhere, and outlives it. The second loop checks its frame.
+        # A dummy stands for a thread that `threading` did not start, and may outlive it. The second loop checks for a frame.
         if not isinstance(thread, threading._DummyThread):
             found[thread] = (
                 f"thread {thread.name!r}{' (daemon)' if thread.daemon else ''}{_where(frames, ident)}"
@@ -81,7 +81,7 @@ def _where(frames: Mapping[int, FrameType], ident: int | None) -> str:
 def _open_descriptors() -> Iterator[tuple[int, str]]:
     """The descriptors of this process, and their targets."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of this listdir call
+        with contextlib.suppress(OSError):  # the descriptor that listdir() itself used is closed
             yield int(name), os.readlink(f"/proc/self/fd/{name}")
 
 
@@ -95,7 +95,7 @@ def _descriptors() -> Counter[str]:
 
 
 def _is_libuv_lock(target: str) -> bool:
-    """Whether it is the pipe that libuv, which torch's TCPStore uses, makes once per process and keeps.
+    """Whether the target is the pipe that libuv, which torch's TCPStore uses, makes once per process and keeps.
 
     libuv uses the pipe as a lock: this process has both ends, and the pipe holds one byte.
     """
@@ -163,7 +163,7 @@ class Holdings:
         return cls(agent, Counter(counts))
 
     def remaining(self, before: Holdings) -> list[str]:
-        """Describe the kinds of objects that are more than before; empty if the worker has another agent now."""
+        """Describe the kinds of which the worker holds more objects than before; empty if the worker has another agent now."""
         if self.agent is None or self.agent is not before.agent:
             return []
         return [f"{name} ({count} of them)" for name, count in (self.counts - before.counts).items()]
@@ -174,7 +174,7 @@ def _held_elsewhere(path: str) -> bool:
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        return True  # the file of another process, which has removed it
+        return True  # the file was removed meanwhile, so it is no leak
     mapped = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino} "
     mine = {process.pid for process in processes.of_session()} | {os.getpid()}
     for entry in os.listdir("/proc"):

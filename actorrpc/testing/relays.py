@@ -67,7 +67,7 @@ class _Relay:
                 raise ConnectionResetError
             await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, connection[0]))
         except (OSError, asyncio.CancelledError) as error:
-            if isinstance(error, ConnectionRefusedError):  # the worker has shut down, and does not come back
+            if isinstance(error, ConnectionRefusedError):  # the target worker has shut down for good
                 self.refuse()
             _reset(connection)
         finally:
