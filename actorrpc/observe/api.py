@@ -1,4 +1,4 @@
-"""Queries of this process's own group: :func:`state`, :func:`trace`, and :func:`printed` for its logs."""
+"""Queries of this process's own group: :func:`state`, :func:`trace`, and :func:`printed` for the logs of the group."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from actorrpc.wire.identity import WorkerRecord
 
 __all__ = ["Silent", "assemble", "worker_of"]
 
-_HOLDERS: Final = 1000  # of one worker
+_HOLDERS: Final = 1000  # rows of one worker
 
 
 class Silent:

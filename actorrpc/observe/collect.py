@@ -53,16 +53,16 @@ _LINES: Final = 2000
 _RECORDS: Final = 8192
 _UNDER_WAY: Final = 2000  # unfinished calls, executions and streams of a worker; the oldest are sent
 _LATEST: Final = 4096  # records of a worker from which the run times of its actors are computed
-_FRAMES: Final = 100  # of one stack
-_CALLS: Final = 100  # of one worker, or one actor
+_FRAMES: Final = 100  # frames of one stack
+_CALLS: Final = 100  # calls of one worker, or of one actor
 _CONNECTIONS: Final = 1000
 _STREAMS: Final = 50
-_SEGMENTS: Final = 100  # the largest
+_SEGMENTS: Final = 100  # the largest segments of shared memory
 _CONTEXTS: Final = 20
-_MEMBERS: Final = 100  # of one collective wait
+_MEMBERS: Final = 100  # members that one collective wait names
 _DEAD: Final = 1000  # dead actors of one supervisor
 _TEXT: Final = 2000  # characters of one text
-_BYTES: Final = 512 << 10  # of log lines, approximately
+_BYTES: Final = 512 << 10  # bytes of log lines, approximately
 
 
 _Part = tuple[dict[str, Any], int | None]

@@ -128,7 +128,7 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
         except (AuthenticationError, RpcError, ValueError, TypeError, KeyError, msgpack.UnpackException):
             continue
         key = made or (None if keyless else given)
-        # A generated key identifies one group. Several groups may use the key that the user gave, so their paths identify them.
+        # A generated key identifies one group. Several groups may use a key that the user gave, so the path identifies the group.
         name = made.reveal() if made is not None else path.encode()
         group = found.setdefault(
             name,
@@ -337,7 +337,7 @@ class _Search:
 
 @functools.lru_cache(1024)
 def _record(packed: bytes) -> WorkerRecord:
-    return WorkerRecord.from_bytes(packed)  # cached, as the answers to repeated queries have the same records
+    return WorkerRecord.from_bytes(packed)  # cached, as the answers to repeated queries contain the same records
 
 
 def members_of(found: dict[str, Any], seen: set[bytes]) -> Iterable[WorkerRecord]:
