@@ -149,7 +149,7 @@ class DebugSession:
         self._tell({})
 
     def _put_off(self, ahead: float) -> None:
-        """Move the deadlines of the callers so that they do not include the time until ``ahead`` seconds from now."""
+        """Extend the callers' deadlines by the time of the hold, up to ``ahead`` seconds from now."""
         until = time.monotonic() + ahead
         if self.execution is not None and (not ahead or until - self._put_off_until > ahead / 3):
             seconds, self._put_off_until = until - self._put_off_until, until

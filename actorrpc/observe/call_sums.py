@@ -102,7 +102,7 @@ class CallSums:
 
 # -- sums of a group --------------------------------------------------------------------------------------------
 
-_RUNS: Final = 4096  # the most workers with separate sums; beyond, the sums of the two oldest are added together
+_RUNS: Final = 4096  # the most workers with separate sums; beyond, the two oldest sums are added together
 
 _SHAPE: Final[tuple[Any, ...]] = (str, str, bool, int, (int, float), list)
 _Row = tuple[int, float, list[int]]

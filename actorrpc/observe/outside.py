@@ -337,7 +337,7 @@ class _Search:
 
 @functools.lru_cache(1024)
 def _record(packed: bytes) -> WorkerRecord:
-    return WorkerRecord.from_bytes(packed)  # cached, as the answers to repeated queries contain the same records
+    return WorkerRecord.from_bytes(packed)  # cached, as repeated queries receive the same records
 
 
 def members_of(found: dict[str, Any], seen: set[bytes]) -> Iterable[WorkerRecord]:

@@ -170,7 +170,7 @@ class FaultFilter(CallHooks):
     # -- faults --------------------------------------------------------------------------------------
 
     def apply(self, faults: Sequence[Fault]) -> None:
-        """Apply these faults from now on. Send the delayed messages and the dropped notices of faults that are not in the sequence."""
+        """Apply only these faults from now on. Send the delayed messages and the dropped notices of faults that have ended."""
         with self._lock:
             before = self._faults
             self._faults = tuple(each for each in faults if each.is_for(self._agent.name))

@@ -28,7 +28,7 @@ from actorrpc.wire.identity import WorkerInfo
 
 __all__ = ["Fault", "FaultOptions", "Filter", "apply_to", "delay", "drop"]
 
-_KEYS: Final = 10_000  # for so many of its latest messages, a fault stores the number of attempts
+_KEYS: Final = 10_000  # the most messages whose attempts a fault counts; beyond, it forgets the oldest
 
 
 def _count(name: str, value: Any) -> Any:

@@ -246,7 +246,7 @@ class InProcessCluster:
         mute(False)
 
     def _make(self, worker: ClusterWorker, key: Key, stack: contextlib.ExitStack) -> None:
-        # A host identity per worker: for a silent peer on its own host, an agent would check the peer's process, which runs.
+        # Each worker has another host identity: an agent does not consider a silent peer dead whose process on its host runs.
         host = host_identity()[:16] + secrets.token_hex(8)
         group = groups.enter(
             worker.name, worker.rank, self._members, settings=self._settings, key=key, host=host
