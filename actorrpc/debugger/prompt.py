@@ -47,7 +47,7 @@ def users_frames(frame: FrameType | None) -> list[FrameType]:
 
 
 class Console(Protocol):
-    """The input and output of a prompt, and the receiver of its events."""
+    """The input and output of a prompt, and the receiver of the prompt's events."""
 
     def write(self, text: str) -> int:
         """Append output."""

@@ -17,7 +17,7 @@ __all__ = ["EVENT", "HELD", "OVER", "PUT_OFF", "REQUEST", "RUNS", "pack", "unpac
 
 REQUEST: Final = "debug"
 EVENT: Final = "debugged"
-PUT_OFF: Final = "put off"  # tells a caller to move the deadline of its call, because the call is held
+PUT_OFF: Final = "put off"  # the notice that moves the deadline of a held call at its caller
 
 # States of a session.
 HELD: Final = "held"

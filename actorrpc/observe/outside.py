@@ -240,8 +240,8 @@ def look(
     Args:
         parts: the parts of the state to request; see :mod:`actorrpc.observe.protocol`.
         timeout: for the whole query, in seconds.
-        silence: give up a worker that has sent nothing for so many seconds.
-        begin: where the first page begins, for parts that are sent in pages.
+        silence: the query of a worker ends if the worker has sent nothing for so many seconds.
+        begin: by part: where the first page begins, for parts that are sent in pages.
         kept: provides the open connections of the previous query, and stores connections for the next query.
         query_worker: is called for each target of the group, each in its own thread. By default, a visitor queries each target,
             and each further worker that an answer names.

@@ -1,8 +1,8 @@
 """A visitor queries workers from a process that is in no group. It needs neither torch nor an agent.
 
 It connects to a worker as a peer does, proves the key in the same handshake, introduces itself with a rank from the range of
-visitors, and sends questions. It is not a member of the group: other workers do not learn of it, and the worker forgets it when
-it disconnects.
+visitors, and sends questions. It is not a member of the group: other workers do not learn of the visitor, and the
+worker forgets the visitor when it disconnects.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Target:
         record: the worker's record; None if only its address is known.
         addresses: where the worker listens: paths of Unix sockets, or ``(host, port)``.
         key: the key of the group; None if the group has none.
-        settings: for TLS and frame integrity.
+        settings: the settings of TLS and of frame integrity.
     """
 
     record: WorkerRecord | None
@@ -98,7 +98,7 @@ class Visit:
         silence: seconds without a byte from the worker after which a wait fails.
 
     Attributes:
-        silence: the argument; may be changed.
+        silence: the argument ``silence``; may be changed.
 
     Raises:
         OSError: there is no connection (TimeoutError: not in time).
@@ -303,7 +303,7 @@ class KeptVisits:
     except for :meth:`pool` and :meth:`close`: the methods consist of atomic dict operations.
 
     Args:
-        keeps: False: close each visit after its query.
+        keeps: whether visits stay open; otherwise, each visit is closed after its query.
     """
 
     def __init__(self, keeps: bool = True) -> None:

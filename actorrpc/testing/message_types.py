@@ -41,10 +41,10 @@ CONTROL: Final = "group_control"
 MESSAGES: Final[Mapping[str, str]] = {
     "call": "a call with rpc_sync or rpc_async, or through a proxy of an RRef or a RemoteModule",
     "remote": "a call with remote(), which makes a value on another worker",
-    "to_here": "the request for an RRef's value",
+    "to_here": "to_here(): the request for an RRef's value",
     "actor_call": "a call of an actor's method",
     ANSWER: "the answer to a request of any type but group_control: a value or an error",
-    "actor_control": "making, finding, watching and ending actors, and fetching the items of their streams",
+    "actor_control": "requests to create, find, watch and end actors, and to fetch the items of their streams",
     "rref_fork": "a worker tells the owner of a value that it has a new RRef to it",
     "rref_fork_ack": "the owner's answer to rref_fork",
     "rref_accept": "a worker confirms to the sender of an RRef that it has received the RRef; usually part of an answer",

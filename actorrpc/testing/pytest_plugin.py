@@ -5,9 +5,9 @@ To load it, put this into the ``conftest.py`` of the tests' top folder (or use `
     pytest_plugins = ["actorrpc.testing.pytest_plugin"]
 
 Each of set-up, call and teardown of a test may then take 60 s, or the time given by ``@pytest.mark.limit(seconds)`` or
-``--limit SECONDS`` (0: no limit, as with ``--pdb``). A test that takes longer fails. The failure shows the stacks of its process
-and of the processes that the test has started, which are killed. ``--times N`` runs each test N times, for tests whose outcome
-depends on timing. Tests with the fixture :func:`no_leaks` fail if they leave anything behind::
+``--limit SECONDS`` (0: no limit, as with ``--pdb``). A test that takes longer fails. The failure shows the stacks of the test's
+process and of the processes that the test has started, which are killed. ``--times N`` runs each test N times, for tests whose
+outcome depends on timing. Tests with the fixture :func:`no_leaks` fail if they leave anything behind::
 
     pytestmark = pytest.mark.usefixtures("no_leaks")      # all tests of a module
 
@@ -41,12 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--leak-wait",
         type=float,
         default=leaks.WAIT,
-        help="seconds that threads and processes of a test have to end",
+        help="seconds within which threads and processes of a test must end",
     )
     group.addoption("--times", type=int, default=1, help="run each test so many times in a row")
 
 
-@pytest.hookimpl(trylast=True)  # after the test's own parameters: the runs of one test follow each other
+@pytest.hookimpl(trylast=True)  # after the test's own parameters, so that a test's runs follow each other
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Repeat each test ``--times`` times."""
     times = metafunc.config.getoption("--times")
@@ -59,7 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Begin a session, and start the watchdog's thread."""
     config.addinivalue_line("markers", "limit(seconds): how long the test may take; 60 s by default")
-    # Clean-ups run in reverse order.
+    # pytest runs these clean-ups in reverse order.
     processes.begin_session()
     config.add_cleanup(processes.end_session)
     runtime = processes.scratch() / "run"

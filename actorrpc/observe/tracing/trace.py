@@ -392,7 +392,7 @@ class _Process:
         self._recording = recording
         self._pid = pid
         self._zero = begun - recording.offset
-        internal: dict[int, bool] = {}  # by thread: whether it has run nothing but the package's own calls
+        internal: dict[int, bool] = {}  # by thread: whether the thread has run only the package's own calls
         for record in recording.records:
             internal[record.thread] = internal.get(record.thread, True) and record.is_internal
         idents = sorted(internal, key=lambda ident: (internal[ident], ident))
