@@ -110,7 +110,7 @@ class Debugger:
             self._session(execution, f"{type(error).__name__}, which it has raised").prompt.examine(error)
 
     def _session(self, execution: Execution | None, why: str) -> DebugSession:
-        """Return the session of the execution, or of the calling thread if there is none; reuse an existing session."""
+        """Return the session of the execution, or of the calling thread if it is None; reuse an existing session."""
         for each in self.sessions():
             if each.execution is execution and (
                 execution is not None or each.thread == threading.get_ident()

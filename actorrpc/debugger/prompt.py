@@ -35,7 +35,7 @@ def _is_outside(frame: FrameType) -> bool:
 def users_frames(frame: FrameType | None) -> list[FrameType]:
     """Return the innermost consecutive frames of the user's code in a stack, the innermost first.
 
-    Skips the frames of this package, event loops and threading inside of them; the list ends before the next such frame.
+    Skips the innermost frames of this package, event loops and threading; the list ends before the next such frame.
     """
     while frame is not None and _is_outside(frame):
         frame = frame.f_back
@@ -160,7 +160,7 @@ class Prompt(pdb.Pdb):
             self._console.resumes()
 
     def _cmdloop(self) -> None:
-        self.cmdloop()  # pdb would catch KeyboardInterrupt here; without that, an interruption ends the call
+        self.cmdloop()  # pdb's method catches KeyboardInterrupt; this method does not, so an interruption ends the call
 
     # -- commands -----------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ def _is_suspended(frame: FrameType) -> bool:
 
 
 class _ByThread(io.TextIOBase):
-    """Replaces ``sys.stdout`` while commands run: threads that run commands print to their sessions, others to ``usual``."""
+    """Replaces ``sys.stdout`` while commands run: their threads print to their sessions, other threads to ``usual``."""
 
     def __init__(self, usual: Any) -> None:
         self.usual = usual

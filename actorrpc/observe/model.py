@@ -84,8 +84,8 @@ class ObservedConnection:
         calls_out: unfinished calls to the peer. The oldest of them calls ``oldest_call`` and was made ``oldest`` seconds ago.
         calls_in: unfinished calls of the peer to this worker.
         unread: bytes of calls to the peer that the peer has not started yet.
-        blocked: seconds that calls to the peer have waited here to be sent, because the peer has not started enough of the
-            earlier calls (setting ``window``); 0 if no call waits.
+        blocked: seconds that calls to the peer have waited to be sent, because the peer has not started enough of the earlier
+            calls (setting ``window``); 0 if no call waits.
         stalled: seconds since the last byte of a large message to the peer could be sent, because the peer does not read; 0 if no
             message waits.
         sent, received: bytes of all frames on the open sockets; closed sockets are not counted. ``chunks_sent`` and
@@ -360,11 +360,11 @@ class ObservedWorker:
         object_memory: bytes of shared memory. ``held``: all segments in use by this worker. ``kept``: free segments kept for
             reuse. ``host``: both for all workers of the host together, each segment counted once. ``limit``: the limit of
             ``host``.
-        streams: streams whose generators run here, paused streams first. ``stream_count``: the number of all of them.
+        streams: streams whose generators run on this worker, paused streams first. ``stream_count``: the number of all of them.
         autograd: the numbers of ``contexts`` and ``passes`` of distributed autograd. ``contexts``: the latest contexts, at most
             20.
         deadlocks: the latest deadlocks that this worker has broken, at most 20.
-        held: calls that the debugger has stopped here.
+        held: calls on this worker that the debugger has stopped.
         tasks: running calls of remote functions.
         threads: the stacks of its threads, if they were requested.
         dumped: whether a signal handler wrote ``threads``, because the worker did not answer.
@@ -423,7 +423,7 @@ class ObservedActor:
         restarts: how often it was restarted. ``max_restarts``: how often it may be restarted (-1: without limit).
         death_cause: why it is dead, or why it died last; empty if it never died.
         detached: whether it outlives its creator.
-        handles: the number of handles of each worker, by the worker's name, as far as its supervisor knows.
+        handles: the number of handles of each worker, by the worker's name, as counted by its supervisor.
         answered: whether the hosting worker answered. If not, the fields below have their defaults.
         age: seconds since the current instance was created.
         calls_done: method calls that the current instance has finished. The call of a stream is finished when the stream ends.

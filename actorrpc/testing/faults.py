@@ -285,7 +285,7 @@ def drop(
     """Return a fault that drops messages of this worker.
 
     A call whose request or answer is dropped fails with RpcTimeoutError at its deadline; if it has no deadline, it fails at
-    once, because nothing else would end it. Messages without an answer, those of RRefs and the notices of autograd, are sent
+    once, because nothing else would end it. Messages without an answer, which are the notices of RRefs and of autograd, are sent
     again by their protocols, first after 1 s and then at growing intervals, and at once when the fault ends. A backward pass
     whose gradients are dropped fails at once.
 

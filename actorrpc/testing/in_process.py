@@ -246,7 +246,7 @@ class InProcessCluster:
         mute(False)
 
     def _make(self, worker: ClusterWorker, key: Key, stack: contextlib.ExitStack) -> None:
-        # Each worker has another host identity: an agent does not consider a silent peer dead whose process on its host runs.
+        # Separate host identities: on one host, an agent would not declare a silent peer dead, because its process runs.
         host = host_identity()[:16] + secrets.token_hex(8)
         group = groups.enter(
             worker.name, worker.rank, self._members, settings=self._settings, key=key, host=host
@@ -329,7 +329,7 @@ class InProcessCluster:
         return relays.reset(pair)
 
     def stop(self, name: str) -> None:
-        """Cut a worker off from all others. It keeps running, but to the others it looks like a stopped process."""
+        """Cut a worker off from all other workers. It keeps running, but looks to them like a stopped process."""
         for other in self._others(name):
             self.cut(name, other)
 

@@ -52,7 +52,7 @@ _libuv_lock: list[str] = []  # the pipe of libuv's lock in this process, once it
 
 
 def _threads() -> dict[Hashable, str]:
-    """Threads that run Python code: those of `threading`, and others while they have a Python frame.
+    """Threads that run Python code: all threads of `threading`, and other threads while they have a Python frame.
 
     A thread of a torch pool is not counted between two tasks, when it has no Python frame; nor is a thread that `_thread` has
     started but that has not run yet.
@@ -154,7 +154,7 @@ class Holdings:
         peers = agent.peers()
         counts = {
             "RRef of a value of another worker": info["num_users"],
-            "value of this worker that others have an RRef to": info["num_owner_rrefs"],
+            "value of this worker that other workers have an RRef to": info["num_owner_rrefs"],
             "autograd context": len(contexts().all()),
             "call that is under way": sum(len(peer.pending) for peer in peers),
             "call that is executed here": sum(len(peer.running) for peer in peers),

@@ -203,7 +203,7 @@ def compare_clocks(
 ) -> tuple[float, float | None]:
     """Return the offset to add to a worker's times to get times of the local clock, and its maximal error, both in seconds.
 
-    The error is None if no question was answered. The offset is then 0, which means nothing.
+    The error is None if no question was answered. The offset is then a meaningless 0.
 
     Args:
         query: sends the worker a question for these parts, from these begins on, and returns its answer. If it raises OSError or
