@@ -35,9 +35,9 @@ __all__ = ["Debugger", "look_around"]
 _log = logging.getLogger("actorrpc.debugger")
 _LOOK_S: Final = 0.5  # how often sessions of ended calls are removed
 _AGAIN_S: Final = 0.2  # time between two attempts to enter an actor
-_MOST_S: Final = 60.0  # the most by which one notice may move a deadline
+_MOST_S: Final = 60.0  # the most seconds by which one notice may move a deadline
 INFINITE: Final = float("inf")
-# A front end that enters an idle actor stops in this function, with the actor as ``self``.
+# A front end that enters an idle actor finds it held in this function, with the actor as ``self``.
 _IDLE: Final[dict[str, Any]] = {"__name__": "idle actor"}
 exec(compile("def idle(self, hold):\n    hold()\n", "<idle actor>", "exec"), _IDLE)
 
@@ -73,7 +73,7 @@ class Debugger:
 
     @property
     def refusal(self) -> str:
-        """The reason why this worker does not allow debugging; empty if it does."""
+        """The reason why this worker does not allow debugging; empty if it allows debugging."""
         settings = self._agent.settings
         if not settings.debug:
             return "ACTORRPC_DEBUG=0 has switched the debugger off"
@@ -90,13 +90,13 @@ class Debugger:
     # -- holding calls: on their threads -------------------------------------------------------------------------
 
     def breakpoint(self, frame: FrameType, execution: Execution | None) -> None:
-        """Hold a call (or the calling thread, without an execution) at the next line of ``frame``."""
+        """Hold a call (if ``execution`` is None, the calling thread) at the next line of ``frame``."""
         if self.refusal:
             where = (frame.f_code.co_filename, frame.f_lineno)
             if where not in self._ignored:
                 self._ignored.add(where)
                 _log.warning(
-                    "breakpoint() at %s:%d holds nothing on worker %r: %s. This is logged once.",
+                    "breakpoint() at %s:%d is ignored on worker %r: %s. This is logged once.",
                     *where,
                     self.worker,
                     self.refusal,
@@ -110,7 +110,7 @@ class Debugger:
             self._session(execution, f"{type(error).__name__}, which it has raised").prompt.examine(error)
 
     def _session(self, execution: Execution | None, why: str) -> DebugSession:
-        """Return the session of the execution, or of the calling thread if there is none; reuse an existing session."""
+        """Return the session of the execution, or of the calling thread if it is None; reuse an existing session."""
         for each in self.sessions():
             if each.execution is execution and (
                 execution is not None or each.thread == threading.get_ident()
@@ -126,7 +126,7 @@ class Debugger:
         return DebugSession(self, execution, title, why)
 
     def held(self, session: DebugSession) -> None:
-        """Record that a session holds its call; on the call's thread."""
+        """Record that a session holds its call. Called on the call's thread."""
         self._sessions[session.number] = session
         self._agent.held.add(session.thread)
         self._tick.wake()
@@ -143,11 +143,11 @@ class Debugger:
             )
 
     def let_go(self, session: DebugSession) -> None:
-        """Record that a session has released its call; on the call's thread."""
+        """Record that a session has released its call. Called on the call's thread."""
         self._agent.held.discard(session.thread)
 
     def why_not_held(self, session: DebugSession) -> str:
-        """Return the reason why a held call must be released now; empty: it stays held."""
+        """Return the reason why a held call must be released now; empty if the call stays held."""
         if self._agent.closed_down:
             return "as its worker shuts down"
         if session.execution is not None and not self._runs(session.execution):
@@ -165,9 +165,9 @@ class Debugger:
         return any(each.entry is execution for each in streams)
 
     def _look(self) -> bool:
-        """Remove the sessions whose calls have ended; return whether any session is left. Called by the tick."""
+        """Remove the sessions whose calls have ended; return whether any session is left. Called by ``_tick``."""
         for each in self.sessions():
-            # Do not test ``state == HELD``: a second interruption may have ended the call before it could change its state.
+            # The state may still be ``HELD``: a second interruption may have ended the call before resumes() changed it.
             if each.execution is not None:
                 over = not self._runs(each.execution)
             else:
@@ -180,7 +180,7 @@ class Debugger:
     # -- deadlines of held calls and of their callers --------------------------------------------------------------
 
     def extend_deadline(self, execution: Execution, seconds: float) -> None:
-        """Move the deadline of an execution here by ``seconds`` (may be negative), and tell its caller to do the same."""
+        """Move the deadline of an execution by ``seconds`` (may be negative); its caller gets a notice to do the same."""
         if execution.deadline != INFINITE:
             execution.deadline += seconds
             body = pack({"call": execution.id, "seconds": seconds})
@@ -208,7 +208,7 @@ class Debugger:
     # -- front ends ----------------------------------------------------------------------------------------------
 
     def notify(self, peer: Peer, name: str, body: bytes) -> None:
-        """Send a notice to a peer; without a connection, it is lost."""
+        """Send a notice to a peer; without a connection, the notice is lost."""
         self._agent.notify(peer, name, body)
 
     def asked(self, peer: Peer, body: bytes) -> None:
@@ -255,7 +255,7 @@ class Debugger:
         return {}
 
     def on_peer_end(self, peer: Peer) -> None:
-        """Release the calls of a front end that has ended without detaching."""
+        """Release the calls of sessions to which a disconnected front end was attached."""
         self._entering.pop(peer, None)
         for each in self.sessions():
             if each.attached is peer:
@@ -276,7 +276,7 @@ class Debugger:
         return {}
 
     def _try_to_enter(self, entry: _Entry) -> None:
-        """Enter the running method of an actor, or call an idle actor. Repeated, as the method may end before that."""
+        """Enter an actor's running method, or call an idle actor. Repeated, as the method may end before it is entered."""
         if self._entering.get(entry.peer) is not entry or self._agent.closed_down:
             return
         if entry.begin():
@@ -289,7 +289,7 @@ class Debugger:
             )
 
     def entered(self, entry: _Entry) -> bool:
-        """Claim an entry, if its front end still waits for it; exactly one caller gets True."""
+        """Claim an entry whose front end still waits; exactly one of several callers gets True."""
         return self._entering.get(entry.peer) is entry and self._entering.pop(entry.peer, None) is entry
 
     def look_around(self, instance: Any) -> None:
@@ -333,14 +333,14 @@ class _Entry:
         return False
 
     def at_line(self, frame: FrameType) -> bool:
-        """Called at each line of the thread, until it returns True."""
+        """Called on the actor's thread at each line of Python code, until this method returns True."""
         execution = CURRENT.get()
         frames = users_frames(frame)
         if execution is None or execution.actor is not self.hosted or frames[:1] != [frame]:
-            return False  # code of this package, before or after a call
+            return False  # the line is code of this package, before or after the actor's call
         caller = frames[-1].f_back
         if caller is None or caller.f_code not in _CALL_METHODS:
-            return False  # user code that this package has called for another purpose, such as packing the answer
+            return False  # user code that this package calls for another purpose, such as packing the answer
         if not bears_interruption(frame):
             return False  # an import, whose lock would block other threads while the call is held
         if self._debugger.entered(self):
@@ -348,7 +348,7 @@ class _Entry:
         return True
 
     def at_wait(self) -> None:
-        """Called on the thread, when it checks for interruptions in a wait."""
+        """Called on the actor's thread, when that thread checks for interruptions in a wait."""
         execution = CURRENT.get()
         frames = users_frames(sys._getframe())
         if execution is not None and frames and self._debugger.entered(self):
@@ -370,7 +370,7 @@ def _who(peer: Peer) -> str:
 
 def _ignored() -> Future[Any]:
     future: Future[Any] = Future()
-    future.label = "a look into an actor"
+    future.label = "an actor that a debugger enters"
     future.add_done_callback(Future.acknowledge)
     return future
 

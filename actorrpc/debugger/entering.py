@@ -1,8 +1,8 @@
 """Makes another thread call a function at its next line of Python code, so that it enters the debugger.
 
 CPython 3.11 has no API for this. :func:`enter` sets a trace function for the other thread by internal functions of CPython. The
-interpreter calls the trace function on that thread at its next events. A thread that is in C code calls it when it returns to
-Python code, which may be never.
+interpreter calls the trace function on that thread at each new line, call or return of Python code. A thread that runs C code
+is traced only after the return to Python code, which may be never.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _interpreter = _declared("PyInterpreterState_Get", ctypes.c_void_p)
 _first = _declared("PyInterpreterState_ThreadHead", ctypes.c_void_p, ctypes.c_void_p)
 _next = _declared(
     "PyThreadState_Next", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-)  # the second argument is ignored; accumulate() passes two
+)  # accumulate() passes two arguments; the function ignores the second
 _frame_of = _declared("PyThreadState_GetFrame", ctypes.c_void_p, ctypes.c_void_p)
 _let_go = _declared("Py_DecRef", None, ctypes.c_void_p)
 _set_trace = _declared("_PyEval_SetTrace", ctypes.c_int, ctypes.c_void_p, _TRACE, ctypes.py_object)
@@ -58,7 +58,7 @@ _EVENT: Final = _TRACE(_event)
 def enter(thread: int, run: Callable[[FrameType], bool]) -> bool:
     """Make a thread call ``run(frame)`` at each line of Python code, until ``run`` returns True.
 
-    Returns False if the thread was not found, because its innermost frame has changed meanwhile or it has ended. ``run`` must not
+    Returns False if the thread was not found, because it has ended or its innermost frame has changed meanwhile. ``run`` must not
     raise. It may set another trace function. The thread's own trace function, if it has one, is replaced.
     """
     frame = _stacks.top_frame(thread)

@@ -33,9 +33,9 @@ def _is_outside(frame: FrameType) -> bool:
 
 
 def users_frames(frame: FrameType | None) -> list[FrameType]:
-    """Return the innermost run of frames of the user's code in a stack, the innermost first.
+    """Return the innermost consecutive frames of the user's code in a stack, the innermost first.
 
-    Inner frames of this package, event loops and threading are skipped; the list ends before the next such frame.
+    Skips the innermost frames of this package, event loops and threading; the list ends before the next such frame.
     """
     while frame is not None and _is_outside(frame):
         frame = frame.f_back
@@ -47,7 +47,7 @@ def users_frames(frame: FrameType | None) -> list[FrameType]:
 
 
 class Console(Protocol):
-    """The input and output of a prompt, and the receiver of its events."""
+    """The input and output of a prompt, and the receiver of the prompt's events."""
 
     def write(self, text: str) -> int:
         """Append output."""
@@ -59,14 +59,14 @@ class Console(Protocol):
         """Wait for the next command and return it."""
 
     def stops(self, frame: FrameType) -> None:
-        """Called when the call is held at a line, before output about it is written."""
+        """Called when the call is held at a line, before output about that line is written."""
 
     def resumes(self) -> None:
         """Called when the call is no longer held."""
 
 
 class Prompt(pdb.Pdb):
-    """The debugger of one call, on its thread."""
+    """The pdb of one call. It runs on the thread of the call."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(
@@ -77,7 +77,7 @@ class Prompt(pdb.Pdb):
             skip=[f"{each}{rest}" for each in _OUTSIDE for rest in ("", ".*")],
         )
         self.use_rawinput = False
-        self.breaks = {}  # bdb would use the breakpoints of other calls of this process
+        self.breaks = {}  # the base class has copied the breakpoints of other calls of this process
         self.prompt = "(Pdb) "
         self._console = console
         self._outermost: FrameType | None = None
@@ -103,7 +103,7 @@ class Prompt(pdb.Pdb):
             sys.settrace(self.trace_dispatch)
 
     def examine(self, error: BaseException) -> None:
-        """Stop in the frame where an exception was raised, after it has left the call."""
+        """Stop in the frame where an exception was raised, after the exception has ended the call."""
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None and _is_outside(trace.tb_frame):
             trace = trace.tb_next
@@ -131,7 +131,7 @@ class Prompt(pdb.Pdb):
         return found
 
     def _is_within(self, frame: FrameType | None) -> bool:
-        """Return whether a frame belongs to the debugged call. While its coroutine awaits, the thread runs other code."""
+        """Return whether a frame belongs to the debugged call. While the call's coroutine awaits, the thread runs other code."""
         while frame is not None and frame is not self._outermost:
             frame = frame.f_back
         return frame is not None
@@ -153,14 +153,14 @@ class Prompt(pdb.Pdb):
                 last = last.tb_next
             at = last.tb_frame if last is not None else sys._getframe()
         try:
-            # In the try block: after stops(), the actor's call counts as held, and a cancellation may interrupt any statement.
+            # stops() is in the try block: a cancellation may interrupt each later statement, and resumes() must run then, too.
             self._console.stops(at)
             super().interaction(frame, *trace)
         finally:
             self._console.resumes()
 
     def _cmdloop(self) -> None:
-        self.cmdloop()  # unlike in pdb, an interruption is not caught: it ends the call
+        self.cmdloop()  # pdb's method catches KeyboardInterrupt; this method does not, so an interruption ends the call
 
     # -- commands -----------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ def _is_suspended(frame: FrameType) -> bool:
 
 
 class _ByThread(io.TextIOBase):
-    """Replaces ``sys.stdout`` while commands run. Output of their threads goes to their sessions, other output to ``usual``."""
+    """Replaces ``sys.stdout`` while commands run: their threads print to their sessions, other threads to ``usual``."""
 
     def __init__(self, usual: Any) -> None:
         self.usual = usual

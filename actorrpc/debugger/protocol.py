@@ -1,8 +1,8 @@
 """The notices between a front end of the debugger and a worker: plain values, packed by msgpack. No I/O.
 
-A request has a number ``id``, the operation ``do``, and for most operations the number of a ``session``. It gets one answer, with
-the same ``id`` and, if it failed, an ``error``. The worker sends events, without an ``id``, to the front end that is attached to
-a session: the output of the session, and its new ``state``.
+A request has a number ``id``, the operation ``do``, and for most operations the number of a ``session``. The worker sends
+one answer, with the same ``id`` and, if the request failed, an ``error``. The worker sends events, without an ``id``, to the
+front end that is attached to a session: the output of the session, and its new ``state``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["EVENT", "HELD", "OVER", "PUT_OFF", "REQUEST", "RUNS", "pack", "unpac
 
 REQUEST: Final = "debug"
 EVENT: Final = "debugged"
-PUT_OFF: Final = "put off"  # tells a caller to move the deadline of its call, because the call is held
+PUT_OFF: Final = "put off"  # the notice that moves the deadline of a held call at its caller
 
 # States of a session.
 HELD: Final = "held"

@@ -1,10 +1,10 @@
 """A debug session: one call that is held by ``breakpoint()``, by a front end or after a failure, and its front end.
 
 The thread of the call writes output, and waits for commands. The threads that read connections attach front ends and queue the
-commands that these send. There is no lock: shared data changes by single atomic steps (a deque, single assignments).
+commands of the front ends. There is no lock: shared data changes by single atomic steps (a deque, single assignments).
 
-While the call is held, its callers are told repeatedly to move its deadline by a few seconds. When these messages end, the
-deadline stays where it is.
+While the call is held, the worker repeatedly sends its callers a notice that moves the deadline of the call by a few seconds.
+Without further notices, the deadline stays unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger("actorrpc.debugger")
 _LOOK_S: Final = 0.1  # how often a held call checks whether it must be released
 _AHEAD_S: Final = 15.0  # how far ahead of the current time the deadlines of callers are moved
 _PIECE: Final = 8 << 10  # the most characters in one event
-_KEPT: Final = 64 << 10  # the most characters of the current stop that are kept for later front ends
+_KEPT: Final = 64 << 10  # the most characters of a stop's output that are kept for a later front end
 _GO_ON: Final = "continue\n"
 
 
@@ -45,7 +45,7 @@ class DebugSession:
         title: describes the call.
         why: the reason for the latest hold.
         state: ``HELD``, ``RUNS`` (between two stops) or ``OVER``.
-        since: when the call was last held, on the monotonic clock.
+        since: when the call was stopped last, on the monotonic clock.
         place: the file, the line, and the name of the function of the last stop.
         attached: the attached front end, or None.
     """
@@ -149,7 +149,7 @@ class DebugSession:
         self._tell({})
 
     def _put_off(self, ahead: float) -> None:
-        """Move the deadlines of the callers so that the time until ``ahead`` seconds from now does not count."""
+        """Extend the callers' deadlines by the time of the hold, up to ``ahead`` seconds from now."""
         until = time.monotonic() + ahead
         if self.execution is not None and (not ahead or until - self._put_off_until > ahead / 3):
             seconds, self._put_off_until = until - self._put_off_until, until

@@ -1,8 +1,8 @@
 """The actions that a visitor may request: kill or restart an actor, drain a worker.
 
 A worker carries out an action only for a visitor whose name has the prefix :data:`~actorrpc.observe.protocol.ACTING`. The
-handshake authenticates the name, so a read-only tool cannot be made to trigger an action. The owner of the key can do all of this
-by calls anyway.
+handshake authenticates the name, so a read-only tool cannot be made to trigger an action. Every holder of the group's key can
+do the same by calls.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def _check(worker: Worker, peer: Peer) -> None:
 def _do(worker: Worker, what: str, whom: str) -> None:
     if what in ("kill", "restart"):
         if worker.actors is None:
-            raise ConfigError(f"worker {worker.agent.name!r} looks after no actors")
+            raise ConfigError(f"worker {worker.agent.name!r} supervises no actors")
         worker.actors.supervisor.kill(int(whom, 16), what == "kill")
     elif what == "drain":
         if worker.cluster is None:
-            raise ConfigError(f"worker {worker.agent.name!r} is no driver of a cluster")
+            raise ConfigError(f"worker {worker.agent.name!r} is not the driver of a cluster")
         if worker.agent.peer(whom).is_self:
             raise ConfigError("the driver cannot be drained: it leaves with actorrpc.shutdown()")
         worker.agent.submit(partial(_drain, whom))
@@ -62,7 +62,7 @@ def _do(worker: Worker, what: str, whom: str) -> None:
 
 
 def _drain(name: str) -> None:
-    """Drain a worker, without a time limit. The visitor is not told of the result; it sees that the worker leaves the group."""
+    """Drain a worker, without a time limit. The visitor gets no result, but can see that the worker leaves the group."""
     try:
         cluster_api.drain(name)
     except RpcError as error:

@@ -1,4 +1,4 @@
-"""Queries of this process's own group: :func:`state`, :func:`trace`, and :func:`printed` for its logs."""
+"""Queries of this process's own group: :func:`state`, :func:`trace`, and :func:`printed` for the logs of the group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from actorrpc.wire.identity import WorkerRecord
 __all__ = ["printed", "recordings", "state", "trace"]
 
 _TIMEOUT_S: Final = 1.0
-_SHARE: Final = 0.6  # the part of the time-out that the driver has for sending the list of members
+_SHARE: Final = 0.6  # the part of the time-out within which the driver must send the list of members
 _SLICE_S: Final = 0.1  # how often a wait checks whether the worker's process is stopped
 _TRACE_S: Final = 10.0
 
@@ -68,9 +68,9 @@ def trace(
 
     Args:
         path: the file; an existing file is replaced.
-        seconds: record for so long first, and leave out what ended before; by default, all existing records are written.
-        timeout: how long the workers may take to answer, in seconds. A worker that sends nothing for a fifth of this time, and at
-            least a second, is given up.
+        seconds: wait so long first, and leave out calls that ended before the wait; by default, all existing records are written.
+        timeout: how long the workers may take to answer, in seconds. A worker that sends nothing for a fifth of this time, but at
+            least for a second, counts as missing.
 
     Raises:
         NotInitializedError: this process is in no group.
@@ -133,7 +133,7 @@ def _query(
     is_own = record.incarnation == agent.record.incarnation
     peer = agent.self_peer if is_own else agent.peer_table.adopt(record)
     if peer.state != "alive":
-        if target.local_pid:  # the caller finds the reason in /proc
+        if target.local_pid:  # look() catches the error and reads the reason from /proc
             raise RpcError(f"{peer.state}: {peer.cause}" if peer.cause else peer.state)
         return Silent(peer.state, peer.cause or "it has left the group")
     deadline = _time.now() + until - time.monotonic()
@@ -160,7 +160,7 @@ def _query(
             worker.observer.forget(asked)
 
     found = all_pages(query, parts, begin)
-    if "records" in parts:  # processes of one host share a clock
+    if "records" in parts:  # a worker on this host uses the same clock
         found["clock"] = (0.0, 0.0) if target.local_pid else compare_clocks(query, _time.now)
     return found
 
@@ -200,7 +200,7 @@ def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
 
 
 def _members(worker: Worker, until: float) -> list[WorkerRecord]:
-    """Return the workers of the group; if the list of members cannot be read, those that this worker has met."""
+    """Return the workers of the group; if the list of members cannot be read, the workers that this worker knows."""
     agent = worker.agent
     known = {each.record.incarnation: each.record for each in (agent.self_peer, *agent.peers())}
     rows = [each for each in known.values() if not each.is_visitor and _is_alive(agent, each)]
@@ -220,7 +220,7 @@ def _is_alive(agent: Agent, record: WorkerRecord) -> bool:
 
 
 def _told(worker: Worker, driver: WorkerRecord, until: float) -> list[WorkerRecord]:
-    """Request the list of members from rank 0; an empty list if it does not answer in time."""
+    """Request the list of members from rank 0; an empty list if rank 0 does not answer in time."""
     try:
         found = _query(worker, _target(worker, driver), ["members"], None, until, math.inf)
     except (OSError, RpcError):

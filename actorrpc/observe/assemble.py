@@ -14,7 +14,7 @@ from actorrpc.wire.identity import WorkerRecord
 
 __all__ = ["Silent", "assemble", "worker_of"]
 
-_HOLDERS: Final = 1000  # of one worker
+_HOLDERS: Final = 1000  # rows of one worker
 
 
 class Silent:
@@ -22,8 +22,8 @@ class Silent:
 
     Attributes:
         state, reason: as in :class:`~actorrpc.observe.ObservedWorker`.
-        figures: the fields of its process from ``/proc``; see :func:`actorrpc.observe.processes.figures`.
-        threads: its stacks, if a signal handler has dumped them.
+        figures: the fields about the worker's process from ``/proc``; see :func:`actorrpc.observe.processes.figures`.
+        threads: the stacks of the worker's threads, if a signal handler has dumped them.
     """
 
     __slots__ = ("figures", "reason", "state", "threads")
@@ -44,7 +44,7 @@ class Silent:
 
 
 def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent) -> ObservedWorker:
-    """Return the state of one worker; ``found``: its answer, or the reason why there is none."""
+    """Return the state of one worker; ``found``: the worker's answer, or the reason why there is no answer."""
     row: dict[str, Any]
     if isinstance(found, Silent):
         row = {
@@ -68,7 +68,7 @@ def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent) -> ObservedW
 
 
 def _holders(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Add up the rows with the same holder and class. Each page has rows of its own, and so has each actor."""
+    """Add up rows with the same holder and class: each page of an answer, and each actor, has separate rows."""
     rows: dict[tuple[str, str], list[int]] = {}
     for each in _rows(found, "holders"):
         references, size = each.get("references"), each.get("bytes")

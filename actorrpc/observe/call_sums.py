@@ -1,8 +1,8 @@
 """Sums over calls, by method: number, failures, total duration and a histogram of durations; for one worker and for a group.
 
-Calls are not counted while they run: the flight recorder has a record of each. :class:`CallSums` adds up the new records
-when it is read (the first time, all records that exist), and then every quarter of a second until ``_KEEP_S`` seconds
-after the last read. Records that were overwritten before they were added are counted as dropped.
+The sums are computed from the flight recorder, which has a record of each finished call. :class:`CallSums` adds the new records
+to the sums when the sums are read (the first time, all existing records), and then every quarter of a second until ``_KEEP_S``
+seconds after the last read. Records that were overwritten before they were added are counted as dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["BUCKETS", "OTHER", "OWN_CALLS", "CallSums", "CallTotals", "method_of
 #: upper bounds of the histogram's buckets, in seconds; one more bucket without an upper bound follows
 BUCKETS: Final = tuple(mantissa * 10.0**power for power in range(-5, 2) for mantissa in (1.0, 2.5, 5.0))
 OTHER: Final = "_OTHER"
-OWN_CALLS: Final = OWN.rstrip(".")  # stands for all calls that the package makes for itself
+OWN_CALLS: Final = OWN.rstrip(".")  # stands for all calls that the package itself makes
 _METHODS: Final = 200  # methods with sums of their own; further methods are summed up as OTHER
 _LOOK_S: Final = 0.25
 _KEEP_S: Final = 120.0
@@ -85,7 +85,7 @@ class CallSums:
     def _add(self, side: str, actor: str, method: str, failed: bool, seconds: float) -> None:
         name = self._methods.get((actor, method))
         if name is None:
-            if len(self._methods) >= 100 * _METHODS:  # every actor adds keys
+            if len(self._methods) >= 100 * _METHODS:  # bounds the dict, to which each actor adds keys
                 self._methods.clear()
             name = method_of(actor, method) if actor or not method.startswith(OWN) else OWN_CALLS
             known = {each for _, each, _ in self._rows}
@@ -102,7 +102,7 @@ class CallSums:
 
 # -- sums of a group --------------------------------------------------------------------------------------------
 
-_RUNS: Final = 4096  # workers whose sums are kept apart; with more, the two oldest are added together
+_RUNS: Final = 4096  # the most workers with separate sums; beyond, the two oldest sums are added together
 
 _SHAPE: Final[tuple[Any, ...]] = (str, str, bool, int, (int, float), list)
 _Row = tuple[int, float, list[int]]
@@ -111,14 +111,14 @@ _Row = tuple[int, float, list[int]]
 class CallTotals:
     """The sums over the calls of all workers that have ever answered. Not thread-safe.
 
-    The sums of a worker are kept after it has left, because Prometheus takes a counter that decreases for one that was reset.
+    The sums of a worker are kept after it has left, because Prometheus treats a counter that decreases as reset to 0.
     """
 
     def __init__(self) -> None:
         self._runs: dict[str, dict[str, Any]] = {}
 
     def update(self, run: str, found: Mapping[str, Any]) -> None:
-        """Store the sums in a worker's answer, in place of its earlier sums; ``run``: its incarnation."""
+        """Store the sums in a worker's answer, in place of its earlier sums; ``run``: the worker's incarnation."""
         sums = found.get("metrics")
         if isinstance(sums, dict):
             self._runs.pop(run, None)
@@ -140,7 +140,7 @@ class CallTotals:
         return found
 
     def total(self, name: str) -> int:
-        """Return the total of one of the other sums: ``sent``, ``received`` or ``dropped``."""
+        """Return the total of ``sent``, ``received`` or ``dropped`` over all workers."""
         values = [sums.get(name) for sums in self._runs.values()]
         return sum(each for each in values if type(each) is int)
 

@@ -53,16 +53,16 @@ _LINES: Final = 2000
 _RECORDS: Final = 8192
 _UNDER_WAY: Final = 2000  # unfinished calls, executions and streams of a worker; the oldest are sent
 _LATEST: Final = 4096  # records of a worker from which the run times of its actors are computed
-_FRAMES: Final = 100  # of one stack
-_CALLS: Final = 100  # of one worker, or one actor
+_FRAMES: Final = 100  # frames of one stack
+_CALLS: Final = 100  # calls of one worker, or of one actor
 _CONNECTIONS: Final = 1000
 _STREAMS: Final = 50
-_SEGMENTS: Final = 100  # the largest
+_SEGMENTS: Final = 100  # the largest segments of shared memory
 _CONTEXTS: Final = 20
-_MEMBERS: Final = 100  # of one collective wait
+_MEMBERS: Final = 100  # members that one collective wait names
 _DEAD: Final = 1000  # dead actors of one supervisor
 _TEXT: Final = 2000  # characters of one text
-_BYTES: Final = 512 << 10  # of log lines, approximately
+_BYTES: Final = 512 << 10  # bytes of log lines, approximately
 
 
 _Part = tuple[dict[str, Any], int | None]
@@ -100,10 +100,10 @@ def _records(worker: Worker, first: int, most: int) -> _Part:
     recorder = worker.agent.flight_recorder
     found: dict[str, Any] = {}
     if recorder is not None and first <= 0:  # the first page
-        # Before the records are read: a call that ends in between is then sent twice, which the receiver detects, and not lost.
+        # Read before the records: a call that ends in between is then not lost but in both lists, and the receiver drops one.
         found["under_way"], found["under_way_all"] = _under_way(worker)
     total = 0 if recorder is None else recorder.total
-    # A negative number counts from the end.
+    # A negative ``first`` counts from the end: -100 is the first of the last 100 records.
     rows = [] if recorder is None else recorder.since(first if first >= 0 else max(0, total + first), most)
     found["records"] = rows
     found["recorder"] = {
@@ -141,9 +141,9 @@ def _members(worker: Worker, _first: int, _most: int) -> _Part:
 
 
 def _under_way(worker: Worker) -> tuple[list[tuple[Any, ...]], int]:
-    """Return records of unfinished calls, executions and streams, the oldest first, and the number of all of them.
+    """Return records of unfinished calls, executions and streams, the oldest first, and the number of all such records.
 
-    The flight recorder has records of finished calls only, so it has none of a call that hangs.
+    The flight recorder has records of finished calls only, so it has no record of a call that hangs.
     """
     agent, now = worker.agent, _time.now()
     rows: list[tuple[Any, ...]] = []
@@ -171,7 +171,7 @@ def _under_way(worker: Worker) -> tuple[list[tuple[Any, ...]], int]:
 
 
 def member_records(worker: Worker) -> list[bytes]:
-    """Return the packed records of the group's workers: all members if this worker has the list, else those it has met."""
+    """Return the packed records of the group's workers: all members if this worker has the list, else its living peers."""
     agent = worker.agent
     if worker.cluster is not None:
         return [each.to_bytes() for each in worker.cluster.directory.members()]
@@ -375,7 +375,7 @@ def _plain_call(execution: Execution, now: float) -> dict[str, Any]:
 
 
 def _context(context: Context, now: float) -> dict[str, Any]:
-    # Other threads change the dict meanwhile. list() copies it in one atomic step, without a lock.
+    # Other threads change ``receipts`` meanwhile. list() copies its values in one atomic step, without a lock.
     senders = Counter([each.sink.worker.rank for each in list(context.receipts.values())])
     return {
         "context": f"{context.id:x}",
@@ -502,7 +502,7 @@ def _running(hosted: HostedActor, now: float) -> Iterable[dict[str, Any]]:
 
 
 def _awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
-    """Return what a coroutine awaits; empty if it awaits a future of a user's class, whose methods would have to be called."""
+    """Return the calls and streams that a coroutine awaits. Empty for a future of a user's class, whose methods must not run."""
     known = type(task) is asyncio.Task and type(getattr(task, "_fut_waiter", None)) in _WAITERS
     return awaited_by(task) if known else []
 
@@ -588,7 +588,7 @@ def _holders(worker: Worker, first: int, most: int) -> _Part:
 
 
 def _value(outcome: Outcome | None) -> tuple[str, str, int]:
-    """Return the class of a value, the id of its actor if it stands for an actor, and its size, without running its methods."""
+    """Return the class of a value, the actor's id if it is a lifetime token, and its size; no method of the value is run."""
     if outcome is None:
         return "nothing yet", "", 0
     if outcome.error is not None:
@@ -641,7 +641,7 @@ def _stack(ident: int, name: str, frame: FrameType | None) -> dict[str, Any]:
 
 
 def _waits_for(frame: FrameType | None) -> list[str]:
-    """Describe what a thread waits for; if the thread runs an event loop, what the coroutine waits for that the loop runs."""
+    """Describe what a thread waits for. If the thread is in ``run_until_complete()``, describe what that call's task awaits."""
     what = waited_for_on(frame)
     if what is not None:
         found: list[Any] = awaited(what) or [what]

@@ -3,8 +3,8 @@
 Every worker registers ``faulthandler`` for one signal. When the signal arrives, ``faulthandler`` writes the stacks of all threads
 into a memfd of the worker; it needs no lock and interrupts no thread. If a worker does not answer, an observer of the same user
 on the same host sends it the signal and reads the memfd through ``/proc``. The signal would kill a process that has no handler
-for it. Therefore it is sent through a pidfd, and only to a process that has such a memfd and a handler. ``faulthandler`` dumps at
-most 100 threads and 100 frames of each.
+for it. Therefore the observer sends it through a pidfd, and only to a process with such a memfd and a handler. ``faulthandler``
+dumps at most 100 threads and 100 frames of each.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ def collect(pid: int, until: float) -> list[dict[str, Any]] | str:
 def _collect(pid: int, pidfd: int, until: float) -> list[dict[str, Any]] | str:
     found = _memfd(pid)
     if found is None:
-        return "it has nothing into which its stacks could be dumped"
+        return "it has no memfd into which its stacks could be dumped"
     path, number = found
     if not signal_is_caught(pid, number):
-        return f"it has no handler for the signal that dumps its stacks ({number}): the program has taken that away"
-    # The checks above went by the pid. While the process behind the pidfd exists, its pid is not reused; if it has ended, sending
-    # the signal fails.
+        return f"it has no handler for the signal that dumps its stacks ({number}): the program has removed the handler"
+    # The checks above used the pid, which is not reused while the process of the pidfd exists. If that process has ended,
+    # sending the signal fails.
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.ftruncate(fd, 0)
@@ -109,7 +109,7 @@ def _collect(pid: int, pidfd: int, until: float) -> list[dict[str, Any]] | str:
     finally:
         os.close(fd)
     threads = _threads(data.decode("utf-8", "replace"))
-    return threads or f"no dump has come in time: the program may have taken the signal ({number}) for itself"
+    return threads or f"no dump arrived in time: the program may use the signal ({number}) itself"
 
 
 def _memfd(pid: int) -> tuple[str, int] | None:

@@ -21,12 +21,12 @@ __all__ = [
     "remedy_of",
 ]
 
-# Thresholds: a finding is reported for
-_LONG_S: Final = 10.0  # a call that has been queued for longer
-_BLOCKED_S: Final = 2.0  # calls and large messages that have been blocked for longer
-_MANY: Final = 100  # an actor with so many queued calls
-_RECENT_S: Final = 300.0  # a deadlock that was broken within this time
-_NEAR: Final = 0.8  # a process that has opened more than this part of its descriptor limit
+# Thresholds of findings.
+_LONG_S: Final = 10.0  # report a call that has been queued for longer
+_BLOCKED_S: Final = 2.0  # report calls and large messages that have been blocked for longer
+_MANY: Final = 100  # report an actor that has so many queued calls
+_RECENT_S: Final = 300.0  # report a deadlock that was broken within this time before the query
+_NEAR: Final = 0.8  # report a process that has opened more than this part of its descriptor limit
 # Parts of the death causes of actors that ended on purpose.
 _WANTED: Final = (
     "its last handle is gone",
@@ -78,7 +78,7 @@ def of_workers(state: GroupState) -> list[Finding]:
             note(
                 "window",
                 f"calls of worker {worker.name!r} to {each.worker!r} have been blocked for {span(each.blocked)}: "
-                f"{each.worker!r} has not started calls of {each.unread} bytes, and {each.calls_out} calls are not over",
+                f"{each.worker!r} has not started calls of {each.unread} bytes, and {each.calls_out} calls are unfinished",
                 f"see what {each.worker!r} does; call less often, wait for results, or raise window=",
             )
             for each in worker.connections
@@ -140,7 +140,7 @@ def calls_to(worker: ObservedWorker) -> str:
     if not worker.calls_to:
         return ""
     calls = "1 call" if worker.calls_to == 1 else f"{worker.calls_to} calls"
-    return f"; {calls} to it unfinished, the oldest, of {worker.oldest_call}, for {span(worker.oldest)}"
+    return f"; {calls} to it unfinished, the oldest (of {worker.oldest_call}) for {span(worker.oldest)}"
 
 
 def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
@@ -214,7 +214,7 @@ def _suspects(state: GroupState) -> list[Finding]:
 
 
 def _opposed(state: GroupState) -> list[Finding]:
-    """Return the pairs of rounds whose workers wait for each other.
+    """Report pairs of rounds (barriers, shutdowns) whose workers wait for each other.
 
     In such a pair, a worker of each round waits for a worker that has entered the other round only.
     """
@@ -236,7 +236,7 @@ def _opposed(state: GroupState) -> list[Finding]:
                     "rounds",
                     f"workers wait for each other in different rounds: {_some(ours)} in {one} for "
                     f"{span(here[ours[0]].since)}, {_some(theirs)} in {other} for {span(there[theirs[0]].since)}",
-                    "one side left out a call that the other made, most often because it raised: see what it has logged",
+                    "one side left out a call that the other side made, usually because it raised an exception: see the logs",
                 )
             )
     return found[:_SHOWN]
@@ -276,7 +276,7 @@ def _of_actor(actor: ObservedActor) -> list[Finding]:
                 ("1 call waits" if actor.waiting == 1 else f"{actor.waiting} calls wait")
                 + f" for {actor.title} on {actor.worker!r}, the first for {span(actor.oldest)}; "
                 + (f"it runs {runs}" if runs else "it runs nothing"),
-                f"actorrpc stack {actor.actor_id[-4:]} shows where it is; max_concurrency= lets more run at a time",
+                f"actorrpc stack {actor.actor_id[-4:]} shows where it is; max_concurrency= lets it run more calls at a time",
             )
         )
     found += [

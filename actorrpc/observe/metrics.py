@@ -21,7 +21,7 @@ __all__ = ["PARTS", "CallTotals", "GroupCollector"]
 
 #: the parts to request from each worker
 PARTS: Final = ["process", "actors", "supervised", "metrics"]
-_NAMES: Final = 200  # classes with a label value of their own
+_NAMES: Final = 200  # the most classes that have their own label value
 
 
 class GroupCollector:
@@ -67,7 +67,7 @@ class GroupCollector:
             yield family
         bytes_family = CounterMetricFamily(
             "actorrpc_bytes",
-            "Bytes of calls and answers, as their callers have seen them",
+            "Bytes of calls and answers, as counted by the callers",
             labels=("direction",),
         )
         bytes_family.add_metric(("sent",), self._totals.total("sent"))
@@ -107,7 +107,7 @@ def _of_state(state: GroupState) -> Iterator[Metric]:
         (kind_of(each.class_name), each.state) for each in state.actors
     )
     yield gauge(
-        "actors", "Actors by class and state, with those that died recently", ("class", "state"), actors
+        "actors", "Actors by class and state, including actors that died recently", ("class", "state"), actors
     )
     restarts: Counter[tuple[str, ...]] = Counter()
     depth: Counter[tuple[str, ...]] = Counter()

@@ -2,8 +2,7 @@
 
 Workers answer with plain values (types of msgpack and JSON). :func:`made_of` makes objects of these values and does not trust
 them: a field that is missing or has a wrong type gets its default. All classes are immutable. Times are in seconds, sizes in
-    bytes.
-The command line imports this module, so the module imports neither torch nor any code that runs workers.
+bytes. The command line imports this module, so the module imports neither torch nor any code that runs workers.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class ThreadStack:
     """The stack of one thread.
 
     Attributes:
-        name: the thread's name in ``threading``; empty if it has none there, or if a signal handler wrote the stack.
+        name: the thread's name in ``threading``; empty if ``threading`` has none, or if a signal handler wrote the stack.
         ident: the thread's identifier, as ``threading.get_ident()`` returns it.
         frames: the innermost last; at most 100.
         waits_for: descriptions of the results and streams that the thread waits for; empty if it waits for none, or if that
@@ -80,13 +79,13 @@ class ObservedConnection:
         worker: the name of the peer.
         state: the state that this worker ascribes to the peer: ``"alive"``, ``"suspect"``, ``"dead"`` or ``"left"``.
         sockets: the number of open connections to the peer.
-        local: one of them is a Unix socket, so both workers are on one host.
+        local: whether an open connection is a Unix socket; then both workers are on one host.
         silent: seconds since the last byte from the peer arrived; -1 if none arrived.
         calls_out: unfinished calls to the peer. The oldest of them calls ``oldest_call`` and was made ``oldest`` seconds ago.
         calls_in: unfinished calls of the peer to this worker.
         unread: bytes of calls to the peer that the peer has not started yet.
-        blocked: seconds that calls to the peer have waited here to be sent, because the peer has not started enough of the
-            earlier calls (setting ``window``); 0 if no call waits.
+        blocked: seconds that calls to the peer have waited to be sent, because the peer has not started enough of the earlier
+            calls (setting ``window``); 0 if no call waits.
         stalled: seconds since the last byte of a large message to the peer could be sent, because the peer does not read; 0 if no
             message waits.
         sent, received: bytes of all frames on the open sockets; closed sockets are not counted. ``chunks_sent`` and
@@ -220,7 +219,7 @@ class ObservedContext:
         received: such messages that this worker received, by the rank of the sender. The backward pass sends gradients back to
             these senders.
         leaves: tensors of this worker for which the context has gradients.
-        passes: backward passes that run on this worker.
+        passes: backward passes of the context that run on this worker.
     """
 
     context: str = ""
@@ -275,7 +274,7 @@ class HeldCall:
         session: the name of the debug session, unique in the group.
         call: the actor and its method, or the function.
         actor_id: the id of the actor; empty if no actor was called.
-        why: what has held the call last.
+        why: the reason for the last stop: ``breakpoint()``, an exception, or a front end that entered the actor.
         is_held: whether the call is stopped now; otherwise it runs to the next stop or to its end.
         thread: the identifier of the thread that runs the call.
         file, line, function: the place of the last stop.
@@ -361,11 +360,11 @@ class ObservedWorker:
         object_memory: bytes of shared memory. ``held``: all segments in use by this worker. ``kept``: free segments kept for
             reuse. ``host``: both for all workers of the host together, each segment counted once. ``limit``: the limit of
             ``host``.
-        streams: streams whose generators run here, paused streams first. ``stream_count``: the number of all of them.
+        streams: streams whose generators run on this worker, paused streams first. ``stream_count``: the number of all of them.
         autograd: the numbers of ``contexts`` and ``passes`` of distributed autograd. ``contexts``: the latest contexts, at most
             20.
         deadlocks: the latest deadlocks that this worker has broken, at most 20.
-        held: calls that the debugger has stopped here.
+        held: calls on this worker that the debugger has stopped.
         tasks: running calls of remote functions.
         threads: the stacks of its threads, if they were requested.
         dumped: whether a signal handler wrote ``threads``, because the worker did not answer.
@@ -424,7 +423,7 @@ class ObservedActor:
         restarts: how often it was restarted. ``max_restarts``: how often it may be restarted (-1: without limit).
         death_cause: why it is dead, or why it died last; empty if it never died.
         detached: whether it outlives its creator.
-        handles: the number of handles of each worker, by the worker's name, as far as its supervisor knows.
+        handles: the number of handles of each worker, by the worker's name, as counted by its supervisor.
         answered: whether the hosting worker answered. If not, the fields below have their defaults.
         age: seconds since the current instance was created.
         calls_done: method calls that the current instance has finished. The call of a stream is finished when the stream ends.

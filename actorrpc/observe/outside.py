@@ -1,7 +1,7 @@
 """Finds the groups of this user on this host, and queries their workers from a process outside the groups. Does not import torch.
 
 Groups are found by the group files in the user's private directory (:mod:`actorrpc.observe.startup`). The workers that the files
-name are queried first, all at once and each over its own connection, then the other workers that these workers know. For a worker
+name are queried first, all at once and each over its own connection, then further workers that their answers name. For a worker
 that does not answer in time, the result has the reason, from ``/proc``.
 """
 
@@ -34,7 +34,7 @@ __all__ = ["FoundGroup", "GroupLook", "at_address", "find_groups", "look", "memb
 
 _AT_ONCE: Final = 64
 _DUMP_S: Final = 0.25  # the part of the time-out that is reserved for stack dumps by signal
-_SOON_S: Final = 0.2  # a driver that has not answered after this time is assumed to hang: its children are queried without it
+_SOON_S: Final = 0.2  # a driver that has not answered after this time is assumed to hang, and its child processes are queried
 _SCHEME: Final = "tcp://"
 _SOCKET: Final = re.compile(r"\d+-(\d+)-\d+-[0-9a-f]{8}\.sock", re.ASCII)
 
@@ -83,7 +83,7 @@ class GroupLook:
         return assemble(self.answers.values(), self.took)
 
     def recordings(self, since: float | None = None) -> list[Recording]:
-        """Return the records of all workers' flight recorders, by rank; with ``since``, without what ended before."""
+        """Return the records of all workers' flight recorders, by rank; ``since``: without calls that ended before this time."""
         answers = sorted(self.answers.values(), key=lambda each: (each[0].rank, each[0].name))
         found = [Recording.of(record.name, record.pid, answer) for record, answer in answers]
         if since is not None:
@@ -128,7 +128,7 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
         except (AuthenticationError, RpcError, ValueError, TypeError, KeyError, msgpack.UnpackException):
             continue
         key = made or (None if keyless else given)
-        # A generated key identifies one group. A key that the user gave may be that of several groups, so the path is used.
+        # A generated key identifies one group. Several groups may use a key that the user gave, so the path identifies the group.
         name = made.reveal() if made is not None else path.encode()
         group = found.setdefault(
             name,
@@ -153,10 +153,10 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
 def at_address(text: str) -> FoundGroup:
     """Return the group of the worker that listens at an address: ``tcp://host:port``, or the path of a Unix socket.
 
-    The key is the one that the user gave, else the key of a group of this user that has the address.
+    The key is the key that the user gave, else the key of a group of this user that listens at the address.
 
     Raises:
-        ConfigError: the text is not such an address.
+        ConfigError: the text is no such address.
         AuthenticationError: no key was found.
     """
     address: str | tuple[str, int]
@@ -180,8 +180,8 @@ def at_address(text: str) -> FoundGroup:
                     key = group.key
     if key is None and not settings.insecure:
         raise AuthenticationError(
-            f"there is no key for {text}: set ACTORRPC_KEY, or ACTORRPC_KEY_FILE to a file that only you can read, to the "
-            "key of its group"
+            f"there is no key for {text}: set ACTORRPC_KEY to the key of its group, or ACTORRPC_KEY_FILE to "
+            "the path of a file with that key, which only you can read"
         )
     target = Target(record=None, addresses=[address], key=key, settings=settings)
     return FoundGroup(what=f"the group of {text}", key=key, targets=[target])
@@ -240,11 +240,11 @@ def look(
     Args:
         parts: the parts of the state to request; see :mod:`actorrpc.observe.protocol`.
         timeout: for the whole query, in seconds.
-        silence: give up a worker that has sent nothing for so many seconds.
-        begin: where the first page begins, for parts that are sent in pages.
-        kept: open connections from the previous query; connections are kept in it for the next query.
-        query_worker: queries one worker, in a thread for each; then only the targets of the group are queried. By default,
-            visitors query the targets and the workers that these know.
+        silence: the query of a worker ends if the worker has sent nothing for so many seconds.
+        begin: by part: where the first page begins, for parts that are sent in pages.
+        kept: provides the open connections of the previous query, and stores connections for the next query.
+        query_worker: is called for each target of the group, each in its own thread. By default, a visitor queries each target,
+            and each further worker that an answer names.
     """
     query = query_worker or (kept or KeptVisits(keeps=False)).query
     begun = time.monotonic()
@@ -330,18 +330,18 @@ class _Search:
             self.ask_children(target)
         elif self._everybody:
             if found.get("members_all") is True:
-                self._wanted = self._parts  # no other worker needs to send the members
+                self._wanted = self._parts  # the list is complete: no other worker needs to send the members
             for member in members_of(found, self._seen):
                 self.query(Target.of(member, target.key, target.settings))
 
 
 @functools.lru_cache(1024)
 def _record(packed: bytes) -> WorkerRecord:
-    return WorkerRecord.from_bytes(packed)  # cached, as repeated queries send the same records
+    return WorkerRecord.from_bytes(packed)  # cached, as repeated queries receive the same records
 
 
 def members_of(found: dict[str, Any], seen: set[bytes]) -> Iterable[WorkerRecord]:
-    """Yield the records of members in an answer, except those in ``seen``, to which the others are added."""
+    """Yield the records of members in an answer that are not in ``seen``, and add them to ``seen``."""
     rows = found.get("members")
     for packed in rows if isinstance(rows, list) else []:
         if not isinstance(packed, bytes) or packed in seen:
@@ -354,7 +354,7 @@ def members_of(found: dict[str, Any], seen: set[bytes]) -> Iterable[WorkerRecord
 
 
 def _record_of(target: Target, found: dict[str, Any] | Silent) -> WorkerRecord | None:
-    """Return a record for a worker of which only the address was known, from its answer; None if there is no valid answer."""
+    """Make a record for a target that has only an address, from its answer; a TCP target without answer is named ``unknown``."""
     if isinstance(found, Silent):
         if target.record is None and isinstance(target.addresses[0], str):
             return None

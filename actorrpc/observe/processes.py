@@ -17,7 +17,7 @@ def _stat(pid: int | str) -> list[bytes]:
     """Return the fields of ``/proc/PID/stat`` from the state on; an empty list if the process does not exist."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name, in parentheses, may itself contain spaces and parentheses.
+            # The second field, the process's name in parentheses, may contain spaces and parentheses.
             return file.read().rpartition(b")")[2].split()
     except OSError:
         return []

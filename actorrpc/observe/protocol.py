@@ -47,12 +47,12 @@ _PAGES: Final = 200
 
 
 def is_acting(name: str) -> bool:
-    """Return whether a visitor with this name may change something."""
+    """Return whether a visitor with this name may request actions."""
     return name.startswith(ACTING)
 
 
 def patience(timeout: float) -> float:
-    """Return how many seconds a worker may send nothing, out of a time-out, before it is given up.
+    """Return for how many seconds of a time-out a worker may send nothing before its query ends.
 
     A call in C may hold the worker's GIL for a while, so this is at least one second (or the time-out, if that is shorter).
     """
@@ -69,7 +69,7 @@ def unpack(body: bytes) -> dict[str, Any]:
     """Unpack a question or an answer.
 
     Raises:
-        ProtocolError: the bytes are neither.
+        ProtocolError: the bytes are no question and no answer.
     """
     try:
         if len(body) > _MOST:
@@ -92,7 +92,7 @@ def all_pages(
     """Request page after page, and return one answer with the rows of all pages.
 
     Args:
-        query: sends a question for these parts, from these begins on, and returns the answer.
+        query: sends a question for the given parts, from the given begins on, and returns the answer.
         begin: where the first page begins.
     """
     whole: dict[str, Any] = {}

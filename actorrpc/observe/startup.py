@@ -41,7 +41,7 @@ _LONG: Final = frozenset(
 
 
 class Observer:
-    """Answers the questions that a worker receives, and sends its own. Thread-safe: its dict is used by single, atomic steps."""
+    """Answers the questions that a worker receives, and sends questions. Thread-safe: uses ``_asked`` in single, atomic steps."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -52,7 +52,7 @@ class Observer:
         self.profiles = KeptProfiles()
 
     def metrics(self) -> dict[str, Any]:
-        """Return sums over the calls of this worker. The first call creates them, from the records that exist then."""
+        """Return sums over the calls of this worker. The first call creates the sums, from the records that exist then."""
         agent = self._worker.agent
         if self._sums is None and agent.flight_recorder is not None:
             self._sums = CallSums(agent.flight_recorder, agent.clock, agent.submit)
@@ -64,7 +64,7 @@ class Observer:
         Does not wait. The future never completes if no answer arrives, so the caller calls :meth:`forget` when it stops waiting.
         """
         future: Future[dict[str, Any]] = Future()
-        future.label = f"what {peer.name!r} says of itself"
+        future.label = f"the answer of {peer.name!r} about its state"
         future.add_done_callback(Future.acknowledge)
         number = next(self._numbers)
         future.number = number  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def _write(worker: Worker) -> str:
     try:
         keys.create_group_file(path, revealed, msgpack.packb(about))
     except ConfigError as error:
-        _log.info("this group is not found by this user's tools: %s", error)
+        _log.info("tools of this user cannot find this group: %s", error)
         return ""
     return path
 

@@ -1,8 +1,8 @@
 """A visitor queries workers from a process that is in no group. It needs neither torch nor an agent.
 
 It connects to a worker as a peer does, proves the key in the same handshake, introduces itself with a rank from the range of
-visitors, and sends questions. It is not a member of the group: other workers do not learn of it, and the worker forgets it when
-it disconnects.
+visitors, and sends questions. It is not a member of the group: other workers do not learn of the visitor, and the
+worker forgets the visitor when it disconnects.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Target:
         record: the worker's record; None if only its address is known.
         addresses: where the worker listens: paths of Unix sockets, or ``(host, port)``.
         key: the key of the group; None if the group has none.
-        settings: for TLS and frame integrity.
+        settings: the settings of TLS and of frame integrity.
     """
 
     record: WorkerRecord | None
@@ -94,11 +94,11 @@ class Visit:
     Args:
         target: the worker.
         until: the time limit for connecting, on the monotonic clock.
-        acts: allow :meth:`act`; the visitor's name tells the worker.
+        acts: allow :meth:`act`; the visitor gets a name by which the worker accepts actions.
         silence: seconds without a byte from the worker after which a wait fails.
 
     Attributes:
-        silence: the argument; may be changed.
+        silence: the argument ``silence``; may be changed.
 
     Raises:
         OSError: there is no connection (TimeoutError: not in time).
@@ -179,7 +179,7 @@ class Visit:
             try:
                 return sock, shake_hands(sock, dialler, until, partial(self._wait, sock, until))
             except AuthenticationError as error:
-                if dialler.replaced:  # a wrong address, not a wrong key: the target has ended
+                if dialler.replaced:  # another run of the worker has the address; the key is right
                     raise ConnectionRefusedError(str(error)) from error
                 raise
         except ssl.SSLError as error:
@@ -223,16 +223,16 @@ class Visit:
             return self._say({"what": wanted, "from": at}, until)
 
         found = all_pages(query, parts, begin)
-        if "records" in parts:  # processes of one host share a clock
+        if "records" in parts:  # a worker on this host uses the same clock
             found["clock"] = (0.0, 0.0) if self._pid else compare_clocks(query, time.monotonic)
         return found
 
     def tell(self, notice: str, body: bytes) -> None:
-        """Send a notice. Raises OSError where the connection has ended."""
+        """Send a notice. Raises OSError if the connection has ended."""
         self._send(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": notice})))
 
     def hear(self, notice: str, until: float) -> list[bytes]:
-        """Wait for frames, and return the bodies of the notices among them that have this name; empty after ``until``.
+        """Wait for frames; return the bodies of the notices with this name among them. An empty list if none arrives in time.
 
         Raises:
             OSError: the connection has ended.
@@ -303,7 +303,7 @@ class KeptVisits:
     except for :meth:`pool` and :meth:`close`: the methods consist of atomic dict operations.
 
     Args:
-        keeps: False: close each visit after its query.
+        keeps: whether visits stay open; otherwise, each visit is closed after its query.
     """
 
     def __init__(self, keeps: bool = True) -> None:
@@ -320,7 +320,7 @@ class KeptVisits:
     def query(
         self, target: Target, parts: list[str], begin: dict[str, int] | None, until: float, silence: float
     ) -> dict[str, Any]:
-        """Query a worker, in the visit that was kept or in a new visit; arguments and errors as of :class:`Visit`."""
+        """Query a worker, in the visit that was kept or in a new visit; for arguments and errors, see :class:`Visit`."""
         visit = None if target.record is None else self._visits.pop(target.record.incarnation, None)
         if visit is not None:
             visit.silence = silence
@@ -347,7 +347,7 @@ class KeptVisits:
             other.close()
 
     def keep_only(self, incarnations: Collection[str]) -> None:
-        """Close the visits to all other workers."""
+        """Close the visits to workers that are not among the given incarnations."""
         for each in list(self._visits):
             if each not in incarnations and (visit := self._visits.pop(each, None)) is not None:
                 visit.close()

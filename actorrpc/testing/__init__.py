@@ -16,7 +16,7 @@
 
 ``actorrpc.testing.pytest_plugin`` limits the time of tests, and has fixtures that report leaks.
 
-A fault acts on the messages that the worker of its process sends, including messages to itself. To start faults in other
+A fault acts on the messages that the worker of this process sends, including messages to itself. To start faults in other
 processes, set their environment (``ACTORRPC_FAULT="drop call times=1; delay answer seconds=0.5"``) or options
 (:class:`FaultyRpcBackendOptions`).
 """

@@ -3,8 +3,8 @@
 They are installed in the agent while a fault is in force. A :class:`WaitingRoom` holds messages back, and sends each of them
 when it is due.
 
-``_lock`` guards the lists of faults and rooms. The locks of rooms and faults are leaves, and are not taken under it. No lock
-is held while messages are sent or rolled back.
+``FaultFilter._lock`` guards the lists of faults and rooms. The locks of rooms and faults are leaves, and are not taken under it.
+No lock is held while messages are sent or their references are released.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class HeldMessage:
 
     Attributes:
         fault: the fault that delays it.
-        due: when it is sent, by the agent's clock.
-        in_line: the message may not overtake other messages that are in line (calls of actors).
-        send: sends it; called in a pool thread, with no lock held.
-        discard: releases the references in it; called if it will not be sent.
+        due: when the message is sent, by the agent's clock.
+        in_line: whether the message keeps its order among the messages in line, which are the calls of actors.
+        send: sends the message; called in a pool thread, with no lock held.
+        discard: releases the references in the message; called if the message will not be sent.
     """
 
     fault: Fault
@@ -73,12 +73,12 @@ class WaitingRoom:
     def __init__(self, agent: Agent, emptied: Callable[[], None]) -> None:
         self._agent = agent
         self._emptied = emptied
-        # Guards all below; a leaf.
+        # Guards the attributes below; a leaf.
         self._lock = threading.Lock()
         self._held: list[
             HeldMessage
         ] = []  # sorted by the time at which they are due; messages in line keep their order
-        self._sending: HeldMessage | None = None  # a thread is sending it in release()
+        self._sending: HeldMessage | None = None  # the message that a thread is sending in release()
 
     @property
     def empty(self) -> bool:
@@ -132,14 +132,14 @@ class WaitingRoom:
             try:
                 held.send()
             except Exception:
-                _log.exception("a message that was held up could not be sent")
+                _log.exception("a delayed message could not be sent")
             with self._lock:
                 held = self._next()
         if self.empty:
             self._emptied()
 
     def _next(self) -> HeldMessage | None:
-        """Take out the next message that is due. Under the lock."""
+        """Remove and return the next message that is due. Under the lock."""
         is_due = self._held and self._held[0].due <= self._agent.clock.now()
         self._sending = self._held.pop(0) if is_due else None
         return self._sending
@@ -164,13 +164,13 @@ class FaultFilter(CallHooks):
         self._lock = threading.Lock()
         self._faults: tuple[Fault, ...] = ()
         self._rooms: dict[Peer, WaitingRoom] = {}
-        # Notices that were dropped and not sent again since, by their message key.
+        # Dropped notices that were not sent again since, by :meth:`Message.key`.
         self._lost: dict[bytes, tuple[Fault, hooks.OutgoingMessage]] = {}
 
     # -- faults --------------------------------------------------------------------------------------
 
     def apply(self, faults: Sequence[Fault]) -> None:
-        """Apply these faults from now on. Send what faults that are no longer among them have held back, and lost notices."""
+        """Apply only these faults from now on. Send the delayed messages and the dropped notices of faults that have ended."""
         with self._lock:
             before = self._faults
             self._faults = tuple(each for each in faults if each.is_for(self._agent.name))
@@ -220,7 +220,7 @@ class FaultFilter(CallHooks):
     # -- messages ------------------------------------------------------------------------------------
 
     def on_start(self, execution: Execution, function: Any, args: tuple[Any, ...]) -> None:
-        """Record the executed function, by which faults later select the answer."""
+        """Record the executed function, so that faults can select the answer by its function."""
         type, called, _ = type_of_request(function, args, None, "")
         execution.notes[self] = Message(type, execution.peer, called)
 
@@ -261,10 +261,10 @@ class FaultFilter(CallHooks):
             self._agent.references.roll_back(sent.context)
 
     def _lose(self, sent: hooks.OutgoingMessage, message: Message, fault: Fault) -> None:
-        """End the call whose message is dropped, if it has no deadline or the fault says ``at_once``.
+        """Fail the call whose message is dropped, if the call has no deadline or the fault is ``at_once``.
 
         Raises:
-            RpcTimeoutError: the message is a one-way request (cast), so only its sender can be told.
+            RpcTimeoutError: the message is a one-way request (cast); no call or answer can carry the error.
         """
         call, agent = sent.call, self._agent
         if call is not None:
@@ -287,7 +287,7 @@ class FaultFilter(CallHooks):
             raise _loss(f"a message of type {message.type}", sent.peer, fault)
 
     def _expect(self, call: Call) -> None:
-        """Register a call that is not sent (yet), so that its deadline, a cancellation or its peer's death ends it.
+        """Register a call that is not sent (yet), so that a deadline, a cancellation or the peer's death ends the call.
 
         Raises:
             PeerDiedError, ShutdownError: the peer is dead or this worker has shut down.
@@ -330,10 +330,10 @@ class FaultFilter(CallHooks):
             return
         if call is not None:
             if not call.done and call.deadline <= agent.clock.now():
-                call.expire()  # its CANCEL would otherwise be sent later, and might overtake the call
+                call.expire()  # otherwise the call's CANCEL would be sent later, and might overtake it
             if peer.is_self:
-                # Remove a cancellation that was noted before the delayed call is delivered: over a connection, the
-                # cancellation would arrive after the call, so the call would begin.
+                # Over a connection, a CANCEL would arrive after the delayed call, so the call would begin. Here it was noted
+                # before; remove the note, so that the call begins, too.
                 peer.cancelled.pop(call.id, None)
         try:
             self._transmit(sent, left)
@@ -371,7 +371,7 @@ class FaultFilter(CallHooks):
         elif conn.state is CLOSED:
             raise PeerDiedError("the connection was closed", maybe_executed=True)
         if call is not None and not call.done:
-            call.conn = conn  # from now on, a caller that gives up sends a CANCEL over this connection
+            call.conn = conn  # from now on, a caller that stops waiting sends a CANCEL over this connection
         outbound.send(
             agent,
             conn,

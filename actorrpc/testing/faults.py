@@ -5,7 +5,7 @@
     assert lost.count == 3
 
 A fault is in force from :meth:`Fault.start` (or the beginning of its block) to :meth:`Fault.stop` (the end of its block), or to
-the end of the agent. If several faults select a message, the fault that was started first gets it.
+the end of the worker. If several faults select a message, the fault that was started first acts on it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from actorrpc.wire.identity import WorkerInfo
 
 __all__ = ["Fault", "FaultOptions", "Filter", "apply_to", "delay", "drop"]
 
-_KEYS: Final = 10_000  # a fault remembers how often it has hit each of the last so many messages
+_KEYS: Final = 10_000  # the most messages whose attempts a fault counts; beyond, it forgets the oldest
 
 
 def _count(name: str, value: Any) -> Any:
@@ -41,7 +41,7 @@ def _several(given: Any) -> list[Any]:
 
 
 def _workers(_name: str, given: Any) -> list[str] | None:
-    """Check the names, patterns and ranks by which workers are named."""
+    """Check the names, patterns and ranks of workers; return them as strings."""
     if given is None:
         return None
     found = []
@@ -54,7 +54,7 @@ def _workers(_name: str, given: Any) -> list[str] | None:
 
 
 def _functions(_name: str, given: Any) -> list[str] | None:
-    """Check the names and patterns by which functions are named."""
+    """Check the names and patterns of functions, and functions themselves; return them as patterns."""
     if given is None:
         return None
     found = []
@@ -62,7 +62,7 @@ def _functions(_name: str, given: Any) -> list[str] | None:
         names = names_of(each)
         if not names:
             raise WrongTypeError(f"a function is named by itself or by a str, not by {each!r}")
-        # The caller of an actor's method only has the method's name, so a function is matched by its name as well.
+        # A call of an actor contains only the method's name, so a function is also matched by its name without its module.
         found += [each] if isinstance(each, str) else [names[-1], f":{names[0]}"]
     return found
 
@@ -87,7 +87,7 @@ class FaultOptions:
         check_fields(self)
 
     def select(self, message: Message) -> bool:
-        """Say whether ``to``, ``function`` and ``when`` select this message."""
+        """Return whether ``to``, ``function`` and ``when`` select this message."""
         peer = message.peer
         if self.to is not None and not any(
             worker == str(peer.record.rank) or fnmatchcase(peer.name, worker) for worker in self.to
@@ -103,18 +103,18 @@ class FaultOptions:
 class Fault:
     """A fault of one worker, made by :func:`drop` or :func:`delay`. Thread-safe.
 
-    Its counters can be read after its end, and it can be started again. It can be pickled, without its counters, to be sent to a
-    new process.
+    The counters can be read after the fault has ended, and the fault can be started again. It can be pickled, without its
+    counters, to be sent to a new process.
 
     Args:
         given: fields of :class:`FaultOptions`.
 
     Attributes:
         action: ``"drop"`` or ``"delay"``.
-        types: the types of messages that it selects.
-        seconds: how long it delays messages.
-        at_once: a call whose message is dropped fails at once, not at its deadline.
-        bounded: a delayed call is sent with the time that it had left when it was made.
+        types: the types of messages that the fault selects.
+        seconds: how long the fault delays messages.
+        at_once: whether a call whose message is dropped fails at once, not at its deadline.
+        bounded: whether a delayed call is sent with the time-out that it had left when it was made; otherwise, without.
     """
 
     def __init__(self, action: Literal["drop", "delay"], types: Iterable[str], **given: Any) -> None:
@@ -137,7 +137,7 @@ class Fault:
         """Bring the fault into force on this worker. Before ``init_rpc``, it takes effect when the worker has joined.
 
         Raises:
-            RuntimeError: it is in force already, or the process is an in-process cluster.
+            RuntimeError: the fault is in force already, or this process runs an in-process cluster.
         """
         if here.worker is None and workers_here():
             raise RuntimeError(
@@ -165,37 +165,37 @@ class Fault:
 
     @property
     def active(self) -> bool:
-        """Whether it was started, and has ended neither by :meth:`stop` nor with its agent."""
+        """Whether the fault was started, and has ended neither by :meth:`stop` nor with its worker."""
         return self in _in_force
 
     # -- counters --------------------------------------------------------------------------
 
     @property
     def count(self) -> int:
-        """How many messages it has dropped or delayed."""
+        """How many messages the fault has dropped or delayed."""
         with self._lock:
             return self._counts.total()
 
     @property
     def counts(self) -> Counter[str]:
-        """How many messages it has dropped or delayed, by type (a copy)."""
+        """How many messages the fault has dropped or delayed, by type (a copy)."""
         with self._lock:
             return Counter(self._counts)
 
     @property
     def held(self) -> int:
-        """How many messages it delays now."""
+        """How many messages the fault delays now."""
         with self._lock:
             return self._held
 
     # -- for the FaultFilter -------------------------------------------------------------------------------
 
     def is_for(self, worker: str) -> bool:
-        """Say whether it applies to the worker of this name."""
+        """Return whether the fault applies to the worker of this name."""
         return self._options.on is None or fnmatchcase(worker, self._options.on)
 
     def takes(self, message: Message) -> bool:
-        """Say whether it selects a message, and count the message if so."""
+        """Return whether the fault selects a message, and count the message if so."""
         options = self._options
         if message.type not in self.types or not options.select(message):
             return False
@@ -211,7 +211,7 @@ class Fault:
             return True
 
     def _again(self, key: bytes, times: int) -> bool:
-        """Count an attempt to send a message. False: the message passes, and the next equal message counts anew."""
+        """Count an attempt to send a message; return whether the fault acts on it. If not, an equal message counts anew."""
         tries = self._hits.pop(key, 0) + 1
         if tries > times:
             return False
@@ -237,19 +237,19 @@ class Filter(Protocol):
     """Applies the faults of this process to the messages of its agent."""
 
     def apply(self, faults: Sequence[Fault]) -> None:
-        """Apply these faults from now on; faults that are no longer among them have ended."""
+        """Apply these faults from now on; faults that are not in the sequence have ended."""
 
 
-# Guards the two below. The filter's lock is taken while it is held.
+# Guards ``_filter`` and ``_in_force``. The filter's lock is taken while this lock is held.
 _lock = threading.Lock()
 _filter: Filter | None = None  # of this process's agent
 _in_force: tuple[
     Fault, ...
-] = ()  # started, in this order, and not ended; they wait for an agent if there is no filter
+] = ()  # started faults that have not ended, in order; without a filter, they wait for a worker
 
 
 def apply_to(filter: Filter | None) -> None:
-    """Set the filter that applies the faults of this process. None: its agent has ended, and all faults end with it."""
+    """Set the filter that applies the faults of this process. None: the worker has ended, and all faults end with it."""
     with _lock:
         _enforce(filter, _in_force if filter is not None else ())
 
@@ -263,7 +263,7 @@ def _enforce(filter: Filter | None, faults: tuple[Fault, ...]) -> None:
 
 
 def _after_fork() -> None:
-    """Forget the faults of the parent in a forked child, and its lock, which another thread may have held."""
+    """Discard the parent's faults in a forked child, and the parent's lock, which another thread may have held."""
     global _filter, _in_force, _lock
     _lock, _filter, _in_force = threading.Lock(), None, ()
 
@@ -285,14 +285,14 @@ def drop(
     """Return a fault that drops messages of this worker.
 
     A call whose request or answer is dropped fails with RpcTimeoutError at its deadline; if it has no deadline, it fails at
-    once, because nothing else would end it. Messages without an answer, those of RRefs and the notices of autograd, are sent
+    once, because nothing else would end it. Messages without an answer, which are the notices of RRefs and of autograd, are sent
     again by their protocols, first after 1 s and then at growing intervals, and at once when the fault ends. A backward pass
     whose gradients are dropped fails at once.
 
     Args:
         types: names from :data:`MESSAGES`, or patterns (``"rref_*"``).
-        times: drop only the first so many attempts of each message; -1 or None: all. A message with the same contents to the
-            same worker counts as another attempt, until one has passed; after that, an equal message counts as a new message.
+        times: drop only the first so many attempts to send each message; -1 or None: all. A message with equal contents to the
+            same worker counts as another attempt, until one attempt has passed; then an equal message counts as a new message.
         total: drop at most so many messages in all; -1 or None: any number.
         to: only messages to these workers: a name, a pattern (``"trainer*"``), a rank or a WorkerInfo, or a list of them.
         function: only calls of these functions and their answers: the function, its name (with or without class or
@@ -300,7 +300,7 @@ def drop(
         probability: the probability with which each message is dropped; 1 drops all.
         seed: the seed of the random numbers for ``probability``.
         at_once: the call fails with RpcTimeoutError at once, instead of at its deadline.
-        on: only on workers with this name or pattern, for faults that several workers start alike.
+        on: only on workers with this name or pattern; for a fault that the programs of several workers start.
 
     Raises:
         ConfigError: an argument cannot be used; for an unknown type, the message lists all types.
@@ -333,9 +333,9 @@ def delay(
     """Return a fault that holds messages of this worker back before they are sent.
 
     The sending thread continues at once. Other messages overtake a delayed message. Messages that are delayed equally long keep
-    their order, and calls of actors always keep their order to each worker. The contents are as they were at the moment of the
-    call. A call that has timed out or was cancelled meanwhile is nevertheless sent, with the time that it had left when it was
-    made, like a call that was late on the way.
+    their order, and calls of actors always keep their order to each worker. A delayed message has the contents that it
+    had when it was made. A call that has timed out or was cancelled meanwhile is nevertheless sent, with the time that it had
+    left when it was made, as if the network had delayed it.
 
     Args:
         seconds: how long each message is delayed.

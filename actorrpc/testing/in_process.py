@@ -10,7 +10,7 @@
 Each worker has its own agent, threads, connections and RRefs, as if it ran on its own host: the workers are connected by TCP
 over the loopback interface, through relays that inject faults. They do not use shared memory. Each thread acts for one worker:
 a function that is called on a worker sees that worker as its own (``rpc.get_worker_info()``). The test's main thread, and
-threads that the test or such a function starts, act for the first worker. To act for another worker, use
+threads that the test or a called function starts, act for the first worker. To act for another worker, use
 ``with cluster["worker1"]: ...`` or the methods of ``cluster["worker1"]``.
 
 Unless ``autojump`` is on, time stands still while the test's own thread waits. Therefore make a call that has a time-out with
@@ -200,7 +200,7 @@ class InProcessCluster:
         """Start all workers.
 
         Raises:
-            RuntimeError: it was started before, or this process is a worker, or has another in-process cluster or virtual clock.
+            RuntimeError: the cluster was started before, or this process is a worker, or has another cluster or virtual clock.
         """
         if self._state != "new":
             raise RuntimeError("an InProcessCluster can be started once")
@@ -246,7 +246,7 @@ class InProcessCluster:
         mute(False)
 
     def _make(self, worker: ClusterWorker, key: Key, stack: contextlib.ExitStack) -> None:
-        # A host identity per worker: then a silent peer is considered dead. On one host, the agent would ask its process.
+        # Separate host identities: on one host, an agent would not declare a silent peer dead, because its process runs.
         host = host_identity()[:16] + secrets.token_hex(8)
         group = groups.enter(
             worker.name, worker.rank, self._members, settings=self._settings, key=key, host=host
@@ -274,10 +274,10 @@ class InProcessCluster:
                 end_acting(worker)
 
     def _check(self) -> Relays:
-        """Return the relays of the cluster, which is open.
+        """Return the relays of the open cluster.
 
         Raises:
-            RuntimeError: it is not open.
+            RuntimeError: the cluster is not open.
         """
         if self._state != "open" or self._relays is None:
             raise RuntimeError(f"this InProcessCluster is {self._state}: use it in its with block")
@@ -324,12 +324,12 @@ class InProcessCluster:
         relays.heal(pair)
 
     def reset(self, one: str, other: str) -> int:
-        """Break the connections between two workers; return how many. They reconnect, unless the two are cut apart."""
+        """Break the connections between two workers; return their number. The workers reconnect, unless they are cut apart."""
         relays, pair = self._between(one, other)
         return relays.reset(pair)
 
     def stop(self, name: str) -> None:
-        """Cut a worker off from all others. It keeps running, but the others see it as they would a stopped process."""
+        """Cut a worker off from all other workers. It keeps running, but looks to them like a stopped process."""
         for other in self._others(name):
             self.cut(name, other)
 
@@ -341,7 +341,7 @@ class InProcessCluster:
     def kill(self, name: str) -> None:
         """Close a worker's agent at once: its connections break, its address refuses connections, and its calls end.
 
-        Threads cannot be killed: functions that run there continue, but their answers are not sent.
+        Threads cannot be killed: functions that run on this worker continue, but their answers are not sent.
         """
         self._check().kill(self[name].name)
         worker = self[name]
@@ -359,7 +359,7 @@ class InProcessCluster:
         return [worker.name for worker in self.workers if worker is not self[name]]
 
     def _addresses(self, dialler: str, peer: Peer) -> list[tuple[int, Any]]:
-        """Return the address at which a worker connects to another: that of their relay, which the first call makes."""
+        """Return the address at which a worker connects to a peer: the address of their relay, which the first call creates."""
         if self._state != "open":
             return []
         return [(socket.AF_INET, self._check().address(dialler, peer.name, peer.record.tcp[0]))]

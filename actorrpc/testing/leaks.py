@@ -52,7 +52,7 @@ _libuv_lock: list[str] = []  # the pipe of libuv's lock in this process, once it
 
 
 def _threads() -> dict[Hashable, str]:
-    """Threads that run Python code: those of `threading`, and others while they have a Python frame.
+    """Threads that run Python code: all threads of `threading`, and other threads while they have a Python frame.
 
     A thread of a torch pool is not counted between two tasks, when it has no Python frame; nor is a thread that `_thread` has
     started but that has not run yet.
@@ -61,7 +61,7 @@ def _threads() -> dict[Hashable, str]:
     found: dict[Hashable, str] = {}
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, thread in known.items():
-        # A dummy stands for a thread that was started elsewhere, and outlives it. The second loop checks its frame.
+        # A dummy stands for a thread that `threading` did not start, and may outlive it. The second loop checks for a frame.
         if not isinstance(thread, threading._DummyThread):
             found[thread] = (
                 f"thread {thread.name!r}{' (daemon)' if thread.daemon else ''}{_where(frames, ident)}"
@@ -81,7 +81,7 @@ def _where(frames: Mapping[int, FrameType], ident: int | None) -> str:
 def _open_descriptors() -> Iterator[tuple[int, str]]:
     """The descriptors of this process, and their targets."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of this listdir call
+        with contextlib.suppress(OSError):  # the descriptor that listdir() itself used is closed
             yield int(name), os.readlink(f"/proc/self/fd/{name}")
 
 
@@ -95,7 +95,7 @@ def _descriptors() -> Counter[str]:
 
 
 def _is_libuv_lock(target: str) -> bool:
-    """Whether it is the pipe that libuv, which torch's TCPStore uses, makes once per process and keeps.
+    """Whether the target is the pipe that libuv, which torch's TCPStore uses, makes once per process and keeps.
 
     libuv uses the pipe as a lock: this process has both ends, and the pipe holds one byte.
     """
@@ -154,7 +154,7 @@ class Holdings:
         peers = agent.peers()
         counts = {
             "RRef of a value of another worker": info["num_users"],
-            "value of this worker that others have an RRef to": info["num_owner_rrefs"],
+            "value of this worker that other workers have an RRef to": info["num_owner_rrefs"],
             "autograd context": len(contexts().all()),
             "call that is under way": sum(len(peer.pending) for peer in peers),
             "call that is executed here": sum(len(peer.running) for peer in peers),
@@ -163,7 +163,7 @@ class Holdings:
         return cls(agent, Counter(counts))
 
     def remaining(self, before: Holdings) -> list[str]:
-        """Describe the kinds of objects that are more than before; empty if the worker has another agent now."""
+        """Describe the kinds of which the worker holds more objects than before; empty if the worker has another agent now."""
         if self.agent is None or self.agent is not before.agent:
             return []
         return [f"{name} ({count} of them)" for name, count in (self.counts - before.counts).items()]
@@ -174,7 +174,7 @@ def _held_elsewhere(path: str) -> bool:
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        return True  # the file of another process, which has removed it
+        return True  # the file was removed meanwhile, so it is no leak
     mapped = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino} "
     mine = {process.pid for process in processes.of_session()} | {os.getpid()}
     for entry in os.listdir("/proc"):

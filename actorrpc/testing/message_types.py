@@ -41,19 +41,19 @@ CONTROL: Final = "group_control"
 MESSAGES: Final[Mapping[str, str]] = {
     "call": "a call with rpc_sync or rpc_async, or through a proxy of an RRef or a RemoteModule",
     "remote": "a call with remote(), which makes a value on another worker",
-    "to_here": "the request for an RRef's value",
+    "to_here": "to_here(): the request for an RRef's value",
     "actor_call": "a call of an actor's method",
     ANSWER: "the answer to a request of any type but group_control: a value or an error",
-    "actor_control": "making, finding, watching and ending actors, and fetching the items of their streams",
+    "actor_control": "requests to create, find, watch and end actors, and to fetch the items of their streams",
     "rref_fork": "a worker tells the owner of a value that it has a new RRef to it",
     "rref_fork_ack": "the owner's answer to rref_fork",
     "rref_accept": "a worker confirms to the sender of an RRef that it has received the RRef; usually part of an answer",
     "rref_delete": "a worker tells the owner of a value that RRefs to it no longer exist",
     "autograd_backward": "the requests of a backward pass to other workers, except for gradients",
-    "autograd_gradient": "the gradients of one message, on their way in a backward pass",
+    "autograd_gradient": "the gradients for the tensors of one message, in a backward pass",
     "autograd_verdict": "the end of a backward pass: whether its gradients are kept",
     "autograd_release": "the end of an autograd context",
-    CONTROL: "waiting for each other at shutdown, and running the embedded cluster; includes the answers",
+    CONTROL: "messages by which workers shut down together, and by which a driver runs its cluster; includes the answers",
 }
 """All types of messages, with descriptions. Acknowledgements and heartbeats do not count as messages."""
 
@@ -68,7 +68,7 @@ _NOTICES: Final[Mapping[type, str]] = {
     ChildAccept: "rref_accept",
     UserDelete: "rref_delete",
 }
-# Types of requests that this package itself makes, by the beginning of the function's module; the first match counts.
+# Types of requests that this package itself makes, by prefixes of the function's module; the first match counts.
 _OWN: Final = (
     ("actorrpc.actors.", "actor_control"),
     ("actorrpc.autograd.", "autograd_backward"),
@@ -131,10 +131,10 @@ def types_named(patterns: Iterable[str]) -> frozenset[str]:
 
 
 def described(sent: OutgoingMessage, by: CallHooks) -> Message | None:
-    """Return a message that an agent is about to send as faults see it; None for a notice that has no type.
+    """Describe a message that an agent is about to send, as faults see it; None for a notice that has no type.
 
     Args:
-        by: the hooks that ask. When a request was received, they stored its description in ``execution.notes``; the
+        by: the hooks of the caller. When a request began to run, they stored its description in ``execution.notes``; the
             description of the answer is made from it.
     """
     if sent.kind == frames.NOTICE:
@@ -164,7 +164,7 @@ def _contents(encoded: Any) -> list[bytes]:
 def type_of_request(
     function: Any, args: tuple[Any, ...], mail: MailHeader | None, label: str
 ) -> tuple[str, Any, Any]:
-    """Return the type of a call, the function that it calls, and the id of the RRef's value that it is about."""
+    """Return the type of a call, the function that it calls, and, if the call uses an RRef, the id of the RRef's value."""
     if mail is not None:
         return ("actor_call", label, None) if "method" in mail.header else ("actor_control", label, None)
     module = getattr(function, "__module__", None)
@@ -201,7 +201,7 @@ def type_of_notice(name: str, body: bytes) -> str | None:
 def names_of(called: Any) -> tuple[str, ...]:
     """Return the names that select a function: with and without its class, and with its module.
 
-    The last name selects exactly this function. If only a name is known, it begins with a colon.
+    The last name selects exactly this function; it begins with a colon if the module is unknown.
     """
     while isinstance(called, partial):
         called = called.func

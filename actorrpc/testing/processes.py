@@ -42,7 +42,7 @@ def begin_session() -> None:
     A session inside a test of another session appends its own path, so that both sessions find the processes.
     """
     outer = os.environ.get(_MARK)
-    # Short, because it holds Unix sockets: their paths have at most 107 bytes.
+    # The path is short, because the directory has Unix sockets, whose paths have at most 107 bytes.
     private = tempfile.mkdtemp(prefix="arpct-", dir=scratch() if outer else "/tmp")
     os.environ[_MARK] = f"{outer}:{private}" if outer else private
 
@@ -58,7 +58,7 @@ def end_session() -> None:
 
 
 def scratch() -> Path:
-    """The session's private directory, in this process and in those that its tests start."""
+    """The session's private directory, in this process and in the processes that its tests start."""
     return Path(os.environ[_MARK].rpartition(":")[2])
 
 
@@ -73,7 +73,7 @@ def descendants() -> set[psutil.Process]:
 
 
 def _children(pid: int) -> set[int]:
-    # psutil reads the files of all processes for this, which takes some milliseconds.
+    # Not with psutil, which would read the files of all processes, and take some milliseconds.
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -83,10 +83,10 @@ def _children(pid: int) -> set[int]:
 
 
 def of_session() -> set[psutil.Process]:
-    """All existing processes that this session's tests have started, without this one and the helpers of multiprocessing."""
+    """All existing processes that this session's tests have started, without this process and the helpers of multiprocessing."""
     token, marked = scratch().name.encode(), set()
     for pid in psutil.pids():
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if token in Path(f"/proc/{pid}/environ").read_bytes():
                 marked.add(pid)
     return descendants() | _processes(marked - {os.getpid()})

@@ -5,9 +5,9 @@ To load it, put this into the ``conftest.py`` of the tests' top folder (or use `
     pytest_plugins = ["actorrpc.testing.pytest_plugin"]
 
 Each of set-up, call and teardown of a test may then take 60 s, or the time given by ``@pytest.mark.limit(seconds)`` or
-``--limit SECONDS`` (0: no limit, as with ``--pdb``). A test that takes longer fails. The failure shows the stacks of its process
-and of the processes that it has started, which are killed. ``--times N`` runs each test N times, for tests whose outcome
-depends on timing. Tests with the fixture :func:`no_leaks` fail if they leave anything behind::
+``--limit SECONDS`` (0: no limit, as with ``--pdb``). A test that takes longer fails. The failure shows the stacks of the test's
+process and of the processes that the test has started, which are killed. ``--times N`` runs each test N times, for tests whose
+outcome depends on timing. Tests with the fixture :func:`no_leaks` fail if they leave anything behind::
 
     pytestmark = pytest.mark.usefixtures("no_leaks")      # all tests of a module
 
@@ -31,7 +31,7 @@ __all__ = ["WATCHDOG", "charge", "no_leaks"]
 WATCHDOG = pytest.StashKey[Watchdog]()
 """The key of the watchdog in the configuration's stash."""
 
-_RAISED = pytest.StashKey[bool]()  # in a test's stash: it has raised
+_RAISED = pytest.StashKey[bool]()  # in a test's stash: whether the test has raised
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,12 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--leak-wait",
         type=float,
         default=leaks.WAIT,
-        help="seconds that threads and processes of a test have to end",
+        help="seconds within which threads and processes of a test must end",
     )
     group.addoption("--times", type=int, default=1, help="run each test so many times in a row")
 
 
-@pytest.hookimpl(trylast=True)  # after the test's own parameters: the runs of one test follow each other
+@pytest.hookimpl(trylast=True)  # after the test's own parameters, so that a test's runs follow each other
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Repeat each test ``--times`` times."""
     times = metafunc.config.getoption("--times")
@@ -59,7 +59,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Begin a session, and start the watchdog's thread."""
     config.addinivalue_line("markers", "limit(seconds): how long the test may take; 60 s by default")
-    # Clean-ups run in reverse order.
+    # pytest runs these clean-ups in reverse order.
     processes.begin_session()
     config.add_cleanup(processes.end_session)
     runtime = processes.scratch() / "run"
@@ -117,7 +117,7 @@ def pytest_runtest_makereport(
 
 
 def charge(found: leaks.Leaks) -> NoReturn:
-    """Fail because of what was left behind, and kill the leaked processes, so that they do not disturb later tests."""
+    """Fail the test because of its leaks, and kill the leaked processes, so that they do not disturb later tests."""
     text = str(found)
     processes.kill(found.processes)
     pytest.fail(f"left behind:\n{text}", pytrace=False)
@@ -129,7 +129,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
     Checks threads, processes, descriptors, shared memory and files of the runtime directory; and, if the test process is a
     worker before and after, RRefs, autograd contexts and calls. If the test itself has failed, its traceback keeps
-    variables alive; so what it left is only shown.
+    variables alive; so leaks are only shown.
     """
     before = leaks.LeakSnapshot.capture()
     request.config.stash[WATCHDOG].keep(before.processes)

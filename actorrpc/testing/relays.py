@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 __all__ = ["Relays"]
 
 _T = TypeVar("_T")
-_Connection = list[asyncio.StreamWriter]  # the writers of its two ends
+_Connection = list[asyncio.StreamWriter]  # the writers of the connection's two ends
 
 _CHUNK: Final = 1 << 16
 _PATIENCE_S: Final = 10.0
@@ -32,7 +32,7 @@ class _Relay:
         self._is_open = is_open  # cleared while the two workers are cut apart
         self._connections: list[_Connection] = []
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself keeps no reference to a task
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself keeps only weak references to tasks
 
     async def listen(self) -> tuple[str, int]:
         """Begin to accept connections; return the address."""
@@ -67,7 +67,7 @@ class _Relay:
                 raise ConnectionResetError
             await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, connection[0]))
         except (OSError, asyncio.CancelledError) as error:
-            if isinstance(error, ConnectionRefusedError):  # the worker has shut down, and does not come back
+            if isinstance(error, ConnectionRefusedError):  # the target worker has shut down for good
                 self.refuse()
             _reset(connection)
         finally:

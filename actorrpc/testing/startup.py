@@ -86,7 +86,7 @@ def from_environment() -> list[Fault]:
     """Return the faults that ``ACTORRPC_FAULT`` describes.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the variable cannot be parsed.
     """
     text = os.environ.get(VARIABLE, "")
     try:

@@ -1,13 +1,13 @@
-"""Virtual time: it stands still until a test advances it, and a thread that waits for a moment wakes as soon as it is reached.
+"""Virtual time: it stands still until a test advances it, and a thread wakes as soon as the time reaches its deadline.
 
     with testing.VirtualTime() as clock:
         ...
         clock.advance(60.0)                  # everything that is due within a minute happens now, in order
 
-While it is in force, all of actorrpc in this process uses it (:mod:`actorrpc._time`). The time jumps from one deadline to the
-next, and only when every other thread of the process waits. So a test gives the same result on a busy machine. Deadlines
-within the next tenth of a second are reached automatically (messages that are collected for a batch, threads that start). Later
-ones are reached by :meth:`VirtualTime.advance`, or, with ``autojump``, when nothing else can happen and a thread waits.
+While it is in force, all of actorrpc in this process uses virtual time (:mod:`actorrpc._time`). The time jumps from one deadline
+to the next, and only when every other thread of the process waits. So a test gives the same result on a busy machine. Deadlines
+within the next tenth of a second are reached automatically, because batches of messages and starting threads have such
+deadlines. Later deadlines are reached by :meth:`VirtualTime.advance`; with ``autojump``, also when all threads wait.
 
 ``time.sleep``, ``asyncio``, time-outs of other libraries and other processes still use the real time. A thread that sleeps in
 real time counts as waiting.
@@ -36,11 +36,11 @@ _FORWARD = "a number of seconds of at least 0, finite: time never runs backwards
 
 _BY_ITSELF_S: Final = 0.1
 _SLICE_S: Final = 0.02  # real: a thread that waits for a socket reads the time at this interval
-_STALE_S: Final = 0.05  # real: a thread that is later than that by this much is no longer waiting
+_STALE_S: Final = 0.05  # real: a thread that is late by this much counts as no longer waiting
 _NAP_S: Final = 0.0004  # real: if no thread runs during this time, all threads wait
 _REST_S: Final = 0.004  # real: longest pause between two checks whether threads run
 _SOON_S: Final = 0.0002  # real: shortest pause
-_RAN_S: Final = 5e-6  # processor time: the check itself uses less
+_RAN_S: Final = 5e-6  # processor time: if other threads use more during a check, a thread runs
 _NEVER: Final = math.inf
 
 
@@ -51,8 +51,8 @@ class _Wait:
     Attributes:
         due: the virtual time at which its wait ends.
         lock: the lock on which it waits; None if it waits in slices of real time.
-        looks_by: the real time until which the current slice must have ended.
-        idle: it is a clock thread, whose wait does not count for autojump.
+        looks_by: the real time after which the thread no longer waits: the current slice has ended by then.
+        idle: whether the thread is a clock thread, whose wait does not count for autojump.
     """
 
     due: float
@@ -96,7 +96,7 @@ class VirtualTime:
         """Bring it into force in this process.
 
         Raises:
-            RuntimeError: it was started before, or another virtual time is in force.
+            RuntimeError: this object was started before, or another virtual time is in force.
         """
         if self._state != "new":
             raise RuntimeError("a VirtualTime can be started once")
@@ -161,7 +161,7 @@ class VirtualTime:
     # -- the time --------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        """Return the time in seconds; only differences mean anything."""
+        """Return the time in seconds; only differences between two times mean anything."""
         since = self._flows_from
         return self._now if since is None else self._now + (time.monotonic() - since)
 
@@ -171,11 +171,11 @@ class VirtualTime:
         return self.now() - self._began
 
     def advance(self, seconds: float) -> None:
-        """Advance the time. Everything that is due happens in order; after each step, this waits until all threads wait.
+        """Advance the time. Everything that is due happens in order; each step ends when all other threads wait.
 
         Raises:
             ConfigError: ``seconds`` is negative or not finite.
-            RuntimeError: it is not in force, or threads ran for longer than ``patience``; the message names them.
+            RuntimeError: the virtual time is not in force, or threads ran for longer than ``patience``; the message names them.
         """
         length = number("seconds", seconds, right=_FORWARD)
         self._check()
@@ -274,7 +274,7 @@ class VirtualTime:
             rest = min(2.0 * rest, _REST_S)
 
     def _is_quiet(self) -> bool:
-        """Say whether every other thread of this process waits for a deadline that has not been reached."""
+        """Return whether every other thread of this process waits for a deadline that has not been reached."""
         everyone, mine = time.process_time(), time.thread_time()
         time.sleep(_NAP_S)
         if (time.process_time() - everyone) - (time.thread_time() - mine) > _RAN_S:
@@ -287,7 +287,7 @@ class VirtualTime:
 
     @property
     def _stands(self) -> bool:
-        """Whether it is in force, and only :meth:`advance` and the thread of :meth:`_run` change the time."""
+        """Whether this time is in force, and only :meth:`advance` and the thread of :meth:`_run` change it."""
         return self._state == "in force" and self._flows_from is None
 
     def _check(self) -> None:
@@ -340,13 +340,13 @@ def _wake(wait: _Wait) -> None:
 
 
 def _runnable() -> list[int]:
-    """Return the other threads of this process that the kernel runs or would run, and those in uninterruptible waits."""
+    """Return the ids of this process's other threads that run, are runnable, or are in an uninterruptible wait."""
     found = []
     for name in os.listdir("/proc/self/task"):
         try:
             with open(f"/proc/self/task/{name}/stat", "rb", buffering=0) as file:
                 state = file.read(256).rpartition(b")")[2].split()[0]
-        except (OSError, IndexError):  # it has ended
+        except (OSError, IndexError):  # the thread has ended
             continue
         if state in (b"R", b"D") and int(name) != threading.get_native_id():
             found.append(int(name))

@@ -46,7 +46,7 @@ class Watchdog:
     """Ends tests that take too long. One per session; `guard` is for the main thread only."""
 
     def __init__(self, stderr: TextIO) -> None:
-        self._stderr = stderr  # a copy of the original one: pytest replaces descriptor 2 during tests
+        self._stderr = stderr  # a copy of the original stream: pytest replaces descriptor 2 during tests
         self._main = threading.get_ident()
         # Guards the attributes below; never held during a wait for anything else. The handler of SIGALRM runs in the main
         # thread, perhaps inside `guard`, so it takes no lock and only reads attributes.
@@ -79,7 +79,7 @@ class Watchdog:
         try:
             yield
         finally:
-            # A plain store comes first: after it, the handler of SIGALRM does not raise, not even inside this block.
+            # This assignment comes first: after it, the handler of SIGALRM does not raise, not even inside this block.
             self._armed = None
             faulthandler.cancel_dump_traceback_later()
             if self._report is not None:
@@ -121,7 +121,7 @@ class Watchdog:
         for attempt in range(_LAST_RETRIES + 1):
             if attempt:
                 processes.kill(self.of_test())
-            with self._changed:  # so that guard() cannot arm the next test before the signal is sent
+            with self._changed:  # held so that guard() cannot arm the next test before the signal is sent
                 if self._armed is not token:
                     return
                 self._report = report

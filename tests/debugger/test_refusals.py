@@ -20,7 +20,7 @@ def _stop_here() -> int:
     return 7
 
 
-@pytest.mark.prints("holds nothing on worker 'worker0'")
+@pytest.mark.prints("is ignored on worker 'worker0'")
 def test_a_data_only_worker_holds_no_call(caplog: pytest.LogCaptureFixture) -> None:
     with InProcessCluster(data_only=True) as cluster, cluster["worker0"]:
         worker = current_worker()
@@ -28,10 +28,10 @@ def test_a_data_only_worker_holds_no_call(caplog: pytest.LogCaptureFixture) -> N
         worker.debugger.breakpoint(sys._getframe(), None)
         assert not worker.debugger.sessions()
         assert sys.gettrace() is None
-    assert "holds nothing on worker 'worker0': it takes data only" in caplog.text
+    assert "is ignored on worker 'worker0': it takes data only" in caplog.text
 
 
-@pytest.mark.prints("holds nothing on worker 'worker1'")
+@pytest.mark.prints("is ignored on worker 'worker1'")
 def test_in_a_group_without_a_key_breakpoints_are_ignored_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -41,7 +41,7 @@ def test_in_a_group_without_a_key_breakpoints_are_ignored_and_logged_once(
         assert cluster["worker0"].rpc_sync("worker1", _stop_here) == 7
     logged = caplog.text
     assert (
-        logged.count("holds nothing on worker 'worker1': its group has no key: anybody could run code in it")
+        logged.count("is ignored on worker 'worker1': its group has no key: anybody could run code in it")
         == 1
     )
 

@@ -104,7 +104,7 @@ def test_the_finding_about_a_silent_worker_names_the_calls_to_it() -> None:
     driver, worker = state.workers[:2]
     assert (driver.calls_to, worker.calls_to, worker.oldest_call, worker.oldest) == (0, 3, "C.b", 3.0)
     (found,) = state.findings
-    assert "is busy: it runs; 3 calls to it unfinished, the oldest, of C.b, for 3.0 s" in found.what
+    assert "is busy: it runs; 3 calls to it unfinished, the oldest (of C.b) for 3.0 s" in found.what
 
 
 def _kinds(*, workers: tuple[ObservedWorker, ...] = (), actors: tuple[ObservedActor, ...] = ()) -> list[Any]:

@@ -387,7 +387,7 @@ def test_no_signal_is_sent_to_a_process_without_a_handler(monkeypatch: pytest.Mo
     with subprocess.Popen(["sleep", "60"]) as other:
         assert (
             dumps.collect(other.pid, time.monotonic() + 1)
-            == "it has nothing into which its stacks could be dumped"
+            == "it has no memfd into which its stacks could be dumped"
         )
         other.kill()
     assert "ended" in dumps.collect(other.pid, time.monotonic() + 1)
@@ -397,7 +397,7 @@ def test_no_signal_is_sent_to_a_process_without_a_handler(monkeypatch: pytest.Mo
     pid = actorrpc.get(actor.remove_handler.remote(number))
     found = dumps.collect(pid, time.monotonic() + 1)
     assert isinstance(found, str)
-    assert "the program has taken that away" in found
+    assert "the program has removed the handler" in found
     assert sent == []
 
 

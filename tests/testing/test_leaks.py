@@ -36,7 +36,7 @@ def references(rank: int, world_size: int) -> None:
     rrefs = [each for each in found.others if "RRef" in each]
     assert rrefs == [
         "RRef of a value of another worker (1 of them)",
-        "value of this worker that others have an RRef to (1 of them)",
+        "value of this worker that other workers have an RRef to (1 of them)",
     ]
     assert "RRef of a value" in str(found)
     del rref

@@ -25,11 +25,11 @@ from actorrpc.errors import NotInitializedError
 
 __all__ = ["KeptProfiles", "TorchProfile", "joined", "keep_profile"]
 
-_KEPT_BYTES: Final = 64 << 20  # of compressed profiles; above this limit, the oldest are discarded
+_KEPT_BYTES: Final = 64 << 20  # most bytes of compressed profiles; beyond, the oldest are discarded
 _KEPT: Final = 100  # profiles
 _PIECE: Final = 1 << 20  # bytes of a compressed profile in one answer
 _MOST: Final = 1 << 30  # bytes of the uncompressed text of one profile
-_FIRST: Final = 20_000_000  # the first number for torch's processes and threads; higher than those of workers and their threads
+_FIRST: Final = 20_000_000  # first number of torch's processes and threads; above all numbers of workers
 #: the phases (``ph``) of events whose ``id`` refers to another event of the same profile
 _NUMBERED: Final = frozenset("stfbenOND")
 
@@ -38,7 +38,7 @@ class KeptProfiles:
     """The latest profiles of one worker, compressed; they are read in pieces that fit into an answer. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the attributes below; no other code runs under it
+        self._lock = threading.Lock()  # guards the attributes below; no other lock is taken under it
         self._kept: deque[tuple[int, bytes]] = deque()
         self._numbers = itertools.count(1)
         self._bytes = 0
@@ -172,7 +172,7 @@ class TorchProfile:
         Args:
             worker, own: the name and the process id of the profiled worker.
             pid: the number of the worker's process in the file. GPUs, which torch shows as processes, get other numbers.
-            numbers: maps torch's GPUs and threads to numbers in the file; new ones are added. Torch's own thread ids are not
+            numbers: maps torch's GPUs and threads to numbers in the file; new entries are added. Torch's own thread ids are not
                 used, because they may be words, and may equal ids of other threads in the file.
             zero: the time on the worker's clock that is 0 in the file.
             key: a prefix for the ids of events, which are unique within one profile only.

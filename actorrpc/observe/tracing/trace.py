@@ -29,11 +29,11 @@ from actorrpc.observe.tracing.torch_profiles import TorchProfile, joined
 
 __all__ = ["Recording", "TraceSummary", "check_path", "compare_clocks", "events_of", "write"]
 
-_CLOCK: Final = {"records": 1 << 62}  # asks for no record, but for the time: no record has so high a number
-_WAIT_S: Final = 20e-6  # a shorter time in a mailbox is not shown
+_CLOCK: Final = {"records": 1 << 62}  # requests no record (none has so high a number), only the time
+_WAIT_S: Final = 20e-6  # shorter times in mailboxes are not shown
 _COUNT_S: Final = 100e-6  # the shortest time between two values of a counter
 _THIN_S: Final = 1e-6  # the length of the slices at which the arrows of overlapping calls begin and end
-_CLOCK_TRIES: Final = 7  # questions for comparing clocks, of which the fastest answer is used
+_CLOCK_TRIES: Final = 7  # questions for comparing clocks; the fastest answer is used
 _LINE: Final = 2000  # events that are converted to JSON together
 
 
@@ -54,8 +54,8 @@ class Record:
         name: the method; for a note, its kind and its text.
         id: identifies a call among the calls of its caller; for a note, its kind.
         peer: the worker that is called, or that calls.
-        is_under_way: it has not ended; ``ended`` is then the time of the query.
-        waits: a thread waits for the call.
+        is_under_way: whether the call or execution has not ended; ``ended`` is then the time of the query.
+        waits: whether a thread waits for the call.
     """
 
     number: int
@@ -104,17 +104,17 @@ class Record:
 
     @property
     def is_queued(self) -> bool:
-        """Whether it is an execution that is still in a mailbox."""
+        """Whether the record is of an execution that is still in a mailbox."""
         return self.kind == EXECUTED and self.is_under_way and self.begun == self.ended
 
     @property
     def is_internal(self) -> bool:
-        """Whether it belongs to a call that the package makes for itself."""
+        """Whether the record is of a call that the package makes for itself."""
         return self.kind != NOTED and not self.actor and self.name.startswith(OWN)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Identifies it on its worker; it is the same before and after its end."""
+        """Identifies the record on its worker. The records of a call before and after its end have the same key."""
         return self.kind, self.came, self.id
 
 
@@ -124,7 +124,7 @@ class Recording:
 
     Attributes:
         worker, pid: identify the worker.
-        records: those of unfinished calls are the last.
+        records: the records of unfinished calls are the last.
         unseen: the number of unfinished calls that the worker has not sent.
         dropped: the number of older records, which were overwritten.
         threads: the names of threads by identifier.
@@ -203,7 +203,7 @@ def compare_clocks(
 ) -> tuple[float, float | None]:
     """Return the offset to add to a worker's times to get times of the local clock, and its maximal error, both in seconds.
 
-    The error is None if no question was answered. The offset is then 0, which means nothing.
+    The error is None if no question was answered. The offset is then a meaningless 0.
 
     Args:
         query: sends the worker a question for these parts, from these begins on, and returns its answer. If it raises OSError or
@@ -230,9 +230,9 @@ class TraceSummary:
 
     Attributes:
         path: the file.
-        workers: the number of workers that answered; ``missing``: the names of the others, with the reasons.
-        calls, executions: their numbers in the file; ``unfinished``: the number of unfinished calls, executions and streams.
-        unseen: the number of unfinished ones that are not in the file, which has the oldest 2 000 of each worker.
+        workers: the number of workers that answered. ``missing``: the names of workers that did not answer, and the reasons.
+        calls, executions: their numbers in the file. ``unfinished``: the number of unfinished calls, executions and streams.
+        unseen: the number of further unfinished calls, executions and streams. The file has the oldest 2 000 of each worker.
         arrows: the number of calls whose execution is in the file as well.
         profiles: the number of torch profiles that were merged.
         dropped: the number of records that were overwritten before they were collected.
@@ -381,7 +381,7 @@ def _pids(recordings: list[Recording]) -> list[int]:
 
 
 def _marked(record: Record) -> tuple[str, dict[str, Any]]:
-    """Return the additions to the name and to the arguments of an event, which mark an unfinished record."""
+    """Return additions to name and arguments of an event, which mark it as unfinished; empty if the record has ended."""
     return (" (unfinished)", {"unfinished": True}) if record.is_under_way else ("", {})
 
 
@@ -392,7 +392,7 @@ class _Process:
         self._recording = recording
         self._pid = pid
         self._zero = begun - recording.offset
-        internal: dict[int, bool] = {}  # whether a thread has run nothing but the package's own calls
+        internal: dict[int, bool] = {}  # by thread: whether the thread has run only the package's own calls
         for record in recording.records:
             internal[record.thread] = internal.get(record.thread, True) and record.is_internal
         idents = sorted(internal, key=lambda ident: (internal[ident], ident))
@@ -406,7 +406,7 @@ class _Process:
         return {"ph": "M", "name": name, "pid": self._pid, "tid": tid, "ts": 0, "args": args}
 
     def arrow_end(self, kind: str, name: str, record: Record, moment: float, number: int) -> dict[str, Any]:
-        """Return one end of an arrow, at a time of a record: ``s``, where it begins, or ``f``."""
+        """Return one end of an arrow, on the thread of a record: its begin (``kind`` is ``s``) or its tip (``f``)."""
         more = {"bp": "e"} if kind == "f" else {}
         return self._event(kind, name, moment, self._threads[record.thread], id=number, cat="call", **more)
 
@@ -471,7 +471,7 @@ class _Process:
                 stack and ended > stack[-1]
             ):  # it overlaps another slice: a coroutine, or a call that another thread has answered
                 yield from self._track(name, "execution", f"x{key}", begun, ended, tid, **args)
-                for moment in (begun, ended):  # arrows need slices to begin and end at
+                for moment in (begun, ended):  # an arrow must begin and end at a slice
                     yield self._slice(name, moment, moment + _THIN_S, tid, cat="execution", args=args)
             else:
                 stack.append(ended)
@@ -526,7 +526,7 @@ class _Process:
         yield process.arrow_end("f", "call", execution, execution.begun, forth)
         if not (execution.is_under_way or unfinished):
             yield process.arrow_end("s", "answer", execution, execution.ended, back)
-            # The end of a slice does not belong to it, so the arrow ends before that.
+            # The end of a slice is not part of the slice, so the arrow ends a moment earlier.
             at = max(begun, ended - 1e-9) if record.waits else ended
             yield self.arrow_end("f", "answer", record, at, back)
 
@@ -535,7 +535,7 @@ class _Process:
         tid = self._threads[record.thread]
         mark, unfinished = _marked(record)
         name = f"{record.name}{mark}"
-        if record.id == "stream":  # overlaps other events of its thread
+        if record.id == "stream":  # a stream overlaps other events of its thread
             key = f"n{self._pid}-{record.name if unfinished else record.number}"
             yield from self._track(name, "stream", key, record.begun, record.ended, tid, **unfinished)
         else:
