@@ -187,7 +187,7 @@ def notes_of(error: BaseException) -> list[str]:
 def format_error(
     error: BaseException, message: str, worker: str, remote_of: Callable[[BaseException], Any]
 ) -> str:
-    """Format an exception and its chain as Python does. ``remote_of(error)``: the record of an error from another worker, or None."""
+    """Format an exception and its chain as Python does. ``remote_of`` returns the record of another worker's error, or None."""
     heading = f"On worker {worker}:\n"
     because = "\nThe above exception was the direct cause of the following exception:\n\n"
     blocks: list[str] = []  # in reverse order

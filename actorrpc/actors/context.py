@@ -34,8 +34,8 @@ class Runtime:
         names: the table of named actors; only that of rank 0 is used.
         streams: the streams of generator methods that run here.
         host_copies: the values that were fetched from other hosts.
-        generations, members: the collectives that were made here, and the collectives of actors here.
-        task_pools: the processes of tasks.
+        generations, members: the collectives that were made here, and the actors here that are members of collectives.
+        task_pools: the runners that execute the tasks of this process.
         spawner: starts processes for actors; None if actors are placed on the group's workers.
     """
 
@@ -92,7 +92,7 @@ def runtime(*, start: bool = False) -> Runtime:
         start: start the embedded cluster if this process is in no group.
 
     Raises:
-        NotInitializedError: there is none.
+        NotInitializedError: this process has no runtime.
     """
     found = current()
     if found is None and start and _autostart is not None:
