@@ -119,7 +119,7 @@ class _Names:
         self._lock = threading.Lock()  # guards adding; no other lock is taken under it
         self._next = 1
         self.numbers: dict[str, int] = {"": 0}
-        self.texts: list[dict[int, str]] = [{0: ""}, {}]  # by number: present names, previous names
+        self.texts: list[dict[int, str]] = [{0: ""}, {}]  # names by number: this generation, the last
 
     def add(self, name: str) -> int:
         """Return the number of a name, after assigning a number if it has none."""

@@ -194,7 +194,7 @@ def mute(muted: bool) -> None:
     _muted = muted
 
 
-# How many of the forks that led from the first process to this one were forks of a process in a group.
+# How many ancestors of this process were in a group when they forked.
 _generation = 0
 
 
@@ -531,7 +531,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         """Complete the future with a value.
 
         Raises:
-            RuntimeError: it is complete already.
+            RuntimeError: the future is complete already.
         """
         if not self.try_complete(result):
             raise RuntimeError(_ONCE)
@@ -541,7 +541,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
 
         Raises:
             TypeError: ``result`` is not an exception.
-            RuntimeError: it is complete already.
+            RuntimeError: the future is complete already.
         """
         if not isinstance(result, BaseException):
             raise TypeError(f"{result!r} is of type {type(result).__name__}, not an Exception.")
@@ -585,7 +585,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         """Check that the future can complete in this process.
 
         Raises:
-            NotInitializedError: it is pending, and was made before this process was forked.
+            NotInitializedError: the future is pending, and was made before this process was forked.
         """
         if self._born != _generation and not self.completed:
             raise lost_by_fork(self.label)
@@ -631,7 +631,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         """Return the value of a completed future, or raise its error.
 
         Raises:
-            RuntimeError: it is not complete yet.
+            RuntimeError: the future is not complete yet.
         """
         if QUEUED:
             run_queued_callbacks()
@@ -658,8 +658,8 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         """Wait for the value.
 
         Args:
-            timeout: seconds to wait; ``None`` means until the call itself ends (which its own time-out
-                bounds).
+            timeout: seconds to wait; ``None``: until the future is complete, for which the call's own time-out is
+                the limit.
 
         Raises:
             RpcTimeoutError: the future is not complete within ``timeout``; the call continues.

@@ -240,8 +240,8 @@ class Collective:
     def rebuild(self, timeout: float | None = None) -> None:
         """Let the members join a new generation, and wait for them; operations of the old generation raise CollectiveError.
 
-        Waits for members that are being restarted. If a member is lost meanwhile, this starts again. If the collective was made
-        of an ActorGroup, it uses the group's present members, which ``group.restart()`` may have replaced.
+        Waits for members that are being restarted. If a member is lost meanwhile, the rebuilding starts again. If the
+        collective was made of an ActorGroup, it uses the group's present members, which ``group.restart()`` may have replaced.
 
         Args:
             timeout: seconds; by default ``join_timeout``.

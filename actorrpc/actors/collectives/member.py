@@ -172,7 +172,7 @@ class Members:
         groups.cut(group, store, member.ticket.backend)
 
     def remove(self, member: _Member, why: str) -> None:
-        """Cut a member and remove it from the table."""
+        """End the operations of a member, and remove the member from the table."""
         self.cut(member, why)
         with self._lock:
             if self._table.pop((member.ticket.key, member.ticket.rank), None) is not None:
@@ -182,7 +182,7 @@ class Members:
             groups.forget(group)
 
     def find(self, key: int, rank: int) -> _Member | None:
-        """Return a member, or None if it is not here."""
+        """Return a member, or None if it is not in this process."""
         return self._table.get((key, rank))
 
     def close(self) -> None:
@@ -395,7 +395,7 @@ def cut(key: int, rank: int, why: str) -> None:
 
 
 def remove(key: int, rank: int, why: str) -> None:
-    """Cut a member and remove it. Called by RPC."""
+    """End the operations of a member, and remove the member from the table. Called by RPC."""
     here = current()
     members: Members | None = None if here is None else here.members
     member = None if members is None else members.find(key, rank)

@@ -82,7 +82,7 @@ def weight_of(value: Any) -> int:
 
 
 def parent_of(place: int) -> int | None:
-    """Return the place in the tree of the worker from which another worker fetches; None: it fetches from the root."""
+    """Return the place of the worker from which the worker at ``place`` fetches; None: it fetches from the root."""
     return None if place < WIDTH else place // WIDTH - 1
 
 

@@ -114,7 +114,7 @@ class _View(Generic[C]):
         return f"{point} of the slice, {whole.coords_of(self.mesh.origin_ranks[at])} of the whole group"
 
     def annotate(self, at: int, error: BaseException) -> bool:
-        """Add a note to an error that names the member from which it comes; return whether the whole call fails with it."""
+        """Name a member in a note on the error of its call; return whether the call of the group fails with the error."""
         note = f"raised by {self.describe_member(at)}, of {self.title}"
         if note not in notes_of(error):
             add_note(error, note)

@@ -49,7 +49,7 @@ class Supervision:
 
     @property
     def children(self) -> tuple[ActorHandle[Any] | Supervision, ...]:
-        """The children, also the ended ones, in the order in which they start: handles, and groups."""
+        """The children, ended children included, in the order in which they start: handles, and groups."""
         return self._children
 
     @property

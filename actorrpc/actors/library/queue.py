@@ -214,7 +214,7 @@ class QueueActor:
         return len(self._getters), len(self._putters)
 
     async def handed(self) -> int:
-        """Return to how many calls items were sent that are not confirmed yet."""
+        """Return the number of calls whose items were sent, but not confirmed yet."""
         return len(self._handed)
 
     async def drain(self) -> None:

@@ -1,7 +1,7 @@
 """Tasks: the result of ``@remote`` above a function. ``f.remote(...)`` runs it in another process.
 
 Tasks are executed by internal actors, the runners. In an embedded cluster, a runner is a process, started when it is needed;
-there are at most as many as CPUs, and all workers share the runners of rank 0. In a group made by ``init_rpc``, each other worker
+there are at most as many runners as CPUs, and all workers share them. In a group made by ``init_rpc``, each other worker
 has a runner; after the end of such a worker, its runner moves to another one. While a task waits for others, its runner executes
 other tasks, so nested tasks cannot block each other.
 """
@@ -249,7 +249,7 @@ class RunnerPools:
         lease.cover()  # the tasks that wait for the lease report its error
         agent = self.runtime.agent
         plain = replace(options, name=None, retry_exceptions=False)
-        token = CURRENT.set(None)  # not nested in this thread's call: tasks of other calls may wait, too
+        token = CURRENT.set(None)  # not nested in this thread's call, as other tasks may wait for the lease
         try:
             asked = call_quietly(agent, lambda: agent.peer(0), _share, (plain, count), _LEASE_S)
         finally:

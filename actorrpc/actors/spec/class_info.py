@@ -79,7 +79,7 @@ class Signature:
         self.keyword = keyword
         self.varkw = varkw
         self.bound = bound
-        # A call with positional arguments only is valid within these bounds; never, if there are required keyword arguments.
+        # Bounds of the number of arguments of a valid call without keywords. Required keyword-only arguments make it invalid.
         self.least = required if not any(must for _, must in keyword) else 1 << 60
         self.most = 1 << 59 if varargs else len(positional)
 
