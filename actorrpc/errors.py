@@ -71,11 +71,11 @@ class RemoteError(RpcError):
     """The called function raised on the other worker.
 
     If the two types allow it, the exception at the caller is an instance of *both* the
-    user's exception class and this one, so that ``except ValueError`` and ``except RemoteError`` both
-    catch a remote ``ValueError``. If the user's class cannot be rebuilt here (it is not importable,
+    user's exception class and ``RemoteError``, so that ``except ValueError`` and ``except RemoteError`` both
+    catch a remote ``ValueError``. If the caller cannot rebuild the user's exception (its class is not importable,
     or its memory layout is not compatible), a plain ``RemoteError`` contains its name, message and traceback.
 
-    Remedy: correct the function; the traceback of the other worker, which is printed above this one, shows where it failed.
+    Remedy: correct the function; the traceback of the other worker, which is printed above the caller's, shows where it failed.
 
     Attributes:
         cause: the original exception object, or ``None`` if it could not be rebuilt.
@@ -157,7 +157,7 @@ class RpcTimeoutError(_CallEnded, TimeoutError):
 class CancelledError(_CallEnded, concurrent.futures.CancelledError):
     """The caller cancelled the call before it ended.
 
-    Remedy: no action is needed if the program cancelled it, or cancelled the call in which this one was nested.
+    Remedy: no action is needed if the program cancelled it, or cancelled the call in which this call was nested.
     """
 
 
@@ -273,7 +273,7 @@ class ActorUnavailableError(ActorError):
 
 
 class PendingCallsLimitExceeded(ActorError):
-    """More calls are waiting for the actor than ``max_pending_calls`` allows; this one was not made.
+    """More calls are waiting for the actor than ``max_pending_calls`` allows; this call was not made.
 
     Remedy: get results before making further calls, or raise ``max_pending_calls``.
     """
@@ -312,7 +312,7 @@ class CollectiveError(ActorError):
 class UnknownActorError(ActorError, ValueError):
     """No actor of this name is alive in the namespace. The message lists similar names.
 
-    Remedy: check the name and the ``namespace``, or create the actor there with ``get_if_exists=True``.
+    Remedy: check the name and the ``namespace``, or create the actor with ``get_if_exists=True``.
     """
 
 

@@ -217,7 +217,7 @@ class FlightRecorder:
 
     @property
     def total(self) -> int:
-        """How many records were written, overwritten ones included."""
+        """How many records were written, overwritten records included."""
         # Threads set ``_last`` without a lock, so a slower thread may have replaced a higher number. Records after it count, too.
         number = self._last
         while self._at(number + 1) == number + 1:

@@ -199,7 +199,7 @@ _generation = 0
 
 
 def forked() -> None:
-    """Record that this process is a fork of a process in a group: futures that are pending now never complete here."""
+    """Record that this process is a fork of a process in a group: futures that are pending now never complete in it."""
     global _generation
     _generation += 1
     # The parent's other threads do not exist here, and a new thread may get the identifier of such a thread.
@@ -345,7 +345,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
 
     Attributes:
         label: the name of the operation in messages.
-        awaits: futures (or objects with an attribute ``future``) that all must complete before this one can.
+        awaits: futures (or objects with an attribute ``future``) that all must complete before this future can.
         source: the operation that a waiting thread advances; None once the future is complete. Its producer sets it.
         callbacks: the functions to call when the future is complete; :meth:`add_done_callback` adds to it.
         completed: whether the future is complete. Unlike :meth:`done`, reading it makes no progress. Only the future sets it.
@@ -355,7 +355,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         covered: whether :meth:`cover` was called.
         torch_has_outcome: set by a class: whether torch's half of its futures gets the value or the error, too.
 
-    Thread-safe. All methods of ``torch.futures.Future`` are here, with the differences that
+    Thread-safe. The class has all methods of ``torch.futures.Future``, with the differences that
     :meth:`wait` takes a ``timeout``, every wait can be interrupted by Ctrl-C, :meth:`then` returns a future
     of this class, and coroutines of any event loop can await it (``await fut``).
     """
@@ -421,7 +421,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         Args:
             value: the value, if ``error`` is None.
             error: the error, which every wait then raises.
-            submit: schedules the callbacks on another thread; by default they run on this one.
+            submit: schedules the callbacks on another thread; by default they run on this thread.
         """
         if error is None:
             self.value_or_none = value
@@ -549,7 +549,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             raise RuntimeError(_ONCE)
 
     def cancel(self) -> bool:
-        """Cancel the call: it ends here with :class:`CancelledError`, and its worker is notified.
+        """Cancel the call: the future fails with :class:`CancelledError`, and the called worker is notified.
 
         Returns ``False`` if the future is complete already. A function that has started is not interrupted; calls that
         it waits for are cancelled in turn.

@@ -108,8 +108,8 @@ def collective(
             shared = [handle for handle in made.members if handle in other.ranks]
             if other.name == made.name and shared and not other.destroyed:
                 raise NameTakenError(
-                    f"{route_of(shared[0]).title} is in a collective {made.name!r} already: destroy() that one, or give "
-                    "this one another name="
+                    f"{route_of(shared[0]).title} is in a collective {made.name!r} already: destroy() that collective, "
+                    "or give the new one another name="
                 )
         _all.add(made)
     in_force.agent.check_process()

@@ -104,8 +104,8 @@ class Members:
         """Join a generation; waits for the other members.
 
         Raises:
-            CollectiveError: another member was lost, or torch could not connect.
-            ConfigError: the backend cannot be used here.
+            CollectiveError: another member was lost, or torch could not connect the members.
+            ConfigError: the backend cannot be used in this process.
         """
         for old in self._of(hosted.id):
             if old.ticket.name == ticket.name:

@@ -89,7 +89,7 @@ def parent_of(place: int) -> int | None:
 def share(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], located: Sequence[Future[Location]]
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
-    """Return the arguments for each receiver, with ObjectRefs in place of the large ones.
+    """Return the arguments for each receiver, with ObjectRefs in place of large arguments.
 
     Args:
         located: the location of each receiver, as a future.

@@ -222,7 +222,7 @@ class GroupMethod(Generic[P, R]):
         handles = self._view.handles
         if len(handles) != 1:
             raise ConfigError(
-                f"call_one() is for a group of one member, and this one has {len(handles)}: slice it, as in "
+                f"call_one() is for a group of one member, and this group has {len(handles)}: slice it, as in "
                 "group.slice(rank=0), or use choose() or call()"
             )
         return cast("ObjectRef[R]", self._of(handles[0]).remote(*args, **kwargs))
@@ -256,7 +256,7 @@ class GroupMethod(Generic[P, R]):
                 _log.error("broadcast of %s failed for %s: %r", label, view.describe_member(at), done.error)
 
         for at, ref in enumerate(self._send("broadcast", args, kwargs)):
-            # Not gather(): the values are not needed, so large ones are not fetched.
+            # Not gather(): the values are not needed, so large values are not fetched.
             ref._request().add_done_callback(partial(ended, at))
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> GroupStream[R]:
@@ -471,8 +471,8 @@ class ActorGroup(Generic[C]):
     """Actors of one class in a mesh, or a slice of such a group. Thread-safe.
 
     ``group.method`` is a :class:`GroupMethod`: ``group.method.call(...)``, ``.call_one``, ``.choose``, ``.broadcast``
-    and ``.stream``. ``group.call("method", ...)`` and so on do the same; there, the method may also be given as
-    ``Cls.method``, from which type checkers know arguments and results.
+    and ``.stream``. ``group.call("method", ...)`` and so on do the same; their first argument may also be
+    ``Cls.method``, by which type checkers find the types of arguments and results.
 
     A method of the members' class hides an attribute of this class with the same name; use ``ActorGroup.slice(group, hosts=0)``
     then. The members live as long as a group, a slice or a handle refers to them. A group can be sent in arguments and results.

@@ -181,7 +181,7 @@ class Mesh:
 
     @property
     def origin_ranks(self) -> tuple[int, ...]:
-        """For each place, in order of rank, its rank in the mesh that this one was first sliced from."""
+        """For each place, in order of rank, its rank in the mesh from which the first slice was made."""
         return self._origin
 
     def __len__(self) -> int:

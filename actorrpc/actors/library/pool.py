@@ -82,7 +82,7 @@ class ActorPool(Generic[A]):
         self._idle: list[A] = list(actors)
         self._tasks: dict[int, _Task] = {}  # tasks whose results were not fetched, by number
         self._waiting: deque[_Task] = deque()
-        self._busy: dict[int, _Task] = {}  # tasks that occupy an actor, including abandoned ones
+        self._busy: dict[int, _Task] = {}  # tasks that occupy an actor, abandoned tasks included
         self._over: deque[_Task] = deque()  # tasks in the order in which they ended; callbacks append to it
         self._ready: dict[int, _Task] = {}  # the ended tasks of _tasks, in the order in which they ended
         self._next_task = 0
@@ -144,7 +144,7 @@ class ActorPool(Generic[A]):
             everything = task.start(actor)
         except BaseException as error:
             self._idle.append(actor)
-            # Ctrl-C and signal handlers interrupt this thread; they are no error of the task.
+            # Exceptions of Ctrl-C and signal handlers interrupt this thread, and are no errors of the task.
             if not isinstance(error, Exception) or is_of_handler(error):
                 raise
             task.error = error

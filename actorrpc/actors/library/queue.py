@@ -406,7 +406,7 @@ class Queue(Generic[T]):
         """Remove several items in one call, and return them in order.
 
         Raises:
-            Empty: there are fewer; no item was removed.
+            Empty: the queue has fewer items; no item was removed.
             ConfigError: ``num_items`` is negative (a ValueError), or not an int (a TypeError).
         """
         num_items = integer("num_items", num_items, least=0)

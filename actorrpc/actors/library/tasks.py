@@ -143,7 +143,7 @@ class _RunnerPool:
 class RunnerPools:
     """All the runners that this process uses. Thread-safe.
 
-    ``_lock`` guards ``_pools`` and the numbers in it. Runners are made under ``_lock``, without user code. It is re-entrant,
+    ``_lock`` guards ``_pools`` and the numbers in it. Runners are made under the lock, without user code. It is re-entrant,
     because the garbage collector may run while it is held.
     """
 
@@ -227,12 +227,12 @@ class RunnerPools:
     def lease(self, options: TaskOptions) -> Future[None] | None:
         """Request one more runner from rank 0 if all runners that this process knows are busy, and the limit allows one more.
 
-        Does not block. Rank 0, processes without an embedded cluster, and tasks with ``worker=`` need no request: there,
-        :meth:`assign` makes the runners.
+        Does not block. Rank 0, processes without an embedded cluster, and tasks with ``worker=`` need no request:
+        :meth:`assign` makes their runners.
 
         Returns:
             None if :meth:`assign` can be called at once. Otherwise a future that completes when rank 0 has answered, and fails if
-            the request does. If ``limit`` requests are under way already, it is the future of the last one.
+            the request does. If ``limit`` requests are under way already, the last one's future.
         """
         if self.runtime.spawner is None or options.worker is not None or self._is_first:
             return None

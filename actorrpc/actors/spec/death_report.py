@@ -167,7 +167,7 @@ class ActorState:
         death_cause: why it is dead, or how it died last; empty if it has never died.
         supervisor: the name of the worker that supervises it.
         instance_id: the number of its present incarnation.
-        pending: how many calls wait there; -1 if unknown.
+        pending: how many calls wait in its mailbox; -1 if unknown.
     """
 
     actor_id: int

@@ -320,7 +320,7 @@ class CallOptions(_Options, _MethodOptions, _RunOptions):
         max_buffered_items: how many items of a stream are produced ahead of its reader. Then the generator pauses, and holds
             its actor. None: 64 MiB of items, which is the limit in any case. The former name ``backpressure`` is also accepted.
         name: the name of the call in messages; by default the method's name.
-        allow_out_of_order: whether later calls may overtake this one while its arguments are fetched.
+        allow_out_of_order: whether later calls may overtake this call while its arguments are fetched.
         patient: internal: the call waits for an actor that is being restarted, even with ``max_task_retries=0``.
 
     The effect of time-outs on a call that has begun. (A call that waits for its turn is removed by all of them except the first
@@ -376,7 +376,7 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
             call. A blocked loop does not block other groups. asyncio's locks and events work within one group only.
         max_pending_calls: further calls of one caller are refused; -1: no limit.
         max_restarts: how often it is restarted when it dies; -1: without limit. In a supervision group (:func:`supervise`),
-            the group's limit, window and back-off apply; this must not be 0 then.
+            the group's limit, window and back-off apply; ``max_restarts`` must not be 0 then.
         restart_window_s: only restarts within this time count, in seconds; None: all restarts.
         restart_backoff_s: the wait before the second restart in a row; doubles with each restart up to 10 s, and is shortened at
             random by up to a half.
