@@ -658,8 +658,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         """Wait for the value.
 
         Args:
-            timeout: seconds to wait; ``None``: until the future is complete, for which the call's own time-out is
-                the limit.
+            timeout: seconds to wait; ``None``: no limit, except the time-out of the call itself.
 
         Raises:
             RpcTimeoutError: the future is not complete within ``timeout``; the call continues.

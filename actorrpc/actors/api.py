@@ -191,7 +191,7 @@ def cancel(ref: Any, *, force: bool = False, recursive: bool = True) -> bool:
     future = ref._future if isinstance(ref, ObjectRef) else None
     if force and not isinstance(future, TaskFuture):
         raise ConfigError(
-            "force=True is for tasks that were started here; an actor is ended with kill(handle)"
+            "force=True is for tasks that this process started; an actor is ended with kill(handle)"
         )
     stop = getattr(ref, "cancel", None) if not isinstance(ref, (ActorHandle, type)) else None
     if stop is None:

@@ -143,8 +143,8 @@ class _RunnerPool:
 class RunnerPools:
     """All the runners that this process uses. Thread-safe.
 
-    ``_lock`` guards ``_pools`` and the numbers in it. Runners are made under the lock, without user code. It is re-entrant,
-    because the garbage collector may run while it is held.
+    ``_lock`` guards ``_pools`` and the numbers in it. Runners are made under the lock, without user code. The lock is
+    re-entrant, because the garbage collector may run while it is held.
     """
 
     def __init__(self, in_force: Runtime) -> None:
