@@ -23,13 +23,13 @@ def _is_command() -> bool:
     The command line needs neither torch nor the rest of this module, and starts in a tenth of the time without them.
     """
     arguments = getattr(sys, "argv", None) or [""]
-    if arguments[0] == "-m":  # Python is still looking for the module, which is in this package
+    if arguments[0] == "-m":  # Python imports this package while it locates the module of ``python -m``
         return bool(sys.orig_argv[-len(arguments)].removeprefix("-m") == "actorrpc")
     return bool(os.path.basename(arguments[0]) == "actorrpc")
 
 
 if not _is_command():
-    # Importing torch makes so many objects that a full garbage collection would start here, and take as long as this import.
+    # Importing torch makes so many objects that a full garbage collection would start here, and take as long as the import.
     _collects = gc.isenabled()
     gc.disable()
     try:
@@ -222,5 +222,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    # The names that a shell offers after `actorrpc.`, without the subpackages that the import has loaded.
+    # A shell completes `actorrpc.` with these names. Other attributes, such as loaded subpackages, are left out.
     return sorted(__all__)

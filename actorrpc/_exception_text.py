@@ -1,12 +1,13 @@
 """The text of an exception that is sent to another worker: its traceback, its chain and its notes, limited in size.
 
-This runs on the thread that executed the call. It handles any user's class: a ``str`` that raises or returns 100 MB, a
-chain that is a circle, a recursion a thousand deep. The text has Python's format. Python's own formatter is not used, because it
-takes longer than all other steps of a failing call. The only files that are read are source files, through ``linecache``.
+The thread that executed the call makes the text. Any user's class is allowed: a ``str`` that raises or returns 100 MB, a
+chain that is a circle, a recursion a thousand deep. The text has Python's format. Python's formatter takes longer than all other
+steps of a failing call; it formats only syntax errors and exception groups. The only files that are read are source files.
 
 A user's class may define properties with the names of an exception's attributes or a ``__getattribute__`` that raises, or refuse
 every assignment (as a frozen dataclass does). The attributes are therefore read and set through the descriptors of
-``BaseException``. Nothing here raises, and nothing here runs the user's code, except ``str`` and ``repr`` in :func:`say`.
+``BaseException``. The user's code is run only by ``str`` and ``repr`` in :func:`say`, and by Python's formatter. The functions
+raise nothing, except that :func:`say` passes on the exception of a signal handler that runs meanwhile.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def mark_handlers(error: BaseException) -> None:
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Say whether :func:`mark_handlers` has marked the exception: then the code in which it is raised has not failed."""
+    """Say whether :func:`mark_handlers` has marked the exception: the code that it interrupted has not failed then."""
     return _OF_HANDLER in dict_of(error)
 
 
@@ -87,8 +88,8 @@ def cut_frames(error: BaseException, file: str) -> None:
 def let_frames_go(error: BaseException) -> None:
     """Remove the tracebacks of an error that has been sent.
 
-    Otherwise only the garbage collector could free the call: the future that raised the error refers to it, and the traceback
-    refers to the frames with that future, and with handles whose actors should end. In an idle process the collector never runs.
+    The future that raised the error refers to the error, the traceback refers to frames, and the frames refer to the future:
+    only the garbage collector frees this cycle, and in an idle process it never runs. Handles in the frames keep actors alive.
 
     An exception that this thread was handling when the error was raised belongs to the program: it keeps its traceback, and the
     error no longer refers to it. Example: ``shutdown()`` in a ``finally`` block.
@@ -140,7 +141,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def say(value: object, how: Callable[[object], str] = str) -> str:
-    """Return ``str`` or ``repr`` of a user's object, limited in length; also if the object's method raises."""
+    """Return ``str`` or ``repr`` of a user's object, cut to 8 192 characters; if it raises, a text that says so."""
     try:
         text = how(value)
         return cut(text if type(text) is str else str.__str__(text), _MAX_MESSAGE)
@@ -186,7 +187,7 @@ def notes_of(error: BaseException) -> list[str]:
 def format_error(
     error: BaseException, message: str, worker: str, remote_of: Callable[[BaseException], Any]
 ) -> str:
-    """Format an exception and its chain as Python does, with a heading for each worker's part."""
+    """Format an exception and its chain as Python does. ``remote_of`` returns the record of another worker's error, or None."""
     heading = f"On worker {worker}:\n"
     because = "\nThe above exception was the direct cause of the following exception:\n\n"
     blocks: list[str] = []  # in reverse order
@@ -264,7 +265,7 @@ def _format_frame(link: types.TracebackType, checked: set[str]) -> str:
         text += f"    {stripped}\n"
         index = link.tb_lasti // 2
         if index > _MAX_SCAN:
-            # Python finds columns by counting instructions from the start of the function, which takes long here: no ``^`` marks.
+            # ``co_positions()`` counts from the start of the function, which takes long for this instruction: no ``^`` marks.
             return text
         _, end, *columns = next(itertools.islice(code.co_positions(), index, None))
         if end == number and None not in columns:

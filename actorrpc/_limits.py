@@ -16,12 +16,12 @@ from actorrpc.errors import LimitError
 __all__ = ["NO_THREAD", "explain_fork", "explain_memory", "explain_threads", "memory_limit", "start_thread"]
 
 NO_THREAD: Final = (RuntimeError, MemoryError)
-"""The errors of starting a thread if the system allows no more threads."""
+"""The exceptions that ``Thread.start()`` raises if the system allows no more threads."""
 _PIDS: Final = "/sys/fs/cgroup"
 
 
 def explain_threads() -> str:
-    """Return a message: this process cannot start another thread, and the limits that are set."""
+    """Return an error message: this process cannot start another thread; with the limits that the system sets."""
     known = [f"{_count_threads()} run in it", *_limits()]
     return f"process {os.getpid()} cannot start another thread: {', '.join(known)}. Raise the limit, or run less in it"
 
@@ -39,12 +39,12 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def explain_fork(error: OSError) -> str:
-    """Return a message: why no further process can be started, and the limits that are set."""
+    """Return an error message: why ``fork()`` failed; with the limits that the system sets."""
     return f"cannot fork: {error.strerror} ({', '.join(_limits()) or 'no limit of threads or memory is set'})"
 
 
 def explain_memory() -> str:
-    """Return a message: the limit of memory, and how much of it is used."""
+    """Return an error message: the limit of this process's memory, and how much memory it uses."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return "the system has no more memory"
@@ -56,7 +56,7 @@ def explain_memory() -> str:
 
 
 def memory_limit() -> int:
-    """Return how many bytes of memory this process may have: the host's memory, or the limit of its control groups."""
+    """Return how many bytes of memory this process may use: the host's memory, or less if a control group limits it."""
     least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -78,7 +78,7 @@ def memory_limit() -> int:
 
 
 def _limits() -> list[str]:
-    """Return the limits on starting threads and processes that are set."""
+    """Describe the limits of the system that apply when this process starts a thread or a process."""
     known = []
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY:
@@ -100,7 +100,7 @@ def _count_threads() -> int:
 
 
 def _most_pids() -> str:
-    """Return the most processes and threads that this process's control group may have; empty if there is no limit."""
+    """Return how many processes and threads the control group of this process may have; empty if not limited."""
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

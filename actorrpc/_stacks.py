@@ -44,7 +44,7 @@ def without_collection() -> AbstractContextManager[None]:
 
 
 def top_frames() -> dict[int, FrameType]:
-    """Return the innermost frame of each thread, by the identifier of the thread. Their ``f_back`` are safe to follow."""
+    """Return the innermost frame of each thread, by thread identifier. ``f_back`` of the frames is safe to read."""
     with without_collection():
         found = sys._current_frames()
         for frame in found.values():
@@ -53,7 +53,7 @@ def top_frames() -> dict[int, FrameType]:
 
 
 def top_frame(ident: int | None) -> FrameType | None:
-    """Return the innermost frame of a thread, None if there is no such thread. Its ``f_back`` are safe to follow."""
+    """Return the innermost frame of a thread, or None if there is no such thread. ``f_back`` is safe to read."""
     with without_collection():
         found = sys._current_frames().get(ident or 0)
         _make_all(found)
@@ -61,13 +61,13 @@ def top_frame(ident: int | None) -> FrameType | None:
 
 
 def local(frame: FrameType, name: str) -> Any:
-    """Return a local variable of a frame, which another thread may be running; None if it has no such variable."""
+    """Return a local variable of a frame, which another thread may be running; None if the frame has no such variable."""
     with without_collection():
         return frame.f_locals.get(name)
 
 
 def _make_all(frame: FrameType | None) -> None:
-    """Make the interpreter create the objects of all frames of a stack. Each lives as long as the frame itself."""
+    """Create the frame objects of a stack, so that ``f_back`` creates none. They live as long as the frames."""
     while frame is not None:
         frame = frame.f_back
 

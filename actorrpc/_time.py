@@ -1,16 +1,16 @@
-"""The clock of this package, and the locks, pollers and threads of the path of a call.
+"""The clock of this package, and the functions that make the locks, pollers and threads of the path of a call.
 
-Call these as ``_time.now()`` and so on, through the module: tests replace them here. A virtual clock (:mod:`actorrpc.testing`)
+Callers read this module's attributes (``_time.now()``), because tests replace them. A virtual clock (:mod:`actorrpc.testing`)
 replaces the functions that read the time and wait for it. A simulated scheduler (``tests/agent/steps.py``) replaces the locks,
 pollers and threads as well, and so decides which thread runs next. Code that starts and watches other processes uses
-``time.monotonic`` itself, since other processes live in real time.
+``time.monotonic`` itself, because other processes run in real time.
 
 A thread that waits for a deadline calls one of the functions below in a loop, and reads :func:`now` again after each call:
 if time is virtual, any amount of time may have passed.
 
 :mod:`actorrpc.agent` and :mod:`actorrpc.transport` make their locks and pollers with :data:`Lock`, :data:`RLock`,
-:data:`Condition`, :data:`Event`, :data:`poll` and :data:`epoll`, and start their threads with :data:`start`. These are called
-when an object is made, not for each call.
+:data:`Condition`, :data:`Event`, :data:`poll` and :data:`epoll`, and start their threads with :data:`start`. They do so when
+they make an agent, a connection or a thread, not for each call.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = [
     "start",
 ]
 
-#: The longest sleep of a wait before it checks its condition again, in seconds of real time: a signal that arrives just before
-#: a lock sleeps does not wake it.
+#: How long a waiting thread sleeps at most before it checks its condition again, in seconds of real time. (A signal that arrives
+#: just before the thread blocks on a lock does not wake the thread.)
 SLICE_S: Final = 1.0
 
 
@@ -47,22 +47,22 @@ def _doze(lock: threading.Lock, until: float, idle: bool = False) -> bool:
     return lock.acquire(timeout=max(min(until - now(), threading.TIMEOUT_MAX if idle else SLICE_S), 0.0))
 
 
-#: Seconds since some moment; never runs backwards. Only differences mean anything. Thread-safe.
+#: Seconds since an arbitrary moment; never runs backwards. Only differences have a meaning. Thread-safe.
 now: Callable[[], float] = time.monotonic
 
 #: ``doze(lock, until, idle=False)``: sleep until this thread acquires the lock, until the time ``until``, or for :data:`SLICE_S`;
-#: return whether the lock was acquired. May return earlier. ``idle``: the thread of a clock sleeps, for which no other thread
-#: waits: then the sleep is not limited to :data:`SLICE_S`.
+#: return whether the lock was acquired. May return earlier. ``idle=True`` is for the clock thread, on which no thread waits: its
+#: sleep is not limited to :data:`SLICE_S`.
 doze: Callable[..., bool] = _doze
 
-#: ``patience(seconds)``: return how many real seconds a wait that takes ``seconds`` from now may sleep at a time. By default a
-#: builtin function, because it is fast.
+#: ``patience(seconds)``: return how many real seconds a thread that waits for ``seconds`` may sleep at a time. By default a
+#: builtin function, because a builtin is fast.
 patience: Callable[[float], float] = float
 
 #: ``sleep(seconds)``: like ``time.sleep``.
 sleep: Callable[[float], None] = time.sleep
 
-#: Only if a deadline is nearer than this, in seconds, the code calls :func:`patience` to learn how long to sleep.
+#: A thread that reads a connection calls :func:`patience` only if its deadline is less than this many seconds away.
 near_s: float = 1.0
 
 #: ``pause(seconds)``: sleep in real time, even if time is virtual, so that other threads run.

@@ -10,7 +10,7 @@ __all__ = ["undo_on_error"]
 
 @contextlib.contextmanager
 def undo_on_error(*undo: Callable[[], object]) -> Generator[None]:
-    """Call the functions in order if the block raises an exception, ``KeyboardInterrupt`` included."""
+    """Call the functions in order if the ``with`` block raises an exception, ``KeyboardInterrupt`` included."""
     try:
         yield
     except BaseException:

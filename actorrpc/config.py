@@ -17,39 +17,39 @@ from actorrpc.validation import check_fields, choice, flag, integer, number, opt
 
 __all__ = ["ENVIRONMENT", "Settings", "host_and_port"]
 
-# The variables of fields of Settings: ACTORRPC_PORT is read into Settings.port.
+# Environment variables and their meanings. ACTORRPC_PORT sets Settings.port; a few (ACTORRPC_KEY) set no field of Settings.
 ENVIRONMENT: dict[str, str] = {
-    "ACTORRPC_KEY": "the group's shared key (any text); workers on other hosts must be given one",
+    "ACTORRPC_KEY": "the group's shared key (any text); required if the workers are on several hosts",
     "ACTORRPC_KEY_FILE": "a file, readable by its owner only, that holds the key",
     "ACTORRPC_TRANSPORT": "auto (Unix sockets on one host, TCP between hosts), unix, or tcp",
-    "ACTORRPC_BIND": "the address to listen on for TCP (default: the address that reached the rendezvous)",
-    "ACTORRPC_ADVERTISE": "the host, or host:port, that other workers connect to (default: the address listened on)",
+    "ACTORRPC_BIND": "the address to listen on for TCP (default: this host's address in the connection to the rendezvous)",
+    "ACTORRPC_ADVERTISE": "the host, or host:port, that other workers connect to (default: this worker's TCP address)",
     "ACTORRPC_PORT": "the TCP port to listen on (default 0: any)",
     "ACTORRPC_INSECURE": "1 to listen on other addresses than loopback without a key (warns)",
     "ACTORRPC_INTEGRITY": "1 to authenticate every frame on TCP, so that frames that were changed are refused (see SECURITY.md)",
     "ACTORRPC_TLS_CERT": "the file of this worker's certificate (PEM); with it, TCP connections use TLS only",
-    "ACTORRPC_TLS_KEY": "the file of that certificate's private key, readable by its owner only",
+    "ACTORRPC_TLS_KEY": "the file of the private key of ACTORRPC_TLS_CERT, readable by its owner only",
     "ACTORRPC_TLS_CA": "the file of the CA that must have signed the certificates of all workers",
     "ACTORRPC_TLS_MIN_VERSION": "1.3 (default) or 1.2: the oldest version of TLS that is accepted",
     "ACTORRPC_DATA_ONLY": "1 to accept only data, and calls of exposed functions, from peers (see SECURITY.md)",
-    "ACTORRPC_SPIN_US": "how long a thread may spin before it sleeps (default 100; 0 turns it off)",
+    "ACTORRPC_SPIN_US": "microseconds for which a thread polls for input before it sleeps (default 100; 0: it sleeps at once)",
     "ACTORRPC_MAX_THREADS": "the most worker threads in one process (default 512)",
-    "ACTORRPC_WINDOW": "bytes of calls that a peer may leave unread before callers wait (default 64 MiB)",
-    "ACTORRPC_LANE": "0 to turn the shared-memory tensor lane off",
-    "ACTORRPC_LANE_BYTES": "most shared memory that this process provides for each peer (default 1 GiB)",
+    "ACTORRPC_WINDOW": "bytes of calls that a peer may leave unread before further calls to it wait (default 64 MiB)",
+    "ACTORRPC_LANE": "0: do not send tensors through shared memory (default 1)",
+    "ACTORRPC_LANE_BYTES": "the most bytes of shared memory in which this process sends tensors to one peer (default 1 GiB)",
     "ACTORRPC_OBJECT_MEMORY": "bytes of large objects that all processes of a host may hold (default 0: a quarter of its memory)",
-    "ACTORRPC_SPILL_DIR": "a directory on a disk for large objects that do not fit into memory (default: none, they wait)",
+    "ACTORRPC_SPILL_DIR": "a directory on a disk for large objects that do not fit into memory (default: none, the objects wait)",
     "ACTORRPC_HEARTBEAT": "seconds of silence after which a connected peer is sent a ping (default 2)",
     "ACTORRPC_HEARTBEAT_MISSES": "heartbeats of silence after which a peer is declared dead (default 5, at least 2)",
-    "ACTORRPC_SESSION_GRACE": "seconds in which a broken TCP connection may be restored (default 10; 0: the peer is then dead)",
+    "ACTORRPC_SESSION_GRACE": "seconds in which a broken TCP connection may be restored (default 10; 0: the peer counts as dead)",
     "ACTORRPC_CONTEXT_TTL": "seconds after which an unused autograd context of another worker is dropped (default 3600)",
-    "ACTORRPC_FAULT": "faults, for tests: drop TYPES ...; delay TYPES seconds=... (actorrpc.testing)",
+    "ACTORRPC_FAULT": "faults to inject, for tests (actorrpc.testing): drop TYPES ...; delay TYPES seconds=...",
     "ACTORRPC_RUNTIME_DIR": "the private directory for sockets and key files",
     "ACTORRPC_RECORDER": "0: do not record the last calls of each worker (default 1: the last 32 768 are recorded)",
-    "ACTORRPC_OTEL": "1: calls within a span of OpenTelemetry are spans, too (extra otel; default 0)",
+    "ACTORRPC_OTEL": "1: each call within a span of OpenTelemetry is a span, too (needs the extra otel; default 0)",
     "ACTORRPC_DEBUG": "0: breakpoint() in calls does not stop them, and debuggers cannot attach (default 1)",
     "ACTORRPC_DEBUG_WAIT": "seconds for which breakpoint() stops a call if no debugger attaches (default 600)",
-    "ACTORRPC_DUMP_SIGNAL": "the number of the signal at which a worker dumps its stacks (default that of SIGRTMIN+7; 0: none)",
+    "ACTORRPC_DUMP_SIGNAL": "the number of the signal at which a worker dumps its stacks (default SIGRTMIN+7; 0: no signal)",
     "ACTORRPC_SWITCH_INTERVAL": "sets sys.setswitchinterval in the worker (default: not changed)",
 }
 
@@ -58,7 +58,7 @@ def host_and_port(text: str) -> tuple[str, int | None]:
     """Return host and port of an address: ``host``, ``host:port``, an IPv6 address, or ``[address]:port``.
 
     Raises:
-        ConfigError: it is not such an address.
+        ConfigError: ``text`` is not such an address.
     """
     host, sign, port = text, "", ""
     if text.startswith("["):
@@ -127,7 +127,7 @@ class Settings:
         20.0, _time, meaning="seconds within which a connection to a worker must be made, retries included"
     )
     max_unauthenticated: int = option(
-        64, _count, meaning="the most open connections that have not proved the key"
+        64, _count, meaning="the most open connections whose peers have not proved that they have the key"
     )
     # -- speed -----------------------------------------------------------------------------
     spin_us: int = option(100, _count)
@@ -137,7 +137,7 @@ class Settings:
         meaning="the most frames that are delayed, so that they are written together; 0 or 1: none",
     )
     cork_bytes: int = option(128 << 10, _count, meaning="the most bytes of small frames that are delayed")
-    cork_us: int = option(200, _count, meaning="the most microseconds for which frames are delayed")
+    cork_us: int = option(200, _count, meaning="the most microseconds for which small frames are delayed")
     switch_interval: float | None = option(None, partial(_time, none=True))
     # -- inspection --------------------------------------------------------------------
     recorder: bool = option(True, flag)
@@ -148,13 +148,13 @@ class Settings:
     # -- threads ---------------------------------------------------------------------------
     max_threads: int = option(512, _several)
     starvation_s: float = option(
-        0.004, _seconds, meaning="seconds that work may stay in the queue before another thread is started"
+        0.004, _seconds, meaning="seconds that a task may be queued before the pool starts another thread"
     )
     # -- memory ----------------------------------------------------------------------------
     window: int = option(64 << 20, _some)
     lane: bool = option(True, flag)
     lane_threshold: int = option(
-        64 << 10, _count, meaning="bytes of a message from which on its tensors go through shared memory"
+        64 << 10, _count, meaning="the fewest bytes of a message whose tensors are sent through shared memory"
     )
     lane_bytes: int = option(1 << 30, _count)
     object_memory: int = option(0, _count)
@@ -162,9 +162,9 @@ class Settings:
     object_wait: float = option(
         30.0,
         _seconds,
-        meaning="the most seconds that a large object waits for room, unless its call ends earlier",
+        meaning="the most seconds that a large object waits for memory, unless its call ends earlier",
     )
-    recycle_bytes: int = option(512 << 20, _count, meaning="most memory that is kept for later buffers")
+    recycle_bytes: int = option(512 << 20, _count, meaning="the most bytes of free buffers that are kept")
     chunk: int = option(
         1 << 20,
         _some,

@@ -51,7 +51,7 @@ __all__ = [
     "WrongTypeError",
 ]
 
-# A user's class may define properties of this name that raise, so its own attributes are not used.
+# The descriptor, because a user's class may define a property of the name ``__cause__`` that raises.
 _CAUSE: Any = BaseException.__dict__["__cause__"]
 
 
@@ -71,17 +71,17 @@ class RemoteError(RpcError):
     """The called function raised on the other worker.
 
     If the two types allow it, the exception at the caller is an instance of *both* the
-    user's exception class and this one, so that ``except ValueError`` and ``except RemoteError`` both
-    catch a remote ``ValueError``. If the user's class cannot be rebuilt here (it is not importable,
+    user's exception class and ``RemoteError``, so that ``except ValueError`` and ``except RemoteError`` both
+    catch a remote ``ValueError``. If the caller cannot rebuild the user's exception (its class is not importable,
     or its memory layout is not compatible), a plain ``RemoteError`` contains its name, message and traceback.
 
-    Remedy: correct the function; the traceback of the other worker, which is printed above this one, shows where it failed.
+    Remedy: correct the function; the traceback of the other worker, which is printed above the caller's, shows where it failed.
 
     Attributes:
         cause: the original exception object, or ``None`` if it could not be rebuilt.
         type_name: the qualified name of the exception's class on the other worker.
         traceback: the formatted traceback of the other worker; also printed as ``__cause__``.
-        worker: the name of the worker on which it was raised, if known.
+        worker: the name of the worker on which the exception was raised, if known.
     """
 
     maybe_executed = True
@@ -129,7 +129,7 @@ class PeerDiedError(_CallEnded, ConnectionError):
     """The other worker's process ended, or was declared dead, before the call was answered.
 
     Later calls to this incarnation of the worker fail in the same way. ``maybe_executed`` says whether this call may have run
-    before the end.
+    before the worker ended.
 
     Remedy: the message says how the worker ended, and shows its last output; if ``maybe_executed`` is ``False``, make the
     call again on another worker. An actor with ``max_restarts`` is restarted automatically. If a living worker was
@@ -157,7 +157,7 @@ class RpcTimeoutError(_CallEnded, TimeoutError):
 class CancelledError(_CallEnded, concurrent.futures.CancelledError):
     """The caller cancelled the call before it ended.
 
-    Remedy: no action is needed if the program cancelled it, or cancelled the call in which this one was nested.
+    Remedy: no action is needed if the program cancelled it, or cancelled the call in which this call was nested.
     """
 
 
@@ -273,7 +273,7 @@ class ActorUnavailableError(ActorError):
 
 
 class PendingCallsLimitExceeded(ActorError):
-    """More calls are waiting for the actor than ``max_pending_calls`` allows; this one was not made.
+    """More calls are waiting for the actor than ``max_pending_calls`` allows; this call was not made.
 
     Remedy: get results before making further calls, or raise ``max_pending_calls``.
     """
@@ -290,7 +290,7 @@ class CheckpointError(ActorError):
 
 
 class SupervisionError(ActorError):
-    """A supervision group has given up, because its children died too often, or one cannot be made. All children have been ended.
+    """A supervision group has given up, because its children died too often, or a child cannot be made. All children have ended.
 
     The message lists how they died; ``cause`` is the error of the constructor that failed, if one did.
 
@@ -299,10 +299,10 @@ class SupervisionError(ActorError):
 
 
 class CollectiveError(ActorError):
-    """A collective cannot be used: a member has ended or gave up, it was destroyed, or this actor is not in a collective.
+    """A collective cannot be used: a member has ended, an operation failed, it was destroyed, or this actor is in no collective.
 
     The effects of the method before the failed operation remain. ``cause`` is the error that torch raised, if it raised
-    one.
+    an error.
 
     Remedy: call ``collective.rebuild()`` or ``collective.call``, which restore the group if its actors have
     ``max_restarts``.
@@ -312,7 +312,7 @@ class CollectiveError(ActorError):
 class UnknownActorError(ActorError, ValueError):
     """No actor of this name is alive in the namespace. The message lists similar names.
 
-    Remedy: check the name and the ``namespace``, or create the actor there with ``get_if_exists=True``.
+    Remedy: check the name and the ``namespace``, or create the actor with ``get_if_exists=True``.
     """
 
 
@@ -351,7 +351,7 @@ class SerializationError(RpcError, TypeError):
 
 
 class RefusedError(SerializationError):
-    """A worker in the data-only mode refused a message that names another object than data or exposed functions. No code was run.
+    """A worker in the data-only mode refused a message with a function that is not exposed or a class that is not allowed.
 
     Remedy: mark the function with ``rpc.exposed``, or the class with ``rpc.allow``, on the worker that is called.
     """
@@ -359,7 +359,7 @@ class RefusedError(SerializationError):
 
 class LimitError(RpcError, ValueError):
     """A limit was exceeded: of messages (their size, the number of their tensors), or of the system (threads, descriptors,
-    memory, space on a disk). The message names the limit. The call was not executed and may be repeated.
+    memory, space on a disk). The message names the limit. The call was not executed, unless ``maybe_executed`` is True.
 
     Remedy: raise that limit (``ulimit``, the memory of a container, a setting), or use less at a time.
     """
@@ -376,9 +376,9 @@ class ObjectStoreFullError(LimitError, MemoryError):
 
 
 class ProtocolError(RpcError):
-    """The peer sent bytes that are not valid. Their connection is closed.
+    """The peer sent bytes that are not valid. The connection is closed.
 
-    Remedy: find out whether another program or a proxy listens at that address, or the network damages data.
+    Remedy: find out whether another program or a proxy listens at the peer's address, or the network damages data.
     """
 
 
@@ -420,7 +420,7 @@ class ConfigError(RpcError, ValueError):
 
 
 class PlacementError(ConfigError):
-    """No worker has the requested resources, or they did not become free in time. The message lists existing and requested ones.
+    """No worker has the requested resources, or they did not become free in time. The message lists both.
 
     Remedy: request less, add a worker that has them, or wait longer with ``placement_timeout``.
     """

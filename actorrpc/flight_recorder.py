@@ -1,9 +1,9 @@
 """The flight recorder: the last calls of a worker, each with its times.
 
-The recorder is always on, so that a user can still see after a fault which calls led to it. A ring of :data:`KEPT` records holds
-one record for each call that this worker made (:meth:`FlightRecorder.on_answer`), one for each call that it executed
-(:meth:`FlightRecorder.on_end`), and one for other things that take time (:meth:`FlightRecorder.noted`). The name of the caller,
-the name of the callee and the number of the call between them join the two records of a call.
+The recorder is on by default, so that a user can still see after a fault which calls led to it. A ring of :data:`KEPT` records
+has a record for each call that this worker made (:meth:`FlightRecorder.on_answer`) or executed (:meth:`FlightRecorder.on_end`),
+and for each restart, stream, backward pass and large copy (:meth:`FlightRecorder.noted`). The two records of a
+call are found by its caller, its callee and its number (``id``), which is unique between these two workers.
 
 Times are seconds on this process's clock (``actorrpc._time``).
 """
@@ -37,23 +37,23 @@ KEPT: Final = 32768
 """The number of records in the ring: 2.9 MB in all, which the kernel allocates as the ring fills."""
 
 CALLED: Final = 0
-"""``(number, CALLED, made, answered, id, callee, chain, method, thread, failed, waits, bytes out, bytes in)``; ``waits``: the
-thread that made the call has waited for it."""
+"""``(number, CALLED, made, answered, id, callee, chain, method, thread, failed, waits, bytes out, bytes in)``; ``waits``: True
+if the call was synchronous: the thread that made the call waited for it."""
 
 EXECUTED: Final = 1
 """``(number, EXECUTED, arrived, begun, ended, id, caller, chain, method, thread, failed, actor)``"""
 
 COPIED_BYTES: Final = 1 << 20
-"""Copies of at least this many bytes, of tensors and other large memory, are recorded."""
+"""The fewest bytes of a copy (of tensors or other memory) for which there is a record."""
 
 NOTED: Final = 2
 """``(number, NOTED, begun, ended, kind, what, thread)``"""
 
 UNDER_WAY: Final = -1
-"""The number of a record that is made on demand for a call that has not ended, and is not in the ring. Its end is the time of the
-request. For an execution that is still queued, ``begun`` is also that time. Thread 0: no thread runs it."""
+"""The number in the record of a call that has not ended. Such a record is made on request and is not in the ring; its end is the
+time of the request. For an execution that is still queued, ``begun`` is also that time, and the thread is 0."""
 
-# All records begin with their number + 1 (0: the slot is empty) and their kind. Names are numbers.
+# A record begins with its number + 1 (0: the slot is empty) and its kind. Names are numbers from `_Names`.
 _HEAD: Final = struct.Struct("<qB")
 # failed, waits; callee, method; made, answered; id, chain, thread; bytes out, bytes in
 _CALLED: Final = struct.Struct("<q B ? ? x 2i 2d 3Q 2q".replace(" ", ""))
@@ -66,7 +66,7 @@ _pack_called: Final = _CALLED.pack_into
 _pack_executed: Final = _EXECUTED.pack_into
 _head_at: Final = _HEAD.unpack_from
 
-_MODULES: Final = 4096  # the most modules in the table; when it is full, it is emptied
+_MODULES: Final = 4096  # the most modules in OWN_MODULES; a full table is emptied
 OWN: Final = "actorrpc."
 """The prefix of the names of the package's internal calls; the function's name without its module follows."""
 
@@ -83,7 +83,7 @@ _NAMED: Final = frozenset({FunctionType, BuiltinFunctionType, MethodType, type})
 
 
 class _OwnModules(dict[Any, bool]):
-    """Whether a module, by its name, is one of this package."""
+    """A table from the name of a module to whether the module belongs to this package."""
 
     def __missing__(self, module: Any) -> bool:
         if len(self) >= _MODULES:
@@ -93,12 +93,12 @@ class _OwnModules(dict[Any, bool]):
 
 
 OWN_MODULES: Final = _OwnModules()
-"""A table, because it is used in every call: ``type(function) is FunctionType and OWN_MODULES[function.__module__]``
-says whether a function is an internal function of the package."""
+"""``type(function) is FunctionType and OWN_MODULES[function.__module__]`` says whether a function is an internal function of the
+package. Each call evaluates this, so the answers are kept in a table."""
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a called function; of another callable object, the name of its class: its attributes may raise."""
+    """Return the name of a called function. Another callable gets the name of its class: its attributes may raise."""
     if type(function) is FunctionType and OWN_MODULES[function.__module__]:
         return f"{OWN}{function.__qualname__}"
     return str(function.__qualname__ if type(function) in _NAMED else type(function).__qualname__)
@@ -119,10 +119,10 @@ class _Names:
         self._lock = threading.Lock()  # guards adding; no other lock is taken under it
         self._next = 1
         self.numbers: dict[str, int] = {"": 0}
-        self.texts: list[dict[int, str]] = [{0: ""}, {}]  # of this generation, and of the one before
+        self.texts: list[dict[int, str]] = [{0: ""}, {}]  # names by number: this generation, the last
 
     def add(self, name: str) -> int:
-        """Return the number of a name that has none."""
+        """Return the number of a name, after assigning a number if it has none."""
         with self._lock:
             number = self.numbers.get(name)
             if number is None:
@@ -142,7 +142,7 @@ class _Names:
 
 
 class FlightRecorder:
-    """The ring of one worker. Thread-safe. It has two of the methods of ``CallHooks``, by which an agent's hooks call it.
+    """The ring of one worker. Thread-safe. An agent calls ``on_answer`` and ``on_end`` like the hooks of ``CallHooks``.
 
     ``pack_into`` writes a record into a buffer in one atomic step. A record therefore adds no object that Python's garbage
     collector counts, and refers to no call, frame or argument. Records in the form of tuples provoked a full collection of 80 ms
@@ -217,8 +217,8 @@ class FlightRecorder:
 
     @property
     def total(self) -> int:
-        """How many records were written, overwritten ones included."""
-        # Threads set ``_last`` without a lock: a slower thread may have replaced a higher number by the number of its own record.
+        """How many records were written, overwritten records included."""
+        # Threads set ``_last`` without a lock, so a slower thread may have replaced a higher number. Records after it count, too.
         number = self._last
         while self._at(number + 1) == number + 1:
             number += 1

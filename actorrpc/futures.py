@@ -1,12 +1,12 @@
 """Futures: the value of a call that may still run.
 
-:class:`Future` is a ``torch.futures.Future`` (so ``torch.futures.collect_all`` and friends take it) that
-keeps its own state in Python: Ctrl-C interrupts its waits, they take a time-out, it can be awaited in asyncio, its
-callbacks get Futures of this class, and a failure that was never retrieved is logged. "torch's half" of a future is the C++
-object of its base class.
+:class:`Future` is a ``torch.futures.Future`` (so ``torch.futures.collect_all`` and similar functions accept it) that
+keeps its own state in Python: Ctrl-C interrupts its waits, waits take a time-out, coroutines can await it, its callbacks get
+Futures of this class, and a failure that was never retrieved is logged. "torch's half" of a future is the C++ object of its
+base class.
 
 A future has no lock. Completion is claimed by deleting a slot, which is one atomic step in CPython;
-callbacks and waiters are lists that are appended to and popped from, which is atomic too. So completing a
+callbacks and waiters are in lists, whose ``append`` and ``pop`` are atomic, too. So completing a
 future is safe in a ``__del__``, in a signal handler and under any lock, apart from the callbacks it runs.
 """
 
@@ -67,9 +67,9 @@ _base_set_unwrap = torch._C.Future._set_unwrap_func
 
 
 class NestedRunner(Protocol):
-    """Runs, on a thread of an actor that waits, the calls that descend from the waiting call.
+    """Lets a thread of an actor, while the call that it executes waits, execute calls that descend from that call.
 
-    The thread that waits calls all methods. Any thread may call ``wake``.
+    The waiting thread calls all methods. Any thread may call the function ``wake``.
     """
 
     @property
@@ -93,9 +93,9 @@ class NestedRunner(Protocol):
 
 
 class Progress:
-    """The source of a pending future: a call, a call that waits to be sent, another future.
+    """The operation that completes a pending future: a call, a call that waits to be sent, another future.
 
-    Any thread may call the methods. They do nothing here; subclasses override them.
+    Any thread may call the methods. The methods of this class do nothing; subclasses override them.
     """
 
     __slots__ = ()
@@ -104,7 +104,7 @@ class Progress:
         """Work towards completion on the calling thread, which waits for the future, at most until the deadline."""
 
     def flush(self) -> None:
-        """Send the gathered messages, because a thread is about to wait for the outcome without driving this source."""
+        """Send messages whose sending was delayed, because a thread is about to wait without calling :meth:`drive`."""
 
     def listen(self) -> None:
         """Let the pool read the reply, because the thread that polls the future does not read it."""
@@ -115,12 +115,12 @@ class Progress:
 
 
 class _Waiting(threading.local):
-    """The state of this thread that waits use.
+    """State of the current thread for the functions that wait on it.
 
     Attributes:
-        depth: how many callbacks of futures this thread runs, one within another.
-        runner: the thread's runner, if it belongs to an actor.
-        casts: the queue for one-way requests that this thread reads and then executes; None: the pool executes them.
+        depth: how many callbacks of futures this thread is running, nested in each other.
+        runner: the thread's runner, if the thread belongs to an actor.
+        casts: one-way requests that this thread has read and executes itself; None: the pool executes what it reads.
     """
 
     depth = 0
@@ -137,14 +137,14 @@ def set_foreign_threads(runner: NestedRunner | None) -> None:
 
 
 INTERRUPTED: Final[set[Any]] = set()
-"""The runners whose methods must be interrupted. Almost always empty, so checking it costs a call nearly nothing."""
+"""The runners whose running methods must be interrupted. Almost always empty, so a check costs nearly nothing."""
 
 
 def interruption_point() -> None:
     """Raise the interruption of the method that this thread runs, if there is one.
 
-    All functions that users may call in a loop call it when they begin and in their waits. The rest of this package is not
-    interrupted (see ``actors/host/threads.py``).
+    The package's functions that users may call in a loop call this function when they begin and while they wait. Other code of
+    the package is not interrupted (see ``actors/host/threads.py``).
     """
     runner = WAITING.runner
     if runner in INTERRUPTED:
@@ -152,7 +152,7 @@ def interruption_point() -> None:
 
 
 class _Unretrieved:
-    """Belongs to a failed future. If it is freed and ``seen`` is False, the failure was never retrieved, and is logged."""
+    """The failure of a future. When this object is freed and the error was never retrieved (``seen``), it logs the failure."""
 
     __slots__ = ("__weakref__", "error", "label", "seen")
 
@@ -164,7 +164,7 @@ class _Unretrieved:
 
     def __del__(self) -> None:
         if not self.seen and not sys.is_finalizing():
-            # (While the interpreter ends, no thread can be started.)
+            # While the interpreter ends, _report() cannot start a thread.
             _report(f"{self.label} failed and its error was never retrieved: {say(self.error, repr)}")
 
 
@@ -173,7 +173,7 @@ _muted = False
 
 
 def _report(line: str) -> None:
-    """Log a line on a thread of its own: logging takes locks, and finalisers may run while this thread holds them."""
+    """Log a line on another thread: a finaliser calls this, possibly on a thread that holds the locks of logging."""
     _reports.append(line)
     if len(_reports) == 1:
         try:
@@ -189,20 +189,20 @@ def _log_reports() -> None:
 
 
 def mute(muted: bool) -> None:
-    """Switch the reports of failures off (True) or on. A process that leaves its group fails its calls, and switches them off."""
+    """Switch the logging of unretrieved failures off (True) or on. A process that leaves its group switches it off."""
     global _muted
     _muted = muted
 
 
-# How often a process that was in a group was forked, in the line of ancestors from the first process to this one.
+# How many ancestors of this process were in a group when they forked.
 _generation = 0
 
 
 def forked() -> None:
-    """Record that this process is a fork of a process in a group: futures that are pending now never complete here."""
+    """Record that this process is a fork of a process in a group: futures that are pending now never complete in it."""
     global _generation
     _generation += 1
-    # Only the thread that called fork() exists here. A new thread may get the id of a thread of the parent.
+    # The parent's other threads do not exist here, and a new thread may get the identifier of such a thread.
     for thread in QUEUED.keys() - {get_ident()}:
         del QUEUED[thread]
 
@@ -217,7 +217,7 @@ def lost_by_fork(label: object) -> NotInitializedError:
     return NotInitializedError(
         f"{label} was not over when this process was forked (os.fork(), or multiprocessing's start method "
         "'fork'): the outcome arrives only in the parent process. Wait for it before the "
-        "fork; for calls of its own, start the process with the method 'spawn', or call actorrpc.init() (or "
+        "fork. To make calls in the new process, start it with the method 'spawn', or call actorrpc.init() (or "
         "init_rpc()) in it"
     )
 
@@ -225,11 +225,11 @@ def lost_by_fork(label: object) -> NotInitializedError:
 def _twin(error: BaseException, twins: dict[int, BaseException] | None = None) -> BaseException:
     """Return a copy of an error without its traceback. Errors that it refers to are replaced by their twins.
 
-    torch's half of a future keeps the twin. The garbage collector cannot look into that half. If it kept the error itself, whose
-    traceback refers to frames that waited, and so to the future, the future would never be freed.
+    torch's half of a future keeps the twin. If that half kept the error, whose traceback refers to frames that waited, and so to
+    the future, the future would never be freed: the garbage collector cannot follow references from torch's half.
 
     Args:
-        twins: the twins that have been made, by the ``id`` of their errors.
+        twins: the twins that were already made, by the ``id`` of their errors.
     """
     made = {} if twins is None else twins
 
@@ -264,8 +264,8 @@ def _twin(error: BaseException, twins: dict[int, BaseException] | None = None) -
 def _unwrapping(report: _Unretrieved) -> Callable[[BaseException], NoReturn]:
     """Return the function that torch calls, with the twin of the error, to get the value of a failed future.
 
-    torch's functions for several futures find the error in this way only. torch's half must not refer to the report, which has
-    the error.
+    torch's functions for several futures get the error in no other way. torch's half keeps the function, so the function must not
+    refer to the report, which refers to the error.
     """
     found = weakref.ref(report)
 
@@ -273,7 +273,7 @@ def _unwrapping(report: _Unretrieved) -> Callable[[BaseException], NoReturn]:
         looked_at = found()
         if looked_at is not None:
             looked_at.seen = True
-        raise _twin(twin)  # the traceback of a raised error refers to frames
+        raise _twin(twin)  # a new one, because raising adds a traceback
 
     return unwrap
 
@@ -283,16 +283,16 @@ def _unwrapping(report: _Unretrieved) -> Callable[[BaseException], NoReturn]:
 _MAX_DEPTH: Final = 50
 
 QUEUED: Final[dict[int, list[Future[Any]]]] = {}
-"""By thread: the completed futures whose callbacks it still has to run. Almost always empty.
+"""Completed futures whose callbacks a thread still has to run, by the thread's identifier. Almost always empty.
 
-A callback may complete another future, whose callbacks complete the next one. The first fifty run one within another, as
-torch's do. The others are queued here, and the thread runs them when the innermost callback returns or waits, so a chain
-of any length takes a stack of the same depth.
+A callback may complete another future, whose callbacks complete the next one. The first fifty run nested in each
+other, as torch's do. Further futures are queued here, and the thread runs their callbacks when the innermost callback returns
+or waits. The depth of the stack is therefore limited for chains of any length.
 """
 
 
 def run_queued_callbacks() -> None:
-    """Run the callbacks that this thread has queued. A thread calls this before it waits, as it may wait for their effect."""
+    """Run the callbacks that this thread has queued. Called before a thread waits, which may wait for their effect."""
     queued = QUEUED.pop(get_ident(), None)
     if queued is not None:
         _run_callbacks_of(queued)
@@ -301,7 +301,7 @@ def run_queued_callbacks() -> None:
 def _run_callbacks_of(completed: list[Future[Any]]) -> None:
     """Run the callbacks of completed futures in order. After each callback, run the callbacks of futures that it completed.
 
-    An exception of a signal handler is raised at the end: threads may wait for futures that the other callbacks complete.
+    An exception that a signal handler raises in a callback is raised after all callbacks: threads may wait for their effects.
     """
     completed.reverse()
     raised: BaseException | None = None
@@ -327,7 +327,7 @@ def _run_callbacks_of(completed: list[Future[Any]]) -> None:
             raise raised
     finally:
         WAITING.depth -= 1
-        raised = None  # the error's traceback has this frame
+        raised = None  # the error's traceback refers to this frame
 
 
 class _Following(NamedTuple):
@@ -345,19 +345,19 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
 
     Attributes:
         label: the name of the operation in messages.
-        awaits: futures (or objects with an attribute ``future``) that all must complete before this one can.
-        source: the object that a waiting thread makes progress on; None once the future is complete. The producer sets it.
+        awaits: futures (or objects with an attribute ``future``) that all must complete before this future can.
+        source: the operation that a waiting thread advances; None once the future is complete. Its producer sets it.
         callbacks: the functions to call when the future is complete; :meth:`add_done_callback` adds to it.
         completed: whether the future is complete. Unlike :meth:`done`, reading it makes no progress. Only the future sets it.
         error: the error of the future; None while it is pending. Reading it does not acknowledge the failure. Only the future
             sets it.
         value_or_none: the value of the future; None while it is pending, and if it has failed. Only the future sets it.
         covered: whether :meth:`cover` was called.
-        torch_has_outcome: of a class: whether torch's half of its futures is given the value or the error as well.
+        torch_has_outcome: set by a class: whether torch's half of its futures gets the value or the error, too.
 
-    Thread-safe. All methods of ``torch.futures.Future`` are here, with the differences that
+    Thread-safe. The class has all methods of ``torch.futures.Future``, with the differences that
     :meth:`wait` takes a ``timeout``, every wait can be interrupted by Ctrl-C, :meth:`then` returns a future
-    of this class, and it can be awaited (``await fut``) on any running event loop.
+    of this class, and coroutines of any event loop can await it (``await fut``).
     """
 
     __slots__ = (
@@ -378,7 +378,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     _then_class: type[Future[Any]] | None = None
     torch_has_outcome = True
     covered = False
-    _born = 0  # the generation of the process that made it
+    _born = 0  # generation() of the process that made the future
 
     def __init__(self, *, devices: Sequence[Any] | None = None) -> None:
         self._devices = [torch.device(each) for each in devices] if devices else _NO_DEVICES
@@ -389,10 +389,10 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         self.completed = False
         self.value_or_none: Any = None
         self.error: BaseException | None = None
-        # Futures that failed with the same error share it, so that retrieving the error from one counts for all: see follow().
+        # Futures that failed with the same error share a report, so retrieving the error from one counts for all: see follow().
         self._report: _Unretrieved | None = None
         self.callbacks: list[Callable[[Future[T]], Any]] = []
-        self._parked: list[Any] = []  # waiters (see add_waiter), and the locks of threads
+        self._parked: list[Any] = []  # waiters (see add_waiter), and locks of sleeping threads (see park)
         self.source: Progress | None = None
         self.label: object = "a future"
 
@@ -421,7 +421,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         Args:
             value: the value, if ``error`` is None.
             error: the error, which every wait then raises.
-            submit: schedules the callbacks on another thread; by default they run on this one.
+            submit: schedules the callbacks on another thread; by default they run on this thread.
         """
         if error is None:
             self.value_or_none = value
@@ -432,9 +432,8 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             report = self._report
             if report is None:
                 report = self._report = _Unretrieved(error, self.label)
-            if (
-                self.covered
-            ):  # read after setting _report: either this thread sees the flag, or cover() sees the report
+            # Read after _report was set: either this thread sees that cover() was called, or cover() sees the report.
+            if self.covered:
                 report.seen = True
             self.completed = True
             if self.torch_has_outcome:
@@ -532,7 +531,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         """Complete the future with a value.
 
         Raises:
-            RuntimeError: it is complete already.
+            RuntimeError: the future is complete already.
         """
         if not self.try_complete(result):
             raise RuntimeError(_ONCE)
@@ -542,7 +541,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
 
         Raises:
             TypeError: ``result`` is not an exception.
-            RuntimeError: it is complete already.
+            RuntimeError: the future is complete already.
         """
         if not isinstance(result, BaseException):
             raise TypeError(f"{result!r} is of type {type(result).__name__}, not an Exception.")
@@ -550,7 +549,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             raise RuntimeError(_ONCE)
 
     def cancel(self) -> bool:
-        """Cancel the call: it ends here with :class:`CancelledError`, and its worker is notified.
+        """Cancel the call: the future fails with :class:`CancelledError`, and the called worker is notified.
 
         Returns ``False`` if the future is complete already. A function that has started is not interrupted; calls that
         it waits for are cancelled in turn.
@@ -586,7 +585,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         """Check that the future can complete in this process.
 
         Raises:
-            NotInitializedError: it is pending, and was made before this process was forked.
+            NotInitializedError: the future is pending, and was made before this process was forked.
         """
         if self._born != _generation and not self.completed:
             raise lost_by_fork(self.label)
@@ -609,12 +608,12 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             try:
                 raise self.error
             finally:
-                # The error's traceback refers to this frame. If a variable here referred to the error, that would be a cycle, and
+                # The error's traceback refers to this frame. A variable of this frame that led to the error would make a cycle:
                 # everything in the frames of the traceback would live until the next garbage collection.
                 del self
         if self._devices:
-            # The base class, torch's Future, recorded the work on the CUDA streams of the thread that completed the future. Here
-            # the current streams of this thread wait for that work.
+            # torch's Future, the base class, recorded the work on the CUDA streams of the thread that completed the future. This
+            # call makes the current streams of this thread wait for that work.
             _base_wait(self)
         return self.value_or_none  # type: ignore[no-any-return]
 
@@ -632,7 +631,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         """Return the value of a completed future, or raise its error.
 
         Raises:
-            RuntimeError: it is not complete yet.
+            RuntimeError: the future is not complete yet.
         """
         if QUEUED:
             run_queued_callbacks()
@@ -659,12 +658,11 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         """Wait for the value.
 
         Args:
-            timeout: seconds to wait; ``None`` means until the call itself ends (which its own time-out
-                bounds).
+            timeout: seconds to wait; ``None``: no limit, except the time-out of the call itself.
 
         Raises:
-            RpcTimeoutError: not complete within ``timeout``; the call continues.
-            NotInitializedError: it was pending when this process was forked.
+            RpcTimeoutError: the future is not complete within ``timeout``; the call continues.
+            NotInitializedError: the future was pending when this process was forked.
             Exception: the error of the future.
         """
         if INTERRUPTED:
@@ -679,14 +677,14 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             source = self.source
             if source is not None:
                 source.drive(deadline)
-                # The source refers to the arguments of the call, and the traceback of an error may refer to this frame.
+                # The source refers to the call's arguments, which a traceback with this frame would keep alive.
                 source = None
             if not self.completed and not self.park(deadline):
                 raise RpcTimeoutError(
                     f"{self.label} was not complete within {say(timeout)} s; it is still running: wait() again or cancel() it",
                     maybe_executed=None,
                 )
-            if INTERRUPTED:  # the awaited call may have been cancelled together with the call that waits
+            if INTERRUPTED:  # cancelling this thread's call also cancels the calls it awaits
                 interruption_point()
         if self.error is None and not self._devices:
             return self.value_or_none  # type: ignore[no-any-return]  # it is complete
@@ -700,7 +698,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     def park(self, deadline: float | None) -> bool:
         """Sleep until completion or the deadline, without making progress; say whether the future is complete.
 
-        Signals interrupt it on the main thread.
+        On the main thread, signals interrupt the sleep.
         """
         lock = threading.Lock()
         lock.acquire()
@@ -716,7 +714,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
 
             runner.begin_wait(wake, self)
         try:
-            # The list is filled before this check, so a thread that completes the future now finds the lock.
+            # The lock was appended before this check, so a thread that completes the future later finds and releases it.
             while not self.completed:
                 if INTERRUPTED:
                     interruption_point()
@@ -762,13 +760,13 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     # -- callbacks ---------------------------------------------------------------------------
 
     def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
-        """Call ``callback(self)`` once complete; at once, on this thread, if it is already.
+        """Call ``callback(self)`` when the future is complete: at once, on this thread, if it is complete already.
 
         Callbacks of a call run on a worker thread of this process, never on a thread that waits for the call.
         They may make calls and wait for them. Exceptions that they raise are logged.
 
         Raises:
-            NotInitializedError: it was pending when this process was forked.
+            NotInitializedError: the future was pending when this process was forked.
         """
         if not callable(callback):
             raise TypeError(f"callback must be callable, not {type(callback).__name__}")
@@ -781,7 +779,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         self.listen()
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """Return a future for ``callback(self)``, called once this one is complete.
+        """Return a future for the result of ``callback(self)``, which is called when this future is complete.
 
         The callback gets this future, complete, and uses ``value()`` or ``wait()``. An exception that it
         raises becomes the error of the returned future.
@@ -804,7 +802,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
                 value = callback(done)
             except BaseException as error:
                 if error is passed:
-                    # Otherwise the traceback would grow with each callback of a chain, and keep the frames of all alive.
+                    # Otherwise the traceback would grow with each callback of a chain, and keep the callbacks' frames alive.
                     error.__traceback__ = trace
                 following.try_fail(error)
                 if is_of_handler(error):
@@ -881,8 +879,8 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
 class InnerFuture(Future[T]):
     """The future behind an ObjectRef: torch's functions never get it, so torch's half has neither value nor error.
 
-    The garbage collector cannot look into that half. A value or an error that refers to the future, such as a list to which its
-    reader appended the ObjectRef, would never be freed.
+    The garbage collector cannot follow references from torch's half. If that half had a value that refers to the future, such as
+    a list to which the user appended the ObjectRef, neither would ever be freed.
     """
 
     __slots__ = ()
@@ -892,10 +890,10 @@ class InnerFuture(Future[T]):
 
 
 class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[type-arg, misc]
-    """A Future that is a ``concurrent.futures.Future``, too: for the functions there, and ``asyncio.wrap_future``.
+    """A Future that is a ``concurrent.futures.Future``, too: for that module's functions, and ``asyncio.wrap_future``.
 
-    These use private attributes of a future: the lock ``_condition``, which they hold only briefly and without calling other
-    code, guards ``_state`` and ``_waiters``. Everything else is as in :class:`Future`.
+    These functions use private attributes of a future: the lock ``_condition`` guards ``_state`` and ``_waiters``. They hold the
+    lock only briefly, and call no other code meanwhile. Everything else is as in :class:`Future`.
     """
 
     __slots__ = ("_condition", "_state", "_waiters")
@@ -957,8 +955,8 @@ def wait_all(futures: Iterable[torch.futures.Future[Any]], timeout: float | None
     """Wait for all futures and return their values, in order.
 
     Raises:
-        RpcTimeoutError: not all complete within ``timeout`` seconds.
-        Exception: the error of the first future in the list that failed. The errors of the others are not logged.
+        RpcTimeoutError: not all futures are complete within ``timeout`` seconds.
+        Exception: the error of the first future in the list that failed. The errors of other futures are not logged.
     """
     given = list(futures)
     collect_all(given).wait(timeout)

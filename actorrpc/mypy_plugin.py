@@ -5,9 +5,9 @@ In ``pyproject.toml``::
     [tool.mypy]
     plugins = ["actorrpc.mypy_plugin"]
 
-Without it ``remote(Cls)``, ``Cls.remote(...)`` of that and ``handle.rpc_sync().method(...)`` are fully typed, while
-``handle.method.remote(...)`` takes and returns anything, and the names that ``@remote`` gives to the class below it are
-unknown: mypy ignores the result of a class decorator. Classes that inherit from :class:`actorrpc.Actor` need no plugin.
+Without the plugin, mypy checks ``remote(Cls)``, ``remote(Cls).remote(...)`` and ``handle.rpc_sync().method(...)``. It does not
+check ``handle.method.remote(...)``, and it does not know the attributes that ``@remote`` adds to a class, because it ignores the
+result of a class decorator. Classes that inherit from :class:`actorrpc.Actor` need no plugin.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from mypy.typevars import fill_typevars
 __all__ = ["ActorPlugin", "plugin"]
 
 _HANDLE: Final = "actorrpc.actors.client.handle.ActorHandle"
-# mypy looks names up in the packages that export them.
+# mypy looks these types up in the package that exports them.
 _METHOD: Final = "actorrpc.actors.ActorMethod"
 _CLASS: Final = "actorrpc.actors.ActorClass"
 _REF: Final = "actorrpc.actors.ObjectRef"
 _STREAM: Final = "actorrpc.actors.ObjectRefGenerator"
-# The class that `@method` returns, and the class of its objects bound to an instance. Their last type is that of `remote`.
+# What `@method` returns, and the same bound to an instance. The last type argument is the type of `remote`.
 _MARKED: Final = "actorrpc.actors.client.typed_methods.Method"
 _BOUND: Final = "actorrpc.actors.client.typed_methods.BoundMethod"
 _REMOTE: Final = frozenset({"actorrpc.remote", "actorrpc.actors.remote", "actorrpc.actors.api.remote"})
@@ -113,7 +113,7 @@ def _decorated(ctx: ClassDefContext) -> bool:
 
 
 def _class_attribute(ctx: AttributeContext) -> Type:
-    """Give ``Cls.remote`` the type that it has on the ActorClass to which the name refers at run time."""
+    """Give ``Cls.remote`` the type of ``ActorClass.remote``: at run time, ``@remote`` makes ``Cls`` an ActorClass."""
     found = get_proper_type(ctx.type)
     name = getattr(ctx.context, "name", "")
     if not isinstance(found, FunctionLike) or not found.is_type_obj():
@@ -143,7 +143,7 @@ def _class_attribute(ctx: AttributeContext) -> Type:
 
 
 def _handle_attribute(ctx: AttributeContext) -> Type:
-    """Give ``handle.method`` the type of the method of the class."""
+    """Give ``handle.method`` the type ActorMethod, with the arguments and the result of the class's method."""
     handle = get_proper_type(ctx.type)
     context = ctx.context
     name = context.name if isinstance(context, (MemberExpr, NameExpr)) else ""
@@ -171,7 +171,7 @@ def _handle_attribute(ctx: AttributeContext) -> Type:
                 context,
             )
         return ctx.default_attr_type
-    if not isinstance(member, CallableType):  # overloaded: there is no ParamSpec for that
+    if not isinstance(member, CallableType):  # an overloaded method, which a ParamSpec cannot express
         return ctx.default_attr_type
     return ctx.api.named_generic_type(_METHOD, [_parameters(member), _outcome(ctx, actor.type, name, member)])
 

@@ -4,7 +4,7 @@ A check takes the option's name and the value, and returns the value in the form
 declares with :func:`option` how each of its fields is checked; other functions call the checks themselves. The errors
 name the option, the value, and the valid values.
 
-Most checks take ``none`` (None is accepted, too), and ``right``, a text for the error that replaces the bounds.
+Most checks take ``none`` (None is accepted, too), and ``right``, the text of the error that says which values are valid.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def checks_of(cls: type[Any]) -> dict[str, Check]:
 
 
 def check_fields(options: Any) -> None:
-    """Check the declared fields of an immutable dataclass, which calls this function in its ``__post_init__``."""
+    """Check the declared fields of a frozen dataclass, and store the results. For its ``__post_init__``."""
     for name, check in checks_of(type(options)).items():
         object.__setattr__(options, name, check(name, getattr(options, name)))
 
 
 def read(declared: str, said: str) -> Any:
-    """Parse the text of a variable for a field of the declared type; list items are separated by commas.
+    """Parse an environment variable for a field of the declared type; list items are separated by commas.
 
     Raises:
         ValueError: the text is not such a value.
@@ -87,7 +87,7 @@ _READ: Final[dict[str, Callable[[str], Any]]] = {"bool": _read_flag, "int": int,
 
 
 def wrong(name: str, value: object, right: str, error: type[ConfigError] = ConfigError) -> ConfigError:
-    """Return the error of a value that cannot be used."""
+    """Return the error for a value that cannot be used; ``right`` says which values are valid."""
     return error(f"{name} must be {right}, not {say(value, repr)}")
 
 
@@ -107,7 +107,7 @@ def text(
     right: str = "",
     error: type[ConfigError] = ConfigError,
 ) -> Any:
-    """Check a str, and return it as a plain str; ``error`` is raised if it is empty and must not be."""
+    """Check a str, and return it as a plain str; ``error`` is raised for an empty str if not ``empty``."""
     if isinstance(value, str) and (value or empty):
         return str.__str__(value)
     if none and value is None:
@@ -138,7 +138,7 @@ def integer(
     """Check a whole number: True and False are refused, although Python treats them as numbers.
 
     Args:
-        error: the class of the error if it is out of bounds.
+        error: the class of the error if the number is out of bounds.
     """
     if type(value) is not int:
         if none and value is None:
@@ -167,8 +167,8 @@ def number(
     """Check a number, finite unless ``most`` is infinite; a whole number stays an int.
 
     Args:
-        above: it must be more than ``least``.
-        error: the class of the error if it is out of bounds.
+        above: whether the number must be more than ``least``.
+        error: the class of the error if the number is out of bounds.
         kind: the types that are accepted; truth values never are.
     """
     if type(value) is not float and type(value) is not int:
@@ -229,7 +229,7 @@ def words(name: str, value: Any, *, none: bool = False) -> Any:
 
 
 def amounts(name: str, value: Any, *, none: bool = False, error: type[ConfigError] = ConfigError) -> Any:
-    """Check a dict from names to amounts of resources that have no option of their own."""
+    """Check a dict from names to amounts of resources. CPU and GPU are refused, because they have other options."""
     right = "a dict of numbers of at least 0 by name, like {'disk': 2}"
     found = mapping(name, value, functools.partial(number, error=error), right=right, none=none)
     for key in ("CPU", "GPU"):

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a worker; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if any(each == "--key" or each.startswith(("--key=", "--key-", "--secret")) for each in given):
-        # Not repeated here: it may be the key.
+        # The message does not repeat the argument, which may be the key.
         sys.stderr.write(
             "python -m actorrpc.worker: a key is not taken from the command line, where every user of this machine can read it "
             "(ps); set ACTORRPC_KEY, or ACTORRPC_KEY_FILE to a file that only you can read\n"

@@ -1,7 +1,7 @@
 """The functions of ``actorrpc`` for actors: make, find, end, watch and list them; and the runtime context inside of an actor.
 
 ``remote`` is torch's function and Ray's decorator under one name: the first argument decides which. Functions that take a handle
-are also methods of the handle, unless its class has a method of the same name. All are thread-safe.
+are also methods of the handle, unless the actor's class has a method of that name. All functions are thread-safe.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _row(known: ActorState, life: HostedActorState | None) -> ActorInfo:
 
 
 def cancel(ref: Any, *, force: bool = False, recursive: bool = True) -> bool:
-    """Cancel a call: it ends with CancelledError. Return False if it had already ended.
+    """Cancel a call: it ends with CancelledError. Return False if the call had already ended.
 
     A waiting call is not started, a coroutine is cancelled, a generator is closed. A method that runs in a thread is
     interrupted between two steps of Python, but not inside C code; its actor lives on. A plain method that runs on an event loop
@@ -191,7 +191,7 @@ def cancel(ref: Any, *, force: bool = False, recursive: bool = True) -> bool:
     future = ref._future if isinstance(ref, ObjectRef) else None
     if force and not isinstance(future, TaskFuture):
         raise ConfigError(
-            "force=True is for tasks that were started here; an actor is ended with kill(handle)"
+            "force=True is for tasks that this process started; an actor is ended with kill(handle)"
         )
     stop = getattr(ref, "cancel", None) if not isinstance(ref, (ActorHandle, type)) else None
     if stop is None:
@@ -205,7 +205,7 @@ def cancel(ref: Any, *, force: bool = False, recursive: bool = True) -> bool:
 
 
 def exit_actor() -> NoReturn:
-    """End the actor in which this is called, for good. This call and all others fail with ActorDiedError.
+    """End the actor that executes this code, for good. All calls of the actor that have not ended fail with ActorDiedError.
 
     The actor's ``on_stop`` runs. Raises a BaseException; do not catch it. May also be called in a task that a method has started.
 
@@ -214,7 +214,7 @@ def exit_actor() -> NoReturn:
     """
     execution = CURRENT.get()
     if execution is None or execution.actor is None:
-        raise RuntimeError("exit_actor() was called outside of an actor; there, use kill(handle)")
+        raise RuntimeError("exit_actor() was called outside of an actor: use kill(handle) to end an actor")
     if execution.actor.spec is not None and execution.actor.spec.info.name == TASKS:
         raise RuntimeError(
             f"exit_actor() was called in {execution.label}, which is not an actor: a task ends by returning"
@@ -235,8 +235,8 @@ class RuntimeContext:
         worker: this worker.
         namespace: the default namespace of names here.
         actor_id: the actor that executes this code; None outside of actors.
-        actor_name: its name, if it has one.
-        caller: the worker that made the call which is being executed; None outside of calls.
+        actor_name: that actor's name, if it has one.
+        caller: the worker that made the call that this thread executes; None outside of calls.
         was_current_actor_reconstructed: whether the actor was restarted.
     """
 
@@ -269,7 +269,7 @@ def _spec() -> Any:
     execution = CURRENT.get()
     hosted = None if execution is None else execution.actor
     spec = None if hosted is None else hosted.spec
-    # Tasks are executed by an internal actor, which is not shown to their code.
+    # Tasks are executed by an internal actor (TaskRunner), which is hidden from their code.
     return None if spec is None or spec.info.name == TASKS else spec
 
 
@@ -318,7 +318,7 @@ class _Class(Protocol[P, C_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> C_co: ...
 
 
-# Type checkers use the first overload that fits, because a class is also a function that returns its instances.
+# The overloads for classes come first: type checkers use the first that fits, and a class fits those for functions, too.
 
 
 class _Remote(Protocol):

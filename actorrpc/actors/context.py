@@ -28,14 +28,14 @@ class Runtime:
 
     Attributes:
         agent, references: the agent and the RRefs of this worker.
-        registry: the actors that live here.
-        routes: the routes to the actors that are called from here.
+        registry: the actors that live in this process.
+        routes: the routes to the actors that this process calls.
         supervisor: supervises the actors that this process created.
         names: the table of named actors; only that of rank 0 is used.
-        streams: the streams of generator methods that run here.
+        streams: the streams of generator methods that run in this process.
         host_copies: the values that were fetched from other hosts.
-        generations, members: the collectives that were made here, and the collectives of actors here.
-        task_pools: the processes of tasks.
+        generations, members: the collectives that this process made, and its actors that are members of collectives.
+        task_pools: the runners that execute the tasks of this process.
         spawner: starts processes for actors; None if actors are placed on the group's workers.
     """
 
@@ -92,7 +92,7 @@ def runtime(*, start: bool = False) -> Runtime:
         start: start the embedded cluster if this process is in no group.
 
     Raises:
-        NotInitializedError: there is none.
+        NotInitializedError: this process has no runtime.
     """
     found = current()
     if found is None and start and _autostart is not None:

@@ -23,7 +23,7 @@ __all__ = ["start"]
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
-    """Bring the actor layer of a worker into force; return a function that ends it."""
+    """Start the actor layer of a worker; return the function that ends the layer."""
     agent = worker.agent
     made = Runtime(agent, worker.references)
     made.names = Names(made, api.namespace())

@@ -6,8 +6,8 @@
     actorrpc.get(refs)                                      #     gradient, group=actorrpc.collective_group())
 
 Generations. A process group of torch does not survive the end of a member, so a collective is a series of such groups, called
-generations. When a member dies or an operation fails, the whole present generation breaks: running operations of the other
-members, and operations that they start later, raise CollectiveError. The collective stays broken until this process rebuilds it
+generations. When a member dies or an operation fails, the whole present generation breaks: operations that run or start later
+in other members raise CollectiveError. The collective stays broken until this process rebuilds it
 by :meth:`Collective.rebuild` or the next :meth:`Collective.call`. Both wait until supervision has restarted the member
 (``max_restarts``), and let all members join a new generation. Members join through their mailboxes. Therefore calls that this
 process made before the rebuilding belong to the old generation and fail, and later calls belong to the new one. If each member
@@ -56,10 +56,10 @@ from actorrpc.validation import integer, number, text, wait_limit
 
 __all__ = ["Collective", "collective", "collective_group"]
 
-TIMEOUT_S: Final = 1800.0  # the default of torch for gloo
+TIMEOUT_S: Final = 1800.0  # torch's default for operations of gloo
 JOIN_S: Final = 60.0
 _LEAVE_S: Final = 10.0
-_PAUSE_S: Final = 0.05  # between attempts to rebuild, while members are being lost
+_PAUSE_S: Final = 0.05  # between attempts to rebuild, while members are still being lost
 _CALL: Final = MethodInfo.anything("<call>", "call")
 
 
@@ -76,10 +76,10 @@ def collective(
     In the actors, :func:`actorrpc.collective_group` returns the group for ``dist.all_reduce``, ``broadcast``, ``all_gather``,
     ``reduce_scatter``, ``barrier`` and the others, and for ``DistributedDataParallel(module, process_group=...)``.
     All members have to be called for an operation, in the same order: :meth:`Collective.call` calls all. An actor may
-    be in several collectives with different names. A default group of the process is not used, changed or made.
+    be in several collectives with different names. The process's default group is neither used nor changed.
     The backend uses sockets of its own between the members' hosts, neither encrypted nor authenticated, as in
     any ``torch.distributed`` program: members must be able to reach each other, and the network must be trusted. Only the
-    messages with which they find each other use actorrpc's connections. gloo uses the address by which other workers know a
+    messages with which members find each other use actorrpc's connections. gloo uses the address by which other workers know a
     worker (loopback if all members are on one host), or the interface that ``GLOO_SOCKET_IFNAME`` in the environment of the
     workers names.
 
@@ -93,13 +93,13 @@ def collective(
             its earlier calls.
 
     Raises:
-        ConfigError: there are no actors, one occurs twice, one is async, the backend is unknown or not available here or
+        ConfigError: there are no actors, an actor occurs twice or is async, the backend is unknown or not available here or
             at an actor, or a time-out is not a positive number. Nothing was started.
         TypeError: an item is not the handle of an actor.
         NameTakenError: one of the actors is in a collective of this name.
         ActorDiedError: one of the actors is dead.
-        RpcTimeoutError: they have not all joined in time.
-        CollectiveError: torch could not connect them.
+        RpcTimeoutError: not all members have joined in time.
+        CollectiveError: torch could not connect the members.
     """
     in_force = runtime()
     made = Collective(actors, process_group.check_backend(backend), name, timeout, join_timeout)
@@ -108,8 +108,8 @@ def collective(
             shared = [handle for handle in made.members if handle in other.ranks]
             if other.name == made.name and shared and not other.destroyed:
                 raise NameTakenError(
-                    f"{route_of(shared[0]).title} is in a collective {made.name!r} already: destroy() that one, or give "
-                    "this one another name="
+                    f"{route_of(shared[0]).title} is in a collective {made.name!r} already: destroy() that collective, "
+                    "or give the new one another name="
                 )
         _all.add(made)
     in_force.agent.check_process()
@@ -127,8 +127,8 @@ class Collective:
     Made by :func:`actorrpc.collective`. The module's documentation says what happens when members die. If this object is freed,
     the group continues to exist until its members end.
 
-    ``_making`` is held during rebuilding and destroying, also while members are waited for, and guards the generation. It is
-    re-entrant, because the garbage collector may run while it is held.
+    The lock ``_making`` guards the generation. A thread holds it while it rebuilds or destroys the collective and waits for the
+    members. It is re-entrant, because the garbage collector may run while it is held.
 
     Attributes:
         name: the name for :func:`actorrpc.collective_group`.
@@ -196,7 +196,7 @@ class Collective:
     def call(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> list[ObjectRef[Any]]:
         """Call a method of all members, or a function with each instance as first argument. Rebuilds a broken collective first.
 
-        A lost member is only noticed if this process has been told of the loss.
+        A collective that has lost a member is only rebuilt if this process has been notified of the loss.
 
         Args:
             method: the name of a method, or a function, as for :func:`actorrpc.call`.
@@ -219,13 +219,12 @@ class Collective:
     def broadcast(self, what: str | Callable[[Any], Any] = "", *, src: int = 0) -> list[ObjectRef[None]]:
         """Copy tensors of one member into the tensors of all others, for example the weights of a trainer.
 
-        All members must have tensors of the same shapes and dtypes there. They are written in place, even if they require
-        gradients.
+        All members' tensors must have the same shapes and dtypes. They are written in place, even if they require gradients.
 
         Args:
-            what: the attribute: a module (its parameters and buffers), a tensor, or a list or dict of these; a dotted name
-                selects attributes of attributes. Empty: the actor itself. Or a function that returns the object, given the
-                instance.
+            what: the name of an attribute of the actor, which may be dotted (``"trainer.model"``); empty: the actor itself; or a
+                function that takes the actor and returns the object. The object is a module (its parameters and buffers are
+                copied), a tensor, or a list or dict of these.
             src: the rank of the member that has the values.
 
         Returns:
@@ -239,19 +238,19 @@ class Collective:
     # -- generations -----------------------------------------------------------------------------------
 
     def rebuild(self, timeout: float | None = None) -> None:
-        """Let the members join a new generation, and wait until they have; operations in the old one raise CollectiveError.
+        """Let the members join a new generation, and wait for them; operations of the old generation raise CollectiveError.
 
-        Waits for members that are being restarted. If a member is lost meanwhile, this starts again. If the collective was made
-        of an ActorGroup, it uses the group's present members, which ``group.restart()`` may have replaced.
+        Waits for members that are being restarted. If a member is lost meanwhile, the rebuilding starts again. If the
+        collective was made of an ActorGroup, it uses the group's present members, which ``group.restart()`` may have replaced.
 
         Args:
             timeout: seconds; by default ``join_timeout``.
 
         Raises:
             ActorDiedError: a member is dead for good. Make another collective of the living actors.
-            RpcTimeoutError: they have not all joined in time. The collective is broken, and can be rebuilt later.
+            RpcTimeoutError: not all members have joined in time. The collective is broken, and can be rebuilt later.
             ConfigError: a member cannot use the backend.
-            CollectiveError: it was destroyed, or torch could not connect the members.
+            CollectiveError: the collective was destroyed, or torch could not connect the members.
         """
         until = _time.now() + (self._join_s if timeout is None else timeout)
         with self._making:
@@ -291,7 +290,7 @@ class Collective:
             generations.break_up(generation, why)
             raise RpcTimeoutError(f"{title}: {why}", maybe_executed=True) from None
         except BaseException:
-            generations.break_up(generation, "its making was interrupted")
+            generations.break_up(generation, "rebuild() was interrupted")
             raise
         errors = [error for each in joins if (error := each.error) is not None]
         if not errors:
@@ -331,7 +330,7 @@ class Collective:
         return self._call_member(rank, (member.join, ticket), seconds)
 
     def _call_member(self, rank: int, asked: tuple[Any, ...], seconds: float) -> Future[Any]:
-        """Call a function of this package in a member, through its mailbox."""
+        """Call ``asked`` (a function of ``member.py``, and arguments) in a member, through its actor's mailbox."""
         route = route_of(self._members[rank])
         try:
             return route.call(_CALL, _OPTIONS, asked, {}, refs=False, timeout=seconds)
@@ -351,7 +350,7 @@ class Collective:
             located.add_done_callback(Future.acknowledge)
             place = located.value_or_none  # None: the actor is being restarted
             if slot is None or place is None:
-                why = "it is not where it was"
+                why = "it has not joined, or is being restarted"
             elif place.instance_id != slot.instance_id:
                 why = "it has been restarted"
             else:
@@ -364,7 +363,7 @@ class Collective:
     def destroy(self, timeout: float = _LEAVE_S) -> None:
         """End the collective: every member leaves after its earlier calls. Idempotent.
 
-        Its threads and sockets end, unless an object in an actor keeps the process group (DDP modules do).
+        The threads and sockets of the process group end, unless an object in an actor keeps the group (DDP modules do).
 
         Args:
             timeout: seconds; after that, operations of a busy member are ended with CollectiveError.

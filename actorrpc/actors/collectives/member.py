@@ -1,11 +1,11 @@
 """Members: an actor's part in a collective, in the actor's process.
 
-A member joins through its actor's mailbox, in order with the actor's other calls. Calls that cut it, or make it leave, do not use
-the mailbox, because the actor may be blocked in an operation that the other members have left. A member ends with its actor.
-It then tells the worker that made the collective, as it does when an operation fails.
+A member joins through its actor's mailbox, in order with the actor's other calls. The calls :func:`cut` and :func:`remove` do not
+use the mailbox, because the actor may be blocked in an operation that the other members have left. When an operation fails, or
+the actor ends, and the member with it, the member reports this to the worker that made the collective.
 
-``_lock`` guards the tables and the members in them. Only torch's bookkeeping is called under it. It is re-entrant, because the
-garbage collector may run while it is held.
+``_lock`` guards the tables and the members in them. No other module is called under it. It is re-entrant, because the garbage
+collector may run while it is held.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Members", "Ticket", "broadcast", "collective_group", "cut", "join", "nothing", "remove"]
 
-_REPORT_S: Final = 2.0  # how long raising an error may be delayed to ask for the reason
+_REPORT_S: Final = 2.0  # how long a failed operation waits for the reason
 _BACKENDS: Final = ("gloo", "NCCL")  # errors of the backends contain these words
 _GONE: Final = "is not registered, please create group"  # torch's error for a group that was destroyed
 _PLACE: Final = re.compile(r"^\[[^]]*\.\w+:\d+\] ")
@@ -73,7 +73,7 @@ class Ticket:
 
 
 class _Member:
-    """One actor's part in one generation. The table's lock guards it."""
+    """One actor's part in one generation. ``Members._lock`` guards it."""
 
     __slots__ = ("connections", "group", "instance_id", "store", "ticket", "why")
 
@@ -82,7 +82,7 @@ class _Member:
         self.instance_id = instance_id
         self.store: groups.CallStore | None = None
         self.group: dist.ProcessGroup | None = None
-        self.connections = 0  # how many there were when the group was made
+        self.connections = 0  # open connections when the group was made
         self.why = ""
 
 
@@ -94,7 +94,7 @@ class Members:
         self._me = me
         self._lock = threading.RLock()
         self._table: dict[tuple[int, int], _Member] = {}  # by (key of the generation, rank)
-        # The last membership of each actor here, to explain errors of operations that end after it.
+        # By actor: its last membership that has ended, to explain errors of operations that fail afterwards.
         self._past: dict[int, _Member] = {}
         self._agent.on_peer_end.append(self._peer_ended)
 
@@ -104,8 +104,8 @@ class Members:
         """Join a generation; waits for the other members.
 
         Raises:
-            CollectiveError: another member was lost, or torch could not connect.
-            ConfigError: the backend cannot be used here.
+            CollectiveError: another member was lost, or torch could not connect the members.
+            ConfigError: the backend cannot be used in this process.
         """
         for old in self._of(hosted.id):
             if old.ticket.name == ticket.name:
@@ -157,13 +157,13 @@ class Members:
             why = member.why
             if not why:
                 member.group = group
-        if why:  # it was cut before it had a group
+        if why:  # another thread cut the member before its group was made
             groups.cut(group, store, ticket.backend)
             groups.forget(group)
             raise CollectiveError(f"{ticket.title} is broken: {why}", actor=ticket.title)
 
     def cut(self, member: _Member, why: str) -> None:
-        """End the operations of a member. It stays in the table, broken."""
+        """End the operations of a member. The member stays in the table, as broken."""
         with self._lock:
             if member.why:
                 return
@@ -172,7 +172,7 @@ class Members:
         groups.cut(group, store, member.ticket.backend)
 
     def remove(self, member: _Member, why: str) -> None:
-        """Cut a member and remove it from the table."""
+        """End the operations of a member, and remove the member from the table."""
         self.cut(member, why)
         with self._lock:
             if self._table.pop((member.ticket.key, member.ticket.rank), None) is not None:
@@ -182,7 +182,7 @@ class Members:
             groups.forget(group)
 
     def find(self, key: int, rank: int) -> _Member | None:
-        """Return a member, or None if it is not here."""
+        """Return a member, or None if it is not in this process."""
         return self._table.get((key, rank))
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ class Members:
         text = str(error)
         if not isinstance(error, dist.DistError) and not any(word in text for word in _BACKENDS):
             return error
-        # Remove the place in the source, and the advice.
+        # Keep the first sentence, without the place in torch's source.
         text = _PLACE.sub("", text.partition("\n")[0].partition(". ")[0])
         # The error does not name its group. Choose a group that is broken or has lost connections.
         mine = self._of(instance_id)
@@ -276,7 +276,7 @@ class Members:
         (member, *_) = broken
         ticket = member.ticket
         if not member.why:
-            # Tell the other members; the maker learns of it before the caller does, and may know the reason.
+            # This ends the operations of the other members, too. The report below asks the collective's worker for the reason.
             self.cut(member, f"an operation of rank {ticket.rank} failed: {text}")
         report = self._report(member, member.why, False)
         try:
@@ -286,7 +286,7 @@ class Members:
         return _caused(f"an operation of {ticket.title} failed at rank {ticket.rank}: {why}", error)
 
     def _explained_as_gone(self, instance_id: int, error: ValueError) -> BaseException:
-        """Explain a failed operation of a group that ended after the method got it; return torch's error for other groups."""
+        """Return a CollectiveError if a group of the actor has ended, which makes torch raise ``error``; otherwise ``error``."""
         ended = [each for each in self._of(instance_id) if each.why]
         past = self._past.get(instance_id)
         member = ended[0] if ended else past
@@ -327,16 +327,16 @@ def collective_group(name: str | None = None) -> dist.ProcessGroup:
     may not exist and is unrelated.)
 
     Call this in each method that uses the group, and do not keep the group: after ``rebuild()``, there is another group, and
-    operations of the old one raise. Objects that keep a group (DDP modules) have to be made again then.
+    operations of the old group raise. Objects that keep a group (DDP modules) must then be made again.
 
-    Works in methods and in functions called by :func:`actorrpc.call`, but not in other threads. Members that are called
-    with ``max_concurrency`` above 1 have to ensure the order of their operations themselves, as in torch.
+    Works in methods and in functions called by :func:`actorrpc.call`, but not in other threads. Actors with
+    ``max_concurrency`` above 1 must ensure the order of their operations themselves, as in torch.
 
     Args:
         name: the name of the collective; may be omitted if the actor is in only one.
 
     Raises:
-        CollectiveError: no actor runs here, it is in no such collective, or in several, or the collective is broken.
+        CollectiveError: no actor runs here; the actor is in no such collective, or in several; or the collective is broken.
     """
     members: Members = runtime().members
     return members.group(_hosted("collective_group()"), name)
@@ -350,7 +350,7 @@ def join(instance: Any, ticket: Ticket) -> MemberSlot:
 
 
 def nothing(instance: Any) -> None:
-    """Do nothing. Called through the mailbox, it returns after all earlier calls."""
+    """Do nothing. A call through the actor's mailbox ends after all earlier calls."""
     del instance
 
 
@@ -395,7 +395,7 @@ def cut(key: int, rank: int, why: str) -> None:
 
 
 def remove(key: int, rank: int, why: str) -> None:
-    """Cut a member and remove it. Called by RPC."""
+    """End the operations of a member, and remove the member from the table. Called by RPC."""
     here = current()
     members: Members | None = None if here is None else here.members
     member = None if members is None else members.find(key, rank)

@@ -1,4 +1,4 @@
-"""Process groups of ``torch.distributed``, made without its default group, and broken from outside.
+"""Process groups of ``torch.distributed`` that are made without its default group, and that another thread can end.
 
 torch makes groups as parts of one default group per process. Actors need independent groups: several at once, some in a process
 that already has a default group. So a group is made of the same parts that ``init_process_group`` uses (a store, a backend, a
@@ -10,7 +10,7 @@ are authenticated and encrypted like all calls. After that, the backends use soc
 gloo operations cannot be aborted: a thread in an operation waits for its peers until the time-out. :func:`cut` shuts the
 backend's sockets down, which ends the operation at once on both sides. It finds the sockets by the addresses in the store.
 
-The functions here may be called in any thread; a store belongs to the thread that makes the group.
+Any thread may call the functions of this module.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class CallStore(Store):
         return self.seen[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait for values, and fetch them: the caller reads them next, and the value of a key never changes."""
-        del timeout  # the time-out of making the group applies
+        """Wait for values, and keep them for :meth:`get`: torch reads them next, and does not change them."""
+        del timeout  # ``query`` has the time-out of making the group
         missing = [key for key in keys if key not in self.seen]
         if missing:
             self.seen.update(zip(missing, self._query("get", missing), strict=True))
@@ -88,7 +88,7 @@ class CallStore(Store):
         return bytes(self._query("swap", key, old, new))
 
     def clone(self) -> CallStore:
-        """Return the same object, which any thread may use. (NCCL clones the store to get a connection per thread.)"""
+        """Return the same object, which any thread may use. (NCCL clones a store to get a connection per thread.)"""
         return self
 
     def delete_key(self, key: str) -> bool:
@@ -101,7 +101,7 @@ def check_backend(backend: Any) -> str:
     """Return a backend after checking that it can be used.
 
     Raises:
-        ConfigError: it is not in :data:`BACKENDS`, or this torch does not support it.
+        ConfigError: ``backend`` is not in :data:`BACKENDS`, or this torch does not support it.
     """
     if backend not in BACKENDS:
         raise ConfigError(f'backend must be "gloo" (CPU) or "nccl" (CUDA), not {backend!r}')
@@ -109,7 +109,7 @@ def check_backend(backend: Any) -> str:
         raise ConfigError("this torch was built without gloo: backend='gloo' cannot be used")
     if backend == "nccl" and not dist.is_nccl_available():
         raise ConfigError(
-            "backend='nccl' needs a torch with CUDA and NCCL, which this one is not; backend='gloo' works on the CPU"
+            "backend='nccl' needs a build of torch with CUDA and NCCL; backend='gloo' works on the CPU"
         )
     return str(backend)
 
@@ -145,7 +145,7 @@ def make(
         name: the group's name for torch, unique in this process.
         timeout_s: seconds that an operation may take.
         join_s: seconds that connecting may take.
-        address: the address, a name or a number, by which others reach this host. ``GLOO_SOCKET_IFNAME`` overrides it.
+        address: the address, a name or a number, by which other members reach this host. ``GLOO_SOCKET_IFNAME`` overrides it.
 
     Raises:
         RuntimeError: the others cannot be reached.
@@ -188,12 +188,12 @@ def _devices(address: str) -> list[Any]:
     try:
         return [create(hostname=address)]
     except RuntimeError:
-        # Others reach this host by an address that it does not have itself (NAT): let gloo use the address of the host's name.
+        # The address is of another machine, which forwards connections (NAT): let gloo use the address of the host's name.
         return [create()]
 
 
 def _enter(group: dist.ProcessGroup, name: str, backend: str, config: str, store: Any, size: int) -> None:
-    """Enter a group into the tables of torch.distributed. The ranks of the group are its only ranks."""
+    """Enter a group into the tables of torch.distributed. The members' global ranks, for torch, are their ranks in the group."""
     world: Any = c10d._world
     world.pg_map[group] = (backend, store)
     world.pg_names[group] = name
@@ -233,7 +233,7 @@ def connections(store: CallStore) -> int:
     for sock in _sockets(store):
         with sock:
             try:
-                # A socket that was shut down stays open for a moment.
+                # A socket that was shut down stays open for a moment, but returns end of file.
                 count += sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
             except BlockingIOError:
                 count += 1
@@ -243,7 +243,7 @@ def connections(store: CallStore) -> int:
 
 
 def forget(group: dist.ProcessGroup) -> None:
-    """Remove a group from torch's tables. Its threads end with the last reference to it."""
+    """Remove a group from torch's tables. The group's threads end when no object refers to the group."""
     with contextlib.suppress(ValueError, AssertionError, KeyError, RuntimeError):  # it was removed before
         dist.destroy_process_group(group)
     world: Any = c10d._world
@@ -277,7 +277,7 @@ def _sockets(store: CallStore) -> Iterator[socket.socket]:
 
 
 def _packed(family: int, end: tuple[Any, ...]) -> bytes:
-    """Return an address as in C memory, which is the form in which gloo publishes it."""
+    """Return an address in the form in which gloo publishes it: the bytes of the C structure."""
     begin = struct.pack("=H", family) + struct.pack("!H", end[1])
     if family == socket.AF_INET:
         return begin + socket.inet_pton(family, end[0])

@@ -1,12 +1,12 @@
 """The generations of collectives, at the worker that made the collectives.
 
-The members of a generation meet here: they exchange their addresses, and torch's backends exchange the data that they need to
+The members of a generation meet on this worker: they exchange addresses, and torch's backends exchange the data that they need to
 connect. If a member ends, its process reports this, or this worker notices that the process has ended. The generation then
-breaks: members that wait here get an error, and every other member is told to end its operations. A broken generation stays
+breaks: members that wait for others get an error, and every other member is told to end its operations. A broken generation stays
 broken. The members then join another generation, which has another key, so that two generations share nothing.
 
-No function here blocks: answers are futures. The functions at the end are called by RPC. ``_lock`` guards the table and all
-generations in it. Futures are completed, and members told, after it was released. It is re-entrant, because the garbage
+No function of this module blocks: answers are futures. The functions at the end are called by RPC. ``_lock`` guards the table and
+all generations in it. Futures are completed, and members notified, after it was released. It is re-entrant, because the garbage
 collector may run while it is held.
 """
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 __all__ = ["Generation", "Generations", "MemberSlot", "report_loss", "serve"]
 
 _GONE: Final = "it has been destroyed, or rebuilt"
-# The end of a member is known here at most this long after other members have noticed it.
+# When a member reports a failed operation, the end of another member, as the reason, is known at most this much later.
 _REASON_S: Final = 0.5
-_CUT_S: Final = 10.0  # how long telling a worker that a generation is broken may take
+_CUT_S: Final = 10.0  # the time-out of the call that ends a member's operations
 
 
 class MemberSlot(NamedTuple):
@@ -47,13 +47,13 @@ class MemberSlot(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One generation of a collective. The table's lock guards it; :attr:`why` may be read without.
+    """One generation of a collective. ``Generations._lock`` guards it; :attr:`why` may be read without the lock.
 
     Attributes:
         key: the unique number of the generation.
         slots: the members that have joined, by rank.
         why: the reason why it is broken; empty if it is not.
-        known: ``why`` is final: a member or the generation was ended. Otherwise a better reason may be reported.
+        known: whether ``why`` is final (a member or the generation has ended); until then, a better reason may be reported.
         asking: the futures of members whose operation has failed, which wait for the reason.
     """
 
@@ -70,7 +70,7 @@ class Generation:
     known: bool = False
 
     def error(self) -> CollectiveError:
-        """Return the error for members that join after the generation has broken."""
+        """Return the error for members that wait in this broken generation, or join it."""
         return CollectiveError(f"{self.title} is broken: {self.why}", actor=self.title)
 
 
@@ -78,7 +78,7 @@ class Generations:
     """The generations of the collectives that this process made. Thread-safe.
 
     Args:
-        cut: ``cut(key, rank, why)``, called by RPC on a member's worker.
+        cut: ``member.cut``, which is called by RPC on a member's worker and ends the member's operations.
     """
 
     def __init__(self, agent: Agent, cut: Callable[[int, int, str], None]) -> None:
@@ -186,7 +186,7 @@ class Generations:
         return future
 
     def get(self, key: int, names: Sequence[str]) -> Future[list[bytes]]:
-        """Return a future of values, which completes when all of them exist."""
+        """Return a future of the values of keys, which completes when all keys have values."""
         future: Future[list[bytes]] = Future()
         with self._lock:
             generation = self._of(key)
@@ -273,7 +273,7 @@ _CHANGES: Final[dict[str, Callable[..., Any]]] = {
 
 
 def serve(key: int, what: str, *args: Any) -> Any:
-    """Answer a member: ``"gather"``, ``"get"``, or one of the changes."""
+    """Answer the request ``what`` of a member: ``"gather"``, ``"get"``, or a key of ``_CHANGES``."""
     generations: Generations = runtime().generations
     if what == "gather":
         return Deferred(generations.gather(key, *args))

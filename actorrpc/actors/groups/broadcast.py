@@ -42,14 +42,14 @@ LARGE: Final = 1 << 20
 WIDTH: Final = 4
 """How many workers fetch from the root, and from each worker in the tree."""
 
-_LOOKED_AT: Final = 1000  # items of containers that are examined to compute the size of an argument
+_LOOKED_AT: Final = 1000  # the most items that are examined to compute the size of an argument
 
 
 def weight_of(value: Any) -> int:
     """Return the approximate number of bytes of tensors, arrays and strings in an argument; 0 if it must be sent directly.
 
-    Looks into lists, tuples, sets and dicts, at most at 1 000 items. A tensor that takes part in autograd must be sent directly,
-    because the tree passes on copies.
+    Looks into lists, tuples, sets and dicts, at most at 1 000 items. An argument with a tensor that requires gradients, or with a
+    module, must be sent directly, because workers of the tree pass on copies.
     """
     total = 0
     left = deque([value])
@@ -82,14 +82,14 @@ def weight_of(value: Any) -> int:
 
 
 def parent_of(place: int) -> int | None:
-    """Return the place in the tree from which a worker fetches; None: from the root."""
+    """Return the place of the worker from which the worker at ``place`` fetches; None: it fetches from the root."""
     return None if place < WIDTH else place // WIDTH - 1
 
 
 def share(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], located: Sequence[Future[Location]]
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
-    """Return the arguments for each receiver, with ObjectRefs in place of the large ones.
+    """Return the arguments for each receiver, with ObjectRefs in place of large arguments.
 
     Args:
         located: the location of each receiver, as a future.
@@ -101,7 +101,7 @@ def share(
         SerializationError: an argument cannot be sent.
     """
     for each in located:
-        each.add_done_callback(Future.acknowledge)  # the receiver's call reports the error
+        each.add_done_callback(Future.acknowledge)  # the call of that receiver reports the error
     if len(located) <= DIRECT:
         return None
     places: list[int | str] = [at for at, value in enumerate(args) if weight_of(value) >= LARGE]
@@ -219,9 +219,9 @@ def _complete_copy(future: Future[Any], copy: RRef[Any], root: RRef[Any], made: 
 
 
 def _fetch_copy(above: RRef[Any], root: RRef[Any]) -> Deferred:
-    """Fetch the snapshot from the worker above, or from the root. Runs on each worker in the tree."""
+    """Fetch the snapshot from the worker above or, if that fails, from the root. Runs on each worker in the tree."""
     answer: Future[Any] = Future()
-    answer.label = what = "a value that is brought to many"
+    answer.label = what = "a value that is sent to many actors"
     agent = runtime().agent
 
     def first(done: Future[Any]) -> None:

@@ -78,7 +78,7 @@ class _Members(Generic[C]):
         self.mesh = mesh
         self.handles = handles
         self.info = info
-        self.make = make  # None if the group was received from another worker
+        self.make = make  # makes a member; None if another worker made the group
         self.turns = itertools.count()
 
 
@@ -114,13 +114,13 @@ class _View(Generic[C]):
         return f"{point} of the slice, {whole.coords_of(self.mesh.origin_ranks[at])} of the whole group"
 
     def annotate(self, at: int, error: BaseException) -> bool:
-        """Add a note to an error that names the member from which it comes; return whether the whole call fails with it."""
+        """Name a member in a note on the error of its call; return whether the call of the group fails with the error."""
         note = f"raised by {self.describe_member(at)}, of {self.title}"
         if note not in notes_of(error):
             add_note(error, note)
         try:
             error.rank = at  # type: ignore[attr-defined]
-        except Exception:  # its class has slots, or forbids setting attributes
+        except Exception:  # the error's class has slots, or forbids setting attributes
             pass
         return not self.return_exceptions
 
@@ -130,7 +130,7 @@ class _View(Generic[C]):
         return replace(self, given=CallOptions.check({**self.given, **options}), return_exceptions=keep)
 
     def method(self, method: Any) -> GroupMethod[..., Any]:
-        """Return the method with this name, which may be given as ``Cls.method``."""
+        """Return the method that is given by its name or as ``Cls.method``."""
         name = method if isinstance(method, str) else getattr(method, "__name__", None)
         if not isinstance(name, str):
             raise WrongTypeError(f"a method must be given by name, or as Cls.method, not as {method!r}")
@@ -172,7 +172,7 @@ def handles_of(group: ActorGroup[C]) -> list[ActorHandle[C]]:
 
 
 class GroupMethod(Generic[P, R]):
-    """A method of all members of a group. Thread-safe and cheap."""
+    """A method of all members of a group. Thread-safe; cheap to make."""
 
     __slots__ = ("_name", "_view")
 
@@ -197,8 +197,8 @@ class GroupMethod(Generic[P, R]):
         """Call the method of all members.
 
         Returns:
-            An ObjectRef of a :class:`ValueMesh` with their results. It fails at once when a member fails; a note on the
-            error, and its attribute ``rank``, name that member. Cancelling it cancels all calls.
+            An ObjectRef of a :class:`ValueMesh` with the results. It fails as soon as the call of a member fails; a note on the
+            error, and the error's attribute ``rank``, name that member. Cancelling the ObjectRef cancels all calls.
 
         Raises:
             TypeError: the method does not take these arguments. Nothing was sent.
@@ -222,13 +222,13 @@ class GroupMethod(Generic[P, R]):
         handles = self._view.handles
         if len(handles) != 1:
             raise ConfigError(
-                f"call_one() is for a group of one member, and this one has {len(handles)}: slice it, as in "
+                f"call_one() is for a group of one member, and this group has {len(handles)}: slice it, as in "
                 "group.slice(rank=0), or use choose() or call()"
             )
         return cast("ObjectRef[R]", self._of(handles[0]).remote(*args, **kwargs))
 
     def choose(self, *args: P.args, **kwargs: P.kwargs) -> ObjectRef[R]:
-        """Call the method of one member, the one with the fewest calls of this process under way; equal ones take turns.
+        """Call the method of the member with the fewest unfinished calls of this process; members with equally many take turns.
 
         Members that are known to be dead are left out, unless all are dead.
 
@@ -256,7 +256,7 @@ class GroupMethod(Generic[P, R]):
                 _log.error("broadcast of %s failed for %s: %r", label, view.describe_member(at), done.error)
 
         for at, ref in enumerate(self._send("broadcast", args, kwargs)):
-            # Not gather(): the values are not needed, so large ones are not fetched.
+            # Not gather(): the values are not needed, so large values are not fetched.
             ref._request().add_done_callback(partial(ended, at))
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> GroupStream[R]:
@@ -274,14 +274,14 @@ class GroupMethod(Generic[P, R]):
         return method.options(**self._view.given) if self._view.given else method
 
     def _send(self, how: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ObjectRef[R]]:
-        """Make the calls. If it raises, no call was sent; later failures are in the ObjectRefs."""
+        """Make the calls. An exception means that no call was sent; a later failure is in the ObjectRef of its call."""
         methods = [self._of(handle) for handle in self._view.handles]
         if not methods:
             return []
         first = methods[0]
         if not gives_one(first._info, first._options):
             raise WrongTypeError(
-                f"{how}() is for methods with one result, and {self._label()} gives a stream, or num_returns: call the "
+                f"{how}() is for methods with one result, and {self._label()} returns a stream, or several values: call the "
                 "members one by one, as in [handle.method.remote(...) for handle in group]"
             )
         first._info.check(args, kwargs)
@@ -326,7 +326,7 @@ def _busyness(handle: ActorHandle[Any]) -> tuple[bool, int]:
 
 
 class GroupStream(Generic[R]):
-    """The results of :meth:`GroupMethod.stream` in the order in which they come, for ``for`` and for ``async for``."""
+    """The calls of :meth:`GroupMethod.stream` in the order in which they end, for ``for`` and for ``async for``."""
 
     def __init__(self, mesh: Mesh, refs: list[ObjectRef[R]]) -> None:
         self._points = {id(ref): point for ref, point in zip(refs, mesh, strict=True)}
@@ -349,7 +349,7 @@ class GroupStream(Generic[R]):
 
 PerRank: TypeAlias = Callable[[Point], tuple[tuple[Any, ...], Mapping[str, Any]]]
 Options: TypeAlias = Mapping[str, Any] | Callable[[Point], Mapping[str, Any]]
-_Slice: TypeAlias = slice  # in the classes, `slice` is the method
+_Slice: TypeAlias = slice  # in the body of ActorGroup, `slice` is a method
 
 _ANSWER_S: Final = 10.0  # how long a supervisor may take to answer
 
@@ -367,7 +367,7 @@ def spawn(
 ) -> ActorGroup[C]:
     """Make a group of actors of one class, one for each place of a mesh; returns at once.
 
-    In a member, :func:`current_rank` returns its place, also in the constructor.
+    In the code of a member, the constructor included, :func:`current_rank` returns the member's place.
 
     Args:
         shape: the dimensions of the mesh and their extents, or just a number of actors.
@@ -446,11 +446,11 @@ offer_class("group", group)
 def current_rank() -> Point:
     """Return the place, in its group, of the actor that executes this code.
 
-    It is a mapping of the dimensions to coordinates, with ``.rank``, ``.size`` and ``.extents``. Works in the
+    The place is a mapping of the dimensions to coordinates, with ``.rank``, ``.size`` and ``.extents``. Works in the
     constructor, in methods and in functions called by :func:`actorrpc.call`, but not in other threads.
 
     Raises:
-        ActorError: no actor runs here, or it was not made as a member of a group.
+        ActorError: no actor runs here, or the actor was not made as a member of a group.
     """
     execution = CURRENT.get()
     actor = execution.actor if execution is not None else None
@@ -471,8 +471,8 @@ class ActorGroup(Generic[C]):
     """Actors of one class in a mesh, or a slice of such a group. Thread-safe.
 
     ``group.method`` is a :class:`GroupMethod`: ``group.method.call(...)``, ``.call_one``, ``.choose``, ``.broadcast``
-    and ``.stream``. ``group.call("method", ...)`` and so on do the same; there, the method may also be given as
-    ``Cls.method``, from which type checkers know arguments and results.
+    and ``.stream``. ``group.call("method", ...)`` and so on do the same; their first argument may also be
+    ``Cls.method``, by which type checkers find the types of arguments and results.
 
     A method of the members' class hides an attribute of this class with the same name; use ``ActorGroup.slice(group, hosts=0)``
     then. The members live as long as a group, a slice or a handle refers to them. A group can be sent in arguments and results.
@@ -496,7 +496,7 @@ class ActorGroup(Generic[C]):
 
         def __getattr__(self, name):
             if name in ActorGroup.__slots__ or (name[:2] == "__" and name[-2:] == "__"):
-                # The object is not complete, or Python looks up a special method.
+                # Unpickling has not set `_view` yet, or Python looks up a special method.
                 raise AttributeError(name)
             return self._view.method(name)
 
@@ -552,8 +552,8 @@ class ActorGroup(Generic[C]):
     def restart(self, rank: int | None = None, **coords: int) -> ActorHandle[C]:
         """Replace a member: kill its actor, and make another one, in this group and in all slices.
 
-        It is made as the first one was, with the same arguments. Calls of the old actor that are under way fail with
-        ActorDiedError. Handles of the old actor, and groups that were sent to other workers, still refer to it.
+        The new actor is made like the old one; functions ``per_rank`` and ``options`` are called again. Calls of the old actor
+        fail with ActorDiedError. Handles of the old actor, and groups that were sent to other workers, still refer to it.
 
         Args:
             rank: the rank of the member; or give its coordinates.
@@ -581,7 +581,7 @@ class ActorGroup(Generic[C]):
         return made
 
     def kill(self) -> None:
-        """Kill all members of this group or slice at once. Their calls fail with ActorDiedError.
+        """Kill all members of this group or slice. Their calls fail with ActorDiedError.
 
         Raises:
             RpcTimeoutError: the worker of a supervisor does not answer within 10 s.
@@ -591,7 +591,7 @@ class ActorGroup(Generic[C]):
     def ready(self) -> ObjectRef[None]:
         """Return an ObjectRef that completes when all members were constructed.
 
-        It fails as soon as a member cannot be made, with an ActorDiedError that has the reason and, in a note, the member.
+        It fails as soon as a member cannot be made: the ActorDiedError says why, and a note on it names the member.
         """
         view = replace(self._view, return_exceptions=False)
         label = f"ready({view.title})"
@@ -670,4 +670,4 @@ def _kill(handles: list[ActorHandle[Any]]) -> None:
     asked = [route_of(handle).kill(True) for handle in handles]
     collect_all(asked).wait(_ANSWER_S)
     for future in asked:
-        future.acknowledge()  # if its supervisor has ended, so has the actor
+        future.acknowledge()  # an error means that the supervisor has ended, and the actor with it

@@ -24,9 +24,9 @@ __all__ = ["Mesh", "Point", "ValueMesh"]
 T = TypeVar("T", covariant=True)
 S = TypeVar("S")
 
-_Slice: TypeAlias = slice  # in the classes, `slice` is the method
+_Slice: TypeAlias = slice  # in the bodies of the classes, `slice` is a method
 
-# A larger mesh is probably a mistake in an extent; and the ranks are kept in a tuple.
+# A larger extent is probably a mistake, and a mesh keeps a tuple of its ranks.
 _MAX_SIZE = 1 << 24
 
 
@@ -146,7 +146,7 @@ class Mesh:
 
     @classmethod
     def numbered(cls, extents: dict[str, int], origin: tuple[int, ...]) -> Mesh:
-        """Return a slice: ``origin`` becomes its :attr:`origin_ranks`. A dimension may have no places."""
+        """Return a slice whose :attr:`origin_ranks` are ``origin``. A dimension of it may have no places."""
         mesh = cls.__new__(cls)
         mesh._extents = MappingProxyType(extents)
         mesh._origin = origin
@@ -181,7 +181,7 @@ class Mesh:
 
     @property
     def origin_ranks(self) -> tuple[int, ...]:
-        """For each place, in order of rank, its rank in the mesh that this one was first sliced from."""
+        """For each place, in order of rank, its rank in the mesh from which the first slice was made."""
         return self._origin
 
     def __len__(self) -> int:
@@ -192,7 +192,7 @@ class Mesh:
         return (Point(rank, self._extents) for rank in range(len(self._origin)))
 
     def rank_of(self, **coords: int) -> int:
-        """Return the rank of a place, given all its coordinates (negative ones count from the end).
+        """Return the rank of a place, given all its coordinates (negative coordinates count from the end).
 
         Raises:
             ConfigError: a dimension is missing, or there is no dimension of that name.
@@ -208,7 +208,7 @@ class Mesh:
         return rank
 
     def coords_of(self, rank: int) -> Point:
-        """Return the point of a rank (negative ones count from the end).
+        """Return the point of a rank (negative ranks count from the end).
 
         Raises:
             IndexError: there is no such rank.
@@ -306,7 +306,7 @@ class Mesh:
 class ValueMesh(Generic[T]):
     """One value for each place of a mesh.
 
-    Iterating yields the values in order of rank; ``values[rank]`` and ``values.item(hosts=0, gpus=1)`` return one of them.
+    Iterating yields the values in order of rank; ``values[rank]`` and ``values.item(hosts=0, gpus=1)`` return one value.
     Immutable; sliced like a :class:`Mesh`.
     """
 

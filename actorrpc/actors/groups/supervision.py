@@ -38,8 +38,8 @@ _END_S: Final = 60.0
 class Supervision:
     """A supervision group, as :func:`supervise` makes it. Thread-safe; stays in the process that made it.
 
-    It keeps its children alive, as any handle does. The group exists as long as it has living children, even if this object
-    was freed. As a context manager, it ends the group.
+    This object keeps the children alive, as their handles do. The group exists as long as it has living children, even if this
+    object was freed. As a context manager, it ends the group.
     """
 
     def __init__(self, family: SupervisionGroup, children: tuple[Any, ...], here: Runtime) -> None:
@@ -49,7 +49,7 @@ class Supervision:
 
     @property
     def children(self) -> tuple[ActorHandle[Any] | Supervision, ...]:
-        """The children, also the ended ones, in the order in which they start: handles, and groups."""
+        """The children, ended children included, in the order in which they start: handles, and groups."""
         return self._children
 
     @property
@@ -104,8 +104,8 @@ class Supervision:
             timeout: seconds to wait. The group ends in any case.
 
         Raises:
-            ConfigError: it is a child of another group: end that group.
-            RpcTimeoutError: it takes longer.
+            ConfigError: this group is a child of another group: end that group.
+            RpcTimeoutError: the group has not ended in time.
         """
         with self._runtime.supervisor.lock:
             if self._family.parent is not None:
@@ -145,12 +145,12 @@ def supervise(
 
     The terms are Erlang's, but the children are handles, not specifications: the actors are made first, and may live anywhere.
     A child that dies is made again where it was placed, with the same arguments, and with its state if its class has
-    ``checkpoint()`` and ``restore()``. Its own ``max_restarts`` must not be 0; the group's counts. A child that is ended on
-    purpose (``kill()``, ``exit_actor()``, the end of its last handle) leaves the group. If a constructor or ``restore()`` raises
-    in a restart, that is another death. If it raises in a first start, or a child's place is lost, all of its groups give up.
+    ``checkpoint()`` and ``restore()``. The child's ``max_restarts`` must not be 0; only the group's is applied. A child that is
+    ended on purpose (``kill()``, ``exit_actor()``, the end of its last handle) leaves the group. An error in a restart is another
+    death. An error in the first start, or the loss of the child's place, makes the group and all groups above it give up.
 
-    When the group gives up, its children end, the last first. If it is a child itself, it has died, and the group above makes
-    it again with all of its children, if it can. Otherwise calls of its actors fail with an ActorDiedError that lists the deaths.
+    When the group gives up, its children end, the last first. A group above it treats this as the death of a child, and makes the
+    group with its children again if it can. Otherwise calls of the actors fail with an ActorDiedError that lists the deaths.
     Use ``strategy="one_for_all"`` and ``max_restarts=0`` for actors that must all end when one dies.
 
     Args:
@@ -159,10 +159,10 @@ def supervise(
         strategy: which children a death restarts: ``"one_for_one"``: only the child that died; ``"one_for_all"``: all children;
             ``"rest_for_one"``: the child that died and all after it. They end one by one, in reverse order, and start in order.
         max_restarts: how many deaths the group accepts within ``period``; at the next death it gives up.
-        period: in seconds.
+        period: the length of that time, in seconds.
         backoff: seconds before the second restart in a row, doubled up to 10 s, and shortened at random by up to a half.
         name: the name of the group in messages.
-        on_failure: gets the SupervisionError, on a worker thread, when this group or a group above it has given up.
+        on_failure: called with the SupervisionError, on a worker thread, when this group or a group above it has given up.
 
     Raises:
         TypeError: a child cannot be supervised.

@@ -32,7 +32,7 @@ V = TypeVar("V")
 
 
 class _Task:
-    """One call of the function: its arguments, the actor that executes it, and its state."""
+    """A function that the user gave to the pool, with the value, and the state of its call on an actor."""
 
     __slots__ = ("actor", "done", "error", "fn", "futures", "index", "is_list", "value")
 
@@ -82,13 +82,13 @@ class ActorPool(Generic[A]):
         self._idle: list[A] = list(actors)
         self._tasks: dict[int, _Task] = {}  # tasks whose results were not fetched, by number
         self._waiting: deque[_Task] = deque()
-        self._busy: dict[int, _Task] = {}  # tasks that occupy an actor, including abandoned ones
-        self._over: deque[_Task] = deque()  # ended tasks, in that order; callbacks append to it
+        self._busy: dict[int, _Task] = {}  # tasks that occupy an actor, abandoned tasks included
+        self._over: deque[_Task] = deque()  # tasks in the order in which they ended; callbacks append to it
         self._ready: dict[int, _Task] = {}  # the ended tasks of _tasks, in the order in which they ended
         self._next_task = 0
         self._next_return = 0
         self._dead = 0
-        # A callback completes it to wake the waiting thread, which replaces it before it waits again.
+        # A callback completes this future to wake the waiting thread, which makes another future before it waits again.
         self._change: Future[None] = Future()
 
     # -- submitting tasks ------------------------------------------------------------------------------
@@ -97,8 +97,8 @@ class ActorPool(Generic[A]):
         """Call ``fn(actor, value)``: at once if an actor is free, otherwise when one is.
 
         Raises:
-            WrongTypeError: it was called at once and did not return an ObjectRef.
-            Exception: it was called at once and raised. (If it is called later, fetching the task's result raises.)
+            WrongTypeError: ``fn`` was called at once and did not return an ObjectRef.
+            Exception: ``fn`` was called at once and raised. (If it is called later, fetching the task's result raises.)
         """
         if not callable(fn):
             raise WrongTypeError(f"fn must be a function of an actor and a value, not {fn!r}")
@@ -144,7 +144,7 @@ class ActorPool(Generic[A]):
             everything = task.start(actor)
         except BaseException as error:
             self._idle.append(actor)
-            # Ctrl-C is not an outcome of the task.
+            # Exceptions of Ctrl-C and signal handlers interrupt this thread, and are no errors of the task.
             if not isinstance(error, Exception) or is_of_handler(error):
                 raise
             task.error = error
@@ -162,7 +162,7 @@ class ActorPool(Generic[A]):
     # -- state -----------------------------------------------------------------------
 
     def _collect(self, free: bool = False) -> None:
-        """Process the tasks that have ended, and start others.
+        """Process the tasks that have ended, and start waiting tasks.
 
         Args:
             free: actors of ended tasks become free even if the results were not fetched.
@@ -221,7 +221,7 @@ class ActorPool(Generic[A]):
         """Put an actor into the pool.
 
         Raises:
-            ConfigError: it is in the pool already (a ValueError).
+            ConfigError: ``actor`` is in the pool already (a ValueError).
         """
         if actor in self._idle or any(task.actor == actor for task in self._busy.values()):
             raise ConfigError(f"{actor!r} belongs to this pool already")
@@ -231,7 +231,7 @@ class ActorPool(Generic[A]):
     # -- getting results ---------------------------------------------------------------------------
 
     def get_next(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
-        """Return the result of the next task, in the order in which they were submitted; waits for it.
+        """Return the result of the next task, in the order in which the tasks were submitted; waits for the result.
 
         Args:
             timeout: seconds to wait at most; None: without limit.
@@ -247,7 +247,7 @@ class ActorPool(Generic[A]):
         return self._get(True, timeout, ignore_if_timedout)
 
     def get_next_unordered(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
-        """Return the result of the task that ends first; waits for it. Otherwise as :meth:`get_next`."""
+        """Return the result of the task that ends first; waits for the result. Otherwise as :meth:`get_next`."""
         return self._get(False, timeout, ignore_if_timedout)
 
     async def get_next_async(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
@@ -264,9 +264,9 @@ class ActorPool(Generic[A]):
         return await self._get_async(False, timeout, ignore_if_timedout)
 
     def _find(self, ordered: bool) -> _Task | None:
-        """Return the next task if it has ended; otherwise None: the caller waits for ``_change`` and calls this again."""
+        """Return the next task if it has ended; otherwise None: the caller then waits for ``_change`` and calls this again."""
         if ordered and self._next_return >= self._next_task:
-            raise ConfigError("get_next() is not possible after get_next_unordered() has gone past its task")
+            raise ConfigError("get_next() is not possible: get_next_unordered() has returned later results")
         self._change = Future()  # made before the tasks are checked, so that later changes complete it
         self._collect(free=True)
         self._fail_if_alone()

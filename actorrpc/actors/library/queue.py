@@ -1,10 +1,10 @@
 """A first-in, first-out queue that lives in an actor and that any number of processes may use.
 
-The interface of ``ray.util.queue.Queue``. The actor is an asyncio one, so any number of callers may wait in it. The actor also
-handles their deadlines: an item is given to a caller that still waits, or it stays in the queue.
+The interface of ``ray.util.queue.Queue``. The actor's methods are coroutines, so that any number of callers can wait. The actor
+applies their time-outs itself: an item is given to a caller that still waits, or it stays in the queue.
 
 No item is lost when a caller gives up. Each ``get`` has a ticket. A caller that gives up (asyncio cancellation, Ctrl-C, the
-deadline or the end of the call in which it runs) withdraws its ticket. If the actor has already sent an item to it, the item
+deadline or the end of the call in which it runs) withdraws its ticket. If the actor has already sent it an item, the item
 returns to its old place in the queue. The actor keeps a sent item until the caller's next ``get`` confirms it, for at most
 :data:`_KEEP_S` seconds. (If the caller's process dies, the item is lost, as with every queue.)
 """
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 __all__ = ["Empty", "Full", "Queue"]
 
 T = TypeVar("T")
-Ticket = tuple[int, int]  # the client's number, and the number of its call
+Ticket = tuple[int, int]  # the number of a Queue object, and the number of one of its calls
 # How long sent items are kept for a withdrawal, if their receiver does not call again.
 _KEEP_S: Final = 30.0
-# Each waiting caller is a running call. With a limit, waiting callers would block the call that would wake them.
+# Each waiting caller is a running call of the actor. If they reached its limit, the call that wakes them could not run.
 _MAX_WAITING: Final = 1_000_000
 
 
 class Empty(standard.Empty):
-    """No item came in time, or the queue has fewer items than requested."""
+    """No item arrived within the time-out, or the queue has fewer items than requested."""
 
 
 class Full(standard.Full):
-    """There was no room in time, or not enough room for the items."""
+    """The queue stayed full until the time-out, or has not enough room for the items."""
 
 
 # -- inside the actor ---------------------------------------------------------------------------------------
@@ -100,11 +100,11 @@ class QueueActor:
         return self._maxsize <= 0 or len(self._items) < self._maxsize
 
     async def _wait(self, waiter: _Waiter, ticket: Ticket, timeout: float | None) -> bool:
-        """Wait in line; return whether the waiter was served. It is removed from the line in any case."""
+        """Wait in line; return whether the waiter was served. Afterwards the waiter is not in line any more."""
         waiter.line.append(waiter)
         self._waiting[ticket] = waiter
         try:
-            # asyncio.wait() does not cancel the future, so that it is clear whether the waiter was served.
+            # Unlike wait_for(), asyncio.wait() does not cancel the future, which shows whether the waiter was served.
             await asyncio.wait((waiter.future,), timeout=timeout)
         except asyncio.CancelledError:
             self._withdraw(waiter)
@@ -214,18 +214,18 @@ class QueueActor:
         return len(self._getters), len(self._putters)
 
     async def handed(self) -> int:
-        """Return how many calls were sent items and have not confirmed them."""
+        """Return the number of calls whose items were sent, but not confirmed yet."""
         return len(self._handed)
 
     async def drain(self) -> None:
-        """Return after the earlier calls of the same caller were started: they are started in order."""
+        """Return. Calls of a process start in order, so its earlier calls have started by then."""
 
 
 # -- outside of the actor ------------------------------------------------------------------------------------------------
 
 
 def _check_timeout(block: bool, timeout: Any) -> float | None:
-    """Return the time-out for the actor: 0 means not to wait."""
+    """Return the time-out to send to the actor, after checking it. 0: do not wait."""
     if not block:
         return 0
     if timeout is None:
@@ -279,14 +279,14 @@ class Queue(Generic[T]):
         actor = self.actor
         if actor is None:
             raise ShutdownError("this queue was shut down", maybe_executed=False)
-        # Without a time-out: the actor handles it. A call nested in another ends with that call.
+        # No time-out: the actor applies ``timeout``. If this thread executes a call, the new call ends with that call.
         return cast("ObjectRef[Any]", getattr(actor, name).remote(*args))
 
     def _ticket(self) -> Ticket:
         return self._client, next(self._tickets)
 
     def _received_tickets(self) -> tuple[Ticket, ...]:
-        """Return the tickets of the items that were received since the last call."""
+        """Return the tickets of items that this object has received since the last ``get``, which confirms them."""
         found = []
         while self._received:
             try:
@@ -297,7 +297,7 @@ class Queue(Generic[T]):
 
     def _give_up(self, ref: ObjectRef[Any], ticket: Ticket) -> None:
         """Withdraw a call for which its caller no longer waits. Never raises."""
-        # Not as a nested call: the surrounding call may have ended or may be cancelled.
+        # The call must not be nested in this thread's call, which may have ended or may be cancelled.
         token = CURRENT.set(None)
         try:
             cover([ref, self._call("withdraw", ticket)])
@@ -406,7 +406,7 @@ class Queue(Generic[T]):
         """Remove several items in one call, and return them in order.
 
         Raises:
-            Empty: there are fewer; no item was removed.
+            Empty: the queue has fewer items; no item was removed.
             ConfigError: ``num_items`` is negative (a ValueError), or not an int (a TypeError).
         """
         num_items = integer("num_items", num_items, least=0)
@@ -444,8 +444,8 @@ class Queue(Generic[T]):
         """End the queue for all processes. Its items are lost; waiting callers get ActorDiedError.
 
         Args:
-            force: at once; otherwise earlier calls are finished first.
-            grace_period_s: how many seconds finishing them may take.
+            force: end it at once; otherwise earlier calls of this process are started first, but calls that wait fail.
+            grace_period_s: how many seconds starting them may take.
         """
         seconds = _check_timeout(True, grace_period_s)
         actor = self.actor

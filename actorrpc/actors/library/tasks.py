@@ -1,7 +1,7 @@
 """Tasks: the result of ``@remote`` above a function. ``f.remote(...)`` runs it in another process.
 
 Tasks are executed by internal actors, the runners. In an embedded cluster, a runner is a process, started when it is needed;
-there are at most as many as CPUs, and all workers share the runners of rank 0. In a group made by ``init_rpc``, each other worker
+there are at most as many runners as CPUs, and all workers share them. In a group made by ``init_rpc``, each other worker
 has a runner; after the end of such a worker, its runner moves to another one. While a task waits for others, its runner executes
 other tasks, so nested tasks cannot block each other.
 """
@@ -52,14 +52,14 @@ __all__ = ["RemoteFunction", "RunnerPools", "TaskFuture", "TaskRunner"]
 P = ParamSpec("P")
 Out = TypeVar("Out")
 _LEASE_S: Final = 60.0  # how long rank 0 may take to give this process a runner
-_THREADS: Final = 8  # concurrent tasks on a worker that also does other work
+_THREADS: Final = 8  # how many tasks a runner on a worker of the group executes at a time
 
 
 # -- where tasks run -------------------------------------------------------------------------------------------
 
 
 class TaskRunner:
-    """The actor that executes tasks, one at a time, not counting tasks that wait for others."""
+    """The actor that executes tasks: one at a time, or 8 on a worker of the group. Tasks that wait do not count."""
 
     __actorrpc_name__ = TASKS  # its name in messages
 
@@ -77,7 +77,7 @@ class TaskRunner:
 
 
 def _say(function: Callable[..., Any]) -> None:
-    """Set the function's name in errors about the result."""
+    """Store the function in the current execution: errors about the result then name the function."""
     current = CURRENT.get()
     if current is not None:
         current.what = function
@@ -133,7 +133,7 @@ class _RunnerPool:
         self.leases: list[Future[None]] = []
 
     def choose(self) -> _Runner | None:
-        """Return the least busy runner; None if there should be one more."""
+        """Return the least busy runner; None if another runner should be made."""
         least = min(self.runners, key=lambda each: each.busy, default=None)
         if least is None or (least.busy and len(self.runners) + len(self.leases) < self.limit):
             return None
@@ -143,8 +143,8 @@ class _RunnerPool:
 class RunnerPools:
     """All the runners that this process uses. Thread-safe.
 
-    ``_lock`` guards ``_pools`` and the numbers in it. Runners are made under it, which calls no user code. It is re-entrant,
-    because the garbage collector may run while it is held.
+    ``_lock`` guards ``_pools`` and the numbers in it. Runners are made under the lock, without user code. The lock is
+    re-entrant, because the garbage collector may run while it is held.
     """
 
     def __init__(self, in_force: Runtime) -> None:
@@ -227,12 +227,12 @@ class RunnerPools:
     def lease(self, options: TaskOptions) -> Future[None] | None:
         """Request one more runner from rank 0 if all runners that this process knows are busy, and the limit allows one more.
 
-        Does not block. Rank 0, processes without an embedded cluster, and tasks with ``worker=`` need no request: there,
-        :meth:`assign` makes the runners.
+        Does not block. Rank 0, processes without an embedded cluster, and tasks with ``worker=`` need no request:
+        :meth:`assign` makes their runners.
 
         Returns:
             None if :meth:`assign` can be called at once. Otherwise a future that completes when rank 0 has answered, and fails if
-            the request does. If ``limit`` requests are under way already, it is the future of the last one.
+            the request does. If ``limit`` requests are under way already, the last one's future.
         """
         if self.runtime.spawner is None or options.worker is not None or self._is_first:
             return None
@@ -246,10 +246,10 @@ class RunnerPools:
             pool.leases.append(lease)
             count = len(pool.runners) + len(pool.leases)
         lease.label = "a process for tasks"
-        lease.cover()  # its error is reported by the tasks that wait for it
+        lease.cover()  # the tasks that wait for the lease report its error
         agent = self.runtime.agent
         plain = replace(options, name=None, retry_exceptions=False)
-        token = CURRENT.set(None)  # not a nested call: other calls may wait for it, too
+        token = CURRENT.set(None)  # not nested in this thread's call, as other tasks may wait for the lease
         try:
             asked = call_quietly(agent, lambda: agent.peer(0), _share, (plain, count), _LEASE_S)
         finally:
@@ -278,13 +278,13 @@ def _share(options: TaskOptions, count: int) -> list[ActorHandle[Any]]:
 
 def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
     given: dict[str, Any] = {}
-    if "worker" not in how:  # on a given worker, a runner, which stays, would never release booked resources
+    if "worker" not in how:  # with worker=, the runner never ends, so it must book nothing
         given = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
     if options.env:
         given["env"] = options.env
     if options.working_dir is not None:
         given["working_dir"] = options.working_dir
-    # Each task has a thread of its own: a task that ran nested in a waiting task would keep the latter from continuing.
+    # Each task has a thread of its own: a task that ran nested on the thread of a waiting task would delay that task.
     internal = {"movable": how.pop("movable", False), "yielding": True, "reentrant": False}
     made = with_internal_options(
         _RUNNER.options(max_restarts=-1, **given, **how), **internal, allow_out_of_order_execution=True
@@ -297,7 +297,7 @@ def _make(options: TaskOptions, **how: Any) -> ActorHandle[Any]:
 
 
 def _is_of(route: Route | None, error: BaseException | None) -> bool:
-    """Say whether an error is about the actor of a task, and not from an argument or the task's own code."""
+    """Say whether an error is about the runner of a task, and not from an argument or the task's code."""
     return (
         isinstance(error, (ActorDiedError, ActorUnavailableError))
         and not isinstance(error, RemoteError)
@@ -306,13 +306,13 @@ def _is_of(route: Route | None, error: BaseException | None) -> bool:
 
 
 def _task_error(label: object, error: Any, route: Route | None) -> BaseException:
-    """Return the error of a task for the error of the actor that executed it."""
+    """Return the error of a task whose call of the runner failed with ``error``."""
     if not _is_of(route, error):
         return cast(BaseException, error)
-    # No task can start a process, for example after a wrong init(preload=).
+    # The cluster cannot start any process, for example after a wrong init(preload=).
     if type(error.__cause__) is ConfigError:
         return ConfigError(str(error.__cause__))
-    # The cause of death is in the text. The advice to call the actor again does not apply to a task.
+    # Keep the cause of death, and drop the advice to call the actor again, which does not apply to a task.
     cause = str(error.__cause__ or error).partition("is being restarted: ")[2] or str(error)
     failure = PeerDiedError(
         f"{label} was not finished, and is not run (again), see max_retries=. {cause.partition('. Call again')[0]}",
@@ -458,7 +458,7 @@ _interned: Final[dict[CallOptions, CallOptions]] = {}
 
 
 def _intern(options: CallOptions) -> CallOptions:
-    """Return the same object for equal options, because routes keep one template for each object."""
+    """Return the same object for equal options: a route prepares a call template for each object (``call_template.py``)."""
     if len(_interned) > 1000:
         _interned.clear()
     return _interned.setdefault(options, options)
@@ -468,7 +468,7 @@ class RemoteFunction(Generic[P, Out]):
     """A function that runs in another process: ``f.remote(...)``. Immutable and thread-safe.
 
     Generator functions return streams; ``async def`` functions are run to their end. The function itself is
-    ``f.__wrapped__``. Its type has the function's parameters and the return type of ``remote``.
+    ``f.__wrapped__``. Type parameters: the function's parameters, and the return type of ``remote``.
 
     Args:
         function: the function.
@@ -493,7 +493,7 @@ class RemoteFunction(Generic[P, Out]):
         self._call = _intern(call if call.num_returns else replace(call, num_returns=1))
 
     def _name_as(self, first: RemoteFunction[..., Any]) -> None:
-        """Record which remote function may have the function's name in its module."""
+        """Record the remote function that may have replaced the function in its module, for pickling (``Itself``)."""
         self._first = first
         self._travels: object = Itself(self.__wrapped__, first, "__wrapped__")
 
@@ -508,11 +508,11 @@ class RemoteFunction(Generic[P, Out]):
         def remote(self, *args, **kwargs):
             """Run the function in another process; return an ObjectRef to its result at once.
 
-            ObjectRefs among the arguments are replaced by their values first. Starts the embedded cluster if in no group.
+            ObjectRefs in the arguments are replaced by their values. Starts the embedded cluster if this process is in no group.
 
             Returns:
-                ObjectRef, a list of them with ``num_returns`` above 1, None with 0, or an ObjectRefGenerator of a
-                generator.
+                An ObjectRef; with ``num_returns`` above 1, a list of ObjectRefs; with 0, None; for a generator function, an
+                ObjectRefGenerator.
 
             Raises:
                 TypeError: the function does not take these arguments. Nothing was sent.
@@ -539,7 +539,7 @@ class RemoteFunction(Generic[P, Out]):
         """Return the same function with other options: see :class:`~actorrpc.actors.spec.options.TaskOptions`.
 
         Raises:
-            ConfigError: an option is unknown, or its value is wrong; the message lists the right ones.
+            ConfigError: an option is unknown, or its value is wrong; the message lists valid options.
         """
         made: RemoteFunction[P, Any] = RemoteFunction(self.__wrapped__, self._options.merged(**options))
         made._name_as(self._first)

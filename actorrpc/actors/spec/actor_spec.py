@@ -38,7 +38,7 @@ def exit_text(exit: SystemExit) -> str:
 
 
 class HostedActorGoneError(RpcError):
-    """The actor does not live on the called worker (any longer). Never shown to users: routes ask the supervisor."""
+    """The actor does not live on the called worker now. Internal: the caller's route then asks the supervisor."""
 
     maybe_executed = False
 
@@ -69,12 +69,12 @@ def _restore(made: Any, state: tuple[Any, ...]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorDescriptor:
-    """The description of an actor as which handles are sent.
+    """The description of an actor. A handle is sent in this form.
 
     Attributes:
-        supervisor: the worker that supervises it, and its name.
+        supervisor, supervisor_name: the worker that supervises the actor.
         anchor: the RRef that keeps the actor alive; None in weak handles.
-        location: where it lived when the descriptor was made, if it was alive.
+        location: where the actor lived when the descriptor was made, if it was alive.
     """
 
     actor_id: int
@@ -93,7 +93,7 @@ class ActorDescriptor:
     __setstate__ = _restore
 
     def held_by(self, anchor: RRef[Any]) -> ActorDescriptor:
-        """Return the descriptor of a handle that keeps the actor alive."""
+        """Return this descriptor with an anchor, for a handle that keeps the actor alive."""
         made = object.__new__(ActorDescriptor)
         _restore(made, _card_state(self))
         object.__setattr__(made, "anchor", anchor)
@@ -116,8 +116,8 @@ class ActorSpec:
     Attributes:
         instance_id: identifies this incarnation.
         epoch: the number of the incarnation, from 0.
-        cls, arguments: Snapshots of the class and of ``(args, kwargs)`` of its constructor; None when it was made, or if
-            it has no arguments.
+        cls, arguments: Snapshots of the class and of ``(args, kwargs)`` of its constructor. Both are None after the actor
+            was made; ``arguments`` is also None if the constructor gets none.
         state: Snapshot of the last result of ``checkpoint()``; None in the first incarnation.
         descriptor: the actor's descriptor without an anchor, for ``current_actor()``.
         alone: the process was started for this actor and ends with it.

@@ -33,7 +33,7 @@ Kind = Literal["sync", "async", "generator", "async_generator"]
 _MARK: Final = "__actorrpc_method__"
 _THREADED: Final = "__actorrpc_threaded__"
 _ARGUMENT: Final = re.compile(r"argument (?:(\d+)|'([^']*)')(.*)", re.DOTALL).fullmatch
-#: An attribute of :class:`actorrpc.Actor` itself, which no subclass defines.
+#: The name of an attribute that only :class:`actorrpc.Actor` defines, and no subclass.
 BASE: Final = "__actorrpc_base__"
 #: The name of the class that runs tasks. It contains a space, so no user's class can have it.
 TASKS: Final = "task worker"
@@ -51,11 +51,11 @@ class Signature:
     Args:
         title: the function's name in Python's errors.
         positional: the names of the arguments that may be given by position.
-        only: how many of them must not be given by name.
-        required: how many of them have no default.
+        only: how many of ``positional`` must not be given by name.
+        required: how many of ``positional`` have no default.
         keyword: the names of the keyword-only arguments, and whether each is required.
         varargs, varkw: whether there are ``*args`` and ``**kwargs``.
-        bound: how many first arguments Python fills in itself, such as ``self``; they count in its messages.
+        bound: how many first arguments Python fills in itself, such as ``self``; Python's messages count them.
     """
 
     __slots__ = ("bound", "keyword", "least", "most", "only", "positional", "required", "title", "varkw")
@@ -79,7 +79,7 @@ class Signature:
         self.keyword = keyword
         self.varkw = varkw
         self.bound = bound
-        # A call with positional arguments only is valid within these bounds; never, if there are required keyword arguments.
+        # Bounds of the number of arguments of a valid call without keywords. Required keyword-only arguments make it invalid.
         self.least = required if not any(must for _, must in keyword) else 1 << 60
         self.most = 1 << 59 if varargs else len(positional)
 
@@ -103,7 +103,7 @@ class Signature:
 
     @classmethod
     def unpack(cls, packed: tuple[Any, ...]) -> Signature:
-        """Rebuild it from the result of :meth:`packed`."""
+        """Rebuild a signature from the result of :meth:`packed`."""
         title, positional, only, required, keyword, varargs, varkw, bound = packed
         return cls(
             title,
@@ -258,7 +258,7 @@ class MethodInfo:
     """One method, as its callers see it. Immutable.
 
     Attributes:
-        name: the name by which it is called.
+        name: the name by which callers call it.
         kind: how it runs: ``"sync"``, ``"async"``, ``"generator"`` or ``"async_generator"``.
         given: the options given to ``@method(...)``.
         threaded: it runs in a thread even if the actor has an event loop.
@@ -292,7 +292,7 @@ class MethodInfo:
             return self.options
         known = self._merged
         if known is None or known[0] != defaults:
-            # Return the same object for equal options: routes keep a template for each object.
+            # Return the same object for equal options: a route prepares a call template for each object.
             known = self._merged = (defaults, replace(defaults, **self.given) if self.given else defaults)
         return known[1]
 
@@ -313,12 +313,12 @@ class MethodInfo:
         return self.kind in ("generator", "async_generator")
 
     def packed(self) -> tuple[Any, ...]:
-        """Return it as values that can be pickled."""
+        """Return the description as plain values, for pickling."""
         return (self.name, self.kind, self.signature.packed(), dict(self.given), self.threaded)
 
     @classmethod
     def unpack(cls, packed: tuple[Any, ...]) -> MethodInfo:
-        """Rebuild it from the result of :meth:`packed`."""
+        """Rebuild a description from the result of :meth:`packed`."""
         name, kind, signature, given, threaded = packed
         return cls(name, kind, Signature.unpack(signature), given, threaded)
 
@@ -349,7 +349,7 @@ def kind_of(function: Any) -> Kind:
 
 
 def mark_method(function: Any = None, /, **options: Any) -> Any:
-    """Store on a function its options as a method of an actor, or return a decorator that does: ``@method`` at run time."""
+    """``@method`` at run time: store options for an actor's method on the function, or return a decorator that does."""
     threaded = flag("thread", options.pop("thread", False))
     checked = CallOptions.check(options)
 
@@ -373,7 +373,7 @@ def mark_method(function: Any = None, /, **options: Any) -> Any:
 
 
 class ClassInfo:
-    """A class, as callers of its actors see it. Immutable; there is one object per state of a class, and per received content.
+    """What callers know about a class. Immutable. Until a class changes, the same object describes it.
 
     Attributes:
         name: the class's qualified name, without enclosing functions; or its attribute ``__actorrpc_name__``.
@@ -464,7 +464,7 @@ class ClassInfo:
 
     @property
     def prefix(self) -> str:
-        """The text before a method's name in messages, or before a task's function, if the class runs tasks."""
+        """The text before a method's name in messages: ``Class.``, or ``task`` if the class is TaskRunner."""
         return "task " if self.name == TASKS else f"{self.name}."
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -501,7 +501,7 @@ def _takes(method: MethodInfo | None, args: tuple[Any, ...]) -> bool:
     return True
 
 
-# The last one made for each class. If two threads compute it at once, the results are equal.
+# The last description of each class. Two threads that make a description at once get equal results.
 _known: Final[weakref.WeakKeyDictionary[type, ClassInfo]] = weakref.WeakKeyDictionary()
 _read: Final[ClassCache[ClassInfo]] = ClassCache()
 # Received descriptions, by their bytes, so that received handles of one class share one object. Each operation on the dict is one

@@ -21,7 +21,7 @@ class ProcessSpec:
     """A process to be started as a worker of the group.
 
     Attributes:
-        label: the mark of its output, and part of its worker name: the actor's class.
+        label: the actor's class, which marks the output of the process and is part of its worker name.
         num_cpus: how many threads torch may use in it; None means one.
         num_gpus: how many devices it sees; None: all devices, without reserving any.
         env: environment variables, which override the driver's.
@@ -29,8 +29,8 @@ class ProcessSpec:
         host, labels, resources, spread: see :class:`~actorrpc.actors.spec.options.ActorOptions`; for its placement.
         wait_s: how long it may wait for a worker that has the resources.
         booking: the number of its booking; 0 if it books no resources.
-        own: it must be a process of its own, not a slot in a shared worker.
-        rank: the worker where it must be; None: any worker.
+        own: whether it must be a process of its own, not a slot in a shared worker.
+        rank: the rank of the worker on which the slot must be; None: any worker.
     """
 
     label: str
@@ -55,7 +55,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SharedSlot(WorkerInfo):
-    """A place in a worker that others share. A spawner may return it instead of a process of its own.
+    """A place in a worker that several actors share. A spawner may return it instead of a new process.
 
     Attributes:
         booking: the number with which :meth:`Spawner.give_back` returns it.
@@ -136,7 +136,7 @@ class Spawner(Protocol):
 
 # A note on an error of restore(), by which the supervisor distinguishes it from an error of the constructor.
 IN_RESTORE: Final = (
-    "raised by restore(), which was given what checkpoint() of the former incarnation had returned"
+    "raised by restore(), which got the value that checkpoint() of the former incarnation had returned"
 )
 
 
@@ -145,9 +145,9 @@ class Restarting:
     """An actor's incarnation has ended, and another one is being made.
 
     Attributes:
-        text: how it ended, in words.
+        text: how the incarnation ended, in words.
         report: the report on the end of its process; None if there is none.
-        moved: it has not died, but moves to another worker.
+        moved: whether the actor has not died, but moves to another worker.
     """
 
     text: str
@@ -167,7 +167,7 @@ class ActorState:
         death_cause: why it is dead, or how it died last; empty if it has never died.
         supervisor: the name of the worker that supervises it.
         instance_id: the number of its present incarnation.
-        pending: how many calls wait there; -1 if unknown.
+        pending: how many calls wait in its mailbox; -1 if unknown.
     """
 
     actor_id: int

@@ -40,7 +40,7 @@ NEW_PROCESS: Final = "new process"
 
 
 def _num_returns(name: str, value: Any) -> Any:
-    if value in ("streaming", "dynamic"):  # "dynamic": Ray's older name for nearly the same
+    if value in ("streaming", "dynamic"):  # Ray's older name "dynamic" has nearly the same meaning
         return "streaming"
     return integer(name, value, least=0, right='an int of at least 0, or "streaming"')
 
@@ -126,17 +126,17 @@ def _environment(given: dict[str, Any]) -> None:
     given["env"] = variables(name, value)
 
 
-# Options of Ray that do not exist here, and what to use instead.
+# Options of Ray that this package does not have, with the advice for the error message.
 _ELSEWHERE: Final[dict[str, str]] = {
     "accelerator_type": "say which worker with worker=; num_gpus= sets the visible devices of a process of its own",
     "enable_task_events": "there is no event store; list_actors() shows the state of actors",
-    "fallback_strategy": "placement is worker=, there is no scheduler",
+    "fallback_strategy": "use worker= (actors also take host= and labels=)",
     "label_selector": "use labels={...}: a worker that joined with them",
     "max_calls": "processes that run tasks are kept; put code that leaks memory into an actor, and kill it",
     "memory": "no memory is reserved; limit a process with resource.setrlimit() in the actor's constructor",
     "object_store_memory": "the memory of large objects is a setting of the whole host: init(object_memory=...)",
-    "placement_group": "placement is worker=, there is no scheduler",
-    "placement_group_bundle_index": "placement is worker=, there is no scheduler",
+    "placement_group": "use worker= (actors also take host= and labels=)",
+    "placement_group_bundle_index": "use worker= (actors also take host= and labels=)",
     "scheduling_strategy": "use spread=True, host= or worker=",
 }
 
@@ -148,7 +148,7 @@ _BACKPRESSURE: Final = ("backpressure", "_generator_backpressure_num_objects")
 
 
 def _buffered(given: dict[str, Any]) -> None:
-    """Replace the other names of ``max_buffered_items`` by it. The second name is Ray's, whose value -1 means None."""
+    """Replace other names of the option by ``max_buffered_items``. Of Ray's name, the value -1 means None."""
     for name in _BACKPRESSURE:
         if name in given:
             if "max_buffered_items" in given:
@@ -163,7 +163,7 @@ def _check(cls: type[_Options], given: dict[str, Any]) -> dict[str, Any]:
     """Return the given options, checked, in the form in which they are stored.
 
     Raises:
-        ConfigError: one is unknown, or its value is wrong.
+        ConfigError: an option is unknown, or its value is wrong.
     """
     checks = _CHECKS[cls]
     if "env" in checks:
@@ -235,7 +235,7 @@ class _Options:
     )
     priority: int = option(0, partial(integer, least=-(1 << 31), right="an int; higher goes first"))
     max_buffered_items: int | None = option(
-        None, partial(_some, right="an int of at least 1, or None (64 MiB)")
+        None, partial(_some, right="an int of at least 1, or None (64 MiB of items)")
     )
     name: str | None = option(None, _name)
     retry_exceptions: bool | tuple[type[BaseException], ...] = option(False, _exceptions)
@@ -244,7 +244,7 @@ class _Options:
         """Return these options with some of them changed.
 
         Raises:
-            ConfigError: one is unknown or wrong.
+            ConfigError: an option is unknown or wrong.
         """
         if not given:
             return self
@@ -307,7 +307,7 @@ class CallOptions(_Options, _MethodOptions, _RunOptions):
             ``"streaming"``: an ObjectRefGenerator, which generators also return if this is 0 or 1. With n above 1, a call of a
             generator returns n ObjectRefs, each of one item. If the generator yields fewer items, the remaining ObjectRefs raise;
             if it yields more, it is closed.
-        timeout: seconds; None for the default of the group, 0 for no limit. See below.
+        timeout: seconds; 0: no limit. None: no limit for ``remote()``, ``rpc_timeout`` for ``rpc_sync()`` and similar. See below.
         interrupt: whether a method that is still running after this ``timeout`` is interrupted, as by ``cancel()``.
             The method may leave the actor's state half changed, therefore the group's default time-out never interrupts it.
         priority: waiting calls with a higher priority run first; default 0.
@@ -320,8 +320,8 @@ class CallOptions(_Options, _MethodOptions, _RunOptions):
         max_buffered_items: how many items of a stream are produced ahead of its reader. Then the generator pauses, and holds
             its actor. None: 64 MiB of items, which is the limit in any case. The former name ``backpressure`` is also accepted.
         name: the name of the call in messages; by default the method's name.
-        allow_out_of_order: whether later calls may overtake this one while its arguments are fetched.
-        patient: internal: it waits for an actor that is being restarted, even with ``max_task_retries=0``.
+        allow_out_of_order: whether later calls may overtake this call while its arguments are fetched.
+        patient: internal: the call waits for an actor that is being restarted, even with ``max_task_retries=0``.
 
     The effect of time-outs on a call that has begun. (A call that waits for its turn is removed by all of them except the first
     two.)
@@ -338,7 +338,7 @@ class CallOptions(_Options, _MethodOptions, _RunOptions):
                                                                       actor is free
     ============================================= =================== ==================== ==================================
 
-    The calls that it has made and waits for end with it. A plain method on an event loop is never interrupted. A method in C code
+    Calls for which the ended call waits end with it. A plain method on an event loop is never interrupted. A method in C code
     is interrupted when the C code has returned.
     """
 
@@ -352,7 +352,7 @@ class CallOptions(_Options, _MethodOptions, _RunOptions):
         """Return the given options in the form in which they are stored.
 
         Raises:
-            ConfigError: one is unknown or wrong.
+            ConfigError: an option is unknown or wrong.
         """
         return _check(CallOptions, dict(given))
 
@@ -376,7 +376,7 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
             call. A blocked loop does not block other groups. asyncio's locks and events work within one group only.
         max_pending_calls: further calls of one caller are refused; -1: no limit.
         max_restarts: how often it is restarted when it dies; -1: without limit. In a supervision group (:func:`supervise`),
-            the group's limit, window and back-off apply; this must not be 0 then.
+            the group's limit, window and back-off apply; ``max_restarts`` must not be 0 then.
         restart_window_s: only restarts within this time count, in seconds; None: all restarts.
         restart_backoff_s: the wait before the second restart in a row; doubles with each restart up to 10 s, and is shortened at
             random by up to a half.
