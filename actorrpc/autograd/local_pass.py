@@ -107,9 +107,9 @@ def edges_of(context: Context, message: int) -> tuple[GradientEdge, ...]:
     """
     edges = context.sends.get(message)
     if edges is None:
-        raise RpcError(f"Could not find send function: message {message} was not sent from here in {context}")
+        raise RpcError(f"Could not find send function: this worker sent no message {message} in {context}")
     if not edges:
-        raise _second_time(f"message {message} was sent from here in {context}")
+        raise _second_time(f"this worker sent message {message} of the graph in {context}")
     return edges
 
 

@@ -172,7 +172,7 @@ def parse(params: Any) -> list[Given]:
         options = {key: value for key, value in item.items() if key != "params"}
         for key in options:
             if not isinstance(key, str):
-                raise TypeError(f"the hyper-parameters of a group have names for keys, not {key!r}")
+                raise TypeError(f"names of hyper-parameters are str, but a parameter group has {key!r}")
         inside = _listed(item["params"])
         if not inside:
             raise ValueError("a parameter group has an empty parameter list")

@@ -117,7 +117,7 @@ def _expose(function: Any, name: str | None) -> Any:
     if "<" in title and name is None:
         raise ConfigError(f"{function!r} cannot be named by peers: give it a name, exposed(name=...)")
     known = _functions.get(title, function)
-    if known is not function and _title(known) != own:  # equal if the function's module was loaded again
+    if known is not function and _title(known) != own:  # a module that is loaded again may expose it again
         raise ConfigError(f"{known!r} is exposed under the name {title!r} already")
     _functions[title] = _functions[own] = function
     return function
@@ -232,7 +232,7 @@ def _of(make: Callable[..., Any], *kinds: type) -> Callable[..., Any]:
         for value in values:
             for each in value if type(value) is tuple else (value,):
                 if type(each) not in kinds:
-                    _wrong(f"a {type(each).__name__} in place of a value of another type")
+                    _wrong(f"a part of a value has the wrong type {type(each).__name__}")
         return make(*values)
 
     return checked
@@ -264,7 +264,7 @@ def _distinct(make: Callable[..., Any], pairs: bool = False) -> Callable[..., An
                 growing.update(members[start : start + _AT_ONCE])
             made = growing if pairs or make is set else make(growing)
         if len(made) != len(members):
-            _wrong("a key, or a member of a set, comes twice")
+            _wrong("a key of a dict, or a member of a set, occurs twice")
         return made
 
     return checked
@@ -273,17 +273,17 @@ def _distinct(make: Callable[..., Any], pairs: bool = False) -> Callable[..., An
 def _attributes(state: Any) -> dict[str, Any]:
     """Return ``state`` if it is a dict whose keys are names of attributes that a peer may set, else raise ProtocolError."""
     if type(state) is not dict:
-        _wrong(f"a {type(state).__name__} for attributes")
+        _wrong(f"the attributes of an object are a {type(state).__name__}, not a dict")
     for name in state:
         if type(name) is not str or (name.startswith("__") and name != "__notes__"):
-            _wrong(f"an attribute {str(name)[:100]!r}")
+            _wrong(f"an attribute has the name {str(name)[:100]!r}, which is refused")
     return state
 
 
 def _exception(name: Any, seed: Any, args: Any, fields: Any, attributes: Any) -> BaseException:
     cls = _found(_errors, name)
     if type(seed) is not tuple or type(args) not in (tuple, NoneType):
-        _wrong("the arguments of an exception")
+        _wrong("the arguments of an exception are not a tuple")
     return exceptions.assemble(cls, seed, (args, _attributes(fields), _attributes(attributes)))
 
 
@@ -308,7 +308,7 @@ _TEXT: Final = re.compile(r"([<>|=]?)([SU])(\d{1,6})", re.ASCII)
 
 def _numpy_text(numpy: Any, order: str, kind: str, length: str, memory: Any) -> Any:
     if type(memory) is not bytes or len(memory) != int(length) * (4 if kind == "U" else 1):
-        _wrong(f"a numpy text of {length[:100]} characters")
+        _wrong(f"a numpy text does not have {length[:100]} characters")
     if kind == "S":
         return numpy.bytes_(memory)
     return numpy.str_(memory.decode("utf-32-be" if order == ">" else "utf-32-le", "surrogatepass"))
@@ -327,11 +327,11 @@ def _array(dtype: str, shape: Any, memory: Any) -> Any:
     data = bytearray(memory) if type(memory) is bytes else memory.cpu().numpy()
     found = numpy.ndarray(shape or (), dtype, data)  # raises if there are too few bytes; does not copy them
     if found.shape != (shape or ()) or found.nbytes != memoryview(data).nbytes:
-        _wrong(f"{memoryview(data).nbytes} bytes for an array of {shape}")
+        _wrong(f"an array of shape {shape} has {memoryview(data).nbytes} bytes")
     if found.dtype.kind == "U":
         points = numpy.ndarray(found.nbytes // 4, f"{dtype[0]}u4", data)
         if points.max(initial=0) > sys.maxunicode:
-            _wrong("an array of texts with an invalid character")
+            _wrong("an array of texts has an invalid character")
     return found[()] if shape is None else found
 
 
@@ -393,7 +393,7 @@ def _apart(value: Any, kind: type, reducers: Mapping[Any, Any]) -> tuple[bytes, 
         if taker is None or any(part is not None for part in more):
             _refuse(
                 _title(kind)
-                + (taker is not None) * f" with attributes ({', '.join(map(str, more[0] or ()))})"
+                + (taker is not None) * f" with added attributes ({', '.join(map(str, more[0] or ()))})"
             )
         return taker[0], args
     numpy = sys.modules.get("numpy")
@@ -497,7 +497,7 @@ def _read(values: Iterator[Any], depth: int = 0) -> Any:
         make, count = value
         return make(*[_read(values, depth + 1) for _ in range(count)])
     if type(value) not in _ATOMS:
-        _wrong(f"a {type(value).__name__} of msgpack")
+        _wrong(f"a value is a {type(value).__name__} of msgpack")
     return value
 
 
@@ -519,7 +519,7 @@ def loads(data: Any) -> Any:
         values.feed(data)
         found = _read(values)
         if values.tell() != len(data):
-            _wrong("there are bytes after its end")
+            _wrong("there are bytes after the end of its value")
         return found
     except RpcError:
         raise

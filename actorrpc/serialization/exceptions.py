@@ -110,7 +110,7 @@ def _plan(cls: type[BaseException]) -> _Plan:
             continue  # args, __cause__ and the members of a group are handled elsewhere
         for name, descriptor in tuple(_names_of(owner).items()):
             if owner is AttributeError and name == "obj":
-                continue  # the object without the attribute may be a whole model: it is not sent
+                continue  # AttributeError.obj may be a whole model, and is not sent
             written = name == "characters_written" and owner is OSError and issubclass(cls, BlockingIOError)
             if written or type(descriptor) is types.MemberDescriptorType:
                 name = f"{owner.__qualname__}.{name}" if name in fields else name
@@ -713,7 +713,7 @@ def _rebuild(
             if not issubclass(type(made), BaseException):
                 raise TypeError(f"{type_name(type(made))} is not an exception")
             if failed:
-                notes = [*notes, f"only its plain values were rebuilt here: {failed}"]
+                notes = [*notes, f"only plain values of the exception were rebuilt here: {failed}"]
             own = _dict_of(made).get("__notes__")
             if type(own) is list:
                 # ``own`` has all notes of the original; ``notes`` begins with shortened copies of the first MAX_NOTES of them.
@@ -723,7 +723,7 @@ def _rebuild(
             return made, notes
         except BaseException as failure:
             failed = failed or line_of(failure)
-    return None, [*notes, f"it cannot be rebuilt here: {failed}"] if failed else notes
+    return None, [*notes, f"the exception cannot be rebuilt here: {failed}"] if failed else notes
 
 
 def _member(data: bytes, loads: Callable[[bytes], Any]) -> BaseException:

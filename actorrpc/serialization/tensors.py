@@ -751,7 +751,7 @@ def read_storages(numbers: tuple[int, ...], small: Any, names: bytes, buffers: A
         else:
             data = _writable(next(pending, b""))
         if len(data) != size or size == 0:
-            raise ProtocolError(f"a storage of {size} bytes came as {len(data)} bytes")
+            raise ProtocolError(f"a storage has {size} bytes in the table, but {len(data)} bytes were sent")
         rows = None
         if kind & _PITCHED:
             rows = pitches.pop() if pitches else (0, 0)
@@ -771,7 +771,7 @@ def _writable(buffer: Any) -> memoryview:
 def _joined_entry(storages: list[list[Any]], number: int, kind: int) -> list[Any]:
     """Return the entry of a tensor in the block of an earlier tensor."""
     if number >= len(storages):
-        raise ProtocolError(f"a tensor that shares memory with tensor {number} of {len(storages)}")
+        raise ProtocolError(f"tensor {len(storages)} uses the storage of tensor {number}, which comes later")
     earlier = storages[number]
     if kind == _SAME:
         return earlier
@@ -783,7 +783,7 @@ def _joined_entry(storages: list[list[Any]], number: int, kind: int) -> list[Any
 def _piece(index: int) -> list[Any]:
     storages: list[list[Any]] = message.decoding.storages
     if not 0 <= index < len(storages):
-        raise ProtocolError(f"a tensor on storage {index} of {len(storages)}")
+        raise ProtocolError(f"a tensor uses storage {index}, but the message has {len(storages)} storages")
     return storages[index]
 
 
@@ -816,7 +816,7 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
     shape, stride = geometry[:rank], geometry[rank:]
     if index == -1 or isinstance(index, str):
         if 0 not in shape or min(geometry) < 0:
-            raise ProtocolError(f"a tensor of sizes {shape} without a storage")
+            raise ProtocolError(f"a tensor of sizes {shape} has elements, but no storage")
         with _placing(device := "cpu" if index == -1 else str(index)):
             return _marked(torch.empty_strided(shape, stride, dtype=dtype, device=device), code)
     storages: list[list[Any]] = message.decoding.storages
@@ -831,15 +831,15 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
             start, strides = blocks.repitch(start, [step * size for step in stride], *rows)
             stride = tuple([step // size for step in strides])
     if len(stride) != rank:
-        raise ProtocolError(f"a tensor of {rank} sizes and {len(stride)} strides")
+        raise ProtocolError(f"a tensor has {rank} sizes, but {len(stride)} strides")
     last = 0
     for n, step in zip(shape, stride):  # noqa: B905 - `strict` costs more than the whole loop
         if n <= 0 or step < 0:
-            raise ProtocolError(f"a tensor of sizes {shape} and strides {stride}")
+            raise ProtocolError(f"a tensor has sizes {shape} and strides {stride}, which are not valid")
         last += (n - 1) * step
     # All terms are at least 0, so the last element has the highest offset.
     if start < 0 or start % size or start + (last + 1) * size > len(data):
-        raise ProtocolError(f"a tensor of sizes {shape}, strides {stride} outside of its storage")
+        raise ProtocolError(f"a tensor of sizes {shape}, strides {stride} is not inside of its storage")
     if first is None and block is None and not device and len(data) % size == 0:
         t = torch.frombuffer(data, dtype=dtype)
         piece[_FIRST] = t
@@ -933,7 +933,7 @@ def stacked(index: int, code: int, *shape: int) -> Iterator[torch.Tensor]:
         or not data
         or len(data) % size
     ):
-        raise ProtocolError(f"tensors of sizes {shape} in a stack of {len(data)} bytes")
+        raise ProtocolError(f"a stack of {len(data)} bytes does not consist of tensors of sizes {shape}")
     # Use each byte once, so that a peer cannot make many tensors of a short message by building the stack several times.
     piece[_DATA] = b""
     found: Iterator[torch.Tensor] = chain.from_iterable(_unstack(data, size, dtype, shape))
@@ -973,7 +973,7 @@ def _unstack(
             yield map(torch.from_numpy, _frombuffer(part, array_dtype).reshape(-1, *shape))
         else:
             yield _unbind_copy(torch.frombuffer(part, dtype=dtype).view(-1, *shape))
-    raise ProtocolError(f"a stack of {len(data)} bytes has no more tensors")
+    raise ProtocolError(f"a message uses more tensors of a stack than its {len(data)} bytes contain")
 
 
 def parameter(requires_grad: bool, index: int | str, code: int, offset: int, *geometry: int) -> torch.Tensor:
