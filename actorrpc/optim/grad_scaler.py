@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 class _Stage(enum.Enum):
     """The last action of the scaler on one optimizer and one context since the last ``update()``."""
 
-    UNSCALING = enum.auto()  # or unscaling has failed, with some gradients unscaled and others not
+    UNSCALING = enum.auto()  # unscaling runs, or has failed with some gradients unscaled and others not
     UNSCALED = enum.auto()
     STEPPED = enum.auto()
 

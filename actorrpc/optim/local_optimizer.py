@@ -361,7 +361,7 @@ class LocalOptimizer:
                 optimizer.load_state_dict({key: value for key, value in state.items() if key != "shapes"})
                 self._staged_state = dict(optimizer.__dict__)
             finally:
-                # load_state_dict() has only replaced attributes of the optimizer, so the former attributes undo it.
+                # load_state_dict() only replaces attributes of the optimizer. Restoring the former attributes undoes it.
                 optimizer.__dict__.clear()
                 optimizer.__dict__.update(before)
 

@@ -590,7 +590,7 @@ def _state_key(value: Any, seen: dict[int, Any], pure: list[bool]) -> Any:
                 _state_key(each, seen, pure)
         return None
     if isinstance(value, type):
-        # A key with a local class would keep the class alive, so definitions of functions that use it are not kept.
+        # A key with a local class would keep the class alive, so the definition of a function with such a class is not kept.
         if not _cloudpickle._should_pickle_by_reference(value):
             pure[0] = False
         return type, value

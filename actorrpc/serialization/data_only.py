@@ -181,8 +181,8 @@ def find_named(name: str) -> Callable[..., Any]:
 
 
 def permit_maker(function: Callable[..., Any]) -> None:
-    """Make a function of this package a maker: it is called while a message is read, with arguments that the peer chose. Called
-    by modules that this module must not import."""
+    """Make a function of this package a maker: :func:`loads` calls the function with arguments that the peer chose. Only needed
+    for functions of modules that this module must not import."""
     _kind(_name_of(function), function, function)
 
 

@@ -328,7 +328,7 @@ def parts(error: BaseException | Travel) -> tuple[type[BaseException], tuple[Any
     elif error.reduced[0] is not _create:
         return parts(error.error)
     if error.reduced[0] is not _create:
-        raise SerializationError(f"{type_name(type(error.error))} is an enum, whose members are sent by name")
+        raise SerializationError(f"{type_name(type(error.error))} is an enum: such exceptions cannot be sent")
     (cls, seed), state = error.reduced[1:3]
     return cls, seed, state
 
