@@ -244,7 +244,7 @@ class DefinitionStore:
             ProtocolError: ``key`` is not the hash of ``data``.
         """
         if hash_of(data) != key:
-            raise ProtocolError(f"a definition does not have the hash {key.hex()} under which it came")
+            raise ProtocolError(f"a definition does not have the hash {key.hex()} with which it was sent")
         dropped = []
         with self._lock:
             if key in self._entries:
@@ -489,7 +489,7 @@ def begin_late(_main: str, name: str, make: Callable[..., Any], args: tuple[Any,
 
 
 def fill_late(found: Any, state: Any) -> Any:
-    """Set the state of the object that :func:`begin_late` returned, unless the main module defines it (wire format)."""
+    """Set the state of the object that :func:`begin_late` returned, unless the main module defines the object (wire format)."""
     if in_main(found):
         return found
     if isinstance(found, type):
@@ -640,7 +640,7 @@ def definition(key: bytes, _main: str = "") -> Any:
         return _load(hash_of(key), key)
     decoding = message.decoding
     if decoding is None:
-        raise ProtocolError(f"definition {key.hex()} outside of a message")
+        raise ProtocolError(f"definition {key.hex()} is used outside of a message")
     return decoding.definitions.get(key)
 
 

@@ -458,7 +458,8 @@ def _finish(
             if len(chunks) == 1 and len(chunks[0]) <= _KEEP_PICKLER:
                 idle = pickler
         _close_body(encoded, chunks, named, known)
-        if idle is not None:  # not before its chunk was removed, because a signal handler may raise any time
+        # Keep the pickler only after its chunk was removed, because a signal handler may raise at any time.
+        if idle is not None:
             message.pickler = idle
     finally:
         message.encoding = outer
