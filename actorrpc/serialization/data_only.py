@@ -327,7 +327,7 @@ def _array(dtype: str, shape: Any, memory: Any) -> Any:
     data = bytearray(memory) if type(memory) is bytes else memory.cpu().numpy()
     found = numpy.ndarray(shape or (), dtype, data)  # raises if there are too few bytes; does not copy them
     if found.shape != (shape or ()) or found.nbytes != memoryview(data).nbytes:
-        _wrong(f"an array of shape {shape} has {memoryview(data).nbytes} bytes")
+        _wrong(f"an array of shape {shape} does not have {memoryview(data).nbytes} bytes")
     if found.dtype.kind == "U":
         points = numpy.ndarray(found.nbytes // 4, f"{dtype[0]}u4", data)
         if points.max(initial=0) > sys.maxunicode:

@@ -114,7 +114,7 @@ def _parts(obj: Any) -> _Parts:
     elif isinstance(obj, types.MethodType):
         yield "method ", obj.__func__.__qualname__, obj.__func__
         yield "its object ", type(obj.__self__).__qualname__, obj.__self__
-    if isinstance(obj, (type, torch.Tensor)):  # not a tensor's storage, which users do not know as an object
+    if isinstance(obj, (type, torch.Tensor)):  # a tensor's storage is no object of the user's
         for name, value in vars(obj).items():
             yield "attribute", name, value
     elif not isinstance(obj, (types.FunctionType, types.MethodType)):

@@ -179,7 +179,7 @@ def _twin(error: BaseException, plan: _Plan, cls: Any) -> Any:
     else:
         made = _native(cls).__new__(cls)
     if isinstance(state[2].get("__notes__"), list):
-        state[2]["__notes__"] = list(state[2]["__notes__"])  # add_note() must not change both
+        state[2]["__notes__"] = list(state[2]["__notes__"])  # not shared, as add_note() changes the list
     _restore(made, state)
     return made
 
@@ -468,7 +468,7 @@ def _pickle(
                 packer.dropped = ["all but its class and the beginning of its text"]
     if packer.dropped:
         left = cut(", ".join(dict.fromkeys(packer.dropped)), 1000)
-        notes.append(f"left behind or shortened on worker {worker}, as it cannot be sent whole: {left}")
+        notes.append(f"worker {worker} cut parts of this error, as it cannot be sent whole: {left}")
     return whole, lean, members
 
 
