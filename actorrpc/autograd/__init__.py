@@ -1,6 +1,6 @@
-"""Distributed autograd: gradients that flow through calls, as with ``torch.distributed.autograd``, and through actors.
+"""Distributed autograd: backward passes through calls, as with ``torch.distributed.autograd``, and through calls of actors.
 
-``import actorrpc.autograd as dist_autograd`` in place of ``import torch.distributed.autograd as dist_autograd``.
+``import actorrpc.autograd as dist_autograd`` replaces ``import torch.distributed.autograd as dist_autograd``.
 """
 
 from actorrpc.autograd.api import backward, context, get_gradients

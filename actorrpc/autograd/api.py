@@ -22,7 +22,7 @@ __all__ = ["backward", "context", "get_gradients"]
 class context:
     """A distributed forward and backward pass: ``with context() as context_id``.
 
-    Calls that are made in the block, and calls nested in these on other workers, are recorded: tensors that require grad
+    Calls that are made in the block, and calls that these calls make on other workers, are recorded: tensors that require grad
     stay connected with their history on the worker that sent them, so that :func:`backward` can send gradients back to that
     worker. Calls of actors, ObjectRefs, streams and RRefs are recorded as well. At the end of the block all workers discard the
     context, with its graphs and gradients.
@@ -32,7 +32,7 @@ class context:
 
     Raises:
         NotInitializedError: RPC is not initialised in this process.
-        RuntimeError: the code is in a context already.
+        RuntimeError: the block is inside of another ``with context()`` block, or of a call that belongs to a context.
     """
 
     _id: int | None = None
@@ -78,20 +78,20 @@ def backward(
 ) -> None:
     """Run the backward pass of a distributed forward pass, on all workers that took part in it; returns at its end.
 
-    The gradients of leaves are added up in the context, on the worker on which the leaf is: :func:`get_gradients` and
-    DistributedOptimizer find them there. Hooks of every kind run on the worker of the tensor; hooks of leaves run once, on the
-    whole gradient. A pass has effect on all workers or on none: after an error the gradients in the context are unchanged, and
-    the pass may be repeated (if the first try had ``retain_graph=True``).
+    Each worker adds the gradients of its leaves to the context, where :func:`get_gradients` and DistributedOptimizer find the
+    gradients. Hooks of every kind run on the worker of the tensor; hooks of leaves run once, on the whole gradient. A pass has
+    effect on all workers or on none: after an error the gradients in the context are unchanged, and the pass may be repeated
+    (if the first try had ``retain_graph=True``).
 
-    Calls on whose results the roots do not depend do not take part. Thread-safe; passes of different contexts run at the same
-    time.
+    If the roots do not depend on the results of a call, the call does not take part in the pass. Thread-safe; passes of
+    different contexts run at the same time.
 
     Args:
         context_id: the id from ``with context() as context_id``.
         roots: the tensors to differentiate, on this worker, with one element each unless ``gradient`` is given.
         retain_graph: keep the graphs on all workers for another backward pass in this context.
-        gradient: the gradients of the roots, one for each, of their shapes; by default ones.
-        accumulate: where the gradients go: into the context, or, as a local ``backward()`` does, into ``.grad``.
+        gradient: for each root its gradient, a tensor of the root's shape; by default a tensor of ones.
+        accumulate: ``"context"``: add gradients to the context. ``"grad"``: to ``.grad``, as a local ``backward()`` does.
         mode: ``"smart"`` or ``"fast"``, the names of torch's design notes. Both find out first which messages take part, and run
             the same pass.
         timeout: seconds; 0, the default, means that only the deaths of workers end it.
@@ -101,7 +101,7 @@ def backward(
         RuntimeError: there is no such context; a root does not require grad, has no history, or more than one element;
             the graph was freed by an earlier pass.
         TypeError, ValueError: an argument is not valid.
-        RpcTimeoutError: it took longer than ``timeout``.
+        RpcTimeoutError: the pass took longer than ``timeout``.
         PeerDiedError: a worker that took part has died.
         RemoteError: a node or hook on another worker raised an exception. The error is an instance of its class, too.
     """
@@ -118,9 +118,9 @@ def backward(
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the gradients that backward passes have left in a context for the leaves of this worker.
+    """Return the gradients that backward passes have added to a context for the leaves of this worker: leaf -> gradient.
 
-    Tensors as keys are compared by identity. If this worker's part of a pass is done, this function waits for the pass to end.
+    Tensors as keys are compared by identity. If this worker has done its part of a pass, the function waits for the pass's end.
 
     Raises:
         RuntimeError: this worker does not know the context.

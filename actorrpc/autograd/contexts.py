@@ -1,8 +1,8 @@
 """Autograd contexts: one worker's record of one distributed forward pass, and the table of these records.
 
-A context is made on its origin by ``with context()``, and on other workers by the first message that names it.
-It ends on all workers when the origin leaves the block. Its id stays in the list of released contexts, so that late
-messages do not make it again.
+A context is made on its *origin* by ``with context()``, and on each other worker by the first message that has the context's id.
+When the block ends on the origin, all workers release the context. Each worker keeps the id in a list of released contexts, so
+that late messages do not make the context again.
 
 Locks: ``Contexts._lock`` guards the tables of contexts; ``Context.lock`` guards the fields of a context. Both are held for
 microseconds, never nested, and re-entrant, because the garbage collector may run a finaliser that sends a message at any
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
 __all__ = ["Context", "Contexts", "Node", "Receipt"]
 
 _RANK_BITS: Final = 48
-_CONTEXTS: Final = 10_000  # how many ids of released contexts are kept
-_PASSES: Final = 1000  # how many ids of ended passes of one context are kept
+_CONTEXTS: Final = 10_000  # ids of released contexts that a worker keeps
+_PASSES: Final = 1000  # ids of ended passes that a context keeps
 
 #: A node of torch's autograd graph. The nodes have no common class.
 Node = Any
 
 
 class Receipt(NamedTuple):
-    """The record of a received message whose tensors require grad: the receiver of its gradient.
+    """The record of a received message with tensors that require grad.
 
     Attributes:
-        sink: the sender, the sender's number of the message, and this worker's number of the receipt. A message that is opened
+        sink: the sender of the message, the message's number, and this worker's number of the receipt. A message that is opened
             several times (a kept result) has several receipts.
-        outputs: how many of its tensors require grad: the receiving node has as many outputs.
+        outputs: how many tensors of the message require grad, which is the number of outputs of the message's node.
     """
 
     sink: Sink
@@ -55,27 +55,27 @@ class Receipt(NamedTuple):
 
 
 class Context:
-    """One distributed forward pass, as this worker knows it. Thread-safe.
+    """This worker's record of one distributed forward pass. Thread-safe.
 
     Attributes:
-        id: its number, with the rank of its origin in the top 16 bits.
-        lock: guards all that follows.
-        engine: held during one call of the autograd engine.
+        id: the context's number, with the rank of its origin in the top 16 bits.
+        lock: guards the tables below.
+        engine: a lock that is held during one call of the autograd engine.
         sends: the sent messages with tensors that require grad: the edge of each such tensor, in order. Empty
             after a backward pass that has freed the graph.
-        receipts: the received messages with such tensors, by the node that stands for the message.
-        peers: the workers that were sent a message of this context.
-        gradients: the results of backward passes for the leaves of this worker: leaf and gradient, by the leaf's ``id()``,
-            because torch computes hashes of tensors in Python.
-        passes: the backward passes that are under way here, or wait for the verdict of their origin.
+        receipts: node that stands for a received message -> the message's receipt.
+        peers: the workers to which this worker has sent a message of this context.
+        gradients: ``id()`` of a leaf of this worker -> the leaf, and the sum of its gradients of all passes. The key is not the
+            leaf, because torch computes hashes of tensors in Python.
+        passes: the number of a backward pass -> this worker's part of it, until the verdict on the pass.
         ended: the numbers of ended passes, whose late messages are ignored.
-        reaches: the ends of the graphs of ``sends``, computed when they are needed.
-        sinks: for each message, the receipts to which its gradients lead; from the news in messages of other workers, and from
-            discoveries of passes.
-        sent_sinks: for each worker, the numbers of the messages whose sinks were sent to it.
-        maker: the worker that made it, if known; a later incarnation of a worker may have the same rank.
-        touched: when it was last used, on the monotonic clock.
-        released: it has ended, and records no more messages.
+        reaches: message of ``sends`` -> the receipts and leaves at which its gradients end on this worker, once computed.
+        sinks: message of any worker -> the receipts to which its gradients lead. Other workers report these receipts in their
+            messages of the forward pass (see recorder.py), or when a pass queries them.
+        sent_sinks: worker -> the numbers of the messages whose sinks were sent to the worker.
+        maker: the worker that made the context, if known; a later incarnation of the worker may have the same rank.
+        touched: when the context was last used, on the monotonic clock.
+        released: whether the context was released; then it records no more messages.
     """
 
     def __init__(self, id: int) -> None:
@@ -97,7 +97,7 @@ class Context:
 
     @property
     def origin(self) -> int:
-        """The rank of the worker that made it."""
+        """The rank of the worker that made the context."""
         return self.id >> _RANK_BITS
 
     def record_send(self, message: int, edges: Sequence[GradientEdge]) -> None:
@@ -137,7 +137,7 @@ class Contexts:
         #: contexts by their id; changed under the lock, read without it
         self.live: dict[int, Context] = {}
         self._released: Recent[int, None] = Recent(_CONTEXTS)
-        # A restarted worker must not use ids that its earlier incarnation has used; the low bits are the count.
+        # The random bits keep a restarted worker from using an id of its earlier incarnation. The low 20 bits are a count.
         first = int.from_bytes(os.urandom(3), "big") << 20
         self._ids = itertools.count((me.rank & 0xFFFF) << _RANK_BITS | first)
         #: returns a number for a new message
@@ -157,7 +157,7 @@ class Contexts:
 
         Raises:
             TypeError: ``id`` is not an int.
-            RpcError: there is none: it was released, or this worker has received no message of it.
+            RpcError: the context was released, or this worker has received no message of the context.
         """
         if isinstance(id, bool) or not isinstance(id, int):
             raise TypeError(
@@ -170,11 +170,11 @@ class Contexts:
         return context
 
     def is_over(self, id: int) -> bool:
-        """Return whether a context was released here; False if it is unknown."""
+        """Return whether this worker has released a context; False if the context is unknown."""
         return id in self._released
 
     def reach(self, id: int) -> Context | None:
-        """Return the context that a message names; create it if it is new on this worker; None if it was released."""
+        """Return the context with the id in a message. Create it if it is new on this worker; return None if it was released."""
         context = self.live.get(id)
         if context is None:
             with self._lock:
@@ -186,9 +186,9 @@ class Contexts:
         return context
 
     def release(self, id: int) -> Context | None:
-        """Remove a context, and return it; None if there is none.
+        """Remove a context, and return it; None if this worker does not have the context.
 
-        The caller ends the passes of the context and notifies the peers of the context.
+        The caller has to end the passes of the context and to notify the context's peers.
         """
         with self._lock:
             context = self.live.pop(id, None)

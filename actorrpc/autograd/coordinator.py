@@ -1,7 +1,8 @@
 """A backward pass on the worker where it begins: discovery, plan, requests to the other workers, and the verdict.
 
-The pass is a generator of steps, with waits between them: the thread that called ``backward`` reads the answers itself, which
-is fastest; the simulator of the tests resumes the generator when the answers have arrived.
+:meth:`Coordinator.steps` is a generator that yields the futures for which the pass has to wait. The thread that called
+``backward`` waits for these futures, and reads the answers itself, which is fastest. The simulator of the tests resumes the
+generator when the answers have arrived.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ __all__ = ["Coordinator", "settled"]
 
 
 class Coordinator:
-    """One pass that begins here. Used by one thread at a time.
+    """One pass that begins on this worker. Used by one thread at a time.
 
     Args:
-        participant: this worker.
-        part: this worker's part of the pass, in its context's table.
+        participant: this worker's Participant.
+        part: this worker's part of the pass, which is in the context's table already.
         terms: the options of the pass.
         edges: the edges of the roots.
         gradients: the gradients of the roots.
@@ -54,22 +55,21 @@ class Coordinator:
         self._gradients = gradients
         self._me = participant.me
         self._requests: dict[WorkerKey, Future[Any]] = {}
-        self._known: dict[
-            Send, Sequence[Sink]
-        ] = {}  # the receipts to which each message that takes part leads
+        # Message that takes part -> the receipts to which its gradients lead.
+        self._known: dict[Send, Sequence[Sink]] = {}
 
     def wait(self) -> None:
-        """Run the steps, and wait between them on this thread.
+        """Run the pass, and wait on this thread for the futures that :meth:`steps` yields.
 
         Raises:
-            Exception: the pass has failed, or the wait was interrupted. Then the pass has no effect on any worker.
+            Exception: the pass has failed, or a signal handler interrupted the wait. The pass has no effect on any worker.
         """
         transport = self._participant.transport
         outer = transport.begin_wait(self._part)
         try:
             for futures in self.steps():
-                # A wait for a single future reads its answer, and the gradients before it, on this thread. The error of the
-                # answer is raised later; only an interruption of the wait is raised here.
+                # If there is only one future, this thread reads its answer, and the gradients that arrive before, from the
+                # connection. An error in an answer is raised by steps(); only an interruption of the wait is raised here.
                 (futures[0] if len(futures) == 1 else settled(futures)).exception()
                 transport.run_casts()
         except BaseException as error:
@@ -79,7 +79,7 @@ class Coordinator:
             transport.end_wait(outer)
 
     def steps(self) -> Generator[list[Future[Any]], None, None]:
-        """Run the pass; yields the futures to wait for: until all are complete, or one has failed."""
+        """Run the pass. Yields futures; the caller resumes the generator when all of them are complete, or one has failed."""
         part, participant, me, context = self._part, self._participant, self._me, self._context
         reach = part.root(self._edges)
         plan: Mapping[WorkerKey, Sequence[Stratum]]
@@ -110,7 +110,7 @@ class Coordinator:
             yield from self._answers()
             for worker, future in self._requests.items():
                 self._value(worker, future)
-        # Other threads may be running strata of this worker's part.
+        # Other threads may still run strata of this worker's part: wait for the end of the part.
         with context.lock:
             own = None if part.finished or part.error is not None else participant.answer_of(part)
         if own is not None:
@@ -124,16 +124,16 @@ class Coordinator:
             )
         if not participant.decide(part, True):
             raise part.error or released(context)
-        if self._terms.accumulate == "grad":  # the caller reads .grad when this returns
+        # The caller of backward() then reads .grad, perhaps on other workers.
+        if self._terms.accumulate == "grad":
             yield from self._settle()
         if not (self._terms.retain_graph or self._terms.create_graph):
-            for (
-                send
-            ) in self._known:  # the next pass queries the workers again, and gets the error of a freed graph
+            # The graphs are freed. Forget the sinks, so that a further pass queries the workers and gets their errors.
+            for send in self._known:
                 context.sinks.pop(send, None)
 
     def _settle(self) -> Generator[list[Future[Any]], None, None]:
-        """Wait until all workers have acted on the verdict. Errors cannot change it, and are not raised."""
+        """Wait until all workers have acted on the verdict. Errors cannot change the verdict, and are not raised."""
         try:
             self._request({worker: Settle(self._context.id, self._part.id) for worker in self._part.notified})
         except RpcTimeoutError:
@@ -168,9 +168,9 @@ class Coordinator:
         )
 
     def _discover(self, reach: ReachableGraph) -> Generator[list[Future[Any]], None, None]:
-        """Find the messages that take part, beginning at the roots, and the receipts to which they lead.
+        """Find the messages that take part, beginning at the roots, and the receipts to which their gradients lead.
 
-        Yields while other workers are queried about messages that this worker does not know.
+        Yields the futures of queries to other workers about messages whose receipts this worker does not know.
         """
         context, participant, known = self._context, self._participant, self._known
         sinks: Sequence[Sink] = participant.sinks_of(context, reach)
@@ -219,7 +219,7 @@ class Coordinator:
             self._part.awaited = self._requests.values()
 
     def _answers(self) -> Generator[list[Future[Any]], None, None]:
-        if self._part.error is None:  # a later error of this worker's part cancels the calls
+        if self._part.error is None:  # if this worker's part fails during the wait, fail() cancels the calls
             yield list(self._requests.values())
         if self._part.error is not None:
             raise self._part.error
@@ -228,10 +228,10 @@ class Coordinator:
         """Return the answer of a worker.
 
         Raises:
-            Exception: the worker's answer is this error, or there is no answer and the error names the cause.
+            Exception: the worker's answer is an error, the worker died or timed out, or the call to another worker has failed.
         """
         if not future.done():
-            # Another call has failed: raise its error.
+            # The wait ended before this call, so the call to another worker has failed: raise that error.
             for other, each in self._requests.items():
                 if each.done() and (error := each.exception()) is not None:
                     self._raise(other, error)

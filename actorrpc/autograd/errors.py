@@ -14,10 +14,10 @@ _NOTE = "had in a backward pass"
 
 
 def blame(error: BaseException, worker: WorkerKey, name: str) -> BaseException:
-    """Add the name of a worker to an error that came from it; return the error.
+    """Add the name of a worker to an error in the worker's answer; return the error.
 
-    If the message can be changed, torch's "Error on Node" is put before it; in any case a note names the worker. An error that
-    came through several workers keeps the name of the worker that raised it.
+    If the error's message can be changed, it gets torch's prefix "Error on Node". In any case a note names the worker. An error
+    that came through several workers keeps the name of the worker that raised it.
     """
     if not isinstance(error, RemoteError):
         if isinstance(error, PeerDiedError) and name not in str(error):
@@ -34,13 +34,13 @@ def blame(error: BaseException, worker: WorkerKey, name: str) -> BaseException:
             error.args = (prefix + args[0], *args[1:])
             prefix = ""
     except Exception:
-        pass  # the user's class does not allow changes of its args, or its __str__ raises
+        pass  # the user's class does not allow changes of an error's args, or its __str__ raises
     error.add_note(f"{prefix}raised in the part that worker {name} {_NOTE}")
     return error
 
 
 def died(worker: WorkerKey, name: str) -> PeerDiedError:
-    """Return the error for a worker that has died while a pass needed it."""
+    """Return the error for a pass that needed a worker that has died."""
     return PeerDiedError(
         f"worker {name} (rank {worker.rank}) died during a backward pass that needed it: no gradients were changed anywhere",
         worker=name,
@@ -53,7 +53,7 @@ def released(context: object) -> RpcError:
 
 
 def timed_out(error: BaseException | None) -> bool:
-    """Return whether a call timed out on this worker; False if another worker has answered with its own time-out."""
+    """Return whether a call timed out on this worker; False if the error is the answer of a worker on which a call timed out."""
     return isinstance(error, RpcTimeoutError) and not isinstance(error, RemoteError)
 
 

@@ -1,15 +1,16 @@
 """Operations on torch's autograd graph: walks, gradients without side effects, and the finishing of leaves.
 
-A pass runs on a worker in parts. Each part is one call of the engine that *captures* the gradients of received messages and
-of leaves. Hooks of leaves must see the whole gradient, once. Therefore they are silent during captures, and a last call
-*finishes* the leaves: it puts the sums into their ``.grad`` as a local backward pass would, with hooks of every kind,
-including hooks in C++ (DDP's). If only one part reaches the leaves, which is the common case, that part *runs* as a local
-pass does, and finishes them.
+A worker runs its part of a pass in *strata*. Each stratum is one call of torch's engine that *captures* the gradients of received
+messages and of leaves. A hook of a leaf must get the whole gradient, once. Therefore hooks of leaves are silent during captures,
+and a last call of the engine *finishes* the leaves: it puts the sums into ``.grad`` as a local backward pass would, with hooks of
+every kind, including hooks in C++ (DDP's). If a stratum reaches leaves that no other stratum reaches, which is the common case,
+it *runs* as a local pass does, and finishes these leaves itself.
 
 All functions run on the calling thread, with user code (hooks, custom Functions), and hold no lock.
 
-The ``.grad`` of a leaf has one user at a time. The engine runs hooks of a leaf only while it puts a gradient into ``.grad``,
-and a local optimizer reads gradients from ``.grad``: both borrow the slot, and its content is put back afterwards.
+The ``.grad`` of a leaf has one user at a time (:class:`Borrowed`). The engine runs hooks of a leaf only while it puts a gradient
+into ``.grad``, and a local optimizer reads gradients from ``.grad``. Therefore passes and optimizers borrow ``.grad``, and put
+the former content back afterwards.
 
 A received message is one node of torch's graph; the outputs of the node are the tensors that require grad. A backward pass
 sends the gradients that arrive at the node to the worker that sent the message.
@@ -54,20 +55,20 @@ __all__ = [
     "run",
 ]
 
-_SLICE_S: Final = 0.1  # the longest wait before deferred signal handlers run
+_SLICE_S: Final = 0.1  # a thread that waits for leaves checks this often for postponed signal handlers
 
 # Guards ``_reserved`` and ``_waiting``; held for microseconds. Re-entrant: the garbage collector may run finalisers under it.
 _lock = threading.RLock()
 _changed = threading.Condition(_lock)
-_reserved: set[int] = set()  # ids of borrowed leaves; each Borrowed keeps its leaves alive
+_reserved: set[int] = set()  # ids of borrowed leaves; unique, because each Borrowed keeps its leaves alive
 _waiting: list[Borrowed] = []
 
 
 @uninterruptible
 class Borrowed:
-    """A ``with`` block that has exclusive use of the ``.grad`` of leaves, which is None at its start and is restored at its end.
+    """A ``with`` block that has exclusive use of the ``.grad`` of leaves. At the start of the block, ``.grad`` is None.
 
-    All leaves are taken at once, so that two users of overlapping sets cannot deadlock. The block gets a list of the earlier
+    All leaves are reserved at once, so that two users of overlapping sets cannot deadlock. The block gets a list of the former
     contents of ``.grad``, in order; at its end, the entries of the list become the ``.grad`` of the leaves.
 
     Args:
@@ -75,7 +76,7 @@ class Borrowed:
         deadline: on the monotonic clock; None: wait as long as other threads use the leaves.
 
     Raises:
-        RpcTimeoutError: other threads did not release the leaves in time. No leaf was taken.
+        RpcTimeoutError: other threads did not release the leaves in time. No leaf was reserved.
     """
 
     __slots__ = ("_before", "_deadline", "_ids", "_leaves")
@@ -100,14 +101,14 @@ class Borrowed:
         return self._before
 
     def _reserve(self) -> bool:
-        """Wait until the leaves are free and reserve them; False: the caller has to run a deferred signal handler first."""
+        """Wait until the leaves are free, and reserve them. False: the caller has to run a postponed signal handler first."""
         with _lock:
             while not self._ids.isdisjoint(_reserved):
                 left = _SLICE_S if self._deadline is None else self._deadline - _time.now()
                 if left <= 0:
                     raise RpcTimeoutError(
                         "another backward pass, or an optimizer, at work on the same parameters on this worker, did not end "
-                        "in time; nothing was changed. Run one after the other, or give a longer timeout="
+                        "in time; nothing was changed. Run them one after the other, or give a longer timeout="
                     )
                 if pending_here():
                     return False
@@ -131,8 +132,8 @@ class Borrowed:
 
 
 class RecvFunction(torch.autograd.Function):
-    """Makes received tensors the outputs of one node. They are passed in a list, in which torch does not see them as inputs.
-    Therefore the outputs are the same objects, are not views, and may be changed in place.
+    """Makes received tensors the outputs of one node. The tensors are passed in a list, so torch does not treat them as inputs.
+    Therefore the outputs are the same objects as the received tensors, are not views, and may be changed in place.
 
     A backward pass puts an empty list into the node's attribute ``box`` before it runs the engine; the node adds the gradients.
     """
@@ -157,9 +158,9 @@ class RecvFunction(torch.autograd.Function):
 
 _IN_PYTHON: Final[Any] = torch._C._FunctionBase
 
-#: The leaf that is the input of every RecvFunction node: a walk that reaches this leaf has passed through such a node.
+#: The leaf that is the input of every RecvFunction node. If a walk reaches it, the walk has passed through such a node.
 ANCHOR: Final = torch.empty(0, requires_grad=True)
-# The C function that Function.apply calls, without the checks for torch.func, which is never applied to these tensors.
+# The C function that Function.apply calls after its checks for torch.func, which is never applied to received tensors.
 _apply: Final[Callable[..., tuple[torch.Tensor, ...]]] = super(torch.autograd.Function, RecvFunction).apply
 
 
@@ -167,7 +168,7 @@ def receive(tensors: Sequence[torch.Tensor]) -> Any:
     """Make received tensors the outputs of a new RecvFunction node; return the node."""
     for each in tensors:
         each.requires_grad_(False)
-    if torch.is_grad_enabled():  # not so in inference mode
+    if torch.is_grad_enabled():  # grad mode is off in inference mode, too
         outputs = _apply(ANCHOR, list(tensors))
     else:
         with torch.inference_mode(False), torch.enable_grad():
@@ -178,7 +179,7 @@ def receive(tensors: Sequence[torch.Tensor]) -> Any:
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Return the edge to which the gradient of a tensor is sent, as torch's ``get_gradient_edge`` does. Grad mode must be on.
 
-    For outputs of nodes written in Python (such as :class:`RecvFunction`), torch's function makes a view of the tensor, whose
+    If the tensor's node is written in Python (such as :class:`RecvFunction`), torch's function makes a view of the tensor, whose
     node keeps the Python node alive. Sparse tensors have no views, so this function makes a clone instead.
     """
     node: Any = tensor.grad_fn
@@ -197,7 +198,7 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
 #: Gradients of some tensors, in order; None for no gradient.
 Tensors = list["torch.Tensor | None"]
 
-# The C++ function that torch.autograd.backward and grad call. They spend half of their time before this call.
+# The C++ function that torch.autograd.backward and torch.autograd.grad call. Both spend half of their time before this call.
 _run: Final[Callable[..., tuple[torch.Tensor | None, ...]]] = Variable._execution_engine.run_backward
 #: The class of the nodes that stand for leaves.
 ACCUMULATE: Final[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
@@ -207,7 +208,7 @@ ACCUMULATE: Final[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=Tru
 
 
 class ReachableGraph(NamedTuple):
-    """The nodes at which a backward pass from some edges ends on this worker: each node once, in the order of the walk.
+    """The nodes at which a backward pass that begins at some edges ends on this worker: each node once, in the order of the walk.
 
     Attributes:
         receipts: the nodes that stand for received messages.
@@ -243,7 +244,7 @@ def reach_if_small(
     edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt], most: int, seen: set[Node] | None = None
 ) -> ReachableGraph | None:
     """Walk as :func:`reach` does; None if the walk has more than ``most`` nodes, or leads into another context."""
-    # Store nodes and not their id(): if no Python reference to a node is left, torch makes a new object for the same node.
+    # ``seen`` has nodes, not their id(): without a Python reference to a node, torch later makes another object for the node.
     seen = set() if seen is None else seen
     found: list[Node] = []
     leaves: list[Node] = []
@@ -273,7 +274,7 @@ def reach_if_small(
 
 
 def nodes(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> set[Node]:
-    """Return the nodes that a backward pass from some edges executes, without the nodes at which the gradients end."""
+    """Return the nodes that a backward pass from ``edges`` executes, without the nodes at which the gradients end."""
     seen: set[Node] = set()
     found = reach(edges, receipts, seen)
     return seen.difference(found.receipts, found.leaves)
@@ -282,9 +283,9 @@ def nodes(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> se
 # -- captures ---------------------------------------------------------------------------------------------------------
 
 
-# The name of a flag: hooks of leaves are silent, in one thread and in the engine's threads that work for this thread. The flag is
-# one of torch's thread-local objects, which the engine copies to its device threads, because hooks of leaves that are not on the
-# CPU run there. If torch has a function for that, an unused flag is removed, as torch frees it too late at a thread's end.
+# The name of a flag that makes hooks of leaves silent in a thread, and in the engine's threads that work for the thread. The flag
+# is one of torch's thread-local objects, because the engine copies these to its device threads, which run hooks of leaves outside
+# of the CPU. An unused flag is removed (if torch can do that), because torch frees it too late at a thread's end.
 _SILENCE: Final = "actorrpc.silence"
 _has: Final[Callable[[str], bool]] = torch._C._is_key_in_tls
 _get: Final[Callable[[str], bool]] = torch._C._get_obj_in_tls
@@ -304,8 +305,8 @@ def _silence(on: bool) -> bool:
 
 
 class _Hook:
-    """Wraps a user's hook of a leaf, and does not call it during captures. The wrapper replaces the hook in torch's table, so
-    that the hook's handle removes the wrapper. A copy or pickle of the wrapper is a copy or pickle of the hook."""
+    """Wraps a user's hook of a leaf, and does not call the hook during captures. The wrapper replaces the hook in torch's table,
+    so that the hook's handle removes the wrapper. A copy or pickle of the wrapper is a copy or pickle of the hook."""
 
     __slots__ = ("hook",)
 
@@ -354,8 +355,8 @@ def capture(
     Hooks of interior tensors run, hooks of leaves do not.
 
     Args:
-        outputs: the edges to begin at; the gradients of a repeated edge are added up in this order.
-        gradients: for each of ``outputs``.
+        outputs: the edges at which to begin. The engine adds up the gradients of an edge that occurs several times, in order.
+        gradients: the gradient of each of ``outputs``.
         receipts: nodes that stand for received messages, and how many outputs each of them has.
         leaves: AccumulateGrad nodes.
 
@@ -372,9 +373,8 @@ def capture(
         inputs.append(make(GradientEdge, (node, 0, None)))
     if leaves:
         _wrap_hooks(leaves)
-        before = _silence(
-            True
-        )  # already silent if a hook of an interior tensor calls this function during another capture
+        # Hooks are silent already if a hook of an interior tensor calls this function during another capture.
+        before = _silence(True)
     try:
         captured = _run(
             tuple(outputs), tuple(gradients), retain_graph, create_graph, tuple(inputs), True, False
@@ -391,7 +391,7 @@ def capture(
 
 
 def place(edges: Sequence[GradientEdge], gradients: list[torch.Tensor]) -> None:
-    """Move gradients to the devices of their tensors: a message may have moved tensors from a GPU to a CPU, or back."""
+    """Move each gradient to the device of its tensor: the message may have moved the tensor from a GPU to a CPU, or back."""
     for index, edge in enumerate(edges):
         gradients[index] = gradients[index].to(edge.node._input_metadata[edge.output_nr].device)
 
@@ -400,31 +400,31 @@ def place(edges: Sequence[GradientEdge], gradients: list[torch.Tensor]) -> None:
 
 
 def add(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two gradients, in new memory: sparse if both are."""
+    """Return the sum of two gradients, in new memory. The sum is sparse if both gradients are sparse."""
     if one.layout is not torch.strided and other.layout is torch.strided:
         one, other = other, one  # torch adds sparse to dense, but not dense to sparse
     if one.requires_grad or other.requires_grad:
-        with torch.enable_grad():  # even if the caller of backward() has disabled it
+        with torch.enable_grad():  # even if the caller of backward() has disabled grad mode
             return one + other
     return one + other
 
 
 def add_to(total: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Add to a sum, in place if it is dense and neither tensor has a history; return the sum. No other code may use ``total``."""
+    """Return ``total + other``: ``total`` itself if it is dense and neither has a history. No other code may use ``total``."""
     if total.layout is not torch.strided or total.requires_grad or other.requires_grad:
         return add(total, other)
     return total.add_(other)
 
 
 def accumulate(gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add gradients to the ``.grad`` of leaves, in place if a local backward pass would do so. Each leaf occurs once."""
+    """Add gradients to the ``.grad`` of their leaves, in place if a local backward pass would do so. Each leaf occurs once."""
     with Borrowed([leaf for leaf, _ in gradients]) as grads:
         for index, (_, gradient) in enumerate(gradients):
             before = grads[index]
             grads[index] = gradient if before is None else add_to(before, gradient)
 
 
-# -- the whole at once -------------------------------------------------------------------------------------------------
+# -- running as a local pass does --------------------------------------------------------------------------------------
 
 
 def run(
@@ -442,7 +442,7 @@ def run(
 
     Args:
         outputs, gradients, receipts: as for :func:`capture`.
-        leaves: all leaves that can be reached; each once.
+        leaves: all leaves that the engine can reach from ``outputs``; each once.
         deadline: how long to wait for other users of the ``.grad`` of these leaves, on the monotonic clock; None for no bound.
 
     Raises:
@@ -468,7 +468,7 @@ def run(
         for node, _ in receipts:
             node.box = None
     for box, (_, count) in zip(boxes, receipts, strict=True):
-        if not box:  # the engine did not reach it
+        if not box:  # the engine did not reach the node
             box += [None] * count
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
     for leaf, gradient in zip(leaves, found, strict=True):
@@ -481,10 +481,10 @@ def run(
 
 
 class _Feed(torch.autograd.Function):
-    """A node whose inputs are leaves, and whose backward returns the gradients in a box for these leaves.
+    """A node whose inputs are leaves, and whose backward returns the gradients in the list ``box`` for these leaves.
 
-    The box is emptied, so that only the engine refers to the gradients. Then they become ``.grad`` without a copy, as in a
-    local backward pass.
+    The node empties the box, so that only the engine refers to the gradients. The engine then makes them ``.grad`` without a
+    copy, as in a local backward pass.
     """
 
     @staticmethod
@@ -511,10 +511,10 @@ _ALONE: Final = _use_count(_some.untyped_storage()._cdata)
 
 
 def _unshare(gradients: Tensors | list[torch.Tensor]) -> None:
-    """Replace gradients in the list that share memory with other tensors by copies.
+    """Replace each gradient in the list that shares memory with another tensor by a copy.
 
-    The engine copies a gradient only if other code refers to the same tensor object. Without these copies, views of one gradient
-    (such as the gradients of the operands of a sum) would become the ``.grad`` of several leaves.
+    The engine copies a gradient only if other code refers to the same tensor object. Without the copies of this function, views
+    of one gradient (such as the gradients of the operands of a sum) would become the ``.grad`` of several leaves.
     """
     for index, gradient in enumerate(gradients):
         if gradient is not None and gradient.layout is torch.strided:
@@ -529,15 +529,15 @@ def finish(
     create_graph: bool = False,
     deadline: float | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Run the hooks of leaves on their whole gradients; return the leaves with their gradients after that.
+    """Run the hooks of leaves on their whole gradients; return the leaves with the gradients that result.
 
     ``.grad`` is unchanged when this returns. The result omits leaves that have ceased to require grad, and leaves whose gradient
     a hook has removed. No two results share memory.
 
     Args:
         leaves: each once.
-        box: the gradient of each; empty afterwards. A gradient without other references is not copied.
-        create_graph: the gradients have a history. Then only tensor hooks run.
+        box: the gradient of each leaf. The function empties this list; a gradient without other references is not copied.
+        create_graph: whether the gradients have a history. Then only hooks of the kind ``Tensor.register_hook`` run.
         deadline: as for :func:`run`.
 
     Raises:
@@ -575,7 +575,7 @@ def _root(leaves: Sequence[torch.Tensor], box: list[torch.Tensor]) -> torch.Tens
 def _finish_with_history(
     leaves: Sequence[torch.Tensor], box: list[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    # Do not store these gradients in .grad: they have a history, so leaf and gradient would form a reference cycle.
+    # Do not store these gradients in .grad: because of their history, leaf and gradient would form a reference cycle.
     edges = tuple(get_gradient_edge(leaf) for leaf in leaves)
     results = _run(edges, tuple(box), True, True, edges, True, False)
     box.clear()

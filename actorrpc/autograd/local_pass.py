@@ -1,12 +1,12 @@
 """A worker's part of one backward pass: received gradients, the next stratum, and gradients to send. No I/O.
 
-A gradient may arrive on any thread, in any order, several times, and before the plan. Strata run one at a time, in order, each
-on the thread that finds it ready. The lock of the context guards a part, except the fields that only the thread that runs a
-stratum uses. No user code runs under that lock.
+A stratum is a set of messages whose gradients are processed in one call of the engine (see planner.py). A gradient may arrive on
+any thread, in any order, several times, and before the plan. Strata run one at a time, in order, each on the thread that finds
+the stratum ready. The context's lock guards a part, except the fields that only the thread that runs a stratum uses. No user code
+runs under this lock. The *verdict* is the decision, by the worker where the pass began, whether the pass has succeeded. Until the
+verdict, sums and results are stored in the part only.
 
-Until the verdict on the pass, sums and results are stored in the part only.
-
-:class:`Sum` gives the same sum to the last bit, in whatever order gradients arrive. Not thread-safe.
+:class:`Sum` returns the same sum to the last bit, in whatever order gradients arrive. It is not thread-safe.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = ["FINISH", "LocalPass", "Sum", "Terms", "edges_of", "reach_of"]
 
 
 class Sum:
-    """The gradients of one node, added up in a given order, in whatever order they arrive.
+    """Adds up the gradients of one node in a fixed order, in whatever order they arrive.
 
     Args:
-        order: the keys of the gradients; the list may grow.
+        order: the keys of the gradients in the order of the addition; the list may grow.
 
     Attributes:
         total: the sum so far, for each tensor of the node; None for no gradient.
@@ -77,7 +77,7 @@ class Sum:
             if before is None:
                 total[index] = each
             elif each is not None:
-                # In place only if this object made the sum: other code may refer to the first gradient.
+                # Change a sum in place only if this object made it: other code may refer to the first gradient.
                 total[index] = graph.add_to(before, each) if own[index] else graph.add(before, each)
                 own[index] = True
 
@@ -85,7 +85,7 @@ class Sum:
 _node: Final[Callable[[GradientEdge], Node]] = attrgetter("node")
 _variable: Final[Callable[[Node], torch.Tensor]] = attrgetter("variable")
 
-#: Stands for the finishing of leaves, which comes after the last stratum.
+#: The number that stands for the finishing of leaves after the last stratum, in place of a stratum's number.
 FINISH: Final = -1
 
 
@@ -99,26 +99,26 @@ def _second_time(what: str) -> RuntimeError:
 
 
 def edges_of(context: Context, message: int) -> tuple[GradientEdge, ...]:
-    """Return the edges of a message that was sent from here.
+    """Return the edges of the tensors of a message that this worker sent.
 
     Raises:
-        RpcError: no such message was sent in this context.
-        RuntimeError: an earlier pass has freed its graph.
+        RpcError: this worker sent no such message in this context.
+        RuntimeError: an earlier pass has freed the message's graph.
     """
     edges = context.sends.get(message)
     if edges is None:
-        raise RpcError(f"Could not find send function: message {message} was not sent from here in {context}")
+        raise RpcError(f"Could not find send function: this worker sent no message {message} in {context}")
     if not edges:
-        raise _second_time(f"message {message} was sent from here in {context}")
+        raise _second_time(f"this worker sent message {message} of the graph in {context}")
     return edges
 
 
 def reach_of(context: Context, message: int) -> ReachableGraph:
-    """Return where the gradients of a sent message lead to. The result is kept, because graphs do not change.
+    """Return the nodes to which the gradients of a sent message lead. The result is kept, because graphs do not change.
 
     Raises:
-        RpcError: no such message was sent in this context.
-        RuntimeError: an earlier pass has freed its graph, or the graph leads into another context.
+        RpcError: this worker sent no such message in this context.
+        RuntimeError: an earlier pass has freed the message's graph, or the graph leads into another context.
     """
     edges = edges_of(context, message)
     known = context.reaches.get(message)
@@ -134,7 +134,7 @@ def _together(reaches: Sequence[ReachableGraph]) -> ReachableGraph:
 
 
 def _grouped() -> bool:
-    """Say whether this process is in a process group, and so may have a DistributedDataParallel.
+    """Return whether this process is in a process group of torch, so that it may have a DistributedDataParallel.
 
     DDP's hooks put sums into the ``.grad`` of leaves when the engine has reached the last leaf, so all leaves must be
     finished in the same call of the engine.
@@ -156,7 +156,7 @@ class Terms:
         self.deadline = _time.now() + timeout if timeout else None
 
     def remaining(self) -> float:
-        """Return the remaining seconds, 0 for no bound.
+        """Return the seconds until the deadline; 0 if the pass has no time-out.
 
         Raises:
             RpcTimeoutError: the deadline has passed.
@@ -176,12 +176,12 @@ class _Step:
     """One stratum of a part.
 
     Attributes:
-        messages: message -> the contributions that it waits for, in the order in which they are added up.
-        reached: the receipts and leaves at which the gradients of its messages end.
-        lacking: how many gradients have not arrived yet.
-        retain: later strata use nodes of this stratum, so its call of the engine keeps the graph.
-        is_direct: None: its leaves are finished at the end of the part. False: its own call of the engine finishes them
-            (``graph.run``). True: the same, and every edge of its messages leads directly to a leaf (``graph.finish``).
+        messages: message -> the contributions for which it waits, in the order in which they are added up.
+        reached: the receipts and leaves at which the gradients of the messages end.
+        lacking: how many contributions have not arrived yet.
+        retain: whether later strata use nodes of this stratum, so that the engine must keep the graph.
+        is_direct: None: the leaves are finished at the end of the part. False: the stratum finishes its leaves itself
+            (``graph.run``). True: it does so, and every edge of the messages leads directly to a leaf (``graph.finish``).
     """
 
     __slots__ = ("is_direct", "lacking", "messages", "reached", "retain")
@@ -199,17 +199,17 @@ class LocalPass:
 
     Attributes:
         context: the context of the pass.
-        id: its number, with the rank of the worker where it began in the top 16 bits.
-        origin: the worker where it began, if known.
-        terms: its options; None until the part has begun.
-        begun: a thread has begun the part, or is about to begin it.
-        answer: completed when this part ends; None if no worker waits for it.
-        awaited: the calls to other workers, if the pass begins here: cancelled if this part fails.
-        notified: the workers that get the verdict, if the pass begins here.
-        error: why this part has failed.
-        over: the verdict has arrived, or this worker has ended the pass without it: later gradients are ignored.
-        finished: all strata and leaves are done.
-        decided: completed after the verdict; None if no thread waits for it.
+        id: the number of the pass, with the rank of the worker where the pass began in the top 16 bits.
+        origin: the worker where the pass began, if known.
+        terms: the options of the pass; None until the part has begun.
+        begun: whether a thread has begun the part, or is about to begin it.
+        answer: a future that is completed when this part ends; None if neither a worker nor a thread waits for the end.
+        awaited: if the pass began on this worker, the calls to other workers, which are cancelled if this part fails.
+        notified: if the pass began on this worker, the workers that get the verdict.
+        error: the error with which this part has failed.
+        over: whether the verdict has arrived, or this worker has ended the pass without it; then gradients are ignored.
+        finished: whether all strata have run and all leaves are finished.
+        decided: a future that is completed after the verdict; None if no thread waits for the verdict.
     """
 
     def __init__(self, context: Context, id: int, origin: WorkerKey | None) -> None:
@@ -230,13 +230,13 @@ class LocalPass:
         self._received: dict[tuple[int, Contribution], Gradients] = {}
         self._next = 0
         self._busy = False
-        # Used only by the thread that begins the part, and then by the busy thread.
+        # These fields are used only by the thread that begins the part, and then by the thread that runs a stratum.
         self._edges: dict[int, tuple[GradientEdge, ...]] = {}
         self._reaches: dict[int, ReachableGraph] = {}
         self._receipts: dict[Node, Receipt] = {}
-        self._leaves: dict[Node, None] = {}  # leaves to finish at the end of the part
+        self._leaves: dict[Node, None] = {}  # nodes of the leaves that are finished at the end of the part
         self._order: dict[Node, list[int]] = {}  # the strata that reach a node
-        self._sums: dict[Node, Sum] = {}  # of nodes that several strata reach
+        self._sums: dict[Node, Sum] = {}  # for nodes that several strata reach, and for _leaves
         self._results: list[tuple[torch.Tensor, torch.Tensor]] = []  # each leaf once
 
     def __str__(self) -> str:
@@ -245,7 +245,7 @@ class LocalPass:
     # -- beginning: on one thread, without the lock --------------------------------------------------------------
 
     def root(self, edges: tuple[GradientEdge, ...]) -> ReachableGraph:
-        """Add the roots, if the pass begins here. Their gradients arrive as gradients of the message ``ROOTS``.
+        """Add the roots of a pass that begins on this worker. Their gradients arrive as gradients of the message ``ROOTS``.
 
         Raises:
             RuntimeError: the graph leads into another context.
@@ -258,7 +258,7 @@ class LocalPass:
         """Begin the part with its strata.
 
         Raises:
-            RpcError: a message was not sent from here, or the context was released.
+            RpcError: this worker did not send a message of the strata, or the context was released.
             RuntimeError: the graph of a message was freed.
         """
         context = self.context
@@ -295,7 +295,7 @@ class LocalPass:
                 for node in step.reached.leaves:
                     self._leaves[node] = None
                     self._order.setdefault(node, []).append(index)
-        # Two strata with a common interior node also have a common end.
+        # Each path from an interior node ends at a receipt or a leaf, so strata with a common interior node have a common end.
         if len(ends) < count_of_ends and not (terms.retain_graph or terms.create_graph):
             self._find_shared(steps)
         with context.lock:
@@ -310,8 +310,8 @@ class LocalPass:
     def _find_alone(self, reaching: Sequence[_Step]) -> None:
         """Mark the strata that finish their leaves themselves, because no other stratum reaches these leaves.
 
-        If only some of a stratum's edges lead directly to leaves, ``graph.run`` would copy the gradients of these edges; such a
-        stratum uses ``graph.capture``, which returns them without a copy.
+        A stratum of which only some edges lead directly to leaves is not marked: ``graph.run`` would copy the gradients of these
+        edges, ``graph.capture`` returns them without a copy.
         """
         first: dict[int, _Step] = {}  # stratum, of each leaf
         for step in reaching:
@@ -339,7 +339,7 @@ class LocalPass:
     # -- under the lock of the context ---------------------------------------------------------------------------
 
     def arrive(self, sender: WorkerKey, receipt: int, message: int, gradients: Gradients) -> None:
-        """Move gradients out of the list into the part. A repeated gradient, or one without a stratum, is ignored."""
+        """Move the gradients of one contribution from the list to the part. Ignore them if no stratum waits for them."""
         if self.over:
             return
         key = message, make(Contribution, (sender, receipt))
@@ -352,9 +352,9 @@ class LocalPass:
         gradients.clear()
 
     def claim(self) -> int | None:
-        """Return the number of the stratum to run now, or ``FINISH``; None if none is ready, or a thread is busy.
+        """Return the number of the stratum to run now, or ``FINISH``; None if no stratum is ready, or a thread runs a stratum.
 
-        The calling thread runs the stratum, and then calls :meth:`release`.
+        The calling thread has to run the stratum, and then to call :meth:`release`.
         """
         if self._busy or self.over or self.error is not None or self.terms is None or self.finished:
             return None
@@ -367,7 +367,7 @@ class LocalPass:
         return FINISH
 
     def release(self, index: int, done: bool) -> None:
-        """End the run of a stratum from :meth:`claim`; ``done`` is false if it has failed."""
+        """Record that the run of a stratum from :meth:`claim` has ended; ``done`` is false if the run has failed."""
         self._busy = False
         if done and index == FINISH:
             self.finished = True
@@ -378,7 +378,7 @@ class LocalPass:
             self._forget()
 
     def waits_for(self, worker: WorkerKey) -> bool:
-        """Say whether the part waits for gradients of a worker."""
+        """Return whether the part waits for gradients from a worker."""
         return any(contribution.worker == worker for _, contribution in self._where)
 
     def drop(self) -> None:
@@ -394,14 +394,14 @@ class LocalPass:
         self._order.clear()
         self._steps, self._results = [], []
 
-    # -- by the thread that is busy, without the lock ------------------------------------------------------------
+    # -- by the thread that runs a stratum, without the lock -----------------------------------------------------
 
     def messages(self, index: int) -> list[int]:
         """Return the sent messages of a stratum."""
         return [message for message in self._steps[index].messages if message != ROOTS]
 
     def work(self, index: int) -> list[tuple[WorkerKey, Gradient]]:
-        """Run a stratum in a call of the engine. Return the gradients that are complete now, with their receivers.
+        """Run a stratum in a call of the engine. Return the gradients that are now complete, each with the worker to send it to.
 
         Raises:
             Exception: a node or a hook raised it.
@@ -469,7 +469,7 @@ class LocalPass:
         return outputs, gradients
 
     def finish(self) -> None:
-        """Finish all leaves that this part has reached.
+        """Finish the leaves that the strata have not finished themselves.
 
         Raises:
             RpcTimeoutError: another thread uses the ``.grad`` of a leaf.
@@ -481,7 +481,7 @@ class LocalPass:
         for node in self._leaves:
             gradient = self._sums.pop(node).total[0]
             if gradient is not None:
-                # A leaf has two nodes if torch freed its first AccumulateGrad node and made a new one.
+                # A leaf has two nodes if torch freed its first AccumulateGrad node and made another node.
                 leaf = node.variable
                 sums[leaf] = graph.add(sums[leaf], gradient) if leaf in sums else gradient
                 del gradient
@@ -523,7 +523,7 @@ class LocalPass:
         gradients, lock = self.context.gradients, self.context.lock
         while True:
             before = gradients.get(id(leaf))
-            # Not under the lock: the addition may take long.
+            # Add without the lock, because the addition may take long.
             total = gradient if before is None else graph.add(before[1], gradient)
             with lock:
                 if gradients.get(id(leaf)) is before:

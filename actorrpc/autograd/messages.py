@@ -1,8 +1,7 @@
 """The messages that workers send each other in a backward pass. No I/O, no state.
 
 In this package, a *message* of the forward pass is a request or answer with tensors that require grad, and a *receipt* is the
-record of such a message on its receiver. The classes below are named tuples, because these are pickled in C: one of them is sent
-for each message of the forward pass.
+record of such a message on its receiver. The classes below are named tuples, because ``make`` creates named tuples in C.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ __all__ = [
     "make",
 ]
 
-#: The gradients of one message: one for each of its tensors that require grad, or None. The receiver moves them out of the
-#: list, because the engine copies a gradient that is referred to elsewhere before it becomes a ``.grad``.
+#: For each tensor of a message that requires grad its gradient, or None. The receiver empties this list, because the engine makes
+#: a gradient ``.grad`` without a copy only if no other code refers to the gradient.
 Gradients = list["torch.Tensor | None"]
 
 
 class Contribution(NamedTuple):
-    """The source of one gradient of a message: the worker that received the message, and the number of its receipt. A message
-    has one contribution for each receipt that takes part in the pass."""
+    """The source of gradients of a message: a worker that received the message, and the worker's number of the receipt. A message
+    has one contribution for each receipt of it that takes part in the pass."""
 
     worker: WorkerKey
     receipt: int
@@ -57,7 +56,7 @@ class Sink(NamedTuple):
 
 
 class Discover(NamedTuple):
-    """Query: to which receipts lead the gradients of messages that the receiver has sent? Answer: ``{message: [Sink, ...]}``."""
+    """Query to the sender of messages: to which receipts do their gradients lead? Answer: ``{message: [Sink, ...]}``."""
 
     context: int
     messages: Sequence[int]
@@ -67,14 +66,14 @@ class Stratum(NamedTuple):
     """Messages of one worker and one level (see ``planner.py``), whose gradients are processed in one call of the engine.
 
     Attributes:
-        messages: message -> the contributions that it waits for, in the order in which they are added up.
+        messages: message -> the contributions for which it waits, in the order in which they are added up.
     """
 
     messages: dict[int, tuple[Contribution, ...]]
 
 
 class Run(NamedTuple):
-    """Gives a worker its part of a pass. Answered when the part is done, or with the error that ended it."""
+    """Asks a worker to run its part of a pass. Answered when the part is done, or with the error that ended the part."""
 
     context: int
     pass_id: int
@@ -82,30 +81,31 @@ class Run(NamedTuple):
     retain_graph: bool
     create_graph: bool
     accumulate: str  # "context" or "grad"
-    timeout: float  # seconds that are left of the pass; 0: no bound
-    gradients: Sequence[Gradient]  # complete gradients of the origin for this worker
+    timeout: float  # seconds until the deadline of the pass; 0: no deadline
+    # The first gradients for this worker, which the sender has computed already.
+    gradients: Sequence[Gradient]
 
 
 class Gradient(NamedTuple):
-    """The gradient of one message, from one of its receipts. Has no answer: errors are in the answer to :class:`Run`."""
+    """The gradients of one message, from one of its receipts. It has no answer: errors are in the answer to :class:`Run`."""
 
     context: int
     pass_id: int
     message: int
     receipt: int
     gradients: Gradients
-    create_graph: bool = False  # the gradients have a history: they are recorded as tensors of any call are
+    create_graph: bool = False  # the gradients have a history, and are recorded like tensors of other calls
 
 
 class Settle(NamedTuple):
-    """Asks a worker to answer when it has acted on the verdict, which was sent before."""
+    """Asks a worker to answer when the worker has acted on the verdict, which was sent before this message."""
 
     context: int
     pass_id: int
 
 
 class Verdict(NamedTuple):
-    """Says whether a pass has succeeded on all workers, so that each adds its gradients."""
+    """Tells a worker whether a pass has succeeded on all workers, so that the worker adds the gradients of its leaves."""
 
     context: int
     pass_id: int
@@ -128,7 +128,7 @@ class Transport(Protocol):
     me: WorkerKey
 
     def request(self, to: WorkerKey, message: Message, timeout: float) -> Future[Any]:
-        """Send a message and return a future of the answer. Never raises, never waits.
+        """Send a message and return a future of the answer. Does not raise errors of sending, and does not wait.
 
         Args:
             timeout: seconds; 0: wait until the worker answers or dies.
@@ -138,28 +138,28 @@ class Transport(Protocol):
         """Send a gradient that needs no answer. Never waits for the other worker.
 
         Raises:
-            Exception: it cannot be sent, or the worker is dead.
+            Exception: the message cannot be sent, or the worker is dead.
         """
 
     def notify(self, to: WorkerKey, notice: Notice) -> None:
-        """Send a notice that needs no answer; repeat it until it is sent. Never raises, never waits.
+        """Send a notice that needs no answer, and retry until it is sent. Never raises, never waits.
 
-        A notice that is not urgent (a pass has succeeded, a context has been released) may be delayed, to be sent with
-        another message.
+        A notice that is not urgent (a pass has succeeded, a context has been released) may be delayed until another message
+        is sent to the worker.
         """
 
     def name(self, worker: WorkerKey) -> str:
         """Return the name of a worker for error messages."""
 
     def noted(self, kind: str, begun: float, context: int) -> None:
-        """Record what this thread has done for a context from ``begun`` until now.
+        """Record work of this thread for a context, from ``begun`` until now, in the flight recorder.
 
         Args:
-            kind: ``"backward"`` for a whole pass, ``"visit"`` for a stratum or the leaves of this worker.
+            kind: ``"backward"`` for a whole pass; ``"visit"`` for a stratum, or for finishing the leaves of this worker.
         """
 
     def begin_wait(self, part: Any) -> Any:
-        """Let this thread process the gradients that it reads while it waits for this part of a pass.
+        """From now on, collect the gradients that this thread reads while it waits for ``part``, for :meth:`run_casts`.
 
         Returns the argument for :meth:`end_wait`.
         """
@@ -172,10 +172,10 @@ class Transport(Protocol):
         """
 
     def end_wait(self, outer: Any) -> None:
-        """Undo :meth:`begin_wait`; gradients that were read and not processed are passed to other threads."""
+        """Undo :meth:`begin_wait`; pass the collected gradients that were not processed to other threads."""
 
     def waits_for_another(self, part: Any) -> bool:
-        """Say whether this thread waits for another part of a pass than this one."""
+        """Return whether this thread waits, after :meth:`begin_wait`, for a part other than ``part``."""
 
     def later(self, run: Callable[[], object]) -> None:
         """Run ``run()`` on another thread."""

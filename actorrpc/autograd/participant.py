@@ -1,7 +1,7 @@
 """A worker's side of backward passes: it answers queries of discovery, runs its part, and receives the verdict.
 
 Thread-safe. The engine runs on the calling thread, under ``Context.engine``; no code that could wait, and no user code, runs
-under ``Context.lock``. Messages are sent without waiting: their answers arrive in callbacks.
+under ``Context.lock``. To send a message does not wait for its answer, which arrives in a future.
 
 The roots of a pass are checked before any message is sent; the errors have torch's texts.
 """
@@ -53,13 +53,13 @@ def check_roots(
     """Return the edges of the roots and the gradient of each.
 
     Args:
-        gradients: one for each root. None for all or some roots: the gradient is ones, and the root must be a real scalar.
+        gradients: a gradient for each root. None for one or all roots: the gradient is ones, and the root must be a real scalar.
 
     Raises:
         TypeError: the roots, or the gradients, are not sequences of tensors.
         ValueError: there are not as many gradients as roots.
-        RuntimeError: there are no roots; one does not require grad, has more than one element without a gradient, or has
-            no history; gradients do not fit.
+        RuntimeError: there are no roots; a root does not require grad, has more than one element without a gradient, or has
+            no history; a gradient does not fit its root.
     """
     if not isinstance(roots, (list, tuple)):
         raise TypeError(
@@ -133,7 +133,7 @@ class Participant:
         transport: sends messages to the other workers.
 
     Attributes:
-        watch: runs the strata in the place of ``LocalPass.work``, for profiles; None without a profile.
+        watch: a function of a profiler that runs the strata in place of ``LocalPass.work``; None without a profiler.
     """
 
     def __init__(self, contexts: Contexts, transport: Transport) -> None:
@@ -141,14 +141,14 @@ class Participant:
         self.transport = transport
         self.watch: Callable[[LocalPass, int], Iterable[tuple[WorkerKey, Gradient]]] | None = None
         self.me = contexts.me
-        # A restarted worker must not use numbers of passes that its earlier incarnation has used.
+        # The random bits keep a restarted worker from using the number of a pass of its earlier incarnation.
         first = int.from_bytes(os.urandom(3), "big") << 20
         self._ids = itertools.count((self.me.rank & 0xFFFF) << 48 | first)
 
     # -- what users call -----------------------------------------------------------------------------------------
 
     def backward(self, context_id: int, roots: Sequence[torch.Tensor], **options: Any) -> None:
-        """Run a backward pass that begins here; return when it has succeeded on all workers. Ctrl-C gives it up.
+        """Run a backward pass that begins on this worker; return when it has succeeded on all workers. Ctrl-C ends the pass.
 
         Args:
             options: as of :meth:`begin`.
@@ -172,11 +172,11 @@ class Participant:
         timeout: float = 0.0,
         create_graph: bool = False,
     ) -> Coordinator:
-        """Return a backward pass, before its first message. See ``api.backward``.
+        """Return a backward pass that has sent no message yet. See ``api.backward``.
 
         Raises:
             TypeError: an argument is of a wrong type.
-            ValueError: ``mode`` or ``accumulate`` has another value than the documented ones.
+            ValueError: ``mode`` or ``accumulate`` has an unknown value.
             RuntimeError: the roots cannot be differentiated, or there is no such context.
         """
         context = self.contexts.get(context_id)
@@ -195,16 +195,16 @@ class Participant:
         return Coordinator(self, part, terms, edges, given)
 
     def gradients(self, context_id: int, timeout: float) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Return the results of passes in a context for the leaves of this worker: leaf and gradient, by the leaf's ``id()``.
+        """Return the results of passes in a context for the leaves of this worker: the leaf's ``id()`` -> leaf and gradient.
 
-        Waits for the verdict on a pass if this worker's part of it is done.
+        If this worker has done its part of a pass, the function waits for the verdict on the pass.
 
         Args:
             timeout: seconds; 0 for no bound.
 
         Raises:
             RpcError: this worker does not know the context.
-            RpcTimeoutError: a verdict did not arrive in time.
+            RpcTimeoutError: the verdict on a pass did not arrive in time.
         """
         context = self.contexts.live.get(context_id) or self.contexts.get(context_id)
         deadline = _time.now() + timeout if timeout else None
@@ -235,7 +235,7 @@ class Participant:
         context = self.contexts.live.get(message.context)
         if context is None:
             if isinstance(message, Gradient) and self.contexts.is_over(message.context):
-                return None  # the pass was given up here; another message tells the sender
+                return None  # this worker has released the context; another message tells the sender
             context = self.contexts.get(message.context)
         context.touched = _time.now()
         if context.maker is None and sender.rank == context.origin:
@@ -256,7 +256,7 @@ class Participant:
 
     @staticmethod
     def _verdict_on(part: LocalPass) -> Future[None]:
-        """Return, under the lock of the context, the future that is completed after the verdict."""
+        """Return the future that is completed after the verdict. Needs the context's lock."""
         if part.decided is None:
             part.decided = Future()
         return part.decided
@@ -265,13 +265,13 @@ class Participant:
         """Return the receipts to which the gradients of a sent message lead.
 
         Raises:
-            RpcError: it was not sent from here, or the context was released.
-            RuntimeError: its graph was freed, or leads into another context.
+            RpcError: this worker did not send the message, or the context was released.
+            RuntimeError: the message's graph was freed, or leads into another context.
         """
         return self.sinks_of(context, reach_of(context, message))
 
     def sinks_of(self, context: Context, reach: ReachableGraph) -> list[Sink]:
-        """Return the receipts of a walk.
+        """Return the receipts that a walk of the graph has reached.
 
         Raises:
             RpcError: the context was released.
@@ -285,7 +285,7 @@ class Participant:
         return found
 
     def _join(self, context: Context, id: int, origin: WorkerKey | None) -> LocalPass | None:
-        """Return, under the lock of the context, its pass of this number; None if the pass has ended."""
+        """Return this worker's part of a pass, made now if it is new; None if the pass has ended. Needs the context's lock."""
         part = context.passes.get(id)
         if part is None:
             if context.released:
@@ -303,9 +303,9 @@ class Participant:
             if part is None:
                 return
             part.arrive(sender, message.receipt, message.message, message.gradients)
-        # advance() raises nothing: it sends an error to the worker that waits for the part, not to the sender of this gradient.
+        # advance() raises nothing: the worker that waits for the part gets the error, not the sender of this gradient.
         if self.transport.waits_for_another(part):
-            # Another thread runs the part, because its hooks may wait for locks of this thread.
+            # Run the part on another thread, because hooks in the part may wait for locks that this thread holds.
             self.transport.later(partial(self.advance, part))
         else:
             self.advance(part)
@@ -337,14 +337,14 @@ class Participant:
             return self.answer_of(part)
 
     def answer_of(self, part: LocalPass) -> Future[None]:
-        """Return, under the lock of the context, the future that is completed when the part ends."""
+        """Return the future that is completed when the part ends. Needs the context's lock."""
         if part.answer is None:
             part.answer = Future()
-            part.answer.label = part  # converted to text only when it is shown
+            part.answer.label = part  # converted to text only if the label is shown
         return part.answer
 
     def may_wait(self, verdict: Verdict) -> bool:
-        """Say whether acting on a verdict may wait for other users of the ``.grad`` of leaves."""
+        """Return whether acting on a verdict may wait for other users of the ``.grad`` of leaves."""
         if not verdict.commit:
             return False
         context = self.contexts.live.get(verdict.context)
@@ -426,7 +426,7 @@ class Participant:
             raise blame(error, to, self.transport.name(to)) from None
 
     def _settle(self, part: LocalPass) -> None:
-        """Answer the worker that waits for this part, if the part has ended."""
+        """Complete the answer to the worker that waits for this part, if the part is finished."""
         with part.context.lock:
             answer = part.answer
             if answer is None or part.error is not None or not part.finished:
@@ -437,7 +437,7 @@ class Participant:
     # -- its end -------------------------------------------------------------------------------------------------
 
     def fail(self, part: LocalPass, error: BaseException) -> None:
-        """End a part with an error, which goes to the worker that waits for it; the verdict follows."""
+        """End a part with an error, which is the answer to the worker that waits for the part. The verdict arrives later."""
         with part.context.lock:
             if part.over or part.error is not None:
                 return
@@ -450,9 +450,9 @@ class Participant:
             _complete(answer, error)
 
     def decide(self, part: LocalPass, commit: bool) -> bool:
-        """End a pass on this worker; if it began here, send the verdict to the other workers. Only the first verdict counts.
+        """End a pass on this worker. If it began on this worker, send the verdict to the others. Only the first call has effects.
 
-        Returns whether the results were added: not if the part has failed.
+        Returns whether the results were added to the context or ``.grad``: never if the part has failed.
         """
         context = part.context
         with context.lock:
@@ -481,7 +481,7 @@ class Participant:
         return counts
 
     def release(self, context_id: int) -> None:
-        """End a context here and on all workers that were in it; passes that are under way fail. Idempotent."""
+        """End a context on this worker and on all workers that have it; passes that are under way fail. Idempotent."""
         self._release(
             context_id,
             None,
@@ -509,7 +509,7 @@ class Participant:
                 self.transport.notify(peer, Release(context_id))
 
     def worker_died(self, key: WorkerKey) -> None:
-        """End the passes that need a dead worker, and the contexts that it made."""
+        """End the passes that need a dead worker, and the contexts that the dead worker made."""
         error = died(key, self.transport.name(key))
         for context in self.contexts.all():
             with context.lock:
@@ -517,7 +517,7 @@ class Participant:
                 parts = list(context.passes.values())
             for part in parts:
                 self._fail_without(part, key, error)
-            # A later incarnation of the worker has the same rank, and makes contexts of its own.
+            # The context may have been made by a later incarnation of the worker, which has the same rank: check the maker.
             if context.origin == key.rank and context.maker in (None, key) and key.rank != self.me.rank:
                 self._release(context.id, key, error)
 
@@ -534,7 +534,7 @@ class Participant:
             self.decide(part, False)
 
     def expire(self, older_than: float) -> None:
-        """Drop contexts of other workers that were not used for ``older_than`` seconds."""
+        """Release contexts of other workers that were not used for ``older_than`` seconds."""
         before = _time.now() - older_than
         for context in self.contexts.all():
             if context.touched < before and context.origin != self.me.rank and not context.passes:
@@ -545,4 +545,4 @@ class Participant:
 def _complete(future: Future[None], error: BaseException | None = None) -> None:
     if future.claim():
         future.conclude(None, error)
-        future.acknowledge()  # the origin of the pass gets the error in an answer, so it is not logged here
+        future.acknowledge()  # the origin gets the error in an answer, so this worker does not log it

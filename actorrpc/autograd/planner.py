@@ -1,9 +1,9 @@
-"""The plan of a backward pass: which messages take part, and in what order each worker processes their gradients. Pure.
+"""The plan of a backward pass: which messages take part, and in what order each worker processes their gradients. No state.
 
-Gradients of a message lead, on its sender, to receipts of earlier messages, so messages form a graph without cycles. A message's
-*level* is the length of the longest path to it from the roots. The messages of one worker and one level form a *stratum*, which
-is processed in one call of the engine. Gradients always lead to messages of a higher level, so a stratum never waits for itself,
-however often gradients come back to a worker.
+On the sender of a message, the message's gradients lead to receipts of earlier messages, so messages form a graph without cycles.
+A message's *level* is the length of the longest path from the roots to the message. The messages of one worker and one level form
+a *stratum*, which is processed in one call of the engine. Gradients always lead to messages of a higher level, so a stratum never
+waits for itself, however often gradients return to a worker.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def levels(answers: Mapping[Send, Sequence[Sink]]) -> dict[Send, int]:
     """Return the level of each message: 0 if no other message leads to it.
 
     Args:
-        answers: for each message the receipts to which its gradients lead.
+        answers: message -> the receipts to which its gradients lead.
 
     Raises:
-        RpcError: a receipt is of a message that is not in ``answers``, or messages lead to each other in a circle.
+        RpcError: a receipt belongs to a message that is not in ``answers``, or messages lead to each other in a circle.
     """
     following: dict[Send, dict[Send, None]] = {}
     before = dict.fromkeys(answers, 0)
@@ -76,7 +76,7 @@ def make_plan(origin: WorkerKey, answers: Mapping[Send, Sequence[Sink]]) -> dict
 
     Args:
         origin: the worker of the roots; its first stratum is the roots.
-        answers: for each message that takes part the receipts to which its gradients lead; ``(origin, ROOTS)`` for the roots.
+        answers: message that takes part -> the receipts to which its gradients lead; the roots are ``(origin, ROOTS)``.
 
     Raises:
         RpcError: the answers contradict each other.

@@ -1,22 +1,22 @@
-"""Recording: which autograd context a message belongs to, and which of its tensors stay connected to the graph.
+"""Records to which autograd context a message belongs, and which of its tensors stay connected to the graph.
 
 The header of each call that is made in a context has a tag: ``(context,)``, or ``(context, message, indices, news)`` if some of
-the message's tensors require grad; the indices count the message's plain tensors, and news is described below. The sender keeps
-the edges of these tensors; at the receiver, the tensors become the outputs of one node, which stands for the message. Answers
-have such tags, too. A snapshot, which is opened later, has the tag ``(context, message, indices, rank, incarnation)`` with the
-worker that keeps it.
+the message's tensors require grad. ``message`` is the message's number; ``indices`` are the positions of these tensors among the
+message's plain tensors; ``news`` is described below. The sender keeps the edges of these tensors; at the receiver, the tensors
+become the outputs of one node, which stands for the message. Answers have such tags, too. A snapshot (an ObjectRef's value) is
+opened later, and has the tag ``(context, message, indices, rank, incarnation)``, which ends with the worker that keeps it.
 
 The current context is the context of the ``with context()`` block in which the code runs, or else the context of the call that
 is executed. Coroutines inherit it; threads that users start do not.
 
-**News: the paths of gradients.** To plan a backward pass, its origin must know for each message to which earlier messages its
-gradients lead, on the worker that sent it. To query this at the start of a pass would cost one round trip for each hop.
-Therefore each message carries this information about itself, and about those earlier messages, unless the sender has sent it to
-the receiver before. A pass queries the rest: for large graphs, and for results that are kept to be opened later.
+**News: the paths of gradients.** To plan a backward pass, the worker where it begins needs to know, for each message, to which
+earlier messages its gradients lead on its sender. Queries at the start of a pass would cost one round trip for each hop. So each
+message reports to which messages its own gradients and the gradients of these earlier messages lead, unless its sender has
+reported that to the receiver before. A pass queries the remaining messages: with large graphs, or kept and opened later.
 
 In a tag, news is a flat list: a message, a list of the messages to which it leads with their receipts, the next message, and so
-on. The rank of a message's sender is in the upper bits of its number; the incarnations of workers other than sender and receiver
-are at the end. This code runs under ``Context.lock``, for microseconds.
+on. The rank of a message's sender is in the upper bits of the message's number; the last item of the list has the incarnations of
+workers other than sender and receiver. News is collected under ``Context.lock``, which takes microseconds.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["GraphRecorder", "current_context", "enter", "news_for", "record_news", "restore"]
 
-_NODES: Final = 250  # graphs of more nodes are not walked until a pass needs them
-_NEWS: Final = 100  # the most messages whose receipts one message reports to its receiver
+_NODES: Final = 250  # a graph of more nodes is only walked if a pass needs it, not when the message is sent
+_NEWS: Final = 100  # the most messages about which one message has news
 _RANK_BITS: Final = 48
 
 
 def news_for(
     context: Context, me: WorkerKey, message: int, edges: tuple[GradientEdge, ...], peer: WorkerKey
 ) -> list[Any]:
-    """Record a message to ``peer``; return the news to be sent with it."""
+    """Record a message that is sent to ``peer``; return the news (see above) for the message's tag."""
     news: list[Any] = []
     lives: dict[int, str] = {}
     with context.lock:
@@ -90,10 +90,10 @@ def news_for(
 
 
 def record_news(context: Context, me: WorkerKey, sender: WorkerKey, news: Sequence[Any]) -> None:
-    """Record the news of a received message.
+    """Record the news in the tag of a received message.
 
     Raises:
-        ProtocolError: they cannot be read.
+        ProtocolError: the news cannot be read.
     """
     if not news:
         return
@@ -125,8 +125,8 @@ def _read_news(
 
 _log = logging.getLogger("actorrpc.autograd")
 
-# The context of the current ``with context()`` block, and the execution in which the block was entered: other calls that the same
-# thread executes meanwhile are not in the block.
+# The context of the current ``with context()`` block, and the execution in which the block was entered. Other calls that the same
+# thread executes while it waits in the block do not belong to the block.
 _entered: ContextVar[tuple[int, Execution | None] | None] = ContextVar(
     "actorrpc_autograd_context", default=None
 )
@@ -167,7 +167,7 @@ class GraphRecorder(Recorder):
         """Record a message that has been packed; return its tag. See :class:`actorrpc.agent.hooks.Recorder`."""
         id = current_context() if context is None else context
         if id is None:
-            # No warning for answers: only the caller knows whether it needs their history.
+            # No warning inside of an execution: for an answer, only the caller knows whether it needs the tensors' history.
             if not self._warned and CURRENT.get() is None and torch.is_grad_enabled():
                 self._warn(tensors)
             return None
@@ -212,7 +212,7 @@ class GraphRecorder(Recorder):
         for index in indices:
             wanted.append(tensors[index])
         if context is None:
-            # The context was released, so no backward pass will need these tensors. The call may still have other effects.
+            # The context was released, so no backward pass will need these tensors. The call runs nevertheless.
             for each in wanted:
                 each.requires_grad_(False)
             return
@@ -226,7 +226,7 @@ class GraphRecorder(Recorder):
             context.record_receipt(receive(wanted), make(Receipt, (sink, len(wanted))))
 
     def forwarded(self, tag: Any, peer: Peer) -> None:
-        """Record that a kept message is sent to a worker. See :class:`actorrpc.agent.hooks.Recorder`."""
+        """Record that a snapshot, which has a tag already, is sent to a worker. See :class:`actorrpc.agent.hooks.Recorder`."""
         context = self.live.get(tag[0])
         if context is not None:
             context.touched = _time.now()
@@ -234,7 +234,7 @@ class GraphRecorder(Recorder):
 
 
 def _read(tag: Any, count: int) -> tuple[int, int, Sequence[int], WorkerKey | None, Sequence[Any]]:
-    """Return the parts of the tag of a message with ``count`` tensors: context, message, indices, the worker that keeps it, news.
+    """Return from the tag of a message with ``count`` tensors: context, message, indices, worker that keeps the snapshot, news.
 
     Raises:
         ProtocolError: the tag is not valid.

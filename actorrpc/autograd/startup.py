@@ -19,7 +19,7 @@ from actorrpc.rpc import api
 
 __all__ = ["contexts", "participant", "start"]
 
-_LOOKS: Final = 4  # how often the age of a context is checked during its lease
+_LOOKS: Final = 4  # how many times contexts are checked in the time after which an unused context is released
 
 
 def contexts() -> Contexts:

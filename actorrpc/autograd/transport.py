@@ -48,7 +48,7 @@ __all__ = [
 
 NOTICE: Final = "autograd"
 _WHOLE: Final = frozenset({int, bool})
-_GRADIENT, _RUN, _DISCOVER, _SETTLE = range(4)  # kinds of messages on the wire
+_GRADIENT, _RUN, _DISCOVER, _SETTLE = range(4)  # the numbers that are sent for the kinds of messages
 
 
 def serve(kind: int, *fields: Any) -> Any:
@@ -132,7 +132,7 @@ def unpack_notice(body: bytes) -> Notice:
 
 
 class _Casts(deque[Any]):
-    """The casts that a thread has read while it waited for its part of a pass."""
+    """The casts (one-way messages) that a thread has read while it waited for ``part`` of a pass, and has not run yet."""
 
     part: LocalPass
 
@@ -149,7 +149,7 @@ class AgentTransport:
         future: Future[Any] = Future()
         label = f"{OWN}backward ({type(message).__name__})"
         future.label = label
-        # The pass raises the error. If an interruption discards the future before the pass has it, no error is logged.
+        # The pass raises the future's error. An error that the pass never reads, because it was interrupted, is not logged.
         future.cover()
         try:
             self._agent.call(

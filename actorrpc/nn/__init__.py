@@ -1,4 +1,4 @@
-"""Modules on other workers: the API of ``torch.distributed.nn``, on actorrpc's own agent."""
+"""Modules on other workers: the API of ``torch.distributed.nn``, implemented with actorrpc's calls."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """RemoteModule: an nn.Module that lives on another worker, used like a local module.
 
 A RemoteModule is an ``nn.Module`` itself, so it can be a part of a local module, but it has no parameters, buffers and modules
-of its own: calls that torch makes on the parts of a model (``state_dict``, ``train``, ``to``, ``apply``) are sent to the owner,
-where :mod:`actorrpc.rpc.modules` executes them. The RPC layer records the calls for autograd.
+of its own: calls that torch makes on the parts of a model (``state_dict``, ``train``, ``to``, ``apply``) are sent to the worker
+that has the module, its *owner*, where :mod:`actorrpc.rpc.modules` executes them. The RPC layer records calls for autograd.
 
-A place is a worker and one of its devices, in torch's notation.
+A *place* is a worker and one of the worker's devices, in torch's notation.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def place_of(remote_device: Any) -> tuple[str | int | None, str]:
 
     Args:
         remote_device: ``"worker/device"``, ``"worker"``, ``"rank:1/device"``, ``"rank:1"``, ``"device"`` (of this worker);
-            a ``torch.device`` of this worker; a WorkerInfo or a rank. The device is ``cpu`` unless one is named.
+            a ``torch.device`` of this worker; a WorkerInfo or a rank. The device is ``cpu`` unless ``remote_device`` names one.
 
     Raises:
         WrongTypeError: ``remote_device`` has another type.
-        ConfigError: it cannot be read, or torch knows no such device.
+        ConfigError: ``remote_device`` has another form, or torch knows no such device.
     """
     if isinstance(remote_device, WorkerInfo):
         return remote_device.name, "cpu"
@@ -70,7 +70,7 @@ def place_of(remote_device: Any) -> tuple[str | int | None, str]:
 
 
 def device_of(device: Any) -> str:
-    """Return torch's name of a device.
+    """Return the name of a device in torch's form.
 
     Raises:
         ConfigError: torch knows no such device.
@@ -96,13 +96,13 @@ def _is_device(text: str) -> bool:
     return True
 
 
-# The dtypes that parameters and buffers may have: a conversion of the outer module is tried on each of them.
+# The dtypes that parameters and buffers may have. A conversion of the outer module is tried on an empty tensor of each dtype.
 _DTYPES: Final = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-# The key, in the metadata of a saved state, of the metadata of a remote module's parts: when a state is loaded, torch passes
-# on only the metadata of the module itself.
+# In a saved state, the RemoteModule's own metadata has the metadata of the remote module's parts under this key. When a state is
+# loaded, torch passes only the RemoteModule's own metadata to it.
 _PARTS: Final = "remote_parts"
 
 
@@ -111,39 +111,39 @@ def _refuse(name: str, instead: str = "") -> NoReturn:
 
 
 class RemoteModule(nn.Module):
-    """A module on another worker. ``remote(x)`` calls it there and returns its output.
+    """A module on another worker. ``remote(x)`` calls the module on its worker and returns the output.
 
-    Usable as a part of a local (outer) module. The outer module's ``state_dict`` and ``load_state_dict`` include the remote
-    parameters and buffers (as copies on the CPU); its ``train``, ``eval``, ``apply`` and conversions of the dtype apply to the
-    remote module, too. A move to a device does not, because each worker has its own devices. The outer module's ``parameters``,
-    ``buffers``, ``zero_grad`` and ``requires_grad_`` use the local tensors only: ``remote_parameters()`` returns the remote
-    parameters, for a ``DistributedOptimizer``.
+    A RemoteModule can be a part of a local (outer) module. The outer module's ``state_dict`` and ``load_state_dict`` include the
+    remote parameters and buffers (as copies on the CPU); its ``train``, ``eval``, ``apply`` and conversions of the dtype apply to
+    the remote module, too. A move to a device does not, because each worker has its own devices. The outer module's
+    ``parameters``, ``buffers``, ``zero_grad`` and ``requires_grad_`` use the local tensors only: ``remote_parameters()`` returns
+    the remote parameters, for a ``DistributedOptimizer``.
 
     Calls inside of a distributed autograd context are recorded. Hooks that are registered on the RemoteModule run on this
     worker around ``remote(x)``, but neither around ``forward_async`` nor, as in torch, around ``forward``. The remote module's
     own hooks run on its worker, in every call.
 
-    A RemoteModule can be sent to other workers, in arguments and results, and used there, without its hooks and added
-    attributes. It cannot be pickled otherwise: save its ``state_dict()``. The module lives until the last RemoteModule and the
-    last RRef to it have ended. Calls are thread-safe as far as the module is: several may run at the same time.
+    A RemoteModule can be sent to other workers, in arguments and results; hooks and added attributes are not sent. It cannot be
+    pickled in other ways: save its ``state_dict()``. The module is deleted when no RemoteModule and no RRef refers to it. Calls
+    are thread-safe if the module is thread-safe: several calls may run at the same time.
 
     Args:
         remote_device: ``"worker"``, ``"worker/device"``, ``"rank:1/device"``, a device of this worker, a WorkerInfo or a rank.
-            The device is the CPU unless one is named.
-        module_cls: the module's class, an actor class, or a function that returns a module. It is called on the worker, and
-            the constructor does not wait for it: its exception is raised at the first use.
-        args, kwargs: its arguments.
+            The device is the CPU unless ``remote_device`` names a device.
+        module_cls: the module's class, an actor class, or a function that returns a module. The worker calls ``module_cls``;
+            the constructor does not wait for this call, and an exception of it is raised when the RemoteModule is first used.
+        args, kwargs: the arguments of ``module_cls``.
 
     Attributes:
         on: the name of the worker.
-        device: the module's device on its worker, as far as this RemoteModule knows.
+        device: the module's device on its worker, as set by the constructor or a method of this RemoteModule.
         module_rref: the RRef to the module.
-        training: the mode that :meth:`train` was last called with here.
+        training: the mode with which :meth:`train` of this RemoteModule was last called.
 
     Raises:
-        ConfigError: the place cannot be read, or torch knows no such device.
+        ConfigError: ``remote_device`` has another form, or torch knows no such device.
         UnknownWorkerError: there is no such worker.
-        ValueError: ``module_cls`` is a class, but not of modules.
+        ValueError: ``module_cls`` is a class, but not a class of modules.
         SerializationError: the class, or an argument, cannot be sent.
         NotInitializedError: RPC is not initialised.
     """
@@ -181,7 +181,7 @@ class RemoteModule(nn.Module):
         Args:
             module_rref: refers to the module: the result of ``get_module_rref()``, or the ``rref`` of an actor whose class is a
                 module (then calls bypass the actor's mailbox).
-            device: the device of the module; inputs are moved there.
+            device: the device of the module, to which inputs are moved.
 
         Raises:
             TypeError: ``module_rref`` is not an RRef. Whether it refers to a module is checked at the first use.
@@ -198,7 +198,7 @@ class RemoteModule(nn.Module):
         """Return a RemoteModule for the module of an RRef, with torch's signature: see :meth:`from_rref`.
 
         Args:
-            remote_device: as for the constructor; its worker is ignored, because the RRef determines the worker.
+            remote_device: as for the constructor, but only its device is used, because the RRef determines the worker.
 
         Raises:
             ValueError: a TorchScript interface was given.
@@ -218,17 +218,17 @@ class RemoteModule(nn.Module):
     # -- calling --------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module with these arguments and return its output. If it is not on the CPU, tensors are moved there and back.
+        """Call the module and return its output. The module's worker moves inputs to the module's device, and outputs to the CPU.
 
         Raises:
-            RpcTimeoutError, PeerDiedError: the call did not end; ``maybe_executed`` says whether it may have run.
-            SerializationError: it was not sent.
+            RpcTimeoutError, PeerDiedError: no answer came; ``maybe_executed`` says whether the call may have run.
+            SerializationError: an argument cannot be sent.
             Exception: the module or its constructor raised it.
         """
         return self._on_owner("forward", modules.forward, self.device, args, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call the module with these arguments and return a Future of its output at once. Errors as for :meth:`forward`."""
+        """Call the module and return a Future of its output at once. The errors are the errors of :meth:`forward`."""
         future: Future[Any] = Future()
         self._on_owner("forward", modules.forward, self.device, args, kwargs, future=future)
         return future
@@ -244,10 +244,10 @@ class RemoteModule(nn.Module):
     # -- parameters -----------------------------------------------------------------------------------------------------
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """Return RRefs to the parameters of the module, each once, for a ``DistributedOptimizer``.
+        """Return RRefs to the parameters of the module, one RRef for each parameter, for a ``DistributedOptimizer``.
 
         Args:
-            recurse: include the parameters of modules within it.
+            recurse: include the parameters of inner modules.
         """
         found: list[RRef[nn.Parameter]] = self._on_owner(
             "remote_parameters", modules.parameter_rrefs, recurse
@@ -257,7 +257,7 @@ class RemoteModule(nn.Module):
     def named_parameters(  # type: ignore[override]
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
-        """Return an iterator over the names of the module's parameters and RRefs to them, which are fetched in one call.
+        """Return an iterator over the names of the module's parameters and RRefs to the parameters. Makes one call.
 
         Args:
             recurse: if false, the iterator is empty, because DistributedDataParallel calls this for each part of a model, and
@@ -274,10 +274,10 @@ class RemoteModule(nn.Module):
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
-    # ``state_dict`` and ``load_state_dict`` are torch's: they call these two, also for a RemoteModule within a module.
+    # torch's ``state_dict`` and ``load_state_dict``, also those of an outer module, call the next two methods.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        # Copies, even if ``keep_vars`` is true: the parameters themselves are on another worker.
+        # The state has copies, even if ``keep_vars`` is true, because the parameters themselves are on another worker.
         state = self._on_owner("state_dict", modules.state_of)
         for name, value in state.items():
             destination[prefix + name] = value
@@ -308,7 +308,7 @@ class RemoteModule(nn.Module):
         }
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         metadata = local_metadata.get(_PARTS)
-        if metadata is None and not prefix:  # it was saved, and is loaded, by itself
+        if metadata is None and not prefix:  # the state is of the remote module alone
             metadata = getattr(state_dict, "_metadata", None)
         missing, unexpected, wrong = self._on_owner(
             "load_state_dict", modules.load_state, state, metadata, assign
@@ -317,7 +317,7 @@ class RemoteModule(nn.Module):
         unexpected_keys.extend(prefix + name for name in unexpected)
         error_msgs.extend(f"{prefix[:-1] or self._what} on {self.on!r}: {text}" for text in wrong)
 
-    # -- what changes it over there ------------------------------------------------------------------------------------
+    # -- changes of the module on its worker ----------------------------------------------------------------------------
 
     def _steer(self, name: str, *args: Any, **kwargs: Any) -> Self:
         device = self._on_owner(name, modules.change_module, name, args, kwargs)
@@ -326,7 +326,7 @@ class RemoteModule(nn.Module):
         return self
 
     def train(self, mode: bool = True) -> Self:
-        """Put the module into training mode, or out of it."""
+        """Put the module into training mode, or if ``mode`` is false, into evaluation mode."""
         if not isinstance(mode, bool):
             raise ValueError("training mode is expected to be boolean")
         self._steer("train", mode)
@@ -336,7 +336,7 @@ class RemoteModule(nn.Module):
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call ``fn`` on the module's worker, with every inner module and with the module itself.
 
-        Other objects that ``fn`` changes are copies on that worker.
+        ``fn`` is sent to the worker, so it cannot change objects of this process.
         """
         return self._steer("apply", fn)
 
@@ -345,11 +345,11 @@ class RemoteModule(nn.Module):
         return self._steer("requires_grad_", requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the ``.grad`` of the parameters. By default, passes of distributed autograd do not use ``.grad``."""
+        """Reset the ``.grad`` of the parameters. Backward passes of distributed autograd do not use ``.grad`` by default."""
         self._steer("zero_grad", set_to_none)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move and convert the module; arguments as of ``nn.Module.to``. Devices are devices of its worker."""
+        """Move and convert the module, with the arguments of ``nn.Module.to``. A device is a device of the module's worker."""
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         options: dict[str, Any] = {"device": device, "dtype": dtype, "non_blocking": non_blocking}
         if memory_format is not None:
@@ -357,7 +357,7 @@ class RemoteModule(nn.Module):
         return self._steer("to", **options)
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
-        """Move the module to a device of its worker without its contents."""
+        """Move the module to a device of its worker without the values of parameters and buffers."""
         return self._steer("to_empty", device=device, recurse=recurse)
 
     def cpu(self) -> Self:
@@ -389,7 +389,7 @@ class RemoteModule(nn.Module):
         return self._steer("bfloat16")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        # Called by the outer module. ``fn`` may be any function and is not sent; its effect on dtypes is tried out here.
+        # The outer module calls this method. ``fn`` may be any function, and is not sent; only its effect on dtypes is sent.
         changed = {}
         for dtype in _DTYPES:
             became = fn(torch.empty(0, dtype=dtype)).dtype
@@ -404,7 +404,7 @@ class RemoteModule(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Raise ValueError, except in the traversal of an outer module: the inner modules are on another worker."""
+        """Raise ValueError, because the inner modules are on another worker; return this module if an outer module calls."""
         if memo is None:
             _refuse("named_modules")
         return self._as_part(memo, prefix, remove_duplicate)
@@ -412,14 +412,14 @@ class RemoteModule(nn.Module):
     def _as_part(
         self, memo: set[nn.Module], prefix: str, remove_duplicate: bool
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield this module, unless ``memo`` has it, for the traversal of the outer module."""
+        """Yield this module for ``named_modules`` of the outer module, unless ``memo`` has this module."""
         if self not in memo:
             if remove_duplicate:
                 memo.add(self)
             yield prefix, self
 
     def register_backward_hook(self, hook: Any) -> RemovableHandle:
-        """Raise ValueError: torch's old hooks get the gradients of one autograd node only."""
+        """Raise ValueError: a hook of this old kind gets the gradients of one autograd node only."""
         _refuse("register_backward_hook", ": use ``register_full_backward_hook``")
 
     def extra_repr(self) -> str:
@@ -464,9 +464,9 @@ class RemoteModule(nn.Module):
 
 
 def _arguments(module_cls: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Check the class and the arguments of a module, as far as this worker can; return the arguments."""
+    """Check the class and the arguments of a module, as far as possible on this worker; return the arguments."""
     if isinstance(module_cls, type) and not issubclass(module_cls, nn.Module):
-        # If the class overrides ``__new__`` or the metaclass's ``__call__``, it may return modules.
+        # A class that overrides ``__new__`` or its metaclass's ``__call__`` may return modules.
         if module_cls.__new__ is object.__new__ and type(module_cls).__call__ is type.__call__:
             raise ValueError(
                 "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returns an "

@@ -1,7 +1,7 @@
 """Optimizers of parameters that live on several workers: torch's ``DistributedOptimizer``, with further methods.
 
 ``from actorrpc.optim import DistributedOptimizer`` replaces ``from torch.distributed.optim import DistributedOptimizer``.
-Learning rate schedulers, clipping, checkpoints and gradient scaling work across workers, too.
+Learning rate schedulers, gradient clipping, checkpoints and gradient scaling also apply to all of these workers.
 """
 
 from actorrpc.optim.grad_scaler import DistributedGradScaler

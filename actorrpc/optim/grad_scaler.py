@@ -19,9 +19,9 @@ _T = TypeVar("_T")
 
 
 class _Stage(enum.Enum):
-    """The last step of the scaler for one optimizer and one context since the last update."""
+    """The last action of the scaler on one optimizer and one context since the last ``update()``."""
 
-    UNSCALING = enum.auto()  # or it has failed, with some gradients unscaled and others not
+    UNSCALING = enum.auto()  # unscaling runs, or has failed with some gradients unscaled and others not
     UNSCALED = enum.auto()
     STEPPED = enum.auto()
 
@@ -34,22 +34,22 @@ class DistributedGradScaler:
             with torch.autocast("cpu", torch.float16):
                 loss = ...
             dist_autograd.backward(context_id, [scaler.scale(loss)])
-            scaler.unscale_(optimizer, context_id)            # only needed to clip in between
+            scaler.unscale_(optimizer, context_id)            # only needed before clipping
             optimizer.clip_grad_norm_(context_id, 1.0)
             scaler.step(optimizer, context_id)
             scaler.update()
 
-    If a gradient on any worker has an infinity or a NaN, no worker makes the step. Numbers and defaults are torch's; the state
-    can be loaded by torch's scaler, and torch's state by this scaler. Thread-safe.
+    If a gradient on any worker has an infinity or a NaN, no worker makes the step. Scales and defaults equal torch's. torch's
+    scaler can load the state of this scaler, and this scaler can load the state of torch's scaler. Thread-safe.
 
     Args:
         init_scale: the first scale, by which losses are multiplied.
-        growth_factor: the factor of the scale after ``growth_interval`` updates without infinities or NaNs.
-        backoff_factor: the factor of the scale after an iteration with infinities or NaNs.
-        enabled: if false, ``step`` makes a plain step and the other methods do nothing.
+        growth_factor: the scale is multiplied by this factor after ``growth_interval`` updates without infinities or NaNs.
+        backoff_factor: the scale is multiplied by this factor after an iteration with infinities or NaNs.
+        enabled: if false, ``step`` makes a step without scaling, and the other methods do nothing.
 
     Raises:
-        ValueError: a factor is on the wrong side of 1.
+        ValueError: ``growth_factor`` is not greater than 1, or ``backoff_factor`` is not less than 1.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DistributedGradScaler:
         if backoff_factor >= 1.0:
             raise ValueError(f"The backoff factor must be < 1.0, not {backoff_factor}.")
         self._enabled = enabled
-        self._lock = threading.Lock()  # guards the fields below; not held during calls
+        self._lock = threading.Lock()  # guards the fields below; not held during calls to workers
         self._scale = _rounded(init_scale)
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
@@ -84,7 +84,7 @@ class DistributedGradScaler:
         return self._scale if self._enabled else 1.0
 
     def scale(self, outputs: _T) -> _T:
-        """Multiply a loss, or several (in lists, tuples and other iterables), by the scale.
+        """Return a loss, or an iterable of losses (a list, a tuple, nested ones), multiplied by the scale.
 
         Raises:
             TypeError: an element is not a tensor.
@@ -109,11 +109,11 @@ class DistributedGradScaler:
     ) -> None:
         """Divide the gradients of an optimizer's parameters in a context by the scale, on all workers, in place.
 
-        Only needed to read or clip the gradients before :meth:`step`, which otherwise divides them itself.
+        Only needed to read or clip the gradients before :meth:`step`, which otherwise divides the gradients itself.
 
         Raises:
-            RuntimeError: this was done since the last :meth:`update`, or a step was made.
-            ValueError: gradients are of float16.
+            RuntimeError: since the last :meth:`update`, these gradients were unscaled, or a step with them was made.
+            ValueError: a gradient is of float16.
             Exception: as :meth:`DistributedOptimizer.step`. The gradients in the context cannot be used after that.
         """
         if not self._enabled:
@@ -129,7 +129,7 @@ class DistributedGradScaler:
                     "unscale_() has already been called on this optimizer since the last update()."
                 )
             self._stages[key] = _Stage.UNSCALING
-            # Divide in double precision and round then, as torch does.
+            # As torch does: divide in double precision, and round to single precision.
             inverse = torch.tensor(1.0 / self._scale, dtype=torch.float32)
         found = optimizer._unscale(context_id, inverse, timeout)
         with self._lock:
@@ -143,13 +143,13 @@ class DistributedGradScaler:
         *,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> bool:
-        """Make a step on all workers, unless there are infinities or NaNs among the gradients of any of them.
+        """Make a step on all workers, unless the gradients on any worker have infinities or NaNs.
 
         Returns:
             Whether the step was made.
 
         Raises:
-            RuntimeError: a step was made with this context since the last :meth:`update`, or unscaling has failed.
+            RuntimeError: a step with this optimizer and context was made since the last :meth:`update`, or unscaling has failed.
             Exception: as :meth:`DistributedOptimizer.step`.
         """
         if not self._enabled:
@@ -176,13 +176,13 @@ class DistributedGradScaler:
         return not found
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adapt the scale to the infinities and NaNs found since the last update. Once per iteration, after all steps.
+        """Adapt the scale to the infinities and NaNs found since the last update. Call this once per iteration, after all steps.
 
         Args:
-            new_scale: set the scale to this value instead.
+            new_scale: set the scale to this value instead of adapting it.
 
         Raises:
-            RuntimeError: no gradients were unscaled since the last update.
+            RuntimeError: since the last update, neither ``step`` nor ``unscale_`` was called.
         """
         if not self._enabled:
             return
@@ -204,7 +204,7 @@ class DistributedGradScaler:
             self._found.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, as torch's scaler does; empty if it is not enabled."""
+        """Return the state, in the form of torch's scaler. The state is empty if the scaler is not enabled."""
         if not self._enabled:
             return {}
         with self._lock:
@@ -217,10 +217,10 @@ class DistributedGradScaler:
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, which a scaler of this class or of torch's class has saved.
+        """Load a state that a scaler of this class or of torch's class has saved.
 
         Raises:
-            RuntimeError: it is empty: it was saved by a scaler that was not enabled.
+            RuntimeError: the state is empty, because it was saved by a scaler that was not enabled.
         """
         if not self._enabled:
             return
@@ -237,5 +237,5 @@ class DistributedGradScaler:
 
 
 def _rounded(scale: float) -> float:
-    """Return the scale as torch keeps it, in single precision."""
+    """Return the scale rounded to single precision, in which torch keeps it."""
     return torch.tensor(scale, dtype=torch.float32).item()

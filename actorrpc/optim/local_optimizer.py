@@ -1,12 +1,12 @@
 """The local optimizer of one DistributedOptimizer, on a worker that has parameters.
 
-The DistributedOptimizer holds it by an RRef. Its methods are called by RPC, on threads of the pool; the step of torch's own
-optimizers runs on the calling thread if the caller is on this worker. Each method has exclusive use of the parameters while it
-runs. Exceptions of the user's code are raised at the caller.
+The DistributedOptimizer has an RRef to the LocalOptimizer, and calls its methods by RPC, on threads of the pool. The step of
+torch's own optimizers runs on the calling thread if the caller is on this worker. Each method has exclusive use of the parameters
+while it runs. Exceptions of the user's code are raised at the caller.
 
-Gradients are lent (:func:`lent`) from an autograd context, or from ``.grad``. While gradients are lent, the ``.grad`` of the
-parameters belongs to the borrower: optimizers wait for each other if they have common parameters. Waits are bounded by the
-call that this code runs in; no lock is held.
+Gradients are lent (:func:`lent`) from an autograd context, or from ``.grad``. While gradients are lent, only the borrower uses
+the ``.grad`` of the parameters, so optimizers wait for each other if they have common parameters. A wait ends at the deadline of
+the call that this code runs in; no lock is held.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_context(context_id: int | None) -> None:
     """Check that this worker knows a context. None, which stands for ``.grad``, is accepted.
 
     Raises:
-        TypeError: it is neither an int nor None.
+        TypeError: ``context_id`` is neither an int nor None.
         RpcError: this worker does not know such a context.
     """
     if context_id is not None:
@@ -54,10 +54,10 @@ def within(deadline: float | None = None) -> float | None:
 
 @contextmanager
 def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator[list[torch.Tensor | None]]:
-    """Lend the gradients of parameters to the block, in a list, in order; ``.grad`` is empty in the block, and free to use.
+    """A ``with`` block that borrows the gradients of parameters, in a list. In the block, ``.grad`` is None, and may be used.
 
-    The list has the tensors of the context (or of ``.grad``), so changes in place have effect there. A replaced entry of the
-    list is replaced there, too, if the block ends without an error.
+    The list has the tensors themselves, so changes in place also change the gradients in the context (or in ``.grad``). If the
+    block replaces an entry of the list, and ends without an error, the gradient in the context (or ``.grad``) is replaced.
 
     Args:
         parameters: leaves, each once.
@@ -91,12 +91,12 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
 
 
 def _gradients(context_id: int, deadline: float | None) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the gradients of a context. May wait for a backward pass, which needs the parameters: borrow them afterwards."""
+    """Return the gradients of a context. May wait for a backward pass that needs the parameters, so borrow them afterwards."""
     left = 0.0 if deadline is None else max(0.001, deadline - _time.now())
     return startup.participant().gradients(context_id, left)
 
 
-#: The part of a group on one worker, as it is sent: the options of the group, and RRefs to the parameters.
+#: The part of a parameter group on one worker: the options of the group, and RRefs to its parameters on the worker.
 _Group = tuple[dict[str, Any], Sequence[RRef[Any]]]
 
 
@@ -105,9 +105,9 @@ class Account:
     """A worker's description of its optimizer.
 
     Attributes:
-        groups: the hyper-parameters of each group, as the optimizer has them.
-        defaults: the optimizer's defaults.
-        counts: for each group, how many parameters each RRef stands for.
+        groups: the present hyper-parameters of each group.
+        defaults: the optimizer's default hyper-parameters.
+        counts: for each group, how many parameters each RRef of the group stands for (a module has several).
         trainable: how many parameters require grad.
     """
 
@@ -123,17 +123,17 @@ def create(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[RRef[LocalOptimizer], Account]:
-    """Make an optimizer of parameters of this worker. Called by RPC.
+    """Make an optimizer of parameters of this worker; return an RRef to it and its description. Called by RPC.
 
     Raises:
-        TypeError, ValueError: the value of an RRef is not a parameter, or is given twice.
+        TypeError, ValueError: the value of an RRef is not a parameter, or a parameter is given twice.
         Exception: the optimizer's class, or the creation of an RRef's value, raised it.
     """
     found = [(options, *_parameters_of(rrefs)) for options, rrefs in groups]
     _refuse_duplicates([each for _, parameters, _ in found for each in parameters])
     params: list[Any]
     if len(found) == 1 and not found[0][0]:
-        params = list(found[0][1])  # also accepted by classes without parameter groups
+        params = list(found[0][1])  # some optimizer classes accept a list of parameters, but no groups
     else:
         params = [{**options, "params": parameters} for options, parameters, _ in found]
     made = LocalOptimizer(optimizer_class(params, *args, **kwargs))
@@ -141,7 +141,7 @@ def create(
 
 
 def _parameters_of(rrefs: Sequence[RRef[Any]]) -> tuple[list[torch.Tensor], list[int]]:
-    """Return the parameters that RRefs of this worker refer to, and how many each stands for. Waits for their values."""
+    """Return the parameters to which RRefs of this worker refer, and how many each RRef stands for. Waits for the values."""
     parameters: list[torch.Tensor] = []
     counts: list[int] = []
     for rref in rrefs:
@@ -183,7 +183,7 @@ class LocalOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        # The state or group that is put in place once all workers have accepted it.
+        # The state and the group that all workers have to accept before commit_state() or commit_group() uses them.
         self._staged_state: dict[str, Any] | None = None
         self._staged_group: dict[str, Any] | None = None
 
@@ -192,7 +192,7 @@ class LocalOptimizer:
         return [each for group in self._optimizer.param_groups for each in group["params"]]
 
     def _borrowed(self) -> graph.Borrowed:
-        """Return a ``with`` block with exclusive use of the parameters: other optimizers and backward passes wait."""
+        """Return a ``with`` block that has exclusive use of the parameters: other optimizers and backward passes wait."""
         return graph.Borrowed(self._parameters, within())
 
     def account(self, counts: list[list[int]] | None = None) -> Account:
@@ -207,7 +207,7 @@ class LocalOptimizer:
     # -- gradients -------------------------------------------------------------------------------------
 
     def is_plain(self) -> bool:
-        """Say whether a step runs only code of torch, which does not wait."""
+        """Return whether a step runs only code of torch, which does not wait for other threads."""
         optimizer = self._optimizer
         return not (
             _global_hooks[0]
@@ -219,10 +219,10 @@ class LocalOptimizer:
         )
 
     def step(self, context_id: int | None, deadline: float | None = None) -> None:
-        """Make a step with the gradients of a context, or those in ``.grad``; ``.grad`` is left as it is found.
+        """Make a step with the gradients of a context, or of ``.grad`` if ``context_id`` is None; ``.grad`` is unchanged.
 
         Args:
-            deadline: how long to wait for other users of the gradients; by default, until the deadline of the call.
+            deadline: until when to wait for other users of the gradients; by default, the deadline of the call.
         """
         parameters, deadline = self._parameters, deadline or within()
         found = None if context_id is None else _gradients(context_id, deadline)
@@ -238,7 +238,7 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def clear(self, context_id: int | None, set_to_none: bool) -> None:
-        """Remove the gradients, or fill them with zeros."""
+        """Remove the gradients from the context or ``.grad``; if ``set_to_none`` is false, fill them with zeros."""
         parameters = self._parameters
         with lent(parameters, context_id) as gradients:
             if not set_to_none:
@@ -258,7 +258,7 @@ class LocalOptimizer:
         """Return the positions of the parameters that have gradients, and the norms of these gradients, on the CPU."""
         with lent(self._parameters, context_id) as loans:
             positions = [position for position, each in enumerate(loans) if each is not None]
-            # Not torch's foreach functions: they do the same for tensors on a CPU, and refuse sparse tensors.
+            # torch's foreach functions are not used: on a CPU they also work tensor by tensor, and they refuse sparse tensors.
             norms = [torch.linalg.vector_norm(_values(each), norm_type) for each in loans if each is not None]
         return positions, torch.stack([each.to(norms[0].device) for each in norms]).cpu() if norms else None
 
@@ -283,7 +283,7 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def unscale(self, context_id: int | None, inverse: torch.Tensor) -> bool:
-        """Multiply the gradients, in place; say whether there was an infinity or a NaN among them before.
+        """Multiply the gradients by ``inverse``, in place; return whether they had an infinity or a NaN before.
 
         Raises:
             ValueError: a gradient is of float16, whose range is too small for unscaled gradients. No gradient was changed.
@@ -301,13 +301,13 @@ class LocalOptimizer:
     # -- hyper-parameters and state ---------------------------------------------------------------------
 
     def set_hyperparameters(self, changes: Sequence[dict[str, Any]]) -> None:
-        """Set hyper-parameters: one dict for each group."""
+        """Set hyper-parameters. ``changes`` has one dict for each group."""
         with self._borrowed():
             for group, values in zip(self._optimizer.param_groups, changes, strict=True):
                 group.update(values)
 
     def stage_group(self, options: dict[str, Any], rrefs: Sequence[RRef[Any]]) -> Account:
-        """Check whether a group can be added; :meth:`commit_group` then adds it.
+        """Check whether a group can be added, and keep it for :meth:`commit_group`, which adds it.
 
         Raises:
             TypeError, ValueError: the value of an RRef is not a parameter, or is a parameter of this optimizer already.
@@ -346,7 +346,7 @@ class LocalOptimizer:
 
     @torch.no_grad()
     def stage_state(self, state: dict[str, Any]) -> None:
-        """Check whether a state can be loaded; :meth:`commit_state` then loads it.
+        """Check whether a state can be loaded, and keep it for :meth:`commit_state`, which loads it.
 
         Raises:
             ValueError: the state is for other groups or parameters; the message says how they differ.
@@ -361,7 +361,7 @@ class LocalOptimizer:
                 optimizer.load_state_dict({key: value for key, value in state.items() if key != "shapes"})
                 self._staged_state = dict(optimizer.__dict__)
             finally:
-                # Loading replaces attributes of the optimizer; it does not change them in place.
+                # load_state_dict() only replaces attributes of the optimizer. Restoring the former attributes undoes it.
                 optimizer.__dict__.clear()
                 optimizer.__dict__.update(before)
 
@@ -379,12 +379,12 @@ def _without_params(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a gradient, each once. For a sparse gradient that is coalesced, they are a view of the gradient."""
+    """Return the elements of a gradient; of a sparse gradient, its coalesced values: a view, if the gradient is coalesced."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _copied(value: Any) -> Any:
-    """Copy containers, and tensors to the CPU: the copy is sent, and the next step changes the tensors in place."""
+    """Return a copy of containers and tensors, on the CPU. The next step may change the originals while the copy is sent."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

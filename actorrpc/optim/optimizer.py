@@ -1,12 +1,12 @@
 """DistributedOptimizer: one optimizer for parameters on several workers.
 
-Each worker with parameters has a local optimizer (``local_optimizer.py``); this module runs in the training process. Every
-operation is one concurrent call to each worker, or two if the second needs all answers of the first. Calls that use the gradients
-of a context are recorded in it, so every called worker has this context; no tensor in these calls requires grad.
+Each worker with parameters has a local optimizer (``local_optimizer.py``); this module runs in the training process. An operation
+calls all workers at the same time, once, or twice if the second calls need all answers of the first. Calls that use the gradients
+of a context are recorded in the context, so every called worker has this context; no tensor in these calls requires grad.
 
 ``_lock`` guards the table of workers and the :class:`~actorrpc.optim.parameters.StandIn`, which has the hyper-parameters. It is
-held while changes of hyper-parameters are sent, so that all workers get them in one order, and while schedulers compute them. It
-is re-entrant, because functions given to a scheduler may read the optimizer. Steps do not take it.
+held while schedulers compute hyper-parameters, and while changes are sent, so that all workers get the changes in one order. It
+is re-entrant, because functions given to a scheduler may read the optimizer. Steps do not take the lock.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ __all__ = ["DistributedOptimizer", "OptimizerError", "gather"]
 
 
 class OptimizerError(ExceptionGroup[Exception], RpcError):
-    """Several workers failed in the same operation of a DistributedOptimizer. Catch it, or its members by ``except*``.
+    """Several workers failed in the same operation of a DistributedOptimizer. Catch this error, or its members by ``except*``.
 
-    If only one worker fails, its error is raised without a group. An exception of an optimizer's code is an instance of its
-    own class and a RemoteError.
+    If only one worker fails, its error is raised without a group. An exception that an optimizer's code raised is an instance of
+    its original class and of RemoteError.
 
     Attributes:
-        workers: the names of the workers that failed, in the order of ``exceptions``. Empty in parts that were split off.
+        workers: the names of the workers that failed, in the order of ``exceptions``; empty in groups that ``split`` returned.
     """
 
     maybe_executed = True
     workers: tuple[str, ...] = ()
 
     def derive(self, excs: Sequence[Exception], /) -> OptimizerError:  # type: ignore[override]
-        """Return a group of the same kind, for ``split`` and ``subgroup``."""
+        """Return an OptimizerError with other members. Python calls this method in ``split`` and ``subgroup``."""
         return OptimizerError(self.message, excs)
 
 
@@ -60,10 +60,10 @@ def gather(what: str, calls: Mapping[str, Future[Any] | Exception | None]) -> di
 
     Args:
         what: the beginning of the message of an error.
-        calls: the call to each worker, or the error with which it could not be made; None if there is no call to wait for.
+        calls: worker -> the future of a call, or the error of an attempt to call; None if no call was made.
 
     Raises:
-        Exception: the error of the only worker that failed, with a note that names it.
+        Exception: the error of the only worker that failed, with a note that names the worker.
         OptimizerError: the errors of all workers that failed, if there are several.
     """
     results: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def gather(what: str, calls: Mapping[str, Future[Any] | Exception | None]) -> di
 
 
 def _cover(calls: Mapping[str, Future[Any] | Exception | None]) -> None:
-    """Mark the errors of these calls as seen, because no thread waits for them: otherwise they would be logged."""
+    """Mark the errors of these calls as seen, so that the errors are not logged, because no thread waits for the calls."""
     for each in calls.values():
         if isinstance(each, Future):
             each.cover()
@@ -114,7 +114,7 @@ class _Time:
         self._until = _time.now() + self._seconds
 
     def remaining(self) -> float:
-        """Return the time-out for a call that is made now; 0 means none."""
+        """Return the time-out in seconds for a call that is made now; 0 means no time-out."""
         return max(0.001, self._until - _time.now()) if self._seconds else 0.0
 
 
@@ -136,15 +136,15 @@ class DistributedOptimizer:
     Thread-safe. Operations of any number of optimizers on the same parameters run one after the other on each worker,
     in no particular order; operations on different parameters run at the same time. All methods raise RpcTimeoutError if
     they take longer than ``timeout`` seconds (default: that of the group; 0: no bound), PeerDiedError if a worker
-    dies, and exceptions of the optimizer's code. Errors of several workers are raised in one OptimizerError; the
-    other workers have finished the operation, unless a method says otherwise.
+    dies, and exceptions of the optimizer's code. If several workers fail, their errors are raised in one OptimizerError.
+    The other workers have finished the operation, unless a method says otherwise.
 
     Args:
         optimizer_class: a class of ``torch.optim``, or any other subclass of ``torch.optim.Optimizer`` whose ``step``
             needs no closure.
         params: RRefs to tensors or whole modules, handles of actors that are modules, RemoteModules, local modules, or
-            local tensors that require grad: one of these, an iterable of them, or dicts with such under ``"params"`` and
-            hyper-parameters of their own.
+            local tensors that require grad. Give one such object, an iterable of them, or one or several dicts, each with such
+            objects under ``"params"``, and with hyper-parameters for them.
         args, kwargs: for the class, besides the parameters.
 
     Raises:
@@ -153,7 +153,7 @@ class DistributedOptimizer:
         ValueError: there are no parameters, a parameter is given twice or cannot have gradients, or no parameter requires
             grad.
         OptimizerError: several workers could not create their optimizers. The optimizers of other workers are deleted.
-        Exception: the class, or the creation of an RRef's value, raised it on a worker; raised here as the same class.
+        Exception: ``optimizer_class``, or the creation of an RRef's value, raised it on a worker.
     """
 
     def __init__(
@@ -163,14 +163,12 @@ class DistributedOptimizer:
         self._class = optimizer_class
         self._arguments = (args, kwargs)
         self._lock = threading.RLock()
-        self._scheduled = (
-            False  # hyper-parameters were changed: a scheduler may check whether steps were made
-        )
-        self._behind = False  # some workers have not received all changes
+        # Whether hyper-parameters were changed, perhaps by a scheduler, which may check whether steps were made.
+        self._scheduled = False
+        self._behind = False  # whether some workers have not received all changes of hyper-parameters
         self._optimizers: dict[str, RRef[LocalOptimizer]] = {}
-        self._positions: dict[
-            str, list[int]
-        ] = {}  # of each worker's parameters in the order of all parameters
+        # Worker -> the positions of its parameters in the order of all parameters.
+        self._positions: dict[str, list[int]] = {}
         self._count = 0
         groups = parse(params)
         made = self._created(groups, _Time(UNSET_RPC_TIMEOUT))
@@ -211,7 +209,7 @@ class DistributedOptimizer:
         return gather("Error creating optimizer", calls)
 
     def _note(self, groups: Sequence[Given], counts: Mapping[str, list[list[int]]]) -> None:
-        """Number the parameters of new groups in the order of their RRefs; record the numbers of each worker's parameters.
+        """Number the parameters of new groups in the order of the RRefs; record the numbers in ``_positions``.
 
         Args:
             counts: for each worker and group, how many parameters each RRef stands for.
@@ -234,14 +232,14 @@ class DistributedOptimizer:
         each: Callable[[str], tuple[Any, ...]] | None = None,
         here: bool = False,
     ) -> dict[str, Any]:
-        """Call a method of the optimizers on all workers; return the results by worker.
+        """Call a method of the local optimizers on all workers; return the results by the names of the workers.
 
         Args:
             what: the beginning of the message of an error.
             context: the context whose gradients the method uses.
-            each: returns the arguments for a worker, in place of ``args``.
-            here: run the method of this worker's optimizer on this thread, while the other workers run it, if that runs only
-                torch's code, which does not wait. The method gets the deadline, because no call has a time-out for it.
+            each: a function that returns the arguments for a worker, in place of ``args``.
+            here: if this worker's optimizer ``is_plain()``, run its method on this thread while the other workers run theirs.
+                The method gets the deadline as a further argument, because there is no call with a time-out.
         """
         calls: dict[str, Future[Any] | Exception | None] = {}
         own: list[tuple[str, RRef[LocalOptimizer], LocalOptimizer]] = []
@@ -271,7 +269,7 @@ class DistributedOptimizer:
     def _on_gradients(
         self, doing: str, method: str, context_id: int | None, *args: Any, limit: _Time
     ) -> dict[str, Any]:
-        """Call a method that uses the gradients of a context, or those in ``.grad``, on all workers."""
+        """Call a method that uses the gradients of a context, or of ``.grad``, on all workers."""
         check_context(context_id)
         what = f"Error {doing} gradients"
         return self._all(what, method, context_id, *args, seconds=limit.remaining(), context=context_id)
@@ -281,7 +279,7 @@ class DistributedOptimizer:
     def step(
         self, context_id: int | None, closure: None = None, *, timeout: float = UNSET_RPC_TIMEOUT
     ) -> None:
-        """Make a step on all workers, with the gradients that a context has for the parameters.
+        """Make a step on all workers, with the gradients of the parameters in a context.
 
         Parameters without a gradient are left out, as torch leaves out parameters whose ``.grad`` is None. No other parameters
         are changed, and the ``.grad`` of all parameters is unchanged. If the optimizer is one of torch's own classes and has no
@@ -290,7 +288,7 @@ class DistributedOptimizer:
         Args:
             context_id: the id from ``with context() as context_id``; None for the gradients in ``.grad``, where backward
                 passes with ``accumulate="grad"`` store them.
-            closure: refused.
+            closure: must be None.
 
         Raises:
             TypeError: ``context_id`` is neither an int nor None, or a closure was given.
@@ -348,7 +346,7 @@ class DistributedOptimizer:
         *,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> torch.Tensor:
-        """Scale the gradients on all workers so that their norm, as if they were one vector, is at most ``max_norm``.
+        """Scale the gradients on all workers so that the norm of all gradients, taken as one vector, is at most ``max_norm``.
 
         The gradients are changed in place, in the context, so a later ``step`` uses the scaled gradients. Sparse gradients are
         included. The result equals the result of ``torch.nn.utils.clip_grad_norm_`` for the same gradients on one worker.
@@ -357,7 +355,7 @@ class DistributedOptimizer:
             context_id: the context; None for the gradients in ``.grad``.
             max_norm: the largest permitted norm.
             norm_type: the p of the p-norm; ``inf`` for the largest element.
-            error_if_nonfinite: raise if the norm is infinite or NaN, before anything is changed.
+            error_if_nonfinite: raise an error if the norm is infinite or NaN, before a gradient is changed.
 
         Returns:
             The norm before clipping, a tensor without dimensions. 0 if there are no gradients.
@@ -369,7 +367,7 @@ class DistributedOptimizer:
         norm_type, max_norm = float(norm_type), float(max_norm)
         limit = _Time(timeout)
         answers = self._on_gradients("clipping", "norms", context_id, norm_type, limit=limit)
-        # In the order of the parameters, so that the sum equals the sum on one worker to the last bit.
+        # Pairs of position and norm. They are sorted, so that the sum equals the sum on one worker to the last bit.
         found: list[tuple[int, torch.Tensor]] = []
         for name, (positions, norms) in answers.items():
             if norms is not None:
@@ -405,7 +403,7 @@ class DistributedOptimizer:
         self._on_gradients("clipping", "clip_values", context_id, float(clip_value), limit=_Time(timeout))
 
     def _unscale(self, context_id: int | None, inverse: torch.Tensor, timeout: float) -> bool:
-        """Multiply all gradients; say whether any worker found an infinity or a NaN among them. For the scaler."""
+        """Multiply all gradients by ``inverse``; return whether a gradient had an infinity or a NaN. Called by the scaler."""
         found = self._on_gradients("unscaling", "unscale", context_id, inverse, limit=_Time(timeout))
         return any(found.values())
 
@@ -413,8 +411,8 @@ class DistributedOptimizer:
 
     @property
     def param_groups(self) -> list[ParamGroup]:
-        """The hyper-parameters of each group. ``for group in optimizer.param_groups: group["lr"] = 0.1`` sets them on all
-        workers, one call to each per assignment. Reading makes no call."""
+        """The hyper-parameters of each group. ``for group in optimizer.param_groups: group["lr"] = 0.1`` sets a value on all
+        workers: each assignment makes one call to each worker. Reading a value makes no call."""
         with self._lock:
             count = len(self._stand_in.param_groups)
         return [ParamGroup(index, self._read_group, self._write_group) for index in range(count)]
@@ -447,7 +445,7 @@ class DistributedOptimizer:
             self._behind = False
 
     def add_param_group(self, param_group: Mapping[str, Any], *, timeout: float = UNSET_RPC_TIMEOUT) -> None:
-        """Add a group of parameters, which may be on workers that had none so far.
+        """Add a group of parameters, which may be on workers that have no parameters of this optimizer yet.
 
         Args:
             param_group: parameters under ``"params"``, as in the constructor, and hyper-parameters of the group.
@@ -462,7 +460,7 @@ class DistributedOptimizer:
         [group] = parse(dict(param_group))
         with self._lock:
             shares = _by_worker([group])
-            # A worker without parameters so far gets an optimizer that also has the other groups, without parameters.
+            # Parameters on a new worker: its optimizer gets all groups, the former groups without parameters.
             strangers = [rref for rref in group.rrefs if rref.owner_name() not in self._optimizers]
             before = [Given(options, []) for options in self._stand_in.groups()]
             made = self._created([*before, Given(group.options, strangers)], limit) if strangers else {}
@@ -473,10 +471,10 @@ class DistributedOptimizer:
                 each=lambda name: (group.options, shares[name][1][0] if name in shares else []),
             )
             counts = {name: account.counts for name, account in accounts.items()}
-            # Before any worker has the group: a thread that clips meanwhile needs the positions of the group's parameters.
+            # Record the positions before a worker has the group, because another thread that clips gradients needs them.
             self._note([group], counts | {name: account.counts[-1:] for name, (_, account) in made.items()})
             self._all(what, "commit_group", seconds=limit.remaining())
-            # A new table, because another thread may iterate over the old table.
+            # Make a new table, because another thread may iterate over the old table.
             self._optimizers = self._optimizers | {name: rref for name, (rref, _) in made.items()}
             self._stand_in.add(next(iter(accounts.values())).groups[-1])
 
@@ -486,8 +484,8 @@ class DistributedOptimizer:
         """Return a copy of the state of the optimizers of all workers, for ``torch.save``.
 
         ``{"optimizer": name of the class, "workers": {name of the worker: state}}``; each state is torch's, with the shapes
-        of the parameters added. It is copied between two steps of that worker; for the same moment on all workers, make no
-        step meanwhile.
+        of the parameters added. Each worker copies its state between two of its steps. If all states have to be of the same
+        step, do not make a step meanwhile.
         """
         states = self._all("Error reading the optimizer's state", "state", seconds=_Time(timeout).remaining())
         return {"optimizer": self._class.__qualname__, "workers": states}
@@ -499,12 +497,12 @@ class DistributedOptimizer:
         *,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> None:
-        """Load a state from :meth:`state_dict`. Each worker checks its part first: either all workers load it, or none.
+        """Load a state from :meth:`state_dict`. All workers check their parts first, so either all workers load it, or none.
 
         Args:
             state_dict: the state; its contents are copied.
-            workers: maps names of workers in the state to the workers that have their parameters now. In a new
-                process with the same parameters in the same order: ``dict(zip(state["workers"], optimizer.workers))``.
+            workers: name of a worker in the state -> name of the worker that now has its parameters. In a new process with
+                the same parameters in the same order: ``dict(zip(state["workers"], optimizer.workers))``.
 
         Raises:
             ValueError: the state is of another class of optimizer, or for other workers, groups or parameters. The message
@@ -520,7 +518,7 @@ class DistributedOptimizer:
             self._stand_in.replace(next(iter(accounts.values())).groups)
 
     def _states_in(self, state_dict: Mapping[str, Any], workers: Mapping[str, str]) -> dict[str, Any]:
-        """Return the state of each worker, by the worker's present name."""
+        """Check a state and return its parts: present name of a worker -> state of the worker."""
         if not isinstance(state_dict, Mapping) or not {"optimizer", "workers"} <= set(state_dict):
             raise ValueError(
                 "this is no state of a DistributedOptimizer, which has 'optimizer' and 'workers'"
@@ -553,7 +551,7 @@ class DistributedOptimizer:
         """Return a learning rate scheduler: ``optimizer.lr_scheduler(StepLR, step_size=30)``.
 
         All classes of ``torch.optim.lr_scheduler`` can be used. A scheduler of schedulers gets schedulers that this method has
-        returned, or is made in a function that is called with a stand-in for the optimizer::
+        returned (as below); or ``scheduler_class`` is a function that makes all schedulers for the stand-in that it gets::
 
             warm = optimizer.lr_scheduler(LinearLR, total_iters=5)
             rest = optimizer.lr_scheduler(CosineAnnealingLR, T_max=95)
@@ -575,7 +573,7 @@ class DistributedOptimizer:
 
 
 def _by_worker(groups: Sequence[Given]) -> dict[str, tuple[WorkerInfo, list[list[RRef[Any]]]]]:
-    """Return the workers of some groups, by name, and for each worker the RRefs of each group whose values are there."""
+    """Return for each worker, by its name: its WorkerInfo, and the RRefs of each group whose values are on the worker."""
     found: dict[str, tuple[WorkerInfo, list[list[RRef[Any]]]]] = {}
     for number, group in enumerate(groups):
         for rref in group.rrefs:

@@ -1,7 +1,7 @@
-"""Parameters as users give them, sorted into groups, and the hyper-parameters of the groups.
+"""The parameters that users give to a DistributedOptimizer, in groups, and the hyper-parameters of the groups.
 
 Every worker has the hyper-parameters of all groups, with the same values, even of groups of which it has no parameters. The
-process of the DistributedOptimizer keeps a copy in a stand-in for torch's optimizer (:class:`StandIn`): learning rate schedulers
+process of the DistributedOptimizer has a copy in a stand-in for torch's optimizer (:class:`StandIn`): learning rate schedulers
 change the copy, and the changes are sent to all workers.
 """
 
@@ -26,7 +26,7 @@ class StandIn(torch.optim.Optimizer):
 
     Args:
         groups: the hyper-parameters of each group.
-        defaults: the optimizer's defaults.
+        defaults: the optimizer's default hyper-parameters.
     """
 
     def __init__(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ class StandIn(torch.optim.Optimizer):
         self._sent = self.groups()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing; schedulers check whether it was called."""
+        """Do nothing. Schedulers check whether this method was called."""
 
     def groups(self) -> list[dict[str, Any]]:
         """Return a copy of the hyper-parameters of each group."""
@@ -49,14 +49,14 @@ class StandIn(torch.optim.Optimizer):
         self._sent.append(_copied(group))
 
     def replace(self, groups: list[dict[str, Any]]) -> None:
-        """Set the values that all workers have. The groups stay the same objects."""
+        """Set the hyper-parameters to values that all workers have. The groups stay the same objects."""
         for mine, group in zip(self.param_groups, groups, strict=True):
             mine.clear()
             mine.update(_copied(group), params=[])
         self._sent = self.groups()
 
     def changes(self) -> list[dict[str, Any]] | None:
-        """Return the values that were not sent to the workers, one dict for each group; None if all were sent."""
+        """Return the values that some workers do not have yet, one dict for each group; None if all workers have all values."""
         found = [
             {key: value for key, value in group.items() if key not in sent or not _same(value, sent[key])}
             for group, sent in zip(self.groups(), self._sent, strict=True)
@@ -70,11 +70,11 @@ class StandIn(torch.optim.Optimizer):
 
 
 class ParamGroup(MutableMapping[str, Any]):
-    """The hyper-parameters of one group: ``group["lr"] = 0.1`` sets it on all workers before it returns.
+    """The hyper-parameters of one group: ``group["lr"] = 0.1`` sets the value on all workers before it returns.
 
-    Reading makes no call: it shows the values set in this process, by schedulers and by loading a state. If an optimizer
-    changes its hyper-parameters itself, ``state_dict()`` shows them. Entries cannot be removed, and there is no entry
-    ``"params"``: the parameters are on the workers.
+    Reading makes no call, and returns the values that were set in this process, by schedulers, or by loading a state. If an
+    optimizer changes its hyper-parameters itself, only ``state_dict()`` has the new values. Entries cannot be removed, and there
+    is no entry ``"params"``, because the parameters are on the workers.
     """
 
     __slots__ = ("_index", "_read", "_write")
@@ -128,7 +128,7 @@ def _same(one: Any, other: Any) -> bool:
         return one.dtype == other.dtype and torch.equal(one, other)
     try:
         return bool(one == other)
-    except Exception as error:  # a class that cannot be compared: send it
+    except Exception as error:  # raised by the user's __eq__: send the value
         if is_of_handler(error):
             raise
         return False
@@ -172,7 +172,7 @@ def parse(params: Any) -> list[Given]:
         options = {key: value for key, value in item.items() if key != "params"}
         for key in options:
             if not isinstance(key, str):
-                raise TypeError(f"the hyper-parameters of a group have names for keys, not {key!r}")
+                raise TypeError(f"names of hyper-parameters are str, but a parameter group has {key!r}")
         inside = _listed(item["params"])
         if not inside:
             raise ValueError("a parameter group has an empty parameter list")
@@ -181,7 +181,7 @@ def parse(params: Any) -> list[Given]:
 
 
 def check_tensor(tensor: torch.Tensor, what: str) -> None:
-    """Refuse a tensor for which autograd collects no gradient.
+    """Raise an error if autograd collects no gradient for a tensor.
 
     Raises:
         ValueError: the tensor is the result of an operation, or its dtype cannot have gradients.
@@ -212,11 +212,11 @@ def _lists_parameters(item: Any) -> bool:
 
 
 def _resolved(items: list[Any], seen: set[Any]) -> list[RRef[Any]]:
-    """Return RRefs to the parameters of items, in order; add them, or the local tensors and modules, to ``seen``."""
+    """Return RRefs to the parameters of ``items``, in order; refuse parameters in ``seen``, and add the new parameters to it."""
     rrefs: list[RRef[Any]] = []
     for position, item in enumerate(items):
         found = _rrefs_of(item, f"parameter {position}")
-        # RRefs to the same value are equal, but RRefs to local tensors and modules are new: compare the items instead.
+        # RRefs to the same value are equal, except that each RRef made from a local item is new: then compare the items.
         is_local = isinstance(item, (torch.Tensor, torch.nn.Module)) and not _lists_parameters(item)
         for each in [item] if is_local else found:
             if each in seen:
@@ -237,7 +237,7 @@ def _rrefs_of(item: Any, name: str) -> list[RRef[Any]]:
                     f"{name}: remote_parameters() of {_shown(item)} gave {_shown(each)}, not an RRef"
                 )
     elif isinstance(item, torch.nn.Module):
-        # A RemoteModule in a local one has no parameters here.
+        # The parameters of a RemoteModule within a local module are on another worker, and are added below.
         found = [RRef(item)] if next(item.parameters(), None) is not None else []
         found += [
             rref for each in item.modules() if _lists_parameters(each) for rref in _rrefs_of(each, name)

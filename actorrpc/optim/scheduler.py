@@ -1,7 +1,7 @@
 """Learning rate schedulers of torch, for optimizers whose parameters are on other workers.
 
-The scheduler runs in the process of the DistributedOptimizer, on a stand-in for the optimizer that has its hyper-parameters. So
-the user's functions are called in this process, the state is in this process, and new values are sent in one call to each worker.
+The scheduler runs in the process of the DistributedOptimizer, on a stand-in that has the optimizer's hyper-parameters. Therefore
+this process calls the user's functions and has the scheduler's state, and new values are sent in one call to each worker.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ __all__ = ["DistributedLRScheduler"]
 
 
 class DistributedLRScheduler:
-    """A learning rate scheduler of a DistributedOptimizer; made by its ``lr_scheduler()``.
+    """A learning rate scheduler of a DistributedOptimizer, whose method ``lr_scheduler()`` returns it.
 
-    Thread-safe; while it makes a step, other changes of the optimizer's hyper-parameters wait.
+    Thread-safe; while the scheduler makes a step, other changes of the optimizer's hyper-parameters wait.
 
     Args:
-        optimizer: the optimizer whose learning rates it sets.
+        optimizer: the optimizer whose learning rates the scheduler sets.
         scheduler_class: a class of ``torch.optim.lr_scheduler``, or any function that is called with an optimizer (a stand-in)
-            and returns a scheduler of it.
-        args, kwargs: for the class, besides the optimizer. A DistributedLRScheduler in them is replaced by torch's scheduler.
+            and returns a scheduler of this optimizer.
+        args, kwargs: for ``scheduler_class``, besides the optimizer. A DistributedLRScheduler is replaced by torch's scheduler.
 
     Raises:
         TypeError: ``scheduler_class`` cannot be called, or did not return a scheduler.
         ValueError: a scheduler in the arguments belongs to another optimizer.
-        Exception: the class raised it, or the first values could not be sent.
+        Exception: ``scheduler_class`` raised it, or the first values could not be sent.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DistributedLRScheduler:
                 made = scheduler_class(*arguments, optimizer=stand_in, **keywords)
         if not (callable(getattr(made, "step", None)) and callable(getattr(made, "state_dict", None))):
             raise TypeError(
-                f"{scheduler_class!r} gave {made!r}, which is no scheduler: it needs step() and state_dict()"
+                f"{scheduler_class!r} returned {made!r}, which is no scheduler: it lacks step() or state_dict()"
             )
         self._scheduler: Any = made
 
@@ -81,11 +81,11 @@ class DistributedLRScheduler:
 
         Args:
             args, kwargs: for the scheduler's own ``step``: the metric, for ReduceLROnPlateau.
-            timeout: seconds; default that of the group, 0 means none.
+            timeout: seconds; 0 means no time-out. By default, the time-out of the RPC group.
 
         Raises:
-            PeerDiedError, RpcTimeoutError, OptimizerError: the values were not sent to some workers. The scheduler has made
-                its step; the values are sent again before the optimizer's next step, or with the next change.
+            PeerDiedError, RpcTimeoutError, OptimizerError: some workers did not get the values. The scheduler has made its
+                step; the values are sent again before the optimizer's next step, or with the next change.
         """
         with self._optimizer._changing(timeout):
             self._scheduler.step(*args, **kwargs)
@@ -95,12 +95,12 @@ class DistributedLRScheduler:
         return list(self._scheduler.get_last_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state of torch's scheduler, which does not contain functions."""
+        """Return a copy of the state of torch's scheduler, which leaves out functions."""
         state: dict[str, Any] = copy.deepcopy(self._scheduler.state_dict())
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. As with torch, the learning rates are part of the optimizer's state and not of this state."""
+        """Load a state from :meth:`state_dict`. As with torch, the optimizer's state, not this state, has the learning rates."""
         self._scheduler.load_state_dict(copy.deepcopy(state_dict))
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class DistributedLRScheduler:
 
 
 def _takes_optimizer_first(scheduler_class: Callable[..., Any]) -> bool:
-    """Return whether the optimizer is the first argument, as for all classes of torch except ChainedScheduler."""
+    """Return whether the optimizer is the first argument, as in all of torch's classes except ChainedScheduler."""
     try:
         names = list(inspect.signature(scheduler_class).parameters)
     except (TypeError, ValueError):

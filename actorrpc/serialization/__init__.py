@@ -1,3 +1,3 @@
-"""Objects to bytes and memory, and back. No sockets."""
+"""Turns objects into bytes and ranges of memory for messages, and back. Uses no sockets."""
 
 __all__: list[str] = []

@@ -1,11 +1,11 @@
-"""Decide which bytes of a storage are sent for the tensors of a message that lie in it.
+"""Decide which bytes of a storage are sent, if tensors of a message use parts of the storage.
 
 A storage is sent in blocks. Tensors that overlap are in one block, therefore they share memory at the receiver. Blocks that
 lie close together are merged. The receiver never gets a byte that no tensor of the message uses: the sender copies a block
 with gaps into zeroed memory, or packs the block without its gaps.
 
 All positions, lengths and strides are in bytes. This module only computes; the sender's thread copies afterwards
-(:mod:`actorrpc.serialization.tensors`). The receiver calls :func:`repitch` with numbers that the peer has sent.
+(:mod:`actorrpc.serialization.tensors`). The receiver calls :func:`repitch` with the peer's numbers, and checks the results.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Final
 
 __all__ = ["Block", "View", "plan", "repitch"]
 
-# Blocks are merged, and a tensor keeps its strides, if no gap is longer than _GAP and at most _WASTE times the used bytes are
-# sent.
+# Two blocks are merged, and a tensor with gaps keeps its strides, if no gap is longer than _GAP bytes, and if the bytes sent are
+# at most _WASTE times as many as the bytes used.
 _GAP: Final = 4 << 10
 _WASTE: Final = 2
-# If the views of a block have more rectangles than this, the number of bytes that they use together is not computed.
+# If the views of a block have more rectangles than this (see _rectangles), the bytes that the views use together are not counted.
 _MAX_RECTANGLES: Final = 1 << 16
 
 
@@ -31,12 +31,12 @@ class View:
     Attributes:
         number: the tensor's number in the message.
         tensor: the tensor; None stands for the whole storage.
-        low, high: the offset of its first byte, and of the byte after its last byte.
+        low, high: the offsets in the storage of the tensor's first byte, and of the byte after the tensor's last byte.
         item: the bytes of one element.
         steps: (stride, size) of each dimension, in the order of strides. Dimensions of one element or stride 0 are left out.
-        gap: the length of its longest gap.
-        step: the distance between two contiguous runs of its bytes; 0 if it uses all bytes from low to high.
-        used: how many bytes it uses; 0 if its dimensions overlap in a way for which the number is not computed.
+        gap: the length of the longest run of unused bytes between two used bytes.
+        step: the distance between two contiguous runs of used bytes; 0 if all bytes from low to high are used.
+        used: how many bytes are used; 0 if the dimensions overlap in a way for which the number is not computed.
     """
 
     __slots__ = ("gap", "high", "item", "low", "number", "step", "steps", "tensor", "used")
@@ -71,15 +71,15 @@ class Block:
 
     Attributes:
         groups: the views in the block. Views of different groups do not overlap.
-        parts: views, some without a tensor, that cover the bytes of the block's views. A block with gaps copies the parts, so
-            that it does not copy the same bytes for many overlapping views.
+        parts: views, some without a tensor, that together cover the bytes of the block's views. For a block with gaps, the
+            sender copies the parts, so that it does not copy the same bytes for many overlapping views.
         low, high: the range of the sender's storage.
         size: how many bytes are sent.
         is_dense: every byte from low to high is used, so the range is sent without a copy.
         is_compact: the elements of the block's only tensor are sent, in order.
         used: how many bytes the views use together, or a lower bound of it.
-        step, pitch: the distance between two rows in the sender's storage, and in the bytes sent. Both are 0 if the bytes keep
-            their distances.
+        step, pitch: the distance between two rows in the sender's storage, and in the bytes sent. Both are 0 if rows are not
+            moved closer together.
     """
 
     __slots__ = ("groups", "high", "is_compact", "is_dense", "low", "parts", "pitch", "size", "step", "used")
@@ -121,7 +121,7 @@ class Block:
 
 
 def plan(views: Iterable[View]) -> list[Block]:
-    """Return the blocks in which a storage is sent."""
+    """Return the blocks in which the bytes of the views, which all lie in one storage, are sent."""
     blocks: list[Block] = []
     for cluster in _clusters(views):
         for block in _split(cluster):
@@ -177,8 +177,8 @@ def _split(cluster: list[View]) -> list[Block]:
 def _columns(cluster: Sequence[View], step: int) -> list[tuple[int, int, list[View]]] | None:
     """Cut the storage into rows of ``step`` bytes, and divide the views into groups that have no column in common.
 
-    Returns for each group its first column, the column after its last, and its views. A group whose columns continue in the
-    next row has an end above ``step``. Returns None if a view's strides do not fit such rows.
+    Returns for each group the first column, the column after the last, and the views. If a group's columns continue in the
+    next row, the column after the last is above ``step``. Returns None if a view's strides do not fit such rows.
     """
     windows: list[tuple[int, int, View]] = []
     for view in cluster:
@@ -195,7 +195,8 @@ def _columns(cluster: Sequence[View], step: int) -> list[tuple[int, int, list[Vi
             groups[-1] = before, max(reach, end), views
         else:
             groups.append((first, end, [view]))
-    while len(groups) > 1 and groups[0][0] + step < groups[-1][1]:  # the last group continues in the next row
+    # Join the last group with the first group, if the last group continues in the next row and overlaps the first group there.
+    while len(groups) > 1 and groups[0][0] + step < groups[-1][1]:
         (_, end, views), (first, reach, more) = groups.pop(0), groups.pop()
         groups.append((first, max(reach, end + step), more + views))
     if any(end - first > step for first, end, _ in groups):
@@ -246,7 +247,8 @@ def _union(views: list[View], step: int, first: int) -> tuple[int, list[View], l
 
     used = begun = 0
     parts: list[View] = []
-    active: list[tuple[int, int, int, int]] = []  # first column, end of the columns, view, end of the rows
+    # First column, column after the last, view, row after the last.
+    active: list[tuple[int, int, int, int]] = []
     for row, until in pairwise(sorted({row for each in rectangles for row in each[:2]})):
         active = [each for each in active if each[3] > row]
         while begun < len(rectangles) and rectangles[begun][0] == row:
@@ -273,15 +275,15 @@ def _union(views: list[View], step: int, first: int) -> tuple[int, list[View], l
     groups: dict[int, list[View]] = {}
     for at, view in enumerate(views):
         groups.setdefault(leader(at), []).append(view)
-    # Copying rectangles byte by byte only pays if the views overlap much.
+    # Copying rectangles byte by byte is only faster than copying each view if the views overlap much.
     overlap = sum([view.used for view in views]) > _WASTE * used
     return used, parts if overlap else views, list(groups.values())
 
 
 def _cheapest(views: list[View], step: int, first: int, end: int) -> list[Block]:
-    """Return the blocks of views that may overlap: with the sender's strides if the rule allows it, else in the shortest form.
+    """Return the blocks of views that may overlap: with their strides if _GAP and _WASTE allow it, else in the shortest form.
 
-    ``step``: the views lie in rows of this length, between the columns ``first`` and ``end``; 0: there are no such rows.
+    ``step``: the length of the rows in which the views lie, between the columns ``first`` and ``end``; 0 if there are no rows.
     """
     used, parts, groups = _union(views, step, first)
     block = Block(views, used, parts)

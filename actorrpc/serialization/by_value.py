@@ -5,10 +5,10 @@ later messages contain only the hash. Classes keep their identity: the same loca
 and if the receiver sends it back, the sender gets its own class. A function whose captured state could change (a list in its
 closure, a tensor, an RRef) has no definition: each message contains the function with its state at that time.
 
-The sender pickles a class again if one of its attributes, or an attribute of a base class that is sent by value, was assigned or
-deleted since. It also does so after each call of :func:`look_again`, which the creation of an actor makes. Other changes, for
-example of a global that a method reads, are not detected when a message is sent. If the class has changed, its definition has
-another hash and is sent once more; a process that already has the class keeps the class as it was received first.
+The sender keeps the definition of a class. It pickles the class again if an attribute of the class, or of a base class that is
+sent by value, was assigned or deleted, and after each call of :func:`look_again`, which the creation of an actor makes. Other
+changes, for example of a global that a method reads, are not detected when a message is sent. If the class has changed, its new
+definition has another hash and is sent to each peer; a process that has the class already keeps the class as received first.
 
 Functions and classes of two kinds of modules are sent by value although receivers could import them: the main module (to workers
 that run another script), and modules registered with ``cloudpickle.register_pickle_by_value(module)``, with their submodules.
@@ -87,10 +87,10 @@ __all__ = [
     "stop",
 ]
 
-# The names of the registered modules: cloudpickle's own set. Code that adds a name here also removes it again.
+# cloudpickle's own set of the names of registered modules. Code of this package that adds a name removes it later.
 modules: Final[set[str]] = _cloudpickle._PICKLE_BY_VALUE_MODULES
 find_main: Final = re.compile(b"__(?:mp_)?main__").search
-_LONG: Final = 64 << 10  # the C pickler writes bytes and texts of at least this length in a call of their own
+_LONG: Final = 64 << 10  # the C pickler calls write() separately for bytes and texts of at least this length
 _STARTS: Final = (0x80, 0x95)  # protocol, frame
 _MAX_NAMES: Final = 4096
 _NAMED: Final = (type, ModuleType)
@@ -143,7 +143,7 @@ def names_main(chunks: Iterable[Any]) -> bool:
 def stop(pickler: Any, obj: Any) -> Any:
     """The ``reducer_override`` of the fast pickler, which writes functions and classes by reference only.
 
-    If no module is registered, it calls the pickler's ``unwatch()``, after which the pickler has no ``reducer_override``.
+    If no module is registered, this function removes itself from the pickler, by the pickler's ``unwatch()``.
 
     Raises:
         GoesByValueError: the object must be sent by value.
@@ -152,7 +152,7 @@ def stop(pickler: Any, obj: Any) -> Any:
         pickler.unwatch()
         return NotImplemented
     kind = type(obj)
-    # A method is checked by its function: pickled as object and name, it could become another function at the receiver.
+    # Of a bound method, check the function: pickled as object and name, the method could be another function at the receiver.
     if kind is FunctionType or issubclass(kind, _NAMED) or kind is TypeVar:
         if goes_by_value(obj):
             raise GoesByValueError
@@ -161,9 +161,9 @@ def stop(pickler: Any, obj: Any) -> Any:
     return NotImplemented
 
 
-MAIN: Final = ("__main__", "__mp_main__")  # children of multiprocessing have the second name
+MAIN: Final = ("__main__", "__mp_main__")  # children of multiprocessing use the second name
 _MAX_CACHED: Final = 1024
-_LARGE: Final = 512 << 10  # a larger definition is part of each message that needs it, and no peer keeps it
+_LARGE: Final = 512 << 10  # bytes; each message that needs a larger definition contains it
 
 
 class UnknownDefinitionError(ProtocolError):
@@ -200,7 +200,7 @@ class _MainUnpickler(pickle.Unpickler):
 def loads_here(data: Any, buffers: Iterable[Any] = ()) -> Any:
     """Unpickle bytes. Both ``__main__`` and ``__mp_main__`` mean the main module of this process.
 
-    A pickle that contains ``__mp_main__`` is read by a subclass of the unpickler; other pickles are read faster without it.
+    Only a pickle that contains ``__mp_main__`` is read by :class:`_MainUnpickler`, which is slower than Python's unpickler.
     """
     if _find_mp_main(data) is None or sys.modules.get("__mp_main__") is sys.modules["__main__"]:
         return pickle.loads(data, buffers=buffers)
@@ -212,7 +212,7 @@ def load_here(stream: Any, buffers: Iterable[Any] = ()) -> Any:
     return _MainUnpickler(stream, buffers=buffers).load()
 
 
-_find_mp_main: Final = re.compile(b"__mp_main__").search  # for any buffer; five times as fast as `in`
+_find_mp_main: Final = re.compile(b"__mp_main__").search  # takes any buffer; five times as fast as `in`
 _UNLOADED: Final = object()
 
 
@@ -244,7 +244,7 @@ class DefinitionStore:
             ProtocolError: ``key`` is not the hash of ``data``.
         """
         if hash_of(data) != key:
-            raise ProtocolError(f"a definition does not have the hash {key.hex()} under which it came")
+            raise ProtocolError(f"a definition does not have the hash {key.hex()} with which it was sent")
         dropped = []
         with self._lock:
             if key in self._entries:
@@ -302,14 +302,13 @@ def _load(key: bytes, data: bytes) -> Any:
 
 # -- classes that are sent by value ---------------------------------------------------------------
 
-# Classes that are complete: True if this process received the class, False if the class was made in this process. If a peer
-# returns such a class, cloudpickle finds the existing class, but would also set all its attributes again.
+# Classes that already have their attributes -> True if this process received the class, False if it made the class. If a peer
+# sends such a class, cloudpickle finds the existing class; :func:`fill_class` then does not set the attributes again.
 _complete: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
-# The first key of both tables: whether the definition may contain the name of the main module.
-# The definitions of classes as this process pickled them.
+# _read has the definitions of classes as this process pickled them, _received as this process received them. The first key of
+# both tables: whether the definition may contain the name of the main module.
 _read: Final[dict[bool, ClassCache[tuple[bytes, bytes]]]] = {True: ClassCache(), False: ClassCache()}
-# The definitions of classes as they were received.
 _received: Final[dict[bool, weakref.WeakKeyDictionary[type, tuple[bytes, bytes]]]] = {
     True: weakref.WeakKeyDictionary(),
     False: weakref.WeakKeyDictionary(),
@@ -345,7 +344,7 @@ class DefinedClass:
     Receivers that do not have the class under its name get this definition, even if the class has changed since.
 
     Args:
-        definition: hash and bytes; None: the class is pickled when it is sent.
+        definition: hash and bytes; None if the class has to be pickled when the message is encoded.
     """
 
     __slots__ = ("cls", "definition")
@@ -375,13 +374,12 @@ def fill_class(cls: type, state: Any) -> Any:
 _KINDS: Final = (type, FunctionType)
 # The names that the main module had when the process joined its group; None if no object can be late.
 _before: frozenset[str] | None = None
-#: The namespace of the main module, the number of its names, and whether :func:`has_late` found a late object among them. Valid
-#: while both are the same.
+#: The namespace of the main module, the number of its names, and whether :func:`has_late` found a late object among them. The
+#: last value is valid while the main module has the same namespace with the same number of names.
 late_seen: tuple[dict[str, Any], int, bool] = ({}, 0, False)
 _PATIENCE_S: Final = 5.0
-_stalled = (
-    -1
-)  # the script's position when a wait for a name timed out; while it is there, no thread waits again
+# The script's position when a wait for a name timed out; while the script is at this position, no thread waits again.
+_stalled = -1
 #: late functions and classes of other workers, loaded from messages
 _adopted: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -440,7 +438,7 @@ def _own(name: str) -> Any:
 
 
 def _ahead(name: str) -> int | None:
-    """Return the position of the script, which the main thread runs, if it assigns the name further down; else None."""
+    """Return the main thread's position in the script if the script assigns the name further down; else None."""
     frame = _stacks.top_frame(threading.main_thread().ident)
     space = vars(sys.modules["__main__"])
     while frame is not None and not (frame.f_code.co_name == "<module>" and frame.f_globals is space):
@@ -453,7 +451,7 @@ def _ahead(name: str) -> int | None:
 
 
 def _own_soon(name: str) -> Any:
-    """As :func:`_own`, but if the script assigns the name further down, wait for that; at most ``_PATIENCE_S``.
+    """As :func:`_own`, but if the script assigns the name further down, wait for the assignment, for at most ``_PATIENCE_S``.
 
     The main thread does not wait. After a wait has timed out, threads do not wait again until the script has moved on.
     """
@@ -463,9 +461,8 @@ def _own_soon(name: str) -> Any:
     while (found := _own(name)) is None and threading.current_thread() is not threading.main_thread():
         at = _ahead(top)
         if at is None or at == _stalled:
-            return _own(
-                name
-            )  # again: the script may have assigned the name between _own() and _ahead() above
+            # Look again: the script may have assigned the name between _own() and _ahead() above.
+            return _own(name)
         if time.monotonic() > until:
             _stalled = at
             return None
@@ -474,7 +471,7 @@ def _own_soon(name: str) -> Any:
 
 
 def late(_main: str, name: str, key: bytes) -> Any:
-    """Return the main module's function or class of this name; load the definition if it has none (wire format)."""
+    """Return the main module's function or class of this name; if there is none, load the definition (wire format)."""
     found = _own_soon(name)
     if found is None:
         found = definition(key)
@@ -483,7 +480,7 @@ def late(_main: str, name: str, key: bytes) -> Any:
 
 
 def begin_late(_main: str, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """As :func:`late`, for a late object that has no definition: make it empty, for :func:`fill_late` (wire format)."""
+    """As :func:`late`, for an object without a definition: make an empty object, for :func:`fill_late` (wire format)."""
     found = _own_soon(name)
     if found is None:
         found = make(*args)
@@ -492,7 +489,7 @@ def begin_late(_main: str, name: str, make: Callable[..., Any], args: tuple[Any,
 
 
 def fill_late(found: Any, state: Any) -> Any:
-    """Set the state of the object that :func:`begin_late` returned, unless the main module defines it (wire format)."""
+    """Set the state of the object that :func:`begin_late` returned, unless the main module defines the object (wire format)."""
     if in_main(found):
         return found
     if isinstance(found, type):
@@ -510,7 +507,7 @@ class _MutableError(Exception):
 
 
 def captured(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
-    """Yield a description and the value of all that is sent with a function: closure, defaults, globals, attributes."""
+    """Yield name and value of each object that is sent with a function: closure, defaults, globals, attributes."""
     code = function.__code__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -536,7 +533,7 @@ def _names_in_classes(code: types.CodeType) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            assigned = {"__name__"}  # present in the globals of every function
+            assigned = {"__name__"}  # read by every class body, and sent with every function
             if not inner.co_flags & inspect.CO_OPTIMIZED:
                 for each in dis.get_instructions(inner):
                     if each.opname == "STORE_NAME":
@@ -593,7 +590,7 @@ def _state_key(value: Any, seen: dict[int, Any], pure: list[bool]) -> Any:
                 _state_key(each, seen, pure)
         return None
     if isinstance(value, type):
-        # A key in the cache would keep a local class alive.
+        # A key with a local class would keep the class alive, so the definition of a function with such a class is not kept.
         if not _cloudpickle._should_pickle_by_reference(value):
             pure[0] = False
         return type, value
@@ -601,7 +598,7 @@ def _state_key(value: Any, seen: dict[int, Any], pure: list[bool]) -> Any:
 
 
 def _function_key(function: types.FunctionType, remote_main: bool) -> Any:
-    """Return the key of a function's definition in ``_functions``; None if the definition is not kept.
+    """Return the key of a function's definition in ``_functions``; None if the definition is not kept there.
 
     Raises:
         _MutableError: the function's captured state may change.
@@ -623,9 +620,9 @@ def reduce_method(method: types.MethodType) -> tuple[Any, ...]:
     """Reduce a bound method to its object and its name, for the fast pickler.
 
     Raises:
-        PicklingError: the object does not have the method under this name (it was bound by hand, or its decorator kept
-            the name of a function of its own). :class:`ByValuePickler` then encodes the message, and the method as object and
-            function.
+        PicklingError: the object does not have the method under this name (the method was bound by hand, or a decorator
+            returned a function with another name). :class:`ByValuePickler` then encodes the message, and pickles the method as
+            object and function.
     """
     name, owner = method.__func__.__name__, method.__self__
     if method != getattr(owner, name, None):
@@ -643,7 +640,7 @@ def definition(key: bytes, _main: str = "") -> Any:
         return _load(hash_of(key), key)
     decoding = message.decoding
     if decoding is None:
-        raise ProtocolError(f"definition {key.hex()} outside of a message")
+        raise ProtocolError(f"definition {key.hex()} is used outside of a message")
     return decoding.definitions.get(key)
 
 
@@ -652,7 +649,7 @@ class _NotADefinitionError(Exception):
 
 
 def refuse(obj: Any) -> Any:
-    """The reducer, in the dispatch table for definitions, of each type whose objects belong to the message."""
+    """Raise an error. The reducer of tensors, RRefs and other objects of a message, while a definition is pickled."""
     raise _NotADefinitionError(type(obj).__name__)
 
 
@@ -701,7 +698,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return self._name(obj, *found)
             if self._by_reference(obj):
                 return NotImplemented
-            # type(None), the type of code objects: ``builtins`` has no name for them.
+            # For example type(None), or the type of code objects: ``builtins`` has no names for these classes.
             if getattr(obj, "__module__", None) == "builtins":
                 return _cloudpickle._class_reduce(obj)
             return self._reduce_class(obj)
@@ -727,7 +724,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
     def _has_name(self, obj: Any) -> bool:
-        """Return whether the receiver finds an object under its module and name. Then pickle writes these names."""
+        """Return whether the receiver finds the object under its module and name, so that pickle may write only these names."""
         module = getattr(obj, "__module__", None)
         name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None)
         if not isinstance(module, str) or not isinstance(name, str):
@@ -753,7 +750,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self._inline(cls, (*reduced[:5], fill_class))
 
     def define_class(self, cls: type) -> tuple[bytes, bytes] | None:
-        """Return hash and definition of the class in its present state; None if it refers to an object of the message."""
+        """Return hash and definition of the class in its present state; None if the class refers to an object of the message."""
         bases = tuple([each for each in cls.__mro__ if not self._by_reference(each)])
         try:
             return _read[self._remote_main].make(cls, bases, self._define)
@@ -801,7 +798,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         context = None if encoding is None else encoding.context
         try:
             if encoding is not None:
-                encoding.context = None  # other messages use the definition, too
+                encoding.context = None  # a definition must not depend on the context of a message
             ByValuePickler(sink, self._refusing, remote_main=self._remote_main).dump(obj)
         finally:
             if encoding is not None:

@@ -15,10 +15,9 @@ T = TypeVar("T")
 class ClassCache(Generic[T]):
     """Values that were computed from classes, each with the attributes that its class had before the computation.
 
-    An entry holds references to its class and to the attributes. Without them, a new object could have the address of a freed
+    An entry refers to its class and to the attributes. Without these references, a new object could have the address of a freed
     attribute, and the comparison by identity would miss the change. A class is part of reference cycles, so only Python's
-    collector frees classes. Therefore each full collection empties all caches before it starts, and the caches keep no class
-    alive.
+    collector frees classes. Each full collection empties all caches before it starts, so the caches keep no class alive.
 
     Thread-safe without a lock: each operation on the table is one step under the interpreter's lock.
     """

@@ -76,16 +76,16 @@ __all__ = [
     "unpickle",
 ]
 
-_LONG: Final = 64 << 10  # the C pickler passes bytes and texts of at least this size to its file as they are
-HOLE: Final = struct.Struct("<QQ")  # position in the body, number of bytes that are missing there
-_HEADERS: Final = {0x42: 4, 0x58: 4, 0x8E: 8, 0x8D: 8, 0x96: 8}  # opcode before long bytes -> width of length
+_LONG: Final = 64 << 10  # the C pickler passes bytes and texts of at least this length to write() uncopied
+HOLE: Final = struct.Struct("<QQ")  # position in the pickle, number of bytes that are left out there
+_HEADERS: Final = {0x42: 4, 0x58: 4, 0x8E: 8, 0x8D: 8, 0x96: 8}  # opcode of bytes or text -> width of length
 
 
 def punch(chunks: list[Any], spans: list[TensorSpan], inline: bool) -> tuple[bytes, tuple[bytes, ...]]:
     """Join the chunks that the pickler wrote. Long bytes and texts are left out and become spans.
 
-    A chunk counts as such a payload if the chunk before it ends with an opcode that announces its length. If that is
-    wrong, nothing is lost: the receiver puts the same stream together again.
+    A long chunk counts as long bytes or text if the chunk before it ends with an opcode and the chunk's length. A wrong guess
+    does no harm: the receiver joins body and spans to the same stream again.
     """
     pieces: list[Any] = []
     holes: list[bytes] = []
@@ -115,7 +115,7 @@ def _announces(before: Any, size: int) -> bool:
 
 
 class Pieces:
-    """A file over a pickle with holes and the payloads that fill them; long bytes are read directly into their object."""
+    """The file that the unpickler reads: the pickle, with its holes filled by the payloads that were sent outside of it."""
 
     __slots__ = ("_at", "_parts")
 
@@ -162,7 +162,7 @@ class Pieces:
         raise pickle.UnpicklingError("a pickle of an old protocol")
 
 
-# After a longer pickle, the pickler is discarded: it would allocate its grown buffer for each message.
+# A pickler that has written a longer pickle is discarded, because it would allocate its grown buffer again for each message.
 _KEEP_PICKLER: Final = 8 << 10
 _STOP: Final = 0x2E
 _MAGIC: Final = 1  # the last byte of a body with a table; a pickle without a table ends with a full stop
@@ -177,8 +177,8 @@ class Encoded:
 
     Attributes:
         body: the pickle, followed by a table if a part of the message is outside of the pickle.
-        spans: the memory that is sent after the body, in order, each as one buffer for :func:`decode`. It is read when the
-            message is written. A sender that returns to its caller before that copies it first.
+        spans: the memory that is sent after the body, in order; each span is one buffer for :func:`decode`. The memory is read
+            when the message is written. A sender that returns to its caller earlier has to copy the memory first.
         definitions: hash -> definition, for functions and classes that the peer does not have; the peer stores them before it
             decodes.
         context: the ``context`` that :func:`encode` was given.
@@ -223,7 +223,7 @@ class Encoded:
         self.reduced: dict[int, tuple[object, Any]] | None = None
 
     def start_over(self) -> None:
-        """Discard all records of tensors and buffers: the object is encoded again, with all tensors in the table."""
+        """Discard the records of tensors and buffers before the object is pickled again, with all tensors in the table."""
         self.tensors, self.grad = [], False
         self.embeds, self.embedded, self.layouts, self.stacks = False, set(), {}, {}
         self.outgoing = self.buffers = None
@@ -284,7 +284,7 @@ def register(cls: type, reducer: Callable[[Any], tuple[Any, ...]]) -> None:
         done = encoding.reduced
         if done is None:
             done = encoding.reduced = {}
-        # The fast and the by-value pickler both reach the object, but a reducer with effects (a new fork) must run only once.
+        # The fast and the by-value pickler may both reach the object, but a reducer that makes a fork of an RRef must run once.
         found = done.get(id(obj))
         if found is None:
             found = done[id(obj)] = (obj, reducer(obj))
@@ -312,7 +312,7 @@ def current_decoding() -> object:
 
 
 class _Sink:
-    """A list as the file of a pickler. Long bytes are passed to it as the original objects."""
+    """A file for a pickler that appends to a list. The pickler writes long bytes as the original objects."""
 
     __slots__ = ("chunks", "write")
 
@@ -336,7 +336,7 @@ class _WatchingPickler(_FastPickler):
 
 
 def _take_buffer(buffer: pickle.PickleBuffer) -> bool:
-    """Store a buffer out of band; return True for buffers that stay in the pickle."""
+    """Store a large buffer outside of the pickle, and return False. Return True for a buffer that stays in the pickle."""
     encoding = message.encoding
     raw = buffer.raw()
     if encoding.inline or raw.nbytes <= INLINE_BYTES:
@@ -362,9 +362,9 @@ def encode_body(
     context: object,
     listed: bool = True,
 ) -> bytes | Encoded:
-    """Like :func:`encode`, but return only the body if the message consists of nothing else. For the path of every call.
+    """Like :func:`encode`, but return only the body if the message consists of nothing else. Every call uses this function.
 
-    ``listed``: return an :class:`Encoded` also if the message has small tensors, even if none of them requires grad.
+    ``listed``: also return an :class:`Encoded` if the message has small tensors of which none requires grad.
     """
     pickler = message.pickler
     encoded: Encoded | None = message.spare
@@ -388,7 +388,7 @@ def encode_body(
     try:
         pickler.dump(obj)
     except Exception as error:
-        # Keep ``encoded``: it has the results of the reducers that ran for this object.
+        # Go on with the same ``encoded``, because it has the results of the reducers that have run for this object.
         return _finish(obj, encoded, pickler, error, remote_main, known)
     finally:
         message.encoding = None
@@ -429,7 +429,7 @@ def _finish(
     remote_main: bool,
     known: Container[bytes],
 ) -> Encoded:
-    """Finish a message that the fast attempt did not: ``error`` stopped it, or the pickle is not the whole message."""
+    """Finish a message after the fast pickler: ``error`` stopped the pickler, or the message is more than one short pickle."""
     if error is None and encoded.stacks:
         assert encoded.outgoing is not None
         try:
@@ -445,7 +445,7 @@ def _finish(
     idle: _FastPickler | None = None
     try:
         if error is not None:
-            # Any other error makes the pickler unusable, and a pickler that has grown is not kept.
+            # After any other error, the pickler cannot be used again. A pickler with a grown buffer is not kept.
             if isinstance(error, by_value.GoesByValueError) and sys.getsizeof(pickler) <= 2 * _KEEP_PICKLER:
                 pickler.clear_memo()
                 pickler.chunks.clear()
@@ -458,7 +458,8 @@ def _finish(
             if len(chunks) == 1 and len(chunks[0]) <= _KEEP_PICKLER:
                 idle = pickler
         _close_body(encoded, chunks, named, known)
-        if idle is not None:  # only after its chunk was removed: a signal handler may raise in between
+        # Keep the pickler only after its chunk was removed, because a signal handler may raise at any time.
+        if idle is not None:
             message.pickler = idle
     finally:
         message.encoding = outer
@@ -482,14 +483,14 @@ def encode(
     """Turn an object, often ``(function, args, kwargs)``, into bytes and spans.
 
     Arguments:
-        remote_main: True: the peer runs the same program, so names of the main module may be sent. None: it takes data only.
+        remote_main: whether the peer runs the same program (names of the main module may be sent); None: it takes data only.
         known: hashes of the definitions that the peer has.
-        device_map: device here -> device there, for tensors that are not on the CPU.
+        device_map: device of this worker -> device of the peer.
         context: the context for registered reducers, see :func:`current_encoding`.
 
     Raises:
         SerializationError: a part cannot be sent; the message says which.
-        RpcError: as raised by a registered reducer.
+        RpcError: a registered reducer raised it.
     """
     return _encode(obj, Encoded(context, device_map, False), remote_main, known)
 
@@ -505,7 +506,7 @@ def _encode(obj: object, encoded: Encoded, remote_main: bool | None, known: Cont
             return encoded
         if copyreg.dispatch_table != _seen:
             _follow_copyreg()
-        # A message that a reducer encodes finds no idle pickler and makes its own.
+        # There is no idle pickler if a reducer encodes this message while the thread's pickler writes an outer message.
         pickler = message.pickler
         if pickler is None:
             pickler = _new_pickler()
@@ -544,10 +545,10 @@ def _close_body(
 def _encode_by_value(
     obj: object, encoded: Encoded, remote_main: bool, error: Exception | None
 ) -> tuple[list[Any], dict[bytes, bytes] | None]:
-    """Encode again, with functions and classes by value; ``error`` is the error of the fast attempt.
+    """Pickle the object again, with functions and classes by value; ``error`` is the error of the fast pickler.
 
     Raises:
-        SerializationError: it cannot be done.
+        SerializationError: a part of the object cannot be sent.
     """
     named: dict[bytes, bytes] | None = None if encoded.inline else {}
     if error is not None and is_of_handler(error):
@@ -600,7 +601,7 @@ def _unpicklable_part(obj: object, encoded: Encoded, remote_main: bool) -> tuple
     message.encoding = probe
     try:
         return path_to(obj, passes)
-    # Iterating over a user's object, or its repr, may raise. The error that is being described matters more.
+    # A user's object may raise when it is iterated over or shown. Ignore that, and report the error of pickling alone.
     except Exception as error:
         if is_of_handler(error):
             raise
@@ -621,8 +622,9 @@ def _stand_in(_obj: object) -> tuple[Any, ...]:
     return (object, ())
 
 
-# The table comes after the pickle, where the unpickler does not read. Its last fields are, in order: length of the pickle, number
-# of definitions, buffers, storages and holes, length of the device names, magic. Before them is one entry per storage.
+# The table comes after the pickle, where the unpickler does not read. The table's last fields (the head) are, in order: length of
+# the pickle, number of definitions, buffers, storages and holes, length of the device names, magic. Before the head is one entry
+# per storage.
 _HEAD: Final = "QIIIIIB"
 _HEAD_SIZE: Final = struct.calcsize("<" + _HEAD)
 _ENTRY_SIZE: Final = struct.calcsize("<" + ENTRY)
@@ -630,7 +632,7 @@ _read_head: Final = struct.Struct("<" + _HEAD).unpack_from
 
 
 class _Tails(dict[int, struct.Struct]):
-    """The struct of a table with a given number of storages. The structs of small tables are kept."""
+    """Number of storages -> the struct of entries and head of their table. The structs of small tables are kept."""
 
     def __missing__(self, count: int) -> struct.Struct:
         return struct.Struct("<" + ENTRY * count + _HEAD)
@@ -727,7 +729,7 @@ def decode(
         return _decode_table(body, buffers, decoding)
     except RpcError:
         raise
-    # A user's class may raise SystemExit, which must not end the reader's program.
+    # A user's class may raise SystemExit, which must not end the program that decodes the message.
     except BaseException as error:
         if is_of_handler(error):
             raise
@@ -738,7 +740,7 @@ def decode(
 
 def not_rebuilt(error: BaseException, what: str = "a message") -> RpcError:
     """Return the exception to raise because unpickling has raised ``error``; the caller sets ``error`` as its cause."""
-    if isinstance(error, pickle.UnpicklingError):  # other errors may come from users' classes
+    if isinstance(error, pickle.UnpicklingError):  # any other error may have been raised by a user's class
         return ProtocolError(f"{what} cannot be unpickled: {error}")
     if isinstance(error, AttributeError) and "on <module '__main__'" in str(error):
         return SerializationError(
@@ -767,19 +769,19 @@ def _decode_table(body: bytes | memoryview, buffers: Sequence[Any], decoding: _D
     definitions_at = holes_at - 16 * defined
     last = len(buffers) - holes
     if magic not in (_MAGIC, _DATA) or not 0 < length <= definitions_at or direct > last:
-        raise ProtocolError("a message's table does not fit into it")
+        raise ProtocolError("a message's table does not fit into the message")
     if defined:
         keys = [bytes(body[n : n + 16]) for n in range(definitions_at, holes_at, 16)]
         store = decoding.definitions
         missing = keys if store is None else store.missing(keys)
         if missing:
             raise UnknownDefinitionError(missing)
-    # Entries and head are one struct, so that one call unpacks them.
+    # The struct also has the head, because the sender packs entries and head in one call; only the entries are used here.
     numbers = _tails[stored].unpack_from(body, entries)[: 3 * stored] if stored else ()
     names = bytes(body[names_at:entries])
     decoding.storages = read_storages(numbers, body[length:definitions_at], names, buffers[direct:last])
     if torch.is_inference_mode_enabled():
-        # The thread of a caller decodes the reply, perhaps in inference mode. The tensors are ordinary ones nevertheless.
+        # A caller decodes its reply in its own thread, perhaps in inference mode. Leave the mode: the tensors must be ordinary.
         with torch.inference_mode(False):
             return _decode_table(body, buffers, decoding)
     if magic == _DATA:
@@ -802,8 +804,8 @@ def dumps(obj: object, *, remote_main: bool | None = True) -> bytes:
 def defined(cls: type) -> by_value.DefinedClass:
     """Return a class of the main module together with its present definition.
 
-    If the class cannot be sent by value, the definition is None. Such a class can still be sent by name; elsewhere, sending
-    it raises the error.
+    If the class cannot be sent by value, the definition is None. Such a class can be sent by name to workers that run the same
+    program; sending the class to another worker raises an error.
     """
     pickler = ByValuePickler(
         _Nowhere, _by_value_table, remote_main=False, named={}, refusing=_definition_table

@@ -2,11 +2,11 @@
 
 A message is a sequence of msgpack values. None, booleans, numbers, texts and bytes are written directly. Every other value is a
 header, which has the value's kind and the number of its parts, followed by the parts. A table maps each kind to a maker, which
-checks the parts and makes a value of them. A function or class is sent as a text; the receiver looks it up in the table of
-functions and classes that are exposed or allowed there. Reading a message imports no module, reads no attribute by a name from
-the message, and calls no function; only the function that a request names is called, by the worker. All other values are refused
-with :class:`~actorrpc.errors.RefusedError`. Memory is not allocated from a length that a message announces. An object that
-occurs several times in a message arrives as several objects.
+checks the parts and makes a value of them. A function or class is sent as a text; the receiver looks the text up in its table of
+exposed functions or of allowed classes. Reading a message imports no module, reads no attribute by a name from the message, and
+calls only makers and allowed classes; the worker later calls the function that a request names. All other values are refused with
+:class:`~actorrpc.errors.RefusedError`. Memory is not allocated from a length that a message announces. An object that occurs
+several times in a message arrives as several objects.
 
 The tables are filled at import (:func:`exposed`, :func:`allow`), and read by threads that write or read messages. Each step is
 one atomic operation of a dict. No I/O, no locks.
@@ -64,7 +64,7 @@ MAX_SAME_HASH: Final = 1000
 choose the hashes of numbers and tuples, but not of texts."""
 
 _SALTED: Final = frozenset({str, bytes})
-_AT_ONCE: Final = 256  # keys hashed in one step; other threads run between two steps
+_AT_ONCE: Final = 256  # keys hashed in one call of C code; other threads may run between two calls
 
 _functions: Final[dict[str, Callable[..., Any]]] = {}
 _allowed: Final[dict[str, type]] = {}
@@ -85,7 +85,7 @@ def exposed(*, name: str) -> Callable[[F], F]: ...
 def exposed(function: Any = None, *, name: str | None = None) -> Any:
     """Let peers call a function of this worker in the data-only mode. A decorator; does not change the function.
 
-    Callers import the function, or use the name that is given here::
+    Callers import the function, or use the name that was given to the decorator::
 
         @exposed
         def score(batch): ...
@@ -101,8 +101,8 @@ def exposed(function: Any = None, *, name: str | None = None) -> Any:
         name: the name for :class:`Named`; by default the module and the qualified name.
 
     Raises:
-        WrongTypeError: it is not a function.
-        ConfigError: another function has this name, or the function cannot be sent by its own name and none is given.
+        WrongTypeError: ``function`` is not a function, or ``name`` is not a str.
+        ConfigError: another function has this name, or the function cannot be imported by its own name and ``name`` is not given.
     """
     return partial(_expose, name=name) if function is None else _expose(function, name)
 
@@ -117,7 +117,7 @@ def _expose(function: Any, name: str | None) -> Any:
     if "<" in title and name is None:
         raise ConfigError(f"{function!r} cannot be named by peers: give it a name, exposed(name=...)")
     known = _functions.get(title, function)
-    if known is not function and _title(known) != own:  # an equal title: its module was loaded again
+    if known is not function and _title(known) != own:  # a module that is loaded again may expose it again
         raise ConfigError(f"{known!r} is exposed under the name {title!r} already")
     _functions[title] = _functions[own] = function
     return function
@@ -127,10 +127,10 @@ def allow(cls: C) -> C:
     """Let objects of a user's class be received in the data-only mode: a dataclass, a named tuple, an enum. A decorator.
 
     Peers choose the arguments of the constructor and the attributes of instances, so the class must only store them.
-    Subclasses have to be allowed themselves.
+    To allow a class does not allow its subclasses.
 
     Raises:
-        WrongTypeError: it is not a class, or its instances do more than hold data (callables, functions, modules).
+        WrongTypeError: ``cls`` is not a class, or its instances do more than store data (callables, functions, modules).
     """
     if not isinstance(cls, type):
         raise WrongTypeError(f"allow() marks classes, not {cls!r}; functions are for exposed()")
@@ -181,8 +181,8 @@ def find_named(name: str) -> Callable[..., Any]:
 
 
 def permit_maker(function: Callable[..., Any]) -> None:
-    """Let messages contain the results of a function of this package. The function is called while a message is read, with
-    arguments that the peer chose. For functions of modules that this module must not import."""
+    """Make a function of this package a maker: :func:`loads` calls the function with arguments that the peer chose. Only needed
+    for functions of modules that this module must not import."""
     _kind(_name_of(function), function, function)
 
 
@@ -193,7 +193,7 @@ def _kind(name: str, make: Callable[..., Any], what: Any = None, take: Callable[
 
 
 def _title(thing: Any) -> str:
-    """Return the name of a function or class. A name with ``<`` cannot be imported."""
+    """Return module and name of a function or class. A title with ``<`` cannot be imported."""
     return f"{getattr(thing, '__module__', None) or '<none>'}.{getattr(thing, '__qualname__', '<none>')}"
 
 
@@ -226,20 +226,20 @@ def _found(table: Mapping[str, Any], name: Any) -> Any:
 
 
 def _of(make: Callable[..., Any], *kinds: type) -> Callable[..., Any]:
-    """Return ``make`` with a check that its arguments have these types, also inside tuples."""
+    """Return a function that checks that its arguments, and the members of tuples, have these types, and then calls ``make``."""
 
     def checked(*values: Any) -> Any:
         for value in values:
             for each in value if type(value) is tuple else (value,):
                 if type(each) not in kinds:
-                    _wrong(f"a {type(each).__name__} in place of a value of another type")
+                    _wrong(f"a part of a value has the wrong type {type(each).__name__}")
         return make(*values)
 
     return checked
 
 
 def _check_hashes(keys: Sequence[Any]) -> None:
-    """Raise if too many keys have the same hash. Takes about the same time for any keys."""
+    """Raise ProtocolError if too many keys have the same hash. The time does not depend on the hashes."""
     if set(map(type, keys)) <= _SALTED:
         return
     different: set[int] = set()
@@ -264,26 +264,26 @@ def _distinct(make: Callable[..., Any], pairs: bool = False) -> Callable[..., An
                 growing.update(members[start : start + _AT_ONCE])
             made = growing if pairs or make is set else make(growing)
         if len(made) != len(members):
-            _wrong("a key, or a member of a set, comes twice")
+            _wrong("a key of a dict, or a member of a set, occurs twice")
         return made
 
     return checked
 
 
 def _attributes(state: Any) -> dict[str, Any]:
-    """Return a state if it is a dict of plain attributes, else raise."""
+    """Return ``state`` if it is a dict whose keys are names of attributes that a peer may set, else raise ProtocolError."""
     if type(state) is not dict:
-        _wrong(f"a {type(state).__name__} for attributes")
+        _wrong(f"the attributes of an object are a {type(state).__name__}, not a dict")
     for name in state:
         if type(name) is not str or (name.startswith("__") and name != "__notes__"):
-            _wrong(f"an attribute {str(name)[:100]!r}")
+            _wrong(f"an attribute has the name {str(name)[:100]!r}, which is refused")
     return state
 
 
 def _exception(name: Any, seed: Any, args: Any, fields: Any, attributes: Any) -> BaseException:
     cls = _found(_errors, name)
     if type(seed) is not tuple or type(args) not in (tuple, NoneType):
-        _wrong("the arguments of an exception")
+        _wrong("the arguments of an exception are not a tuple")
     return exceptions.assemble(cls, seed, (args, _attributes(fields), _attributes(attributes)))
 
 
@@ -308,14 +308,14 @@ _TEXT: Final = re.compile(r"([<>|=]?)([SU])(\d{1,6})", re.ASCII)
 
 def _numpy_text(numpy: Any, order: str, kind: str, length: str, memory: Any) -> Any:
     if type(memory) is not bytes or len(memory) != int(length) * (4 if kind == "U" else 1):
-        _wrong(f"a numpy text of {length[:100]} characters")
+        _wrong(f"a numpy text does not have {length[:100]} characters")
     if kind == "S":
         return numpy.bytes_(memory)
     return numpy.str_(memory.decode("utf-32-be" if order == ">" else "utf-32-le", "surrogatepass"))
 
 
 def _array(dtype: str, shape: Any, memory: Any) -> Any:
-    """Make a numpy array, or a numpy scalar if ``shape`` is None. Imports nothing: torch has imported numpy if it exists."""
+    """Make a numpy array, or a numpy scalar if ``shape`` is None. Imports nothing: torch has imported numpy, if it exists."""
     numpy = sys.modules.get("numpy")
     text = _TEXT.fullmatch(dtype) if shape is None else None
     if numpy is None or (text is None and _DTYPE.fullmatch(dtype) is None):
@@ -325,13 +325,13 @@ def _array(dtype: str, shape: Any, memory: Any) -> Any:
     if text is not None:
         return _numpy_text(numpy, text[1], text[2], text[3], memory)
     data = bytearray(memory) if type(memory) is bytes else memory.cpu().numpy()
-    found = numpy.ndarray(shape or (), dtype, data)  # checks that there are enough bytes; copies nothing
+    found = numpy.ndarray(shape or (), dtype, data)  # raises if there are too few bytes; does not copy them
     if found.shape != (shape or ()) or found.nbytes != memoryview(data).nbytes:
-        _wrong(f"{memoryview(data).nbytes} bytes for an array of {shape}")
+        _wrong(f"an array of shape {shape} does not have {memoryview(data).nbytes} bytes")
     if found.dtype.kind == "U":
         points = numpy.ndarray(found.nbytes // 4, f"{dtype[0]}u4", data)
         if points.max(initial=0) > sys.maxunicode:
-            _wrong("an array of texts with an invalid character")
+            _wrong("an array of texts has an invalid character")
     return found[()] if shape is None else found
 
 
@@ -340,7 +340,7 @@ def _array(dtype: str, shape: Any, memory: Any) -> Any:
 
 def _array_parts(value: Any, single: bool) -> tuple[Any, ...]:
     if (_DTYPE.fullmatch(value.dtype.str) or (single and _TEXT.fullmatch(value.dtype.str))) is None:
-        _refuse(f"a numpy array of {value.dtype}, of which only plain numbers and texts can be,")
+        _refuse(f"a numpy array of {value.dtype}, whose elements are not plain numbers or texts,")
     if single and value.dtype.kind in "US":
         whole = value.encode("utf-32-le", "surrogatepass") if value.dtype.kind == "U" else bytes(value)
         return f"<{value.dtype.kind}{len(value)}", None, whole
@@ -357,7 +357,7 @@ def _slice_parts(plain: tuple[type, ...], value: slice[Any, Any, Any]) -> tuple[
         if type(part) not in plain and not (
             type(part) is tuple and all(type(each) in plain for each in part)
         ):
-            _refuse(f"a slice of {type(part).__qualname__}, of which only plain values can be,")
+            _refuse(f"a slice with a {type(part).__qualname__}, which is not a plain value,")
     return parts
 
 
@@ -369,7 +369,7 @@ def _error_parts(error: Any) -> tuple[Any, ...]:
 def _object_parts(value: Any) -> tuple[Any, ...]:
     """Return the parts of an object as pickle would. The receiver checks whether the class is allowed."""
     cls: Any = type(value)
-    if isinstance(value, enum.Enum):  # early releases of Python 3.11 pickle it as an attribute of its class
+    if isinstance(value, enum.Enum):  # early releases of Python 3.11 pickle members as attributes
         return _title(cls), False, (value._value_,), None
     reduced = None if isinstance(value, type | types.ModuleType) else cls.__reduce_ex__(value, 4)
     if type(reduced) is not tuple or any(part is not None for part in reduced[3:]):
@@ -393,7 +393,7 @@ def _apart(value: Any, kind: type, reducers: Mapping[Any, Any]) -> tuple[bytes, 
         if taker is None or any(part is not None for part in more):
             _refuse(
                 _title(kind)
-                + (taker is not None) * f" with attributes ({', '.join(map(str, more[0] or ()))})"
+                + (taker is not None) * f" with added attributes ({', '.join(map(str, more[0] or ()))})"
             )
         return taker[0], args
     numpy = sys.modules.get("numpy")
@@ -441,7 +441,7 @@ _fill_tables()
 
 # -- messages ------------------------------------------------------------------------------------
 
-_HEADER: Final = 1  # number of the msgpack extension: 4 bytes with the number of parts, then the kind
+_HEADER: Final = 1  # msgpack's code for our headers: 4 bytes with the number of parts, then the kind
 _ATOMS: Final = frozenset({NoneType, bool, int, float, str, bytes})
 
 
@@ -459,10 +459,10 @@ def _write(value: Any, row: list[Any], reducers: Mapping[Any, Any], depth: int =
 
 
 def dumps(obj: Any, reducers: Mapping[Any, Any]) -> bytes:
-    """Write a message.
+    """Return an object as the bytes of a message.
 
     Args:
-        reducers: type -> function that reduces an object as in pickle; the functions in its results are kinds.
+        reducers: type -> reducer, as for pickle. The function in a reducer's result determines the kind.
 
     Raises:
         RefusedError: a part of the message is not data.
@@ -497,16 +497,16 @@ def _read(values: Iterator[Any], depth: int = 0) -> Any:
         make, count = value
         return make(*[_read(values, depth + 1) for _ in range(count)])
     if type(value) not in _ATOMS:
-        _wrong(f"a {type(value).__name__} of msgpack")
+        _wrong(f"a value is a {type(value).__name__} of msgpack")
     return value
 
 
 def loads(data: Any) -> Any:
-    """Read a message.
+    """Return the object that :func:`dumps` was given.
 
     Raises:
-        RefusedError: it names a kind, function or class that is not in the tables; nothing was run.
-        ProtocolError: it is not valid.
+        RefusedError: the message names a kind, function or class that is not in the tables.
+        ProtocolError: the message is not valid.
     """
     values = msgpack.Unpacker(
         ext_hook=_header,
@@ -519,7 +519,7 @@ def loads(data: Any) -> Any:
         values.feed(data)
         found = _read(values)
         if values.tell() != len(data):
-            _wrong("there are bytes after its end")
+            _wrong("there are bytes after the end of its value")
         return found
     except RpcError:
         raise

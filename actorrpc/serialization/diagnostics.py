@@ -18,7 +18,7 @@ from actorrpc.serialization.by_value import captured
 
 __all__ = ["describe", "path_to"]
 
-_newobj: Final = object().__reduce_ex__(5)[0]  # copyreg's function for objects that are made by __new__
+_newobj: Final = object().__reduce_ex__(5)[0]  # copyreg's function that makes objects by __new__
 _PACKAGE: Final = __name__.partition(".")[0] + "."
 _MAX_PROBES: Final = 500
 _MAX_DEPTH: Final = 20
@@ -33,14 +33,14 @@ _LEAVES: Final = frozenset(
 
 
 def path_to(obj: object, passes: Callable[[Any], bool]) -> tuple[str, str]:
-    """Return the path to the smallest part of ``obj`` that does not pass, and a remedy.
+    """Return the path to the smallest part of ``obj`` for which ``passes`` returns False, and a remedy.
 
     The search is bounded, so the path may end before that part. The remedy is empty unless a function or a class refers
     to the part. Parts are searched in pickle's order.
     """
     steps: list[tuple[str, str]] = []
     seen = {id(obj)}
-    kept = []  # references to temporary parts, so that no other object gets the same id
+    kept = []  # keeps temporary parts alive, so that no other object gets the id of a part
     probes = 0
     here: Any = obj
     remedy = ""
@@ -55,7 +55,6 @@ def path_to(obj: object, passes: Callable[[Any], bool]) -> tuple[str, str]:
             seen.add(id(part))
             kept.append(part)
             if not passes(part):
-                # A tuple of arguments that pickle adds is not a step of the path.
                 steps.append((kind, name))
                 if isinstance(here, (types.FunctionType, type)):
                     remedy = _REMEDY
@@ -81,13 +80,12 @@ def _written(steps: Iterable[tuple[str, str]]) -> str:
     )
 
 
-_Parts = Iterator[
-    tuple[str, str, Any]
-]  # kind (with a space at its end: the name is shown without quotes), name, part
+# Kind, name and part. If the kind ends with a space, the name is shown without quotes; if it is empty, the step is not shown.
+_Parts = Iterator[tuple[str, str, Any]]
 
 
 def _parts_of_call(obj: Any) -> _Parts:
-    """Yield the parts of ``(function, args, kwargs)``, or ``(args, kwargs)``, by the names that the caller has for them."""
+    """Yield the parts of ``(function, args, kwargs)``, or ``(args, kwargs)``, with the names that the caller uses for them."""
     if type(obj) is tuple and len(obj) in (2, 3) and type(obj[-2]) is tuple and type(obj[-1]) is dict:
         for function in obj[:-2]:
             yield "function", getattr(function, "__qualname__", None) or type(function).__qualname__, function
@@ -116,7 +114,7 @@ def _parts(obj: Any) -> _Parts:
     elif isinstance(obj, types.MethodType):
         yield "method ", obj.__func__.__qualname__, obj.__func__
         yield "its object ", type(obj.__self__).__qualname__, obj.__self__
-    if isinstance(obj, (type, torch.Tensor)):  # a tensor's storage is not an object that the user sent
+    if isinstance(obj, (type, torch.Tensor)):  # a tensor's storage is no object of the user's
         for name, value in vars(obj).items():
             yield "attribute", name, value
     elif not isinstance(obj, (types.FunctionType, types.MethodType)):
@@ -126,14 +124,14 @@ def _parts(obj: Any) -> _Parts:
 def _parts_of_state(obj: Any) -> _Parts:
     try:
         reduced = obj.__reduce_ex__(5)
-    except Exception as error:  # this object itself cannot be reduced, and its error is the cause
+    except Exception as error:  # the object itself cannot be reduced, so no part of it is to blame
         if is_of_handler(error):
             raise
         return
     if not isinstance(reduced, tuple):
         return
     if reduced[0] is not _newobj:
-        # Users do not know the objects that this package wraps around their own.
+        # An object of this package that wraps a user's object is no step of the path, because users do not know the wrapper.
         ours = type(obj).__module__.startswith(_PACKAGE)
         for value in reduced[1]:
             yield ("", "", value) if ours else ("part ", f"of {type(obj).__qualname__}", value)

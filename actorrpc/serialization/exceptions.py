@@ -2,9 +2,9 @@
 
 :func:`dump` runs on the thread that executed the call, :func:`load` on the thread that receives the result. An exception is sent
 as its class, its ``args``, its C-level fields and slots and its ``__dict__``. It is rebuilt without calling its constructor, so
-the constructor's signature does not matter. If the class defines its own pickling (``__reduce__``), that is used instead. The
-exception raised at the caller has a class made from the user's class and :class:`RemoteError`; its ``__cause__`` is the remote
-traceback.
+the constructor's signature does not matter. If the class defines its own pickling (``__reduce__``), that is used instead. At the
+caller, :func:`load` makes two exceptions: the *original*, of the user's class, and the exception that is raised. The latter has a
+*raised class*, which is made from the user's class and :class:`RemoteError`; its ``__cause__`` is the remote traceback.
 
 Neither function raises, whatever the user's class does. Neither holds a lock, because both run user code.
 """
@@ -78,15 +78,15 @@ class _Plan:
     """How to read the contents of exceptions of one class, and how to make such an exception without its constructor."""
 
     cls: type[BaseException]
-    fields: dict[str, tuple[Any, bool]]  # descriptor; whether it was made in C: then None means "not set"
+    fields: dict[str, tuple[Any, bool]]  # descriptor; whether its class is in C: then None means "not set"
     custom: bool  # the class defines its own pickling
-    native: Any  # the base class in C whose __new__ makes it; None: only the class's own __new__ can
+    native: Any  # the base class in C whose __new__ makes instances; None: only the class's own can
     group: bool
 
 
 _plans: dict[int, _Plan] = {}
 _raised_classes: dict[int, tuple[type[BaseException], type[BaseException] | None]] = {}
-# The same caches for raised classes with one more base, such as RayTaskError; by this base. See :func:`raised_as`.
+# One more base, such as RayTaskError -> a cache as _raised_classes, of raised classes with this base. See :func:`raised_as`.
 _raised_classes_as: dict[type[RemoteError], dict[int, tuple[type[BaseException], type[BaseException] | None]]]
 _raised_classes_as = {}
 
@@ -110,7 +110,7 @@ def _plan(cls: type[BaseException]) -> _Plan:
             continue  # args, __cause__ and the members of a group are handled elsewhere
         for name, descriptor in tuple(_names_of(owner).items()):
             if owner is AttributeError and name == "obj":
-                continue  # the object without the attribute may be a whole model: it is not sent
+                continue  # AttributeError.obj may be a whole model, and is not sent
             written = name == "characters_written" and owner is OSError and issubclass(cls, BlockingIOError)
             if written or type(descriptor) is types.MemberDescriptorType:
                 name = f"{owner.__qualname__}.{name}" if name in fields else name
@@ -170,7 +170,7 @@ def _restore(error: BaseException, state: _State) -> None:
 
 
 def _twin(error: BaseException, plan: _Plan, cls: Any) -> Any:
-    """Make an exception of ``cls`` (the plan's class, or the raised class made from it) with the same contents."""
+    """Return a copy of ``error`` as an instance of ``cls``: the plan's class, or the raised class made from the plan's class."""
     state = _capture(error, plan)
     if plan.group:
         made = plan.native.__new__(cls, _MESSAGE.__get__(error), _MEMBERS.__get__(error))
@@ -179,7 +179,7 @@ def _twin(error: BaseException, plan: _Plan, cls: Any) -> Any:
     else:
         made = _native(cls).__new__(cls)
     if isinstance(state[2].get("__notes__"), list):
-        state[2]["__notes__"] = list(state[2]["__notes__"])  # add_note() to one must not change the other
+        state[2]["__notes__"] = list(state[2]["__notes__"])  # not shared, as add_note() changes the list
     _restore(made, state)
     return made
 
@@ -191,10 +191,10 @@ def _twin(error: BaseException, plan: _Plan, cls: Any) -> Any:
 class Travel:
     """Stands for an exception in a pickle, and unpickles as that exception.
 
-    A packer makes one Travel for each exception, so that cycles of exceptions are kept.
+    A packer makes one Travel for each exception, so that exceptions may refer to each other in a circle.
     """
 
-    error: BaseException  # a reference, so that its id stays unique
+    error: BaseException  # keeps the exception alive, so that no other exception gets its id
     reduced: tuple[Any, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -205,8 +205,8 @@ class _Packer:
     """Reads the contents of an exception.
 
     Args:
-        fits: returns whether a value can be sent. Values that cannot are left out, and ``dropped`` has their names.
-        nested: exceptions that the values refer to are packed in the same way.
+        fits: returns whether a value can be sent. Other values are left out, and ``dropped`` has the names of these values.
+        nested: whether exceptions to which the values refer are packed in the same way.
     """
 
     def __init__(self, fits: Callable[[object], bool] | None = None, *, nested: bool = True) -> None:
@@ -224,7 +224,7 @@ class _Packer:
         travel = self._travels[id(error)] = Travel(error, (_create, (cls,)))
         remote = _remote_of(error)
         if remote is not None and cls is not RemoteError:
-            # A reference to the original, too, becomes a reference to this Travel.
+            # In the pickle, a reference to the original also becomes a reference to this Travel.
             self._travels[id(remote.cause)] = travel
         if issubclass(cls, enum.Enum):
             travel.reduced = (getattr, (cls, cast(Any, error)._name_))
@@ -271,17 +271,17 @@ class _Packer:
         return False
 
     def _custom(self, error: BaseException, plan: _Plan) -> tuple[Any, ...] | None:
-        """Return the reduction that the class itself defines, after trying it out; None if it does not work."""
+        """Return the reduction that the class itself defines, after a trial of unpickling it; None if the trial fails."""
         cls: Any = plan.cls
         try:
             if type(error) is not cls:
-                error = _twin(error, plan, cls)  # the user's reduction must not get the raised class
+                error = _twin(error, plan, cls)  # the user's method expects an instance of the user's class
             reducer = _registered(cls)
             reduced = cls.__reduce_ex__(error, 4) if reducer is None else reducer(error)
             function, args, state, *rest = (*reduced, None)[: max(3, len(reduced))]
             if any(part is not None for part in rest):
                 return None
-            trial = function(*args)  # many such classes can be pickled and then not be unpickled
+            trial = function(*args)  # many classes define a pickling that cannot be unpickled
             if type(trial) is not cls:
                 return None
             if state is not None:
@@ -328,7 +328,7 @@ def parts(error: BaseException | Travel) -> tuple[type[BaseException], tuple[Any
     elif error.reduced[0] is not _create:
         return parts(error.error)
     if error.reduced[0] is not _create:
-        raise SerializationError(f"{type_name(type(error.error))} is an enum, and made by its name")
+        raise SerializationError(f"{type_name(type(error.error))} is an enum: such exceptions cannot be sent")
     (cls, seed), state = error.reduced[1:3]
     return cls, seed, state
 
@@ -357,8 +357,8 @@ def dump(
     Args:
         worker: the name of this worker, for the traceback's text.
         dumps: pickles an object; it may raise.
-        limit: the most bytes of pickled exception. Values that make it larger are left out, and a note names them. 0: only its
-            class and the beginning of its text are sent.
+        limit: the most bytes of the pickled exception. Values that make it larger are left out, and a note names these values.
+            0: only the exception's class and the beginning of its text are sent.
         executed: False if the called function was certainly not started.
         where: the place that the traceback's text names; by default the worker.
     """
@@ -381,7 +381,7 @@ def _dump(
     where: str = "",
 ) -> bytes:
     message, text = say(error), ""
-    if not inside or not _plan(_class_of(error)).group:  # an inner group's text is part of the outer's
+    if not inside or not _plan(_class_of(error)).group:  # an outer group's text contains an inner group's
         text = format_error(error, message, where or worker, _remote_of)
         text = cut(text, _MAX_MEMBER_TEXT if inside or not limit else MAX_TEXT)
     name, origin, subject = type_name(type(error)), worker, cast(BaseException | None, error)
@@ -414,7 +414,8 @@ def _pickle(
         members, remaining = [], limit
         inside = _MEMBERS.__get__(error)
         for number, member in enumerate(inside):
-            if remaining <= -limit:  # members over the limit are sent as text; the texts are bounded, too
+            # Members beyond the limit get _MAX_MEMBER_TEXT bytes each; beyond twice the limit, members are left out.
+            if remaining <= -limit:
                 left_out = RuntimeError(
                     f"{len(inside) - number} more exceptions of this group are too large to be sent"
                 )
@@ -467,7 +468,7 @@ def _pickle(
                 packer.dropped = ["all but its class and the beginning of its text"]
     if packer.dropped:
         left = cut(", ".join(dict.fromkeys(packer.dropped)), 1000)
-        notes.append(f"left behind or shortened on worker {worker}, as it cannot be sent whole: {left}")
+        notes.append(f"worker {worker} cut parts of this error, as it cannot be sent whole: {left}")
     return whole, lean, members
 
 
@@ -597,7 +598,7 @@ def _raised_class(
         shim = _RpcShim if issubclass(cls, RpcError) else _Shim
         own = () if issubclass(_Raised, cls) else (cls,)
         bases = (shim, *own, _Raised) if base is None else (shim, *own, base, _Raised)
-        # The metaclass's own __new__ and __init__ do not run: they may add the class to a registry, too.
+        # The metaclass's own __new__ and __init__ do not run, because they may add the raised class to a registry.
         make: Any = abc.ABCMeta.__new__ if issubclass(type(cls), abc.ABCMeta) else type.__new__
         try:
             space = {
@@ -636,7 +637,7 @@ def _remote_of(error: BaseException) -> _RemoteCause | None:
 def original(error: BaseException) -> BaseException:
     """Return the original, if :func:`load` made ``error`` and could rebuild the original; otherwise ``error``.
 
-    Reads the record of :func:`load`, as the user's class may use the name ``cause`` for an attribute of its own.
+    Reads ``_RemoteCause``, because the user's class may have another attribute of the name ``cause``.
     """
     remote = _remote_of(error)
     return error if remote is None or remote.cause is None else remote.cause
@@ -659,7 +660,7 @@ def raised_as(error: BaseException, base: type[RemoteError]) -> BaseException:
 def traceback_of(error: BaseException) -> str:
     """Return the remote traceback if :func:`load` made ``error``; otherwise an empty text.
 
-    Reads the record of :func:`load`, as the user's class may use the name ``traceback`` for an attribute of its own.
+    Reads ``_RemoteCause``, because the user's class may have another attribute of the name ``traceback``.
     """
     remote = _remote_of(error)
     return "" if remote is None else remote.traceback
@@ -699,7 +700,7 @@ def _unpack(data: bytes | memoryview) -> tuple[Any, ...]:
 def _rebuild(
     loads: Callable[[bytes], Any], whole: Any, lean: Any, members: Any, notes: list[str]
 ) -> tuple[BaseException | None, list[str]]:
-    """Return the original, or None if it cannot be rebuilt; and the notes of an error that replaces it."""
+    """Return the original, or None if it cannot be rebuilt; and the notes for the RemoteError that then replaces it."""
     failed = ""
     for form in (whole, lean):
         if form is None:
@@ -712,17 +713,17 @@ def _rebuild(
             if not issubclass(type(made), BaseException):
                 raise TypeError(f"{type_name(type(made))} is not an exception")
             if failed:
-                notes = [*notes, f"only its plain values were rebuilt here: {failed}"]
+                notes = [*notes, f"only plain values of the exception were rebuilt here: {failed}"]
             own = _dict_of(made).get("__notes__")
             if type(own) is list:
-                # ``own`` is complete, and ``notes`` begins with shortened copies of its first MAX_NOTES.
+                # ``own`` has all notes of the original; ``notes`` begins with shortened copies of the first MAX_NOTES of them.
                 own += notes[min(len(own), MAX_NOTES) :]
             elif notes:
                 _dict_of(made)["__notes__"] = list(notes)
             return made, notes
         except BaseException as failure:
             failed = failed or line_of(failure)
-    return None, [*notes, f"it cannot be rebuilt here: {failed}"] if failed else notes
+    return None, [*notes, f"the exception cannot be rebuilt here: {failed}"] if failed else notes
 
 
 def _member(data: bytes, loads: Callable[[bytes], Any]) -> BaseException:
@@ -742,7 +743,7 @@ def _combine(
         raised_class.__dict__["_actorrpc_remote"].__set__(raised, remote)
         _CAUSE.__set__(raised, RemoteTraceback(remote.traceback))
         return raised
-    except BaseException:  # raised by the user's __new__, if no native class can make the object
+    except BaseException:  # raised by the user's __new__, if no base class in C can make the exception
         return None
 
 

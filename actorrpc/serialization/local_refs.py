@@ -1,7 +1,7 @@
-"""Copies of objects inside one process: the holder keeps the references in an object, because references cannot be copied.
+"""References (RRefs, ObjectRefs, handles of actors) in objects that are encoded and decoded in one process, as ``put`` does.
 
-When an object is encoded for a :class:`LocalReferences`, a reference in it (an RRef, an ObjectRef, an actor's handle) is not
-pickled. Its reducer stores it in the holder, and each decoding returns the same reference from there.
+References cannot be copied. When an object is encoded with a :class:`LocalReferences` as the context, the reducer of a reference
+stores the reference in the LocalReferences, and each decoding gets the same reference from there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class LocalReferences:
     """The context of an encoding that stays in this process: see :func:`codec.current_encoding`.
 
     Reducers of references check ``isinstance(codec.current_encoding(), LocalReferences)`` and return the result of :meth:`hold`.
-    Used by one thread while encoding; after that it is only read.
+    One thread changes the LocalReferences while it encodes; after that, threads only read it.
 
     Attributes:
         objects: the references, in the order in which they were encoded.

@@ -23,7 +23,7 @@ from actorrpc.serialization import by_value, codec
 __all__ = ["MOST", "NumberedFunctions"]
 
 MOST: Final = 1024
-"""How many numbers one worker uses towards another; all further functions are sent by name."""
+"""The most functions of another worker to which one worker gives numbers; all further functions are sent by name."""
 
 _modules: Final = sys.modules
 
@@ -45,7 +45,7 @@ class NumberedFunctions:
         self._count = itertools.count()
 
     def introduce(self, function: FunctionType, same_main: bool | None) -> Any:
-        """Return what to send for a function whose number the callee does not know: number and name, or the function.
+        """Return the object to send for a function whose number the callee does not know: number and name, or the function.
 
         Args:
             same_main: whether the other worker runs the same program; None if it takes data only.
@@ -63,7 +63,7 @@ class NumberedFunctions:
         return number, function.__module__, function.__name__
 
     def sent(self, function: Any) -> Any:
-        """Return what to send for a function in a message that cannot introduce it: its number if known, or the function."""
+        """Return the object to send for a function in a message that cannot introduce it: the known number, or the function."""
         if type(function) is not FunctionType or by_value.modules or not _is_named(function):
             return function
         return self.numbers.get(function, function)
@@ -76,7 +76,7 @@ class NumberedFunctions:
             Exception: this process has no function of this name.
         """
         if tuple(map(type, introduced)) != (int, str, str) or not 0 <= introduced[0] < MOST:
-            raise ProtocolError("a call does not say which function it is of")
+            raise ProtocolError("a call does not say which function it calls")
         number, module, name = introduced
         self.names[number] = by_value.MAIN[0] if module in by_value.MAIN else module, name
         return self.find(number, "")

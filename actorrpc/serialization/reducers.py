@@ -88,7 +88,7 @@ def _reduce_operator(operator: OpOverload | OpOverloadPacket) -> _Reduced:
 def make_operator(name: str, overload: str | None, _custom: CustomOpDef | None) -> Any:
     """Return an operator of ``torch.ops`` (wire format).
 
-    The third argument is not used here: unpickling it registers a custom operator in this process.
+    ``_custom`` is not used: when it was unpickled before this call, the custom operator was registered in this process.
     """
     namespace, _, operator = name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), operator)

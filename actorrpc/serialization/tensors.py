@@ -38,20 +38,19 @@ __all__ = [
     "tensor_reducers",
 ]
 
-INLINE_BYTES: Final = (
-    4096  # tensors up to this size are part of the body: a copy is cheaper than a separate buffer
-)
-# The first _FEW small tensors of a message, and the first _ALIKE of each layout, are pickled one by one. Further small tensors
-# are stacked, which is faster from three members on.
+# Bytes. Tensors up to this size are part of the body, because copying them is cheaper than sending a separate buffer.
+INLINE_BYTES: Final = 4096
+# Small tensors among the first _FEW tensors of a message are pickled one by one, as are the next _ALIKE small tensors of each
+# layout. Further small tensors are stacked, which is faster from three members on.
 _FEW: Final = 8
 _ALIKE: Final = 3
-# Bytes of a stack that share memory at the receiver: a tensor that outlives its neighbours keeps at most so much memory alive.
+# Bytes. Tensors of a stack share memory at the receiver in portions of this size, because a tensor keeps its portion alive.
 _PORTION: Final = 16 << 10
-_AT_ONCE: Final = 32 << 10  # elements: with fewer, torch makes a stack in the calling thread alone
+_AT_ONCE: Final = 32 << 10  # elements; torch stacks fewer elements than this in the calling thread alone
 _PINNED: Final = 64 << 10  # data from a GPU of at least this many bytes is copied into pinned memory
-_ALIGN: Final = 16  # blocks that share a span start on a multiple of the widest element
-# If storages of a message are sent in several blocks each, these blocks are copied into one span. The first _OWN_SPANS blocks of
-# each storage that have no gaps and at least _OWN_SPAN bytes are left out: each of them is a span of its own.
+_ALIGN: Final = 16  # the size of the widest element; blocks that share a span start at multiples of it
+# If storages are sent in several blocks each, the blocks of all these storages are copied into one span. The exceptions are the
+# first _OWN_SPANS blocks of each storage that have no gaps and at least _OWN_SPAN bytes: each of them is a span of its own.
 _OWN_SPAN: Final = 1 << 20
 _OWN_SPANS: Final = 64
 
@@ -60,7 +59,7 @@ _NEG: Final = 1 << 9
 _GRAD: Final = 1 << 10
 _OFF_CPU: Final = 1 << 11  # never sent: tells `_describe` to look up the target device
 
-# The position is the code that is sent: append only. A torch that is too old for a dtype cannot receive it.
+# The position of a dtype is the code that is sent for it, so names are only appended. An older torch may lack some dtypes.
 _NAMES: Final = (
     *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
     *("complex32", "complex64", "complex128", "bool", "bfloat16", "uint16", "uint32", "uint64"),
@@ -70,11 +69,11 @@ _NAMES: Final = (
 _CODES: Final[dict[torch.dtype, int]] = {
     getattr(torch, name): code for code, name in enumerate(_NAMES) if hasattr(torch, name)
 }
-_QUANTISED: Final = _NAMES.index("qint8")  # from here on, codes are of storages only, not of plain tensors
+_QUANTISED: Final = _NAMES.index("qint8")  # this code and higher codes are for storages only
 
 
 class _Dtypes(dict[int, torch.dtype]):
-    """The dtypes of some codes; a peer may send any code."""
+    """Code -> dtype. Raises ProtocolError for other codes, because a peer may send any code."""
 
     def __missing__(self, code: int) -> torch.dtype:
         raise ProtocolError(f"dtype {code} is not known here")
@@ -87,7 +86,7 @@ _COMPLEX_HALF: Final = _NAMES.index("complex32")  # torch warns when it stacks t
 
 
 def _find_arrays() -> tuple[Any, dict[torch.dtype, Any]]:
-    """Return numpy's frombuffer(), and the numpy dtypes of torch's dtypes; nothing if numpy is missing."""
+    """Return numpy's frombuffer(), and a table of torch's and numpy's dtypes; None and an empty table if numpy is missing."""
     try:
         import numpy  # noqa: PLC0415 - torch works without numpy
 
@@ -104,7 +103,7 @@ _frombuffer, _ARRAYS = _find_arrays()
 
 
 class _Message(threading.local):
-    """The innermost messages that this thread is encoding and decoding; codec.py restores the outer ones."""
+    """The innermost messages that this thread is encoding and decoding; codec.py restores the outer messages at their end."""
 
     encoding: Any = None
     decoding: Any = None
@@ -129,7 +128,7 @@ class _PyBuffer(ctypes.Structure):
     ]
 
 
-# Own prototypes: attributes of `ctypes.pythonapi` are shared by all code of the process.
+# Not attributes of `ctypes.pythonapi`: all code of the process shares these, and may change their argument types.
 _memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
@@ -147,7 +146,7 @@ _copy_out, _copy_writable = (
 class TensorSpan:
     """A range of memory that is sent without a copy. ``keep`` keeps the memory alive while the span lives.
 
-    The bytes are read when the message is written. A sender that returns to its caller before that copies them first.
+    The bytes are read when the message is written. A sender that returns to its caller earlier has to copy the bytes first.
     """
 
     __slots__ = ("address", "keep", "nbytes")
@@ -174,42 +173,41 @@ class TensorSpan:
         return view
 
 
-# -- going out ----------------------------------------------------------------------------------
+# -- encoding -----------------------------------------------------------------------------------
 
 
-ENTRY: Final = "BQQ"  # one block in the table: kind, bytes that are sent, offset in the sender's storage
+ENTRY: Final = "BQQ"  # a block in the table: kind, size, offset in the sender's storage
 _IN_BODY: Final = 1
 # The bytes are the elements of the block's only tensor, in order; its strides are ignored.
 _COMPACT: Final = 2
-_PLACED: Final = 4  # sent to a device, whose name is in the list of names
-# The bytes follow the bytes of the last gathered block, in the one buffer of all gathered blocks.
+_PLACED: Final = 4  # the receiver moves the bytes to a device, whose name is in the list of names
+# The bytes follow the bytes of the previous gathered block, in the one span of all gathered blocks.
 _GATHERED: Final = 8
 # The rows are closer together in the message than at the sender; a _PITCH entry has both distances.
 _PITCHED: Final = 16
-# In place of a size, the entry of each tensor of a block except the first has the number of an earlier entry:
-_SAME: Final = 32  # of a tensor that overlaps this tensor
-_BESIDE: Final = 64  # of the block's first tensor, which does not overlap this tensor
-# The last entries of the table, one for each pitched block in order: the distance of the rows at the sender, and as sent.
+# An entry for each further tensor of a block, which has the number of an earlier tensor's entry in place of a size.
+_SAME: Final = 32  # the earlier tensor overlaps this tensor
+_BESIDE: Final = 64  # the earlier tensor is the first of the block, and does not overlap this tensor
+# The last entries of the table, one for each pitched block in order: the distance of rows at the sender, and in the message.
 _PITCH: Final = 128
 
 
 _FREED: Final = "a tensor's storage was freed or resized: it has no bytes to send"
-# Functions for `map`.
 _untyped_storage, _storage_offset = torch.Tensor.untyped_storage, torch.Tensor.storage_offset
 _nbytes, _cdata = torch.UntypedStorage.nbytes, attrgetter("_cdata")
 
 
 class SharedStorageError(Exception):
-    """Two tensors of a message share memory, and the bytes of one are in the pickle. The table must hold all tensors."""
+    """Two tensors share memory, and the bytes of one are in the pickle. Encode again, with all tensors in the table."""
 
 
-# A tensor of a message, as a list (an object would cost a third of a microsecond): its storage, the range [low, high) of the
-# storage that it uses, in bytes, whether it is contiguous, the tensor itself (None: the whole storage is sent), the device at
-# the receiver, and the block that is sent for it, if that was computed and differs from the range.
+# The items of a list that describes a tensor of a message (an object would cost a third of a microsecond): the storage, the
+# range [low, high) of bytes that the tensor uses, whether the tensor is contiguous, the tensor itself (None: the whole storage
+# is sent), the device at the receiver, and the block that is sent, if it was computed and differs from the range.
 # For a stack, the first item is the _Stack, and later the stack's bytes. For a tensor that is sent in the block of an earlier
-# tensor, it is the number of that tensor, and low is the kind of its entry.
+# tensor, the first item is the number of the earlier tensor, and the second is the kind of the entry (_SAME or _BESIDE).
 _STORAGE, _LOW, _HIGH, _CONTIGUOUS, _TENSOR, _DEVICE, _BLOCK = range(7)
-# Dtypes, by element size, with which elements are copied: they keep every bit.
+# Size of an element -> the dtype with which such elements are copied, because a copy with this dtype keeps every bit.
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -217,8 +215,8 @@ class Outgoing:
     """The tensors and storages of one message while it is encoded.
 
     Args:
-        device_map: device here -> device there.
-        embedded: the storages whose bytes are in the pickle already.
+        device_map: device of this worker -> device of the receiver.
+        embedded: the storages whose bytes are in the pickle already, by ``_cdata``.
 
     Attributes:
         cpu: the receiver's device for CPU tensors; empty if they stay on the CPU.
@@ -228,7 +226,7 @@ class Outgoing:
 
     def __init__(self, device_map: Mapping[str, str] | None, embedded: Set[int] = frozenset()) -> None:
         self.by_storage: dict[int, int] = {}
-        # The number of a storage's first tensor -> the numbers of all of its tensors, if there are several.
+        # The number of a storage's first tensor -> the numbers of all tensors of the storage, if there are several.
         self._shared: dict[int, list[int]] = {}
         self._device_map = device_map
         self._embedded = embedded
@@ -245,8 +243,8 @@ class Outgoing:
         is_contiguous: bool,
         off_cpu: int,
     ) -> int:
-        """Record that ``t`` (None: unknown) uses the range [low, high) of a storage, without or with gaps; return its number."""
-        key = storage._cdata  # the tensor's entry keeps the storage alive, so its id is not reused
+        """Record that ``t`` (None: no tensor) uses bytes [low, high) of a storage, perhaps with gaps; return its number."""
+        key = storage._cdata  # unique, because self.pieces keeps the storage alive
         number = len(self.pieces)
         first = self.by_storage.setdefault(key, number)
         if first == number:
@@ -275,7 +273,7 @@ class Outgoing:
         return target
 
     def close_stacks(self) -> None:
-        """Copy the tensors of stacks, after checking all their storages in one pass, which takes two thirds of the time.
+        """Copy the tensors of stacks, after one check of all their storages, which is faster than a check for each tensor.
 
         Raises:
             SharedStorageError: a storage is also used by another tensor of the message.
@@ -301,7 +299,7 @@ class Outgoing:
                 piece[_STORAGE] = _joined(piece[_STORAGE].members)
 
     def finish(self, spans: list[TensorSpan], inline: bool) -> tuple[list[int], bytes, bytes]:
-        """Append the memory that is sent as spans of its own; return the table's numbers, inline bytes, device names.
+        """Append the memory that is sent after the body to ``spans``; return the table's numbers, the body's bytes, device names.
 
         Raises:
             SerializationError: a storage is shorter than its tensors (it was freed or resized).
@@ -313,7 +311,7 @@ class Outgoing:
         apart = {block for tensors in self._shared.values() for block in self._divide(tensors)}
         if inline or sum([block.size for block in apart]) <= INLINE_BYTES:
             apart = set()
-        # Offset in the shared span, address, size, and the object that keeps the memory alive.
+        # The blocks of ``apart``: offset in their common span, address, size, and the object that keeps the memory alive.
         gathered: list[tuple[int, int, int, object]] = []
         gathered_size = 0
         for number, piece in enumerate(self.pieces):
@@ -369,7 +367,7 @@ class Outgoing:
         return numbers + pitches, small[0] if len(small) == 1 else b"".join(small), names
 
     def _divide(self, numbers: list[int]) -> list[blocks.Block]:
-        """Find the blocks in which the tensors of one storage are sent; return the blocks that do not get spans of their own."""
+        """Find the blocks in which the tensors of one storage are sent; return the blocks that are copied to the common span."""
         pieces = self.pieces
         views = []
         for number in numbers:
@@ -397,7 +395,7 @@ class Outgoing:
 
 
 def _filled(block: blocks.Block, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the bytes of a block that has gaps in the storage, with zeros in the gaps that are left."""
+    """Return the bytes that are sent of a block with gaps. Gaps that are sent, too, have zeros."""
     if block.is_compact:
         return _raw(block.groups[0][0].tensor).contiguous()
     made = torch.zeros(block.size, dtype=torch.uint8, device=storage.device)
@@ -451,7 +449,7 @@ def settle() -> None:
     """Wait for the current streams if they are not the default streams.
 
     Call this before other threads use tensors made here: these threads use the default streams, which do not wait for the
-    streams of this thread. Messages do not need it: the thread that sends a message copies the bytes on its own streams.
+    streams of this thread. Not needed for a message: the thread that encodes the message copies the bytes on the same streams.
     """
     if torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):
@@ -470,7 +468,7 @@ _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torc
 _MKLDNN: Final[torch.layout] = getattr(torch, "_mkldnn")  # noqa: B009 - missing in torch's stubs
 
 _dispatch_keys = torch._C._dispatch_keys
-# torch's compiler uses these guards to compare tensors. They are not public; without them, no tensors are stacked.
+# torch's compiler compares tensors by these guards, which are not public. If a torch lacks the guards, no tensors are stacked.
 _guards: Final[Any] = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _TensorGuards: Final[Any] = getattr(_guards, "TensorGuards", None)
 _unbind_copy: Final[Any] = torch.unbind_copy  # torch's stubs declare no return value
@@ -509,7 +507,7 @@ def _describe(out: Outgoing, t: torch.Tensor, flags: int) -> tuple[Any, ...]:
     size = t.itemsize
     count = t.numel()
     if count == 0:
-        # No bytes of the storage are needed, and the code below never gets an empty range.
+        # A tensor without elements needs no bytes of a storage, and the code for blocks cannot handle an empty range.
         offset = 0
         index = out.target(t.device) if flags & _OFF_CPU else out.cpu or -1
     elif t.is_contiguous():
@@ -560,16 +558,16 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
     encoding.tensors.append(t)
     made: tuple[Any, ...] | None = None
     if flags == 0 and encoding.embeds and 0 < (size := t.nbytes) <= INLINE_BYTES and t.is_contiguous():
-        # Put the bytes into the pickle: then most messages with a tensor need no table.
+        # Put the bytes into the pickle, so that most messages with a tensor need no table.
         storage = t.untyped_storage()
-        key = storage._cdata  # the message keeps the tensor and its storage alive, so the id is not reused
+        key = storage._cdata  # unique, because encoding.tensors keeps the storage alive
         if key in encoding.embedded:
             raise SharedStorageError
         out, shape = encoding.outgoing, t.shape
         if (
             (out is None or key not in out.by_storage)
             and t.storage_offset() * t.itemsize + size <= storage.nbytes()
-            # A dimension of one element may have any stride.
+            # A contiguous tensor may have any stride in a dimension of one element.
             and (1 not in shape or t.stride() == _packed(shape))
         ):
             code = _CODES[t.dtype]
@@ -602,8 +600,8 @@ def _packed(shape: Sequence[int]) -> tuple[int, ...]:
 class _Stack:
     """Small tensors of equal layout; their bytes are stored one after the other, behind the pickle.
 
-    The stack is pickled as an iterator. Each of its tensors is pickled as ``next(iterator)``: always the same reduction, so
-    the pickle contains it once and then refers to it.
+    The stack is pickled as an iterator, and each of its tensors as ``next(iterator)``. This reduction is the same object for
+    all tensors of the stack, so the pickle contains the reduction once and refers to it.
     """
 
     __slots__ = ("_layout", "members")
@@ -661,7 +659,7 @@ def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
         return meta, (_CODES[t.dtype], tuple(t.shape), t.stride(), t.storage_offset(), grad)
     if t._is_zerotensor():
         return tensor, _describe(out, torch.zeros(t.shape, dtype=t.dtype), _GRAD * grad)
-    # Quantised tensors: torch reduces them to their whole storage, which our reducers put outside of the pickle.
+    # A quantised tensor. torch reduces it to its whole storage, which our reducers put outside of the pickle.
     if t.nbytes < t.untyped_storage().nbytes():
         t = t.clone()
     reduced: tuple[Any, ...] = t.__reduce_ex__(5)
@@ -676,7 +674,7 @@ def _reduce_parameter(p: torch.nn.Parameter) -> tuple[Any, ...]:
         message.encoding.tensors.append(p)
         rebuild = (parameter, (p.requires_grad, *_describe(out, p, flags)))
     else:
-        # The data is a tensor of its own. It is an argument, so that the pickler keeps it alive.
+        # p.detach() is a new tensor. The pickler keeps it alive, because it is in the arguments of the reduction.
         rebuild = (torch.nn.Parameter, (p.detach(), p.requires_grad))
     return (*rebuild, p.__dict__, None, None, set_attributes) if p.__dict__ else rebuild
 
@@ -708,17 +706,18 @@ def tensor_reducers() -> dict[type, Any]:
 # -- decoding ----------------------------------------------------------------------------------
 
 
-# An entry of a message being decoded, as a list: a writable buffer, the buffer's offset in the sender's storage, kind, device,
-# the first tensor that was built on it, the distances of rows if it is pitched, and the entry whose storage it shares.
-# Tensors that overlap have one entry. Tensors of one block that do not overlap have entries with one storage.
+# The items of a list that describes an entry of the table while a message is decoded: a writable buffer, the buffer's offset in
+# the sender's storage, kind, device, the first tensor that was built on the buffer, the distances of rows in a pitched block,
+# and the entry whose storage is also used for this entry. Tensors that overlap use the same list; tensors of one block that do
+# not overlap have lists that lead to the same storage.
 _DATA, _START, _KIND, _PLACE, _FIRST, _ROWS, _BLOCK_OF = range(7)
 
 
 def read_storages(numbers: tuple[int, ...], small: Any, names: bytes, buffers: Any) -> list[list[Any]]:
-    """Combine a message's table of storages with its buffers.
+    """Return the entries of a message's table of storages with the buffers of the message.
 
     Raises:
-        ProtocolError: they do not fit.
+        ProtocolError: table and buffers do not fit together.
     """
     storages: list[list[Any]] = []
     at = 0
@@ -742,7 +741,7 @@ def read_storages(numbers: tuple[int, ...], small: Any, names: bytes, buffers: A
             device, names = names[1:last].decode(), names[last:]
         data: Any
         if kind & _IN_BODY:
-            data = bytearray(small[at : at + size])  # a copy: the body must not be written to or kept
+            data = bytearray(small[at : at + size])  # a copy: tensors must not change or keep the body
             at += size
         elif kind & _GATHERED:
             if gathered is None:
@@ -752,12 +751,12 @@ def read_storages(numbers: tuple[int, ...], small: Any, names: bytes, buffers: A
         else:
             data = _writable(next(pending, b""))
         if len(data) != size or size == 0:
-            raise ProtocolError(f"a storage of {size} bytes came as {len(data)} bytes")
+            raise ProtocolError(f"a storage has {size} bytes in the table, but {len(data)} bytes were sent")
         rows = None
         if kind & _PITCHED:
             rows = pitches.pop() if pitches else (0, 0)
             if not rows[0]:
-                raise ProtocolError("a message's table of storages has no rows")
+                raise ProtocolError("a message's table of storages lacks the distances of rows")
         storages.append([data, low, kind, device, None, rows, None])
     if at != len(small) or names or pitches or gathered or next(pending, None) is not None:
         raise ProtocolError("a message's table of storages has the wrong length")
@@ -772,7 +771,7 @@ def _writable(buffer: Any) -> memoryview:
 def _joined_entry(storages: list[list[Any]], number: int, kind: int) -> list[Any]:
     """Return the entry of a tensor in the block of an earlier tensor."""
     if number >= len(storages):
-        raise ProtocolError(f"a tensor that shares memory with tensor {number} of {len(storages)}")
+        raise ProtocolError(f"tensor {len(storages)} uses the storage of tensor {number}, not an earlier one")
     earlier = storages[number]
     if kind == _SAME:
         return earlier
@@ -784,7 +783,7 @@ def _joined_entry(storages: list[list[Any]], number: int, kind: int) -> list[Any
 def _piece(index: int) -> list[Any]:
     storages: list[list[Any]] = message.decoding.storages
     if not 0 <= index < len(storages):
-        raise ProtocolError(f"a tensor on storage {index} of {len(storages)}")
+        raise ProtocolError(f"a tensor uses storage {index}, but the message has {len(storages)} storages")
     return storages[index]
 
 
@@ -817,7 +816,7 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
     shape, stride = geometry[:rank], geometry[rank:]
     if index == -1 or isinstance(index, str):
         if 0 not in shape or min(geometry) < 0:
-            raise ProtocolError(f"a tensor of sizes {shape} without a storage")
+            raise ProtocolError(f"a tensor of sizes {shape} has elements, but no storage")
         with _placing(device := "cpu" if index == -1 else str(index)):
             return _marked(torch.empty_strided(shape, stride, dtype=dtype, device=device), code)
     storages: list[list[Any]] = message.decoding.storages
@@ -832,15 +831,15 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
             start, strides = blocks.repitch(start, [step * size for step in stride], *rows)
             stride = tuple([step // size for step in strides])
     if len(stride) != rank:
-        raise ProtocolError(f"a tensor of {rank} sizes and {len(stride)} strides")
+        raise ProtocolError(f"a tensor has {rank} sizes, but {len(stride)} strides")
     last = 0
     for n, step in zip(shape, stride):  # noqa: B905 - `strict` costs more than the whole loop
         if n <= 0 or step < 0:
-            raise ProtocolError(f"a tensor of sizes {shape} and strides {stride}")
+            raise ProtocolError(f"a tensor has sizes {shape} and strides {stride}, which are not valid")
         last += (n - 1) * step
     # All terms are at least 0, so the last element has the highest offset.
     if start < 0 or start % size or start + (last + 1) * size > len(data):
-        raise ProtocolError(f"a tensor of sizes {shape}, strides {stride} outside of its storage")
+        raise ProtocolError(f"a tensor of sizes {shape}, strides {stride} is not inside of its storage")
     if first is None and block is None and not device and len(data) % size == 0:
         t = torch.frombuffer(data, dtype=dtype)
         piece[_FIRST] = t
@@ -859,10 +858,10 @@ def _build(index: int | str, code: int, offset: int, *geometry: int) -> torch.Te
 def _beside(
     first: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int
 ) -> torch.Tensor:
-    """Build a tensor on the storage of ``first``; the two share torch's version counter.
+    """Build a tensor on the storage of ``first``; the two tensors share torch's version counter.
 
-    Therefore autograd raises an error if one is changed in place after the other was saved for a backward pass. Neither is a
-    view: torch refuses every change in place of views that a custom autograd function has returned.
+    Therefore autograd raises an error if one tensor is changed in place after the other was saved for a backward pass. Neither
+    tensor is a view, because torch refuses to change views in place that a custom autograd function has returned.
     """
     base = first.detach()
     torch._C._set_conj(base, False)
@@ -934,8 +933,8 @@ def stacked(index: int, code: int, *shape: int) -> Iterator[torch.Tensor]:
         or not data
         or len(data) % size
     ):
-        raise ProtocolError(f"tensors of sizes {shape} in a stack of {len(data)} bytes")
-    # Each byte is used once: a peer cannot make a short message large by building the stack again with other sizes.
+        raise ProtocolError(f"a stack of {len(data)} bytes does not consist of tensors of sizes {shape}")
+    # Use each byte once, so that a peer cannot make many tensors of a short message by building the stack several times.
     piece[_DATA] = b""
     found: Iterator[torch.Tensor] = chain.from_iterable(_unstack(data, size, dtype, shape))
     if code & _GRAD:
@@ -960,7 +959,7 @@ def _unstack(
 ) -> Iterator[Iterable[torch.Tensor]]:
     """Yield the tensors of a stack in portions, so that few tensors are made before they are requested."""
     step = size * max(1, _PORTION // size)
-    # Iterating over a one-dimensional array would yield numbers instead of arrays.
+    # numpy is not used for scalars: iterating over a one-dimensional array yields numbers instead of arrays.
     array_dtype = _ARRAYS.get(dtype) if shape else None
     if _is_altered():
         for at in range(0, len(data), size):
@@ -970,11 +969,11 @@ def _unstack(
     for at in range(0, len(data), step):
         part = data[at : at + step]
         if array_dtype is not None:
-            # Each tensor has its own storage object on the shared memory; torch's copy would take twice as long.
+            # Each tensor has its own storage object on the memory of the portion. A copy by torch would take twice as long.
             yield map(torch.from_numpy, _frombuffer(part, array_dtype).reshape(-1, *shape))
         else:
             yield _unbind_copy(torch.frombuffer(part, dtype=dtype).view(-1, *shape))
-    raise ProtocolError(f"a stack of {len(data)} bytes has no more tensors")
+    raise ProtocolError(f"a message uses more tensors of a stack than its {len(data)} bytes contain")
 
 
 def parameter(requires_grad: bool, index: int | str, code: int, offset: int, *geometry: int) -> torch.Tensor:
@@ -990,7 +989,7 @@ def set_attributes(t: torch.Tensor, attributes: dict[str, Any]) -> None:
 def sparse_coo(indices: Any, values: Any, shape: Any, coalesced: bool, grad: bool) -> torch.Tensor:
     """Rebuild a sparse COO tensor after checking its indices (wire format)."""
     a, b = _build(*indices), _build(*values)
-    # The device is given because the caller may be inside `with torch.device(...)`.
+    # Without a device, torch would use the device of a block `with torch.device(...)` in which this thread may be.
     options: Any = {"device": b.device, "check_invariants": True, "is_coalesced": coalesced}
     t = torch.sparse_coo_tensor(a, b, shape, **options)
     return _arrives(t, grad)

@@ -1,7 +1,7 @@
 """TorchScript functions and modules in messages: pickle does not support them.
 
 A script function that the peer can import is sent by the name that it has in its module, like other functions. Any other
-script function is sent as the archive that `torch.jit.save` writes, and becomes a script module with the same call there.
+script function is sent as the archive that `torch.jit.save` writes, and arrives as a script module with the same arguments.
 Script modules are always sent as an archive.
 
 The reducers run in any thread that encodes or decodes.

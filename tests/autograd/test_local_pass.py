@@ -246,7 +246,7 @@ def test_a_gradient_that_cannot_be_sent_fails_the_pass() -> None:
 def test_messages_about_unknown_sends_or_contexts_raise_an_error() -> None:
     group = Group(2)
     part = group.worker(1).participant
-    with pytest.raises(RpcError, match="Could not find send function: message 7 was not sent from here"):
+    with pytest.raises(RpcError, match="Could not find send function: this worker sent no message 7"):
         part.handle(group.worker(0).me, Discover(group.context, [7]))
     run = Run(group.context, 9, [Stratum({7: ()})], False, False, "context", 0.0, [])
     with pytest.raises(RpcError, match="Could not find send function"):

@@ -154,7 +154,7 @@ def test_invalid_parameters_are_refused_before_anything_is_sent(twins: Twins) ->
         (TypeError, "not as str", "worker1"),
         (TypeError, "not as int", 3),
         (TypeError, "not as NoneType", [None]),
-        (TypeError, "names for keys", [{"params": one, 3: 0.1}]),
+        (TypeError, "names of hyper-parameters", [{"params": one, 3: 0.1}]),
     ]
     for error, text, params in cases:
         with pytest.raises(error, match=text) as caught:

@@ -647,7 +647,7 @@ def test_attributes_that_cannot_be_pickled_are_left_out_and_named_in_a_note() ->
     assert arrived.inner.code == 1
     assert not hasattr(arrived.inner, "lock")
     (note,) = arrived.__notes__
-    assert note.startswith("left behind or shortened on worker callee, as it cannot be sent whole: ")
+    assert note.startswith("worker callee cut parts of this error, as it cannot be sent whole: ")
     assert "lock" in note
     assert "nested" in note
     lock = threading.Lock()
