@@ -68,7 +68,7 @@ def check_script_call(function: torch.jit.ScriptFunction[Any, Any], args: Sequen
 
 
 def is_builtin(function: Any) -> bool:
-    """Say whether a function is an operator of torch's."""
+    """Return whether a function is an operator of torch, such as ``torch.add``."""
     try:
         return function is not None and _find_builtin(function) is not None
     except Exception as error:  # a callable that cannot be looked up
@@ -88,7 +88,7 @@ def as_runtime_error(error: Exception) -> Exception:
         return made  # type: ignore[no-any-return]
     try:
         made = type(cls.__name__, (cls, RuntimeError), {"__module__": cls.__module__})(*error.args)
-    except Exception:  # two layouts that do not mix, or a constructor with other arguments
+    except Exception:  # the classes cannot be combined, or the constructor takes other arguments
         made = RuntimeError(f"{cls.__name__}: {error}")
     made.__cause__ = error
     return made  # type: ignore[no-any-return]

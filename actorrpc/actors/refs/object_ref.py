@@ -243,8 +243,8 @@ class _Pursuit(Progress):
 _lock = threading.RLock()
 
 
-# The identity of an ObjectRef consists of random bytes of this process and a number. Random bytes for each ObjectRef would need a
-# system call, which takes longer than creating the ObjectRef.
+# The identity of an ObjectRef consists of random bytes of this process and a number. Drawing random bytes for each ObjectRef
+# would take longer than creating the ObjectRef.
 _origin = b""
 _numbers = itertools.count()
 
@@ -265,8 +265,8 @@ class ObjectRef(Generic[T_co]):
     the method runs; inside of containers it is passed as an ObjectRef. It can be sent in all messages of the
     group, before or after its call has ended. ObjectRefs of the same result are equal. Thread-safe.
 
-    All workers of the group can load pickles of an ObjectRef (of ``pickle``, ``cloudpickle`` or ``torch.save``). A pickle does not
-    keep the result: keep the ObjectRef until the pickle was loaded. Loading waits for an answer of the worker with the result.
+    All workers of the group can load pickles of an ObjectRef (of ``pickle``, ``cloudpickle`` or ``torch.save``). A pickle does
+    not keep the result: keep the ObjectRef until the pickle was loaded. Loading waits for an answer of the result's worker.
 
     Args:
         future: completes with the result, with :class:`StoredResult`, or with the error; None: ``promise`` has the result.

@@ -26,7 +26,7 @@ class PlacementGroupSchedulingStrategy:
     Attributes:
         placement_group: the return value of ``placement_group()``; None for no group.
         placement_group_bundle_index: the index of the bundle; -1: any.
-        placement_group_capture_child_tasks: whether actors and tasks that it starts are in the group, too.
+        placement_group_capture_child_tasks: whether actors and tasks that the actor starts are in the group, too.
     """
 
     placement_group: PlacementGroup | None
