@@ -73,7 +73,7 @@ def options_of(actor: type) -> ActorOptions:
     if not isinstance(found, ActorOptions):
         return ActorOptions()
     if OPTIONS not in vars(actor) and found.name is not None:
-        return replace(found, name=None, get_if_exists=False)  # only one actor can have the name
+        return replace(found, name=None, get_if_exists=False)  # subclasses do not inherit a unique name
     return found
 
 

@@ -64,7 +64,7 @@ __all__ = ["CallQueue"]
 
 _BARRIER_S: Final = 1.0  # how long, at most, the queue waits for the outcome of calls to a former incarnation
 _CROWD: Final = 64  # if more calls wait while the queue is being sent, a thread that queues a call is blocked
-_HOLD_UP_S: Final = 1.0  # how long such a thread is blocked, at most
+_HOLD_UP_S: Final = 1.0  # how long, at most, a thread that queues a call is blocked
 _INLINED: Final = 8  # with fewer calls in flight, replies may contain large results
 # Errors of a method that `retry_exceptions` never matches: the method was stopped, or the actor cannot continue.
 _FINAL: Final = (CancelledError, CheckpointError, DeadlockError, RpcTimeoutError, ShutdownError)
@@ -98,7 +98,7 @@ class _WaitingCalls:
         return None
 
     def remove(self, *, impatient: bool = False) -> list[PendingCall]:
-        """Remove, claim and return all calls in order, which the caller must end. ``impatient``: only such (CallTemplate)."""
+        """Remove, claim and return all calls, or only calls with ``template.impatient``, in order; the caller must end them."""
         removed = []
         for number, pending in sorted(self._calls.items()):
             template = pending.template
@@ -213,7 +213,7 @@ class CallQueue:
         in_flight, pending = self.in_flight, future.pending
         in_flight[future.number] = future
         awaits: Sequence[Future[Any]] = ()
-        # Many large results at a time would fill the memory of this process, so they stay with their actors.
+        # Many large results at a time would fill the memory of this process, so they stay on the actors' workers.
         mail = template.mail if not template.inlines or len(in_flight) < _INLINED else template.kept_mail
         try:
             if unresolved or (pending is not None and pending.place is not None):
@@ -384,7 +384,7 @@ class CallQueue:
         return epoch <= self.fate.after
 
     def _lost(self, epoch: int, number: int, label: str) -> None:
-        """Record the end of an incarnation, by which the call ``number`` was not answered. The lock is held."""
+        """Record the end of the incarnation ``epoch``, which did not answer the call ``number``. The lock is held."""
         location = self.location
         if self.fate.death is not None or location is None or location.epoch > epoch:
             return  # known already

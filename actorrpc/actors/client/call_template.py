@@ -36,7 +36,7 @@ class CallTemplate:
         survives_restart: the actor may be restarted. A call that did not run is then sent again, from a copy of its arguments.
         tries: how often a call that may have run is sent again; -1: without limit.
         impatient: a call fails at once while the actor is being restarted; if False, the call waits for the restart.
-        inlines: the reply of a call has a large result; if False, a large result stays on the actor's worker. Changes with use.
+        inlines: replies contain large results; if False, large results stay on the actor's worker. Changes with their use.
     """
 
     __slots__ = (

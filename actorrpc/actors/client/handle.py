@@ -624,7 +624,7 @@ def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
             "name= and find it with actorrpc.get_actor()"
         )
     state = handle.__dict__
-    # The descriptor contains the anchor, an RRef. Sending an RRef registers a reference of the receiver, which keeps it alive.
+    # The descriptor contains the anchor, an RRef. Sending the anchor registers a reference of the receiver to the actor.
     return _rebuild, (state["_actorrpc_route"].descriptor, state["_actorrpc_given"])
 
 
@@ -802,10 +802,10 @@ def _rref(handle: ActorHandle[Any]) -> Any:
 
 
 def as_handle(given: Any, what: str) -> ActorHandle[Any]:
-    """Return the argument if it is a handle; ``what`` is the name of the function that takes it.
+    """Return ``given`` if it is a handle. ``what``: the name of the function whose argument ``given`` is, for the error.
 
     Raises:
-        TypeError: it is not a handle.
+        TypeError: ``given`` is not a handle.
     """
     if isinstance(given, ActorHandle):
         return given
@@ -845,7 +845,7 @@ def is_alive(actor: ActorHandle[Any] | Actor, timeout: float = 10.0) -> bool:
     """Say whether the actor lives, or is being made or restarted. Does not wait for the actor's calls.
 
     Args:
-        timeout: how many seconds its supervisor may take to answer; without an answer, the actor counts as dead.
+        timeout: how many seconds the actor's supervisor may take to answer; without an answer, the actor counts as dead.
     """
     asked: Future[bool] = route_to(actor, "is_alive()").alive()
     try:
@@ -905,7 +905,7 @@ def call(actor: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     ``call(handle, getattr, "x")`` reads an attribute, ``call(handle, setattr, "x", 1)`` sets it.
 
     Raises:
-        TypeError: it is not a function, or it is a coroutine function or generator function.
+        TypeError: ``function`` is not callable, or is a coroutine function or generator function.
         SerializationError: the function, or an argument, cannot be sent.
     """
     as_handle(actor, "call()")

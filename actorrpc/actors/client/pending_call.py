@@ -88,7 +88,7 @@ class ResultFuture(InnerFuture[Any]):
     Attributes:
         number: the number of the call among all calls that this process makes to the actor.
         route: keeps the actor alive until the call has ended; then None.
-        template: see CallTemplate; None after the call has ended, unless the use of its result decides how later ones are sent.
+        template: the call's template; None after the call, unless the use of its result decides how later results are sent.
         pending: contains the arguments, to send the call later or again; None if that is not necessary.
     """
 
@@ -393,7 +393,7 @@ class ReservedCall:
 
     Args:
         future: the future of the call. Its ``pending`` holds all arguments.
-        call: the call of both messages.
+        call: the agent's Call, which is sent twice: in the first and in the second message.
     """
 
     __slots__ = ("_call", "_free", "_future", "_queue", "_remaining", "_template")
@@ -415,7 +415,7 @@ class ReservedCall:
         if self._remaining and argument.error is None:
             return
         try:
-            # Only one thread passes this line: it completed the last argument, or was the first that failed one.
+            # Only one thread passes this line: it has completed the last argument, or was the first to fail an argument.
             del self._free
         except AttributeError:
             return

@@ -308,7 +308,7 @@ class Route:
         template = queue.template_for(method, options, False)
         place = queue.place
         if template.peer is None and place is not None:
-            # A new call would be queued, because the queue is being sent. This stream was sent to an incarnation.
+            # The queue is being sent, so template_for() has returned a template for queued calls: get the one for `place`.
             template = template.at(queue, place)
         if type(error) is PeerDiedError:
             # Compare the incarnations of workers. `peer.state` may still be "alive" after the connection has broken.

@@ -51,7 +51,7 @@ SMALL: Final = 64 << 10
 """Results up to this many bytes are sent with the reply; larger ones stay in memory of the host where they were made."""
 
 SOLE: Final = 2 if sys.version_info < (3, 14) else -1
-"""``sys.getrefcount(argument)`` in a function if only this argument and the caller's expression refer to the object.
+"""The result of ``sys.getrefcount(argument)`` in a function if no other variable refers to the argument.
 
 No other code can read an ObjectRef with this count. From Python 3.14 on, the count is not reliable: -1 matches no count.
 """
@@ -210,7 +210,7 @@ class _Pursuit(Progress):
             step = claim[0]
         except IndexError:
             return None
-        if rref is not None and rref.is_owner():  # a value that this worker has promised
+        if rref is not None and rref.is_owner():  # the step waits for a value that this worker has promised
             return rrefs.promised(rref) or step
         return step
 

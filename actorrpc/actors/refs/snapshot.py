@@ -38,7 +38,7 @@ _ATTEMPTS: Final = 4
 
 _find_main: Final = re.compile(b"__(?:mp_)?main__").search
 
-_NOTHING: Final[Mapping[bytes, bytes]] = {}  # most snapshots have no definitions; never changed
+_NOTHING: Final[Mapping[bytes, bytes]] = {}  # for snapshots without definitions; must not be changed
 
 # Functions and classes ("definitions") that snapshots contain as pickles. Each is loaded once, even if its snapshot is opened
 # often. A definition that was evicted from this store is loaded from the snapshot again.
@@ -87,7 +87,7 @@ class Snapshot:
         self._held = held
         self._by_name = by_name  # whether the pickle names objects of the main module
         self._tag = tag  # for the autograd recorder
-        #: The location of the memory in a segment that all processes of the host share, and the sizes of its parts; or None, ().
+        #: The location of the memory in a segment that all processes of the host share; None if the memory is in `_buffers`.
         self.stored = stored
         self._sizes = sizes
         #: host -> the worker of that host that has fetched this snapshot, and the id under which it has requested the snapshot.

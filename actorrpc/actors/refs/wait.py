@@ -89,7 +89,7 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
     """Return the future of ``item``. If ``final`` is set, and the value is known to be on another worker, start to fetch it.
 
     Raises:
-        TypeError: ``what`` (a function of users) cannot wait for ``item``.
+        TypeError: the function that ``what`` names cannot wait for ``item``.
         NotInitializedError: the future is pending, and was made before this process was forked.
     """
     if type(item) is ObjectRef:
@@ -135,7 +135,7 @@ def _start_any(item: Any, what: str, final: bool) -> Future[Any]:
 
 
 def _adopted(other: Any) -> Future[Any]:
-    """Return an actorrpc.Future that completes when ``other``, a ``torch.futures.Future``, does."""
+    """Return an actorrpc.Future that completes with the outcome of ``other``, a ``torch.futures.Future``."""
     future: Future[Any] = Future()
     future.label = "a torch.futures.Future"
     other.add_done_callback(lambda done: future.complete_with(done.value))
@@ -442,8 +442,8 @@ def get(
         copy: for large results, which the processes of a host share. None: tensors and arrays whose pages are copied when they
             are written to: quick to get, slow to overwrite completely. True: a copy. False: read-only arrays and memoryviews
             (not tensors: torch has no read-only tensors).
-        cancel_on_interrupt: if Ctrl-C ends the wait, cancel the calls and streams of ``refs``; after
-            ``get(handle.method.remote())``, nothing else could. None: only in a notebook or another session of IPython.
+        cancel_on_interrupt: if Ctrl-C ends the wait, cancel the calls and streams of ``refs``. (After an interrupted
+            ``get(handle.method.remote())``, you have no reference to cancel.) None: only in a notebook or a session of IPython.
 
     Returns:
         The result, or a list of results in the order of ``refs``. Each ``get`` makes values of its own: changes to them are not

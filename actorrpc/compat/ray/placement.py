@@ -67,7 +67,7 @@ class PlacementGroupID:
 
 @dataclass(frozen=True)
 class PlacementGroup:
-    """A handle of a placement group, which can be sent.
+    """A handle of a placement group. The handle can be sent to other workers.
 
     Attributes:
         id: the id of the group.
