@@ -21,7 +21,7 @@ __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_av
 
 _RANK_BITS = 48  # a context's id, shifted right by this, is the rank of the worker that made the context
 
-_entered: dict[int, context] = {}  # contexts that _new_context() entered, without a `with` block
+_entered: dict[int, context] = {}  # context id -> a context that _new_context() has entered
 
 
 def is_available() -> bool:
@@ -127,7 +127,7 @@ def _current_context() -> DistAutogradContext:
     """Return the context in which this code runs.
 
     Raises:
-        RuntimeError: there is no context.
+        RuntimeError: this code runs in no context.
     """
     id = current_context()
     if id is None:

@@ -84,7 +84,7 @@ class _Other(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # Python has replaced it by the spec of the alias
+        module.__spec__ = self._spec  # restore the spec, which Python has replaced by the alias's spec
 
 
 class _Aliases(importlib.abc.MetaPathFinder):

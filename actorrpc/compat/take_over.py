@@ -178,7 +178,7 @@ def install() -> None:
         # With futures of actorrpc, torch's own functions would wait for all futures before they raise the error of one.
         _put(torch.futures, "collect_all", translate.collect_all)
         _put(torch.futures, "wait_all", translate.wait_all)
-        # When torch was imported, these two modules imported torch's RRef by name.
+        # These two modules have imported torch's RRef by name, so the name is replaced there, too.
         _put(importlib.import_module("torch._jit_internal"), "RRef", RRef)
         _put(importlib.import_module("torch.nn.parallel.distributed"), "RRef", RRef)
         native = getattr(torch._C, "_distributed_rpc", None)

@@ -311,7 +311,7 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
         return made
 
     def _searching(self, paths: tuple[str, ...]) -> ActorClass[P, C]:
-        """Return the same class; its processes add these directories to the import path before they unpickle it."""
+        """Return the same class, whose actors' processes add ``paths`` to the import path before they unpickle the class."""
         made = self._with(self._actorrpc_options, self._actorrpc_alias)
         _own(made)["_ray_paths"] = paths
         return made

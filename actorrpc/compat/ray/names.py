@@ -43,7 +43,7 @@ def _told(module: str, name: str, known: Iterable[str]) -> str:
 
 
 def missing(module: str, known: Iterable[str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a module: its AttributeError says what to use instead.
+    """Return a ``__getattr__`` for a module. It raises an AttributeError that says what to use instead of a missing name.
 
     Args:
         module: the module's name on Ray.

@@ -76,7 +76,7 @@ class NodeLabelSchedulingStrategy:
     """Place the actor on a node with certain labels.
 
     Attributes:
-        hard: name -> the condition that the label must meet.
+        hard: name of a label -> the condition that the label must meet.
         soft: conditions that the labels should meet; ignored.
     """
 

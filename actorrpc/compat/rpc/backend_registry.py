@@ -35,7 +35,7 @@ class BackendValue(NamedTuple):
 
 
 def _enum_of(members: dict[str, BackendValue]) -> Any:
-    make: Any = enum.Enum  # a type checker accepts only literal members
+    make: Any = enum.Enum  # Any, because type checkers accept only literal members
     made = make("BackendType", members, module=__name__)
     made.__repr__ = lambda self: f"BackendType.{self.name}"
     return made

@@ -19,7 +19,7 @@ from actorrpc.testing.message_types import Message
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions"]
 
-# torch's message type -> actorrpc's type; True: only calls of script functions and operators; False: only other calls; None: all.
+# torch's type -> (actorrpc's message type; True: only calls of script functions and operators, False: only others, None: all).
 _TYPES: Final[Mapping[str, tuple[str, bool | None]]] = {
     "RREF_FORK_REQUEST": ("rref_fork", None),
     "RREF_CHILD_ACCEPT": ("rref_accept", None),
