@@ -97,7 +97,7 @@ class HostCopies:
 
 
 def place_of(agent: Agent, worker: str) -> str:
-    """Return a key that all workers have in common that can share one copy: the host, or the worker if it shares no memory."""
+    """Return the same key for all workers that can share one copy: their host, or the worker if it shares no memory."""
     try:
         peer = agent.peer(worker)
         host = peer.record.host

@@ -58,7 +58,7 @@ No other code can read an ObjectRef with this count. From Python 3.14 on, the co
 
 _TEXTS: Final = frozenset({str, bytes})
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_MAX_HOPS: Final = 8  # a promise of a promise of a stored result needs three
+_MAX_HOPS: Final = 8  # how often a fetch may be referred to another worker
 
 
 def keep_large(value: Any, nbytes: int, peer: Peer) -> Any:
@@ -464,7 +464,7 @@ class ObjectRef(Generic[T_co]):
                 *known, _out_of_reach(known[1], lost) if type(lost) is PeerDiedError else lost, context
             )
         if lost is not None:
-            self._promise = None  # its sender has ended: from now on, this worker is the source of the value
+            self._promise = None  # its worker has ended: from now on, this worker is the source of the value
         error = future.error
         value = future.value_or_none
         if error is None and type(value) is StoredResult:

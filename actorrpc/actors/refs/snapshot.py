@@ -85,7 +85,7 @@ class Snapshot:
         self._buffers: list[memoryview] | None = []
         self._definitions = definitions
         self._held = held
-        self._by_name = by_name  # whether the pickle names objects of the main module
+        self._by_name = by_name  # whether objects of the main module are pickled by name
         self._tag = tag  # for the autograd recorder
         #: The location of the memory in a segment that all processes of the host share; None if the memory is in `_buffers`.
         self.stored = stored
