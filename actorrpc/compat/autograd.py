@@ -1,4 +1,4 @@
-"""Replaces ``torch.distributed.autograd``: its public names, and the private names that are in use."""
+"""Replaces ``torch.distributed.autograd``: its public names, and the private names that programs use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from actorrpc.rpc import api as core
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 
-_RANK_BITS = 48  # the bits of a context's id above these are the rank of its origin
+_RANK_BITS = 48  # a context's id, shifted right by this, is the rank of the worker that made the context
 
-_entered: dict[int, context] = {}  # contexts that _new_context() entered, without a `with` block
+_entered: dict[int, context] = {}  # context id -> a context that _new_context() has entered
 
 
 def is_available() -> bool:
@@ -37,8 +37,8 @@ def backward(context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool 
     """As :func:`actorrpc.autograd.backward`, with the same further keywords.
 
     Raises:
-        TypeError: the arguments have other types than these.
-        RuntimeError: an item is not a root, or as :func:`actorrpc.autograd.backward`.
+        TypeError: an argument has a wrong type.
+        RuntimeError: a tensor of ``roots`` cannot be a root, or as :func:`actorrpc.autograd.backward`.
     """
     if not isinstance(context_id, int) or not _are_tensors(roots):
         raise TypeError(
@@ -73,25 +73,25 @@ def _are_tensors(roots: object) -> bool:
 
 
 def _name_the_node(error: Exception) -> None:
-    """Say on which worker a pass has failed, as torch does."""
+    """Add to the error of a backward pass the id of the worker on which the pass has failed, as torch does."""
     worker = getattr(error, "worker", None)
     try:
         id = core.get_worker_info(worker).id
-    except RpcError:  # it has left meanwhile
+    except RpcError:  # the worker has left the group meanwhile
         return
     if len(error.args) == 1 and not str(error.args[0]).startswith("Error on Node"):
         error.args = (f"Error on Node {id}: {error.args[0]}",)
 
 
 class _Send:
-    """A node of the graph for a message that was sent with tensors that require grad."""
+    """Stands for torch's graph node of a message with tensors that require grad, which this worker has sent."""
 
     def __init__(self, message: int, edges: Any) -> None:
         self.message = message
         self.next_functions = tuple((edge.node, edge.output_nr) for edge in edges)
 
     def name(self) -> str:
-        """Return the name of such nodes in torch."""
+        """Return the name that torch gives to such nodes."""
         return "torch::distributed::autograd::SendRpcBackward"
 
     def __eq__(self, other: object) -> bool:
@@ -127,7 +127,7 @@ def _current_context() -> DistAutogradContext:
     """Return the context in which this code runs.
 
     Raises:
-        RuntimeError: there is no context.
+        RuntimeError: this code runs in no context.
     """
     id = current_context()
     if id is None:
@@ -139,16 +139,16 @@ def _current_context() -> DistAutogradContext:
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
-    """Return a context that has state on this worker.
+    """Return the context with this id.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: this worker has no state of such a context.
     """
     return DistAutogradContext(contexts().get(context_id))
 
 
 def _is_valid_context(context_id: int) -> None:
-    """Raise RuntimeError if a context has no state on this worker."""
+    """Raise RuntimeError if this worker has no state of a context with this id."""
     contexts().get(context_id)
 
 
@@ -165,7 +165,7 @@ def _new_context() -> DistAutogradContext:
 
 
 def _release_context(context_id: int) -> None:
-    """End a context, here and on the other workers that it has reached."""
+    """End a context, on this worker and on all other workers that have state of it."""
     made = _entered.pop(context_id, None)
     if made is not None:
         made.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Hooks for imports: callbacks after the import of a module, and modules under other names.
+"""Hooks for imports: callbacks after the import of a module, and aliases of modules.
 
 ``site/sitecustomize.py`` loads this module alone when an interpreter starts. Therefore it imports only the standard library.
 """
@@ -19,7 +19,7 @@ __all__ = ["after_import", "alias", "alias_package", "forget"]
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module with another loader, and calls a function after that."""
+    """Loads a module with the loader ``loader``, and calls ``then(module)`` after that."""
 
     def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
         self._loader = loader
@@ -31,14 +31,14 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
         if spec is not None:
-            spec.loader = self._loader  # from now on, the module shows its own loader
+            spec.loader = self._loader  # the module's attributes must name the original loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._then(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module, once, by calling the other finders, and wraps the loader in a :class:`_Loader`."""
+    """Finds the module ``name`` with Python's other finders, and wraps its loader in a :class:`_Loader`. Works once."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -57,7 +57,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> _Finder | None:
-    """Call ``then(module)`` when a module has been imported; at once if it is imported already.
+    """Call ``then(module)`` when the module ``name`` has been imported; at once if it is imported already.
 
     Returns:
         The argument for :func:`forget`, or None if the module is imported already.
@@ -72,7 +72,7 @@ def after_import(name: str, then: Callable[[ModuleType], None]) -> _Finder | Non
 
 
 class _Other(importlib.abc.Loader):
-    """A loader for an alias: returns the module of another name, unchanged."""
+    """The loader of an alias: gives the module whose real name is ``name``, unchanged."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -84,11 +84,11 @@ class _Other(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import has set the spec of the other name
+        module.__spec__ = self._spec  # restore the spec, which Python has replaced by the alias's spec
 
 
 class _Aliases(importlib.abc.MetaPathFinder):
-    """Finds modules under other names."""
+    """Finds modules by their aliases."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
@@ -101,10 +101,10 @@ class _Aliases(importlib.abc.MetaPathFinder):
 
 
 def alias(names: Mapping[str, str]) -> _Aliases:
-    """Make modules importable under other names.
+    """Make modules importable by aliases.
 
     Args:
-        names: other name -> name of the module.
+        names: alias -> name of the module.
 
     Returns:
         The argument for :func:`forget`.
@@ -115,7 +115,7 @@ def alias(names: Mapping[str, str]) -> _Aliases:
 
 
 class _Root(_Other):
-    """Returns a package, and registers its imported modules under the other name."""
+    """The loader of a package's alias: also registers the package's modules that are imported already, by their aliases."""
 
     def __init__(self, name: str, other: str) -> None:
         super().__init__(name)
@@ -130,7 +130,7 @@ class _Root(_Other):
 
 
 class _Package(importlib.abc.MetaPathFinder):
-    """Finds a package and all modules in it under another name. No other finder is called for modules of that name."""
+    """Finds the package ``name`` and its modules by the alias ``other``. Python's other finders are not called for the alias."""
 
     def __init__(self, other: str, name: str) -> None:
         self._other = other
@@ -156,17 +156,17 @@ class _Package(importlib.abc.MetaPathFinder):
 
 
 def alias_package(other: str, name: str) -> MetaPathFinder:
-    """Make a package and its modules importable under another name, even if a package of that name is installed.
+    """Make a package and its modules importable by an alias, even if a package with the alias as its name is installed.
 
     Args:
-        other: the other name.
+        other: the alias.
         name: the package's own name; its module ``names`` makes the error for missing modules.
 
     Returns:
         The argument for :func:`forget`.
 
     Raises:
-        RuntimeError: a package of the other name has been imported.
+        RuntimeError: another package has been imported by the name ``other``.
     """
     loaded = sys.modules.get(other)
     if loaded is not None and loaded.__name__ != name:

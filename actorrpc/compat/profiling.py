@@ -50,12 +50,12 @@ __all__ = ["patches", "profiled_pass"]
 
 _NAME: Final = "torch::distributed::autograd::"
 _lock = threading.Lock()  # guards _wanted; a leaf
-_wanted: Final[dict[int, list[Collector]]] = {}  # by the number of the context
+_wanted: Final[dict[int, list[Collector]]] = {}  # context id -> collectors that record its backward passes
 
 
 @contextlib.contextmanager
 def profiled_pass(context_id: int) -> Iterator[None]:
-    """Record the pass that runs in the block in this thread's profile, if there is one."""
+    """If this thread has a profile, record in it the backward pass that runs in the ``with`` block."""
     if not (modern._is_profiler_enabled or profiled()):
         yield
         return
@@ -87,14 +87,14 @@ def _forget(worker: Participant, context_id: int, found: Collector) -> None:
 
 
 def _work(node: int, part: LocalPass, index: int) -> Iterator[tuple[WorkerKey, Gradient]]:
-    """Run one stratum of the pass on the worker of rank ``node``, and record its work for each message."""
+    """Run one stratum of a pass on this worker, whose rank is ``node``, and record the work for each message."""
     began = time.time_ns()
     complete = part.work(index)
     for _ in part.messages(index):
         _note(node, part, "SendRpcBackward", began)
     for each in complete:
         began = time.time_ns()
-        yield each  # the caller sends it before it requests the next one
+        yield each  # the caller sends the gradient meanwhile, so the recorded time includes sending
         _note(node, part, "RecvRpcBackward", began)
 
 
@@ -112,7 +112,7 @@ _COLLECTOR: Final = "_actorrpc_collector"  # the attribute of a modern profile
 
 
 class _Records(list[Any]):
-    """The records that the old profiler returns at its end, with the profile's collector."""
+    """The records that torch's old profiler returns at the end of a profile, and the profile's collector."""
 
     def __init__(self, records: list[Any], found: Collector | None) -> None:
         super().__init__(records)
@@ -120,7 +120,7 @@ class _Records(list[Any]):
 
 
 def _begin(profile: Any) -> Collector:
-    """Give a profile that has just begun a collector, which records this thread's calls."""
+    """Make the collector of a profile that has just begun. It records the calls of this thread."""
     found = Collector(
         ProfilerSettings(
             profile.record_shapes,
@@ -135,10 +135,10 @@ def _begin(profile: Any) -> Collector:
 
 
 def _events(found: Collector, offset: int, seen: list[FunctionEvent]) -> list[FunctionEvent]:
-    """Return the collected events and torch's own events, in one order.
+    """Return the collected events and torch's own events, ``seen``, in the order of time.
 
     Args:
-        offset: about how many nanoseconds lie between the start of the profile and that of the collector.
+        offset: the approximate time of the collector's start, in nanoseconds after the start of the profile.
     """
     times = [
         (event.name, math.ceil(event.time_range.start * 1e3), math.floor(event.time_range.end * 1e3))
@@ -150,13 +150,13 @@ def _events(found: Collector, offset: int, seen: list[FunctionEvent]) -> list[Fu
 
 
 def _fitted(found: Collector, offset: int, seen: list[tuple[str, int, int]]) -> int:
-    """Return the offset nearest to ``offset`` with which each call lies in the range that torch has recorded for it.
+    """Return the offset nearest to ``offset`` with which each call lies in the range that torch has recorded for the call.
 
-    On a busy machine, time may pass between reading the two clocks. With the given offset, the work of a call could then seem
-    to begin before the call.
+    On a busy machine, time may pass between reading the collector's and torch's clock. With the given offset, the work of a call
+    could then seem to begin before the call.
 
     Args:
-        seen: names, starts and ends by torch's clock, in nanoseconds.
+        seen: the name, start and end of torch's ranges, in nanoseconds of torch's clock.
     """
     ranges: dict[str, list[tuple[int, int]]] = {}
     calls: dict[str, list[tuple[int, int]]] = {}
@@ -167,7 +167,7 @@ def _fitted(found: Collector, offset: int, seen: list[tuple[str, int, int]]) -> 
     for name, own in calls.items():
         known = ranges.get(name, ())
         if len(known) != len(own):
-            continue  # a profile of all threads contains calls of other threads with this name
+            continue  # torch has also recorded calls of other threads with this name
         for (opened, closed), (began, ended) in zip(sorted(known), sorted(own), strict=True):
             least.append(opened - began)
             most.append(closed - ended)
@@ -229,7 +229,7 @@ def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
 def _disabling(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def disable_profiler_legacy(*args: Any, **kwargs: Any) -> Any:
-        found = collected()  # first, so that open ranges end within the profile
+        found = collected()  # called before the profile ends, so that open ranges end within the profile
         return _Records(original(*args, **kwargs), found)
 
     return disable_profiler_legacy
@@ -246,7 +246,7 @@ def _parsing_legacy(original: Callable[..., Any]) -> Callable[..., Any]:
     return parse_legacy_records
 
 
-# -- the modern one -----------------------------------------------------------------------------------------
+# -- the modern profiler ------------------------------------------------------------------------------------
 
 
 def _exiting(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
 """Replaces ``torch.distributed.rpc``, and the modules of torch that build on it, by actorrpc.
 
-The replacements are modules of this package, under torch's names. Torch's own modules may have been imported before, but a
-name that a program has bound before (``from torch.distributed.rpc import RRef``) stays bound to torch's: install first, or use
-``python -m actorrpc.compat``.
+The replacements are modules of this package, under torch's names. torch's own modules may have been imported before. But a name
+that a program has bound before (``from torch.distributed.rpc import RRef``) stays bound to torch's object: call :func:`install`
+first, or use ``python -m actorrpc.compat``.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def with_ray(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_launch(name: str) -> None:
-    """Exit with a message if ``python -m name`` has no program among its arguments, or cannot change the program."""
+    """Exit with a message if ``python -m name`` has no program among its arguments, or has options that it cannot support."""
     if len(sys.argv) < 2:
         sys.exit(f"usage: python -m {name} (script.py | -m module) [arguments]")
     if sys.flags.ignore_environment or sys.flags.no_site:
@@ -80,7 +80,7 @@ def check_launch(name: str) -> None:
 
 
 def launch(changes: Mapping[str, str]) -> NoReturn:
-    """Replace this process, ``python -m name program ...``, by the program, with these environment variables changed."""
+    """Replace this process, ``python -m name program ...``, by the program, with changed environment variables."""
     # Python's own options: the arguments before `-m name`.
     options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) - 1]
     os.environ.update(changes)
@@ -130,7 +130,7 @@ def _put(place: Any, name: str, value: Any) -> None:
 
 
 def _put_in(table: MutableMapping[str, T], key: str, value: T | None) -> None:
-    """Set the value of a key until the end of the drop-in; None removes the key."""
+    """Set the value of a key in a table until :func:`uninstall` restores it; None removes the key."""
     assert _undo is not None
     _undo.callback(_set, table, key, table.get(key))
     _set(table, key, value)
@@ -160,7 +160,7 @@ def _bind_optim(package: Any) -> None:
 def install() -> None:
     """Replace torch's modules by actorrpc's, in this process and in processes that it starts. Idempotent. Thread-safe.
 
-    Groups that are joined from now on are actorrpc's, under either name of the modules.
+    Groups that are joined from now on are groups of actorrpc, whether a program uses torch's names or actorrpc's.
     """
     global _undo
     with _lock:
@@ -173,12 +173,12 @@ def install() -> None:
             _put_in(sys.modules, name, module)
         _put(torch.distributed, "rpc", rpc)
         _put(torch.distributed, "autograd", autograd)
-        # The name that torch's graphs show for the node of a received message.
+        # Give the graph node of a received message the name that torch gives it.
         _put(RecvFunction._backward_cls, "__name__", "torch::distributed::autograd::RecvRpcBackward")
-        # torch's functions do not notice that a future of actorrpc has failed before all are complete.
+        # With futures of actorrpc, torch's own functions would wait for all futures before they raise the error of one.
         _put(torch.futures, "collect_all", translate.collect_all)
         _put(torch.futures, "wait_all", translate.wait_all)
-        # These modules bound torch's RRef to a name of their own when torch was imported.
+        # These two modules have imported torch's RRef by name, so the name is replaced there, too.
         _put(importlib.import_module("torch._jit_internal"), "RRef", RRef)
         _put(importlib.import_module("torch.nn.parallel.distributed"), "RRef", RRef)
         native = getattr(torch._C, "_distributed_rpc", None)
@@ -189,7 +189,7 @@ def install() -> None:
             _put(place, name, value)
         rrefs.set_class(RRef)
         _undo.callback(rrefs.set_class, rrefs.RRef)
-        # Importing them registers a backend, so they are imported only when the program imports them.
+        # Importing these modules registers a backend, so they are imported only when the program imports them.
         for name in _LATE:
             _put_in(sys.modules, name, None)
         _undo.callback(forget, alias(_LATE))

@@ -57,7 +57,7 @@ def check_script_call(function: torch.jit.ScriptFunction[Any, Any], args: Sequen
     """Check, before a call is sent, the number of arguments of a script function.
 
     Raises:
-        RuntimeError: there are too many.
+        RuntimeError: there are too many arguments.
     """
     schema: Any = function.schema
     if len(args) > len(schema.arguments):
@@ -68,10 +68,10 @@ def check_script_call(function: torch.jit.ScriptFunction[Any, Any], args: Sequen
 
 
 def is_builtin(function: Any) -> bool:
-    """Say whether a function is an operator of torch's."""
+    """Return whether a function is an operator of torch, such as ``torch.add``."""
     try:
         return function is not None and _find_builtin(function) is not None
-    except Exception as error:  # a callable that cannot be looked up
+    except Exception as error:  # torch cannot look up this callable
         if is_of_handler(error):
             raise
         return False
@@ -88,7 +88,7 @@ def as_runtime_error(error: Exception) -> Exception:
         return made  # type: ignore[no-any-return]
     try:
         made = type(cls.__name__, (cls, RuntimeError), {"__module__": cls.__module__})(*error.args)
-    except Exception:  # two layouts that do not mix, or a constructor with other arguments
+    except Exception:  # the classes cannot be combined, or the constructor takes other arguments
         made = RuntimeError(f"{cls.__name__}: {error}")
     made.__cause__ = error
     return made  # type: ignore[no-any-return]
@@ -99,7 +99,7 @@ S = TypeVar("S")
 
 
 class Future(futures.Future[T]):
-    """As :class:`actorrpc.Future`, for a call of ``function``."""
+    """Like :class:`actorrpc.Future`, for a call of ``function``, with torch's error texts."""
 
     __slots__ = ("function",)
 

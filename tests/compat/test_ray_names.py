@@ -121,7 +121,7 @@ def test_a_lost_object_of_a_dead_process_raises_owner_died_error() -> None:
         ({"runtime_env": {"working_dir": "s3://x"}}, "is no directory of this machine"),
         ({"runtime_env": {"nothing": 1}}, "there are: env_vars, py_modules, working_dir"),
         ({"scheduling_strategy": "NOWHERE"}, "SPREAD"),
-        ({"label_selector": {"zone": "!a"}}, "chosen by the value"),
+        ({"label_selector": {"zone": "!a"}}, "the one value that the label must have"),
         ({"resources": {"CPU": 1}}, "num_cpus="),
         ({"placement_group": 3}, "what placement_group"),
     ],

@@ -20,13 +20,13 @@ C = TypeVar("C")
 class Actor:
     """The base of actor classes: ``class Counter(actorrpc.Actor)`` does what ``@actorrpc.remote class Counter`` does, with types.
 
-    ``Counter.remote(...)`` makes an actor, ``Counter.options(num_cpus=2).remote(...)`` one with these options. Options of all
-    actors are keywords of the class: ``class Counter(actorrpc.Actor, num_cpus=2)``. Subclasses inherit them, except ``name`` and
-    ``get_if_exists``, and may add others. ``Counter(...)`` is a plain object in this process.
+    ``Counter.remote(...)`` makes an actor, ``Counter.options(num_cpus=2).remote(...)`` makes an actor with this option. Options
+    for all actors of a class are keywords: ``class Counter(actorrpc.Actor, num_cpus=2)``. Subclasses inherit these options,
+    except ``name`` and ``get_if_exists``, and may add options. ``Counter(...)`` makes a plain object in this process.
 
     Methods below ``@actorrpc.method`` are typed on handles, which checkers take for instances: ``counter.add.remote(2)`` is an
-    ``ObjectRef[int]`` if ``add`` returns an int. At run time the class is used as with ``@remote``: docs/how-to/types.md lists
-    what checkers cannot see.
+    ``ObjectRef[int]`` if ``add`` returns an int. At run time the class is used as with ``@remote``. docs/how-to/types.md lists
+    what checkers cannot check.
 
     Raises:
         ConfigError: a keyword of the class is not an option of an actor, or its value is wrong.
@@ -34,7 +34,7 @@ class Actor:
     """
 
     __slots__ = ()
-    __actorrpc_base__ = True  # class_info.py recognizes the base by this
+    __actorrpc_base__ = True  # class_info.py recognizes this base class by the attribute
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__()
@@ -48,7 +48,7 @@ class Actor:
             setattr(cls, OPTIONS, options_of(cls).merged(**keywords))
 
     if TYPE_CHECKING:
-        # cls is callable with P and returns a C, so it is the class. For checkers, a handle is an instance.
+        # Callable[P, C] is the type of a class with constructor parameters P and instances C. For checkers, a handle is a C.
         @classmethod
         def remote(cls: Callable[P, C], *args: P.args, **kwargs: P.kwargs) -> C:
             """Make an actor."""

@@ -35,7 +35,7 @@ C = TypeVar("C")
 #: The attribute with the options that a subclass of :class:`actorrpc.Actor` was given as keywords.
 OPTIONS: Final = "__actorrpc_options__"
 
-# Methods that higher packages add to all actor classes.
+# name -> function: the methods that higher packages add to all actor classes.
 _offered: dict[str, Any] = {}
 
 
@@ -47,7 +47,7 @@ def offer_class(name: str, function: Any) -> None:
 def is_importable(obj: Any) -> bool:
     """Return whether other processes can import an object by its module and qualified name.
 
-    They cannot if it is in the main module, as their main module may differ, or if it must be sent by value.
+    They cannot import an object of the main module, which may be another script there, or of a module that is sent by value.
     """
     module, name = obj.__module__, getattr(obj, "__qualname__", None)  # a partial() has no __qualname__
     if module in MAIN or name is None or goes_by_value(obj):
@@ -62,7 +62,7 @@ def is_importable(obj: Any) -> bool:
 
 
 def _own(actor_class: Any) -> dict[str, Any]:
-    """Return the attributes of the actor class object; its ``__dict__`` attribute is the ``__dict__`` of the user's class."""
+    """Return the dict of the ActorClass object itself; ``actor_class.__dict__`` is the dict of the user's class."""
     found: dict[str, Any] = object.__getattribute__(actor_class, "__dict__")
     return found
 
@@ -73,7 +73,7 @@ def options_of(actor: type) -> ActorOptions:
     if not isinstance(found, ActorOptions):
         return ActorOptions()
     if OPTIONS not in vars(actor) and found.name is not None:
-        return replace(found, name=None, get_if_exists=False)  # only one actor can have the name
+        return replace(found, name=None, get_if_exists=False)  # subclasses do not inherit a unique name
     return found
 
 
@@ -84,7 +84,7 @@ def with_internal_options(actor_class: ActorClass[P, C], **options: Any) -> Acto
 
 
 class _Making(type):
-    """Makes ``ActorClass(Cls)`` without calling ``__init__``, which is an attribute of the user's class."""
+    """The metaclass of ActorClass: makes an ActorClass without calling its ``__init__``, which is that of the user's class."""
 
     def __call__(cls, actor: type, options: ActorOptions | None = None) -> Any:
         if not isinstance(actor, type):
@@ -105,11 +105,11 @@ class _Making(type):
 
 
 class Itself:
-    """Pickles as a class or a function.
+    """Stands for a user's class or function in a pickle. Unpickling it gives the class or function.
 
     Args:
         obj: the class or the function.
-        first: the actor class or task that may have replaced ``obj`` under its name in the module.
+        first: the actor class or task to which ``@remote`` may have bound the name of ``obj``; None if there is none.
         attribute: the attribute of ``first`` that is ``obj``.
     """
 
@@ -147,23 +147,23 @@ def _same(obj: Any) -> Any:
 class ActorClass(Generic[P, C], metaclass=_Making):
     """A class of actors. ``Cls.remote(...)`` makes an actor and returns its handle.
 
-    The class itself is ``Cls.__actor_class__``. Its attributes, static methods and class methods can be used through the actor
-    class; subclasses can be made of the actor class, and ``isinstance(x, Cls)`` checks the class. Immutable and thread-safe.
+    The user's class is ``Cls.__actor_class__``. Its attributes, static methods and class methods can be used through the actor
+    class, an actor class can be the base of a class, and ``isinstance(x, Cls)`` checks for the user's class. Thread-safe.
 
     An actor gets the class as it is when the actor is created. Later changes of the class only affect actors made after them.
 
     Args:
-        actor: the class.
+        actor: the user's class.
         options: the options of its actors.
     """
 
-    # Only annotations: class attributes would hide attributes of the user's class. The values are in the dict of the instance.
+    # These are only annotations, because class attributes would hide attributes of the user's class: see _own() for the values.
     __actor_class__: type[C]
     _actorrpc_options: ActorOptions
-    #: The actor class that may have the class's name in its module.
+    #: The actor class to which ``@remote`` may have bound the name of the user's class; None below :class:`actorrpc.Actor`.
     _actorrpc_first: ActorClass[..., Any] | None
     _actorrpc_alias: Any
-    _actorrpc_info: ClassInfo | None  # describes the class; None until the class and the options were checked
+    _actorrpc_info: ClassInfo | None  # None until the class and the options were checked
 
     if TYPE_CHECKING:
 
@@ -181,8 +181,8 @@ class ActorClass(Generic[P, C], metaclass=_Making):
         def remote(self, *args, **kwargs):
             """Make an actor of the class; returns at once. Starts the embedded cluster if this process is in no group.
 
-            The options say where it is made, and how it is supervised. If the constructor raises, every call raises an
-            ActorDiedError with that error as its cause.
+            The options say where the actor is made, and how it is supervised. If the constructor raises an exception, every call
+            raises an ActorDiedError with this exception as its cause.
 
             Returns:
                 The actor's handle.
@@ -190,11 +190,11 @@ class ActorClass(Generic[P, C], metaclass=_Making):
             Raises:
                 TypeError: the constructor does not take these arguments. Nothing was sent.
                 ConfigError: the options contradict each other.
-                NameTakenError: there is an actor of this name.
+                NameTakenError: an actor has the name in the options.
                 SerializationError: the class, or an argument, cannot be sent.
-                UnknownWorkerError: there is no such worker.
+                UnknownWorkerError: the group has no worker with the name in the options.
             """
-            own = _own(self)  # attributes of the actor class itself are slower to look up
+            own = _own(self)  # faster than self._actorrpc_options, which calls __getattribute__()
             info = ClassInfo.of(own["__actor_class__"])
             info.constructor.check(args, kwargs)
             if own["_actorrpc_info"] is not info:
@@ -246,7 +246,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
                 )
 
     def _to_send(self) -> object:
-        """Return the object that is pickled as the class."""
+        """Return an object whose pickle is loaded as the user's class."""
         return Itself(self.__actor_class__, self._actorrpc_first, "__actor_class__")
 
     # -- behaviour of a class -----------------------------------------------------------------------
@@ -264,7 +264,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
         )
 
     def __getattribute__(self, name: str) -> Any:
-        # `A.__init__(self, ...)` in the constructor of a subclass means the __init__ of the user's class.
+        # `A.__init__(self, ...)` in a subclass of the actor class A must call the __init__ of the user's class.
         if name in _OF_THE_CLASS:
             return getattr(object.__getattribute__(self, "__actor_class__"), name)
         return object.__getattribute__(self, name)
@@ -331,7 +331,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
         return _rebuild, (ActorClass._to_send(self), self._actorrpc_options, self._actorrpc_alias)
 
 
-# Attributes that Python and libraries such as dataclasses read from a class, and that an ActorClass object has itself.
+# Attributes that Python, or a library such as dataclasses, must read from the user's class although an ActorClass has them.
 _OF_THE_CLASS: Final = frozenset(
     {
         "__annotations__",

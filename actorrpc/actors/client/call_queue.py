@@ -1,14 +1,14 @@
 """The location of an actor, as far as one process knows it, and the order of the calls of this process to the actor.
 
 While an actor is being made, restarted or located, its calls wait in the queue, with their arguments as they were at the call.
-They are sent in the order in which they were made, before any newer call. When an actor has ended, its supervisor is asked
-first whether the actor restarts, which decides about calls that may have run, and then where it lives again. Calls that did not
-run, and calls that may be made again, return to their places in the queue. No call is sent before all calls to the former
-incarnation are accounted for.
+They are sent in the order in which they were made, before any newer call. When an actor has ended, this process queries its
+supervisor twice: whether the actor restarts, which decides the error of calls that cannot be repeated, and where the actor lives
+again. Calls that did not run, and calls that may be repeated, return to their places in the queue. The queue is sent when the
+outcome of all calls to the former incarnation is known, or after one second.
 
-``_lock`` guards everything here except ``in_flight`` and the tables of templates, whose single steps are atomic. Only
-``agent.submit`` and the clock are called under it, which do not call other code. It is re-entrant, because the garbage collector
-may run a finaliser that calls this actor at any allocation.
+``_lock`` guards the attributes of a CallQueue, except ``in_flight`` and the tables of templates, whose single steps are atomic.
+Of the agent, only ``submit`` and the clock are called under the lock; they call no other code. The lock is re-entrant, because
+the garbage collector may run a finaliser that calls this actor at any allocation.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ if TYPE_CHECKING:
 
 __all__ = ["CallQueue"]
 
-_BARRIER_S: Final = 1.0  # how long new calls wait for the answers of a former incarnation
-_CROWD: Final = 64  # if more calls wait while the queue is being sent, callers are blocked
-_HOLD_UP_S: Final = 1.0  # for at most this time
-_INLINED: Final = 8  # with fewer calls in flight, large results may come with the reply
-# Errors of a called method that say that it was not, or must not be, made to the end: never a reason to try again.
+_BARRIER_S: Final = 1.0  # how long, at most, the queue waits for the outcome of calls to a former incarnation
+_CROWD: Final = 64  # if more calls wait while the queue is being sent, a thread that queues a call is blocked
+_HOLD_UP_S: Final = 1.0  # how long, at most, a thread that queues a call is blocked
+_INLINED: Final = 8  # with fewer calls in flight, replies may contain large results
+# Errors of a method that `retry_exceptions` never matches: the method was stopped, or the actor cannot continue.
 _FINAL: Final = (CancelledError, CheckpointError, DeadlockError, RpcTimeoutError, ShutdownError)
 
 
 class _WaitingCalls:
-    """The calls that wait, by their numbers. The queue's lock guards it."""
+    """The calls that wait in a CallQueue, by their numbers. The lock of the CallQueue guards this object."""
 
     __slots__ = ("_calls", "_order")
 
     def __init__(self) -> None:
         self._calls: dict[int, PendingCall] = {}
-        self._order: list[int] = []  # a heap of their numbers, and of numbers of calls that have ended
+        self._order: list[int] = []  # a heap of the numbers of waiting and ended calls
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -90,7 +90,7 @@ class _WaitingCalls:
         self._calls.pop(number, None)
 
     def pop(self) -> PendingCall | None:
-        """Return the first call, which the caller has to send or end; None if no call waits."""
+        """Remove, claim and return the first call, which the caller must send or end; None if no call waits."""
         while self._order:
             pending = self._calls.pop(heapq.heappop(self._order), None)
             if pending is not None and pending.claim():
@@ -98,7 +98,7 @@ class _WaitingCalls:
         return None
 
     def remove(self, *, impatient: bool = False) -> list[PendingCall]:
-        """Remove and return all calls in order, or only the calls that do not wait for a restart; the caller has to end them."""
+        """Remove, claim and return all calls, or only calls with ``template.impatient``, in order; the caller must end them."""
         removed = []
         for number, pending in sorted(self._calls.items()):
             template = pending.template
@@ -114,12 +114,12 @@ class CallQueue:
     Attributes:
         descriptor: the actor's descriptor, which does not keep the actor alive.
         in_flight: the calls that were sent and not answered, by number.
-        templates, kept_templates: call templates by method (without and with ``refs``); empty unless new calls may be sent at
-            once.
-        barrier: numbers of calls to a former incarnation whose outcome is not known yet.
+        templates, kept_templates: call templates by method name, for calls without and with ``refs`` (see :meth:`Route.call`).
+            Both are empty while new calls must be queued.
+        barrier: numbers of the calls to a former incarnation for whose outcome the queue waits; None: it waits for none.
         fate: whether the actor is dead or restarts, and why.
-        place: the actor's location and worker; None until this process knows both.
-        max_pending: the limit of ``max_pending_calls``, or -1.
+        place: the actor's location, and the worker there; None while this process does not know both.
+        max_pending: the option ``max_pending_calls`` of the actor; -1: no limit.
     """
 
     def __init__(self, runtime: Runtime, descriptor: ActorDescriptor) -> None:
@@ -134,7 +134,7 @@ class CallQueue:
         self.barrier: set[int] | None = None
         self.fate = Fate(descriptor)
         self.place: Place | None = None
-        self._hint = descriptor.location  # used until the peer is found, which may need the rendezvous store
+        self._hint = descriptor.location  # used until _take_hint() has found the worker, e.g. in the store
         self._lock = threading.RLock()
         self._unplaced: dict[tuple[str, bool], CallTemplate] = {}
         self._waiting = _WaitingCalls()
@@ -149,7 +149,7 @@ class CallQueue:
         """How many calls are in flight or queued."""
         return len(self.in_flight) + len(self._waiting) + len(self._failing)
 
-    # -- calls on their way out ------------------------------------------------------------------------
+    # -- new calls -------------------------------------------------------------------------------------
 
     @property
     def location(self) -> Location | None:
@@ -159,7 +159,7 @@ class CallQueue:
         return hint if place is None else place[0]
 
     def template_for(self, method: MethodInfo, options: CallOptions, refs: bool) -> CallTemplate:
-        """Return the template of a call made now; if its ``peer`` is None, the call has to be queued.
+        """Return the template of a call that is made now. If the template's ``peer`` is None, the call must be queued.
 
         Args:
             refs: see :meth:`Route.call`.
@@ -180,14 +180,14 @@ class CallQueue:
             return unplaced
         template = templates.get(name)
         if template is None or template.options is not options:
-            # If the actor is lost meanwhile, the table that is filled here is no longer in use.
+            # If the actor has ended meanwhile, `templates` is a table that is no longer used.
             template = templates[name] = CallTemplate(self, method, options, refs, place)
         return template
 
     def _take_hint(self, hint: Location) -> None:
         try:
             place = hint, peer_of(self.agent, hint.worker)
-        except RpcError:  # the location is out of date; the supervisor will be asked
+        except RpcError:  # the location is out of date; _locate() queries the supervisor later
             place = None
         with self._lock:
             if self._hint is hint:
@@ -203,17 +203,17 @@ class CallQueue:
         seconds: float,
         unresolved: bool,
     ) -> None:
-        """Send a call at once, or reserve its place if arguments are not complete.
+        """Send a call at once; if results among its arguments are pending, reserve its place in the actor's mailbox.
 
         Args:
             unresolved: there are ObjectRefs among the arguments.
 
-        Raises: as ``agent.call``, except PeerDiedError. The call is still in :attr:`in_flight` then.
+        Raises: as ``agent.call``, except PeerDiedError. After an error, the call is still in :attr:`in_flight`.
         """
         in_flight, pending = self.in_flight, future.pending
         in_flight[future.number] = future
         awaits: Sequence[Future[Any]] = ()
-        # Many large results at a time would fill the memory of this process, so they stay with their actors.
+        # Many large results at a time would fill the memory of this process, so they stay on the actors' workers.
         mail = template.mail if not template.inlines or len(in_flight) < _INLINED else template.kept_mail
         try:
             if unresolved or (pending is not None and pending.place is not None):
@@ -232,7 +232,7 @@ class CallQueue:
             self.bounced(future)
 
     def ended_unsent(self, future: ResultFuture, error: BaseException) -> None:
-        """End a call that could not be sent."""
+        """Fail a call with ``error``, because it could not be sent."""
         pending = future.pending
         if (
             pending is not None
@@ -244,12 +244,12 @@ class CallQueue:
         self.passed(future.number)
 
     def dropped(self, future: ResultFuture) -> None:
-        """Remove a call that could not be made; its caller gets the error."""
+        """Remove a call that could not be made. Its caller raises the error and returns no future."""
         future.route = None
         self.passed(future.number)
 
     def bounced(self, future: ResultFuture) -> None:
-        """Queue a call again that was not sent because its worker is dead."""
+        """Queue a call again that was not sent because the actor's worker is dead."""
         # If the claim fails, the thread that marks the peer as dead has claimed the call, and calls caught().
         if future.claim():
             assert future.template is not None
@@ -264,7 +264,7 @@ class CallQueue:
         seconds: float,
         unresolved: bool,
     ) -> None:
-        """Queue a call until it is known where the actor lives.
+        """Queue a call until this process knows where the actor lives.
 
         Raises:
             SerializationError: an argument cannot be sent.
@@ -282,9 +282,9 @@ class CallQueue:
         if ended:
             future.fail_unsent(self._error_of(template, False))
         elif pending.unwanted:
-            pending.cancel()  # the call that made it was cancelled before this call was in the queue
+            pending.cancel()  # the call that makes this call was cancelled before this call was queued
         elif crowd is not None and asyncio._get_running_loop() is None:
-            # One thread sends the queue; callers that add to it faster must wait.
+            # One thread sends the queue. A caller that queues calls faster must wait for that thread.
             try:
                 crowd.wait(_HOLD_UP_S)
             except RpcError:
@@ -292,7 +292,7 @@ class CallQueue:
 
     @property
     def _restarting(self) -> bool:
-        """Whether the actor is known to be restarting, and does not live yet. The lock is held."""
+        """Whether the actor restarts, and its new location is not known yet. The lock is held."""
         return self.place is None and self.fate.restarts
 
     def _put(self, pending: PendingCall) -> None:
@@ -303,7 +303,7 @@ class CallQueue:
         pending.rest()
         self._waiting.push(future.number, pending)
         if self.place is None:
-            self._locate_soon()  # the last answer may have come before this call was put here
+            self._locate_soon()  # the supervisor's last answer may have arrived before this call was queued
         else:
             self._send_waiting()
 
@@ -317,7 +317,7 @@ class CallQueue:
     def caught(self, future: ResultFuture, error: BaseException) -> bool:
         """Take over a failed call if its actor has failed or the call may be repeated; return whether it was taken over.
 
-        The caller has claimed the future. Quick, and calls no user code.
+        The calling thread has claimed the future. This method is quick, and calls no user code.
         """
         template = future.template
         if template is None:
@@ -340,13 +340,13 @@ class CallQueue:
 
     @staticmethod
     def is_retried(retried: bool | tuple[type[BaseException], ...], error: BaseException) -> bool:
-        """Return whether a method that raised an error may be called again, given ``retry_exceptions`` of its call."""
+        """Return whether a call may be repeated after its method raised ``error``. ``retried``: its ``retry_exceptions``."""
         if not isinstance(error, RemoteError) or isinstance(error, (*_FINAL, HostedActorGoneError)):
             return False
         return retried is True or (retried is not False and is_a(error, retried))
 
     def _take_back(self, future: ResultFuture, template: CallTemplate, ran: bool, lost: bool) -> None:
-        """Queue a call again whose future is claimed, or let it wait for the supervisor's verdict."""
+        """Queue a failed call again, or let it await the supervisor's verdict. ``lost``: the actor's incarnation has ended."""
         pending = future.pending
         if pending is not None and not lost and (pending.place is None or pending.place[1] != template.epoch):
             call: Any = future.source
@@ -366,25 +366,25 @@ class CallQueue:
                     self.agent.submit(self._fail)
             source = future.source
         if pending is not None and pending.unwanted and source is not None:
-            source.cancel()  # the thread that cancelled it found neither the former source nor the new one
+            source.cancel()  # a thread that called cancel() meanwhile found neither the former source nor the new one
 
     def _hold_back(self) -> None:
         """Make all new calls go into the queue; the lock is held."""
         self.templates, self.kept_templates = {}, {}
 
     def mark_killed(self) -> None:
-        """Record that this process has killed the actor: no more calls are sent to the present incarnation."""
+        """Record that this process has killed the actor, so that no more calls are sent to the present incarnation."""
         with self._lock:
             location = self.location
             if location is not None:
                 self._lost(location.epoch, 1 << 63, "")
 
     def is_gone(self, epoch: int) -> bool:
-        """Return whether an incarnation of the actor is known to have ended, or to end soon."""
+        """Return whether the incarnation ``epoch`` of the actor has ended, or was killed, as far as this process knows."""
         return epoch <= self.fate.after
 
     def _lost(self, epoch: int, number: int, label: str) -> None:
-        """Record that an incarnation has ended; the lock is held."""
+        """Record the end of the incarnation ``epoch``, which did not answer the call ``number``. The lock is held."""
         location = self.location
         if self.fate.death is not None or location is None or location.epoch > epoch:
             return  # known already
@@ -418,7 +418,7 @@ class CallQueue:
                     self._send_waiting()
 
     def _lift(self, epoch: int) -> None:
-        """Stop waiting for the answers of a former incarnation, which may still run for hours."""
+        """Stop waiting for the outcome of calls to the former incarnation ``epoch``, which may still run for hours."""
         with self._lock:
             if self.barrier is not None and self.fate.after == epoch:
                 self.barrier = None
@@ -427,7 +427,7 @@ class CallQueue:
     # -- sending the queue ---------------------------------------------------------------------------------
 
     def _send_waiting(self) -> None:
-        """Start sending the queue, if a call waits and can be sent; the lock is held."""
+        """Let a pool thread send the queue, if a call waits and can be sent; the lock is held."""
         if self._waiting and self.place is not None and self.barrier is None and not self._draining:
             self._draining = True
             self._hold_back()
@@ -467,10 +467,10 @@ class CallQueue:
             if is_of_handler(error):
                 raise
             return
-        if pending.unwanted:  # it was cancelled between leaving the queue and being sent
+        if pending.unwanted:  # the call was cancelled after it had left the queue and before it was sent
             future.cancel()
 
-    # -- asking the supervisor -------------------------------------------------------------------------------
+    # -- queries to the supervisor ---------------------------------------------------------------------------
 
     def located(self) -> Future[Location]:
         """Return a future of the actor's location."""
@@ -490,7 +490,7 @@ class CallQueue:
         return answer
 
     def _locate_here(self) -> None:
-        """Ask the supervisor at once if it is in this process, without waking a thread."""
+        """Query the supervisor in this thread if it is in this process, which saves waking a pool thread."""
         if self.descriptor.supervisor != self.runtime.references.me:
             return
         with self._lock:
@@ -500,7 +500,7 @@ class CallQueue:
         self._locate(False)
 
     def _locate_soon(self) -> None:
-        """Let a pool thread ask the supervisor; the lock is held."""
+        """Let a pool thread query the supervisor for the actor's location; the lock is held."""
         if not self._locating:
             self._locating = True
             self.agent.submit(partial(self._locate, False))
@@ -556,8 +556,7 @@ class CallQueue:
                 if self._waiting or self._waiters or self._failing:
                     self._locate_soon()
                 return
-            # Remove these calls to the former incarnation before _send_waiting(): queued calls that it sends may fail, and are
-            # then added to `_failing`.
+            # Take `_failing` before _send_waiting(), after which calls to the new incarnation may fail and be added to it.
             failing, self._failing = self._failing, []
             self.place, self._hint = (location, peer), None
             waiters, self._waiters = self._waiters, []
@@ -566,10 +565,10 @@ class CallQueue:
         for waiter in waiters:
             waiter.set_result(location)
 
-    # -- the ends of calls ------------------------------------------------------------------------------------
+    # -- ending calls -----------------------------------------------------------------------------------------
 
     def _fail(self) -> None:
-        """End the calls that cannot be repeated, after the supervisor has said whether the actor is dead or restarts."""
+        """End the calls that await the supervisor's verdict, after the verdict has arrived."""
         with self._lock:
             failing, self._failing = self._failing, []
         self._fail_all(failing, self._error_of)
@@ -587,7 +586,7 @@ class CallQueue:
         death: ActorDiedError | None = None,
         known: bool = False,
     ) -> None:
-        """End every waiting call. ``known``: the failures are expected, and not logged."""
+        """End every waiting call and query of the location with an error. ``known``: failures are expected, and not logged."""
         with self._lock:
             self._locating = False
             if death is not None:
@@ -619,7 +618,7 @@ class CallQueue:
         )
 
     def _error_of(self, template: CallTemplate | None, ran: bool | None) -> BaseException:
-        """Return the error of a call that is not repeated: the actor is dead, or it is being restarted."""
+        """Return the error of a call that is not repeated after the actor has died, restarted or moved."""
         return self.unavailable(template, ran) if self.fate.death is None else self.fate.died(template, ran)
 
     def unavailable(self, template: CallTemplate | None, ran: bool | None) -> ActorUnavailableError:

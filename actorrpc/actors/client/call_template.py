@@ -1,4 +1,4 @@
-"""Call templates: the prepared parts of the calls of one method, so that each call costs little."""
+"""Call templates: the parts that all calls of a method have in common, prepared once."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ if TYPE_CHECKING:
 
 __all__ = ["CallTemplate", "Place", "Templated"]
 
-Place: TypeAlias = "tuple[Location, Peer]"  # the actor's location and its worker
+Place: TypeAlias = "tuple[Location, Peer]"  # the actor's location, and the worker there
 _GENERATORS: Final = ("generator", "async_generator")
 
 
 class Templated(Protocol):
-    """The methods of a CallQueue that templates use."""
+    """The attributes of a CallQueue that templates use."""
 
     descriptor: ActorDescriptor
     runtime: Runtime
 
 
 class CallTemplate:
-    """The prepared parts of calls of one method, with the same options, to one incarnation. Immutable except for ``inlines``.
+    """The parts that calls of one method, with the same options, to one incarnation of an actor have in common.
 
     Attributes:
-        peer: the worker on which the incarnation lives; None if this process does not know it.
+        peer: the worker on which the incarnation lives; None if this process does not know the worker.
         survives_restart: the actor may be restarted. A call that did not run is then sent again, from a copy of its arguments.
         tries: how often a call that may have run is sent again; -1: without limit.
-        impatient: a call fails, rather than waits, while the actor is being restarted.
+        impatient: a call fails at once while the actor is being restarted; if False, the call waits for the restart.
+        inlines: replies contain large results; if False, large results stay on the actor's worker. Changes with their use.
     """
 
     __slots__ = (
@@ -84,11 +85,10 @@ class CallTemplate:
         if seconds is None:
             seconds = 0.0 if refs else queue.runtime.references.default_timeout()
         self.seconds: float = max(0.0, seconds) if seconds != UNSET_RPC_TIMEOUT else 0.0
-        # An actor that keeps its state may also be moved to another worker, whatever its options say.
+        # An actor whose class has checkpoint() may be moved to another worker even if max_restarts is 0.
         self.survives_restart = general is not None and (general.max_restarts != 0 or info.has_checkpoint)
         self.mail: MailHeader | None = None
         self.kept_mail: MailHeader | None = None
-        #: Large results come with the reply.
         self.inlines = False
         self._fetching: MailHeader | None = None
         self._there: CallTemplate | None = None
@@ -115,7 +115,7 @@ class CallTemplate:
     # -- results.ResultPolicy -------------------------------------------------------------------------------
 
     def fetched(self) -> None:
-        """Send large results with the reply from now on, because this process fetches them: saves a round trip and a copy."""
+        """Request large results with the reply from now on, because this process reads them: saves a round trip and a copy."""
         if self.kept_mail is not None and not self.inlines and "num_returns" not in self.kept_mail.header:
             self.inlines = True
             header = self.kept_mail.header.copy()
@@ -123,13 +123,13 @@ class CallTemplate:
             self.mail = self._mail(header)
 
     def handed_on(self) -> None:
-        """Leave large results with the actor from now on, because they are passed on: the receiver fetches them directly."""
+        """Leave large results on the actor's worker from now on, because this process sends them on: their readers fetch them."""
         if self.inlines:
             self.inlines = False
             self.mail = self.kept_mail
 
     def at(self, queue: Templated, place: Place) -> CallTemplate:
-        """Return the same template for another incarnation."""
+        """Return the template of the same calls to the incarnation that lives at ``place``."""
         there = self._there
         if there is None or there.epoch != place[0].epoch:
             there = self._there = CallTemplate(queue, self.method, self.options, self.refs, place)
@@ -139,8 +139,8 @@ class CallTemplate:
         """Return the message's header.
 
         Args:
-            unresolved: there are ObjectRefs that the actor's worker has to fetch.
-            place: the call is repeated: see ``PendingCall.place``.
+            unresolved: the arguments contain ObjectRefs whose values the actor's worker has to fetch.
+            place: the place of the first try in the mailbox, for a repeated call: see ``PendingCall.place``.
         """
         if place is not None and place[1] == self.epoch and self.mail is not None:
             held = self.mail_for(unresolved)
@@ -153,13 +153,13 @@ class CallTemplate:
         return self._fetching
 
     def _mail(self, header: Header) -> MailHeader:
-        # Only for a time-out that the caller has set explicitly: an interrupted method may leave its state half changed.
+        # The default time-out does not interrupt a method, because an interrupted method may leave its state half changed.
         interrupts = self.options.interrupt and bool(self.options.timeout)
         return MailHeader(header, interrupts=interrupts, late=_late(self.method.kind, interrupts))
 
 
 def _late(kind: Kind, interrupts: bool) -> str:
-    """Return what an error says about the execution of a call that has timed out."""
+    """Return the text of a time-out error about the execution of the call, which may continue on the actor's worker."""
     if kind == "async":
         return "if it has begun, its coroutine is cancelled"
     if kind in _GENERATORS:

@@ -1,4 +1,4 @@
-"""The deaths of an actor that one process has noticed, and the errors of its calls; each call gets its own error object."""
+"""The deaths of an actor that one process has noticed, and the errors of this process's calls to the actor."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Fate", "forgotten", "unreachable"]
 
 
 class Fate:
-    """Whether an actor is dead or restarts, according to its supervisor and its calls. The queue's lock guards it.
+    """Whether an actor is dead or restarts, as far as this process knows. The lock of the actor's CallQueue guards a Fate.
 
     Attributes:
-        death: the reason why the actor is dead; None if it is not known to be dead.
-        after: the last incarnation that is known to have ended; -1: none.
+        death: the reason why the actor is dead; None if the actor is not known to be dead.
+        after: the number of the last incarnation that is known to have ended; -1: none has ended.
     """
 
     __slots__ = ("_actor_id", "_oldest", "_supervisor", "_title", "_verdict", "after", "death")
@@ -40,7 +40,7 @@ class Fate:
         self._oldest = ""
 
     def lost(self, epoch: int, oldest: str) -> None:
-        """Record the end of an incarnation; ``oldest`` names this process's first call that it did not answer."""
+        """Record the end of an incarnation; ``oldest`` is the label of this process's first call that was not answered then."""
         self.after, self._verdict, self._oldest = epoch, None, oldest
 
     def decided(self, verdict: Restarting) -> None:
@@ -49,12 +49,12 @@ class Fate:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the supervisor has said whether the actor restarts, since its last incarnation was lost."""
+        """Whether the supervisor has answered that the actor restarts or moves, since the last incarnation ended."""
         return self._verdict is not None
 
     @property
     def restarts(self) -> bool:
-        """Whether the supervisor has decided to restart the actor; stays true when the actor lives again."""
+        """Whether the supervisor has decided to restart the actor. Stays true after the restart."""
         return self._verdict is not None and not self._verdict.moved
 
     def waits_for(self) -> str:
@@ -68,7 +68,7 @@ class Fate:
         )
 
     def died(self, template: CallTemplate | None, maybe_executed: bool | None) -> ActorDiedError:
-        """Return the error of a call (``template`` None: of a query) to an actor that is dead for good."""
+        """Return a new error for a call to an actor that is dead for good, or, with ``template`` None, for a query about it."""
         death = self.death
         assert death is not None
         if template is None:
@@ -91,10 +91,10 @@ class Fate:
         )
 
     def unavailable(self, template: CallTemplate | None, ran: bool | None, why: str) -> ActorUnavailableError:
-        """Return the error of a call that the actor did not answer, if the actor restarts or cannot be reached.
+        """Return a new error for a call that was not answered because the actor restarts or cannot be reached.
 
         Args:
-            template: the call; None: a query of the actor's location.
+            template: the template of the call; None: for a query of the actor's location.
             ran: whether the call may have run; None: unknown.
             why: the state of the actor, for the message.
         """
@@ -114,7 +114,7 @@ class Fate:
         )
 
     def orphaned(self, error: BaseException) -> ActorDiedError:
-        """Return the death of an actor whose supervisor cannot be asked: owned actors end with their creator."""
+        """Return the error of an actor whose supervisor's worker has ended, because a supervised actor ends with that worker."""
         return ActorDiedError(
             f"{self._title} is dead, or out of reach for good: worker {self._supervisor!r}, its supervisor, has ended "
             f"({exceptions.original(error)})",
@@ -125,7 +125,7 @@ class Fate:
 
 
 def forgotten(actor_id: int, supervisor: str) -> ActorDiedError:
-    """Return the death of an actor that its supervisor does not know (any longer)."""
+    """Return the error of an actor of which its supervisor has no record, or no longer."""
     return ActorDiedError(
         f"actor {actor_id:016x} is dead: worker {supervisor!r} does not know it any more",
         worker=supervisor,

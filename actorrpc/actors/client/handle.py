@@ -1,12 +1,11 @@
 """Handles: references to actors, and the ways to call methods.
 
-Ray's way is ``handle.method.remote(...)``, torch's ``handle.rpc_sync().method(...)``; both go through the actor's
-mailbox. Attributes of the user's class hide the handle's own attributes of the same name; therefore each of the latter is also a
-function of the package.
+Methods are called in Ray's way, ``handle.method.remote(...)``, or in torch's way, ``handle.rpc_sync().method(...)``; both go
+through the actor's mailbox. Methods of the user's class hide the handle's functions of the same name (``kill``, ``ready``);
+therefore the package also has these functions (``actorrpc.kill(handle)``).
 
 If the class is an nn.Module, ``handle.state_dict()`` calls the method in the actor and waits, as if the handle were the
-module; :mod:`~actorrpc.rpc.modules` describes the replacements of results that cannot be sent. With ``remote``, these are
-ordinary methods. A method that the class defines is called, whatever its name.
+module; :mod:`~actorrpc.rpc.modules` describes the replacements of results that cannot be sent.
 """
 
 from __future__ import annotations
@@ -103,8 +102,8 @@ def run(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     """Call a method of a module. Runs in the actor.
 
     Returns:
-        Whether the method has returned the module itself (then the caller returns the handle), and otherwise its result, with
-        RRefs in place of parameters, and tensors of a state on the CPU.
+        ``(True, None)`` if the method has returned the module itself: ``_call_directly`` then returns the handle. Otherwise
+        False and the method's result, in which RRefs replace parameters, and the tensors of a ``state_dict`` are on the CPU.
     """
     if name == "state_dict":
         return False, modules.state_of(module, *args, **kwargs)
@@ -125,7 +124,7 @@ def _reference(item: Any) -> Any:
 
 
 def parameters(module: nn.Module, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-    """Return RRefs to the parameters: the part of ``handle.remote_parameters()`` that runs in the actor."""
+    """Return RRefs to the parameters of a module. ``handle.remote_parameters()`` runs this function in the actor."""
     return modules.parameter_rrefs(module, recurse)
 
 
@@ -140,14 +139,14 @@ Style = Literal["rpc_sync", "rpc_async", "remote"]
 
 _ANSWER_S: Final = 30.0  # how long a supervisor may take to answer
 
-# Calls that the runtime itself makes to an actor, through its mailbox. No class has methods with such names.
+# The methods of calls that do not name a method of the class, such as reading an attribute. No class has such method names.
 _GETATTR: Final = MethodInfo.anything("<getattr>", "getattr")
 _CALL: Final = MethodInfo.anything("<call>", "call")
 _RREF: Final = MethodInfo.anything("<rref>", "rref")
 
 
 class _Doc:
-    """``__doc__``: for the class, the given text; for an instance, the docstring of its method."""
+    """The ``__doc__`` of a class: the given text on the class, the docstring of the actor's method on an instance."""
 
     __slots__ = ("_own",)
 
@@ -162,7 +161,7 @@ class _Doc:
 
 
 class _LikeItsMethod:
-    """Shows the method's name and signature in ``help()``, ``inspect.signature`` and shells."""
+    """Base of objects that ``help()``, ``inspect.signature`` and shells show with the name and signature of an actor's method."""
 
     __slots__ = ()
     _descriptor: ActorDescriptor
@@ -187,7 +186,7 @@ def gives_one(info: MethodInfo, options: CallOptions) -> bool:
 
 
 class _RemoteCall(_LikeItsMethod):
-    """``handle.method.remote``. An object, because a bound method would not show the signature."""
+    """``handle.method.remote``. It is not a bound method, because that would not show the signature of the actor's method."""
 
     __slots__ = ("_descriptor", "_info", "_options", "_route", "_sent", "_simple")
     __doc__ = _Doc("``handle.method.remote``.")
@@ -199,7 +198,7 @@ class _RemoteCall(_LikeItsMethod):
         self._route = route
         self._info = info
         self._options = options
-        # With num_returns=0 the message asks for one result, for which the caller gets no ObjectRef.
+        # With num_returns=0 the call is sent with num_returns=1, and the caller gets no ObjectRef for its result.
         self._sent = options if options.num_returns else options.merged(num_returns=1)
         self._simple = gives_one(info, options)
 
@@ -225,8 +224,8 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
     __doc__ = _Doc(
         """A method of an actor, on a handle. Thread-safe, cheap, and keeps the actor alive.
 
-        Its type has the method's parameters and the return type of ``remote``. If the class is known, it has the docstring and
-        the signature of the method.
+        Its type has the method's parameters and the return type of ``remote``. If this process has imported the actor's class,
+        the object has the docstring and the signature of the method.
         """
     )
 
@@ -257,8 +256,8 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
             containers are passed as they are.
 
             Returns:
-                ObjectRef, a list of them with ``num_returns`` above 1, None with 0, or an ObjectRefGenerator of a
-                generator.
+                An ObjectRef; with ``num_returns`` above 1 a list of ObjectRefs, with 0 None; for a generator method an
+                ObjectRefGenerator.
 
             Raises:
                 TypeError: the method does not take these arguments. Nothing was sent.
@@ -282,10 +281,10 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
         return ActorMethod(self._descriptor, self._route, self._info, merged)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise TypeError: remote methods are called with ``remote``. Only methods of an nn.Module are called directly.
+        """Call a method of an nn.Module that may be called directly, such as ``state_dict``, and wait for its result.
 
         Raises:
-            TypeError: it is not a method of nn.Module.
+            TypeError: every other method must be called with ``remote``.
         """
         if is_direct(self._descriptor.info, self._info):
             return self._call_directly(args, kwargs)
@@ -336,7 +335,7 @@ def _check_group(options: CallOptions, descriptor: ActorDescriptor) -> None:
 class _Own:
     """A function or value that each handle has unless the user's class has a method of this name.
 
-    It is not a data descriptor: Python first looks into the dict of the handle, which has the methods of the class.
+    This is not a data descriptor, so Python first searches the dict of the handle, which has the class's method of this name.
     """
 
     __slots__ = ("_function", "_is_value")
@@ -349,7 +348,7 @@ class _Own:
         if handle is None:
             return self._function
         if self._function.__name__ in _OF_MODULES and not _descriptor(handle).info.is_module:
-            raise AttributeError  # Python then calls __getattr__, whose error lists the methods
+            raise AttributeError  # Python then calls __getattr__(), whose error message lists the methods
         return self._function(handle) if self._is_value else _OwnMethod(handle, self._function)
 
 
@@ -358,11 +357,11 @@ def _own(function: F) -> F:
     return made  # type: ignore[no-any-return]
 
 
-_OF_MODULES: Final = frozenset({"remote_parameters"})  # only a handle whose class is an nn.Module has these
+_OF_MODULES: Final = frozenset({"remote_parameters"})  # only handles of an nn.Module have these functions
 
 
 class _OwnMethod:
-    """One of the functions of handles, bound to a handle."""
+    """A function of handles (such as ``kill``), bound to a handle."""
 
     __slots__ = ("_function", "_handle")
 
@@ -387,7 +386,7 @@ class _OwnMethod:
 
 
 class _Calling:
-    """``handle(...)`` and ``handle.__call__``. Python looks these up on the type of the handle, and not in ``__getattr__``."""
+    """``handle(...)`` and ``handle.__call__``. A descriptor, because Python looks up ``__call__`` on the type of the handle."""
 
     __slots__ = ()
 
@@ -413,8 +412,8 @@ class ActorHandle(Generic[C_co]):
     """A reference to an actor, usable on every worker. Thread-safe.
 
     ``handle.method.remote(...)`` calls a method and returns an ObjectRef; ``handle.rpc_sync().method(...)`` waits for the
-    result, ``handle.rpc_async().method(...)`` returns a Future. All of them go through the actor's mailbox. A proxy also reads
-    attributes: ``handle.rpc_sync().attribute``.
+    result, ``handle.rpc_async().method(...)`` returns a Future. All calls go through the actor's mailbox.
+    ``handle.rpc_sync().attribute`` reads an attribute.
 
     Unless the class has methods of these names, a handle also has ``rpc_sync``, ``rpc_async``, ``remote``, ``options``
     (the same handle with other options of its calls), ``rref`` (torch's reference to the instance), ``actor_id``, and
@@ -424,19 +423,19 @@ class ActorHandle(Generic[C_co]):
     ``remote``, and wait: ``train``, ``eval``, ``to`` and the other conversions, ``requires_grad_``, ``zero_grad`` and ``apply``,
     which return the handle; ``state_dict`` (copies on the CPU) and ``load_state_dict``; ``parameters`` and
     ``named_parameters``, which return RRefs in place of the parameters, as does ``remote_parameters``, which only handles have.
-    Such an RRef keeps a parameter, not the actor: it cannot be used any longer when the actor's process has ended, or the actor
-    was restarted. Hooks run as usual: ``handle.forward.remote(x)`` calls ``forward`` without them, and
-    ``handle.__call__.remote(x)`` calls the module without waiting.
+    Such an RRef keeps a parameter alive, not the actor: the RRef is useless when the actor's process has ended, or the actor
+    was restarted. ``handle(x)``, and ``handle.__call__.remote(x)``, which does not wait, run the hooks of the module;
+    ``handle.forward.remote(x)`` does not run them.
 
-    The actor lives as long as any process has a handle; handles from :func:`actorrpc.get_actor` do not count. Handles of the
-    same actor are equal. They can be sent in arguments and results.
+    The actor lives as long as any process has a handle (a detached actor: until it is killed); handles from
+    :func:`actorrpc.get_actor` do not count. Handles of the same actor are equal, and can be sent in arguments and results.
 
     All workers of the group can load pickles of a handle (of ``pickle``, ``cloudpickle`` or ``torch.save``). A pickle does not
-    keep the actor alive: keep a handle until it was loaded. Loading waits for the worker that made the actor; it raises an error
-    outside of the group, and after the end of the actor.
+    keep the actor alive: keep a handle until the pickle was loaded. Loading waits for an answer of the worker that made the
+    actor, and raises an error outside of the group, and after the end of the actor.
     """
 
-    _is_actor_handle = True  # for modules that cannot import this one
+    _is_actor_handle = True  # for modules that cannot import this module
 
     def __init__(
         self, descriptor: ActorDescriptor, route: Route, given: dict[str, Any] | None = None
@@ -448,23 +447,23 @@ class ActorHandle(Generic[C_co]):
         methods = descriptor.info.methods
         if not _OWN.isdisjoint(methods):
             for name in _OWN.intersection(methods):
-                # Stores the method in the dict, where Python finds it before the function of handles.
+                # __getattr__() stores the method in the dict, where Python finds it before the handle's function.
                 self.__getattr__(name)
 
     @_own
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> C_co:
-        """Return a proxy whose methods wait for their results."""
+        """Return a proxy whose methods call the actor's methods and return their results."""
         proxy: Any = ActorProxy(self, "rpc_sync", timeout)
         return proxy  # type: ignore[no-any-return]
 
     @_own
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a proxy whose methods give Futures."""
+        """Return a proxy whose methods call the actor's methods and return Futures."""
         return ActorProxy(self, "rpc_async", timeout)
 
     @_own
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a proxy whose methods give ObjectRefs."""
+        """Return a proxy whose methods call the actor's methods and return ObjectRefs."""
         return ActorProxy(self, "remote", timeout)
 
     @_own
@@ -505,7 +504,7 @@ class ActorHandle(Generic[C_co]):
 
     @_own
     def remote_parameters(self: ActorHandle[nn.Module], recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """Return RRefs to the parameters of the module, each once. Only if the class is a module."""
+        """Return RRefs to the parameters of the module, each once. Only handles of an nn.Module have this function."""
         found: list[RRef[nn.Parameter]] = _send(
             self, "rpc_sync", UNSET_RPC_TIMEOUT, _CALL, (parameters,), {"recurse": recurse}
         )
@@ -515,10 +514,10 @@ class ActorHandle(Generic[C_co]):
         actor_id: int
         rref: RRef[C_co]
 
-        # If the class is a module, `handle(x)` calls it and waits.
+        # If the class is an nn.Module, `handle(x)` calls the module and waits.
         __call__: ActorMethod[..., Any]
 
-        # Full types of all methods come from actorrpc.mypy_plugin.
+        # Only actorrpc.mypy_plugin gives methods their full types.
         def __getattr__(self, name: str) -> ActorMethod[..., Any]: ...
 
     else:
@@ -531,18 +530,18 @@ class ActorHandle(Generic[C_co]):
 
         @partial(_Own, is_value=True)
         def rref(self):
-            """An RRef to the instance, as torch's RPC has them."""
+            """An RRef to the user's instance, for code that uses torch's RPC. The first access waits for the actor."""
             return _rref(self)
 
         def __getattr__(self, name):
             state = self.__dict__
             descriptor = state.get("_actorrpc_descriptor")
-            # The handle is not complete: during copy, or after an error in its constructor.
+            # The attribute is missing while the handle is copied, and after an error in its constructor.
             if descriptor is None:
                 raise AttributeError(name)
             info = descriptor.info.methods.get(name)
             if info is not None:
-                # The method refers to the route, not to the handle: a cycle would keep the handle alive, and so the actor.
+                # The ActorMethod refers to the route, not to the handle: a cycle would keep the handle, and so the actor, alive.
                 options = _options_of(descriptor, info, state["_actorrpc_given"])
                 found = state[name] = ActorMethod(descriptor, state["_actorrpc_route"], info, options)
                 return found
@@ -578,7 +577,7 @@ class ActorHandle(Generic[C_co]):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For pickles made by the program; messages use _reduce().
+        # The program pickles the handle by itself; for messages, the codec calls _reduce().
         descriptor = _descriptor(self)
         address = pickles.here() if descriptor.anchor is None else pickles.address_of(descriptor.anchor)
         return _load, (
@@ -625,7 +624,7 @@ def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
             "name= and find it with actorrpc.get_actor()"
         )
     state = handle.__dict__
-    # The descriptor contains the anchor, an RRef: its reducer makes the fork that keeps the actor alive at the receiver.
+    # The descriptor contains the anchor, an RRef. Sending the anchor registers a reference of the receiver to the actor.
     return _rebuild, (state["_actorrpc_route"].descriptor, state["_actorrpc_given"])
 
 
@@ -639,7 +638,7 @@ def _load(
     descriptor: ActorDescriptor,
     given: dict[str, Any] | None,
 ) -> ActorHandle[Any]:
-    """Rebuild a handle that a program has pickled (wire format).
+    """Rebuild a handle that a program has pickled by itself (wire format).
 
     Raises:
         ActorDiedError: the actor has ended.
@@ -671,8 +670,8 @@ codec.register(ActorHandle, _reduce)
 class ActorProxy:
     """The return value of ``handle.rpc_sync()``, ``rpc_async()`` and ``remote()``: its methods call the actor. Thread-safe.
 
-    A name that is not a method of the class reads an attribute of the instance: at once with ``rpc_sync``, as a
-    Future with ``rpc_async``, as an ObjectRef with ``remote``. A method of a proxy may be sent as a function to call.
+    An attribute that is not a method of the class is read from the user's instance: ``rpc_sync`` gives its value, ``rpc_async`` a
+    Future, ``remote`` an ObjectRef. A method of a proxy can be sent, and is then called like a function.
     """
 
     __slots__ = ("_actorrpc_handle", "_actorrpc_style", "_actorrpc_timeout")
@@ -689,11 +688,11 @@ class ActorProxy:
         if name in _descriptor(handle).info.methods:
             return _ProxyMethod(handle, self._actorrpc_style, self._actorrpc_timeout, name)
         if (name.startswith("__") and name.endswith("__")) or name.startswith(("_ipython_", "_repr_")):
-            raise AttributeError(name)  # Python and tools look for such names on any object
+            raise AttributeError(name)  # Python and tools look up such names on every object
         return _send(handle, self._actorrpc_style, self._actorrpc_timeout, _GETATTR, (name,), {})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the instance itself: its ``__call__``."""
+        """Call the ``__call__`` of the user's instance."""
         handle = self._actorrpc_handle
         if "__call__" not in _descriptor(handle).info.methods:
             raise TypeError(f"{_descriptor(handle).info.name} is not callable: it has no __call__")
@@ -707,7 +706,7 @@ class ActorProxy:
 
 
 class _ProxyMethod:
-    """One method of a proxy. It can be sent, with its handle."""
+    """A method of a proxy. Its pickle contains the handle, so it can be sent."""
 
     __slots__ = ("_handle", "_name", "_style", "_timeout")
 
@@ -737,7 +736,7 @@ def _call_of_rref(
     kwargs: dict[str, Any],
     timeout: float,
 ) -> Any:
-    """Make a call of an actor's RRef as a call of a handle of the actor."""
+    """Make a call of an actor's RRef, ``rref.rpc_sync().name(...)``, like a call of a handle: through the mailbox."""
     info = _descriptor(handle).info.methods.get(name)
     if info is None:  # an attribute that is callable
         info, args, kwargs = _CALL, (_call_attribute, name, args, kwargs), {}
@@ -764,7 +763,7 @@ def _send(
     known = state.get(info.name)
     if known is None and info.name in descriptor.info.methods:
         known = handle.__getattr__(info.name)
-    # Use the same options object for all calls of the method, because the route keeps a template for it.
+    # Use the same options object for all calls of the method, because the route keeps a template for this object.
     options = known._options if known is not None else _options_of(descriptor, info, state["_actorrpc_given"])
     seconds = None if timeout == UNSET_RPC_TIMEOUT else timeout
     if style == "remote" or info.streams or options.num_returns == "streaming":
@@ -786,7 +785,7 @@ def _rref(handle: ActorHandle[Any]) -> Any:
         try:
             found._check()
         except RpcError:
-            found = None  # an RRef to an incarnation that has died
+            found = None  # this RRef is to an incarnation of the actor that has ended
     if found is None:
         found = _send(handle, "rpc_sync", UNSET_RPC_TIMEOUT, _RREF, (), {})
         state = handle.__dict__
@@ -803,10 +802,10 @@ def _rref(handle: ActorHandle[Any]) -> Any:
 
 
 def as_handle(given: Any, what: str) -> ActorHandle[Any]:
-    """Return the argument if it is a handle; ``what`` is the name of the function that takes it.
+    """Return ``given`` if it is a handle. ``what``: the name of the function whose argument ``given`` is, for the error.
 
     Raises:
-        TypeError: it is not a handle.
+        TypeError: ``given`` is not a handle.
     """
     if isinstance(given, ActorHandle):
         return given
@@ -832,7 +831,7 @@ def route_to(given: Any, what: str) -> Route:
 def ready(actor: ActorHandle[Any] | Actor) -> ObjectRef[None]:
     """Return an ObjectRef that completes, with None, when the actor's constructor has returned.
 
-    It fails with ActorDiedError if the actor cannot be made; an error of the constructor is its cause.
+    The ObjectRef fails with ActorDiedError if the actor cannot be made; an error of the constructor is the cause of this error.
     """
     located: Future[Any] = route_to(actor, "ready()").located()
 
@@ -846,7 +845,7 @@ def is_alive(actor: ActorHandle[Any] | Actor, timeout: float = 10.0) -> bool:
     """Say whether the actor lives, or is being made or restarted. Does not wait for the actor's calls.
 
     Args:
-        timeout: how many seconds its supervisor may take to answer; without an answer, the actor counts as dead.
+        timeout: how many seconds the actor's supervisor may take to answer; without an answer, the actor counts as dead.
     """
     asked: Future[bool] = route_to(actor, "is_alive()").alive()
     try:
@@ -858,9 +857,9 @@ def is_alive(actor: ActorHandle[Any] | Actor, timeout: float = 10.0) -> bool:
 def monitor(
     actor: ActorHandle[Any] | Actor, callback: Callable[[ActorDiedError], Any] | None = None
 ) -> Future[ActorDiedError]:
-    """Watch an actor: the returned future completes once, when the actor is dead for good.
+    """Watch an actor: the returned future completes when the actor is dead for good, not when it restarts.
 
-    Does not keep the actor alive. Restarts do not complete the future.
+    The future does not keep the actor alive.
 
     Args:
         callback: called in a worker thread with the ActorDiedError.
@@ -883,10 +882,10 @@ def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
     If the actor has a process of its own, its hooks (``on_stop``, ``__del__``) do not run.
 
     Args:
-        no_restart: True: for good, whatever its ``max_restarts``; False: the actor restarts as if it had failed.
+        no_restart: True ends the actor for good, whatever its ``max_restarts``; False restarts the actor as after a failure.
 
     Raises:
-        RpcError: its supervisor does not answer.
+        RpcError: the actor's supervisor does not answer.
     """
     asked = route_to(actor, "kill()").kill(no_restart)
     asked.wait(_ANSWER_S)
@@ -906,7 +905,7 @@ def call(actor: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     ``call(handle, getattr, "x")`` reads an attribute, ``call(handle, setattr, "x", 1)`` sets it.
 
     Raises:
-        TypeError: it is not a function, or it is a coroutine function or generator function.
+        TypeError: ``function`` is not callable, or is a coroutine function or generator function.
         SerializationError: the function, or an argument, cannot be sent.
     """
     as_handle(actor, "call()")

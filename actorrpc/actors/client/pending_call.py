@@ -5,18 +5,18 @@ A call, as its caller sees it, is in one of four states. The source of its futur
 ================  ==================  =====================================================================================
 state             source              how the state ends
 ================  ==================  =====================================================================================
-queued            PendingCall         the worker of the actor is known: the call is sent; or it is cancelled, times out, or its
+queued            PendingCall         the actor's worker is known: the call is sent; or the call is cancelled or times out; or the
                                       actor dies
-in flight         Call                the answer; cancelled or timed out by the agent; or :meth:`CallQueue.caught` takes it over
-                                      because its actor failed (its process died, it has moved) or because it may be tried again:
-                                      queued if it did not run or has tries left, otherwise awaiting the verdict
-awaiting verdict  AwaitingVerdict     the supervisor answers whether the actor is dead or restarts: the call fails with that
+in flight         Call                the answer arrives; or the agent cancels or times out the call; or the actor fails or moves:
+                                      :meth:`CallQueue.caught` queues the call again if it did not run or may be retried, and
+                                      otherwise lets it await the verdict
+awaiting verdict  AwaitingVerdict     the supervisor answers that the actor is dead, or restarts: the call fails with this error
 done              (any)               the future has a value or an error
 ================  ==================  =====================================================================================
 
-:class:`ResultFuture` handles the failure of its call before the failure is published, and so stays pending until the call is
-done. Two atomic steps decide races: a future is ended by the thread that claims it (``Future.claim``), and a queued call is sent,
-cancelled or expired by the thread that deletes a slot (:meth:`PendingCall.claim`). The state changes under the lock of the queue.
+:class:`ResultFuture` handles the failure of its call before its waiters are notified, and so stays pending until the call is
+done. Two atomic steps decide races: the thread that claims a future (``Future.claim``) ends it, and the thread that deletes the
+slot ``_free`` of a queued call (:meth:`PendingCall.claim`) sends, cancels or expires it. The queue's lock guards the state.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _QueueOfCalls(Protocol):
 
 
 class _RouteOfCall(Protocol):
-    """The attributes of a Route that calls use. It holds the actor's anchor."""
+    """The attributes of a Route that calls use. A Route keeps the actor alive."""
 
     @property
     def queue(self) -> _QueueOfCalls: ...
@@ -86,10 +86,10 @@ class ResultFuture(InnerFuture[Any]):
     """The result of a call of an actor's method. Thread-safe, like every Future.
 
     Attributes:
-        number: counts the calls that this process makes to the actor.
-        route: holds the anchor, so that the actor lives while the call is under way; None after that.
-        template: how the call is made; None after the call has ended, unless the method's next results stay with the actor.
-        pending: has the arguments, to send the call later or again.
+        number: the number of the call among all calls that this process makes to the actor.
+        route: keeps the actor alive until the call has ended; then None.
+        template: the call's template; None after the call, unless the use of its result decides how later results are sent.
+        pending: contains the arguments, to send the call later or again; None if that is not necessary.
     """
 
     __slots__ = ("number", "pending", "route", "template")
@@ -120,7 +120,7 @@ class ResultFuture(InnerFuture[Any]):
                 error.maybe_executed = True  # type: ignore[union-attr]  # in an earlier try
             template = self.template
             if template is not None:
-                # The value refers to the template, because its use decides how the method's next large results are sent.
+                # The value refers to the template, because the use of the value decides how the next large results are sent.
                 if type(value) is StoredResult:
                     value.policy = template
                 if not template.inlines and type(value) is not Snapshot:
@@ -136,13 +136,13 @@ class ResultFuture(InnerFuture[Any]):
     def cancel(self) -> bool:
         """Cancel the call; False if it has ended.
 
-        A coroutine that runs is cancelled, and may clean up for a while: the call ends when the coroutine does. Other calls end
-        at once.
+        If the call runs as a coroutine, the coroutine is cancelled, and may clean up; the call ends with the coroutine. All other
+        calls end at once.
         """
         pending = self.pending
         if pending is not None:
-            # Set both before reading the source. If another thread is taking the call back from a dead actor, this thread may
-            # find no source to cancel. The other thread queues the call again, reads `unwanted`, and cancels it.
+            # Set both attributes before reading the source. If another thread is queueing the call again after the actor's
+            # death, this thread may find no source to cancel; the other thread then reads `unwanted`, and cancels the call.
             pending.tries = 0
             pending.unwanted = True
         template, call = self.template, self.source
@@ -163,7 +163,7 @@ class ResultFuture(InnerFuture[Any]):
 
 
 class RpcFuture(ResultFuture):
-    """The result of ``rpc_async``, which torch's functions accept, too."""
+    """The result of ``rpc_async``. torch's functions for futures, such as ``collect_all``, can read its value, too."""
 
     __slots__ = ()
 
@@ -175,14 +175,14 @@ class PendingCall(Progress):
 
     Attributes:
         future: the future of the call; None after the call has ended.
-        arguments: ``(args, kwargs)``, a Snapshot of them, or None if the call can be sent only once.
-        unresolved: there are top-level ObjectRefs that the actor's worker has to fetch.
+        arguments: ``(args, kwargs)`` or a Snapshot of them; None after the call has ended.
+        unresolved: top-level arguments are ObjectRefs whose values the actor's worker has to fetch.
         deadline: on the monotonic clock; a nested call inherits the deadline of the call that makes it.
-        tries: how often it may be sent again if it may have run; -1: without limit.
+        tries: how often the call may be sent again after a try that may have run; -1: without limit.
         may_have_run: an earlier try may have run.
-        unwanted: it was cancelled while another thread was sending it; that thread ends it.
-        place: the number of the call, and the incarnation of its actor, of the first try. A repetition takes the place of the
-            first try in the mailbox, because later calls of its caller may wait for it.
+        unwanted: the call was cancelled. If another thread is sending the call meanwhile, that thread ends the call.
+        place: the id of the first try, and the incarnation to which it was sent. A repetition takes the first try's place in the
+            mailbox of this incarnation, because later calls of the same caller may wait for that place.
         context: the caller's context variables.
     """
 
@@ -217,7 +217,7 @@ class PendingCall(Progress):
         current = CURRENT.get()
         given_up = None if current is None else current.given_up
         if current is None:
-            agent.next_chain()  # stores in the context which caller this call is made for
+            agent.next_chain()  # the number is not used: a Call draws its own number when it is sent
         self.context: Context = copy_context()
         deadline = agent.clock.now() + seconds if seconds else INFINITE
         self.deadline = deadline if current is None else min(deadline, current.deadline)
@@ -228,7 +228,7 @@ class PendingCall(Progress):
 
     @staticmethod
     def hold(args: tuple[Any, ...], kwargs: dict[str, Any], *, cheaply: bool = False) -> Any:
-        """Return :attr:`arguments`; with ``cheaply``, return None if a copy would be needed.
+        """Return the value of :attr:`arguments`; with ``cheaply``, return None if the arguments would have to be copied.
 
         Raises:
             SerializationError: an argument cannot be sent.
@@ -251,14 +251,14 @@ class PendingCall(Progress):
 
     @property
     def template(self) -> CallTemplate | None:
-        """How the call is made; None after the call has ended."""
+        """The template of the call; None after the call has ended."""
         future = self.future
         return None if future is None else future.template
 
     # -- claiming a queued call --------------------------------------------------------
 
     def rest(self) -> None:
-        """Make the call wait: from now on it may be sent, cancelled or expired."""
+        """Mark the call as waiting: from now on, one thread may claim the call, and send, cancel or expire it."""
         future = self.future
         if future is None or future.route is None:
             return
@@ -287,7 +287,7 @@ class PendingCall(Progress):
         return self.tries < 0
 
     def stop_timer(self) -> None:
-        """Cancel the timer: the agent sends the call now, and has its own timer, or the call has ended."""
+        """Cancel the timer of the deadline, because the call has ended, or is sent now with a time-out of the agent."""
         timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
@@ -309,7 +309,7 @@ class PendingCall(Progress):
     # -- the source of a future -----------------------------------------------------------------------------
 
     def drive(self, _deadline: float | None) -> None:
-        """Send the gathered messages. The waiting thread then sleeps until the call ends."""
+        """Send the gathered messages. The thread that waits for the call then sleeps until the call ends."""
         future = self.future
         route = None if future is None else future.route
         if route is not None:
@@ -321,7 +321,7 @@ class PendingCall(Progress):
         if future is None:
             return False
         execution = self.context.get(CURRENT)
-        # A thread that finds `unwanted` set passes late=False, even if the call that made this call has timed out.
+        # Callers that have read `unwanted` pass late=False even if the call that made this call has timed out: check that here.
         late = late or (execution is not None and execution.late)
         # Set first: a thread that is sending the call, or is putting it back into the queue, reads `unwanted` afterwards.
         self.unwanted = True
@@ -345,7 +345,7 @@ class PendingCall(Progress):
         what, queue, ran = future.template.label, future.route.queue, self.may_have_run
         error: CancelledError | RpcTimeoutError
         if late:
-            bound = f"{self.seconds:g} s" if self.seconds else "the time that the call that made it had left"
+            bound = f"{self.seconds:g} s" if self.seconds else "the remaining time of the call that made it"
             error = RpcTimeoutError(
                 f"the call of {what} timed out ({bound}) while it waited for {queue.fate.waits_for()}; "
                 + ("an earlier try may have run" if ran else "it was not sent"),
@@ -388,12 +388,12 @@ class AwaitingVerdict(Progress):
 class ReservedCall:
     """Sends a call when its arguments are complete, or ends it when an argument fails. Any thread may complete an argument.
 
-    The call has reserved its place in the mailbox, which keeps the order of the caller's calls. The actor cannot run it before
-    the message has arrived. Therefore a call that is cancelled, times out or loses an argument before that has certainly not run.
+    A message has reserved the call's place in the mailbox, which keeps the order of the caller's calls. The actor cannot run the
+    call before a second message brings the arguments. Therefore a call that ends before this second message has not run.
 
     Args:
-        future: the future of the call. Its ``pending`` holds the other arguments.
-        call: the call that has reserved the place.
+        future: the future of the call. Its ``pending`` holds all arguments.
+        call: the agent's Call, which is sent twice: in the first and in the second message.
     """
 
     __slots__ = ("_call", "_free", "_future", "_queue", "_remaining", "_template")
@@ -415,19 +415,19 @@ class ReservedCall:
         if self._remaining and argument.error is None:
             return
         try:
-            # Only one thread passes this line: it completed the last argument, or was the first that failed one.
+            # Only one thread passes this line: it has completed the last argument, or was the first to fail an argument.
             del self._free
         except AttributeError:
             return
         pending, awaits = self._future.pending, self._call.awaits
         if pending is None:  # the call has ended
             return
-        context = pending.context.copy()  # the original may be in use by a thread that sends the queue
+        context = pending.context.copy()  # _drain() may be running in the original context, in another thread
         is_quick = type(pending.arguments) is tuple and all(
             each.completed and each.error is None and type(each.value_or_none) in ATOMS for each in awaits
         )
         if is_quick:
-            context.run(self._send)  # sending such arguments runs no user code
+            context.run(self._send)  # sending arguments of these classes runs no user code
         else:
             self._queue.agent.submit(partial(context.run, self._send))
 
@@ -448,8 +448,8 @@ class ReservedCall:
         except BaseException as error:
             if call.give_back_place():
                 if isinstance(error, PeerDiedError):
-                    # The connection with the reservation is broken. The thread that marks the peer as dead fails its calls, but
-                    # may not have reached this call: queue it here, unless that thread has claimed it.
+                    # The connection with the reservation is broken. The thread that marks the peer as dead fails the peer's
+                    # calls, but may not have reached this call: bounced() queues the call unless that thread has claimed it.
                     queue.bounced(future)
                 else:
                     queue.ended_unsent(future, error)

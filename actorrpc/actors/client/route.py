@@ -1,11 +1,11 @@
-"""Routes: the caller's side of an actor. Every handle has a route, which makes its calls.
+"""Routes: the caller's side of an actor. Every handle has a route, which makes the handle's calls.
 
 A process has at most two routes to an actor: one with the anchor, which keeps the actor alive, and one without (for handles
-from :func:`actorrpc.get_actor`). Both share a :class:`~actorrpc.actors.client.call_queue.CallQueue`, which knows where the actor
-lives and keeps the order of calls.
+from :func:`actorrpc.get_actor`). Both share a :class:`~actorrpc.actors.client.call_queue.CallQueue`, which records the location
+of the actor and keeps the order of calls.
 
-:meth:`Route.call` is on the path of every call. If the actor is known to live and the call has no special options, it takes no
-lock, and its cost is small compared with sending the call.
+:meth:`Route.call` is on the path of every call. If the actor's location is known and the call has no special options, the method
+takes no lock, and its cost is small compared with sending the call.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def shaped(
     again: Again | None,
     label: object = None,
 ) -> Any:
-    """Return the result of ``remote``: an ObjectRef, several, None, or a stream.
+    """Return the result of ``remote``: an ObjectRef, a list of ObjectRefs, None, or an ObjectRefGenerator (a stream).
 
     Args:
-        explain: returns the error to raise if a stream's worker ends; see :meth:`Route.explain`.
-        again: repeats the call of a stream that has failed before its first item.
+        explain: returns the error to raise if the worker of the stream ends; see :meth:`Route.explain`.
+        again: repeats the call if its stream has failed before the first item; see :meth:`Route.again`.
     """
     count = options.num_returns
     if count == "streaming" or info.streams:
@@ -72,7 +72,7 @@ def shaped(
 
 
 def _split(future: Future[Any], count: int) -> list[Future[Any]]:
-    """Return one future for each value that the call returns."""
+    """Return one future for each of the ``count`` values that the call returns as a tuple or list."""
     parts: list[Future[Any]] = [InnerFuture() for _ in range(count)]
     for at, part in enumerate(parts):
         part.label = f"value {at} of {future.label}"
@@ -97,14 +97,14 @@ def _split(future: Future[Any], count: int) -> list[Future[Any]]:
 
 
 def _has_died(error: BaseException) -> bool:
-    """Return whether an error of a stream says that its actor's process has ended."""
+    """Return whether a stream has failed with ``error`` because the actor's process, or the actor, has ended."""
     return type(error) is PeerDiedError or isinstance(error, HostedActorGoneError)
 
 
 def _packed(
     future: ResultFuture, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool] | None:
-    """Like :func:`pack_arguments`, but return None if an argument has failed; the call then fails, too."""
+    """Like :func:`pack_arguments`, but if an argument has failed, fail the call with the same error and return None."""
     try:
         return pack_arguments(args, kwargs)
     except BaseException as error:
@@ -116,7 +116,7 @@ def _packed(
 
 
 class Route:
-    """The way to one actor. Thread-safe. An actor lives at least as long as a route with an anchor.
+    """Makes the calls and queries of this process to one actor. A route with an anchor keeps the actor alive. Thread-safe.
 
     Attributes:
         anchor: the RRef that keeps the actor alive, or None.
@@ -137,7 +137,7 @@ class Route:
 
     @property
     def descriptor(self) -> ActorDescriptor:
-        """The actor's descriptor, with its present location if known. Handles are sent as descriptors."""
+        """The actor's descriptor, with its present location if this process knows it. Handles are sent as descriptors."""
         location, descriptor = self.queue.location, self._descriptor
         if descriptor.location is not location:
             descriptor = self._descriptor = replace(descriptor, location=location)
@@ -163,8 +163,8 @@ class Route:
 
         Args:
             options: the options of the call. Calls with the same options object are faster.
-            refs: a large result may stay with the actor: the future's value is then a ``StoredResult``.
-            timeout: seconds; None: as in the options, or without ``refs`` as in the group; 0: no time-out.
+            refs: a large result may stay on the actor's worker: the future's value is then a ``StoredResult``.
+            timeout: seconds; 0: no time-out; None: as in the options, or else the group's default (with ``refs``: no time-out).
 
         Returns:
             A future, which fails with ActorDiedError or ActorUnavailableError if the actor does not answer.
@@ -212,7 +212,7 @@ class Route:
         return future
 
     def _span(self, template: CallTemplate, future: ResultFuture) -> ProfiledSpan:
-        # The profile names the actor, not its worker: that may be unknown, and may change before the call is sent.
+        # The profile names the actor, not its worker, because the worker may be unknown, and may change before the call is sent.
         span = ProfiledSpan(f"actor#{template.label}({self.queue.agent.name} -> {self.title})")
         future.add_done_callback(lambda _: span.close())
         return span
@@ -237,10 +237,10 @@ class Route:
         kwargs: dict[str, Any],
         timeout: float | None = None,
     ) -> RRef[Any]:
-        """Call a method whose result stays with the actor; return an RRef to the result at once.
+        """Call a method whose result stays on the actor's worker; return an RRef to the result at once.
 
         The call is never repeated, because the RRef names the worker where the actor lives now. Blocks while the actor is being
-        made or restarted. Arguments and errors as in :meth:`call`, and ActorDiedError or RpcTimeoutError if that takes too long.
+        made or restarted: RpcTimeoutError if that takes too long, ActorDiedError if the actor dies. Otherwise as :meth:`call`.
         """
         if INTERRUPTED:
             interruption_point()
@@ -269,9 +269,9 @@ class Route:
     def again(
         self, method: MethodInfo, options: CallOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Again | None:
-        """Return a function that repeats a call whose stream has failed before its first item; None if it is not repeated.
+        """Return a function that repeats a call after its stream has failed before the first item; None without retries.
 
-        A call is repeated after the death of its process, or an exception that ``retry_exceptions`` names.
+        A call is repeated after the death of the actor's process, or an exception that ``retry_exceptions`` names.
 
         Raises:
             SerializationError: an argument cannot be sent.
@@ -299,7 +299,7 @@ class Route:
         """Return the error to raise to the reader of a stream that failed with ``error``.
 
         Args:
-            peer: the worker of the stream.
+            peer: the worker that sends the stream; None if it is unknown.
 
         Returns:
             The error, or a future that fails with it when it is known whether the actor is dead or restarts.
@@ -308,10 +308,10 @@ class Route:
         template = queue.template_for(method, options, False)
         place = queue.place
         if template.peer is None and place is not None:
-            # The queue is being sent, and a new call would have to wait for that.
+            # The queue is being sent, so template_for() has returned a template for queued calls: get the one for `place`.
             template = template.at(queue, place)
         if type(error) is PeerDiedError:
-            # The state of the peer is not enough: its connection may break before it is considered dead.
+            # Compare the incarnations of workers. `peer.state` may still be "alive" after the connection has broken.
             lives = place is not None and (
                 peer is None or place[1].record.incarnation != peer.record.incarnation
             )
@@ -332,9 +332,9 @@ class Route:
     # -- queries to the supervisor --------------------------------------------------------------------------
 
     def located(self) -> Future[Location]:
-        """Return a future of the actor's location: complete when the actor was constructed (again).
+        """Return a future of the actor's location, which completes when the actor's constructor has returned (again).
 
-        It fails with ActorDiedError if the actor is dead. If the constructor failed, its error is the ``cause``.
+        The future fails with ActorDiedError if the actor is dead; an error of the constructor is the ``cause``.
         """
         return self.queue.located()
 
@@ -344,7 +344,7 @@ class Route:
         return self.queue.location
 
     def alive(self) -> Future[bool]:
-        """Return a future that says whether the actor lives, or is being made or restarted, as its supervisor knows it."""
+        """Return a future of a bool: whether the actor lives, or is being made or restarted, according to its supervisor."""
         # If the supervisor's worker has ended, so has the actor.
         answer = self._query("alive").then(lambda done: done.error is None and bool(done.value_or_none))
         answer.label = f"whether {self.title} is alive"
@@ -367,7 +367,7 @@ class Route:
     def watch(self) -> Future[ActorDiedError]:
         """Return a future that completes, with the error as its value, when the actor is dead for good.
 
-        Each such future completes exactly once, even if the actor is already dead.
+        If the actor is already dead, the future completes as soon as the supervisor has answered.
         """
         fate = self.queue.fate
         token = CURRENT.set(None)  # the query must outlive the call in which it is made
@@ -390,8 +390,8 @@ class Route:
 class Routes:
     """The routes of one process. Thread-safe.
 
-    ``_lock`` guards both tables. It is re-entrant, because the garbage collector may run while it is held. The tables keep
-    nothing alive.
+    ``_lock`` guards both tables. It is re-entrant, because the garbage collector may run a finaliser that makes a route while the
+    lock is held. The tables have weak references to routes and queues.
     """
 
     def __init__(self, runtime: Runtime) -> None:

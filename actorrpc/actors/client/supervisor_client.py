@@ -1,4 +1,4 @@
-"""Queries of routes to the supervisor of an actor, on this worker or another one."""
+"""Queries to the supervisor of an actor, on this worker or another worker."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _QUERIES: Final = frozenset({"alive", "kill", "locate", "watch"})
 
 
 def peer_of(agent: Agent, key: WorkerKey) -> Peer:
-    """Return the peer of one incarnation of a worker.
+    """Return the peer of the worker that ``key`` identifies by its rank and incarnation.
 
     Raises:
-        PeerDiedError: another worker has taken its place.
-        UnknownWorkerError: there is no worker of that rank.
+        PeerDiedError: that worker has ended, and a new worker has its rank.
+        UnknownWorkerError: no worker has that rank.
     """
     peer = agent.peer(key.rank)
     if peer.record.incarnation != key.incarnation:
@@ -60,7 +60,7 @@ def call_quietly(
     timeout: float = 0,
     label: str | None = None,
 ) -> Future[Any]:
-    """Call a function. Errors of sending the call become errors of the future. A failure is not logged."""
+    """Call a function on a worker. If sending fails, the future fails with that error. A failure of the future is not logged."""
     future: Future[Any] = Future()
     future.add_done_callback(Future.acknowledge)
     try:
@@ -72,10 +72,10 @@ def call_quietly(
 
 
 def query(here: Runtime, key: WorkerKey, what: str, *args: Any) -> Future[Any]:
-    """Query the supervisor ``key``: ``"locate"``, ``"kill"``, ``"watch"`` or ``"alive"``, with that method's arguments.
+    """Call the supervisor's method ``what`` (``"locate"``, ``"kill"``, ``"watch"`` or ``"alive"``) on the worker ``key``.
 
     Returns:
-        The future of its answer; fails with PeerDiedError if that worker has ended.
+        The future of the answer, which fails with PeerDiedError if that worker has ended.
     """
     if key == here.references.me:
         answer: Future[Any] = getattr(here.supervisor, what)(*args)
@@ -107,7 +107,7 @@ def _answer(what: str, *args: Any) -> Deferred:
 def create_detached(
     actor_id: int, cls: Snapshot, arguments: Snapshot | None, info: ClassInfo, options: ActorOptions
 ) -> ActorDescriptor:
-    """Make an actor without an owner. Called by RPC on rank 0."""
+    """Make a detached actor, which rank 0 supervises. Called by RPC on rank 0."""
     descriptor: ActorDescriptor = _supervisor().adopt(actor_id, cls, arguments, info, options)
     return descriptor
 
@@ -120,10 +120,10 @@ def request_detached(
     info: ClassInfo,
     options: ActorOptions,
 ) -> ActorDescriptor:
-    """Let rank 0 make an actor without an owner; blocks until rank 0 has recorded it.
+    """Let rank 0 make a detached actor; blocks until rank 0 has recorded the actor.
 
     Raises:
-        RpcError: rank 0 does not answer, or refuses: as :meth:`Supervisor.create`.
+        RpcError: rank 0 does not answer; or an error of :meth:`Supervisor.create` there.
     """
     try:
         descriptor: ActorDescriptor = agent.call_sync(

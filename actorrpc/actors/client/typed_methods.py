@@ -24,9 +24,9 @@ B = TypeVar("B")
 C = TypeVar("C")
 D = TypeVar("D")
 Out = TypeVar("Out")
-Raw_co = TypeVar("Raw_co", covariant=True)  # on the class: a callable whose first argument is the instance
-Local_co = TypeVar("Local_co", covariant=True)  # on an instance: a callable that returns the plain result
-# On a handle: a callable that returns an ObjectRef or a stream.
+Raw_co = TypeVar("Raw_co", covariant=True)  # the method on the class: its first argument is the instance
+Local_co = TypeVar("Local_co", covariant=True)  # the method on an instance, which returns the plain result
+# `method.remote` on a handle, which returns an ObjectRef or a stream.
 Remote_co = TypeVar("Remote_co", covariant=True)
 
 
@@ -35,7 +35,8 @@ class RemoteCall(Generic[Remote_co]):
 
     __slots__ = ()
 
-    # The first overload is for calls without ObjectRefs. A ParamSpec cannot be extended, so the others count the arguments.
+    # The first overload is for calls without ObjectRefs. ObjectRefs cannot be added to the types of a ParamSpec, so each of the
+    # other overloads is for a fixed number of arguments.
     @overload
     def __call__(self: RemoteCall[Callable[P, Out]], /, *args: P.args, **kwargs: P.kwargs) -> Out: ...
     @overload
@@ -94,7 +95,7 @@ class BoundMethod(Generic[Local_co, Remote_co]):
 
 
 class Method(Generic[Raw_co, Local_co, Remote_co]):
-    """The type of a method below ``@method``. Only for types: at run time it is the function."""
+    """The type of a method below ``@method``, for type checkers. At run time the method is a plain function."""
 
     __slots__ = ()
 
@@ -109,7 +110,7 @@ class Method(Generic[Raw_co, Local_co, Remote_co]):
         raise AssertionError
 
 
-# Type checkers use the first overload that fits, because a coroutine function is also a function that returns a Coroutine.
+# The order of overloads matters: a coroutine function also fits the last overload, as a function that returns a Coroutine.
 
 
 class _Mark(Protocol):
@@ -188,7 +189,7 @@ def method(*, num_returns: int | str, **options: Any) -> _MarkOfAny: ...
 @overload
 def method(**options: Any) -> _Mark: ...
 def method(function: Any = None, /, **options: Any) -> Any:
-    """Set the default options of the calls of a method of an actor. The method itself is not changed.
+    """Set the default options of calls of a method of an actor. The method itself stays a plain function.
 
     ``@method`` alone tells type checkers the types of ``handle.name.remote(...)`` if the class is an :class:`~actorrpc.Actor`; at
     run time it changes nothing: all methods of a class are methods of its actors.
@@ -199,6 +200,6 @@ def method(function: Any = None, /, **options: Any) -> Any:
 
     Raises:
         ConfigError: an option is unknown, or its value is wrong.
-        TypeError: it is not a function.
+        TypeError: ``@method`` is above an object that is not a function.
     """
     return mark_method(function, **options)

@@ -1,4 +1,4 @@
-"""ObjectRefs among the arguments of a call. At top level, they are replaced by their results before the method runs.
+"""ObjectRefs among the arguments of a call. Top-level arguments that are ObjectRefs are replaced before the method runs.
 
 The caller sends the results that it has, and waits for the results of its own calls (see ``client/pending_call.py``). The worker
 of the actor fetches all other results from the workers that have them. ObjectRefs inside of containers are not replaced.
@@ -26,13 +26,13 @@ def has_refs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def pack_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Return the arguments, with values in place of the ObjectRefs whose values are here.
+    """Return the arguments, with values in place of the ObjectRefs whose values are in this process.
 
     Returns:
-        The arguments, and whether ObjectRefs are left among them. The actor's worker calls :func:`resolve` for them.
+        The arguments, and whether they still contain ObjectRefs, for which the actor's worker calls :func:`resolve`.
 
     Raises:
-        BaseException: the error of one of the ObjectRefs; the call then fails with it and is not sent. As with ``get``,
+        BaseException: the error of one of the ObjectRefs. The call is not sent, and fails with this error. As with ``get``,
             the failures of other ObjectRefs are not logged.
     """
     left = False
@@ -49,7 +49,7 @@ def pack_arguments(
                 if value.stored is None:
                     return value.open()
             elif type(value) is not StoredResult:
-                # The value came with the reply, and is now sent on. The method's next large results should stay with the actor.
+                # The value came with a reply, and is now sent on: large results of the next calls should stay on their worker.
                 if template is not None:
                     template.handed_on()
                 return each._value(value)
@@ -79,8 +79,8 @@ def resolve(
     """Start to fetch the results of all ObjectRefs among the arguments; no thread waits.
 
     Returns:
-        A Future of the arguments with values in place of ObjectRefs, which fails as soon as one of them does; None if
-        there are no ObjectRefs.
+        A Future of the arguments with values in place of ObjectRefs, which fails as soon as one ObjectRef fails; None if no
+        argument is an ObjectRef.
     """
     if not has_refs(args, kwargs):
         return None

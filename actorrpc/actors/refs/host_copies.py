@@ -1,9 +1,9 @@
 """One copy per host: a large object of another host is fetched from there once, and shared by all workers of this host.
 
 The worker that has the object sends its bytes to the first worker of a host that requests it. Later requests from that host are
-answered with a :class:`CopyOnHost`, which names that worker. They fetch the copy from it; it moves its copy once into shared
-memory. Freed copies are not reported: if the named worker has ended or has no copy any more, the request is sent to the object's
-worker again, which then sends the bytes.
+answered with a :class:`CopyOnHost`, which names the first worker. The requesters fetch the copy from the first worker, which
+moves it into shared memory once. Workers do not report that they have freed a copy: if the first worker has ended or has no copy
+any more, the requester asks the object's worker again, which then sends the bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from actorrpc.wire.identity import WorkerKey
 __all__ = ["CopyOnHost", "HostCopies", "place_of"]
 
 _ANSWER_S: Final = (
-    30.0  # how long a worker that has or fetches a copy may take; then the owner is asked again
+    30.0  # how long the worker that a CopyOnHost names may take; then the object's worker is asked again
 )
 
 
@@ -38,7 +38,7 @@ class CopyOnHost(NamedTuple):
     """An answer in place of an object: another worker of the requesting host has a copy.
 
     Attributes:
-        worker: the name of that worker.
+        worker: identifies the worker that has the copy.
         value: the id under which that worker has requested the object.
     """
 
@@ -47,7 +47,7 @@ class CopyOnHost(NamedTuple):
 
 
 class HostCopies:
-    """The values that this process has fetched from other workers, or is fetching, while ObjectRefs use them. Thread-safe."""
+    """Weak table of the values that this process has fetched, or is fetching, from other workers for ObjectRefs. Thread-safe."""
 
     __slots__ = ("_fetched", "_references")
 
@@ -56,7 +56,7 @@ class HostCopies:
         self._fetched: weakref.WeakValueDictionary[RRefId, Future[Any]] = weakref.WeakValueDictionary()
 
     def share(self, value: RRefId) -> Any:
-        """Return the copy that this worker has fetched; None if the copy was freed."""
+        """Return the copy of a value that this worker has fetched, for another worker of this host; None if it was freed."""
         agent, future = self._references.agent, self._fetched.get(value)
         if future is None:
             return None
@@ -64,16 +64,16 @@ class HostCopies:
             return _shared(agent, future)
         answer: Future[Any] = Future()
         answer.label = future.label
-        # Copying may take long, so the thread that reads replies does not do it.
+        # Copying into shared memory may take long, so a pool thread copies, and not the thread that reads replies.
         future.add_done_callback(lambda done: agent.submit(lambda: answer.set_result(_shared(agent, done))))
         return Deferred(answer)
 
     def fetch(self, rref: RRef[Any], future: Future[Any], anew: bool) -> Future[Any]:
-        """Return a future of the object or a :class:`CopyOnHost`. Never raises.
+        """Request the value of an RRef; return a future of the object, or of a :class:`CopyOnHost`. Never raises.
 
         Args:
-            future: the future of the object itself, wherever it is fetched from; other workers of this host get its value.
-            anew: the copy that an earlier answer named is not available.
+            future: completes later with the object itself. Other workers of this host may then fetch it from this worker.
+            anew: the copy that an earlier answer named is not available, so the object itself is requested.
         """
         value = rref._handle.rref_id
         if not anew and not rref.is_owner():
@@ -84,7 +84,7 @@ class HostCopies:
         return rref._to_future(fetch=_lend, more=(anew,))
 
     def request(self, copy: CopyOnHost) -> Future[Any]:
-        """Return a future of another worker's copy on this host; its value is None if that worker has no copy any more."""
+        """Fetch another worker's copy; return a future of the copy, or of None if that worker has no copy any more."""
         future: Future[Any] = Future()
         references = self._references
         try:
@@ -97,7 +97,7 @@ class HostCopies:
 
 
 def place_of(agent: Agent, worker: str) -> str:
-    """Return a key that is equal for all workers that can share the memory of one copy: their host, or just the worker."""
+    """Return the same key for all workers that can share one copy: their host, or the worker if it shares no memory."""
     try:
         peer = agent.peer(worker)
         host = peer.record.host
@@ -108,7 +108,7 @@ def place_of(agent: Agent, worker: str) -> str:
 
 
 def _lend(named: tuple[int, int, str], anew: bool) -> Any:
-    """Answer a request for an object of this worker. Called by RPC on the worker that has it."""
+    """Answer :meth:`HostCopies.fetch` of another worker, by RPC. ``named``: the id of an object of this worker."""
     value = RRefId(*named)
     execution = CURRENT.get()
     assert execution is not None
@@ -120,13 +120,13 @@ def _lend(named: tuple[int, int, str], anew: bool) -> Any:
 
 
 def _lent(agent: Agent, peer: Peer, value: RRefId, anew: bool, found: Any) -> Any:
-    """Return the content of the answer: the object itself, or the worker on the requesting host that has a copy."""
+    """Return the content of the answer: the object itself, or a CopyOnHost that names a worker of the requesting host."""
     found = of_promise(found)
     if type(found) is not Snapshot or found.nbytes < LARGE or agent.shares_memory(peer):
         return found
     place, lent = place_of(agent, peer.name), found.lent
     if lent is None:
-        lent = found.lent = {}  # if two threads do this at once, both requests get the bytes
+        lent = found.lent = {}  # if two threads do this at once, both requests are answered with the bytes
     if anew:
         lent[place] = peer.key, value
     worker, known_as = lent.setdefault(place, (peer.key, value))

@@ -1,9 +1,9 @@
 """ObjectRefs: references to results, which calls of actors return at once.
 
 A small result is sent with the reply. A large result is written once into memory that all processes of the host share; the reply
-carries a :class:`Snapshot`, which names that memory, and a descriptor of it. Each ``get()`` makes a value of its own from a
-snapshot. A process on another host is sent a :class:`StoredResult`, which says where the result is, and fetches the result from
-there when it needs the value. An ObjectRef that is sent before its result exists is sent as a promise: an RRef of the sending
+carries a :class:`Snapshot`, which names that memory, and a file descriptor of the memory. Each ``get()`` makes a value of its own
+from the snapshot. A process on another host is sent a :class:`StoredResult`, an RRef to the result, and fetches the result when
+the process needs the value. An ObjectRef that is sent before its result exists is sent as a promise: an RRef of the sending
 worker, which gets the result later.
 """
 
@@ -51,24 +51,24 @@ SMALL: Final = 64 << 10
 """Results up to this many bytes are sent with the reply; larger ones stay in memory of the host where they were made."""
 
 SOLE: Final = 2 if sys.version_info < (3, 14) else -1
-"""The reference count that a function finds for its argument if no other variable has the object.
+"""The result of ``sys.getrefcount(argument)`` in a function if no other variable refers to the argument.
 
-No other code can read an ObjectRef with this count. From Python 3.14 on, the count is not reliable.
+No other code can read an ObjectRef with this count. From Python 3.14 on, the count is not reliable: -1 matches no count.
 """
 
 _TEXTS: Final = frozenset({str, bytes})
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_MAX_HOPS: Final = 8  # a promise of a promise of a stored result needs three
+_MAX_HOPS: Final = 8  # how often a fetch may be referred to another worker
 
 
 def keep_large(value: Any, nbytes: int, peer: Peer) -> Any:
-    """Return the object to send in the reply to ``peer`` for a result of ``nbytes`` packed bytes: a small result itself.
+    """Return the object to send in the reply to ``peer`` for a result of ``nbytes`` packed bytes.
 
-    A large result is copied once. Later changes of the object by its actor do not change the copy.
+    A small result is sent itself. A large result is copied once: a Snapshot, or for a worker of another host a StoredResult, is
+    sent. Later changes of the object by its actor do not change the copy.
 
     Raises:
-        SerializationError: it cannot be copied.
-        ObjectStoreFullError: there is no room for it.
+        SerializationError, ObjectStoreFullError: as :meth:`Snapshot.of`.
     """
     if nbytes <= SMALL:
         return value
@@ -83,7 +83,7 @@ def keep_large(value: Any, nbytes: int, peer: Peer) -> Any:
 
 
 def _lost(label: object, error: PeerDiedError) -> PeerDiedError:
-    """Return the error of a result whose worker has ended before the result was fetched."""
+    """Return the error of a large result whose worker has ended before this process fetched the result."""
     what = str(label).removeprefix("the result of ").removeprefix("the call of ")
     return _explained(
         f"the result of {what} is lost: the call was executed, and its large result stayed on worker {error.worker!r}, "
@@ -94,7 +94,7 @@ def _lost(label: object, error: PeerDiedError) -> PeerDiedError:
 
 
 def _out_of_reach(label: object, error: PeerDiedError) -> PeerDiedError:
-    """Return the error of a value whose source, the worker that sent the reference, has ended."""
+    """Return the error of a value whose source has ended: the worker that sent the ObjectRef to this process."""
     return _explained(
         f"the value of {label} is lost: its source, worker {error.worker!r}, has ended before it was fetched. "
         "Fetch such values while that worker lives",
@@ -110,13 +110,13 @@ def _explained(text: str, error: PeerDiedError, maybe_executed: bool | None) -> 
 
 
 class _Pursuit(Progress):
-    """Follows references until it has the value of a result, and completes a future with the value.
+    """Follows references step by step to the value of a result, and completes a future with the value.
 
-    It is the source of the future: a waiting thread reads the replies itself. The outcome of each step is handled once, by the
-    waiting thread or by a callback, whichever pops the step from the list ``_claim``.
+    A step is the future of one request. A pursuit is the source of its future, so a waiting thread reads the replies itself. The
+    outcome of each step is handled once, by the waiting thread or a callback, whichever pops the step from the list ``_claim``.
 
     Args:
-        stays: a :class:`StoredResult` is not followed: it becomes the value of the future.
+        stays: do not follow a :class:`StoredResult`, but complete the future with it.
     """
 
     __slots__ = ("_claim", "_copies", "_hops", "_is_nearby", "_rref", "_stays", "future")
@@ -130,7 +130,7 @@ class _Pursuit(Progress):
     ) -> None:
         self.future = future
         self._stays = stays
-        self._is_nearby = False  # whether the current step requests another worker's copy on this host
+        self._is_nearby = False  # whether the current step requests a copy from another worker of this host
         self.future.label = label
         self.future.source = self
         self._rref: RRef[Any] | None = None
@@ -139,7 +139,7 @@ class _Pursuit(Progress):
         self._claim: list[Future[Any]] = []
 
     def follow(self, step: Future[Any]) -> None:
-        """Continue when ``step`` is complete."""
+        """Make ``step`` the current step: continue with its outcome when it is complete."""
         claim = self._claim = [step]
         step.add_done_callback(lambda _: self._on_step(claim))
 
@@ -158,7 +158,7 @@ class _Pursuit(Progress):
             if type(error) is PeerDiedError and self._rref is not None:
                 if not self._stays:
                     error = _lost(self.future.label, error)
-                elif error.worker == self._rref.owner_name():  # not the error of the call itself
+                elif error.worker == self._rref.owner_name():  # otherwise it is the error of the user's call
                     error = _out_of_reach(self.future.label, error)
             self.future.follow(step, error)
         elif type(value) is CopyOnHost:
@@ -169,7 +169,7 @@ class _Pursuit(Progress):
             self._hop(value.rref)
         else:
             try:
-                # All readers share an object that lives here. An object from another worker has only this reader.
+                # An object that lives on this worker is shared by all readers, so copy it. A fetched object has one reader.
                 owned = self._rref is not None and self._rref.is_owner() and not self._stays
                 if owned and type(value) is not Snapshot:
                     value = Snapshot.of(value)
@@ -186,14 +186,14 @@ class _Pursuit(Progress):
         self.pursue(rref)
 
     def pursue(self, rref: RRef[Any], *, anew: bool = False) -> None:
-        """Fetch a value from its worker, or from a worker of this host that has a copy.
+        """Fetch the value of an RRef from its owner, or from a worker of this host that has a copy.
 
         Args:
-            anew: only from its worker, not from a copy.
+            anew: fetch the value from its owner, because the copy is not available.
         """
         self._rref, self._is_nearby = rref, False
         found = current()
-        if found is None:  # this worker has left its group; the error says so
+        if found is None:  # this worker has left its group: _to_future() gives the error
             self.follow(rref._to_future())
             return
         self._copies = found.host_copies
@@ -204,18 +204,18 @@ class _Pursuit(Progress):
 
     @property
     def behind(self) -> Future[Any] | None:
-        """The current step, for the search for deadlocks."""
+        """The future for which this pursuit waits now, for the search for deadlocks."""
         claim, rref = self._claim, self._rref
         try:
             step = claim[0]
         except IndexError:
             return None
-        if rref is not None and rref.is_owner():  # a value that this worker has promised
+        if rref is not None and rref.is_owner():  # the step waits for a value that this worker has promised
             return rrefs.promised(rref) or step
         return step
 
     def drive(self, deadline: float | None) -> None:
-        """Make progress until the future is complete, the deadline has passed, or another thread handles the step."""
+        """Read replies in this thread until the future is complete, the deadline has passed, or another thread handles a step."""
         while not self.future.completed:
             claim = self._claim
             try:
@@ -238,12 +238,13 @@ class _Pursuit(Progress):
             return False
 
 
-# Guards the attributes ``_future``, ``_fetched`` and ``_promise`` of all ObjectRefs while they are set, so that no value is
-# fetched twice. No code is called under it. Re-entrant, because the garbage collector may run finalisers that use ObjectRefs.
+# Guards the attributes ``_future``, ``_fetched``, ``_promise`` and ``_id`` of all ObjectRefs while they are set, so that no value
+# is fetched twice. Re-entrant, because the garbage collector may run finalisers that use ObjectRefs.
 _lock = threading.RLock()
 
 
-# An identity starts with random bytes of this process. A system call for each ObjectRef would take longer than creating it.
+# The identity of an ObjectRef consists of random bytes of this process and a number. Drawing random bytes for each ObjectRef
+# would take longer than creating the ObjectRef.
 _origin = b""
 _numbers = itertools.count()
 
@@ -260,18 +261,18 @@ os.register_at_fork(after_in_child=_draw_origin)
 class ObjectRef(Generic[T_co]):
     """A reference to the result of a call to an actor or a task; :func:`actorrpc.get` returns the result.
 
-    It can be awaited, on any event loop. As an argument of another call, it is replaced by its result before
+    An ObjectRef can be awaited, on any event loop. As an argument of another call, it is replaced by its result before
     the method runs; inside of containers it is passed as an ObjectRef. It can be sent in all messages of the
-    group, complete or not. ObjectRefs of the same result are equal. Thread-safe.
+    group, before or after its call has ended. ObjectRefs of the same result are equal. Thread-safe.
 
-    All workers of the group can load its pickles (of ``pickle``, ``cloudpickle`` or ``torch.save``). A pickle does not keep the
-    result: keep the ObjectRef until it was loaded. Loading waits for the worker that pickled it.
+    All workers of the group can load pickles of an ObjectRef (of ``pickle``, ``cloudpickle`` or ``torch.save``). A pickle does
+    not keep the result: keep the ObjectRef until the pickle was loaded. Loading waits for an answer of the result's worker.
 
     Args:
         future: completes with the result, with :class:`StoredResult`, or with the error; None: ``promise`` has the result.
         label: the name of the result in messages.
         promise: refers to the result at the worker that sent the ObjectRef.
-        ref_id: identifies the result; by default it is made when it is needed.
+        ref_id: identifies the result; by default the id is made when it is needed.
     """
 
     __slots__ = ("__weakref__", "_fetched", "_future", "_id", "_label", "_promise")
@@ -292,7 +293,7 @@ class ObjectRef(Generic[T_co]):
 
     @classmethod
     def of(cls, value: T, *, label: object = None, ref_id: bytes | None = None) -> ObjectRef[T]:
-        """Return an ObjectRef for a small value that is here already."""
+        """Return an ObjectRef that is complete with ``value``: a small value, or a Snapshot of a large value."""
         future: Future[Any] = InnerFuture()
         future.set_result(value)
         made: ObjectRef[T] = ObjectRef(future, label=label, ref_id=ref_id)
@@ -311,7 +312,7 @@ class ObjectRef(Generic[T_co]):
     # -- the result ----------------------------------------------------------------------------------
 
     def _request(self) -> Future[Any]:
-        """Return the future of the result, which may be a :class:`StoredResult`. Requests the result of a promise."""
+        """Return the future of the result, which may be a :class:`StoredResult`. Requests the result of a promise once."""
         future = self._future
         if future is None:
             made: Future[Any] = InnerFuture()
@@ -325,7 +326,7 @@ class ObjectRef(Generic[T_co]):
         return future
 
     def _final(self, cls: type[Future[Any]] = InnerFuture) -> Any:
-        """Return a future of a value that no other reader has. A value that is elsewhere is fetched."""
+        """Return a future of a value that no other reader has. A value on another worker is fetched."""
         settled, final = self._settled(), cls()
         final.label, final.source = settled.label, settled
 
@@ -339,7 +340,7 @@ class ObjectRef(Generic[T_co]):
         return final
 
     def _settled(self) -> Future[Any]:
-        """Return the future of the value or of a snapshot of it. A value that is elsewhere is fetched."""
+        """Return the future of the value or of a Snapshot of it. A value on another worker is fetched."""
         future = self._request()
         if future.completed and (future.error is not None or type(future.value_or_none) is not StoredResult):
             return future
@@ -359,8 +360,8 @@ class ObjectRef(Generic[T_co]):
                 ):
                     future.value_or_none.policy.fetched()
                 pursuit.follow(future)
-        # Read `covered` after setting `_fetched`: either this thread sees the flag, or the thread that covers the call sees
-        # `_fetched`.
+        # Read `covered` (failures are not logged) after setting `_fetched`: either this thread reads True, or the thread that
+        # covers the call reads the new `_fetched` and covers it.
         if future.covered:
             found.cover()
         return found
@@ -373,13 +374,13 @@ class ObjectRef(Generic[T_co]):
         return self._final(ConcurrentFuture)  # type: ignore[no-any-return]
 
     def done(self) -> bool:
-        """Say whether the call has ended. A large result may still have to be fetched."""
+        """Return whether the call has ended. ``get`` may still have to fetch a large result from another worker."""
         return self._request().completed
 
     def cancel(self) -> bool:
-        """Cancel the call: it ends with :class:`CancelledError`, and its actor is notified; False if it has already ended.
+        """Cancel the call: it ends with :class:`CancelledError`, and its actor is notified; return False if it has already ended.
 
-        For an ObjectRef from another worker, only the wait in this process is cancelled.
+        For an ObjectRef that another worker has sent, only the wait in this process is cancelled.
         """
         return self._request().cancel()
 
@@ -394,10 +395,10 @@ class ObjectRef(Generic[T_co]):
             del self  # an error's traceback has this frame: see wait.get()
 
     def _value(self, found: Any, copy: bool | None = None, sole: bool = False) -> Any:
-        """Return a value that no other reader has.
+        """Return a value that no other reader has, made from ``found``, the value of the future that :meth:`_settled` returned.
 
         Args:
-            found: the value of the future that :meth:`_settled` returned.
+            copy: see :func:`get`.
             sole: only the caller refers to this ObjectRef.
         """
         kind = type(found)
@@ -416,7 +417,7 @@ class ObjectRef(Generic[T_co]):
         return found if mine and copy is not False else kept.open(copy)
 
     def _futures(self) -> list[Future[Any]]:
-        """Return the futures that may have the result as value: of the call, and of a fetch that began before the call ended."""
+        """Return the futures that may have the result as their value: the future of the call, and the future of a fetch."""
         return [each for each in (self._future, self._fetched) if each is not None]
 
     # -- sending ObjectRefs ----------------------------------------------------------------------------------
@@ -458,19 +459,19 @@ class ObjectRef(Generic[T_co]):
         if future is None or not future.completed:
             if lost is None:
                 return _rebuild_promise, (*known, self._as_promise())
-            # The worker that sent this ObjectRef cannot provide the value any longer.
+            # The worker that sent this ObjectRef to this process has ended, or cannot provide the value for another reason.
             return _as_failed(
                 *known, _out_of_reach(known[1], lost) if type(lost) is PeerDiedError else lost, context
             )
         if lost is not None:
-            self._promise = None  # from now on, this worker is the source of the value
+            self._promise = None  # its worker has ended: from now on, this worker is the source of the value
         error = future.error
         value = future.value_or_none
         if error is None and type(value) is StoredResult:
             error = rrefs.failure(value.rref)
             fetched = self._fetched
             if fetched is not None and fetched.completed and fetched.error is None:
-                # Prefer the copy here: it is on this host, and it still exists if the worker that made it has ended.
+                # Send the fetched copy to workers of this host, and, if the worker that made the result has ended, to all.
                 if error is not None:
                     self._future, error = fetched, None
                 if self._future is fetched or rrefs.runtime().agent.shares_memory(context.peer):
@@ -531,7 +532,7 @@ class ObjectRef(Generic[T_co]):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # For pickles made by the program; messages use _reduce().
+        # The program pickles the ObjectRef by itself; for messages, the codec calls _reduce().
         return _load, (pickles.address_of(self._as_promise()), self._identity(), self._name())
 
     def _not_a_value(self, what: str) -> NoReturn:
@@ -555,7 +556,7 @@ class ObjectRef(Generic[T_co]):
 
 
 def _worth_another_try(fetched: Future[Any]) -> bool:
-    """Whether a fetch failed only because its reader had no time left, or cancelled it."""
+    """Return whether a fetch has failed only because its reader timed out or cancelled it, so that it may be repeated."""
     return fetched.completed and isinstance(fetched.error, (RpcTimeoutError, CancelledError))
 
 
@@ -582,7 +583,7 @@ def _rebuild_promise(ref_id: bytes, label: str, promise: RRef[Any]) -> ObjectRef
 
 
 def _load(address: pickles.Address, ref_id: bytes, label: str) -> ObjectRef[Any]:
-    """Rebuild an ObjectRef that a program has pickled (named in pickles).
+    """Rebuild an ObjectRef that a program has pickled by itself (named in pickles).
 
     Raises: as :func:`pickles.find`.
     """
@@ -595,16 +596,16 @@ codec.register(ObjectRef, ObjectRef._reduce)
 
 
 def put(value: T) -> ObjectRef[T]:
-    """Return an ObjectRef for a copy of a value. Changes of the object, or of values that ``get()`` returns, do not affect it.
+    """Return an ObjectRef for a copy of a value. Later changes of ``value``, or of results of ``get()``, do not change the copy.
 
     The tensors, arrays and buffers of a large value (from 256 KiB) are copied once, into memory that all processes of this host
-    share. The memory is freed when the last ObjectRef and the last value made from it were freed, in all processes. Other
-    hosts fetch the value from here.
+    share. The memory is freed when the last ObjectRef and the last value made from it were freed, in all processes. Processes
+    of other hosts fetch the value from this process.
 
     Raises:
-        TypeError: it is an ObjectRef already.
-        SerializationError: it cannot be sent.
-        ObjectStoreFullError: there is no room for it on this host, and no room became free in time.
+        TypeError: ``value`` is an ObjectRef.
+        SerializationError: the value cannot be sent.
+        ObjectStoreFullError: shared memory had no room for the value, and no room became free in time.
     """
     if INTERRUPTED:
         interruption_point()

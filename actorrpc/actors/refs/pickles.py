@@ -1,8 +1,8 @@
-"""References in pickles that a program makes itself, as with ``pickle.dumps(handle)``.
+"""References (handles, ObjectRefs, RRefs) in pickles that a program makes itself, as with ``pickle.dumps(handle)``.
 
-Such a pickle does not keep the value alive, because it may be loaded any number of times, or never. It contains the address of
-the value: the incarnation of a worker and the id of the value. The process that loads it requests a reference from that worker,
-which is counted like all others. Therefore a program has to keep a reference until its pickle was loaded.
+Such a pickle does not keep the value alive, because the pickle may be loaded any number of times, or never. The pickle contains
+the address of the value: the incarnation of a worker and the id of the value. The process that loads the pickle requests a
+reference from that worker, which counts it like all references. Therefore a program must keep a reference until then.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _FIND_S: Final = 30.0  # how long the worker that has a value may take to answer
 
 
 class GroupIdentity(NamedTuple):
-    """Identifies the group of a reference by the incarnation of its rank 0.
+    """Identifies the group of a reference by the incarnation of the group's rank 0.
 
     Attributes:
-        first: the incarnation of rank 0; empty if it was not known.
+        first: the incarnation of rank 0; empty if the pickling process did not know it.
         name, pid: the name and process id of rank 0, for messages.
     """
 
@@ -47,7 +47,7 @@ class Address(NamedTuple):
     """The address of a value.
 
     Attributes:
-        worker, name: the worker that has the value.
+        worker, name: the key and the name of the worker that has the value.
         value: the id of the value.
     """
 
@@ -61,7 +61,7 @@ def here() -> GroupIdentity:
     """Return the group of this process.
 
     Raises:
-        NotInitializedError: it is in no group.
+        NotInitializedError: this process is in no group.
     """
     agent = rrefs.runtime().agent
     for record in (agent.record, *agent.members()):
@@ -71,11 +71,11 @@ def here() -> GroupIdentity:
 
 
 def enter(group: GroupIdentity, what: str) -> References:
-    """Return the references of this process, if it is in the group in which an object was pickled.
+    """Return the :class:`References` of this process, after checking that it is in the group in which an object was pickled.
 
     Raises:
-        NotInitializedError: it is in no group.
-        SerializationError: it is in another group.
+        NotInitializedError: this process is in no group.
+        SerializationError: this process is in another group.
     """
     try:
         references, mine = rrefs.runtime(), here()
@@ -93,7 +93,7 @@ def enter(group: GroupIdentity, what: str) -> References:
 
 
 def address_of(rref: RRef[Any]) -> Address:
-    """Return the address of a reference. It is valid as long as any process keeps a reference to the value."""
+    """Return the address of an RRef's value. The address is valid as long as any process keeps a reference to the value."""
     rref._check()
     references, handle = rref._references, rref._handle
     owner = handle.owner
@@ -105,8 +105,8 @@ def find(address: Address, what: str) -> RRef[Any]:
     """Return a reference to the value at an address. Blocks until the worker that has the value answers.
 
     Raises:
-        NotInitializedError, SerializationError: this process is not in its group.
-        PeerDiedError: the worker that had it has ended.
+        NotInitializedError, SerializationError: this process is not in the group of the address.
+        PeerDiedError: the worker that had the value has ended.
         RRefError: the value was freed because no process kept a reference.
         RpcTimeoutError: the worker does not answer.
     """
@@ -135,5 +135,5 @@ def find(address: Address, what: str) -> RRef[Any]:
 
 
 def _lend(value: RRefId) -> RRef[Any] | None:
-    """Return a reference to a value of this worker, or None if it was freed. Called by RPC."""
+    """Return a reference to a value of this worker, or None if the value was freed. Called by RPC from :func:`find`."""
     return rrefs.lend(value)

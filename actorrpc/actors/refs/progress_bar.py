@@ -11,7 +11,7 @@ __all__ = ["progress_bar"]
 
 
 def progress_bar(total: int | None, description: str | None) -> Any:
-    """Return a new bar of the tqdm class for the output: a terminal, a file or a notebook.
+    """Return a new progress bar of tqdm, which is drawn as text or, in a notebook, as a widget.
 
     Args:
         total: the number of items; None: unknown.

@@ -1,8 +1,8 @@
 """The possible values of a result's future, and how several readers get values of their own from one future.
 
 The value is an object of a class in :data:`ATOMS`, a Snapshot, a :class:`StoredResult`, or an object that came with the reply.
-Readers may share the first three. An object that came with the reply is given to one reader only. Before that, a Snapshot
-replaces it in the future, and all other readers get values that are made from the Snapshot.
+Readers may share the first three. An object that came with the reply is given to the first reader only: before that, a Snapshot
+replaces the object in the future, and all other readers get values that are made from the Snapshot.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, ran
 
 
 class ResultPolicy(Protocol):
-    """Decides whether the large results of a method are sent with the reply, or kept where they are made."""
+    """Decides whether further large results of a method are sent with the reply, or kept on the worker that made them."""
 
     def fetched(self) -> None:
-        """Record that the caller has read the result itself."""
+        """Record that the caller has read a result of the method itself."""
 
     def handed_on(self) -> None:
-        """Record that the caller has passed the reference on."""
+        """Record that the caller has passed an ObjectRef of a result on to another worker."""
 
 
 class StoredResult:
-    """Stands for a result that stayed on the worker where it was made.
+    """Stands for a result that stayed on the worker that made it.
 
     Attributes:
-        rref: refers to the result, or to a Snapshot of it. Never changed.
+        rref: refers to the result, or to a Snapshot of the result. Never changed.
         policy: is notified when the caller fetches the result or passes it on.
     """
 
@@ -55,8 +55,8 @@ class StoredResult:
 
 _SHARED: Final = ATOMS | {Snapshot, StoredResult}
 
-# Guards the values of completed futures while Snapshots replace them. No code is called under it. Re-entrant, because the garbage
-# collector may run finalisers that use ObjectRefs.
+# Guards the values of completed futures while Snapshots replace them. Re-entrant, because the garbage collector may run
+# finalisers that use ObjectRefs.
 _lock = threading.RLock()
 
 
@@ -67,8 +67,8 @@ def replace(value: Any, futures: Iterable[Future[Any]]) -> tuple[Any, bool]:
         futures: the completed futures that may have the object as their value.
 
     Returns:
-        The value that the futures have now: the Snapshot, or the object itself if it cannot be copied or has a gradient history;
-        all readers then share it. And whether this call has replaced the object: then only the caller has the object.
+        1. The value that the futures have now: the Snapshot; or the object itself, which all readers then share, if it cannot be
+        copied or has a gradient history. 2. Whether this call has replaced the object, so that only its caller has the object.
     """
     try:
         snapshot = Snapshot.of(value, recorded=False)
@@ -77,7 +77,7 @@ def replace(value: Any, futures: Iterable[Future[Any]]) -> tuple[Any, bool]:
     with _lock:
         having = [each for each in futures if each.value_or_none is value]
         if not having:
-            # Another thread has replaced it. Its reader may have changed the object while it was copied above.
+            # Another thread has replaced the object, and its reader may have changed the object while this thread copied it.
             return next(
                 (each.value_or_none for each in futures if type(each.value_or_none) is Snapshot), value
             ), False
@@ -89,11 +89,11 @@ def replace(value: Any, futures: Iterable[Future[Any]]) -> tuple[Any, bool]:
 
 
 def readable(value: Any, futures: Iterable[Future[Any]]) -> Any:
-    """Return an object that all readers may share, for the value of completed futures."""
+    """Return an object that all readers may share: ``value``, the value of completed futures, or a Snapshot of it."""
     return value if type(value) in _SHARED else replace(value, futures)[0]
 
 
 def of_promise(found: Any) -> Any:
-    """Return the object to send to readers of a value of this worker. The value of a promise is its future."""
-    # type(), not isinstance(): that reads the object's __class__, which may run user code.
+    """Return the object to send to readers of ``found``, the value of an RRef: for a promise, a completed future."""
+    # Use type(): isinstance() would read the object's __class__, which may run user code.
     return readable(found.value_or_none, (found,)) if issubclass(type(found), Future) else found

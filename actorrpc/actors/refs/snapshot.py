@@ -1,7 +1,7 @@
-"""Snapshots: copies of objects at one moment, from which the objects can be made again later, here or on another worker.
+"""Snapshots: copies of objects at one moment, from which equal objects can be made later, in this process or on another worker.
 
 Objects that wait before they are sent (the arguments of a call to an actor that is being restarted, an item that a
-generator yielded, a result that stays with its actor) are kept as snapshots: later changes of the object do not
+generator yielded, a result that stays on the actor's worker) are kept as snapshots: later changes of the object do not
 change the snapshot, and an object that cannot be sent is refused at once.
 """
 
@@ -38,10 +38,10 @@ _ATTEMPTS: Final = 4
 
 _find_main: Final = re.compile(b"__(?:mp_)?main__").search
 
-_NOTHING: Final[Mapping[bytes, bytes]] = {}  # the definitions of most snapshots; never changed
+_NOTHING: Final[Mapping[bytes, bytes]] = {}  # for snapshots without definitions; must not be changed
 
-# Definitions that came with snapshots, so that each is loaded once even if its snapshot is opened often. The snapshots contain
-# them, too, so an evicted definition is added again.
+# Functions and classes ("definitions") that snapshots contain as pickles. Each is loaded once, even if its snapshot is opened
+# often. A definition that was evicted from this store is loaded from the snapshot again.
 _definitions: Final = codec.DefinitionStore()
 
 
@@ -53,8 +53,8 @@ class Snapshot:
     share. In a distributed autograd context, gradients flow from the opened object, on any worker, to the copied object.
     Thread-safe; immutable, except for :meth:`open_once`.
 
-    Messages contain the snapshot's memory after its pickle. The references in it become references of the receiver.
-    Objects of the main module are sent by name to workers that run the same program, and by value to others.
+    In a message, the snapshot's memory follows its pickle. The references in the snapshot become references of the receiver.
+    Objects of the main module are sent by name to workers that run the same program, and by value to other workers.
     """
 
     __slots__ = (
@@ -85,14 +85,14 @@ class Snapshot:
         self._buffers: list[memoryview] | None = []
         self._definitions = definitions
         self._held = held
-        self._by_name = by_name  # the objects of the main module
+        self._by_name = by_name  # whether objects of the main module are pickled by name
         self._tag = tag  # for the autograd recorder
-        #: The location of its memory, if that is in a segment which all processes of the host share, and its parts' sizes.
+        #: The location of the memory in a segment that all processes of the host share; None if the memory is in `_buffers`.
         self.stored = stored
         self._sizes = sizes
-        #: host -> the worker that has fetched it there, and the id of the copy.
+        #: host -> the worker of that host that has fetched this snapshot, and the id under which it has requested the snapshot.
         self.lent: dict[str, tuple[Any, Any]] | None = None
-        #: Its size in bytes.
+        #: The size of the snapshot in bytes.
         self.nbytes: int = len(body) + sum(sizes)
         if buffers:
             self._buffers = [memoryview(each).cast("B") for each in buffers]
@@ -114,14 +114,14 @@ class Snapshot:
         """Copy an object as it is now.
 
         Args:
-            recorded: False refuses an object with a gradient history, and does not pass it to the recorder.
-            label: the name of its memory in the error for full memory; site: where it was made.
-            remote_main: False copies objects of the main module by value even for workers that run the same program.
-            context: the autograd context that it belongs to; by default the current one, if there is one.
+            recorded: True records the object's tensors that require grad for autograd; False refuses a gradient history.
+            label, site: the name of the snapshot, and the line that made it, for the ObjectStoreFullErrors of other snapshots.
+            remote_main: False pickles objects of the main module by value even for workers that run the same program.
+            context: the id of the autograd context that records the object; by default the current context, if there is one.
 
         Raises:
-            SerializationError: a part cannot be copied; the message says which.
-            ObjectStoreFullError: it is large, and there is no room for it.
+            SerializationError: a part of the object cannot be copied; the message names the part.
+            ObjectStoreFullError: the object is large, and shared memory has no room for it.
         """
         holder = LocalReferences()
         encoded = codec.encode_body(obj, remote_main, (), None, holder)
@@ -150,7 +150,7 @@ class Snapshot:
                 to; False uses the shared pages, and forbids writes.
 
         Raises:
-            SerializationError: it cannot be rebuilt here.
+            SerializationError: the object cannot be rebuilt in this process.
             RuntimeError: :meth:`open_once` was called.
             TypeError: ``copy`` is False, and the object contains a tensor: torch has no read-only tensors.
         """
@@ -178,10 +178,10 @@ class Snapshot:
         return self._decode(buffers)
 
     def share(self, agent: Agent) -> None:
-        """Move its memory into a segment that all processes of this host can map.
+        """Move the snapshot's memory into a segment that all processes of this host can map.
 
         Raises:
-            ObjectStoreFullError: there is no room for it.
+            ObjectStoreFullError: shared memory has no room for it.
         """
         buffers = self._buffers
         if not buffers or self.stored is not None:
@@ -195,8 +195,8 @@ class Snapshot:
             self._buffers = []
 
     def _whole(self) -> tuple[list[memoryview], bool]:
-        """Return its memory, and whether that is a new mapping, to which no other code has access."""
-        # Read before `stored`, because share() sets `stored` before it empties the buffers.
+        """Return the snapshot's memory, and whether it is a new mapping, to which no other code has access."""
+        # Read `_buffers` before `stored`, because share() sets `stored` before it empties the buffers.
         buffers = self._buffers
         stored = self.stored
         if stored is not None:
@@ -211,7 +211,7 @@ class Snapshot:
         tensors = [] if tensors is None else tensors
         for attempt in range(_ATTEMPTS):
             if attempt == _ATTEMPTS - 1:
-                # Other threads keep evicting the definitions that this thread adds to the common store.
+                # Other threads keep evicting the definitions that this thread adds to the common store: use a store of its own.
                 store = codec.DefinitionStore()
             if attempt:
                 for key in store.missing(definitions):
@@ -279,8 +279,8 @@ def _rebuild(
     """Rebuild a snapshot whose memory is shared (wire format).
 
     Raises:
-        ProtocolError: its memory is not valid, or was not received.
-        LimitError: this process has no free descriptor for it.
+        ProtocolError: the location of the memory is not valid, or the segment was not received.
+        LimitError: this process has no free file descriptor for the segment.
     """
     index, offset, nbytes, sizes = where
     context = codec.current_decoding()
@@ -301,7 +301,7 @@ def _rebuild(
 
 
 def _store(agent: Any, spans: Sequence[Any], label: str, site: str) -> StoredRange | None:
-    """Copy memory into a segment that all processes of the host can map; None if the system has no such memory."""
+    """Copy memory into a segment that all processes of the host can map; return None if the system has no shared memory."""
     offsets, nbytes = layout([span.nbytes for span in spans])
     execution = CURRENT.get()
     until = _time.now() + agent.settings.object_wait if execution is None else execution.deadline

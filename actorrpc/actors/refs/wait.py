@@ -1,7 +1,7 @@
-"""Functions that wait for results: for one, for all, for the first ones, or for one after the other.
+"""Functions that wait for results: ``get`` for all, ``wait`` for the first few, ``as_completed`` for one after the other.
 
-A function that waits for several results waits for one future of its own, which a :class:`_Collector` completes. Meanwhile, a
-waiting thread of an actor can run the calls that descend from its own.
+A function that waits for several results waits for a single future, which a :class:`_Collector` completes. While a thread of an
+actor waits, it can run the calls that descend from the call that it executes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _INFINITE: Final = float("inf")
 
 
 class Arrivals(Generic[T]):
-    """A stream of results: :func:`wait` waits for the next one, :func:`as_completed` takes one by one, :func:`get` takes all."""
+    """A stream of results. :func:`wait` waits for its next result; :func:`as_completed` and :func:`get` take all results."""
 
     __slots__ = ()
 
@@ -70,11 +70,11 @@ class Arrivals(Generic[T]):
 
     @abstractmethod
     def next(self, *, timeout: float | None = None) -> ObjectRef[T]:
-        """Take the next result."""
+        """Remove and return the next result."""
 
     @abstractmethod
     def _whole(self) -> AbstractContextManager[Future[None]]:
-        """Request all results. The future completes when all of them are here."""
+        """Request all results. The future that the context manager returns completes when all results have arrived."""
 
     @abstractmethod
     def cancel(self) -> bool:
@@ -82,14 +82,14 @@ class Arrivals(Generic[T]):
 
     @abstractmethod
     def _rest(self) -> list[T]:
-        """Remove and return the values of all results that are here."""
+        """Remove and return the values of all results that have arrived."""
 
 
 def _start(item: Any, what: str, final: bool) -> Future[Any]:
-    """Return the future to wait for. If ``final`` is set, and the value is known to be elsewhere, start to fetch it.
+    """Return the future of ``item``. If ``final`` is set, and the value is known to be on another worker, start to fetch it.
 
     Raises:
-        TypeError: ``item`` cannot be waited for.
+        TypeError: the function that ``what`` names cannot wait for ``item``.
         NotInitializedError: the future is pending, and was made before this process was forked.
     """
     if type(item) is ObjectRef:
@@ -121,10 +121,10 @@ def _short(item: object) -> str:
 
 
 def future_of(item: Any, what: str) -> Future[Any]:
-    """Return a future of a value that no other reader shares. A value that is elsewhere is fetched. Errors as for :func:`get`.
+    """Return a future of a value that no other reader shares. A value on another worker is fetched. Raises as :func:`get`.
 
     Args:
-        what: the function that takes the item, for messages.
+        what: the name of the function whose argument ``item`` is, for messages.
     """
     return item._final() if isinstance(item, ObjectRef) else _start(item, what, True)
 
@@ -135,7 +135,7 @@ def _start_any(item: Any, what: str, final: bool) -> Future[Any]:
 
 
 def _adopted(other: Any) -> Future[Any]:
-    """Return a Future of this package that completes with a ``torch.futures.Future``."""
+    """Return an actorrpc.Future that completes with the outcome of ``other``, a ``torch.futures.Future``."""
     future: Future[Any] = Future()
     future.label = "a torch.futures.Future"
     other.add_done_callback(lambda done: future.complete_with(done.value))
@@ -143,7 +143,7 @@ def _adopted(other: Any) -> Future[Any]:
 
 
 def deadline_of(timeout: float | None) -> float:
-    """Return the time, on the monotonic clock, at which a wait must end: by its time-out, or with the call that waits.
+    """Return the time, on the monotonic clock, at which a wait must end: its time-out, or the deadline of the waiting call.
 
     Raises:
         WrongTypeError, ConfigError: ``timeout`` is not a number of seconds, or negative.
@@ -159,7 +159,7 @@ def time_left(until: float) -> float | None:
 
 
 def _time_is_over() -> bool:
-    """Whether the deadline of the waiting call has passed. Its caller then does not see how the awaited calls fail."""
+    """Return whether the deadline of the call that waits has passed. Failures of the awaited calls are then not logged."""
     execution = CURRENT.get()
     return execution is not None and execution.deadline <= _time.now()
 
@@ -183,25 +183,25 @@ def _wait_for(future: Future[Any], until: float, timeout: float | None) -> Any:
                     if _time_is_over():
                         future.cover()
                     raise _late(f"{future.label}", timeout) from None
-                until = deadline_of(None)  # a debugger has extended the deadline of this call
+                until = deadline_of(None)  # `actorrpc debug` has extended the deadline of the waiting call
         return future.wait()
     finally:
         del future  # an error's traceback has this frame: see get()
 
 
 def cover(items: Iterable[Any], futures: Iterable[Future[Any]] = ()) -> None:
-    """Do not report failures of the ObjectRefs among the items, and of these futures."""
+    """Do not log failures of the ObjectRefs among ``items``, and of ``futures``."""
     for each in _behind(items, futures):
         each.cover()
 
 
 def _behind(items: Iterable[Any], futures: Iterable[Future[Any]]) -> list[Future[Any]]:
-    """Return the futures, of calls and of fetches, whose failures end a wait for several results."""
+    """Return ``futures``, and the futures of the calls and fetches of the ObjectRefs among ``items``."""
     return [*futures, *(each for item in items if type(item) is ObjectRef for each in item._futures())]
 
 
 def _flush(futures: Iterable[Future[Any]]) -> None:
-    """Send the gathered messages, and let the pool read all replies, because this thread will wait for another future."""
+    """Send the gathered messages, and let pool threads read the replies, because this thread will wait for another future."""
     conns = set()
     for future in futures:
         source = future.source
@@ -220,11 +220,11 @@ def _flush(futures: Iterable[Future[Any]]) -> None:
 class _Collector:
     """Collects complete results, for ``get``, ``wait`` and ``as_completed``.
 
-    One thread at a time adds results and takes them out. When the collector is freed, its watches are removed from the futures.
+    One thread at a time adds results and removes them. When the collector is freed, its watches are removed from the futures.
 
     Args:
-        fetch: a large result that is elsewhere counts when it was fetched.
-        fails: a failed result ends the wait for all.
+        fetch: a large result on another worker counts only when it was fetched.
+        fails: the first failed result ends the wait for all results.
 
     Attributes:
         watches: the results that were added, by number.
@@ -248,7 +248,7 @@ class _Collector:
                 watch.future.remove_waiter(watch.ended)
 
     def awaited(self, count: int, label: str, needs_all: bool) -> Future[None] | None:
-        """Return a future that completes when ``count`` results are ready, or one has failed; None if that is already true.
+        """Return a future that completes when ``count`` results are ready, or :attr:`failed` is set; None if that is so already.
 
         Args:
             needs_all: the waiting thread needs all results that were added.
@@ -260,11 +260,11 @@ class _Collector:
         if needs_all:
             signal.awaits = list(self.watches.values())  # for the search for deadlocks
         self.wanted, self.signal = count, signal
-        # If a result ends now, either the next line sees it, or the thread that ends it sees the signal.
+        # If a result ends now, either the next line counts it, or the thread that ends it reads `signal` and completes it.
         return None if self.failed or len(self.ready) >= count else signal
 
     def wait_until(self, until: float, count: int, label: str, needs_all: bool) -> bool:
-        """Wait until ``count`` results are ready, or one has failed; return False at the deadline."""
+        """Wait until ``count`` results are ready, or :attr:`failed` is set; return False at the deadline ``until``."""
         signal = self.awaited(count, label, needs_all)
         if signal is None:
             return True
@@ -273,17 +273,17 @@ class _Collector:
         except RpcTimeoutError:
             return signal.completed
         finally:
-            self.signal = None  # the signal refers to the watches, and so to the results
+            self.signal = None  # do not keep the results alive: the signal refers to the watches
         return True
 
     @property
     def futures(self) -> list[Future[Any]]:
-        """The awaited futures, by number; the future of a fetch replaces the future of its call."""
+        """The awaited futures, in the order of numbers. The future of a fetch replaces the future of a call."""
         return [each.future for each in self.watches.values()]
 
 
 class _Watch:
-    """Waits for one result of a collector. The caller of the constructor flushes the gathered messages."""
+    """Waits for one result of a collector. The code that makes a watch must call :func:`_flush` afterwards."""
 
     __slots__ = ("_collector", "future", "item", "number")
 
@@ -296,12 +296,12 @@ class _Watch:
         future.add_waiter(self.ended)
 
     def arm(self, future: Future[Any]) -> None:
-        """Wait for another future."""
+        """Wait for ``future``, which replaces the former future of this watch."""
         self.future = future
         future.add_waiter(self.ended)
 
     def ended(self, future: Future[Any]) -> None:
-        """Notify the collector. Runs in the thread that ends the result, and must not block: a pool thread fetches values."""
+        """Notify the collector. Runs in the thread that completes the future, so a pool thread fetches the value if necessary."""
         collector = self._collector()
         if collector is None:
             return
@@ -317,8 +317,8 @@ class _Watch:
             signal.try_complete(None)
 
     def _fetch(self) -> None:
-        """Fetch the value, which is elsewhere, and wait for it."""
-        collector = self._collector()  # keeps the collector alive until this watch is armed again
+        """Start to fetch the value, which is on another worker, and watch the fetch."""
+        collector = self._collector()  # keeps the collector alive until arm() has returned
         if collector is not None:
             self.arm(self.item._settled())
             _flush([self.future])
@@ -359,7 +359,7 @@ class _Gathering(Progress):
         self.future.try_complete(self._make(values))
 
     def drive(self, _deadline: float | None) -> None:
-        """Send the gathered messages. The waiting thread then sleeps: reading one reply, it could miss the failure of another."""
+        """Send the gathered messages. The waiting thread does not read replies: while it reads one, another call could fail."""
         self.flush()
 
     def flush(self) -> None:
@@ -380,14 +380,14 @@ def gather(
     make: Callable[[Iterable[Any]], T] = list,  # type: ignore[assignment]
     failed: Callable[[int, BaseException], bool] = lambda at, error: True,
 ) -> Future[T]:
-    """Return a future of the values of several results. No thread waits; fetches run concurrently; the caller flushes messages.
+    """Return a future of the values of several results. No thread waits; fetches run concurrently; the caller flushes the future.
 
     Cancelling the future cancels all parts. Must not be called under a lock.
 
     Args:
-        make: makes the value from the values of the parts, in order.
-        failed: called with the number and the error of each part that fails. If it returns True, the future fails with that
-            error at once; otherwise the error takes the place of the value.
+        make: makes the future's value from the values of the parts, in order.
+        failed: called with the number and the error of each part that fails. If it returns True, the future fails with this
+            error at once; otherwise ``make`` gets the error in place of the part's value.
     """
     return _Gathering([future_of(each, label) for each in parts], label, make, failed).future
 
@@ -442,19 +442,19 @@ def get(
         copy: for large results, which the processes of a host share. None: tensors and arrays whose pages are copied when they
             are written to: quick to get, slow to overwrite completely. True: a copy. False: read-only arrays and memoryviews
             (not tensors: torch has no read-only tensors).
-        cancel_on_interrupt: if Ctrl-C ends the wait, cancel the calls and streams of ``refs`` that no later call can get, as in
-            ``get(handle.method.remote())``. None: only in a notebook or another session of IPython.
+        cancel_on_interrupt: if Ctrl-C ends the wait, cancel the calls and streams of ``refs``. (After an interrupted
+            ``get(handle.method.remote())``, you have no reference to cancel.) None: only in a notebook or a session of IPython.
 
     Returns:
         The result, or a list of results in the order of ``refs``. Each ``get`` makes values of its own: changes to them are not
         visible to other readers.
-        The result of an ObjectRefGenerator is a list of all values that were not taken from it. If it raises, or the time is
-        up, the values stay in it and can be taken one by one.
+        The result of an ObjectRefGenerator is a list of all values that were not taken from it before. If the generator raises,
+        or the time is up, the values stay in the ObjectRefGenerator and can be taken one by one.
 
     Raises:
         RpcTimeoutError: a result was not available in time (also known as GetTimeoutError). The calls continue.
         TypeError: ``refs`` contains an object that cannot be waited for.
-        Exception: the error of a call; of several, the first that fails, at once. The failures of the others are not logged.
+        Exception: the error of a call; with several calls, the first error, at once. The failures of other calls are not logged.
     """
     try:
         if type(refs) is not ObjectRef:
@@ -478,13 +478,13 @@ def get(
             _interrupted(error, [refs], cancel_on_interrupt)
         raise
     finally:
-        # An error's traceback refers to this frame, and the references refer to the error. Without this line they form a cycle,
-        # which only the garbage collector frees.
+        # The traceback of an error refers to this frame, and an ObjectRef refers to its error. Without this line they form a
+        # cycle, which only the garbage collector frees.
         refs = None
 
 
 def _interrupted(error: BaseException, items: Iterable[Any], wanted: bool | None) -> None:
-    """If Ctrl-C has ended the wait, cancel the items as :func:`get` says; ``wanted`` is its ``cancel_on_interrupt``."""
+    """If ``error`` is from Ctrl-C, cancel the items as requested by ``wanted``, the ``cancel_on_interrupt`` of :func:`get`."""
     if not isinstance(error, KeyboardInterrupt) or isinstance(error, RemoteError):
         return
     if wanted is None:
@@ -499,11 +499,10 @@ def _interrupted(error: BaseException, items: Iterable[Any], wanted: bool | None
 def _get_several(
     refs: Any, until: float, timeout: float | None, copy: bool | None, cancel: bool | None, sole: bool
 ) -> Any:
-    """Implement :func:`get` for everything except a single ObjectRef.
+    """Implement :func:`get` for every argument except a single ObjectRef.
 
     Args:
-        sole: only the caller of :func:`get` refers to the list ``refs``. It is emptied, so that only this thread has the
-            ObjectRefs.
+        sole: no other code refers to the list ``refs``. The list is then emptied, so that no other code can refer to its items.
     """
     try:
         if isinstance(refs, Arrivals):
@@ -548,7 +547,7 @@ def _get_all(
             if type(item) is not ObjectRef:
                 value = item._rest() if isinstance(item, Arrivals) else future.wait()
             elif type(value) not in ATOMS:
-                if type(value) is StoredResult:  # the call had not ended when its future was examined
+                if type(value) is StoredResult:  # when _start() examined the future, the call had not ended
                     future = item._settled()
                 value = _wait_for(future, until, timeout)
                 sole = sys.getrefcount(item) == SOLE
@@ -567,14 +566,14 @@ def _get_all(
 
 
 def _wait_for_all(items: list[Any], futures: list[Future[Any]], until: float, timeout: float | None) -> None:
-    """Wait for all; raise the error of the first call that fails."""
+    """Wait for all futures; raise the error of the first call that fails, as soon as it fails."""
     collector = signal = None
     try:
         pending = [future for future in futures if not future.completed]
         if len(pending) < len(futures):
             _raise_first(futures)
         if len(pending) == 1:
-            # This thread reads the reply itself, without another thread.
+            # In _wait_for(), this thread reads the reply itself, without a pool thread.
             _wait_for(pending[0], until, timeout)
         elif pending:
             collector = _Collector(fetch=True, fails=True)
@@ -606,18 +605,18 @@ def _raise_first(futures: Iterable[Future[Any]]) -> None:
 def wait(
     refs: Sequence[Any], *, num_returns: int = 1, timeout: float | None = None, fetch_local: bool = True
 ) -> tuple[list[Any], list[Any]]:
-    """Wait until some of several results are available; failed ones count, too.
+    """Wait until some of several results are available. A failed result counts as available.
 
     Args:
         refs: a list of different ObjectRefs (also Futures and RRefs), and of ObjectRefGenerators; a generator counts when its
             ``next()`` would return, or raise StopIteration, at once.
         num_returns: how many results to wait for.
         timeout: seconds; None: without limit; 0: do not wait.
-        fetch_local: a large result that is elsewhere counts when it was fetched; False: as soon as it exists.
+        fetch_local: True: a large result on another worker counts when it was fetched; False: as soon as it exists.
 
     Returns:
-        The first ``num_returns`` that are ready, or fewer if the time was up, and all others; both in the order of ``refs``.
-        A loop is fast if it passes this second list to the next call, as it is or with other ObjectRefs appended.
+        Two lists in the order of ``refs``: the first ``num_returns`` items that are ready, or fewer at the time-out; and all
+        other items. A loop is fast if it passes the second list to the next ``wait``, as it is or with ObjectRefs appended.
 
     Raises:
         TypeError: ``refs`` is not a list, or contains an object that cannot be waited for.
@@ -639,7 +638,7 @@ def wait(
     shared: list[_Registered] = refs.registered if type(refs) is _Unready else []
     try:
         registered = shared.pop()
-    except IndexError:  # there is no registration, or another thread uses it
+    except IndexError:  # the list has no registration, or another thread uses it
         registered = _Registered(fetch_local)
     if not registered.begins(refs, fetch_local):
         shared, registered = [], _Registered(fetch_local)
@@ -658,7 +657,7 @@ def wait(
 
 
 class _Unready(list[Any]):
-    """The second list that :func:`wait` returns. If it is passed to the next call, that call need not register its items again.
+    """The second list that :func:`wait` returns. The next call of :func:`wait` need not register the items of this list again.
 
     Attributes:
         registered: a list with the :class:`_Registered` of the items. It is empty while a call of :func:`wait` uses the
@@ -673,11 +672,11 @@ class _Unready(list[Any]):
 
 
 class _Registered(_Collector):
-    """The results that :func:`wait` has not returned yet. The list of the remaining results passes it from call to call.
+    """The results that :func:`wait` has not returned as ready yet. An :class:`_Unready` passes this object to the next call.
 
     Attributes:
-        items: the results, in order, by increasing numbers.
-        lasts: another call can use it. A stream has another future after each item, so a call with streams registers again.
+        items: number -> result, in the order of ``refs``.
+        lasts: whether the next call can use this object. False with streams: a stream has a new future after each item.
     """
 
     def __init__(self, fetch: bool) -> None:
@@ -686,11 +685,11 @@ class _Registered(_Collector):
         self.lasts = True
         self._next = 0
         self._ended: list[int] = []  # the numbers of the results that have ended, a heap
-        self._different: set[Any] | None = None  # the items, if some were added later
+        self._different: set[Any] | None = None  # the set of all items; None until a call adds items
         self._born = generation()
 
     def begins(self, refs: Sequence[Any], fetch: bool) -> bool:
-        """Say whether ``refs`` begins with the registered items, and others can be added to them."""
+        """Return whether ``refs`` begins with the registered items, so that only the other items must be registered."""
         known = list(self.items.values())
         same = refs == known if len(refs) == len(known) else refs[: len(known)] == known
         return same and fetch is self.fetch and self._born == generation()
@@ -707,7 +706,7 @@ class _Registered(_Collector):
         lasts = self.lasts and (
             _REFS.issuperset(map(type, new)) or not any(isinstance(item, Arrivals) for item in new)
         )
-        self.lasts = False  # an error from here on leaves only some of the new items registered
+        self.lasts = False  # after an error below, only some of the new items are registered
         self._differ(new)
         fetch, ended = self.fetch, self._ended
         numbers = range(self._next, self._next + len(new))
@@ -726,7 +725,7 @@ class _Registered(_Collector):
         _flush(pending)
 
     def _differ(self, new: Sequence[Any]) -> None:
-        """Check that the new items differ from each other, and from the registered items."""
+        """Raise ValueError if a new item is equal to another new item or a registered item."""
         if self.items and self._different is None:
             self._different = set(self.items.values())
         # An ObjectRef without an identity is only equal to itself.
@@ -752,12 +751,12 @@ class _Registered(_Collector):
             self.wait_until(until, count - len(ended), f"wait() for {count} of {of}", count == of)
 
     def cover(self) -> None:
-        """Do not report failures of these results, because the waiting thread has timed out."""
+        """Do not log failures of these results, because the call that waits for them has timed out."""
         items = list(self.items.values())
         cover(items, [*self.futures, *(each for each in items if isinstance(each, Future))])
 
     def pop_ready(self, count: int) -> list[Any]:
-        """Remove and return the first ``count`` complete results, in order."""
+        """Remove and return the first ``count`` results that have ended, in the order of ``refs``."""
         taken = [heapq.heappop(self._ended) for _ in range(min(count, len(self._ended)))]
         found = [self.items.pop(number) for number in taken]
         for number in taken:
@@ -792,7 +791,7 @@ class Completed(_Collector, Generic[T]):
         self._needs_all = needs_all
         items: list[Any] = list(refs)
         futures = [_start_any(item, "as_completed()", fetch) for item in items]
-        self._remaining = len(items)  # results, and streams that have not ended
+        self._remaining = len(items)  # the number of results and streams that the loop has not finished
         self.bar: Any = None
         if bar:
             streams = any(isinstance(item, Arrivals) for item in items)
@@ -828,7 +827,7 @@ class Completed(_Collector, Generic[T]):
         return found
 
     def _next_ready(self, stop: type[Exception]) -> T | None:
-        """Return the next result, or None if it has not ended; raise ``stop`` after the last result."""
+        """Return the next result that has ended; None if the loop must wait for it; raise ``stop`` after the last result."""
         if INTERRUPTED:
             interruption_point()
         while self._remaining:
@@ -851,7 +850,7 @@ class Completed(_Collector, Generic[T]):
         raise stop
 
     def _item_of(self, watch: _Watch) -> ObjectRef[Any] | None:
-        """Take the next item of a stream, and watch for the item after it; None if there is none now. Does not block."""
+        """Take the next item of a stream, if it has arrived, and watch for the item after it. Does not block."""
         stream = watch.item
         found = None
         try:
@@ -870,7 +869,7 @@ class Completed(_Collector, Generic[T]):
         return _late(f"one of {self._remaining} results", self._timeout)
 
     def cover(self) -> None:
-        """Do not report failures of these results."""
+        """Do not log failures of the results for which this iterator still waits."""
         cover([each.item for each in self.watches.values()], self.futures)
 
 
@@ -891,13 +890,13 @@ def as_completed(
 ) -> Completed[Any]:
     """Return an iterator over ObjectRefs (or Futures, or RRefs) in the order in which their results become available.
 
-    Failed results are included: ``get`` raises their error. Works with ``for`` and ``async for``. An ObjectRefGenerator is
-    replaced by the ObjectRefs of its items, each of which is taken from it when the loop gets it.
+    ObjectRefs of failed calls are included; ``get`` raises their error. Works with ``for`` and ``async for``. In place of an
+    ObjectRefGenerator, the loop gets the ObjectRefs of its items, each of which is taken from the generator at this moment.
 
     Args:
         timeout: seconds for the whole iteration; None: no limit.
-        progress: show a bar, as :func:`progress` does, that counts the items that the loop has taken.
-        fetch_local: a large result that is elsewhere counts when it was fetched; False: as soon as it exists.
+        progress: show a progress bar, like :func:`progress`, that counts the items that the loop has got.
+        fetch_local: True: a large result on another worker counts when it was fetched; False: as soon as it exists.
 
     Raises:
         TypeError: ``refs`` contains an object that cannot be waited for.
@@ -915,7 +914,7 @@ def progress(
 ) -> list[T]:
     """Wait for results as :func:`get` does, and show how many of them are available.
 
-    The bar is made by tqdm (``pip install 'actorrpc[progress]'``): on stderr, or in a notebook; environment variables of tqdm
+    tqdm (``pip install 'actorrpc[progress]'``) shows the progress bar, on stderr or in a notebook; environment variables of tqdm
     apply, like ``TQDM_DISABLE=1``.
 
     Args:
@@ -930,9 +929,9 @@ def progress(
         ConfigError: tqdm is not installed.
         RpcTimeoutError: a result was not available in time. The calls continue.
         TypeError: ``refs`` contains an object that cannot be waited for.
-        Exception: the error of a call; of several, the first that fails, at once.
+        Exception: the error of a call; with several calls, the first error, at once.
     """
-    # For anything but an ObjectRef, get() would fetch the value again.
+    # Keep the futures of items that are not ObjectRefs, because get() would fetch the value of such an item again.
     items: list[Any] = [
         each if type(each) is ObjectRef else _start(each, "progress()", True) for each in refs
     ]

@@ -1,7 +1,7 @@
 """Programs written for Ray run on actorrpc: ``import actorrpc.compat.ray as ray``.
 
 ``python -m actorrpc.compat.ray script.py`` runs an unchanged program: in it, ``import ray`` imports this package. Names that are
-missing here raise an error that lists the existing names; docs/migration/ray-programs.md has tables of them.
+missing here raise an error that lists the existing names; docs/migration/ray-programs.md has tables of the names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``ray.actor``: actor classes, handles and methods, with Ray's references, options and errors.
 
-They are subclasses of actorrpc's. A handle that a program pickles by itself is weak: it does not keep the actor alive.
+The classes are subclasses of actorrpc's. A handle that a program pickles by itself is weak: it does not keep the actor alive.
 """
 
 from __future__ import annotations
@@ -149,12 +149,12 @@ class _Special:
 
 
 def _itself(_instance: Any) -> bool:
-    """Implement ``__ray_ready__`` in the actor (named in pickles)."""
+    """Return True: ``handle.__ray_ready__.remote()`` runs this function in the actor (named in pickles)."""
     return True
 
 
 def _leave(_instance: Any) -> NoReturn:
-    """End the actor after the calls that were made before (named in pickles)."""
+    """End the actor; ``handle.__ray_terminate__.remote()`` runs this function in the actor (named in pickles)."""
     actors.exit_actor()
 
 
@@ -170,7 +170,7 @@ def _special(handle: ActorHandle[Any], name: str) -> _Special | None:
 
 def _ended(handle: ActorHandle[Any]) -> actors.ObjectRef[Any]:
     ref = actors.call(handle, _leave)
-    ref._request().add_done_callback(Future.acknowledge)  # the call is meant to fail
+    ref._request().add_done_callback(Future.acknowledge)  # do not log that the call fails, as intended
     return ref
 
 
@@ -178,7 +178,7 @@ def _ended(handle: ActorHandle[Any]) -> actors.ObjectRef[Any]:
 
 
 class _CallingOfRay:
-    """``handle.__call__``, which Python looks up on the type."""
+    """``handle.__call__``. A descriptor, because Python looks up ``__call__`` on the type of the handle."""
 
     __slots__ = ()
 
@@ -229,12 +229,12 @@ def _copied(kind: type[H], handle: actors.ActorHandle[Any], *, weak: bool = Fals
 
 
 def _as_rays(handle: actors.ActorHandle[Any]) -> ActorHandle[Any]:
-    """Return a handle of actorrpc as Ray's (named in pickles)."""
+    """Return a handle with Ray's methods and errors to the same actor (named in pickles)."""
     return _copied(ActorHandle, handle)
 
 
 def _reduce(handle: ActorHandle[Any]) -> tuple[Any, ...]:
-    # With an exception, a weak handle is sent.
+    # While an exception is pickled, there is no encoding context. A handle in an exception is sent as a weak handle.
     return _as_rays, (_copied(actors.ActorHandle, handle, weak=codec.current_encoding() is None),)
 
 
@@ -311,7 +311,7 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
         return made
 
     def _searching(self, paths: tuple[str, ...]) -> ActorClass[P, C]:
-        """Return the same class; its processes add these directories to the import path before they unpickle it."""
+        """Return the same class, whose actors' processes add ``paths`` to the import path before they unpickle the class."""
         made = self._with(self._actorrpc_options, self._actorrpc_alias)
         _own(made)["_ray_paths"] = paths
         return made
@@ -329,7 +329,7 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
 
 
 class _ClassOf:
-    """Pickles as the user's class of an actor class."""
+    """Stands for an actor class in a pickle. Unpickling it gives the user's class."""
 
     __slots__ = ("_reduced",)
 
@@ -346,7 +346,7 @@ def _class_of(actor: Any) -> Any:
 
 
 def _own(actor: ActorClass[..., Any]) -> dict[str, Any]:
-    """Return the attributes of the actor class object; its ``__dict__`` attribute is the ``__dict__`` of the user's class."""
+    """Return the dict of the ActorClass object itself; ``actor.__dict__`` is the dict of the user's class."""
     found: dict[str, Any] = object.__getattribute__(actor, "__dict__")
     return found
 
@@ -396,10 +396,10 @@ def method(function: Any = None, /, **options: Any) -> Any:
 
 
 def exit_actor() -> NoReturn:
-    """End the actor in which this is called, for good: its calls fail with ActorDiedError.
+    """End the actor that executes this code, for good: its calls fail with ActorDiedError.
 
     Raises:
-        TypeError: this is not code of an actor.
+        TypeError: no actor executes this code.
     """
     if actors.get_runtime_context().actor_id is None:
         raise WrongTypeError("exit_actor() was called outside of an actor")
@@ -407,10 +407,10 @@ def exit_actor() -> NoReturn:
 
 
 def get_actor(name: str, namespace: str | None = None) -> ActorHandle[Any]:
-    """Return a handle to the actor of that name. It is weak: it does not keep the actor alive.
+    """Return a weak handle to the actor of that name: the handle does not keep the actor alive.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such actor.
     """
     if not isinstance(name, str) or not name:
         raise WrongTypeError(f"ray.get_actor() takes the name of an actor, not {say(name, repr)}")
@@ -422,7 +422,7 @@ def kill(actor: Any, *, no_restart: bool = True) -> None:
     """End an actor at once, for good or (``no_restart=False``) as if it had died.
 
     Raises:
-        WrongTypeError: it is not the handle of an actor (a ValueError and a TypeError).
+        WrongTypeError: ``actor`` is not the handle of an actor (a ValueError and a TypeError).
     """
     if not isinstance(actor, actors.ActorHandle):
         raise WrongTypeError(

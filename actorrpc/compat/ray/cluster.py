@@ -71,7 +71,7 @@ IGNORED: Final = {
     "system_reserved_cpu": "processes are not confined",
     "system_reserved_memory": "processes are not confined",
 }
-_before: dict[str, str | None] = {}  # variables as they were before init(runtime_env=...)
+_before: dict[str, str | None] = {}  # the environment variables that init(runtime_env=...) changed, as before
 
 
 class RayContext(Mapping[str, Any]):
@@ -81,7 +81,7 @@ class RayContext(Mapping[str, Any]):
         address_info: addresses and the node's id.
         dashboard_url: None: there is no dashboard.
         namespace: the default namespace of actors' names.
-        python_version, ray_version, ray_commit: of this process.
+        python_version, ray_version, ray_commit: the version of Python, :data:`VERSION`, and an empty string.
     """
 
     dashboard_url: str | None = None
@@ -143,7 +143,7 @@ def init(
 
     Args:
         address: None or ``"local"``: a new cluster.
-        runtime_env: the default of all actors and tasks.
+        runtime_env: the default ``runtime_env`` of all actors and tasks.
         job_config: must be None.
         options: see :func:`actorrpc.init`; names in ``IGNORED`` are ignored.
 
@@ -179,7 +179,7 @@ def init(
             _restore_environment()
         raise
     atexit.unregister(shutdown)
-    atexit.register(shutdown)  # runs before actorrpc's own, which gives busy actors more time
+    atexit.register(shutdown)  # runs before actorrpc's exit handler, which gives busy actors more time
     return RayContext(context)
 
 

@@ -1,7 +1,7 @@
 """``ray.exceptions``: Ray's error classes, each a subclass of the error that actorrpc raises in this case.
 
-``except ray.exceptions.RayActorError`` works as on Ray, and ``except actorrpc.ActorDiedError`` works, too. Where a result is
-read, :func:`in_rays_words` converts the error: the rest of actorrpc does not use Ray's names.
+``except ray.exceptions.RayActorError`` works as on Ray, and ``except actorrpc.ActorDiedError`` works, too. When a result is
+read, :func:`in_rays_words` converts actorrpc's error into Ray's: the rest of actorrpc does not use Ray's names.
 
 The classes that ``_unraised`` makes are never raised: they exist only for ``except`` clauses.
 """
@@ -165,11 +165,11 @@ class ActorAlreadyExistsError(RayError, errors.NameTakenError):
 
 
 class RaySystemError(RayError):
-    """An error of actorrpc that has no class in Ray: also an instance of its class in actorrpc."""
+    """An error of actorrpc for which Ray has no class. The error is also an instance of its class in actorrpc."""
 
 
 class ObjectStoreFullError(RayError, errors.ObjectStoreFullError):
-    """There is no room for a large object in the memory that the processes of this host may use for them."""
+    """There is no room for a large object in the memory that the processes of this host share."""
 
 
 class ObjectLostError(RayError, errors.PeerDiedError):
@@ -189,15 +189,15 @@ class RuntimeEnvSetupError(RayError, errors.ConfigError):
 
 
 class TaskPlacementGroupRemoved(RayError, errors.PlacementError):
-    """The placement group that a task was to run in has been removed."""
+    """The task's placement group has been removed."""
 
 
 class ActorPlacementGroupRemoved(RayError, errors.PlacementError):
-    """The placement group that an actor was to live in has been removed."""
+    """The actor's placement group has been removed."""
 
 
 class PendingCallsLimitExceeded(RayError, errors.PendingCallsLimitExceeded):
-    """More calls are waiting for the actor than max_pending_calls allows; this one was not made."""
+    """As many calls wait for the actor as max_pending_calls allows; this call was not made."""
 
 
 class TaskUnschedulableError(RayError, errors.PlacementError):
@@ -213,7 +213,7 @@ class AuthenticationError(RayError, errors.AuthenticationError):
 
 
 def _unraised(name: str, meaning: str, *bases: type[BaseException]) -> type[RayError]:
-    """Make a class that is never raised here, only for ``except`` clauses."""
+    """Make an error class that actorrpc never raises, only for ``except`` clauses."""
     made = type(
         name, bases or (RayError,), {"__doc__": f"{meaning} Nothing raises it here.", "__module__": __name__}
     )
@@ -223,34 +223,34 @@ def _unraised(name: str, meaning: str, *bases: type[BaseException]) -> type[RayE
 _LOST: Final = (ObjectLostError,)
 _LIMIT: Final = (RayError, errors.LimitError)
 _DIED: Final = (RayError, errors.PeerDiedError)
-AsyncioActorExit = _unraised("AsyncioActorExit", "Ends an async actor: exit_actor() has its own exception.")
+AsyncioActorExit = _unraised("AsyncioActorExit", "Ends an async actor; exit_actor() raises another error.")
 CrossLanguageError = _unraised("CrossLanguageError", "An error of another language.")
 LocalRayletDiedError = _unraised("LocalRayletDiedError", "The raylet died.")
 NodeDiedError = _unraised(
-    "NodeDiedError", "A node died: its tasks and actors have errors of their own.", *_DIED
+    "NodeDiedError", "A node died; here, each of its actors and tasks has another error.", *_DIED
 )
 ObjectFetchTimedOutError = _unraised(
     "ObjectFetchTimedOutError", "An object could not be fetched in time.", *_LOST
 )
 ObjectFreedError = _unraised("ObjectFreedError", "An object was freed by the program.", *_LOST)
 ObjectReconstructionFailedError = _unraised(
-    "ObjectReconstructionFailedError", "An object could not be made again.", *_LOST
+    "ObjectReconstructionFailedError", "A lost object could not be computed again.", *_LOST
 )
 ObjectReconstructionFailedLineageEvictedError = _unraised(
     "ObjectReconstructionFailedLineageEvictedError",
-    "How an object was made is no longer known.",
+    "A lost object could not be computed again, because its call is not recorded any more.",
     ObjectReconstructionFailedError,
 )
 ObjectReconstructionFailedMaxAttemptsExceededError = _unraised(
     "ObjectReconstructionFailedMaxAttemptsExceededError",
-    "An object was made again too often.",
+    "A lost object was computed again too often.",
     ObjectReconstructionFailedError,
 )
 ObjectRefStreamEndOfStreamError = _unraised(
-    "ObjectRefStreamEndOfStreamError", "The end of a stream: StopIteration."
+    "ObjectRefStreamEndOfStreamError", "A stream has ended; here, StopIteration is raised."
 )
-OutOfDiskError = _unraised("OutOfDiskError", "The disk is full: an ObjectStoreFullError.", *_LIMIT)
-OutOfMemoryError = _unraised("OutOfMemoryError", "A node ran out of memory: processes crash.", *_LIMIT)
+OutOfDiskError = _unraised("OutOfDiskError", "The disk is full; here, an ObjectStoreFullError.", *_LIMIT)
+OutOfMemoryError = _unraised("OutOfMemoryError", "A node ran out of memory. Processes crash.", *_LIMIT)
 PlasmaObjectNotAvailable = _unraised("PlasmaObjectNotAvailable", "An object is not in the object store.")
 RayChannelError = _unraised("RayChannelError", "A channel of a compiled graph failed.")
 RayChannelTimeoutError = _unraised(
@@ -264,12 +264,12 @@ ReferenceCountingAssertionError = _unraised(
 )
 RpcError = _unraised("RpcError", "A call between Ray's own processes failed.")
 UnserializableException = _unraised(
-    "UnserializableException", "An exception cannot be pickled: a RayTaskError."
+    "UnserializableException", "An exception cannot be pickled; here, a RayTaskError is raised."
 )
-UserCodeException = _unraised("UserCodeException", "User code raised: a RayTaskError.")
+UserCodeException = _unraised("UserCodeException", "User code raised; here, a RayTaskError.")
 
 
-# The first class that fits is used: subclasses come before their bases.
+# (actorrpc's class, Ray's class). The first pair with a class of the error is used, so subclasses come before their bases.
 _WORDS: Final[tuple[tuple[type[errors.RpcError], type[RayError]], ...]] = (
     (errors.ObjectStoreFullError, ObjectStoreFullError),
     (errors.UnplacedActorError, ActorUnschedulableError),
@@ -282,7 +282,7 @@ _WORDS: Final[tuple[tuple[type[errors.RpcError], type[RayError]], ...]] = (
     (errors.PlacementError, TaskUnschedulableError),
     (errors.AuthenticationError, AuthenticationError),
 )
-# Errors of the program, for which Ray has no classes: they are not converted.
+# Errors of the program, for which Ray has no classes. These errors are not converted.
 _PLAIN: Final = (
     errors.SerializationError,
     errors.ConfigError,
@@ -293,7 +293,7 @@ _others: dict[type[errors.RpcError], type[RayError]] = {}
 
 
 def in_rays_words(error: errors.RpcError) -> errors.RpcError:
-    """Return Ray's error for an error; the error itself if Ray has none."""
+    """Return Ray's error in place of ``error``; ``error`` itself if its class is Ray's already, or in ``_PLAIN``."""
     if isinstance(error, errors.RemoteError):
         cause = exceptions.original(error)
         is_told = isinstance(error, RayTaskError) and (cause is error or not isinstance(cause, RayError))
@@ -301,7 +301,7 @@ def in_rays_words(error: errors.RpcError) -> errors.RpcError:
     if isinstance(error, RayError):
         return error
     if isinstance(error, errors.PeerDiedError):
-        # A kept result is lost with its process; the other case is the death of a task's process.
+        # With such a cause, the process that kept a result has ended; otherwise, the process of a task has ended.
         lost = isinstance(error.__cause__, errors.PeerDiedError)
         return _as(OwnerDiedError if lost else WorkerCrashedError, error)
     for ours, rays in _WORDS:
@@ -319,7 +319,7 @@ def in_rays_words(error: errors.RpcError) -> errors.RpcError:
 
 
 def _of_actor(error: errors.RpcError) -> errors.RpcError:
-    """Return the error that Ray raises for an error of the creation of an actor."""
+    """Return the error that Ray would raise in place of actorrpc's when an actor cannot be created."""
     if isinstance(error, errors.PlacementError) and not isinstance(error, RayError):
         return _as(ActorUnschedulableError, error)
     return in_rays_words(error)
@@ -344,7 +344,7 @@ class _RaysWords:
             try:
                 raise error
             finally:
-                error.__context__ = None  # it replaces the error of the block
+                error.__context__ = None  # tracebacks must not show actorrpc's error, too
                 del caught, error
 
 
@@ -353,7 +353,7 @@ rays_words_of_actor: Final = _RaysWords(_of_actor)
 
 
 def _as(kind: type[RayError], error: errors.RpcError) -> RayError:
-    """Return the same error, as an instance of a subclass of its class."""
+    """Return a copy of an error as an instance of ``kind``, Ray's subclass of the error's class."""
     _, seed, state = exceptions.parts(error)
     made: Any = exceptions.assemble(kind, seed, state)
     made.__cause__ = error.__cause__
@@ -362,19 +362,19 @@ def _as(kind: type[RayError], error: errors.RpcError) -> RayError:
 
 
 def _task_error(error: errors.RemoteError, cause: BaseException) -> errors.RpcError:
-    # A task that this task called raised it, and the two classes could not be combined.
+    # The task has raised the RayTaskError of a task that it had called, and the two error classes could not be combined.
     if isinstance(cause, RayTaskError):
         return _rebuild_task_error(
             str(cause.args[0]), cause.type_name, error.traceback, cause.cause, cause.worker
         )
     if isinstance(cause, errors.RpcError) and not isinstance(cause, (RayError, errors.RemoteError)):
-        return in_rays_words(cause)  # an error of the process that sent the reference
-    # The error is an instance of Exception already.
+        return in_rays_words(cause)  # the error occurred in the process that sent the ObjectRef
+    # For a plain Exception no class is combined, because every RayTaskError is an Exception.
     if cause is not error and not isinstance(cause, RayError) and type(cause) is not Exception:
         made = exceptions.raised_as(error, RayTaskError)
         if isinstance(made, RayTaskError):
             return made
-    # A Ray error that was raised inside of the task must not look like an error of the call of the task.
+    # A Ray error that was raised inside of the task must not look like an error of the call of this task.
     found = None if cause is error else cause
     text, name = exceptions.traceback_of(error), error.type_name
     return _rebuild_task_error(say(error) or name, name, text, found, error.worker)

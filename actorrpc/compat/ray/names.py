@@ -1,4 +1,4 @@
-"""Errors for names of Ray that are missing here."""
+"""Errors for names of Ray that :mod:`actorrpc.compat.ray` does not have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final, NoReturn
 
 __all__ = ["HINTS", "missing", "no_module"]
 
-#: beginning of a name -> what to use instead
+#: beginning of a name of Ray -> hint in the error: what to use instead
 HINTS: Final = {
     "ray.air": "Ray's libraries are not part of actorrpc",
     "ray.autoscaler": "actorrpc.scale() starts and drains workers",
@@ -18,13 +18,13 @@ HINTS: Final = {
     "ray.internal": "it is private",
     "ray.java_actor_class": "there are Python actors only",
     "ray.java_function": "there are Python functions only",
-    "ray.job_submission": "there are no jobs: start the script",
+    "ray.job_submission": "there are no jobs: run the script itself",
     "ray.rllib": "Ray's libraries are not part of actorrpc",
     "ray.serve": "Ray's libraries are not part of actorrpc",
-    "ray.train": "Ray's libraries are not part of actorrpc; actorrpc.spawn() and collective groups do what its workers need",
+    "ray.train": "Ray's libraries are not part of actorrpc; use actorrpc.spawn() and collective groups",
     "ray.tune": "Ray's libraries are not part of actorrpc; an ActorPool runs trials",
     "ray.util.collective": "actorrpc.collective_group() makes groups of torch.distributed",
-    "ray.util.multiprocessing": "an ActorPool, or tasks, do what its Pool does",
+    "ray.util.multiprocessing": "use an ActorPool or tasks instead of its Pool",
     "ray.workflow": "Ray's libraries are not part of actorrpc",
 }
 
@@ -43,11 +43,11 @@ def _told(module: str, name: str, known: Iterable[str]) -> str:
 
 
 def missing(module: str, known: Iterable[str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a module: its AttributeError says what to use instead.
+    """Return a ``__getattr__`` for a module. It raises an AttributeError that says what to use instead of a missing name.
 
     Args:
-        module: its name on Ray.
-        known: the names that exist here.
+        module: the module's name on Ray.
+        known: the names that the module has here.
     """
     names = list(known)
 
@@ -62,7 +62,7 @@ def missing(module: str, known: Iterable[str]) -> Callable[[str], Any]:
 
 
 def no_module(name: str, known: Iterable[str]) -> ModuleNotFoundError:
-    """Return the error of an import of a module that is not here."""
+    """Return the error of an import of a module of Ray that :mod:`actorrpc.compat.ray` does not have."""
     return ModuleNotFoundError(
         f"actorrpc.compat.ray has no module {name}{_hint(name)}; there are: {', '.join(sorted(known))}",
         name=name,

@@ -1,6 +1,6 @@
 """``ray.ObjectRef``, the functions ``get``, ``put``, ``wait`` and ``cancel``, and streams.
 
-Ray's ObjectRef holds an actorrpc.ObjectRef, and is sent together with it. ``get``, ``await`` and its future raise Ray's errors.
+Ray's ObjectRef holds an actorrpc.ObjectRef, and is sent with it. ``get``, ``await`` and ``ref.future()`` raise Ray's errors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ObjectRef(Generic[T]):
             return (yield from self._ours.__await__())
 
     def future(self) -> concurrent.futures.Future[T]:
-        """Return a future of the result. Cancelling it does not cancel the call."""
+        """Return a future of the result. Cancelling the future does not cancel the call."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def done(ours: Any) -> None:
@@ -167,7 +167,7 @@ class ObjectRefGenerator(Generic[T]):
         return self._ours.next_ready(timeout)
 
     def is_finished(self) -> bool:
-        """Say whether there are no more items to take."""
+        """Return whether all items have been taken, and the generator has ended."""
         return self._ours.is_finished()
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ def gathered(stream: ObjectRefGenerator[Any]) -> ObjectRef[DynamicObjectRefGener
 
 
 def wrapped(found: Any) -> Any:
-    """Return a result of actorrpc's ``remote`` (an ObjectRef, several, none or a stream) as Ray's."""
+    """Return a result of actorrpc's ``remote`` (an ObjectRef, a list of them, None or a stream) with Ray's classes."""
     if type(found) is actors.ObjectRef:
         return ObjectRef(found)
     if isinstance(found, list):
@@ -234,7 +234,7 @@ def unwrap(value: Any) -> Any:
 
 
 def unwrapped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with actorrpc's ObjectRefs instead of Ray's: actorrpc replaces these by their values."""
+    """Return the arguments with actorrpc's ObjectRefs in place of Ray's, so that actorrpc replaces them by their values."""
     for each in args:
         if isinstance(each, ObjectRef):
             args = tuple(map(unwrap, args))
@@ -283,7 +283,7 @@ def put(value: T, **_ignored: Any) -> ObjectRef[T]:
     """Return an ObjectRef for a value as it is now.
 
     Raises:
-        TypeError: it is an ObjectRef already, or cannot be sent.
+        TypeError: the value is an ObjectRef, or cannot be sent.
     """
     if isinstance(value, (ObjectRef, ObjectRefGenerator)):
         raise TypeError(f"ray.put() takes a value, and {value!r} is a reference already")
@@ -331,6 +331,6 @@ def cancel(ray_waitable: Any, *, force: bool = False, recursive: bool = True) ->
 
     Raises:
         ValueError: ``force`` for a call to an actor, or ``recursive=False``.
-        TypeError: it is neither an ObjectRef nor a stream.
+        TypeError: ``ray_waitable`` is neither an ObjectRef nor a stream.
     """
     return actors.cancel(_ours(ray_waitable, "ray.cancel()"), force=force, recursive=recursive)

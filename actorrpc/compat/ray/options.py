@@ -1,7 +1,7 @@
 """Ray's options of actors, tasks and calls, as options of actorrpc.
 
-Some options are converted. Options that cannot change a program's results are ignored (``IGNORED`` says why). Others that are
-missing here are refused, with a remedy. The rest have the same names and meaning in actorrpc.
+Some options are converted. Options that cannot change a program's results are ignored (``IGNORED`` says why). Other options that
+actorrpc does not have are refused; the error says what to do. All other options have the same names and meaning in actorrpc.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ IGNORED: Final = {
     "accelerator_type": "num_gpus= sets the number of devices; labels= selects a worker by its kind of device",
     "enable_task_events": "there is no event store",
     "enable_tensor_transport": "tensors go through shared memory, always",
-    "fallback_strategy": "it is for a first choice that does not exist, which is an error here",
+    "fallback_strategy": "if no worker has the required labels, an error is raised",
     "max_calls": "processes that run tasks are kept",
     "memory": "no memory is reserved",
     "object_store_memory": "there is no object store",
@@ -57,11 +57,11 @@ class Extras:
     """The options of Ray without an equivalent in actorrpc.
 
     Attributes:
-        env: the ``runtime_env`` that was given; None for none.
-        resources: the resources that a task requests: checked for, but not booked.
+        env: the option ``runtime_env``; None if it was not given.
+        resources: the resources that a task requests. A node must have them, but they are not booked.
         group: the placement group; None for none.
         bundle: the index of the bundle in the group; -1 for any.
-        captures: whether actors and tasks that the actor or task starts are in the group, too.
+        captures: whether the actors and tasks that this actor or task starts are in the group, too.
     """
 
     env: dict[str, Any] | None = None
@@ -72,7 +72,7 @@ class Extras:
 
 
 def _common(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options that are the same for actors and tasks, and changes to the extras."""
+    """Convert the options that actors and tasks have in common; return all options, and the changed attributes of Extras."""
     options = {name: value for name, value in given.items() if name not in IGNORED}
     extras: dict[str, Any] = {}
     if "runtime_env" in options:
@@ -102,13 +102,13 @@ def _labels(selector: Any) -> dict[str, str]:
     for name, value in selector.items():
         if not isinstance(value, str) or value.startswith(("!", "in(")):
             raise ConfigError(
-                f"label_selector: {name}={value!r} is not possible here: a worker is chosen by the value that a label has"
+                f"label_selector: {name}={value!r} is not supported: give the one value that the label must have"
             )
     return dict(selector)
 
 
 def _place(options: dict[str, Any], extras: dict[str, Any]) -> None:
-    """Convert the scheduling strategy, and the older options for the same."""
+    """Convert ``scheduling_strategy``, and Ray's older options ``placement_group...``, which have the same effects."""
     if "placement_group" in options:
         group = options.pop("placement_group")
         index = options.pop("placement_group_bundle_index", -1)
@@ -156,7 +156,7 @@ def _hard_labels(strategy: NodeLabelSchedulingStrategy) -> dict[str, str]:
     for name, wanted in (strategy.hard or {}).items():
         if not isinstance(wanted, In) or len(wanted.values) != 1:
             raise ConfigError(
-                f"label {name!r}: only In(...) with one value is possible here, because a worker is chosen by a label's value"
+                f"label {name!r}: only In(...) with one value is supported here, which the worker's label must have"
             )
         found[name] = wanted.values[0]
     return found
@@ -170,7 +170,7 @@ def _resources(given: Mapping[str, Any]) -> dict[str, float]:
 
 
 def for_actors(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any], Extras]:
-    """Convert Ray's options of an actor: return actorrpc's options, and the extras that have no equivalent.
+    """Convert Ray's options of an actor: return actorrpc's options, and ``before`` with the extras that have changed.
 
     Raises:
         ConfigError: an option is not supported here, or its value is wrong; the message says what to do.
@@ -178,7 +178,7 @@ def for_actors(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any]
     options, extras = _common(given)
     if options.get("resources"):
         options["resources"] = _resources(options["resources"])
-    # A class written for Ray may have methods checkpoint() and restore() with another meaning.
+    # Make no checkpoints: a class written for Ray may have methods checkpoint() and restore() with another meaning.
     options.setdefault("checkpoint_every", _NO_CHECKPOINTS)
     return options, _changed(before, extras)
 
@@ -188,13 +188,13 @@ def for_tasks(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any],
     options, extras = _common(given)
     if options.get("resources"):
         extras["resources"] = tuple(sorted(_resources(options["resources"]).items()))
-    for name in ("resources", "spread"):  # tasks share existing processes, so these have no effect
+    for name in ("resources", "spread"):  # tasks share processes, so these options have no effect
         options.pop(name, None)
     host = options.pop("host", None)
     labels = options.pop("labels", None)
     if (host is not None or labels) and len(cluster.hosts()) > 1:
         raise ConfigError(
-            "a task cannot be placed on a node of several: make it a method of an actor with that scheduling strategy"
+            "a task cannot be placed on a certain node: make it a method of an actor with this scheduling strategy"
         )
     return options, _changed(before, extras)
 
@@ -235,12 +235,12 @@ def _look_for(resources: tuple[tuple[str, float], ...], _cluster: str) -> None:
 def placed(
     extras: Extras, host: str | None, env: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return changed options for an actor or task that is started now, and additional paths of imports for its process.
+    """Return changed options for an actor or task that is started now, and directories for the import path of its process.
 
-    They depend on this process, whose placement group and ``runtime_env`` the actor or task may inherit.
+    Both depend on this process, whose placement group and ``runtime_env`` the actor or task may inherit.
 
     Args:
-        host, env: the values that the options have already.
+        host, env: the present values of these options.
 
     Raises:
         ActorPlacementGroupRemoved: the placement group has been removed.

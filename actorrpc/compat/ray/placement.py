@@ -1,10 +1,10 @@
 """Placement groups, as in ``ray.util.placement_group``: bundles of resources that are placed together.
 
 A bundle lists resources and gets a machine that has them. The driver keeps the table of groups: it assigns machines to the
-bundles by the group's strategy, lets a group wait while there is no room next to the other groups, and ends the actors of a
-removed group. An actor of a group is made on the machine of its bundle, and books there the resources in its own options.
+bundles by the group's strategy, lets a group wait while the other groups leave no room for it, and ends the actors of a removed
+group. An actor of a group is made on the machine of its bundle, and books there the resources in its own options.
 
-``_lock`` guards the tables. No other code is called under it.
+``_lock`` guards the tables. No code that may block is called under it.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class PlacementGroupID:
 
 @dataclass(frozen=True)
 class PlacementGroup:
-    """A handle of a placement group, which can be sent.
+    """A handle of a placement group. The handle can be sent to other workers.
 
     Attributes:
-        id: its id.
-        bundle_specs: the resources of its bundles.
-        name: its name, if it has one.
-        strategy: how its bundles are placed.
+        id: the id of the group.
+        bundle_specs: the resources of the group's bundles.
+        name: the name of the group; empty if it has none.
+        strategy: how the bundles are distributed to machines; see :func:`placement_group`.
     """
 
     id: PlacementGroupID
@@ -112,7 +112,7 @@ class PlacementGroup:
         """Check the index of a bundle.
 
         Raises:
-            ValueError: there is no such bundle.
+            ValueError: the group has no such bundle.
         """
         if self.is_empty and index != -1:
             raise ValueError("placement_group_bundle_index is for actors and tasks with a placement group")
@@ -146,11 +146,11 @@ class _Kept:
 
 _lock = threading.RLock()
 _groups: dict[str, _Kept] = {}
-_of_cluster: list[str] = []  # the cluster to which these groups belong
+_of_cluster: list[str] = []  # contains the identity of the cluster to which `_groups` belong
 
 
 def _of_this_cluster() -> dict[str, _Kept]:
-    """Return the groups of the present cluster. Under the lock."""
+    """Return the groups of the present cluster. The caller holds the lock."""
     if _of_cluster != [cluster.identity()]:
         _groups.clear()
         _of_cluster[:] = [cluster.identity()]
@@ -203,7 +203,7 @@ def _elsewhere(
     machines: Mapping[str, Mapping[str, float]],
     chosen: Sequence[str],
 ) -> list[str] | None:
-    """If all bundles must be on one machine, try the other machines."""
+    """If all bundles must be on one machine, try the machines other than the chosen one; None if this fails, too."""
     if strategy != "STRICT_PACK" or not chosen:
         return None
     rest = {name: each for name, each in machines.items() if name != chosen[0]}
@@ -222,7 +222,7 @@ def _create(group: PlacementGroup) -> None:
         kept.state = "INFEASIBLE"
         kept.ready.set_exception(
             PlacementGroupTimeoutError(
-                f"the placement group of {group.bundle_specs} ({group.strategy}) cannot be made: there are {whole}"
+                f"the placement group of {group.bundle_specs} ({group.strategy}) cannot be made: the machines have {whole}"
             )
         )
         return
@@ -230,7 +230,7 @@ def _create(group: PlacementGroup) -> None:
 
 
 def _place_all(whole: Mapping[str, Mapping[str, float]]) -> None:
-    """Assign machines to waiting groups, in order, as far as there is room."""
+    """Assign machines to the waiting groups for which there is room, in the order in which the groups were made."""
     made = []
     with _lock:
         groups = list(_of_this_cluster().values())
@@ -279,7 +279,7 @@ def _join(group_id: str, member: Any) -> None:
 
 
 def join(group: PlacementGroup, member: Any) -> None:
-    """Add an actor to a group: it ends when the group is removed.
+    """Add an actor to a group, so that the actor is killed when the group is removed.
 
     Args:
         member: a handle that does not keep the actor alive.
@@ -341,7 +341,7 @@ def placement_group(
     lifetime: str | None = None,
     **_ignored: Any,
 ) -> PlacementGroup:
-    """Reserve machines for some bundles, all or none; returns at once.
+    """Make a group that reserves machines for all of its bundles, or waits; returns at once.
 
     Args:
         bundles: the resources of each bundle, like ``{"CPU": 1}``.
@@ -378,7 +378,7 @@ def get_placement_group(placement_group_name: str) -> PlacementGroup:
     """Return the group of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such group.
     """
     if not placement_group_name:
         raise ValueError("get_placement_group() takes the name of a group")
@@ -401,5 +401,5 @@ def get_current_placement_group() -> PlacementGroup | None:
 
 
 def current_group() -> PlacementGroup | None:
-    """Return the group that actors and tasks started here belong to; None if there is none."""
+    """Return the group to which actors and tasks that this process starts belong by default; None if there is none."""
     return get_current_placement_group() if os.environ.get(VARIABLE, "").endswith(":1") else None

@@ -23,10 +23,10 @@ _NONE = Extras()
 
 
 def _refers(function: Callable[..., Any], again: bool) -> Callable[..., Any]:
-    """Return a function that returns references to all items of a generator; the last reference raises its exception.
+    """Return a function that runs a generator function to its end, and returns ObjectRefs of all items.
 
-    Args:
-        again: the generator may be called again after an exception; therefore the exception is raised at once.
+    If the generator raises an exception, the last ObjectRef raises it; with ``again``, the function itself raises the exception,
+    so that the task is repeated.
     """
 
     @functools.wraps(function)
@@ -56,7 +56,7 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
         function: the function.
         options: the options of its tasks.
         extras: Ray's options without an equivalent.
-        dynamic: whether the result is references to all items of a generator.
+        dynamic: with ``num_returns="dynamic"``: see :func:`_refers`.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
     if not TYPE_CHECKING:
 
         def remote(self, *args, **kwargs):
-            """Run the function in another process; return an ObjectRef at once, or several, or an ObjectRefGenerator.
+            """Run the function in another process; return an ObjectRef, a list of them or an ObjectRefGenerator at once.
 
-            ObjectRefs among the arguments are replaced by their values first. Starts the embedded cluster if in no group.
+            ObjectRefs among the arguments are replaced by their values. Starts the embedded cluster outside of a group.
 
             Raises:
-                TypeError: the function does not take these arguments, or they cannot be sent.
+                TypeError: the function does not take these arguments, or an argument cannot be sent.
 
             If no node has the resources that the options request, the ObjectRef raises a TaskUnschedulableError.
             """
@@ -102,7 +102,7 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
                 return wrapped(actors.RemoteFunction.remote(made, *args, **kwargs))
 
     def _placed(self) -> RemoteFunction[P, Any]:
-        """Return the same function, with the options of a task that this process starts now."""
+        """Return the same function with the options of a task that is started now: its placement group and ``runtime_env``."""
         check_resources(self._extras)
         changes, paths = placed(self._extras, None, self._options.env)
         changes.pop("host", None)  # tasks share processes

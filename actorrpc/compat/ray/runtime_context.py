@@ -39,10 +39,10 @@ class RuntimeContext:
 
     @property
     def current_actor(self) -> ActorHandle[Any]:
-        """A handle of the actor that executes this code. It is weak.
+        """A weak handle of the actor that executes this code: the handle does not keep the actor alive.
 
         Raises:
-            RuntimeError: this is not code of an actor.
+            RuntimeError: no actor executes this code.
         """
         return _as_rays(actors.current_actor())
 
@@ -114,7 +114,7 @@ class RuntimeContext:
     actor_id = property(get_actor_id)
 
     def get_placement_group_id(self) -> str | None:
-        """Return the id of the placement group; None if this is in none."""
+        """Return the id of the placement group in which this code runs; None if there is none."""
         found = get_current_placement_group()
         return None if found is None else found.id.hex()
 
@@ -129,7 +129,7 @@ class RuntimeContext:
         return {name: float(amount) for name, amount in found.items() if amount}
 
     def get_accelerator_ids(self) -> dict[str, list[str]]:
-        """Return the devices that this process sees, by kind."""
+        """Return the devices that this process can use, by their kind."""
         return {"GPU": [str(each) for each in get_gpu_ids()]}
 
     def get_runtime_env_string(self) -> str:
@@ -150,6 +150,6 @@ def get_runtime_context() -> RuntimeContext:
 
 
 def get_gpu_ids() -> list[int | str]:
-    """Return the CUDA devices that this process was given."""
+    """Return the CUDA devices that are assigned to this process."""
     said = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return [int(each) if each.isdigit() else each for each in said.split(",") if each]

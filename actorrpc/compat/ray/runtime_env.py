@@ -81,7 +81,7 @@ def checked(env: Mapping[str, Any] | None) -> dict[str, Any]:
 
     Raises:
         RuntimeEnvSetupError: a field is not supported here; the message says what to do. Also a ValueError.
-        TypeError: a part has a wrong type.
+        TypeError: a field, or an item of a field, has a wrong type.
     """
     if env is None:
         return {}
@@ -145,7 +145,7 @@ def inherited() -> dict[str, Any]:
 
 
 def merged(env: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a ``runtime_env`` from :func:`checked`, with the inherited one: variables are added, other fields replaced."""
+    """Return the inherited ``runtime_env``, changed by ``env``: environment variables are added, other fields replaced."""
     own, above = dict(env or {}), inherited()
     variables = {**above.get("env_vars", {}), **own.get("env_vars", {})}
     found = {**above, **own}
@@ -167,11 +167,11 @@ def options_of(env: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]
 
 
 class WithPaths:
-    """Pickles as another object; unpickling first adds directories to the import path.
+    """Stands for an object in a pickle. Unpickling it adds directories to the import path, and then gives the object.
 
     Args:
         paths: the directories.
-        held: the other object.
+        held: the object.
     """
 
     __slots__ = ("_held", "_paths")
@@ -181,16 +181,16 @@ class WithPaths:
         self._held = held
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Arguments are unpickled in order: the paths are set before the object is unpickled.
+        # _Paths comes first, because it must be unpickled (and set the paths) before the object is unpickled.
         return _second, (_Paths(self._paths), self._held)
 
 
 class SearchingFunction:
-    """A function that adds directories to the import path of its process, also when a copy of it is unpickled there.
+    """Calls the function ``held``. Unpickling this object adds directories to the import path of the process.
 
     Args:
         paths: the directories.
-        held: pickles as the function.
+        held: the function, or an object that is unpickled as the function.
     """
 
     def __init__(self, paths: tuple[str, ...], held: Any) -> None:
@@ -216,7 +216,7 @@ class _Paths:
 
 
 def _add_paths(paths: tuple[str, ...]) -> None:
-    """Put directories at the front of the import path, in a process that was started for them (named in pickles)."""
+    """Put the ``paths`` in the ``runtime_env`` of this process at the front of the import path (named in pickles)."""
     own = options_of(inherited())[1]
     sys.path[:0] = [each for each in paths if each in own and each not in sys.path]
 

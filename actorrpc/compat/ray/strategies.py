@@ -26,7 +26,7 @@ class PlacementGroupSchedulingStrategy:
     Attributes:
         placement_group: the return value of ``placement_group()``; None for no group.
         placement_group_bundle_index: the index of the bundle; -1: any.
-        placement_group_capture_child_tasks: whether actors and tasks that it starts are in the group, too.
+        placement_group_capture_child_tasks: whether actors and tasks that the actor starts are in the group, too.
     """
 
     placement_group: PlacementGroup | None
@@ -76,7 +76,7 @@ class NodeLabelSchedulingStrategy:
     """Place the actor on a node with certain labels.
 
     Attributes:
-        hard: name -> the condition that the label must meet.
+        hard: name of a label -> the condition that the label must meet.
         soft: conditions that the labels should meet; ignored.
     """
 

@@ -1,4 +1,4 @@
-"""Replaces ``torch.distributed.rpc``: its public names, and the private names that are in use."""
+"""Replaces ``torch.distributed.rpc``: its public names, and the private names that programs use."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _gil_profiling = False
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Add the time that threads wait for the interpreter to the debug information. It is not measured, and always 0."""
+    """Add the time that threads wait for the interpreter to the debug information. The time is not measured: it is always 0."""
     global _gil_profiling
     _gil_profiling = flag
 
@@ -29,7 +29,7 @@ class TensorPipeAgent(RpcAgent):
 
     Args:
         agent: the agent.
-        options: the options that it was made with.
+        options: the options with which the agent was made.
     """
 
     def __init__(self, agent: Agent, options: TensorPipeRpcBackendOptions) -> None:

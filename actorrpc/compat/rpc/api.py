@@ -57,8 +57,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 logger = logging.getLogger(__name__)
 _WITHDRAWAL_S = 10.0
 _LOOK_S = 0.2  # a worker that waits for others checks at this interval whether they are alive
-_QUERY_S: Final = 5.0  # timeout of a query for the rounds in which a worker waits
-_ASKED: Final = 5  # at most this many missing workers are queried for their waits
+_QUERY_S: Final = 5.0  # how long a worker may take to answer a query about rounds
+_ASKED: Final = 5  # how many missing workers are queried, at most, whether they wait for this worker
 _LEAST_PATIENCE_S: Final = 10.0
 
 _ignore_rref_leak = True
@@ -93,7 +93,7 @@ def _get_current_rpc_agent() -> Any:
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
-    """Make an agent, which a user's backend returned, the current agent. Starts nothing."""
+    """Make ``agent``, which a user's backend has returned, the current agent. Despite its name, this function starts nothing."""
     global _agent
     _agent = agent
 
@@ -210,7 +210,7 @@ def rpc_async(
 
 
 def _connect(to: Any) -> None:
-    """Connect to a worker before the call, because torch's timeout does not include the time for that."""
+    """Connect to a worker before a call, because torch's timeout of calls does not include the time for connecting."""
     agent = core.group().agent
     peer = agent.peer(_checked(to))
     conn = peer.conn
@@ -238,7 +238,7 @@ def get_worker_info(worker_name: Any = None) -> WorkerInfo:
 
 
 def _rref_typeof_on_owner(rref: Any, blocking: bool = True) -> Any:
-    """Return the class of a value; called on the worker that owns the value."""
+    """Return the class of an RRef's value. Called by RPC on the worker that owns the value."""
     return rref._get_type(blocking=blocking)
 
 
@@ -246,10 +246,10 @@ def _rref_typeof_on_owner(rref: Any, blocking: bool = True) -> Any:
 
 
 class AllGatherStates:
-    """The state of one round, on this worker.
+    """The state of one round on this worker. In a round, each worker of a set sends an object, its part, to a leader.
 
     Attributes:
-        gathered_objects: the parts that workers have sent, by worker.
+        gathered_objects: name of a worker -> the part that the worker has sent.
         withdrawn: the workers that could not send their part in time.
         dead: the workers that died before they sent their part, according to the leader.
         proceed_signal: set when the round is complete.
@@ -273,7 +273,7 @@ _all_gather_sequence_id_to_states: collections.defaultdict[str, AllGatherStates]
 def _gather_to_leader(
     sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None
 ) -> None:
-    """Add the part of one worker to a round; the worker calls this function on the leader."""
+    """Add the part ``obj`` of a worker to a round. The worker calls this function on the leader by RPC."""
     with _all_gather_dict_lock:
         names = worker_names or _ALL_WORKER_NAMES
         if worker_name not in names:
@@ -287,22 +287,22 @@ def _gather_to_leader(
 
 
 def _withdraw(sequence_id: str, worker_name: str) -> None:
-    """Record that one worker will not send its part; the worker calls this function on the leader."""
+    """Record that a worker will not send its part of a round. The worker calls this function on the leader by RPC."""
     with _all_gather_dict_lock:
         _all_gather_sequence_id_to_states[sequence_id].withdrawn.add(worker_name)
 
 
 def _name_dead(sequence_id: str, names: set[str]) -> None:
-    """Record that workers died before they sent their parts; the leader calls this function on each follower.
+    """Record that workers died before they sent their parts. The leader calls this function on each follower by RPC.
 
-    A follower may have no connection to the dead workers, and cannot find out itself.
+    A follower may have no connection to a dead worker, and then cannot detect the death itself.
     """
     with _all_gather_dict_lock:
         _all_gather_sequence_id_to_states[sequence_id].dead.update(names)
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    """Complete a round with the parts of all workers; the leader calls this function on each follower."""
+    """Complete a round with the parts of all workers. The leader calls this function on each follower by RPC."""
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
     if states.proceed_signal.is_set():
@@ -322,14 +322,14 @@ def _is_dead(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """One round of a collective operation.
+    """One round of a collective operation; see :class:`AllGatherStates`.
 
     Attributes:
         title: names the round in messages, and is the same on all workers that enter it.
         bound: seconds that a worker waits for the others; 0: until the round is complete, the workers that could complete it
             have died, or a deadlock is found.
         patience: seconds between two checks for a deadlock in a wait without a bound. A wait of another worker counts as part of
-            a deadlock only when it has lasted as long.
+            a deadlock only when it has lasted at least so long.
     """
 
     title: str
@@ -369,13 +369,13 @@ def _await_signal(round: _Round, states: AllGatherStates) -> None:
             look()
             if not round.bound and _time.now() >= search_at:
                 search_at = _time.now() + round.patience
-                # While this worker executes a call, the call may still enter the round in which the others wait.
+                # While this worker executes a call, that call may still enter the round in which the missing workers wait.
                 if not core.is_executing() and (circle := _circle(round, _missing(round, states), begun)):
                     raise circle
 
 
 def _came(title: str) -> list[str]:
-    """Return the workers whose part of a round has arrived at this worker, the leader."""
+    """Return the workers whose part of the round ``title`` has arrived. Called on the round's leader, also by RPC."""
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states.get(title)
         return [] if states is None else list(states.gathered_objects)
@@ -406,7 +406,7 @@ def _circle(round: _Round, missing: Iterable[str], begun: float) -> DeadlockErro
     still end by itself.
 
     Args:
-        begun: when this worker's wait began.
+        begun: the time at which this worker's wait began.
     """
     mine = {wait.round for wait in list(core.group().waits)}
     for name in [each for each in missing if each != round.me and not _is_dead(each)][:_ASKED]:
@@ -446,7 +446,7 @@ def _all_gather(
 def _gather(what: str, obj: Any, worker_names: Iterable[str] | None, timeout: float) -> dict[str, Any]:
     """Run one round of the operation ``what``; see :func:`_all_gather`.
 
-    Rounds are counted for each operation and set of workers. So a worker in ``shutdown()`` does not complete a barrier.
+    Each operation and set of workers has its own count of rounds, so a worker in ``shutdown()`` does not complete a barrier.
     """
     names = frozenset(worker_names or _ALL_WORKER_NAMES)
     call_timeout = core.get_rpc_timeout() if timeout == UNSET_RPC_TIMEOUT else timeout
@@ -510,7 +510,7 @@ def _bring(round: _Round, obj: Any, timeout: float) -> None:
     except PeerDiedError as error:
         raise _died(round, [leader]) from error
     except RpcTimeoutError as error:
-        # The leader ignores the withdrawal if the part has arrived after all.
+        # The leader ignores the withdrawal if the part of this worker has arrived in spite of the time-out.
         try:
             core.rpc_sync(leader, _by_name, ("_withdraw", round.title, round.me), timeout=_WITHDRAWAL_S)
         except RuntimeError as failure:
@@ -529,7 +529,7 @@ def _broadcast(sequence_id: str, objects: dict[str, Any], followers: frozenset[s
             )
             for name in alive
         ]:
-            call.exception()  # an error is ignored: the next call to this worker fails, too, and is reported
+            call.exception()  # ignore an error here: the call to the same worker below fails, too, and is reported
     calls = {
         name: core.rpc_async(
             name, _by_name, ("_broadcast_to_followers", sequence_id, objects), timeout=timeout

@@ -1,4 +1,4 @@
-"""``torch.distributed.rpc.backend_registry``: the backends by name. actorrpc's has the name of torch's, ``TENSORPIPE``.
+"""``torch.distributed.rpc.backend_registry``: the backends by name. actorrpc's backend has torch's name, ``TENSORPIPE``.
 
 Registering a backend replaces ``BackendType`` by a new enum with one more member: read it from this module each time.
 """
@@ -35,14 +35,14 @@ class BackendValue(NamedTuple):
 
 
 def _enum_of(members: dict[str, BackendValue]) -> Any:
-    make: Any = enum.Enum  # a type checker accepts only literal members
+    make: Any = enum.Enum  # Any, because type checkers accept only literal members
     made = make("BackendType", members, module=__name__)
     made.__repr__ = lambda self: f"BackendType.{self.name}"
     return made
 
 
 BackendType: Any = _enum_of({})
-_groups = itertools.count()  # the groups that this process has tried to join
+_groups = itertools.count()  # counts the groups that this process has tried to join
 
 
 def backend_registered(backend_name: str) -> bool:
@@ -58,8 +58,8 @@ def register_backend(
     """Add a backend; return its member of the new ``BackendType``.
 
     Args:
-        construct_rpc_backend_options_handler: returns its options.
-        init_backend_handler: returns its agent, given ``store``, ``name``, ``rank``, ``world_size``, ``rpc_backend_options``.
+        construct_rpc_backend_options_handler: returns the backend's options.
+        init_backend_handler: returns the agent, given ``store``, ``name``, ``rank``, ``world_size``, ``rpc_backend_options``.
 
     Raises:
         RuntimeError: a backend of this name is registered.
@@ -94,7 +94,7 @@ def _make_options(**given: Any) -> TensorPipeRpcBackendOptions:
 
 
 def _check_kind(store: Any, world_size: int | None) -> None:
-    """Check that either all or no members of a group give its size."""
+    """Check that either all members of a group, or none, give the size of the group."""
     mine = b"fixed" if world_size else b"dynamic"
     key = f"actorrpc/kind/{next(_groups)}"  # a program may use one store for several groups, one after the other
     if store.compare_set(key, "", mine) != mine:

@@ -1,6 +1,6 @@
 """RRefs with torch's private names and error texts.
 
-In a group that was joined while the drop-in is installed, all RRefs are of this class.
+In a group that was joined while the drop-in is installed, all RRefs are instances of :class:`RRef` in this module.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _lock = threading.Lock()
 
 
 def _rref_typeof_on_owner(reference: RRef[Any]) -> type:
-    """Return the class of a value, on its owner."""
+    """Return the class of an RRef's value. Runs on the owner of the value."""
     return type(reference.local_value())
 
 
 def _look_up(reference: RRef[Any], name: str) -> None:
-    """Raise AttributeError if a value has no such attribute; runs on its owner."""
+    """Raise AttributeError if an RRef's value has no attribute ``name``. Runs on the owner of the value."""
     getattr(reference.local_value(), name)
 
 
@@ -79,7 +79,7 @@ class RRef(rref.RRef[T]):
             raise
 
     def _not_made(self) -> RpcTimeoutError | None:
-        """Return the error of the creation if it timed out; the value may exist all the same."""
+        """Return the error of the value's creation if it timed out, although the value may exist; otherwise None."""
         error: BaseException | None
         if self.is_owner():
             error = None if self._creation is None else self._creation.error
@@ -108,14 +108,14 @@ class RRef(rref.RRef[T]):
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Return a proxy: ``rref.remote().method(x)`` calls the method on the owner and gives an RRef to its result.
 
-        As in torch, the call of the method raises the error of a value that is late, or has no such method.
+        As in torch, the call of the method raises the error if the value's creation has timed out, or it has no such method.
         """
         return _CheckedProxy(self, "remote", timeout)
 
     # -- private names of torch's ------------------------------------------------------------------------
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """Return the class of the value, or a future of it. The owner is asked once."""
+        """Return the class of the value, or a future of the class. The result is cached: the owner is called only once."""
         with _lock:
             future: Future[type] | None = getattr(self, "_kind", None)
         if future is None or (future.done() and future.error is not None):
@@ -130,7 +130,7 @@ class RRef(rref.RRef[T]):
         return future.wait() if blocking else future
 
     def _get_future(self) -> futures.Future[None]:
-        """Return a future that completes when the owner is known to have the value, or its creation has failed."""
+        """Return a future that completes when the value was created or its creation has failed."""
         if self._creation is not None:
             return self._creation
         future: Future[None] = Future()

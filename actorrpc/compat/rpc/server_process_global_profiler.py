@@ -19,16 +19,16 @@ from actorrpc.rpc.profiling import Observation, ProfilerSettings
 
 __all__: list[str] = []
 
-_lock = threading.Lock()  # guards _entered, and is taken before the lock of agent.hooks
+_lock = threading.Lock()  # guards _entered; a thread that holds it may take the lock of agent.hooks
 _entered: tuple[_server_process_global_profile, ...] = ()
 
 
 class _server_process_global_profile(profile):
-    """While it is entered, records the operators of the calls that this process executes, on all threads.
+    """Within its ``with`` block, records the operators of the calls that this process executes, on all threads.
 
-    May be entered in one call from another worker and left in a later call. Several at a time record the same events. It has the
-    arguments and methods of ``torch.autograd.profiler_legacy.profile``. If the called function enters a profile itself, only that
-    profile records its operators.
+    It may be entered in one call from another worker and left in a later call. Several such profiles at a time record the same
+    events. It has the arguments and methods of ``torch.autograd.profiler_legacy.profile``. If the called function enters another
+    profile of torch, only that profile records the function's operators.
 
     Attributes:
         process_global_function_events: after the end, a list of the events of each call, in the order in which the calls ended.
@@ -41,7 +41,7 @@ class _server_process_global_profile(profile):
         """Begin to record.
 
         Raises:
-            RuntimeError: it has been entered before.
+            RuntimeError: this profile has been entered before.
         """
         if not self.enabled:
             return None
@@ -53,7 +53,7 @@ class _server_process_global_profile(profile):
         return self
 
     def __exit__(self, *_: object) -> bool:
-        """End; the events are available now. They do not include calls that have not ended."""
+        """Stop recording, and make the events of all calls that have ended available."""
         if not self.enabled:
             return False
         _change(lambda entered: tuple(each for each in entered if each is not self))
@@ -71,7 +71,7 @@ class _server_process_global_profile(profile):
 
 
 class _Observer(CallHooks):
-    """Profiles each execution that begins while profiles are entered; at its end, adds its events to those still entered."""
+    """Profiles each execution that begins while profiles are entered; then adds the events to the profiles still entered."""
 
     def on_start(
         self, execution: Execution, function: Any, args: tuple[Any, ...]
@@ -93,7 +93,7 @@ def _hand_out(to: tuple[_server_process_global_profile, ...], events: list[Funct
 
 
 def _own(event: FunctionEvent) -> FunctionEvent:
-    """Return a copy for one profile, because each profile builds its own tree of events."""
+    """Return a copy of an event for one profile, because each profile builds its own tree of events."""
     found = copy.copy(event)
     found.cpu_children = list(event.cpu_children)
     found.kernels = list(event.kernels)

@@ -1,3 +1,3 @@
-"""The file that an interpreter runs at its start, so that actorrpc replaces torch's RPC or Ray."""
+"""A folder for ``PYTHONPATH``: an interpreter runs its ``sitecustomize.py`` at the start; it replaces torch's RPC or Ray."""
 
 __all__: list[str] = []

@@ -5,7 +5,7 @@ also replaces torch's RPC in processes that the program starts. If actorrpc is i
 ``actorrpc_drop_in.pth`` in the site-packages runs this file. ``python -m actorrpc.compat.ray`` sets ``ACTORRPC_RAY``: then
 ``import ray`` finds :mod:`actorrpc.compat.ray`.
 
-This file imports neither torch nor actorrpc; actorrpc is imported after torch. It also runs the ``sitecustomize`` that it hides.
+This file does not import torch or actorrpc (actorrpc is imported after torch). It also runs the ``sitecustomize`` that it hides.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _hidden() -> None:
 
 
 def start() -> None:
-    """Register the replacement of torch's RPC, or of Ray, if the environment variables request it. Once in a process."""
+    """Register the replacement of torch's RPC, or of Ray, if the environment variables request it. Runs once in a process."""
     for_torch, for_ray = [
         os.environ.get(name, "0") not in ("", "0") for name in ("ACTORRPC_DROP_IN", "ACTORRPC_RAY")
     ]

@@ -17,7 +17,7 @@ from actorrpc.compat.ray.runtime_context import get_runtime_context
 from actorrpc.compat.ray.util import actor_pool, queue, scheduling_strategies, state
 from actorrpc.compat.ray.util.actor_pool import ActorPool
 
-# After the import of the module of the same name: as an attribute, the function replaces the module.
+# Imported after the module of the same name, so that `ray.util.placement_group` is the function.
 from actorrpc.compat.ray.util.placement_group import placement_group
 
 __all__ = [

@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 
 class _PoolTask:
-    """A function of an actor and a value, whose result is an actorrpc.ObjectRef."""
+    """Calls a user's ``fn(actor, value)``, and replaces Ray's ObjectRefs in its result by actorrpc's."""
 
     __slots__ = ("_function",)
 
@@ -29,22 +29,22 @@ class _PoolTask:
 
 
 class ActorPool(actors.ActorPool[A], Generic[A]):
-    """Distributes tasks to actors, each of which executes one at a time. See :class:`actorrpc.ActorPool`.
+    """Distributes tasks to actors. Each actor executes one task at a time. See :class:`actorrpc.ActorPool`.
 
     Args:
-        actors: handles.
+        actors: the handles of the actors.
     """
 
     def submit(self, fn: Callable[[A, V], Any], value: V) -> None:
-        """Call ``fn(actor, value)``, which returns an ObjectRef: at once if an actor is free, otherwise when one is."""
+        """Call ``fn(actor, value)``, which returns an ObjectRef, when an actor is free: at once, or while a result is awaited."""
         super().submit(_PoolTask(fn) if callable(fn) else fn, value)
 
     def get_next(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
-        """Return the result of the next task, in the order in which they were submitted; waits for it."""
+        """Wait for the next task, in the order in which the tasks were submitted, and return its result."""
         with rays_words:
             return super().get_next(timeout, ignore_if_timedout)
 
     def get_next_unordered(self, timeout: float | None = None, ignore_if_timedout: bool = False) -> Any:
-        """Return the result of the first task that ends; waits for it."""
+        """Wait for the first task that ends, and return its result."""
         with rays_words:
             return super().get_next_unordered(timeout, ignore_if_timedout)

@@ -21,7 +21,7 @@ class Queue(actors.Queue[T], Generic[T]):
 
     Args:
         maxsize: the greatest number of items; 0 or less: no limit.
-        actor_options: options of its actor.
+        actor_options: options of the actor in which the queue lives.
     """
 
     def __init__(self, maxsize: int = 0, actor_options: Mapping[str, Any] | None = None) -> None:

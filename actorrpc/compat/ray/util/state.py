@@ -1,6 +1,6 @@
 """``ray.util.state``: the actors and machines of the cluster, and the output of processes, from :func:`actorrpc.state`.
 
-Rows have no jobs and no placement groups. Thread-safe.
+Rows of actors have no job and no placement group. Thread-safe.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def list_actors(
     """Return the actors of the cluster, including recently dead actors.
 
     Args:
-        filters: ``(name, "=" or "!=", value)``; all of them must hold.
-        limit: how many at most.
+        filters: conditions ``(field, "=" or "!=", value)``, which must all hold for an actor.
+        limit: the largest number of actors to return.
         timeout: seconds that all workers together may take to answer.
 
     Ray's other arguments are ignored: rows are those of the present cluster, with all fields.

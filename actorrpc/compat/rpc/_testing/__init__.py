@@ -1,6 +1,6 @@
 """``torch.distributed.rpc._testing``: the agent that loses and delays messages, and its options.
 
-Importing this package registers its backend, and so replaces ``BackendType``. Therefore only tests that need it import it.
+Importing this package registers its backend, and so replaces ``BackendType``. Therefore only tests of this agent import it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch's faulty agent: its options, and its message types as message types of actorrpc."""
+"""torch's faulty agent: its options, and which message types of actorrpc correspond to torch's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from actorrpc.testing.message_types import Message
 
 __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions"]
 
-# torch's type -> actorrpc's type, and whether only of script functions and operators (True), only of others (False), or any.
+# torch's type -> (actorrpc's message type; True: only calls of script functions and operators, False: only others, None: all).
 _TYPES: Final[Mapping[str, tuple[str, bool | None]]] = {
     "RREF_FORK_REQUEST": ("rref_fork", None),
     "RREF_CHILD_ACCEPT": ("rref_accept", None),
@@ -36,9 +36,9 @@ _REMEMBERED: Final = 10_000
 
 
 class _Scripts:
-    """Recognises calls of script functions and operators, and RRefs to their results. Thread-safe.
+    """Recognises calls of script functions and torch's operators ("scripts"), and RRefs to their results. Thread-safe.
 
-    RRefs from other workers do not count as results of scripts.
+    RRefs that another worker has created are not recognised as results of scripts.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _Scripts:
         self._rrefs: Recent[Any, None] = Recent(_REMEMBERED)
 
     def note(self, message: Message) -> bool:
-        """Record the RRefs to results of scripts; always return False, so that no message is affected."""
+        """Record the RRef of a message that calls a script. Always return False, so that the fault affects no message."""
         if _is_script(message.called):
             with self._lock:
                 self._rrefs.put(message.subject, None)
@@ -79,14 +79,14 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
     """Options of the agent that loses and delays messages.
 
     Args:
-        messages_to_fail: torch's names of the types of messages whose first tries fail.
-        messages_to_delay: names of types, and the delay of their messages in seconds.
+        messages_to_fail: torch's names of the message types whose first tries fail.
+        messages_to_delay: torch's name of a message type -> the delay of its messages in seconds.
         num_fail_sends: how many tries of each message fail.
 
     Other keywords: see ``TensorPipeRpcBackendOptions``.
 
     Raises:
-        ConfigError: a value cannot be used, or there is no such type of message.
+        ConfigError: a value cannot be used, or torch has no message type of this name.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
             found.append(Fault("drop", [kind], times=self.num_fail_sends, at_once=True, when=which[script]))
         for name, seconds in self.messages_to_delay.items():
             kind, script = _TYPES[name]
-            # torch's calls have no deadline at the called worker: they run, however late they arrive.
+            # On torch, the called worker knows no deadline: it runs a call however late the call arrives.
             found.append(Fault("delay", [kind], seconds=seconds, when=which[script], bounded=False))
         return found
 
