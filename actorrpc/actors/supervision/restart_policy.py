@@ -18,7 +18,7 @@ MAX_BACKOFF_S: Final = 10.0
 QUIET_S: Final = 10.0
 JITTER: Final = 0.5
 _LISTED: Final = 10  # greatest number of causes in a message
-_CUT: Final = 200  # greatest length of each, in characters
+_CUT: Final = 200  # greatest length of a cause, in characters
 
 
 class RestartPolicy:
@@ -26,7 +26,7 @@ class RestartPolicy:
 
     Args:
         limit: how many restarts within the window; -1: no limit; 0: none.
-        window_s: seconds; None: over the whole life of the actor.
+        window_s: the length of the window in seconds; None: the whole life of the actor.
         backoff_s: the wait before the second restart in a row, in seconds.
         draw: returns numbers from 0 to 1, by which waits are shortened; None: they are not shortened.
     """
@@ -96,7 +96,7 @@ class RestartPolicy:
             return "not restarted: max_restarts is 0"
         within = "" if self.window_s is None else f" within {self.window_s:g} s"
         times = "once" if self.limit == 1 else f"{self.limit} times"
-        return f"not restarted again: it has been {times}{within}, and max_restarts is {self.limit}"
+        return f"not restarted again: it was restarted {times}{within}, and max_restarts is {self.limit}"
 
     def causes(self) -> list[str]:
         """Return the last causes of death, oldest first: within the window before the last death, at most ten."""
