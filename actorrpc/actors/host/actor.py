@@ -1,4 +1,4 @@
-"""An actor on the worker where it lives: its instance, mailbox, threads and end."""
+"""An actor on the worker where it lives: its instance, mailbox, threads and shutdown."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ class HostedActor:
             entry.opened = (args, kwargs)
             self.carry_out(self.mailbox.ready(entry))
         else:
-            entry.opened = (args, kwargs)  # read by the search for deadlocks
+            entry.opened = (args, kwargs)  # for the search for deadlocks, until ready() replaces it
             future.add_done_callback(ready)
 
     def carry_out(self, todo: Wakeups) -> None:
@@ -301,7 +301,7 @@ class HostedActor:
                 self.actor_threads.start(Runner(self, queue))
 
     def _schedule_pump(self, loop: EventLoop, queue: GroupQueue) -> None:
-        """Make a loop start the entries of its queue."""
+        """Make an event loop start the waiting calls of its queue, on the loop's thread."""
         try:
             loop.submit(partial(self.executor.pump, queue))
             if loop.waiting:
@@ -415,7 +415,7 @@ class HostedActor:
                 entry.give_up(stop, late)
             return
         if stop:
-            # Interrupt the method before the calls that it waits for are cancelled, so that it does not get their errors, too.
+            # Interrupt the method before the calls for which it waits are cancelled, so that their errors do not reach it first.
             self.interrupt(entry)
         if entry.begun:
             entry.give_up(stop, late)
@@ -600,7 +600,7 @@ class HostedActor:
             self.over.try_complete(None)
 
     def runner_ended(self, runner: Runner) -> None:
-        """Record that a runner has ended, on its thread."""
+        """Remove a runner that has ended. If it was the last runner, finish the end of the actor in this thread."""
         with self._lock:
             self.runners.remove(runner)
         self._wind_up()

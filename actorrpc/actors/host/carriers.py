@@ -40,9 +40,9 @@ __all__ = ["MAX_RUNNERS", "ActorThread", "ActorThreads"]
 
 MAX_RUNNERS: Final = 128
 _AT_ONCE: Final = 1  # runners that have a turn at a time, if calls are short
-_WIDE: Final = 32  # the same, if calls are long
+_WIDE: Final = 32  # runners that have a turn at a time, if calls are long
 _STALLED_S: Final = 2e-3  # a longer turn does not count against the limit any more
-_SHORT_S: Final = 60e-6  # calls that take longer on average are long
+_SHORT_S: Final = 60e-6  # calls are long if they take longer than this on average
 _COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the GIL
 _KEPT: Final = 8  # how many idle shared threads are kept; further ones end
 
@@ -51,8 +51,8 @@ class ActorThread:
     """A thread that serves runners. See connection.ReadWaiter.
 
     Args:
-        runner: the runner that it serves first.
-        own: it serves only this runner. Otherwise it is shared, and ends when there are too many idle shared threads.
+        runner: the runner that the thread serves first.
+        own: the thread serves only this runner. Otherwise it is a shared thread, and ends if too many shared threads are idle.
 
     Attributes:
         caller: the connection of the last call, on which the thread sleeps.
@@ -253,7 +253,7 @@ class ActorThreads:
     # -- turns --------------------------------------------------------------------------
 
     def call(self, runner: Runner) -> None:
-        """Queue an idle runner for a turn, in which it looks for work."""
+        """Queue an idle runner for a turn, in which it checks its mailbox."""
         self.ready.append(runner)
         if runner.shared and threading.get_ident() in self._reading:
             return  # this is a shared thread that reads, and serves the runner next

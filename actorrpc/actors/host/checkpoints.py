@@ -59,7 +59,7 @@ class Checkpoints:
 
     def __init__(self, hosted: HostedActor) -> None:
         self._hosted = hosted
-        self._numbers = itertools.count(1)  # for calls that have not raised
+        self._numbers = itertools.count(1)  # one number for each call that has not raised
         # Guards the attributes below; a leaf, and re-entrant, because the garbage collector may run while it is held.
         self._lock = threading.RLock()
         self._in_flight = 0  # checkpoints that were sent and not confirmed
@@ -158,7 +158,7 @@ class Checkpoints:
                 self._report(error)
             raise
         finally:
-            await generator.aclose()  # if the wrapper was cancelled, end the generator before it
+            await generator.aclose()  # if the wrapper was cancelled, close the generator as well
         await self._save_from_loop()
 
     async def _save_from_loop(self) -> None:
@@ -226,7 +226,7 @@ class Checkpoints:
         with self._lock:
             made = self._next
             if made is None or self._in_flight >= _FLYING:
-                return  # it is sent when an earlier checkpoint is confirmed
+                return  # _confirmed() sends it, when an earlier checkpoint is confirmed
             self._next = None
             self._in_flight += 1
         _ = self._send(*made)
@@ -280,7 +280,7 @@ class Checkpoints:
 
 
 def _keep(actor_id: int, epoch: int, number: int, state: Snapshot) -> bool:
-    """Store a checkpoint; return whether its incarnation is the present one. Called by RPC on the supervisor's worker."""
+    """Store a checkpoint; return whether incarnation ``epoch`` is the present one. Called by RPC on the supervisor's worker."""
     found = current()
     if found is None:
         raise ShutdownError("this worker has shut down: it supervises no actors", maybe_executed=False)

@@ -104,12 +104,12 @@ class Probe:
         return replace(self, trail=(*self.trail, what))
 
     def began(self, runtime: Searched, hosted: HostedActor, what: int) -> bool:
-        """Say whether the search has come back to where it began."""
+        """Say whether the search began at this actor of this worker, at the wait with the number ``what``."""
         return (self.worker, self.instance_id, self.execution) == (runtime.references.me, hosted.id, what)
 
 
 class DeadlockDetector:
-    """Looks, once a second if needed, for actors here that may be in a deadlock. Thread-safe."""
+    """Looks for actors of this process that may be in a deadlock, once a second while actors wait. Thread-safe."""
 
     def __init__(self, runtime: Searched) -> None:
         self._runtime = runtime

@@ -145,7 +145,7 @@ class EventLoop:
         if left:
             _, stubborn = self._loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
             for task in stubborn:
-                _log.info("%r has not ended with %s, and is dropped", task, self._title)
+                _log.info("%r was cancelled with %s, but has not ended, and is dropped", task, self._title)
                 task._log_destroy_pending = False  # type: ignore[attr-defined]  # else asyncio logs that the task is freed
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 

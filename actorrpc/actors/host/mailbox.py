@@ -219,7 +219,7 @@ class GroupQueue:
                     self.waiting -= 1
                 return entry
             if entry.loose:
-                entry.parked = True  # it is queued again when it is ready
+                entry.parked = True  # release() queues it again when it is ready
                 self._parked.add(entry)
             else:
                 # A repeated entry may belong before the first held entry, and then holds that entry back.
@@ -337,7 +337,7 @@ class Mailbox:
         with self._lock:
             if self.closed:
                 return None
-            if entry.state is not NEW:  # it was cancelled while its actor was being constructed
+            if entry.state is not NEW:  # the call was cancelled while its actor was being constructed
                 return NOTHING
             if not entry.number:
                 entry.number = next(self._numbers)

@@ -41,7 +41,7 @@ _AT_LEAST_S: Final = 0.25
 _CALLERS: Final = (1 << MAILBOX_BIT - CALLER_BIT) - 1
 _HEADERS = 16384
 _SHORT = 128  # bytes; longer headers are probably unique, and are not cached
-_REMEMBERED = 1000  # ended actors whose reason is kept
+_REMEMBERED = 1000  # ended actors for which the reason of the end is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class ActorRegistry:
                 _ = hosted.stop("now", f"its creator, worker {peer.name!r}, has ended")
 
     def close(self, graceful: bool, patience: float = _END_S) -> None:
-        """End all actors here. Wait for their last hooks: at most ``patience`` or 5 s, or 0.25 s if not ``graceful``."""
+        """End all actors here. Wait for their on_stop(): at most ``patience`` or 5 s, or 0.25 s if not ``graceful``."""
         with self._lock:
             self._closed = True
         over: list[Future[None]] = [

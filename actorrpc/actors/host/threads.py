@@ -290,7 +290,7 @@ class Runner:
         self._threads.call(self)
 
     def run_on(self, thread: ActorThread) -> bool:
-        """Run the waiting calls, in a thread; return False if the runner has ended.
+        """Run the waiting calls in ``thread``, which is this thread; return False if the runner has ended.
 
         As soon as the mailbox has no more calls for a shared runner, another thread may serve it; from then on this thread
         must not change it.
@@ -332,7 +332,7 @@ class Runner:
             hosted.broken(error, entry)
         thread.flush()  # before the actor's last hooks
         mailbox.remove_slot(queue, self)
-        if threads.remove(self):  # False if another thread has ended it
+        if threads.remove(self):  # False if another thread has ended the runner
             hosted.runner_ended(self)
         return False
 

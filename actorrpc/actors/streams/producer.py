@@ -102,7 +102,7 @@ def charge_of(packed: Any) -> int:
 
 
 class _Caller(Protocol):
-    """The attributes of the call that runs the generator which a producer uses."""
+    """The attributes of a generator's call that a producer uses."""
 
     @property
     def queue(self) -> Any: ...

@@ -39,7 +39,7 @@ class Stall:
 
 
 def awaited(what: object) -> list[Call | Stall]:
-    """Return all calls and streams for which a wait for the object ``what`` waits; empty if they are not known."""
+    """Return all calls and streams that have to continue before a wait for ``what`` ends; empty if they are not known."""
     if isinstance(what, Stall):
         return [what]
     if isinstance(what, Call):

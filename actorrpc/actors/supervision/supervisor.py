@@ -398,9 +398,9 @@ class Supervisor:
         self.ended(actor, life, text, cause=original, final=final)
 
     def _bound(self, actor: ActorRecord) -> str:
-        """Return why an actor cannot be restarted: its worker has ended, and it must live there. Empty if it can be restarted.
+        """Return why an actor cannot be restarted, if the worker that is its place has ended; empty if it can be restarted.
 
-        If the worker has ended and the actor may move, this changes its place.
+        If the actor may move to another worker, its place is changed to ``"turn"``.
         """
         if not self._places.is_gone(actor.place):
             return ""
