@@ -240,7 +240,7 @@ def _holders(
 
 
 def _is_serial(queue: GroupQueue) -> bool:
-    """Say whether a call of the queue has to wait for the end of the running one."""
+    """Say whether a call of the queue has to wait for the end of the running call."""
     return queue.limit == 1 and not queue.yielding
 
 
@@ -335,9 +335,9 @@ def _search_here(kind: str, key: Any, probe: Probe) -> None:
     """Continue a search on this worker. Called by RPC.
 
     Args:
-        kind: what ``key`` names: ``"call"``, a call of the asking worker; ``"arguments"``, a call of this worker whose arguments
-            are pending; ``"promise"``, a value that this worker has promised; ``"generator"``, a stream that is produced
-            here; ``"reader"``, a stream that is read here.
+        kind: the object whose number ``key`` is: ``"call"``, a call of the worker that sent the search; ``"arguments"``, a call
+            of this worker whose arguments are pending; ``"promise"``, a value that this worker has promised; ``"generator"``, a
+            stream that is produced here; ``"reader"``, a stream that is read here.
     """
     runtime: Searched | None = current()
     asking = CURRENT.get()
@@ -452,7 +452,7 @@ def _sighted(seen: dict[int, float], token: int) -> bool:
 
 
 def _closes(runtime: Searched, entry: Envelope, hosted: HostedActor, probe: Probe) -> bool:
-    """Say whether a call waits for the places from which the search began; break the circle if it is certain."""
+    """Say whether a call waits for the places at which the search began. If the circle is certain, fail the call."""
     queue = entry.queue
     if queue is None or entry.state is not NEW or entry.slot is not None:
         return False

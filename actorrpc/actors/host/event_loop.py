@@ -48,7 +48,7 @@ __all__ = ["EventLoop"]
 
 _log = logging.getLogger("actorrpc.actors")
 _HELD_S: Final = 1.0  # a method that holds the loop for longer is logged
-_END_S: Final = 2.0  # how long coroutines may take to end with their actor
+_END_S: Final = 2.0  # how long coroutines may take to end after they were cancelled at the actor's end
 
 
 class EventLoop:

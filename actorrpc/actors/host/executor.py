@@ -1,7 +1,7 @@
 """How an actor's calls are run and answered, in its runners and on its event loops.
 
-A thread claims the right to answer a call by removing the entry from its caller's table of running calls, in one atomic step. A
-method whose call was killed or cancelled may still run to its end, and then finds that the call was answered.
+A thread claims the right to answer a call by removing the entry from the table ``running`` of the caller's peer, in one atomic
+step. If a method returns after its call was cancelled, the thread finds that the call was answered, and discards the result.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ActorExecutor:
         self._instance_rref: Any = None
         self._numbers = hosted.registry.executions
         self.keeps_state = False  # the actor has checkpoints
-        #: Calls whose answer is sent by another thread or coroutine than the one that has run the method.
+        #: Calls that the thread which has dequeued them does not answer: a coroutine, future or checkpoint answers them later.
         self.answered_later: dict[Envelope, None] = {}
 
     def run(self, entry: Any, runner: Runner) -> None:
@@ -251,7 +251,7 @@ class ActorExecutor:
 
         Args:
             value: the return value of the method.
-            runner: the runner that has run it; None: an event loop.
+            runner: the runner that has run the method; None: an event loop has.
         """
         if type(value) is Deferred:
             self._answer_later(entry, value.future)

@@ -59,7 +59,7 @@ class _Over(Exception):
 
 
 class _EndOfStream(Stall):
-    """Stands for the end of a stream. A thread may wait for it without taking items."""
+    """The target of a wait for the end of a stream. The waiting thread does not have to take the items."""
 
     __slots__ = ("consumer",)
 
@@ -123,7 +123,7 @@ class _Consumer(Stall, Progress):
         self._wake()
 
     def drive(self, deadline: float | None) -> None:
-        """Make progress in a thread that waits for an item."""
+        """Process steps in this thread, which waits for an item, until the item has arrived or the deadline has passed."""
         signal = self._arrival
         while signal is not None and not signal.completed:
             claim = self._claim
@@ -209,7 +209,7 @@ class _Consumer(Stall, Progress):
         try:
             run_within(self._apart, self._agent.call, self._peer, function, args, {}, 0, future)
             self._agent.flush()
-        except Exception as error:  # the producer's worker has ended, or this worker has
+        except Exception as error:  # the producer's worker has ended, or this worker shuts down
             future.try_fail(error)
             if is_of_handler(error):
                 raise

@@ -79,7 +79,7 @@ class StreamTicket:
 
     Attributes:
         worker: the producer's worker.
-        stream: the number of the stream there.
+        stream: the number of the stream on that worker.
         limit: how many items may be produced ahead; 0: only their size is limited.
     """
 
@@ -133,7 +133,7 @@ class Producer(Stall):
         entry: _Caller | None,
     ) -> None:
         self.stream = stream
-        self.entry: Any = entry  # its type is in a higher package
+        self.entry: Any = entry  # Any, because the call's type is in a higher package
         self.pause = 0
         self.suspected: dict[int, float] = {}  # pause -> when a search for deadlocks first led back to it
         self.limit = limit

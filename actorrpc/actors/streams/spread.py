@@ -47,7 +47,7 @@ def for_each_item(
 
 
 class _Parts(Progress):
-    """The futures of a stream's first items. It is also their source: it flushes and cancels the stream for them."""
+    """The futures of a stream's first items, and their source: the object that flushes and cancels the stream for them."""
 
     __slots__ = ("_count", "_remaining", "_stream", "futures")
 
@@ -71,7 +71,7 @@ class _Parts(Progress):
             error = came.error
             if error is not None and not isinstance(error, _ENDED):
                 _log.error(
-                    "%s has given %d values (num_returns), and then raised %s",
+                    "%s has yielded %d values (num_returns), and then raised %s",
                     *self._label_and_count,
                     say(error, repr),
                 )
@@ -80,7 +80,7 @@ class _Parts(Progress):
             self._fail(came.error, future)
         else:
             future.try_complete(came.value_or_none)
-        return True  # also after the last future, so that the generator may run to its end
+        return True  # True for the last future as well, so that the generator may run to its end
 
     @property
     def _label_and_count(self) -> tuple[str, int]:

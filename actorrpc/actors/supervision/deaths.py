@@ -1,4 +1,4 @@
-"""Descriptions of the deaths of actors, for errors of their supervisor."""
+"""Texts and errors in which a supervisor describes why an actor died, or could not be made."""
 
 from __future__ import annotations
 

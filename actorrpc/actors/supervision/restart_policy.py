@@ -1,9 +1,9 @@
-"""When a dead actor may be restarted. Pure computation: it is passed the time and has no effects.
+"""Decides when a dead actor is restarted. Pure computation: the caller passes the time, and carries out the decision.
 
-Restarts are counted in a sliding window. The first restart in a row is immediate. Each further one waits, at first ``backoff_s``
-and then twice as long each time, up to :data:`MAX_BACKOFF_S`. A row ends when the actor has lived longer than :data:`QUIET_S`
-(and than the last wait). Waits are shortened at random, by up to the fraction :data:`JITTER`, so that actors that died together
-do not restart at the same moment.
+Restarts are counted in a sliding window. The first restart in a row is immediate. Each further restart waits, at first
+``backoff_s`` and then twice as long each time, up to :data:`MAX_BACKOFF_S`. A row ends when the actor has lived longer than
+:data:`QUIET_S` and than the last wait. Waits are shortened at random, by up to the fraction :data:`JITTER`, so that actors that
+died together do not restart at the same moment.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class RestartPolicy:
     def next(self, now: float, why: str = "") -> float | None:
         """Return in how many seconds an actor that has died at ``now`` is restarted; None: never.
 
-        A number that is returned counts as a restart.
+        If a number is returned, a restart is counted.
 
         Args:
-            why: how it died, for :meth:`causes`; only the first line is kept.
+            why: how the actor died, for :meth:`causes`; only the first line is kept.
         """
         if why:
             self._causes.append((now, why.partition("\n")[0][:_CUT]))

@@ -1,9 +1,9 @@
-"""What happens to the children of a supervision group when one of them dies. Pure computation without effects.
+"""Decides what happens to the children of a supervision group when a child dies. Pure computation without effects.
 
-The owner reports events of children and the time, and gets orders (:class:`RestartOrder`). A child is a number here, from 0 in
-the order in which children start; actors and groups are treated alike. A :class:`RestartPlan` handles a death: it ends its
-members one by one, the last first, waits for the end of the back-off, and restarts them one by one, in order. With
-``one_for_one`` there may be several independent plans; otherwise there is one, which grows when another child dies.
+The owner, a SupervisionGroup, reports events of its children and the time, and gets orders (:class:`RestartOrder`). A child is a
+number here, from 0 in the order in which children start; actors and groups are treated alike. A :class:`RestartPlan` handles a
+death: it ends its members one by one, the last first, waits for the end of the back-off, and restarts them one by one, in order.
+With ``one_for_one`` there may be several independent plans; otherwise there is one plan, which grows when another child dies.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class RestartStrategy:
         self._states[child] = "down"
         plan = next((each for each in self._plans if child in each.members), None)
         if state == "ending" or (plan is not None and plan.stage == "ending"):
-            return self._go(now)  # its end was ordered, or planned
+            return self._go(now)  # the child's end was ordered, or planned
         wait = self.restarts.next(now, why)
         if wait is None:
             self.exceeded = True

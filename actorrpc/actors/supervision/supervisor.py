@@ -168,7 +168,7 @@ class Supervisor:
             # Options that only the supervisor needs are not sent.
             shown = replace(named, worker=None, env=None, working_dir=None)
             if getattr(type(options.worker), "_is_actor_handle", False):
-                if options.lifetime == "detached":  # the place is converted for rank 0 later
+                if options.lifetime == "detached":  # for_others() converts the place for rank 0 later
                     return named, shown
                 # The place was read from the handle before. Drop the handle, which would keep the other actor alive.
                 named = replace(named, worker=None)
