@@ -338,7 +338,7 @@ class HostedActor:
         self.end_if_idle()
 
     def no_thread(self, queue: GroupQueue, why: str = "") -> None:
-        """Refuse the waiting calls of a queue, because the system cannot start a thread. The next call tries again.
+        """Refuse the waiting calls of a queue, because the system cannot start a thread. The next call tries to start one.
 
         ``why``: the reason that the error gives, if another resource than a thread is missing.
         """

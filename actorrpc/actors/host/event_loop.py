@@ -78,7 +78,7 @@ class EventLoop:
         self._context = Context()
         self._grad = True
         self._waits: list[tuple[Callable[[], None], object, Execution | None]] = []
-        self._look = False  # serve() has to check for calls that can run within the wait, or never
+        self._look = False  # there may be new calls that serve() has to run, or to fail
         self._warned = False
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_complain)

@@ -160,7 +160,7 @@ class GroupQueue:
                 return
 
     def put_back(self, entry: Entry) -> None:
-        """Queue an entry that has a path or a priority, repeats a call, or has an earlier place than other entries."""
+        """Queue an entry that has a path or a priority, repeats a call, or returns from a runner that did not run it."""
         if entry.again:
             self._put_before(entry)
         entry.queue = self

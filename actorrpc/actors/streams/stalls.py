@@ -89,7 +89,7 @@ def loop_on(
     """Return the innermost event loop that runs on a stack, if it is asyncio's, and the task until whose end it runs.
 
     Args:
-        end: ignore the outermost frames, from the first frame of this code on.
+        end: search from the innermost frame outwards, and stop at a frame of this code.
     """
     while frame is not None and frame.f_code is not end:
         caller = frame.f_back

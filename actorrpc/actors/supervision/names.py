@@ -73,7 +73,7 @@ class Names:
         within the same 30 s.
 
         Returns:
-            None if the actor has got the name; with ``get_if_exists``, the descriptor (without an anchor) of the name's actor.
+            None if the actor has got the name; with ``get_if_exists``, the other actor's descriptor, which keeps no actor alive.
 
         Raises:
             NameTakenError: another actor has the name.

@@ -385,7 +385,7 @@ class Supervisor:
     # -- ends -------------------------------------------------------------------------------------------
 
     def _not_made(self, actor: ActorRecord, life: Incarnation, error: BaseException) -> None:
-        """Record that an incarnation could not be made. This is final, unless only a place is missing, at a restart."""
+        """Record that an incarnation could not be made, and decide whether another attempt follows or the actor is dead."""
         original = exceptions.original(error)
         if is_a(original, ActorDiedError) and (life.killed or life.ended_by_group):
             return  # the thread that has ended the incarnation calls ended()
