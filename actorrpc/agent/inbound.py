@@ -16,7 +16,6 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc import _time
 from actorrpc._limits import explain_memory
 from actorrpc.agent import outbound
 from actorrpc.errors import LimitError, ProtocolError, UnknownWorkerError
@@ -195,24 +194,21 @@ class Inbox:
             pool = self._agent.pool
             if not waiting and not pool.idle:
                 pool.ensure_reader()  # unpickling may run anything
-            received_at = 0.0
+            received_at = conn.last_received
             count = requests = 0
             for frame in batch:
                 kind = frame[0]
                 if kind != frames.REQUEST and kind <= frames.FAILURE:
                     self.reply(peer, frame, waiting, conn)
-                else:
-                    if not received_at:
-                        received_at = _time.now()
-                    if kind == frames.REQUEST:
-                        if waiting and frame.flags & frames.CAST and WAITING.casts is not None:
-                            WAITING.casts.append((conn, frame, received_at))
-                            continue
-                        count += 1
-                        requests += 1
-                        pool.queue.append((conn, frame, received_at))
-                    elif self._notice(peer, frame, conn, waiting):
-                        count += 1
+                elif kind == frames.REQUEST:
+                    if waiting and frame.flags & frames.CAST and WAITING.casts is not None:
+                        WAITING.casts.append((conn, frame, received_at))
+                        continue
+                    count += 1
+                    requests += 1
+                    pool.queue.append((conn, frame, received_at))
+                elif self._notice(peer, frame, conn, waiting):
+                    count += 1
             if conn.outbox:
                 conn.flush()
             if waiting:

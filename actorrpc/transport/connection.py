@@ -347,9 +347,7 @@ class Connection(StateMachine):
             wait_ms = None if deadline is None else _SLICE_MS
             if deadline is not None and deadline - begun < _time.near_s:
                 wait_ms = max(0, int(_time.patience(deadline - begun) * 1e3) + 1)
-            ready = self._poller.poll(wait_ms)
-            spinning.at_once += WEIGHT * ((_time.now() - begun < AT_ONCE_S) - spinning.at_once)
-            for fd, _ in ready:
+            for fd, _ in self._poller.poll(wait_ms):
                 if fd == self.fd:
                     self.receive(frames)
                 elif fd == self._wake_fd:
@@ -357,6 +355,7 @@ class Connection(StateMachine):
                         os.eventfd_read(fd)
                     except BlockingIOError:
                         pass
+            spinning.at_once += WEIGHT * ((begun <= self.last_received < begun + AT_ONCE_S) - spinning.at_once)
         finally:
             waiter.polling = None
 

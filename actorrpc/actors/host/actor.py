@@ -245,7 +245,7 @@ class HostedActor:
         entry.conn = conn
         if self._intake is not None:
             with self._lock:
-                # A message with a queue is the one that constructs the actor: it is in the mailbox, and not in `_intake`.
+                # A message with a queue constructs the actor: it is in the mailbox, and not in `_intake`.
                 if self._intake is not None and entry.queue is None:
                     entry.whole = True
                     entry.ready = "unresolved" not in entry.header

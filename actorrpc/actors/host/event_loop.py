@@ -5,7 +5,7 @@ coroutines of the group run on it. The loop of the default group also runs the a
 logs the name of each method that holds the loop for longer than a second.
 
 A ``get()`` on the loop's thread blocks the loop, and so all coroutines of its concurrency group. So that such a wait can end,
-the thread runs plain methods of the loop within the wait: those that descend from the waiting call, or for which this call waits.
+the thread runs plain methods of the loop within the wait, if they descend from the waiting call or this call waits for them.
 If the call waits for a coroutine of the same loop, the coroutine can never continue, and ends with DeadlockError. Circles through
 other loops of the actor, or through other actors, are found by ``deadlock_detector.py``.
 """
@@ -304,7 +304,7 @@ class EventLoop:
             return
         for each in self._awaited():
             if each.begun:
-                # If the loop does not run the method any more, only the answer waits, for a checkpoint or a future.
+                # If the loop no longer runs the method, only the answer waits, for a checkpoint or a future.
                 never_ends = self.runs(each.chain)
             else:  # a plain method that has not begun may run within this wait when its arguments arrive
                 never_ends = not (self._hosted.mailbox.reentrant and self._hosted.is_plain(each))

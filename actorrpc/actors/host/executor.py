@@ -191,7 +191,7 @@ class ActorExecutor:
         """Return the ``args`` and ``kwargs`` of a call, decoding its message if that was not done before its turn."""
         opened, entry.opened = entry.opened, None
         if opened is None:
-            frame = entry.claim_frame()
+            frame = vars(entry).pop("frame", None)
             if frame is None:
                 raise CancelledError(f"{self.label(entry)} was cancelled", maybe_executed=False)
             try:
@@ -220,39 +220,13 @@ class ActorExecutor:
         if hooks.on_start or not hooks.header_hooks.keys().isdisjoint(header):
             call = partial(self._run_hooked, entry, method)
         if kind == "generator" or ("window" in header and kind == "sync"):
-            items = call(*args, **kwargs)
-            if isinstance(items, AsyncGenerator):
-                items.aclose().close()
-                raise TypeError(
-                    f"{self.hosted.title}.{name} returned an async generator, but its decorator hides this: have the "
-                    "decorator's wrapper be an async generator function"
-                )
-            generator = items if inspect.isgenerator(items) else (item for item in items)
-            producer = self._open_stream(entry)
-            if producer is None:
-                generator.close()
-            else:
-                produce(self.checkpoints.behind(generator), producer, partial(self._end_of_stream, entry))
+            self._stream(entry, call(*args, **kwargs))
             return _NOTHING
         if kind.startswith("async"):
             raise TypeError(
                 f"{self.hosted.title}.{name} is async, and the actor has no event loop, because its class has no async methods"
             )
-        return self._returned(entry, method, call(*args, **kwargs), runner)
-
-    def _run_hooked(self, entry: Envelope, method: Any, /, *args: Any, **kwargs: Any) -> Any:
-        hooks = self.agent.hooks
-        if hooks.on_start or not hooks.header_hooks.keys().isdisjoint(entry.header):
-            return run_hooked(hooks, entry, method, args, kwargs)
-        return method(*args, **kwargs)
-
-    def _returned(self, entry: Envelope, method: Any, value: Any, runner: Runner | None) -> Any:
-        """Return the result of a call; ``_NOTHING``: the answer is sent later.
-
-        Args:
-            value: the return value of the method.
-            runner: the runner that has run the method; None: an event loop has.
-        """
+        value = call(*args, **kwargs)
         if type(value) is Deferred:
             self._answer_later(entry, value.future)
             return _NOTHING
@@ -270,6 +244,27 @@ class ActorExecutor:
             # Block until the checkpoint is stored, and answer then: another call on this thread could change a mutable result.
             self.checkpoints.save()
         return value
+
+    def _stream(self, entry: Envelope, items: Any) -> None:
+        """Answer a call with a stream of items, and run the method's generator to its end."""
+        if isinstance(items, AsyncGenerator):
+            items.aclose().close()
+            raise TypeError(
+                f"{entry.title} returned an async generator, but its decorator hides this: have the decorator's wrapper be an "
+                "async generator function"
+            )
+        generator = items if inspect.isgenerator(items) else (item for item in items)
+        producer = self._open_stream(entry)
+        if producer is None:
+            generator.close()
+        else:
+            produce(self.checkpoints.behind(generator), producer, partial(self._end_of_stream, entry))
+
+    def _run_hooked(self, entry: Envelope, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+        hooks = self.agent.hooks
+        if hooks.on_start or not hooks.header_hooks.keys().isdisjoint(entry.header):
+            return run_hooked(hooks, entry, method, args, kwargs)
+        return method(*args, **kwargs)
 
     def _when_kept(self, entry: Envelope, answer: Callable[[], object], more: bool = False) -> None:
         """Call ``answer()``: when the state is stored, if a checkpoint is due (see :meth:`Checkpoints.hold`), or else now."""
@@ -416,7 +411,7 @@ class ActorExecutor:
             loop.submit(task.cancel)
 
     def _turn(self, entry: Envelope, loop: EventLoop) -> None:
-        """Run a plain method on the loop, unless it has run within a wait, or was refused: it is not in ``due`` any more then."""
+        """Run a plain method on the loop. If it is not in ``due``, it has run within a wait, or was refused: do nothing."""
         if loop.due.pop(entry, entry) is None:
             self.hosted.guard(partial(self.run_plain, entry, loop, within=False), entry)
 
@@ -533,7 +528,7 @@ class ActorExecutor:
         if not self._claim(entry):  # it was answered before
             let_frames_go(error)
             return
-        frame = entry.claim_frame()
+        frame = vars(entry).pop("frame", None)
         if frame is not None:  # its arguments were never decoded
             self.agent.inbox.discard(entry.conn, frame)
         if self.hosted.on_error is not None:
@@ -546,7 +541,7 @@ class ActorExecutor:
 
     def refuse(self, entry: Envelope, error: RpcError) -> None:
         if self._claim(entry):
-            frame = entry.claim_frame()
+            frame = vars(entry).pop("frame", None)
             if frame is not None:
                 self.agent.executor.refuse(entry.conn, frame, error)
             else:

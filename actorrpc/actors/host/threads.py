@@ -424,7 +424,7 @@ class Runner:
         """Raise :class:`Interrupted` in the method that runs ``entry``, once, if it is still running.
 
         While the thread runs code of this package, which must not be interrupted, or code in which the exception would be lost
-        (:func:`bears_interruption`), nothing is raised, and the attempt is repeated a little later, as long as the entry runs. A
+        (:func:`bears_interruption`), the interruption is postponed and tried again a little later, as long as the entry runs. A
         method that is hardly ever in its own code is interrupted when it next calls this package, or in its wait.
         """
         # Yield first, so that the GIL is hardly ever handed over while the thread is inspected.

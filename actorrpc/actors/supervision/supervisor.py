@@ -391,7 +391,7 @@ class Supervisor:
             return  # the thread that has ended the incarnation calls ended()
         text, final = deaths.not_made(error, None if life.worker is None else life.worker_name)
         if actor.family is not None and actor.epoch:
-            # The group will restart the actor, as often as its limit allows, unless the actor has no place any more.
+            # The group will restart the actor, as often as its limit allows, unless the worker of its place has ended.
             final = bool(self._bound(actor)) or is_a(original, ActorDiedError)
         elif not final:
             final = not actor.options.movable and (actor.epoch == 0 or actor.place is not None)
