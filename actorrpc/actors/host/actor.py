@@ -324,7 +324,7 @@ class HostedActor:
                     loop = self.loops.setdefault(queue.name, made)
             if loop is not made:
                 _ = made.close()
-        if loop is not None:  # None: the actor has ended, and has refused its waiting calls
+        if loop is not None:  # None: the actor has ended, and refuses its waiting calls
             self._schedule_pump(loop, queue)
 
     def loop_of(self, queue: GroupQueue | None) -> EventLoop | None:

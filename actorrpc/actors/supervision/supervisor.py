@@ -623,7 +623,7 @@ class Supervisor:
         return future
 
     def _unseen(self, actor: ActorRecord, after: int) -> None:
-        """Fail queries that have waited for ``_UNSEEN_S``: their workers cannot reach the actor, but this worker can."""
+        """Fail queries about an actor that still lives for this worker after ``_UNSEEN_S``, but that other workers cannot reach."""
         with self.lock:
             if actor.epoch > after:
                 return
