@@ -39,7 +39,9 @@ class Placements:
         self._booked: set[int] = set()  # incarnations with bookings; changed by single, atomic steps
 
     def place(self, options: ActorOptions, label: str = "an actor") -> Any:
-        """Return where an actor should live: None for a new process, ``"turn"``, a WorkerKey, or the route of its neighbour.
+        """Return where an actor should live.
+
+        None: in a new process; ``"turn"``: on the next worker in turn; a WorkerKey; a route: on the worker of that other actor.
 
         Raises:
             UnknownWorkerError, PeerDiedError, ConfigError: the actor cannot live where the options say.
@@ -80,10 +82,7 @@ class Placements:
     def spawn_request(
         self, label: str, options: ActorOptions, booking: int, place: Any
     ) -> ProcessSpec | None:
-        """Return the request to the spawner: to find a place, or, if ``place`` is a worker, to book resources of this worker.
-
-        None if the place is known and no resources are booked.
-        """
+        """Return the request to the spawner, to find a place or to book resources of ``place``; None if neither is needed."""
         rank: int | None = None
         if place is not None:
             if not isinstance(place, WorkerKey) or self._runtime.spawner is None:

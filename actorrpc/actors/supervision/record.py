@@ -96,7 +96,7 @@ class ActorRecord:
     """One actor.
 
     Attributes:
-        place: where it should live: None for a process of its own, ``"turn"``, a WorkerKey, or another actor's route.
+        place: where it should live: the result of Placements.place().
         epoch: how many incarnations have ended; also the number of the present incarnation.
         last_life: the present incarnation, or the last one if there is none now; None before the first.
         orphaned: its last handle was freed: an incarnation ends as soon as it was made, and no other follows.

@@ -623,7 +623,7 @@ class Supervisor:
         return future
 
     def _unseen(self, actor: ActorRecord, after: int) -> None:
-        """Fail queries about an actor that still lives for this worker after ``_UNSEEN_S``, but that other workers cannot reach."""
+        """Fail queries about an actor that other workers cannot reach, and that this worker still considers alive."""
         with self.lock:
             if actor.epoch > after:
                 return
