@@ -1,4 +1,4 @@
-"""An actor on the worker where it lives: its instance, mailbox, threads and end."""
+"""An actor on the worker where it lives: its instance, mailbox, threads and shutdown."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def _ended(actor_id: int, epoch: int, kind: str, text: str) -> None:
 
 
 def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
-    """Tell the supervisor that the actor has ended by itself (``kind``: ``"exit"`` or ``"broken"``). Does not wait.
+    """Tell the supervisor that the actor has ended by itself. Does not wait.
 
-    The message is sent together with the next one at the latest.
+    ``kind``: ``"exit"`` (by exit_actor(), not restarted), ``"sys.exit"`` or ``"broken"`` (a thread ended unexpectedly).
     """
     agent = runtime.agent
     future: Future[None] = Future()
 
     def over(done: Future[None]) -> None:
-        done.acknowledge()  # if the supervisor's worker has ended, this actor will end, too
+        done.acknowledge()  # an error means that the supervisor's worker has ended
 
     future.add_done_callback(over)
     try:
@@ -69,13 +69,13 @@ def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
 _AGAIN_S: Final = 0.02
 _BLOCKED_S: Final = 5.0
 _MOST_SHOWN: Final = 100
-# Modules whose classes list all contents in their __repr__.
+# Modules whose `__repr__` methods list all contents of an object, which is too long to show.
 _NOT_THEIR_OWN: Final = frozenset({"builtins", "collections", "torch", "typing"})
 _ASYNC_LIMIT: Final = 1000  # default limit of concurrent coroutines of one actor, as in Ray
 
 
 def _shown(instance: Any) -> str:
-    """Return the ``__repr__`` of the class itself, on one line and cut; empty if it has none, or one of ``_NOT_THEIR_OWN``."""
+    """Return ``repr(instance)``, cut and on one line; empty if the method is object's, from ``_NOT_THEIR_OWN``, or raises."""
     says: Any = type(instance).__repr__
     if says is object.__repr__:
         return ""
@@ -111,7 +111,7 @@ class Registry(Protocol):
         """See ActorRegistry.new_caller."""
 
     def number_threads(self) -> None:
-        """See ActorRegistry.tell_threads_apart."""
+        """See ActorRegistry.number_threads."""
 
     def forget(self, hosted: HostedActor) -> None:
         """See ActorRegistry.forget."""
@@ -140,12 +140,12 @@ class HostedActor:
         self.runners: list[Runner] = []
         self.mailbox = Mailbox()
         self.executor = ActorExecutor(self)
-        # The caller number of its methods, by which other actors order their calls; None: each execution has its own number.
+        # The caller number of calls that the actor's methods make (see new_caller()); None: each execution has its own number.
         self.caller: int | None = registry.new_caller()
         self.instance: Any = None
         self.spec: ActorSpec | None = None
         self.title = f"{instance_id & 0xFFFF:04x}"
-        self.shown = ""  # the repr after the constructor; empty if the class has no __repr__ of its own
+        self.shown = ""  # the result of _shown() after the constructor has returned
         #: "constructing", "alive", "ending" (it ends when it is idle), "closing" (it accepts no more calls), "stopping" (it runs
         #: its last hooks), "over"
         self.state = "constructing"
@@ -156,7 +156,7 @@ class HostedActor:
         self.begun = _time.now()
         self._lock = threading.RLock()
         self._intake: list[Envelope] | None = []
-        # The event loops of an async actor, by concurrency group. Added under _lock; loops are never replaced.
+        # The event loops of an async actor, by concurrency group. Entries are added under _lock, and never replaced.
         self.loops: dict[str, EventLoop] = {}
         # Returns the exception to send to callers for an exception that a method has raised (used by collectives).
         self.on_error: Callable[[BaseException], BaseException] | None = None
@@ -165,10 +165,10 @@ class HostedActor:
     # -- messages -----------------------------------------------------------------------------------
 
     def enqueue(self, entry: Envelope, *, held: bool = False) -> None:
-        """Put a message into the mailbox. Called in the order of the wire, maybe under a connection's read lock.
+        """Put a message into the mailbox. Called in the order in which messages arrive, maybe under a connection's read lock.
 
         Args:
-            held: the message came before the actor was constructed, and was held since.
+            held: the message arrived before the actor was constructed, and was kept in ``_intake`` until then.
         """
         if not held:
             entry.hosted = self
@@ -188,7 +188,7 @@ class HostedActor:
             self._refuse_gone(entry)
             return
         for runner in todo.wake:
-            # Do not wake this thread if it is the idle runner: it has read the message, and checks the queue next.
+            # Do not wake an idle runner whose own thread this is: this thread has read the message, and checks the queue next.
             if entry.slot is not None or runner.shared or threading.get_ident() != runner.ident:
                 runner.wake()
         if todo.start:
@@ -233,7 +233,7 @@ class HostedActor:
         return queue
 
     def is_plain(self, entry: Envelope) -> bool:
-        """Say whether a call is of a plain method: it runs in a thread from start to end, and returns one result."""
+        """Say whether the called method is plain: no coroutine and no generator, so that it runs without a pause."""
         assert self.spec is not None
         header = entry.header
         method = self.spec.info.methods.get(header.get("method", ""))
@@ -245,7 +245,7 @@ class HostedActor:
         entry.conn = conn
         if self._intake is not None:
             with self._lock:
-                # The message that constructs the actor is in the mailbox already, and a runner may have read it.
+                # A message with a queue constructs the actor: it is in the mailbox, and not in `_intake`.
                 if self._intake is not None and entry.queue is None:
                     entry.whole = True
                     entry.ready = "unresolved" not in entry.header
@@ -257,7 +257,7 @@ class HostedActor:
             self.carry_out(self.mailbox.ready(entry))
 
     def _resolve(self, entry: Envelope) -> None:
-        """Decode a message and fetch the values of its ObjectRefs; the entry is ready when all values are here."""
+        """Decode a message and fetch the values of its ObjectRefs; mark the entry as ready when all values have arrived."""
 
         def ready(future: Future[Any]) -> None:
             error = future.error
@@ -265,7 +265,7 @@ class HostedActor:
             entry.opened = future.value_or_none if error is None else error
             self.carry_out(self.mailbox.ready(entry))
 
-        # Fetch on behalf of the call: with its deadline, its chain, and its other context.
+        # Fetch the values within this call's context, so that the fetches have the call's deadline and chain.
         token = CURRENT.set(entry)
         try:
             args, kwargs = self.executor.arguments(entry)
@@ -280,11 +280,11 @@ class HostedActor:
             entry.opened = (args, kwargs)
             self.carry_out(self.mailbox.ready(entry))
         else:
-            entry.opened = (args, kwargs)  # read by the search for deadlocks
+            entry.opened = (args, kwargs)  # for the search for deadlocks, until ready() replaces it
             future.add_done_callback(ready)
 
     def carry_out(self, todo: Wakeups) -> None:
-        """Wake and start the threads and loops that an operation of the mailbox has returned. Runs nothing in this thread."""
+        """Wake the runners, and start the runners and loops, that an operation of the mailbox returned. Runs no call itself."""
         for runner in todo.wake:
             runner.wake()
         self._start(todo.start)
@@ -301,7 +301,7 @@ class HostedActor:
                 self.actor_threads.start(Runner(self, queue))
 
     def _schedule_pump(self, loop: EventLoop, queue: GroupQueue) -> None:
-        """Make a loop start the entries of its queue."""
+        """Make an event loop start the waiting calls of its queue, on the loop's thread."""
         try:
             loop.submit(partial(self.executor.pump, queue))
             if loop.waiting:
@@ -319,12 +319,12 @@ class HostedActor:
                 self.no_thread(queue, f"it needs an event loop, which cannot be made: {error}")
                 return
             with self._lock:
-                # A thread that ends the actor changes the state under this lock, and collects the loops later.
+                # A thread that ends the actor changes the state under this lock before it reads `self.loops`.
                 if self.state in ("alive", "ending"):
                     loop = self.loops.setdefault(queue.name, made)
             if loop is not made:
                 _ = made.close()
-        if loop is not None:  # None: the actor has ended, and so have its waiting calls
+        if loop is not None:  # None: the actor has ended, and refuses its waiting calls
             self._schedule_pump(loop, queue)
 
     def loop_of(self, queue: GroupQueue | None) -> EventLoop | None:
@@ -338,9 +338,9 @@ class HostedActor:
         self.end_if_idle()
 
     def no_thread(self, queue: GroupQueue, why: str = "") -> None:
-        """Refuse the waiting calls of a queue, because the system cannot start a thread. The next call tries again.
+        """Refuse the waiting calls of a queue, because the system cannot start a thread. The next call tries to start one.
 
-        ``why``: another resource that the system does not have.
+        ``why``: the reason that the error gives, if another resource than a thread is missing.
         """
         why = why or f"it needs a thread: {explain_threads()}"
         for entry in self.mailbox.no_thread(queue):
@@ -350,7 +350,7 @@ class HostedActor:
         self.finished(NOTHING)
 
     def guard(self, run: Callable[[], object], entry: Envelope | None = None) -> None:
-        """Call ``run()`` on an event loop, and end the actor if it raises; ``entry``: see :meth:`broken`."""
+        """Call ``run()`` in this thread, an event loop's. End the actor if it raises; ``entry``: see :meth:`broken`."""
         try:
             run()
         except BaseException as error:
@@ -370,9 +370,9 @@ class HostedActor:
             send_ended(self.runtime, self.spec, "broken", why)
 
     def _look_after(self, entry: Envelope, elapsed: float) -> None:
-        """Report a call that waits for its own ancestor, which blocks outside of actorrpc's waits. On the clock's thread.
+        """Log a warning if a call cannot run because its ancestor blocks a runner outside of actorrpc's waits.
 
-        If the ancestor has started an event loop since, that loop runs the call instead.
+        Until then wake the runner now and then: a method that runs an event loop by now can run the call. On the clock's thread.
         """
         slot: Any = entry.slot
         if entry.state != "new" or slot is None or slot.waiting:
@@ -382,8 +382,8 @@ class HostedActor:
             self.agent.clock.after(elapsed, partial(self._look_after, entry, 2 * elapsed))
             return
         _log.warning(
-            "a call of %s on actor %s has waited for %.0f s for a call that it descends from, which blocks outside of actorrpc's "
-            "waits: it can run only when that call has ended, or waits with get(). The stack of that call:\n%s",
+            "a call of %s on actor %s has waited for %.0f s: the call that it descends from blocks the actor outside of "
+            "actorrpc's waits. The new call can run when the older has ended, or waits with get(). The older call's stack:\n%s",
             entry.header.get("method"),
             self.title,
             _BLOCKED_S,
@@ -401,7 +401,7 @@ class HostedActor:
         ``late``: see :class:`Execution`.
         """
         queue = entry.queue
-        # Set these first: a call that was dequeued but does not run yet reads both before it runs.
+        # Set these first: a thread that has dequeued the call reads both before it runs the method.
         entry.late = entry.late or late
         entry.start_forbidden = stop or (queue is not None and queue.is_async)
         text = f"{self.executor.label(entry)} was cancelled before it started"
@@ -415,7 +415,7 @@ class HostedActor:
                 entry.give_up(stop, late)
             return
         if stop:
-            # Interrupt the method before the calls that it waits for are cancelled, so that it does not get their errors, too.
+            # Interrupt the method before the calls for which it waits are cancelled, so that their errors do not reach it first.
             self.interrupt(entry)
         if entry.begun:
             entry.give_up(stop, late)
@@ -440,14 +440,14 @@ class HostedActor:
         return todo is not None
 
     def interrupt(self, entry: Entry) -> None:
-        """Interrupt the runner of an entry, if it has one."""
+        """Interrupt the method of a call, if it runs on a runner."""
         for runner in list(self.runners):
             runner.interrupt(entry)
 
     # -- construction --------------------------------------------------------------------------------
 
     def make(self, entry: Envelope) -> Any:
-        """Make the instance. Runs in the actor's own runner."""
+        """Construct the instance, open the mailbox for its calls, and return the process id. Runs on the actor's runner."""
         where = "constructor"
         try:
             (spec,), _ = self.executor.arguments(entry)
@@ -503,7 +503,7 @@ class HostedActor:
             limits, async_limits, reentrant=options.reentrant, yielding=options.yielding, loose=loose
         )
         if async_limits and most is None:
-            # With the default limit, streams that pause leave their places to other calls.
+            # With the default limit, a generator that pauses does not count as a running call.
             self.mailbox.async_lanes[""].yielding = True
         self.executor.keeps_state = info.has_checkpoint
         if options.yielding:
@@ -521,11 +521,11 @@ class HostedActor:
     # -- the end ---------------------------------------------------------------------------------------
 
     def exited(self, entry: Envelope | None, why: str, kind: str = "exit") -> None:
-        """End the actor because code in it has called exit_actor(), or sys.exit() if ``kind`` says so.
+        """End the actor because its code has called exit_actor() or sys.exit().
 
         Args:
-            entry: the call whose code called it; None: a task or thread called it that a call has started.
-            kind: ``"exit"``; after any other kind, the actor may be restarted.
+            entry: the call whose own code did so; None: a task or a thread did so, which a call has started.
+            kind: ``"exit"``, or ``"sys.exit"``, after which the actor may be restarted.
         """
         why = why or "exit_actor() was called in it"
         if entry is not None:
@@ -535,9 +535,9 @@ class HostedActor:
             self.agent.submit(partial(send_ended, self.runtime, self.spec, kind, why))
 
     def on_exit_actor(self, execution: Execution, why: str) -> None:
-        """End the actor after exit_actor() was called in a task or thread that a call has started.
+        """End the actor if exit_actor() was called in a task or thread that a call has started.
 
-        The exception of exit_actor() does not reach this package there. In a call's own code it does, after unwinding the code.
+        Otherwise the call's own code has called it; its exception then reaches the executor, which ends the actor.
         """
         runner: Any = WAITING.runner
         entry: Any = None
@@ -549,9 +549,9 @@ class HostedActor:
             self.agent.submit(partial(self.exited, None, why))
 
     def stop(self, how: str, why: str) -> Future[None]:
-        """End the actor: with ``"drain"`` after its waiting calls, with ``"now"`` before them. Completes when it has ended.
+        """End the actor: with ``"drain"`` after its waiting calls have run, with ``"now"`` without running them.
 
-        ``"move"`` is like ``"drain"``; the value of the future is the actor's last state, a Snapshot, if its class keeps one.
+        The future completes when the actor has ended. ``"move"`` is like ``"drain"``; the value is then the last state, if any.
         """
         self.moving = self.moving or how == "move"
         how = "drain" if how == "move" else how
@@ -592,7 +592,7 @@ class HostedActor:
         for entry in running:
             self.executor.fail(entry, died(self, self.why))
             self.interrupt(entry)
-            # Also cancels the calls that it waits for, as if the process had ended.
+            # Also cancel the calls for which the entry waits, as if the process had ended.
             self.cancel(entry, False, False)
         self.registry.forget(self)
         self.agent.submit(self._wind_up)
@@ -600,7 +600,7 @@ class HostedActor:
             self.over.try_complete(None)
 
     def runner_ended(self, runner: Runner) -> None:
-        """Record that a runner has ended, on its thread."""
+        """Remove a runner that has ended. If it was the last runner, finish the end of the actor in this thread."""
         with self._lock:
             self.runners.remove(runner)
         self._wind_up()
@@ -608,7 +608,7 @@ class HostedActor:
     def _close(self) -> list[Envelope]:
         """Refuse the waiting calls, and all later ones; return the running calls."""
         FOREIGN_THREADS.unregister(self)
-        loops = list(self.loops.values())  # copied first, because the last runner to end removes them
+        loops = list(self.loops.values())  # copied first, because _wind_up() empties the table
         entries, runners = self.mailbox.close()
         with self._lock:
             intake, self._intake = self._intake or [], None
@@ -631,7 +631,7 @@ class HostedActor:
             self.executor.refuse(entry, HostedActorGoneError(self.id, self.why))
 
     def _wind_up(self) -> None:
-        """Run the actor's last hooks, once, after its last runner has ended."""
+        """Run on_stop() (if the actor moves, checkpoint() before it), and close the loops; once, after the last runner's end."""
         with self._lock:
             if self.state != "closing" or self.runners:
                 return
@@ -658,8 +658,7 @@ class HostedActor:
                 return
             self.state = "over"
             for each in list(self.executor.answered_later):
-                # No other code will answer these calls. A call that was not dequeued is refused, as not executed, by the thread
-                # that finds the mailbox closed.
+                # No other code will answer these calls. Calls that were not dequeued are refused elsewhere, as not executed.
                 self.executor.fail(each, died(self, self.why))
                 if each.begun:
                     each.give_up()

@@ -13,8 +13,8 @@ runners share threads: a shared :class:`ActorThread` serves the runners that hav
 own thread may use thread-local data, but every call costs a thread switch (1 000 actors of one worker in turn: 13 000 calls/s if
 each has a thread; 40 000 if all but eight share threads).
 
-A thread sleeps on the connection of its last caller, and so reads the next call itself. If another thread reads that connection,
-it sleeps on its own lock.
+An actor's thread sleeps on the connection of its last caller, and so reads the next call itself. If another thread reads that
+connection, the actor's thread sleeps on a lock of its own.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ __all__ = ["MAX_RUNNERS", "ActorThread", "ActorThreads"]
 
 MAX_RUNNERS: Final = 128
 _AT_ONCE: Final = 1  # runners that have a turn at a time, if calls are short
-_WIDE: Final = 32  # the same, if calls are long
-_STALLED_S: Final = 2e-3  # a turn that takes longer stops counting
-_SHORT_S: Final = 60e-6  # calls that take longer on average are long
+_WIDE: Final = 32  # runners that have a turn at a time, if calls are long
+_STALLED_S: Final = 2e-3  # a longer turn does not count against the limit any more
+_SHORT_S: Final = 60e-6  # calls are long if they take longer than this on average
 _COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the GIL
 _KEPT: Final = 8  # how many idle shared threads are kept; further ones end
 
@@ -51,8 +51,8 @@ class ActorThread:
     """A thread that serves runners. See connection.ReadWaiter.
 
     Args:
-        runner: the runner that it serves first.
-        own: it serves only this runner. Otherwise it is shared, and ends when there are too many idle shared threads.
+        runner: the runner that the thread serves first.
+        own: the thread serves only this runner. Otherwise it is a shared thread, and ends if too many shared threads are idle.
 
     Attributes:
         caller: the connection of the last call, on which the thread sleeps.
@@ -97,7 +97,7 @@ class ActorThread:
             lives = runner.run_on(self)
             threads.on.pop(runner, None)
             if own is None:
-                WAITING.runner = runner = None  # an idle thread keeps no actor alive
+                WAITING.runner = runner = None  # so that an idle thread keeps no actor alive
             elif not lives:
                 break
             elif threads.ready:
@@ -121,7 +121,7 @@ class ActorThread:
     # -- sleeping ----------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """End the thread's sleep, or its next one."""
+        """End the thread's sleep; if it is not asleep, end its next sleep at once."""
         try:
             self._parked.release()
         except RuntimeError:
@@ -139,7 +139,7 @@ class ActorThread:
             if conn.outbox:
                 conn.flush(not came)
             if came is not None:
-                if self.awake:  # wake() was called, and the caller checks for work next
+                if self.awake:  # wake() was called, and the caller of _sleep() checks for work next
                     self.awake = False
                     self._parked.acquire(False)
                 return
@@ -229,7 +229,7 @@ class ActorThreads:
         self.pass_on()
 
     def start(self, runner: Runner) -> None:
-        """Start a new runner. If it gets a thread of its own, a pool thread starts it, one runner after the other."""
+        """Start a new runner. A pool thread starts the runners that have threads of their own, one after the other."""
         runner.shared = not self.add(runner)
         if runner.shared:
             runner.start()
@@ -253,10 +253,10 @@ class ActorThreads:
     # -- turns --------------------------------------------------------------------------
 
     def call(self, runner: Runner) -> None:
-        """Queue an idle runner for a turn, in which it looks for work."""
+        """Queue an idle runner for a turn, in which it checks its mailbox."""
         self.ready.append(runner)
         if runner.shared and threading.get_ident() in self._reading:
-            return  # this shared thread is reading, and will run it next
+            return  # this is a shared thread that reads, and serves the runner next
         self.pass_on()
 
     def pass_on(self) -> None:

@@ -2,7 +2,7 @@
 
 The answer of a call is sent after the supervisor has stored the actor's state after the call (with ``checkpoint_every=n``: after
 every n-th call). So the effect of an answered call survives the death of the actor. That costs a call a round trip to the
-supervisor's worker, unless this is the actor's own worker.
+supervisor's worker, unless the actor lives on the supervisor's worker.
 The answers of coroutines, and of calls behind which other calls wait for the actor's thread, are sent when the state is stored,
 and the thread runs the next call meanwhile (:meth:`Checkpoints.hold`). Otherwise the thread waits (:meth:`Checkpoints.save`).
 
@@ -50,8 +50,8 @@ LAST: Final = 1 << 62  # the number of the last state of an actor that has ended
 class Checkpoints:
     """The checkpoints of one actor. Thread-safe.
 
-    If the state cannot be sent to the supervisor, the error is only logged: then there is no next incarnation. Other errors are
-    raised by the methods, and sent to callers:
+    If the state cannot be sent to the supervisor, the error is only logged, because there is no next incarnation without a
+    supervisor. The methods raise other errors, which are sent to the callers:
 
         CheckpointError: ``checkpoint()`` failed. The supervisor keeps the state before the call.
         HostedActorGoneError: the supervisor considers this incarnation dead, and does not store its state.
@@ -59,13 +59,13 @@ class Checkpoints:
 
     def __init__(self, hosted: HostedActor) -> None:
         self._hosted = hosted
-        self._numbers = itertools.count(1)  # for calls that have not raised
+        self._numbers = itertools.count(1)  # one number for each call that has not raised
         # Guards the attributes below; a leaf, and re-entrant, because the garbage collector may run while it is held.
         self._lock = threading.RLock()
         self._in_flight = 0  # checkpoints that were sent and not confirmed
         self._next: tuple[int, Snapshot] | None = None  # the last checkpoint made, if it was not sent
-        #: called when a checkpoint is confirmed, with None or the error of the calls that wait for it; returns the connection of
-        #: the answer
+        #: Number of a checkpoint -> the function to call when it is confirmed, with None or the error for the call that waits
+        #: for it. The function returns the connection of the call's answer.
         self.waiting: dict[int, Callable[[BaseException | None], Connection | None]] = {}
         self._tick = Tick(hosted.agent.clock, _GATHER_S, self._gathered)
 
@@ -91,7 +91,7 @@ class Checkpoints:
         if made is None:
             return None
         kept: Future[None] = Future()
-        kept.cover()  # waiting threads may wait for the call that sends it
+        kept.cover()  # do not log an error that no thread or coroutine retrieves
 
         def over(error: BaseException | None) -> None:
             _ = kept.try_complete(None) if error is None else kept.try_fail(error)
@@ -106,7 +106,7 @@ class Checkpoints:
 
         Args:
             answer: sends the answer; called in any thread. If the state cannot be stored, the call fails instead.
-            more: other calls wait for the thread that has run this one.
+            more: other calls wait for the thread that has run this call; their checkpoint may be sent for all of them.
 
         Returns:
             False if no checkpoint is due; then ``answer`` is not called.
@@ -134,7 +134,7 @@ class Checkpoints:
     def _behind(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
         try:
             yield from generator
-        except GeneratorExit:  # the consumer wants no more items
+        except GeneratorExit:  # the consumer has closed the stream
             try:
                 self.save()
             except CheckpointError as error:
@@ -158,7 +158,7 @@ class Checkpoints:
                 self._report(error)
             raise
         finally:
-            await generator.aclose()  # if the wrapper was cancelled, end the generator before it
+            await generator.aclose()  # if the wrapper was cancelled, close the generator as well
         await self._save_from_loop()
 
     async def _save_from_loop(self) -> None:
@@ -168,7 +168,7 @@ class Checkpoints:
 
     def _make(self) -> tuple[int, Snapshot] | None:
         hosted = self._hosted
-        # Checked without the lock: nearly always true here.
+        # Calls of _spec are avoided for an actor that is alive.
         is_kept = hosted.state == "alive" and hosted.executor.keeps_state
         spec = hosted.spec if is_kept else self._spec
         if spec is None:
@@ -226,7 +226,7 @@ class Checkpoints:
         with self._lock:
             made = self._next
             if made is None or self._in_flight >= _FLYING:
-                return  # it is sent when an earlier checkpoint is confirmed
+                return  # _confirmed() sends it, when an earlier checkpoint is confirmed
             self._next = None
             self._in_flight += 1
         _ = self._send(*made)
@@ -237,7 +237,7 @@ class Checkpoints:
         key, args = spec.descriptor.supervisor, (spec.actor_id, spec.epoch, number, state)
         kept: Future[bool] = Future()
         kept.add_done_callback(partial(self._confirmed, number))
-        # Not a nested call of the actor's call: if that is cancelled, the state is stored all the same.
+        # Do not make this a nested call of the actor's call: the state is stored even if that call is cancelled.
         token = CURRENT.set(None)
         try:
             if key == here.references.me:
@@ -280,7 +280,7 @@ class Checkpoints:
 
 
 def _keep(actor_id: int, epoch: int, number: int, state: Snapshot) -> bool:
-    """Store a checkpoint; return whether its incarnation is the present one. Called by RPC on the supervisor's worker."""
+    """Store a checkpoint; return whether incarnation ``epoch`` is the present one. Called by RPC on the supervisor's worker."""
     found = current()
     if found is None:
         raise ShutdownError("this worker has shut down: it supervises no actors", maybe_executed=False)

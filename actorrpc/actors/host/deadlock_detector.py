@@ -11,12 +11,12 @@ If calls wait for an actor, and the actor itself has waited for a call for a sec
 If the search comes back to its beginning twice in a row, none of the waits can ever end. The call that closes the circle then
 fails with a DeadlockError that names all of them.
 
-A stream can block an actor: its generator pauses because the reader has not taken the items, and holds a place of the actor. A
-search begins at a pause if calls wait for the actor and all of its places are held by waiting calls, or if the generator runs
-nested on its reader's thread. It continues with the wait of the reader, a thread or a coroutine (see ``stalls.py``). If it
-comes to a call that waits for those places, and does so from each of them, that call fails. If it comes back to the generator
-itself, the stream fails. A thread that has made a stream may have passed it to another thread, which has not read it yet. If that
-cannot be excluded, the search only continues after no thread has requested an item for ``PATIENCE_S``.
+A stream can block an actor, too. Its generator pauses while the reader does not take items, and still holds a place: it counts as
+one of the calls that the actor runs at a time. If other calls wait, and waiting calls hold all places, a search begins at each
+place. A search also begins at the pause of a generator that runs nested on its reader's thread. From a pause, the search
+continues with the wait of the reader, a thread or a coroutine (see ``stalls.py``). If the searches from all places find the same
+call, which waits for a place, this call fails. If a search comes back to its generator, the stream fails. While another thread
+may begin to read the stream, the search ends at the reader, until no thread has requested an item for ``PATIENCE_S``.
 
 The search runs on the clock's thread and on pool threads, and takes no lock of its own.
 """
@@ -58,8 +58,8 @@ __all__ = ["DeadlockDetector", "Probe", "Searched"]
 
 _LOOK_S: Final = 1.0
 _MOST_HOPS: Final = 64
-_BRANCHES: Final = 4  # at most this many of the calls for which a method waits are followed
-# A circle counts if it is seen twice, this far apart: a message in transit may resolve it.
+_BRANCHES: Final = 4  # greatest number of targets of one wait that a search follows
+# A circle counts if it is found again after this time: before, a message in transit may have resolved it.
 _AGAIN_S: Final = 0.5
 _MIB: Final = 1 << 20
 _KEPT: Final = 20  # errors of recent circles that are kept
@@ -68,7 +68,7 @@ _TAKE_ITEMS: Final = (
     "max_concurrency > 1"
 )
 
-#: The target of a wait; an Envelope stands for its arguments.
+#: The target of a wait; an Envelope stands for the missing arguments of that call.
 _Target = Call | Stall | Envelope
 
 
@@ -90,7 +90,8 @@ class Searched(Protocol):
 class Probe:
     """A search message: where the search began, and its path.
 
-    ``execution`` is the waiting execution where it began; for a call that waits for its arguments, its negative number.
+    ``execution``: the number of the waiting execution, or of the generator's pause, where the search began; for a call that
+    waits for its arguments, the negative number of its entry in the mailbox.
     """
 
     worker: WorkerKey
@@ -103,25 +104,25 @@ class Probe:
         return replace(self, trail=(*self.trail, what))
 
     def began(self, runtime: Searched, hosted: HostedActor, what: int) -> bool:
-        """Say whether the search has come back to where it began."""
+        """Say whether the search began at this actor of this worker, at the wait with the number ``what``."""
         return (self.worker, self.instance_id, self.execution) == (runtime.references.me, hosted.id, what)
 
 
 class DeadlockDetector:
-    """Looks, once a second if needed, for actors here that may be in a deadlock. Thread-safe."""
+    """Looks for actors of this process that may be in a deadlock, once a second while actors wait. Thread-safe."""
 
     def __init__(self, runtime: Searched) -> None:
         self._runtime = runtime
         self.looks = Tick(runtime.agent.clock, _LOOK_S, self._look)
         #: Call this when an actor waits while calls wait for it: the detector then searches soon.
         self.wake = self.looks.wake
-        # Waiting object -> the targets of its waits at the last look.
+        # The actor's number and the number of the wait (as in `Probe`) -> the targets of the wait at the last look.
         self._seen: dict[object, list[_Target]] = {}
         #: The circles that were broken here recently: ``_time.now()``, and the text of the error.
         self.found: deque[tuple[float, str]] = deque(maxlen=_KEPT)
 
     def note(self, error: DeadlockError) -> None:
-        """Record a circle that is being broken."""
+        """Record the error that breaks a circle."""
         self.found.append((_time.now(), str(error)))
 
     def _look(self) -> bool:
@@ -161,7 +162,7 @@ def _waiting_calls(runtime: Searched) -> Iterator[_Wait]:
                 calls = [each for each in found if not isinstance(each, Producer)]
                 yield hosted, running.chain, running.title, calls
             else:
-                yield hosted, 0, "", ()  # a constructor runs, and may make a call later
+                yield hosted, 0, "", ()  # no waiting call is known; the detector has to look again
 
 
 def _awaited_arguments(entry: Envelope) -> Sequence[_Target]:
@@ -176,7 +177,7 @@ def _awaited_arguments(entry: Envelope) -> Sequence[_Target]:
 
 
 def _blocked(hosted: HostedActor) -> list[tuple[Entry | None, list[Call | Stall]]]:
-    """Return the serial methods and event loops of an actor that wait and for which calls wait, with the targets."""
+    """Return the executions of an actor that wait while calls wait for them (a serial method, a loop), with their targets."""
     runners: list[Runner | EventLoop] = []
     queue = hosted.mailbox.queues[""]
     if _is_serial(queue) and queue.waiting:
@@ -192,7 +193,7 @@ def _blocked(hosted: HostedActor) -> list[tuple[Entry | None, list[Call | Stall]
 
 
 def _pausing_streams(runtime: Searched) -> Iterator[_Wait]:
-    """Yield the streams whose generators pause, and, if calls wait for their places, the other holders of these places."""
+    """Yield the pauses of generators, and, if calls wait for places of their queues, the waits that hold the other places."""
     looked: set[GroupQueue] = set()
     for producer in runtime.streams.pausing():
         entry, pause = producer.entry, producer.pause
@@ -215,7 +216,7 @@ def _pausing_streams(runtime: Searched) -> Iterator[_Wait]:
 def _holders(
     runtime: Searched, hosted: HostedActor, queue: GroupQueue
 ) -> dict[int, tuple[str, list[Call | Stall]]] | None:
-    """Return the executions that hold the places of a queue, and the targets of their waits; None unless all of them wait."""
+    """Return the executions that hold the places of a queue, and the targets of their waits; None if one does not wait."""
     found: dict[int, tuple[str, list[Call | Stall]]] = {}
     if queue.yielding:
         return None  # a waiting call holds no place
@@ -239,22 +240,22 @@ def _holders(
 
 
 def _is_serial(queue: GroupQueue) -> bool:
-    """Say whether a call of the queue has to wait for the end of the running one."""
+    """Say whether a call of the queue has to wait for the end of the running call."""
     return queue.limit == 1 and not queue.yielding
 
 
 def _coroutines(hosted: HostedActor, queue: GroupQueue) -> list[tuple[Envelope, asyncio.Task[Any]]]:
-    """Return the calls of a queue that run on the event loop, all of which have to end before another can begin."""
+    """Return the calls of a serial queue that run on its event loop; they have to end before its next call can begin."""
     loop = hosted.loop_of(queue)
     entries = [] if loop is None else list(loop.entries.values())
     return [(each, task) for each in entries if (task := each.task) is not None]
 
 
 def _holder(entry: Envelope, hosted: HostedActor) -> Envelope | None:
-    """Return the call that has to continue before this call of its actor can; the call itself if it runs in a thread."""
+    """Return the call that has to continue before ``entry`` can; ``entry`` itself if it runs in a thread; None if unknown."""
     queue, loop = entry.queue, hosted.loop_of(entry.queue)
     if queue is not None and queue.is_async:
-        # On a loop: the call that blocks the loop, unless this call runs within that call's wait.
+        # On a loop: the call that blocks the loop, unless `entry` may run within the wait of the blocking call.
         held = loop.running if loop is not None else None
         if loop is None or held is None or (entry.begun and not loop.runs(entry.chain)):
             return None  # the loop is not blocked by another call
@@ -317,7 +318,7 @@ def _search_at(runtime: Searched, peer: Peer, kind: str, key: Any, probe: Probe)
     answer: Future[None] = Future()
 
     def over(done: Future[None]) -> None:
-        done.acknowledge()  # an error means that the call has ended, and waits for nothing
+        done.acknowledge()  # after an error, the search ends here: the other worker has ended, or does not answer in time
 
     answer.add_done_callback(over)
     token = CURRENT.set(None)
@@ -334,9 +335,9 @@ def _search_here(kind: str, key: Any, probe: Probe) -> None:
     """Continue a search on this worker. Called by RPC.
 
     Args:
-        kind: what ``key`` names: ``"call"``, a call of the asking worker; ``"arguments"``, a call of this worker whose arguments
-            are pending; ``"promise"``, a value that this worker has promised; ``"generator"``, a stream that is produced
-            here; ``"reader"``, a stream that is read here.
+        kind: the object whose number ``key`` is: ``"call"``, a call of the worker that sent the search; ``"arguments"``, a call
+            of this worker whose arguments are pending; ``"promise"``, a value that this worker has promised; ``"generator"``, a
+            stream that is produced here; ``"reader"``, a stream that is read here.
     """
     runtime: Searched | None = current()
     asking = CURRENT.get()
@@ -361,7 +362,7 @@ def _search_here(kind: str, key: Any, probe: Probe) -> None:
 
 
 def _at_function(runtime: Searched, execution: Execution, probe: Probe) -> None:
-    """Continue at a plain function: it waits for a call if that is the only call that it has made."""
+    """Continue at a plain function, if it has made a single call that has not ended, and a thread waits for that call."""
     left = [call for call in list(execution.nested) if isinstance(call, Call) and not call.done]
     if len(left) == 1 and (left[0].polling is not None or left[0].lock is not None):
         _follow(runtime, left, probe.past(f"a function on {runtime.agent.name!r}"))
@@ -416,7 +417,7 @@ def _at_task(runtime: Searched, entry: Envelope, probe: Probe) -> None:
 def _at_generator(runtime: Searched, producer: Producer | None, probe: Probe) -> None:
     """Continue with the targets for which a stream's generator waits."""
     entry = None if producer is None else producer.entry
-    # A generator that pauses has produced items.
+    # If the generator pauses, the reader has items to take, and does not wait for the generator.
     if producer is None or entry is None or entry.hosted is None or producer.pause:
         return
     _at_task(runtime, entry, probe)
@@ -431,8 +432,8 @@ def _at_reader(runtime: Searched, consumer: Any, probe: Probe) -> None:
         return
     reader: StreamReader = consumer.reader
     if reader.swept != probe.execution:
-        # Only an error and its frames may hold the stream, and an idle process does not collect them. Collecting them closes
-        # the stream before the next search.
+        # The stream may only be referenced by garbage, such as an error and its frames, which an idle process does not collect.
+        # Collecting the garbage closes the stream before the next search.
         reader.swept = probe.execution
         gc.collect()
     elif reader.certain:
@@ -451,7 +452,7 @@ def _sighted(seen: dict[int, float], token: int) -> bool:
 
 
 def _closes(runtime: Searched, entry: Envelope, hosted: HostedActor, probe: Probe) -> bool:
-    """Say whether a call waits for the places from which the search began; break the circle if it is certain."""
+    """Say whether a call waits for the places at which the search began. If the circle is certain, fail the call."""
     queue = entry.queue
     if queue is None or entry.state is not NEW or entry.slot is not None:
         return False
@@ -487,15 +488,15 @@ def _verdict(hosted: HostedActor, entry: Envelope, probe: Probe, behind: Envelop
     on_loop = loop is not None and loop.waiting
     if behind is not None:
         advice = (
-            f"The last call waits behind {behind.title}, an earlier call of the same caller, whose argument depends on "
-            "it. Give that actor allow_out_of_order_execution=True, or get() the argument before the earlier call"
+            f"The last call waits behind {behind.title}, an earlier call of the same caller, whose argument depends on the "
+            "last call. Give that actor allow_out_of_order_execution=True, or get() the argument before the earlier call"
         )
     elif on_loop:
-        advice = f"get() blocks the event loop of {hosted.title}: await there"
+        advice = f"get() blocks the event loop of {hosted.title}: use await instead"
     else:
         advice = (
             "Let the first call continue without waiting (async def, or get() later), give the actor max_concurrency > 1, or "
-            "leave it reentrant if the calls descend from each other"
+            "keep it reentrant if the calls descend from each other"
         )
     what = f"{entry.title} can never {'run' if entry.state is NEW else 'end'}"
     error = _error(hosted, probe, entry, what, advice)

@@ -35,8 +35,8 @@ class Envelope(Entry, Execution):
     """A call of an actor: it waits in the mailbox, is executed and is answered.
 
     Attributes:
-        frame: the message. Whoever decodes or discards it first removes the attribute, in one atomic step.
-        whole: the whole message has arrived; if False, its body or the larger part of it follows.
+        frame: the message. The thread that decodes or discards it removes the attribute first, in one atomic step.
+        whole: the whole message has arrived; if False, only its beginning has, and ``receive_rest`` gets the rest.
         opened: ``(args, kwargs)`` if they were decoded before the call's turn, or the error of an argument.
     """
 
@@ -49,7 +49,7 @@ class Envelope(Entry, Execution):
     task: asyncio.Task[Any] | None = None
     start_forbidden = False  # the call was cancelled before it began, and must not begin
     unwanted = False  # the caller has cancelled the call
-    grace: Timer | None = None  # its coroutine was cancelled, and is cancelled again at the end of this time
+    grace: Timer | None = None  # after the coroutine was cancelled: the time to its second cancellation
     sole = False  # only this package refers to the result
     _circles: dict[int, float] | None = None
 
@@ -60,7 +60,7 @@ class Envelope(Entry, Execution):
 
     @property
     def circles(self) -> dict[int, float]:
-        """execution -> when the search for deadlocks first found that it waits for this call, and this call for it."""
+        """Execution -> the time when the search for deadlocks first found it in one circle of waits with this call."""
         if self._circles is None:
             self._circles = {}
         return self._circles
@@ -93,7 +93,7 @@ class Envelope(Entry, Execution):
             self.apply_header(header)
 
     def apply_header(self, header: Header) -> None:
-        """Set the rare fields from the header: see :data:`_UNUSUAL`."""
+        """Set the attributes that depend on the header fields :data:`_UNUSUAL`."""
         self.ready = self.ready and "unresolved" not in header
         self.priority = int(header.get("priority", 0))
         self.loose = bool(header.get("unordered"))
@@ -106,7 +106,7 @@ class Envelope(Entry, Execution):
         ``stop``: a running method is interrupted. Without it, the method continues: if only the caller's time-out has passed
         or the caller has ended, no user has asked for the method to be interrupted.
         """
-        # Set before `running` is read: a stream that takes the place of the call later reads `unwanted`.
+        # Set before `running` is read: the thread that replaces the call in `running` by its stream reads `unwanted` afterwards.
         self.unwanted = True
         if self.hosted is not None:
             self.hosted.cancel(self, stop, late)

@@ -5,9 +5,9 @@ coroutines of the group run on it. The loop of the default group also runs the a
 logs the name of each method that holds the loop for longer than a second.
 
 A ``get()`` on the loop's thread blocks the loop, and so all coroutines of its concurrency group. So that such a wait can end,
-the thread runs, within the wait, plain methods of the loop that descend from the waiting call or that it waits for. If it waits
-for a coroutine of the same loop, that coroutine can never continue, and ends with DeadlockError. Circles through other loops of
-the actor, or through other actors, are found by ``deadlock_detector.py``.
+the thread runs plain methods of the loop within the wait, if they descend from the waiting call or this call waits for them.
+If the call waits for a coroutine of the same loop, the coroutine can never continue, and ends with DeadlockError. Circles through
+other loops of the actor, or through other actors, are found by ``deadlock_detector.py``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["EventLoop"]
 
 _log = logging.getLogger("actorrpc.actors")
 _HELD_S: Final = 1.0  # a method that holds the loop for longer is logged
-_END_S: Final = 2.0  # how long coroutines may take to end with their actor
+_END_S: Final = 2.0  # how long coroutines may take to end after they were cancelled at the actor's end
 
 
 class EventLoop:
@@ -59,8 +59,8 @@ class EventLoop:
 
     Attributes:
         entries: the calls that run on the loop, by the number of their execution.
-        due: the plain methods that wait for their turn on the loop, in order. The thread that removes an entry runs it or
-            answers it; any thread may.
+        due: the plain methods that wait for their turn on the loop, in order. Any thread may remove an entry, and has to run or
+            answer it then.
         plain: the innermost plain method that is running.
         depth: how many plain methods are running, each within the wait of the one before.
         ident: the thread's id; 0 before it has started.
@@ -78,7 +78,7 @@ class EventLoop:
         self._context = Context()
         self._grad = True
         self._waits: list[tuple[Callable[[], None], object, Execution | None]] = []
-        self._look = False  # there may be a new call that can run within a wait, or that can never run
+        self._look = False  # there may be new calls that serve() has to run, or to fail
         self._warned = False
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_complain)
@@ -145,12 +145,12 @@ class EventLoop:
         if left:
             _, stubborn = self._loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
             for task in stubborn:
-                _log.info("%r has not ended with %s, and is dropped", task, self._title)
-                task._log_destroy_pending = False  # type: ignore[attr-defined]  # asyncio would log it when it is freed
+                _log.info("%r was cancelled with %s, but has not ended, and is dropped", task, self._title)
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # else asyncio logs that the task is freed
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
     def _stop(self) -> None:
-        if not self._over:  # else the loop is waiting for the end of its tasks
+        if not self._over:  # else _end_tasks() runs the loop, and must not be stopped
             self._loop.stop()
 
     def close(self) -> Future[None]:
@@ -185,7 +185,7 @@ class EventLoop:
         """Call ``run()`` on the loop soon; return False if the loop has ended.
 
         Raises:
-            RuntimeError, MemoryError: the system has no thread for it.
+            RuntimeError, MemoryError: the system could not start the loop's thread.
         """
         try:
             self._loop.call_soon_threadsafe(run)
@@ -200,12 +200,12 @@ class EventLoop:
         return self._loop.create_task(coroutine, context=context)
 
     def turn(self, entry: Envelope, run: Callable[[], Any]) -> None:
-        """Schedule ``run()`` for a plain method that is :attr:`due`, behind queued callbacks; only on the loop's own thread."""
+        """Add a plain method to :attr:`due`, and schedule ``run()`` behind queued callbacks; only on the loop's own thread."""
         self.due[entry] = None
         self._loop.call_soon(run, context=self.fresh_context())
 
     def fresh_context(self) -> Context:
-        """Return a context for a call: a copy of the thread's initial context, not of the one that is running or waiting."""
+        """Return a context for a call: a copy of the thread's initial context, not of the context of another call."""
         return self._context.copy()
 
     def pop_due(self) -> list[Envelope]:
@@ -214,7 +214,7 @@ class EventLoop:
 
     @property
     def current(self) -> Envelope | None:
-        """The call whose own code is running on the thread; None while a task that it has started runs."""
+        """The call whose own code is running on the thread; None while a task runs that a call has started."""
         if self.plain is not None:
             return self.plain
         task = asyncio.current_task(self._loop)
@@ -229,7 +229,7 @@ class EventLoop:
 
     @property
     def running(self) -> Envelope | None:
-        """The waiting call, which blocks the loop."""
+        """The call whose wait blocks the loop; None if the loop is not blocked, or a task waits that is not a call."""
         try:
             execution = self._waits[-1][2]
         except IndexError:
@@ -273,9 +273,9 @@ class EventLoop:
             self._hosted.agent.submit(
                 partial(
                     _log.warning,
-                    "%s of actor %s waits (get() and the like) on the actor's event loop%s, and blocks all coroutines on that. "
-                    "In an async method, await the ObjectRef; a plain method is taken off the loop by @method(thread=True). "
-                    "This is said once.",
+                    "%s of actor %s waits (get() and the like) on the actor's event loop%s, and blocks all coroutines on the "
+                    "loop. In an async method, await the ObjectRef; mark a plain method with @method(thread=True) to run it in "
+                    "a thread. This warning is logged once.",
                     name,
                     self._hosted.title,
                     f" of concurrency group {self.queue.name!r}" if self.queue.name else "",
@@ -304,7 +304,7 @@ class EventLoop:
             return
         for each in self._awaited():
             if each.begun:
-                # Else the method has returned, and only its answer waits for a checkpoint or a future.
+                # If the loop no longer runs the method, only the answer waits, for a checkpoint or a future.
                 never_ends = self.runs(each.chain)
             else:  # a plain method that has not begun may run within this wait when its arguments arrive
                 never_ends = not (self._hosted.mailbox.reentrant and self._hosted.is_plain(each))
@@ -356,7 +356,7 @@ class EventLoop:
         title = self._hosted.title
         return DeadlockError(
             f"{entry.title} can never end: {waiter} waits for it with get(), which blocks the event "
-            f"loop of {title} that it needs. Await it instead",
+            f"loop of {title} on which {entry.title} has to run. Use await instead of get()",
             maybe_executed=entry.begun > 0,
             worker=self._hosted.agent.name,
         )
@@ -429,7 +429,7 @@ class _LoopWatch:
             self._seen, self._since = present, now
         elif now - self._since >= _HELD_S * 0.9 and self._owner.ident not in self._agent.held:
             self._since = now
-            self._agent.submit(self._report)  # it reads source files
+            self._agent.submit(self._report)  # in a pool thread, because it reads source files
         return True
 
     def _present(self) -> tuple[int, int]:
@@ -446,8 +446,8 @@ class _LoopWatch:
         self._named.add(name)
         _log.warning(
             "%s has held the event loop of actor %s for more than %.0f s: its coroutines are blocked. In an "
-            "async method, await what takes long (asyncio.to_thread() runs a function on a thread); a plain method is "
-            "taken off the loop by @method(thread=True). This is said once for each method. Its stack:\n%s",
+            "async method, await a slow operation (asyncio.to_thread() runs a function in a thread); mark a plain method with "
+            "@method(thread=True) to run it in a thread. This warning is logged once for each method. The method's stack:\n%s",
             name,
             self._title,
             _HELD_S,

@@ -1,7 +1,7 @@
 """How an actor's calls are run and answered, in its runners and on its event loops.
 
-A thread claims the right to answer a call by removing the entry from its caller's table of running calls, in one atomic step. A
-method whose call was killed or cancelled may still run to its end, and then finds that the call was answered.
+A thread claims the right to answer a call by removing the entry from the table ``running`` of the caller's peer, in one atomic
+step. If a method returns after its call was cancelled, the thread finds that the call was answered, and discards the result.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ActorExecutor:
         self._instance_rref: Any = None
         self._numbers = hosted.registry.executions
         self.keeps_state = False  # the actor has checkpoints
-        #: Calls whose answer is sent by another thread or coroutine than the one that has run the method.
+        #: Calls that the thread which has dequeued them does not answer: a coroutine, future or checkpoint answers them later.
         self.answered_later: dict[Envelope, None] = {}
 
     def run(self, entry: Any, runner: Runner) -> None:
@@ -97,7 +97,7 @@ class ActorExecutor:
                             raise Interrupted
                         value = self._call(entry, runner)
                     finally:
-                        # In a forked child: do not take locks that the parent's threads held.
+                        # End a forked child now: the code below may need a lock that a thread held at the fork.
                         if agent.abandoned:
                             agent.end_fork(self.label(entry), sys.exc_info()[1])
                         found = runner.under_way.pop(entry, None)
@@ -133,7 +133,7 @@ class ActorExecutor:
         elif runner.depth or waiting:
             conn.flush(True)
         else:
-            # The runner sends it when it has no other work.
+            # The runner's thread sends the buffered answer when it has no other work.
             if thread.caller is not None and thread.caller is not conn and thread.caller.outbox:
                 thread.caller.flush()
             thread.caller = conn
@@ -150,7 +150,7 @@ class ActorExecutor:
             _explain_missing_name(error)
         if is_a(error, ActorExit):
             self.hosted.exited(entry, str(error))
-        # A message without "method" constructs the actor: then sys.exit() fails like other exceptions.
+        # A message without "method" constructs the actor: the constructor's sys.exit() is an error like others.
         elif is_a(error, SystemExit) and "method" in entry.header:
             self.hosted.exited(entry, exit_text(error), "sys.exit")
         elif is_a(error, Interrupted):
@@ -241,7 +241,7 @@ class ActorExecutor:
             ):
                 self._when_kept(entry, partial(self.answer, entry, value), more)
                 return _NOTHING
-            # Block until the checkpoint is stored, and answer then: other calls on this thread might change a mutable result.
+            # Block until the checkpoint is stored, and answer then: another call on this thread could change a mutable result.
             self.checkpoints.save()
         return value
 
@@ -250,7 +250,7 @@ class ActorExecutor:
         if isinstance(items, AsyncGenerator):
             items.aclose().close()
             raise TypeError(
-                f"{entry.title} returned an async generator, and its decorator hides that: have the decorator's wrapper be an "
+                f"{entry.title} returned an async generator, but its decorator hides this: have the decorator's wrapper be an "
                 "async generator function"
             )
         generator = items if inspect.isgenerator(items) else (item for item in items)
@@ -267,7 +267,7 @@ class ActorExecutor:
         return method(*args, **kwargs)
 
     def _when_kept(self, entry: Envelope, answer: Callable[[], object], more: bool = False) -> None:
-        """Call ``answer()`` when the actor's state is stored, if it has checkpoints; see :meth:`Checkpoints.hold`."""
+        """Call ``answer()``: when the state is stored, if a checkpoint is due (see :meth:`Checkpoints.hold`), or else now."""
         if not self.checkpoints.hold(entry, answer, more):
             answer()
 
@@ -345,7 +345,7 @@ class ActorExecutor:
             return
         if self.hosted.is_plain(entry):
             loop.turn(entry, partial(self._turn, entry, loop))
-            if self.mailbox.closed:  # the thread that ends the actor may have taken the due methods before
+            if self.mailbox.closed:  # the thread that ends the actor may not have found this method in `due`
                 self.hosted.refuse_due(loop)
             return
         self._begin(entry, None)
@@ -353,7 +353,7 @@ class ActorExecutor:
         context = loop.fresh_context()
         context.run(CURRENT.set, entry)
         task = entry.task = loop.task(self._run_async(entry), context)
-        if entry.start_forbidden:  # the coroutine must begin nevertheless, because only it can answer
+        if entry.start_forbidden:  # the coroutine is cancelled, and then answers the call
             loop.submit(partial(self.stop, entry, False))
 
         def over(_: Any) -> None:
@@ -363,7 +363,7 @@ class ActorExecutor:
         task.add_done_callback(over)
 
     def _over(self, entry: Envelope, queue: GroupQueue, loop: EventLoop) -> None:
-        """Start further work after a call that has run on the loop."""
+        """Record the end of a call that has run on the loop, and start the next calls."""
         entry.opened = None
         if entry.grace is not None:
             entry.grace.cancel()
@@ -381,7 +381,7 @@ class ActorExecutor:
     def stop(self, entry: Envelope, stop: bool) -> None:
         """Cancel the coroutine of a call that was cancelled (``stop``: see Execution.give_up). Runs on the loop.
 
-        Its handlers may make calls until the grace period ends. The call is answered when they have ended, or the period has.
+        The coroutine's handlers may still make calls. The call is answered when the coroutine has ended, or after GRACE_S.
         """
         task = entry.task
         if task is None or entry.grace is not None:
@@ -389,10 +389,10 @@ class ActorExecutor:
         over = partial(self._grace_over, entry, task, stop)
         entry.grace = self.agent.clock.after(GRACE_S, lambda: self.agent.submit(over))
         task.cancel()
-        # Set the deadline first: it bounds all calls that the coroutine and its threads make from now on. Calls made before are
-        # cancelled.
+        # Set the deadline first, because it bounds all calls that the coroutine and its threads make from now on. Then cancel
+        # the calls made before.
         entry.deadline = _time.now() + GRACE_S
-        entry.give_up_nested(stop)  # before the coroutine resumes and makes other calls
+        entry.give_up_nested(stop)
 
     def _grace_over(self, entry: Envelope, task: asyncio.Task[Any], stop: bool) -> None:
         if task.done():
@@ -411,15 +411,15 @@ class ActorExecutor:
             loop.submit(task.cancel)
 
     def _turn(self, entry: Envelope, loop: EventLoop) -> None:
-        """Run a plain method on the loop, unless it has run already, within the wait of its caller."""
+        """Run a plain method on the loop. If it is not in ``due``, it has run within a wait, or was refused: do nothing."""
         if loop.due.pop(entry, entry) is None:
             self.hosted.guard(partial(self.run_plain, entry, loop, within=False), entry)
 
     def run_plain(self, entry: Envelope, loop: EventLoop, *, within: bool) -> None:
-        """Run a plain method on the loop's thread, and answer it. Exceptions of the method are not raised here.
+        """Run a plain method on the loop's thread, and answer the call, also if the method raises.
 
         Args:
-            within: it runs within a wait, which blocks the loop.
+            within: the method runs within the wait of another call, which blocks the loop.
         """
         queue = entry.queue
         assert queue is not None
@@ -472,7 +472,7 @@ class ActorExecutor:
             if self.agent.abandoned:  # in a forked child, which must not save the parent's state
                 self.agent.end_fork(self.label(entry), None)
             answer: Callable[[], object] = partial(self.answer, entry, value)
-            if entry.grace is not None:  # it has caught the cancellation; its result is not needed
+            if entry.grace is not None:  # the coroutine was cancelled, and has returned nevertheless
                 answer = partial(self.fail, entry, CancelledError(f"{self.label(entry)} was cancelled"))
             self._when_kept(entry, answer)
         except BaseException as error:
@@ -481,13 +481,13 @@ class ActorExecutor:
     def _raised_async(self, entry: Envelope, error: BaseException) -> None:
         if not is_a(error, asyncio.CancelledError):
             self._raised(entry, error)
-        elif self.hosted.ended:  # the coroutine has ended with the loop
+        elif self.hosted.ended:  # the loop has cancelled the coroutine, because the actor ended
             self.fail(entry, died(self.hosted, self.hosted.why))
         else:
             self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
 
     def answer(self, entry: Envelope, value: Any, *, keep: bool = True) -> bool:
-        """Send a result, once; return whether the call was still waiting for it."""
+        """Send the result of a call; return False, and send nothing, if the call was answered before."""
         if not self._claim(entry):
             return False
         header = entry.header
@@ -534,7 +534,7 @@ class ActorExecutor:
         if self.hosted.on_error is not None:
             try:
                 error = self.hosted.on_error(error)
-            except BaseException as failure:  # on_error asks the user's exception for its text
+            except BaseException as failure:  # raised by __str__() of the user's exception
                 error = failure
         cut_frames(error, __file__)
         self.agent.executor.fail(entry, error)
@@ -554,12 +554,12 @@ class ActorExecutor:
             self.answered_later.pop(entry, None)
         running = entry.peer.running
         if running.get(entry.id) is not entry:
-            # It was answered. Leave a stream that is in its place, so that a cancellation finds the stream.
+            # The call was answered. If a stream has replaced it in `running`, keep the stream, so that a cancellation closes it.
             return False
         return running.pop(entry.id, None) is entry
 
     def pump(self, queue: GroupQueue) -> None:
-        """Start the entries of the queue, in portions, so that the loop runs other callbacks in between. Runs on the loop."""
+        """Start the entries of the queue, in batches, between which the loop runs other callbacks. Runs on the loop."""
         for _ in range(_AT_ONCE):
             entry, _todo = self.mailbox.dequeue(queue)
             if entry is None:
@@ -575,14 +575,14 @@ class ActorExecutor:
 
 
 def _explain_missing_name(error: NameError) -> None:
-    """Add a note to a NameError of code that was sent by value: its globals are copies, made when the code was sent."""
+    """Add a note to a NameError in code that was sent by value: the code uses copies of the globals at that time."""
     spaces = [frame.f_globals for frame, _ in walk_tb(error.__traceback__)]
     module = sys.modules.get(spaces[-1].get("__name__", "")) if spaces else None
     if spaces and (module is None or vars(module) is not spaces[-1]):
         add_note(
             error,
             f"this code was sent by value, with the globals that existed then. If {error.name!r} was defined later, run the "
-            "class statement (of a notebook, its cell) again and make a new actor",
+            "class statement (in a notebook, its cell) again and make a new actor",
         )
 
 

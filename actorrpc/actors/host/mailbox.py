@@ -5,8 +5,8 @@ the async queue of the default group also has the plain methods of an actor that
 A queue hands out its entries in order:
 
 * higher priority first; within a priority, in the order of arrival;
-* the calls of one caller with one priority never overtake each other. If the arguments of one are not complete, only the later
-  calls of that caller wait. In a queue that runs several calls at a time, all ready calls may run;
+* the calls of one caller with one priority never overtake each other. If the arguments of a call are not complete, only the later
+  calls of its caller wait. A queue that runs several calls at a time is usually ``loose``: its ready calls do not wait;
 * a call that is sent again comes before the later calls of its caller;
 * at most ``limit`` at a time. In a yielding queue, each wait of any thread makes room for one more.
 
@@ -85,7 +85,7 @@ class Entry:
 
 
 class Wakeups:
-    """Tasks of the caller after an operation, when the lock was released: wake runners, and start one more for some queues."""
+    """The runners to wake, and the queues to start one more runner for. The caller of an operation does both without the lock."""
 
     # Class attributes are the defaults, so that an object for "nothing to do" costs no call.
     wake: Sequence[Any] = ()
@@ -148,7 +148,7 @@ class GroupQueue:
         return running >= self.limit
 
     def _put_before(self, entry: Entry) -> None:
-        """Give a repeated entry the number of the first of its caller's later entries."""
+        """Give a repeated entry the number of the first of its caller's later entries, so that it is dequeued before them."""
         for each in self.entries():
             if (
                 each.caller == entry.caller
@@ -160,7 +160,7 @@ class GroupQueue:
                 return
 
     def put_back(self, entry: Entry) -> None:
-        """Put in an entry that arrived before others here, or for another reason does not belong at the end."""
+        """Queue an entry that has a path or a priority, repeats a call, or returns from a runner that did not run it."""
         if entry.again:
             self._put_before(entry)
         entry.queue = self
@@ -183,7 +183,7 @@ class GroupQueue:
                     del self._of_chain[execution]
 
     def descendant(self, running: Mapping[int, object]) -> Entry | None:
-        """Return the first ready entry that descends from one of these executions."""
+        """Return the first ready entry that descends from one of the executions in ``running``."""
         return min(
             (
                 entry
@@ -219,10 +219,10 @@ class GroupQueue:
                     self.waiting -= 1
                 return entry
             if entry.loose:
-                entry.parked = True  # it is queued again when it is ready
+                entry.parked = True  # release() queues it again when it is ready
                 self._parked.add(entry)
             else:
-                # A repeated entry may come before one that is held already, and then holds that one back.
+                # A repeated entry may belong before the first held entry, and then holds that entry back.
                 _hold(self._held.setdefault((entry.caller, entry.priority), deque()), entry)
 
     def release(self, entry: Entry) -> None:
@@ -246,7 +246,7 @@ class GroupQueue:
                 heapq.heappush(self._heap, entry)
 
     def held_behind(self, entry: Entry) -> Entry | None:
-        """Return the earlier call of its caller for which an entry waits because that call's arguments are not complete."""
+        """Return the earlier call of the same caller that holds an entry back, because the call's arguments are not complete."""
         held = self._held.get((entry.caller, entry.priority))
         return held[0] if held and held[0] < entry and not entry.loose else None
 
@@ -337,7 +337,7 @@ class Mailbox:
         with self._lock:
             if self.closed:
                 return None
-            if entry.state is not NEW:  # it was cancelled while its actor was being constructed
+            if entry.state is not NEW:  # the call was cancelled while its actor was being constructed
                 return NOTHING
             if not entry.number:
                 entry.number = next(self._numbers)
@@ -366,7 +366,7 @@ class Mailbox:
                     todo.wake = (queue.idle.pop(),)
                     return todo
                 if queue.slots >= queue.limit and not queue.yielding:
-                    return NOTHING  # a runner that is neither idle nor running will check the queue itself
+                    return NOTHING  # a runner that is neither idle nor runs an entry will check the queue
             todo = Wakeups()
             self._look(queue, todo)
             return todo
@@ -374,7 +374,7 @@ class Mailbox:
     def _slot_of(self, entry: Entry, queue: GroupQueue) -> ThreadSlot | None:
         """Return the runner of an execution from which the entry descends."""
         if queue.is_async or (queue.running + queue.waiting < queue.limit):
-            return None  # another thread of the actor can run it
+            return None  # the loop, or another thread of the actor, can run the entry
         for execution in reversed(entry.path):
             slot = self.running.get(execution)
             if slot is not None:
@@ -402,7 +402,7 @@ class Mailbox:
         return todo
 
     def cancel(self, entry: Entry) -> Wakeups | None:
-        """Remove an entry that was not dequeued; None if it is too late for that."""
+        """Remove an entry that was not dequeued; None if it was dequeued or cancelled before."""
         todo = Wakeups()
         with self._lock:
             if entry.state is not NEW:
@@ -419,7 +419,7 @@ class Mailbox:
     # -- dequeueing -------------------------------------------------------------------------------
 
     def _look(self, queue: GroupQueue, todo: Wakeups) -> None:
-        """If the queue can run one more entry, add the runner to wake, or the queue to start one for, to ``todo``."""
+        """If the queue can run one more entry, add an idle runner to ``todo.wake``, or the queue to ``todo.start``."""
         if queue.full and not (queue.is_async and self.reentrant and self.running):
             return
         if queue.is_async:
@@ -427,7 +427,7 @@ class Mailbox:
         elif queue.idle:
             todo.wake = (*todo.wake, queue.idle.pop())
         elif queue.yielding or (queue.slots < queue.limit and queue.slots <= queue.running):
-            # If there are more runners than running entries, one of them is not idle and will check the queue itself.
+            # If there are more runners than running entries, one runner is between two entries, and will check the queue.
             queue.slots += 1
             todo.start = (*todo.start, queue)
 
@@ -510,11 +510,11 @@ class Mailbox:
         return None
 
     def slot_of(self, execution: int) -> ThreadSlot | None:
-        """Return the runner of an execution, which may be running another execution nested; None if there is none."""
+        """Return the runner of an execution, which may be running another execution nested; None if no runner runs it."""
         return self.running.get(execution)
 
     def done(self, queue: GroupQueue, slot: ThreadSlot | None = None) -> Wakeups:
-        """Record the end of an entry that :meth:`dequeue` returned. Entries that waited to run within it are queued again."""
+        """Record the end of an entry that :meth:`dequeue` returned. Queue the entries again that did not run nested within it."""
         with self._lock:
             queue.running -= 1
             if slot is None or not slot.work:
@@ -531,7 +531,7 @@ class Mailbox:
             return todo
 
     def rest(self, queue: GroupQueue) -> Wakeups:
-        """Record that a thread or coroutine of an entry in a yielding queue has begun to wait: another entry may run."""
+        """Record that a thread or coroutine of a running entry has begun to wait: a yielding queue may run one more entry."""
         todo = Wakeups()
         with self._lock:
             queue.resting += 1
@@ -540,7 +540,7 @@ class Mailbox:
         return todo
 
     def look(self) -> Wakeups:
-        """Record that there may be room for another entry, because a thread without a runner has begun to wait."""
+        """Return the runners to wake or to start after a thread without a runner has begun to wait (see ForeignThreads)."""
         todo = Wakeups()
         with self._lock:
             for queue in self.queues.values():
@@ -554,7 +554,7 @@ class Mailbox:
             queue.resting -= 1
 
     def remove_slot(self, queue: GroupQueue, slot: Any) -> bool:
-        """Let an idle runner end; return False if it is needed."""
+        """Remove an idle runner, which ends; return False if the runner is not idle."""
         with self._lock:
             if slot not in queue.idle:
                 return False
@@ -565,7 +565,7 @@ class Mailbox:
     def no_thread(self, queue: GroupQueue) -> list[Entry]:
         """Record that no runner could be started for a queue; return the entries to refuse.
 
-        If the queue has other runners, this is only the first entry: they will run the others, but may be waiting for the first.
+        If the queue has other runners, only its first entry is returned, for which they may wait; they run the other entries.
         """
         with self._lock:
             queue.slots -= 1

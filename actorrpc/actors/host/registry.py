@@ -41,7 +41,7 @@ _AT_LEAST_S: Final = 0.25
 _CALLERS: Final = (1 << MAILBOX_BIT - CALLER_BIT) - 1
 _HEADERS = 16384
 _SHORT = 128  # bytes; longer headers are probably unique, and are not cached
-_REMEMBERED = 1000  # ended actors whose reason is kept
+_REMEMBERED = 1000  # ended actors for which the reason of the end is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class ActorRegistry:
         self.deadlocks = DeadlockDetector(runtime)
         self._closed = False
         self._headers: dict[bytes, Header] = {}
-        # Random, and not made at import, because processes that were forked from one another would start with the same number.
+        # Starts at a random number that is drawn here, not at import: else forks of a process would use the same numbers.
         self.executions = itertools.count(int.from_bytes(os.urandom(5), "little"))
         self._callers = itertools.count()
         self._agent.inbox.mail_router = self
@@ -92,7 +92,7 @@ class ActorRegistry:
         else:
             self._create_or_refuse(entry)
         flags = peer.cancelled.get(frame.id)
-        if flags is not None:  # its cancellation was received before it, or while this thread was entering it
+        if flags is not None:  # the call's cancellation has been received, before the call or just now
             peer.on_cancel(frame.id, flags, self._agent.submit)
 
     def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
@@ -105,7 +105,7 @@ class ActorRegistry:
         entry = peer.running.get(frame.id)
         if frame.flags & RESERVED:
             frame = frame._replace(flags=frame.flags & ~RESERVED)
-            if entry is None:  # it was cancelled or refused
+            if entry is None:  # the call was cancelled or refused after its place was reserved
                 self._agent.submit(partial(self._agent.inbox.discard, conn, frame))
         if type(entry) is Envelope and entry.hosted is not None and not entry.whole:
             entry.header = self._headers.get(frame.extra) or self._new_header(frame)
@@ -143,7 +143,7 @@ class ActorRegistry:
             hosted.construct(entry)
         elif entry.whole or entry.reserved:
             error = HostedActorGoneError(instance_id, self._ended.get(instance_id, ""))
-            # Register the call as running: a worker that leaves when nothing runs then answers it first.
+            # Register the call as running, so that a worker which leaves the group answers the call before it ends.
             entry.peer.running[entry.id] = entry
             self._agent.submit(partial(self._refuse, entry, error))
 
@@ -157,10 +157,10 @@ class ActorRegistry:
             entry.peer.running.pop(entry.id, None)
 
     def new_caller(self) -> int:
-        """Return a number for a caller here, an actor or a task: calls of one caller keep their order.
+        """Return a number for a caller in this process, an actor or a task: calls with equal caller numbers keep their order.
 
-        Code outside of actors and tasks has the number of the process. An actor for which the embedded cluster has started the
-        process has the same number, so that calls of its own threads keep the order as well.
+        Code outside of actors and tasks uses the number of the process. So does the first actor of a process that the embedded
+        cluster has started, so that the calls of threads that the actor starts keep their order with its own calls.
         """
         number = next(self._callers)
         agent = self._agent
@@ -169,8 +169,8 @@ class ActorRegistry:
         return (2 * number + 1) & _CALLERS  # numbers of processes are even
 
     def number_threads(self) -> None:
-        """Give each thread a caller number of its own, because it is not known to which task a thread belongs."""
-        # Not a `threading.local`: a call that another thread sends later is sent in the caller's context.
+        """Give each thread without an execution its own caller number, because any task may have started the thread."""
+        # A ContextVar: if another thread sends a call later, it does so in the context of the code that made the call.
         caller: ContextVar[int] = ContextVar("actorrpc_caller", default=0)
         numbers = itertools.count()
 
@@ -186,7 +186,7 @@ class ActorRegistry:
     # -- the table of actors -------------------------------------------------------------------------------
 
     def get(self, instance_id: int) -> HostedActor | None:
-        """Return the actor of this incarnation; None if it is not here."""
+        """Return the actor with this incarnation number; None if it does not live here."""
         return self._table.get(instance_id)
 
     def all(self) -> list[HostedActor]:
@@ -234,7 +234,7 @@ class ActorRegistry:
                 _ = hosted.stop("now", f"its creator, worker {peer.name!r}, has ended")
 
     def close(self, graceful: bool, patience: float = _END_S) -> None:
-        """End all actors here. Wait for their last hooks: at most ``patience`` or 5 s, or 0.25 s if not ``graceful``."""
+        """End all actors here. Wait for their on_stop(): at most ``patience`` or 5 s, or 0.25 s if not ``graceful``."""
         with self._lock:
             self._closed = True
         over: list[Future[None]] = [
@@ -252,7 +252,7 @@ class ActorRegistry:
 
 
 def stop(instance_id: int, how: str, why: str) -> Any:
-    """End an actor here (``"drain"`` or ``"now"``); answers when it has ended."""
+    """End an actor here; the answer is sent when it has ended. ``how`` and the answer: see :meth:`HostedActor.stop`."""
     found = current()
     hosted: HostedActor | None = found.registry.get(instance_id) if found is not None else None
     if hosted is None:

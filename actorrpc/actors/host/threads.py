@@ -2,8 +2,8 @@
 
 A serial actor has one :class:`Runner`, which runs all its calls and its constructor, because renderers, database connections and
 event loops must be used in the thread that made them. While a runner is in one of actorrpc's waits, it runs calls that descend
-from its own call, nested on the same thread. So does a runner whose method runs an event loop of its own (``asyncio.run()``): the
-loop runs them between the steps of its coroutines, whatever those await.
+from its own call, nested on the same thread. If a method runs an event loop itself (``asyncio.run()``), the loop runs such calls
+between the steps of its coroutines, whatever the coroutines await.
 
 ``carriers.py`` decides which thread serves a runner, where it sleeps, and when it is woken: the first ``MAX_RUNNERS`` runners of
 a worker have their own threads, further ones share threads. Between two calls, a runner without its own thread keeps its context
@@ -60,9 +60,9 @@ _STRUCK: Final = "was interrupted in its own code"
 _set_async_exc: Final = ctypes.pythonapi.PyThreadState_SetAsyncExc
 _set_async_exc.argtypes = (ctypes.c_ulong, ctypes.py_object)
 _place_of: Final = attrgetter("f_code", "f_lasti", "f_back")
-_IMPORT: Final = "<frozen importlib."  # the file of the frames of a running import
+_IMPORT: Final = "<frozen importlib."  # prefix of the file names of frames that import a module
 _PACKAGE: Final = __name__.partition(".")[0] + "."
-# Functions that make a task of a coroutine, and then run it.
+# Functions that make a task of a coroutine, and then run the task on an event loop.
 _STARTS_LOOP: Final = frozenset(
     each.__code__
     for each in (
@@ -78,8 +78,8 @@ _RUN_FOREVER: Final = asyncio.BaseEventLoop.run_forever.__code__
 class Interrupted(KeyboardInterrupt):
     """Raised in a running method whose call was cancelled.
 
-    It is not an Exception, so that ``except Exception`` does not catch it. It is a KeyboardInterrupt, because libraries are
-    prepared for that: an event loop that the method runs itself lets it pass, but swallows all other exceptions in callbacks.
+    It is not an Exception, so that ``except Exception`` does not catch it. It is a KeyboardInterrupt, because libraries handle
+    this exception: an event loop that the method runs itself raises it, but only logs all other exceptions in callbacks.
     Like the exception of a signal handler, it does not mean that the code in which it is raised has failed.
     """
 
@@ -89,9 +89,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def bears_interruption(frame: FrameType | None) -> bool:
-    """Tell whether an exception that is set for a thread with this stack is raised there, and interrupts no code of this package.
+    """Tell whether a thread with this stack may be interrupted: it runs no code of this package, and the exception is raised.
 
-    It returns False in these cases as well:
+    It may not be interrupted in these cases:
 
     * An import runs: a module that was imported by half can often not be imported again.
     * A ``__del__`` or the callback of a weak collection runs: the interpreter would print the exception, and continue the method.
@@ -101,10 +101,10 @@ def bears_interruption(frame: FrameType | None) -> bool:
       the interpreter would print a warning.
     """
     while frame is not None and _module(frame).startswith("namedtuple_"):
-        frame = frame.f_back  # `collections` generates its constructor: it belongs to the code that calls it
+        frame = frame.f_back  # the generated constructor of a namedtuple counts as code of its caller
     if frame is None or _module(frame).startswith(_PACKAGE):
         return False
-    runs = False  # True: a frame further in runs an event loop, whose task has begun
+    runs = False  # True: an inner frame runs an event loop, whose task has begun
     while frame is not None:
         code = frame.f_code
         runs = runs or (code is _RUN_FOREVER and _has_begun(loop_on(frame)[1]))
@@ -120,13 +120,13 @@ def bears_interruption(frame: FrameType | None) -> bool:
 
 
 def _has_begun(task: object) -> bool:
-    """Tell whether a task has taken its first step; the interpreter says on stderr if its coroutine never takes one."""
+    """Tell whether a task has taken its first step. If its coroutine never takes a step, the interpreter prints a warning."""
     coroutine = task.get_coro() if isinstance(task, asyncio.Task) else None
     return not inspect.iscoroutine(coroutine) or inspect.getcoroutinestate(coroutine) != inspect.CORO_CREATED
 
 
 def _interrupt_at(ident: int, place: object) -> bool:
-    """Set :class:`Interrupted` for a thread if it is still at ``place``; say whether it was.
+    """Set :class:`Interrupted` for a thread if it is still at ``place``; return whether the exception was set.
 
     While this thread inspects the other one, the interpreter may run the other thread, which may enter code of this package
     meanwhile. Therefore functions in C that call one another compare the place again and set the exception: the interpreter
@@ -183,11 +183,11 @@ class Runner:
         thread: the thread that serves it now, or has served it last.
         shared: it has no thread of its own.
         under_way: the calls that run here, the innermost last, and the progress of the interruption of each. Calls are added and
-            removed in single steps, without a lock; ``_interrupts`` guards the rest, and the delivery of an interruption against
-            the end of its call. It is a leaf, and re-entrant, because finalisers may call this package while it is held.
-        inspected: set before another thread inspects this one to interrupt a call. The thread that has removed a call from
-            ``under_way`` reads it after that, and takes the lock if it is set (:meth:`withdraw`). Therefore either the other
-            thread finds no call to interrupt, or this thread sees that it was inspected.
+            removed in single steps, without a lock. The lock ``_interrupts`` guards the progress, and is held while an
+            interruption is set. It is a leaf, and re-entrant, because finalisers may call this package while it is held.
+        inspected: set before another thread inspects this one to interrupt a call. After this thread has removed a call from
+            ``under_way``, it reads ``inspected``, and takes the lock if it is set (:meth:`withdraw`). Therefore either the other
+            thread finds no call to interrupt, or this thread finds out that it was inspected.
     """
 
     def __init__(self, hosted: HostedActor, queue: GroupQueue) -> None:
@@ -202,7 +202,7 @@ class Runner:
         self.queue = queue
         self._hosted = hosted
         self._threads = hosted.actor_threads
-        self._grad = True  # the mode of autograd that the actor has between its calls
+        self._grad = True  # whether gradients are enabled between the runner's calls
         self._wakers: list[tuple[Callable[[], None], object]] = []
         # The event loops on which coroutines of its methods await something of actorrpc, one entry per coroutine.
         self._awaits: list[asyncio.AbstractEventLoop] = []
@@ -269,7 +269,7 @@ class Runner:
         if not self.work:
             if self.shared or threading.get_ident() != self.ident:
                 self._threads.call(self)
-            return  # this is the runner's thread: it has read the message, and checks the queue next
+            return  # this thread is the runner's own: it has read the message, and checks the queue next
         if threading.get_ident() == self.ident:
             if not self._wakers:
                 self._serve_on(asyncio._get_running_loop())
@@ -280,7 +280,7 @@ class Runner:
         except IndexError:
             pass
         self.thread.wake()
-        # It runs a method. A method that has not started its loop yet finds the work when it first awaits something of actorrpc.
+        # The thread runs a method. If the method starts an event loop later than now, begin_await() finds the work.
         loop, _ = self._own_loop()
         awaits = self._awaits[-1:]
         self._serve_on(awaits[0] if loop is None and awaits else loop)
@@ -290,7 +290,7 @@ class Runner:
         self._threads.call(self)
 
     def run_on(self, thread: ActorThread) -> bool:
-        """Run the waiting calls, in a thread; return False if the runner has ended.
+        """Run the waiting calls in ``thread``, which is this thread; return False if the runner has ended.
 
         As soon as the mailbox has no more calls for a shared runner, another thread may serve it; from then on this thread
         must not change it.
@@ -332,7 +332,7 @@ class Runner:
             hosted.broken(error, entry)
         thread.flush()  # before the actor's last hooks
         mailbox.remove_slot(queue, self)
-        if threads.remove(self):  # False if another thread has ended it
+        if threads.remove(self):  # False if another thread has ended the runner
             hosted.runner_ended(self)
         return False
 
@@ -353,7 +353,7 @@ class Runner:
         self._wakers.pop()
         if not self._wakers:
             self._resume()
-            if self.depth:  # not in the actor's last hooks
+            if self.depth:  # a call runs; the actor's last hooks have no turn
                 self._threads.on[self] = _time.now()
 
     def begin_await(self) -> None:
@@ -423,9 +423,9 @@ class Runner:
     def interrupt(self, entry: Entry) -> None:
         """Raise :class:`Interrupted` in the method that runs ``entry``, once, if it is still running.
 
-        Not while the thread is in code of this package, which must not be interrupted, nor where the exception would be lost
-        (:func:`bears_interruption`): then it is retried a little later, as long as the entry runs. A method that is hardly ever
-        in its own code is interrupted when it next calls this package, or in its wait.
+        While the thread runs code of this package, which must not be interrupted, or code in which the exception would be lost
+        (:func:`bears_interruption`), the interruption is postponed and tried again a little later, as long as the entry runs. A
+        method that is hardly ever in its own code is interrupted when it next calls this package, or in its wait.
         """
         # Yield first, so that the GIL is hardly ever handed over while the thread is inspected.
         _time.pause(0)
@@ -450,7 +450,7 @@ class Runner:
         agent.clock.after(_AGAIN_S, partial(agent.submit, partial(self.interrupt, entry)))
 
     def raise_interruption(self) -> None:
-        """Raise the interruption of the call that runs here, if any. On the runner's thread: see futures.interruption_point."""
+        """Run the function of :meth:`enter`, and raise a postponed interruption. See futures.interruption_point."""
         enters = self._enters
         if enters is not None and _may_raise(sys._getframe(2)):
             self._enters = None
@@ -475,7 +475,7 @@ class Runner:
             pass
 
     def interruption_lost(self) -> None:
-        """Retry an interruption that was raised where the interpreter ignores exceptions. Runs on the runner's thread."""
+        """Repeat an interruption that was raised where the interpreter ignores exceptions. Runs on the runner's thread."""
         agent = self._hosted.agent
         with self._interrupts:
             for entry, state in self.under_way.items():
@@ -492,14 +492,14 @@ class Runner:
         """Withdraw the interruption of a call that has ended. If the exception is set already, it is raised and caught here.
 
         Args:
-            found: its progress when the call was removed from ``under_way``.
+            found: the progress of the interruption when the call was removed from ``under_way``.
         """
         try:
             with self._interrupts:
                 self.inspected = False
                 found = self.under_way.pop(entry, found)
                 if found == _STRUCK:
-                    # It is pending, or was raised just now: raise it here. If it were cleared instead, CPython 3.11
+                    # The exception is pending, or was raised just now: raise it here. If it were cleared instead, CPython 3.11
                     # would check for exceptions at every step of every thread from then on, and a traced function (a debugger,
                     # coverage) would never leave its first step.
                     if _set_async_exc(threading.get_ident(), Interrupted):
@@ -524,7 +524,7 @@ class Runner:
 class ForeignThreads:
     """The threads without a runner in a worker that executes tasks. Tasks may have started them.
 
-    While such a thread waits, one more task may run, as while a task waits: it is not known to which task the thread belongs.
+    While such a thread waits, one more task may run, as if a task were waiting, because any task may have started the thread.
     ``_lock`` guards the number and the table. It is a leaf, and re-entrant, because the garbage collector may run under it.
     """
 
@@ -536,7 +536,7 @@ class ForeignThreads:
         self._hosted_actors: weakref.WeakSet[HostedActor] = weakref.WeakSet()
 
     def register(self, hosted: HostedActor) -> None:
-        """Count waits for an actor that executes tasks."""
+        """Add an actor that executes tasks, so that waits of threads without a runner make room for more of its tasks."""
         with self._lock:
             self._hosted_actors.add(hosted)
             for queue in hosted.mailbox.queues.values():

@@ -1,8 +1,8 @@
 """ObjectRefGenerators: the consuming end of a stream.
 
-A :class:`_Consumer` follows the call, pulls items, and keeps them. Calls under way refer to it, but not to the
-:class:`ObjectRefGenerator` that the user has: when that is freed, the stream is closed. ``producer.py`` describes how streams
-work.
+A :class:`_Consumer` waits for the result of the call, pulls items, and keeps them until the user takes them. Pending calls refer
+to the consumer, but not to the user's :class:`ObjectRefGenerator`, so that the generator can be freed, which closes the stream.
+``producer.py`` describes how streams work.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ __all__ = ["Again", "ObjectRefGenerator", "Translate"]
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Returns the error to raise, or a future that fails with it, for an error that ended a pull from a worker.
+#: Returns the error to raise, or a future that fails with this error, for an error that ended a pull from a worker.
 Translate = Callable[[BaseException, "Peer | None"], "BaseException | Future[Any]"]
 
-#: Repeats the call after an error before its first item; returns None if it is not repeated.
+#: Repeats a call that failed with an error before its first item arrived; returns None if the call is not repeated.
 Again = Callable[[BaseException], "Future[Any] | None"]
 
 _INFINITE = float("inf")
@@ -59,7 +59,7 @@ class _Over(Exception):
 
 
 class _EndOfStream(Stall):
-    """Stands for the end of a stream. A thread may wait for it without taking items."""
+    """The target of a wait for the end of a stream. The waiting thread does not have to take the items."""
 
     __slots__ = ("consumer",)
 
@@ -70,9 +70,9 @@ class _EndOfStream(Stall):
 class _Consumer(Stall, Progress):
     """The state of one stream on the side of its reader. Thread-safe.
 
-    ``_lock`` guards all state that changes. It is re-entrant, because the garbage collector may run under it. No foreign code is
-    called, and no future completed, under it. The current step (the call, a pull, the translation of an error) is processed
-    once, by a callback or by a waiting thread: one of them pops it from the list ``_claim``.
+    ``_lock`` guards all state that changes. It is re-entrant, because the garbage collector may run under it. While it is held,
+    no foreign code is called, and no future is completed. The current step (the call, a pull, the translation of an error) is
+    processed once, by a callback or by a waiting thread: whichever pops the step from the list ``_claim``.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class _Consumer(Stall, Progress):
         self._lock = threading.RLock()
         self._call: Future[Any] | None = call
         self._claim: list[tuple[Future[Any], Callable[[Future[Any]], None]]] = []
-        self._under_way = True  # until the result of the current step was stored
+        self._under_way = True  # a step has begun, and its result is not stored yet
         self._ticket: StreamTicket | None = None
         self._peer: Peer | None = None
         self._items: deque[Any] = deque()
@@ -96,13 +96,13 @@ class _Consumer(Stall, Progress):
         self._ended = False  # no more items will arrive
         self._error: BaseException | None = None  # raised after the items
         self._closed = False
-        # Number of waits for all items; while there is one, items are pulled beyond the window.
+        # Number of waits for all items; unless it is 0, items are pulled even if more of them are here than fit in the window.
         self._whole = 0
         self._stuck = -1  # see look()
         self._generation = generation()
-        self._arrival: Future[None] | None = None  # completes when pop_item() need not wait
+        self._arrival: Future[None] | None = None  # completes when pop_item() no longer returns None
         self._finished: Future[None] | None = None
-        # Pulls must not be nested calls of the call in which an item is taken, so they have an execution of their own.
+        # The execution of pulls: they must not be nested calls of the call that takes an item.
         self._apart = Execution(None, self._agent.self_peer, 0, _INFINITE, 0)
         self._follow(call, self._called)
 
@@ -123,7 +123,7 @@ class _Consumer(Stall, Progress):
         self._wake()
 
     def drive(self, deadline: float | None) -> None:
-        """Make progress in a thread that waits for an item."""
+        """Process steps in this thread, which waits for an item, until the item has arrived or the deadline has passed."""
         signal = self._arrival
         while signal is not None and not signal.completed:
             claim = self._claim
@@ -131,7 +131,7 @@ class _Consumer(Stall, Progress):
                 step = claim[0][0]
             except IndexError:
                 return
-            if signal.completed:  # the step in `claim` is then for a later item
+            if signal.completed:  # the item has arrived, and the step in `claim` is for a later item
                 return
             step.drive(deadline)
             if not step.completed:
@@ -144,7 +144,7 @@ class _Consumer(Stall, Progress):
 
     @property
     def waits_for(self) -> Future[Any] | tuple[Peer, int] | None:
-        """The source of the next item: the call under way, or the worker and the number of the stream."""
+        """The source of the next item: the call, until its result is here; then the producer's worker and the stream's number."""
         ticket, peer = self._ticket, self._peer
         return self._call if ticket is None or peer is None else (peer, ticket.stream)
 
@@ -173,7 +173,7 @@ class _Consumer(Stall, Progress):
                 self._pull()
 
     def _wants(self) -> bool:
-        """Whether to pull now: at most half of the window is filled with items that are here. Under the lock."""
+        """Whether to pull now, because the items that are here fill at most half of the window. The lock is held."""
         ticket = self._ticket
         return (
             ticket is not None
@@ -209,7 +209,7 @@ class _Consumer(Stall, Progress):
         try:
             run_within(self._apart, self._agent.call, self._peer, function, args, {}, 0, future)
             self._agent.flush()
-        except Exception as error:  # the producer's worker has ended, or this worker has
+        except Exception as error:  # the producer's worker has ended, or this worker shuts down
             future.try_fail(error)
             if is_of_handler(error):
                 raise
@@ -239,12 +239,12 @@ class _Consumer(Stall, Progress):
         if error is not None:
             self._failed(error)
         else:
-            # Before the next step, so that a reader that waits for these items does not wait for more.
+            # Wake the reader before the next pull, so that it does not wait for more items than these.
             self._wake()
             self._pull()
 
     def _failed(self, error: BaseException) -> None:
-        """End with an error after it was translated; or repeat the call."""
+        """Repeat the call, or end the stream with the translated error, because a step has failed."""
         again = self._again
         if again is not None:
             try:
@@ -298,7 +298,7 @@ class _Consumer(Stall, Progress):
 
     @property
     def _there(self) -> bool:
-        """Whether pop_item() returns an item, an error or the end. Under the lock."""
+        """Whether there is an item, an error or the end to return. The lock is held."""
         return bool(self._items) or self._ended
 
     @property
@@ -308,7 +308,7 @@ class _Consumer(Stall, Progress):
             return self._ended and not self._items and self._error is None
 
     def pop_item(self) -> tuple[Any, BaseException | None] | None:
-        """Return an item as it was received, or the error in its place; None: wait for :meth:`arrival`, and call this again.
+        """Return the next item, packed as received, or the stream's error. If it returns None, wait for :meth:`arrival` first.
 
         Raises:
             _Over: there are no more items.
@@ -332,7 +332,7 @@ class _Consumer(Stall, Progress):
         return packed, None
 
     def arrival(self) -> Future[None]:
-        """Return a future that completes when pop_item() does not return None: there is an item, an error, or the end."""
+        """Return a future that completes when there is an item, an error or the end for :meth:`pop_item`."""
         self.reader.note()
         with self._lock:
             there = self._there
@@ -354,7 +354,7 @@ class _Consumer(Stall, Progress):
 
     @contextmanager
     def whole(self) -> Iterator[Future[None]]:
-        """Request all items and keep them here, without taking any; yields the future of :meth:`finished`."""
+        """Pull all items while the context lasts, and keep them here; yields the future of :meth:`finished`."""
         self.reader.note()
         with self._lock:
             self._whole += 1
@@ -392,7 +392,7 @@ class _Consumer(Stall, Progress):
             if ticket is not None:
                 self._tell_closed(ticket)
             elif call is not None:
-                call.cancel()  # if the call has begun, its worker closes the stream
+                call.cancel()  # if the call has begun, the producer's worker closes the stream
         self._wake()
 
     def _tell_closed(self, ticket: StreamTicket) -> None:
@@ -402,7 +402,7 @@ class _Consumer(Stall, Progress):
             self._call_producer(closed, close_stream, ticket.stream)
 
     def finished(self) -> Future[None]:
-        """Return a future that completes when the generator is known to have ended; it fails if the stream does."""
+        """Return a future that completes when the end of the generator was received; it fails if the stream has failed."""
         with self._lock:
             finished = self._finished
             if finished is None:
@@ -423,9 +423,9 @@ class _Consumer(Stall, Progress):
         return self._finished is not None and not self._ended
 
     def look(self) -> None:
-        """Fail a wait for the stream's end if the waiting thread itself has to take the items first.
+        """Fail the future of :meth:`finished` if the reader waits for it, and would have to take items before the end can come.
 
-        The search for deadlocks calls this once a second; the wait fails if the state is the same at two calls.
+        The search for deadlocks calls this once a second. The future fails if two calls find the same state.
         """
         reader = self.reader
         waits = any(isinstance(each, _EndOfStream) and each.consumer is self for each in reader.waits_for())
@@ -453,7 +453,7 @@ class _Consumer(Stall, Progress):
             if self._closed:
                 error = CancelledError(f"{self.label} was closed before its end", maybe_executed=True)
             finished.conclude(None, error)
-            finished.acknowledge()  # the error is raised to the reader that takes the items
+            finished.acknowledge()  # the reader that takes the items gets the error, too
 
 
 def _look_away(done: Future[Any]) -> None:
@@ -471,7 +471,7 @@ class _Items(Generic[R]):
     @staticmethod
     @abstractmethod
     def _made(consumer: _Consumer, packed: Any, error: BaseException | None) -> R:
-        """Make the object that the iterator returns for an item, or for the error in its place."""
+        """Return the object that the iterator returns for an item, or for an error; or raise the error."""
 
     def _next(self, timeout: float | None) -> R:
         consumer, until = self._consumer, deadline_of(timeout)
@@ -520,26 +520,26 @@ class _Items(Generic[R]):
         return self
 
     def close(self) -> None:
-        """Close the generator on the actor: its yield raises GeneratorExit. Items not taken are lost. Idempotent."""
+        """Close the generator on the actor: its yield raises GeneratorExit. Discard the items not taken. Idempotent."""
         self._consumer.close()
 
 
 class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
-    """The result of a call of a generator method: an iterator over ObjectRefs of the items, as they are yielded.
+    """The result of a call of a generator method: an iterator over ObjectRefs of the items that the generator yields.
 
-    ``for ref in generator`` and ``async for ref in generator`` return ObjectRefs whose values are here already;
-    ``generator.values()`` returns the values themselves, ``get(generator)`` a list of all of them. If the generator raises, the
-    ObjectRef in that place raises the error, and the stream ends. At most 64 MiB of items, and ``max_buffered_items`` items if
-    given, are produced ahead: then the generator pauses, and holds its actor. Thread-safe: several threads may take items, each
-    item is returned to one of them.
+    ``for ref in generator`` and ``async for ref in generator`` return each ObjectRef when its value has arrived.
+    ``generator.values()`` iterates over the values, and ``get(generator)`` returns a list of all values. If the generator raises,
+    the last ObjectRef raises the error. While 64 MiB of items (or ``max_buffered_items`` items) are produced and not taken, the
+    generator pauses; it still counts as a running call, except in an async actor with the default ``max_concurrency``.
+    Thread-safe: if several threads take items, each item is returned to one thread.
 
     The generator on the actor is closed (its yield raises GeneratorExit) when this object is closed or freed.
 
     Args:
         future: the call; completes with a StreamTicket.
-        label: the name of the stream in messages; by default that of the call.
-        translate: returns the error to raise if the producer's worker has ended; by default the error itself.
-        again: repeats the call when it has failed before its first item; by default it is not repeated.
+        label: the name of the stream in messages; by default the label of the call.
+        translate: returns the error to raise for an error that ended the stream; by default the same error.
+        again: repeats the call if it has failed before its first item arrived; by default it is not repeated.
     """
 
     __slots__ = ("__weakref__",)
@@ -570,7 +570,7 @@ class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
         label = f"item {consumer.count - 1} of {consumer.label}"
         if error is None and type(packed) is Snapshot and packed.stored is None:
             try:
-                packed = packed.open_once()  # its memory belongs to this item alone
+                packed = packed.open_once()  # no other object uses the snapshot's memory
             except Exception as caught:
                 error = caught
         if error is not None:
@@ -578,25 +578,25 @@ class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
         return ObjectRef.of(packed, label=label)
 
     def next(self, *, timeout: float | None = None) -> ObjectRef[T]:
-        """Wait for the next ObjectRef and return it, complete.
+        """Wait for the next item, and return its ObjectRef, which is complete.
 
         Args:
             timeout: seconds; None: as long as the actor lives.
 
         Raises:
             StopIteration: there are no more items.
-            RpcTimeoutError: there was no item in time; call again.
+            RpcTimeoutError: no item arrived in time; the stream continues, and the method can be called again.
         """
         return self._next(timeout)
 
     def values(self) -> _Values[T]:
-        """Return an iterator (sync and async) over the values; it raises the generator's error."""
+        """Return an iterator (sync and async) over the values, which raises the generator's error after them."""
         return _Values(self)
 
     # -- the end -------------------------------------------------------------------------------------------
 
     def cancel(self) -> bool:
-        """Close the stream; return False if it had ended."""
+        """Close the stream; return False if it had ended, and all of its items were taken."""
         if self._consumer.over:
             return False
         self._consumer.close()
@@ -613,7 +613,7 @@ class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
         """Say whether :meth:`next` would return, or raise StopIteration, at once.
 
         Args:
-            timeout: how many seconds to wait for that; None: as long as the actor lives.
+            timeout: how many seconds to wait until it would; None: as long as the actor lives.
         """
         until = deadline_of(timeout)
         arrival = self._arrival()
@@ -652,7 +652,7 @@ class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
         return f"<ObjectRefGenerator of {consumer.label}: {state}>"
 
     def __reduce__(self) -> NoReturn:
-        raise SerializationError(f"{self!r} cannot be sent or pickled: take its items here, and send those")
+        raise SerializationError(f"{self!r} cannot be sent or pickled: take the items here, and send them")
 
 
 class _Values(_Items[T]):
@@ -662,7 +662,7 @@ class _Values(_Items[T]):
 
     def __init__(self, generator: ObjectRefGenerator[T]) -> None:
         super().__init__(generator._consumer)
-        self._generator = generator  # kept alive, because the stream is closed when it is freed
+        self._generator = generator  # kept alive, because freeing the generator closes the stream
 
     @staticmethod
     def _made(consumer: _Consumer, packed: Any, error: BaseException | None) -> T:

@@ -1,17 +1,17 @@
 """Streams: how the items of generator methods get to their callers.
 
-The consumer pulls. A stream's :class:`Producer` lets its generator run ahead of the consumer by at most ``WINDOW_BYTES``, and by
-``limit`` items if there is a limit. Then the generator pauses, and holds its actor like any waiting method, because other methods
-would see the actor in the middle of this one. A pull says how many items were taken, and its answer contains the items that were
-produced since the last one. One pull is under way while the consumer uses the items that it has. An item is packed when it is
-yielded: later changes of the object have no effect. Pulls are plain calls, served by pool threads, so they never wait for the
-actor.
+The consumer pulls items from the producer. A generator runs ahead of its consumer until ``WINDOW_BYTES`` of items, or ``limit``
+items if there is a limit, were produced and not taken. Then it pauses. Like any waiting method, it keeps a serial actor from
+running other calls, which would find the actor in the middle of a method. A pull says how many items were taken in total, and
+its answer contains the items that were produced since the last pull. The next pull is sent while the consumer uses the items
+that have arrived. An item is packed when it is yielded: later changes of the object have no effect. Pulls are plain calls, which
+pool threads execute, so they never wait for the actor.
 
-An item counts against the window, with its size and the overhead of an object, from when it is packed until the producer is told
-that it was taken, on whichever side it is. So both sides together keep at most one window of a stream, plus one item.
+An item counts against the window, with its size and the overhead of an object, from when it is packed until a pull tells the
+producer that the item was taken. So both workers together keep at most one window of items, and one more item, per stream.
 
-When an :class:`ObjectRefGenerator` is closed or freed, it tells the producer, whose generator is then closed (its yield raises
-GeneratorExit). The end of the consumer's worker has the same effect.
+When an :class:`ObjectRefGenerator` is closed or freed, its worker tells the producer, and the generator is closed (its yield
+raises GeneratorExit). The end of the consumer's worker has the same effect.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ __all__ = [
 _log = logging.getLogger("actorrpc.actors")
 
 WINDOW_BYTES: Final = 64 << 20
-"""The size of items that may be produced ahead of the consumer, plus one item."""
+"""A generator pauses while the items that were produced and not taken have at least this size."""
 
-_BATCH_BYTES: Final = 1 << 20  # an answer contains one item, or several up to this size
-_INLINE_BYTES: Final = 64 << 10  # up to this size, the producing thread sends the answer itself
+_BATCH_BYTES: Final = 1 << 20  # greatest size of an answer that contains several items
+_INLINE_BYTES: Final = 64 << 10  # greatest size of an answer that the producing thread sends itself
 _PLAIN: Final = frozenset({int, float, bool, type(None), complex})
 _PLAIN_BYTES: Final = 4096
-_LEAST_BYTES: Final = 128  # the least size that an item counts: an object, and its places in queues
+_LEAST_BYTES: Final = 128  # the size with which smaller items are counted
 _SNAPSHOT_BYTES: Final = 400  # the size of a snapshot without its contents
 
 DONE: Final = b""
-"""The end of a stream whose generator has returned; other ends are packed errors."""
+"""The end of a stream whose generator has returned. If the generator has raised, the end is a packed error."""
 
 #: The answer of a pull: items, and the end of the stream if they are the last.
 Batch = tuple[list[Any], bytes | None]
@@ -79,7 +79,7 @@ class StreamTicket:
 
     Attributes:
         worker: the producer's worker.
-        stream: the number of the stream there.
+        stream: the number of the stream on that worker.
         limit: how many items may be produced ahead; 0: only their size is limited.
     """
 
@@ -95,14 +95,14 @@ class StreamTicket:
 
 
 def charge_of(packed: Any) -> int:
-    """Return the size that a packed item counts, in bytes; both sides compute the same number."""
+    """Return the size in bytes with which a packed item counts against the window; the same number on both sides."""
     if type(packed) is Snapshot:
         return packed.nbytes + _SNAPSHOT_BYTES
     return max(_LEAST_BYTES, sys.getsizeof(packed))
 
 
 class _Caller(Protocol):
-    """The attributes that a producer uses of the call that runs the generator."""
+    """The attributes of a generator's call that a producer uses."""
 
     @property
     def queue(self) -> Any: ...
@@ -112,14 +112,14 @@ class _Caller(Protocol):
 
 
 class Producer(Stall):
-    """The producing end of one stream. Thread-safe; one thread or coroutine puts items in.
+    """The producing end of one stream. Thread-safe; one thread or coroutine calls :meth:`put`.
 
     ``_lock`` guards all state that changes. It is re-entrant, because the garbage collector may run under it. No user code runs
     under it, and futures are completed after it was released.
 
     Attributes:
         entry: the call of an actor that runs the generator; None if no actor runs it.
-        pause: the number of the present pause of the generator, because its window is full; 0 if it does not pause.
+        pause: a number for the present pause of the generator, whose window is full; 0 if the generator does not pause.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class Producer(Stall):
         entry: _Caller | None,
     ) -> None:
         self.stream = stream
-        self.entry: Any = entry  # its type is in a higher package
+        self.entry: Any = entry  # Any, because the call's type is in a higher package
         self.pause = 0
-        self.suspected: dict[int, float] = {}  # search for deadlocks -> when it first led back to the pause
+        self.suspected: dict[int, float] = {}  # pause -> when a search for deadlocks first led back to it
         self.limit = limit
         self.peer = peer
         self.owner = owner
@@ -149,10 +149,10 @@ class Producer(Stall):
         self._charge = 0  # their sum
         self._taken = 0  # number of items that the consumer has taken
         self._end: bytes | None = None
-        self._stopped = False  # no more items are produced
-        self._closed = False  # the items that were produced are discarded, too
+        self._stopped = False  # no more items are accepted
+        self._closed = False  # no more items are sent, and items that were not sent are discarded
         self._error: ShutdownError | None = None
-        self._room: Future[None] | None = None  # the generator waits for it
+        self._room: Future[None] | None = None  # the generator waits for this future
         self._asked: Future[Batch] | None = None  # the pull that waits for items
         self._call: int | None = None
         self._begun = _time.now()
@@ -162,16 +162,16 @@ class Producer(Stall):
         return StreamTicket(self._streams.me, self.stream, self.limit)
 
     def serves(self, call: int) -> None:
-        """Close the stream if the call that it answers is cancelled later: the ticket may not have reached a consumer.
+        """Close the stream if its call is cancelled from now on: the caller may not have received the ticket.
 
         Args:
-            call: the number of the call at ``peer``; it was answered.
+            call: the number of the call at ``peer``, which was answered with the ticket.
         """
         peer = self.peer
         assert peer is not None
         self._call = call
         peer.running[call] = self
-        # Checked after the entry in ``running``, so that a cancellation is found here or finds the entry.
+        # Read after `running` was set: either this thread finds a cancellation, or its receiver finds the stream in `running`.
         if call in peer.cancelled:
             peer.cancelled.pop(call, None)
             self.close()
@@ -185,13 +185,13 @@ class Producer(Stall):
 
     @property
     def since(self) -> float | None:
-        """When it began; None if its last item was produced, or it was closed."""
+        """When the stream began; None if its generator has ended, or the stream was closed."""
         return None if self._closed or self._end is not None else self._begun
 
     # -- the producing side -----------------------------------------------------------------------------
 
     def room(self) -> Future[None] | None:
-        """Return a future to wait for before another item is produced; None if there is room, or the stream was closed."""
+        """Return the future for which the generator has to wait; None if another item fits, or the stream was closed."""
         with self._lock:
             if self._stopped or self._has_room:
                 return None
@@ -206,7 +206,7 @@ class Producer(Stall):
 
     @property
     def _has_room(self) -> bool:
-        """Whether another item may be produced. Under the lock."""
+        """Whether another item may be produced. The lock is held."""
         return self._charge < WINDOW_BYTES and (not self.limit or len(self._charges) < self.limit)
 
     @property
@@ -216,7 +216,7 @@ class Producer(Stall):
             return len(self._charges), self._charge
 
     def note_pause(self, begun: float) -> None:
-        """Record a pause of this thread, which has just ended, in the flight recorder."""
+        """Record in the flight recorder a pause that began at ``begun`` and has just ended."""
         flight_recorder = self._agent.flight_recorder
         if flight_recorder is not None:
             flight_recorder.noted(begun, "pause", f"of stream {self.stream:x}")
@@ -229,7 +229,7 @@ class Producer(Stall):
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """For the pause of a coroutine: if the actor has the default limit, other calls may begin meanwhile."""
+        """A context for the pause of an async generator: in a yielding queue, another call may run meanwhile."""
         entry = self.entry
         queue, hosted = (None, None) if entry is None else (entry.queue, entry.hosted)
         if queue is None or hosted is None or not queue.yielding:
@@ -242,10 +242,10 @@ class Producer(Stall):
             hosted.mailbox.resume(queue)
 
     def put(self, item: Any) -> None:
-        """Add an item as it is now. Does nothing if the stream is closed.
+        """Pack an item and add it to the stream. Does nothing if the stream is closed.
 
         Raises:
-            SerializationError: it cannot be sent.
+            SerializationError: the item cannot be sent.
         """
         kind = type(item)
         if kind in _PLAIN or ((kind is str or kind is bytes) and len(item) <= _PLAIN_BYTES):
@@ -272,13 +272,13 @@ class Producer(Stall):
         self._finish(DONE)
 
     def fail(self, error: BaseException) -> None:
-        """End the stream with an error, which the consumer gets after the items produced before."""
+        """End the stream with an error, which the consumer gets after all items that were produced."""
         packed = pack_error(self._agent, error, self.peer is None or self.peer.same_main)
-        let_frames_go(error)  # its frames may keep other streams alive, which hold their actors
+        let_frames_go(error)  # the frames of the error may keep streams alive, which block their actors
         self._finish(packed)
 
     def abort(self, error: BaseException) -> None:
-        """End the stream from outside: as :meth:`fail`, and close the generator at its yield."""
+        """Like :meth:`fail`, from another thread than the generator's: close the generator at its yield, too."""
         self.fail(error)
         self._stop()
 
@@ -292,7 +292,7 @@ class Producer(Stall):
         self._answer()
 
     def _stop(self) -> None:
-        """Produce no more items."""
+        """Accept no more items, and end a pause of the generator."""
         with self._lock:
             if self._stopped:
                 return
@@ -305,7 +305,7 @@ class Producer(Stall):
             on_close()
 
     def _leave_pause(self) -> Future[None] | None:
-        """Return the future for which the generator waits; the caller completes it without the lock. Under the lock."""
+        """End the pause. Returns the generator's future, which the caller completes after releasing the lock, held here."""
         room, self._room = self._room, None
         self.pause = 0
         self.suspected.clear()
@@ -315,7 +315,7 @@ class Producer(Stall):
         """Close the stream: discard its items, and close the generator at its yield. Idempotent.
 
         Args:
-            error: the reason, if the consumer has not closed it.
+            error: raised to the generator's thread and to a waiting pull, if this worker shuts down.
         """
         with self._lock:
             if self._closed:
@@ -338,7 +338,7 @@ class Producer(Stall):
             asked.try_fail(error or _gone(self.stream))
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
-        """Close the stream because its call was cancelled, has timed out, or its consumer has died."""
+        """Close the stream, because its call was cancelled or has timed out, or because the consumer's worker has ended."""
         self.close()
 
     def check(self) -> None:
@@ -349,7 +349,7 @@ class Producer(Stall):
     # -- the pulling side -------------------------------------------------------------------------------
 
     def pull(self, taken: int) -> Future[Batch] | Batch:
-        """Return the next items, or a future of them if there are none yet.
+        """Return the next items; if there are none yet, a future whose value will be the next items.
 
         Args:
             taken: how many items the consumer has taken in total.
@@ -375,7 +375,7 @@ class Producer(Stall):
         return batch
 
     def _batch(self) -> tuple[Batch | None, int]:
-        """Remove and return the content of one answer. Under the lock."""
+        """Remove and return the content of one answer (None if there is none yet), and its size. The lock is held."""
         items = self._items
         if not items and self._end is None:
             return None, 0
@@ -388,7 +388,7 @@ class Producer(Stall):
         return (found, None if items else self._end), size
 
     def _answer(self) -> None:
-        """Answer the waiting pull with the items that there are."""
+        """Answer the waiting pull, if there is one, with the present items or the end."""
         with self._lock:
             asked = self._asked
             if asked is None:
@@ -442,9 +442,9 @@ class Streams:
         """Begin a stream.
 
         Args:
-            limit: how many items may be produced and not yet taken; 0: as many as the window has room for.
-            peer: the consumer's worker, with which the stream ends. By default the caller of the call that is being executed.
-            owner: the object that may :meth:`abort` it.
+            limit: how many items may be produced and not yet taken; 0: only their size is limited.
+            peer: the consumer's worker; the stream is closed when it ends. By default the caller of the current execution.
+            owner: the argument with which :meth:`abort` ends the stream.
             entry: the call in which the generator runs.
         """
         if peer is None:
@@ -462,7 +462,7 @@ class Streams:
         """Return a stream's producer.
 
         Raises:
-            RpcError: it has ended, or was closed.
+            RpcError: the stream has ended, or was closed.
         """
         producer = self._producers.get(stream)
         if producer is None:
@@ -474,7 +474,7 @@ class Streams:
         return self._producers.get(stream)
 
     def pausing(self) -> list[Producer]:
-        """Return the producers whose generators pause and run in mailboxes."""
+        """Return the producers whose generators pause and are run by actors."""
         return [each for each in list(self._producers.values()) if each.pause and each.entry is not None]
 
     def all(self) -> list[Producer]:
@@ -499,7 +499,7 @@ class Streams:
                 producer.abort(error)
 
     def close(self) -> None:
-        """End all streams: threads that produce or pull get ShutdownError. Later streams are closed when they are opened."""
+        """Close all streams: threads that produce or pull get ShutdownError. Streams that are opened later are closed at once."""
         self._over = True
         for producer in list(self._producers.values()):
             producer.close(_shut_down())
@@ -515,7 +515,7 @@ class Streams:
 
 
 def _nobody() -> None:
-    """Replaces the search for deadlocks if there are no actors."""
+    """Does nothing: the default of :attr:`Streams.wake`, in a process without a deadlock detector."""
 
 
 def _shut_down() -> ShutdownError:
@@ -532,7 +532,7 @@ def _gone(stream: int) -> RpcError:
 
 
 def pull(stream: int, taken: int) -> Any:
-    """Return the next items of a stream, when there are some. Called by RPC."""
+    """Answer with the next items of a stream, as soon as there is an item or the end. Called by RPC."""
     streams: Streams = runtime().streams
     found = streams.get(stream).pull(taken)
     return Deferred(found) if isinstance(found, Future) else found
@@ -560,7 +560,7 @@ def _as_it_is(error: BaseException) -> BaseException:
 def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Explain = _as_it_is) -> None:
     """Run a generator in this thread until it ends or its stream is closed; its exception is sent to the consumer.
 
-    The thread waits through futures, so that calls which descend from this one can run meanwhile.
+    While the thread waits for room, it runs the calls that descend from this call.
 
     Raises:
         ShutdownError: this worker shuts down.
@@ -608,9 +608,9 @@ def _close(generator: Generator[Any, Any, Any], producer: Producer) -> None:
 async def aproduce(
     generator: AsyncGenerator[Any, Any], producer: Producer, explain: Explain = _as_it_is
 ) -> None:
-    """Run an async generator until it ends or its stream is closed. As :func:`produce`, but no thread waits.
+    """Like :func:`produce`, for an async generator. Blocks no thread.
 
-    If the generator awaits something when its stream is closed, the await raises CancelledError.
+    If the generator awaits something when its stream is closed, this await raises CancelledError in the generator.
     """
     stop = _Stop(producer)
     try:
@@ -632,7 +632,7 @@ async def aproduce(
         if stop.caused_by_stop(error):
             return
         cut_frames(error, __file__)
-        if is_a(error, asyncio.CancelledError):  # of the task; for the consumer, its call was cancelled
+        if is_a(error, asyncio.CancelledError):  # the task was cancelled, because the call was
             producer.fail(explain(CancelledError("the generator was cancelled", maybe_executed=True)))
         else:
             producer.fail(explain(error))
@@ -675,10 +675,10 @@ class _Stop:
             self._awaits = False
 
     def caused_by_stop(self, error: BaseException) -> bool:
-        """Say whether this object has caused ``error``, a cancellation; then the cancellation is withdrawn."""
+        """Say whether ``error`` is the cancellation by this object alone, and withdraw the cancellation from the task."""
         if not self._cancelled or not is_a(error, asyncio.CancelledError) or self._task is None:
             return False
-        # If another party has cancelled the task, too, the task has to end.
+        # If other code has cancelled the task as well, the count is not 0, and the task has to end.
         return self._task.uncancel() == 0
 
     def _cancel_task(self) -> None:

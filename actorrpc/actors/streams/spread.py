@@ -18,18 +18,18 @@ __all__ = ["for_each_item", "spread"]
 T = TypeVar("T")
 
 _log = logging.getLogger("actorrpc.actors")
-# Errors that end a stream because its worker or actor has ended. After the last of the requested items, they are not logged.
+# Errors because a worker or an actor has ended, or of a cancellation. They are not logged after the last requested item.
 _ENDED: Final = (ActorError, CancelledError, PeerDiedError, ShutdownError)
 
 
 def for_each_item(
     stream: ObjectRefGenerator[Any], item: Callable[[ObjectRef[Any]], bool], end: Callable[[], None]
 ) -> None:
-    """Pass each item of a stream to ``item``: items that are here on this thread, later items on the thread that receives them.
+    """Call ``item`` for each item of a stream: now, in this thread, for items that are here; later in the receiving threads.
 
     Args:
         item: called with the ObjectRef of each item. If it returns False, the stream is closed.
-        end: called after the last item of a stream that ended.
+        end: called after the last item, if the stream has ended without an error.
     """
     while True:
         arrival = stream._arrival()
@@ -47,7 +47,7 @@ def for_each_item(
 
 
 class _Parts(Progress):
-    """The futures of a stream's first items. It is also their source: it flushes and cancels the stream for them."""
+    """The futures of a stream's first items, and their source: the object that flushes and cancels the stream for them."""
 
     __slots__ = ("_count", "_remaining", "_stream", "futures")
 
@@ -67,11 +67,11 @@ class _Parts(Progress):
         came = ref._request()
         try:
             future = self._remaining.popleft()
-        except IndexError:  # no future is left: discard the item, and let the caller close the stream
+        except IndexError:  # all futures are complete: discard the item, and let the caller close the stream
             error = came.error
             if error is not None and not isinstance(error, _ENDED):
                 _log.error(
-                    "%s has given %d values (num_returns), and then raised %s",
+                    "%s has yielded %d values (num_returns), and then raised %s",
                     *self._label_and_count,
                     say(error, repr),
                 )
@@ -80,7 +80,7 @@ class _Parts(Progress):
             self._fail(came.error, future)
         else:
             future.try_complete(came.value_or_none)
-        return True  # also after the last future, so that the generator may run to its end
+        return True  # True for the last future as well, so that the generator may run to its end
 
     @property
     def _label_and_count(self) -> tuple[str, int]:
@@ -100,7 +100,7 @@ class _Parts(Progress):
         while self._remaining:
             try:
                 failed.append(self._remaining.popleft())
-            except IndexError:  # another thread removed the last future after this thread had checked `_left`
+            except IndexError:  # another thread has removed the last future meanwhile
                 break
         for future in failed:
             future.follow(failed[0], error)  # retrieving the error from one future marks it as seen for all
@@ -121,10 +121,10 @@ class _Parts(Progress):
 
 
 def spread(stream: ObjectRefGenerator[T], count: int) -> list[ObjectRef[T]]:
-    """Return ObjectRefs of the first ``count`` items of a stream, at once. Each completes when its item arrives.
+    """Return ObjectRefs of the first ``count`` items of a stream, without waiting. Each completes when its item arrives.
 
-    If the generator raises an exception, the ObjectRefs of all items that it had not yielded raise that exception. If it ends
-    before ``count`` items, they raise a ValueError. If it yields more, the stream is closed at item ``count + 1``.
+    If the generator raises an exception, the ObjectRefs without an item raise this exception. If the generator ends before
+    ``count`` items, they raise a ValueError. If it yields more items, item ``count + 1`` is discarded and the stream closed.
     """
     parts = _Parts(stream, count)
     for_each_item(stream, parts.item, parts.on_end)

@@ -1,8 +1,8 @@
 """The waits of readers and generators of streams, for the search for deadlocks.
 
-Threads of actors keep a list of their waits. For other threads, the stack shows what they wait for
-(:func:`waited_for_on`). What a coroutine awaits is stored in the future of its event loop. No locks are taken: data that
-other threads read changes by single atomic steps.
+An actor's runner or event loop keeps a list of its waits. For other threads, :func:`waited_for_on` finds the call or future in
+the stack. The task of a coroutine refers to the future that the coroutine awaits. No locks are taken: data that other threads
+read changes by single atomic steps.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ PATIENCE_S: Final = 30.0
 
 
 class Stall:
-    """The target of a wait that is not a call: a stream's next item, or its consumer taking items."""
+    """The target of a wait that is not a call: a reader waits for a stream's next item, a generator for its reader."""
 
     __slots__ = ()
 
 
 def awaited(what: object) -> list[Call | Stall]:
-    """Return all calls and streams that a wait for ``what`` depends on; empty if they are not known."""
+    """Return all calls and streams that have to continue before a wait for ``what`` ends; empty if they are not known."""
     if isinstance(what, Stall):
         return [what]
     if isinstance(what, Call):
@@ -72,12 +72,12 @@ def awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
     return found
 
 
-# Methods that wait for their object.
+# Methods that block a thread until their ``self``, a call or a future, is complete.
 _WAITS: Final = {each.__code__ for each in (Call.drive, Future.wait, Future.park)}
 
 
 def waited_for_on(frame: FrameType | None) -> Call | Future[Any] | None:
-    """Return what a thread waits for according to its stack, because calls do not record it."""
+    """Return the call or future for which a thread waits. It is found in the thread's stack, because no table contains it."""
     while frame is not None and frame.f_code not in _WAITS:
         frame = frame.f_back
     return None if frame is None else _stacks.local(frame, "self")
@@ -86,10 +86,10 @@ def waited_for_on(frame: FrameType | None) -> Call | Future[Any] | None:
 def loop_on(
     frame: FrameType | None, end: CodeType | None = None
 ) -> tuple[asyncio.AbstractEventLoop | None, Any]:
-    """Return the event loop that runs on a stack, if it is asyncio's, and the task for whose end it runs.
+    """Return the innermost event loop that runs on a stack, if it is asyncio's, and the task until whose end it runs.
 
     Args:
-        end: ignore frames below the first frame of this code.
+        end: search from the innermost frame outwards, and stop at a frame of this code.
     """
     while frame is not None and frame.f_code is not end:
         caller = frame.f_back
@@ -108,7 +108,7 @@ _readers: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 def _others_may(known: frozenset[threading.Thread]) -> bool:
     """Whether a user thread may begin to read a stream that was made when only the threads ``known`` existed.
 
-    These are threads that were started since then, and threads that have read streams before and do not wait in actorrpc.
+    Such a thread was started since then, or has made or read streams before and does not wait in actorrpc now.
     """
     for thread in threading.enumerate():
         if isinstance(thread, Daemon) or thread.name.startswith("actorrpc") or thread.ident is None:
@@ -122,13 +122,13 @@ def _others_may(known: frozenset[threading.Thread]) -> bool:
 
 
 class StreamReader:
-    """The reader of a stream: the thread or coroutine that last requested an item or, before that, that made the stream.
+    """The reader of a stream: the thread or coroutine that last requested an item; before the first request, the stream's maker.
 
-    It holds weak references to both.
+    This object only has weak references to the thread and the coroutine.
 
     Attributes:
         name: the name of the reader in messages.
-        swept: the last search that has run the garbage collector because garbage may hold the stream.
+        swept: the number of the last search that has run the garbage collector, in case only garbage refers to the stream.
     """
 
     __slots__ = ("_execution", "_runner", "_task", "_thread", "_threads", "_touched", "name", "swept")
@@ -136,7 +136,7 @@ class StreamReader:
     def __init__(self) -> None:
         self.swept = 0
         self.note()
-        # The threads that existed when the stream was made, which may be passed to another. None after the first request.
+        # The threads that existed when the stream was made: its maker may pass it to a newer one. None after the first request.
         self._threads: frozenset[threading.Thread] | None = frozenset(threading.enumerate())
 
     def note(self) -> None:
@@ -149,7 +149,7 @@ class StreamReader:
         self._thread = weakref.ref(thread)
         self._execution = None if execution is None else weakref.ref(execution)
         self._task = None if task is None else weakref.ref(task)
-        # The runner of an actor's thread. Other threads have no runner that could run an execution.
+        # The runner or loop of an actor's thread. The `WAITING.runner` of other threads has no method `runs`.
         runner: Any = WAITING.runner
         self._runner = weakref.ref(runner) if hasattr(runner, "runs") else None
         self.name = "a coroutine" if task is not None else "a thread of its actor"
@@ -170,7 +170,7 @@ class StreamReader:
         )
 
     def waits_for(self) -> list[Call | Stall]:
-        """Return all calls and streams that it waits for; empty if it does not wait, or they are not known."""
+        """Return all calls and streams for which the reader waits; empty if it does not wait, or they are not known."""
         task = None if self._task is None else self._task()
         if self._runner is not None:
             runner = self._runner()
@@ -186,7 +186,7 @@ class StreamReader:
 
     @property
     def certain(self) -> bool:
-        """Whether no other thread or coroutine may begin to read the stream, or has had enough time to begin."""
+        """Whether no other thread or coroutine is expected to begin reading: there is none, or `PATIENCE_S` have passed."""
         return self._alone or _time.now() - self._touched >= PATIENCE_S
 
     @property
@@ -201,5 +201,5 @@ class StreamReader:
         if self._execution is not None and (
             execution is None or execution.peer.running.get(execution.id) is not execution
         ):
-            return False  # its thread may execute another call
+            return False  # the reader's call has ended, so its thread may execute another call
         return self._thread() is not None and (self._threads is None or not _others_may(self._threads))

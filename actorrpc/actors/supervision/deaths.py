@@ -1,4 +1,4 @@
-"""Descriptions of the deaths of actors, for errors of their supervisor."""
+"""Texts and errors in which a supervisor describes why an actor died, or could not be made."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def dead(
     """Return the error that describes an actor's death.
 
     Args:
-        text: how it ended.
-        verdict: why it is not restarted, if it was not asked to end.
+        text: how the actor ended.
+        verdict: contains why the actor is not restarted; empty if it was ended on purpose.
     """
     text = f"{actor.title} is dead{f' ({verdict.why_not})' if verdict.why_not else ''}: {text}"
     if verdict.before:
@@ -55,8 +55,8 @@ def without_worker(life: Incarnation, report: DeathReport | None, why: str) -> s
     """Describe the end of an incarnation whose worker has ended.
 
     Args:
-        report: the report on the end of its process.
-        why: another reason for the end of the worker; may be empty.
+        report: the report on the end of the worker's process.
+        why: the known reason for the end of the worker if there is no report; may be empty.
     """
     if life.ended_by_group:
         return life.ended_by_group
@@ -70,7 +70,7 @@ def without_worker(life: Incarnation, report: DeathReport | None, why: str) -> s
 
 
 def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
-    """Say why an incarnation could not be made, and whether that is final: it is, unless only the place was missing.
+    """Return why an incarnation could not be made, and whether this is final: it is not, if no worker was found for it.
 
     Args:
         error: the answer of the worker, or the error that prevented the request.
@@ -80,7 +80,7 @@ def not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
     what = line_of(original)
     if is_a(error, RemoteError) and not is_a(original, ActorDiedError) and worker is not None:
         if CAUSE.__get__(original) is None:
-            # Programs that print the error then show the traceback of the worker.
+            # Programs that print the error then show the traceback that the worker has sent.
             CAUSE.__set__(original, RemoteTraceback(exceptions.traceback_of(error)))
         where = "restore()" if IN_RESTORE in notes_of(original) else "constructor"
         text, final = f"its {where} raised {what}", True

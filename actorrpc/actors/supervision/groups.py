@@ -1,8 +1,8 @@
 """Supervision groups in the supervisor. They carry out the decisions of :mod:`actorrpc.actors.supervision.strategies`.
 
-The supervisor tells a group what happens to its children, always under the supervisor's lock, which guards everything here.
-Methods of a group return actions, which the caller runs after releasing the lock. Nothing here blocks. User code is only called
-by callbacks of the future ``over``, which an action completes.
+The supervisor calls a group's methods for the events of its children. It holds its lock then, which guards the state of all
+groups. Methods of a group return actions, which the supervisor runs after releasing the lock. No method blocks. Only callbacks
+of the future ``over``, which an action completes, call user code.
 
 Groups keep no actor alive: their children are records, not handles.
 """
@@ -64,8 +64,8 @@ class SupervisionGroup:
     """One supervision group.
 
     Args:
-        children: actors and other groups, in the order in which they start. All belong to this supervisor, and to no group yet;
-            the lock is held.
+        children: actors of this supervisor and other groups, in the order in which they start. None of them is in a group yet;
+            the supervisor's lock is held.
         title: the group's name in messages.
 
     Attributes:
@@ -153,7 +153,7 @@ class SupervisionGroup:
         return self._carry_out(self._siblings.made(child.index, self._now()))
 
     def died(self, child: ActorRecord | SupervisionGroup, why: str) -> list[Action]:
-        """Record that a child's incarnation has ended, for whatever reason."""
+        """Record that a child's incarnation has ended: it has died, or the group has ended it."""
         return self._carry_out(self._siblings.died(child.index, self._now(), f"{child.title}: {why}"))
 
     def departed(self, child: ActorRecord) -> list[Action]:
@@ -206,7 +206,7 @@ class SupervisionGroup:
             if order.what == "end":
                 if isinstance(child, SupervisionGroup):
                     return child.bring_down()
-                why = f"it was ended with the other children of {self.title}, because one had died"
+                why = f"it was ended with the other children of {self.title}, because a child had died"
                 if self.root()._ending:
                     why = f"{self.title} was ended"
                 return [partial(self._end_actor, child, child.epoch, why)]
@@ -253,7 +253,7 @@ class SupervisionGroup:
     # -- actions ----------------------------------------------------------------------------------------------
 
     def _end_actor(self, actor: ActorRecord, epoch: int, why: str) -> None:
-        """End an actor's incarnation before the next one is made; its end is processed like any other."""
+        """End incarnation ``epoch`` of an actor, if it has not ended. The supervisor processes the end like any other."""
         supervisor = self._supervisor
         actions: list[Action] = []
         with supervisor.lock:
@@ -269,12 +269,12 @@ class SupervisionGroup:
         if life is None:
             perform(actions)
             return
-        if worker is None:  # its process is starting, and is released when it has joined
+        if worker is None:  # its process is starting; Supervisor._moved_in() ends it later
             self._submit(partial(supervisor.ended, actor, life, why))
             return
 
         def over(_: object = None) -> None:
-            # A process of its own must have ended, and released all resources, before the next one starts.
+            # If the actor has a process of its own, end the process: its resources must be free before the next one starts.
             spawner = self._runtime.spawner
             if process is None or spawner is None:
                 supervisor.ended(actor, life, why)
@@ -305,7 +305,7 @@ class SupervisionGroup:
             self._supervisor.mark_dead(actor, text, cause=cause)
 
     def close(self, error: SupervisionError | None) -> None:
-        """Record the end of this group and of all groups in it; the lock need not be held."""
+        """Record the end of this group and of all groups in it, and complete ``over``. The lock is not held."""
         for child in self.children:
             if isinstance(child, SupervisionGroup):
                 child.close(error)

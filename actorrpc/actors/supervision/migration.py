@@ -1,7 +1,7 @@
 """Migration: when a worker leaves, its actors with ``checkpoint()`` and ``restore()`` move to other workers with their state.
 
-Each worker's supervisor moves its own actors. An actor finishes the calls in its mailbox before it moves. The worker refuses
-later calls, whose callers then ask the supervisor where the actor lives: handles stay valid.
+The supervisor in each worker moves the actors that it supervises. An actor finishes the calls in its mailbox before it moves. Its
+old worker refuses later calls, whose callers then ask the supervisor where the actor lives: handles stay valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def hand_over(rank: int, incarnation: str, why: str) -> Any:
     """Move the actors that this process supervises, and that live on a worker, to other workers. Answers with their number.
 
     Actors without ``checkpoint()``, and actors in a supervision group, stay; their later death errors contain ``why``. The answer
-    is sent when each of the others has ended there, and its next incarnation is being made. Called by RPC on each worker.
+    is sent when all moving actors have ended on the worker, and their next incarnations have begun. Called by RPC on each worker.
     """
     found = current()
     if found is None:

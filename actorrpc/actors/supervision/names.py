@@ -1,8 +1,8 @@
 """Named actors. Rank 0 has the table of names, the registrar; every other worker asks rank 0.
 
-A name is given in one step there, under one lock: if several workers request a name at the same time, one of them gets it, and
-with ``get_if_exists`` the others get the winner's descriptor. A name is free again when its actor is dead for good. A worker that
-requests the name of an actor that is about to end waits for its end.
+Rank 0 gives a name to an actor in one step, under a lock: if several workers request a name at the same time, one worker gets it,
+and with ``get_if_exists`` the others get the descriptor of its actor. A name is free again when its actor is dead for good. A
+worker that requests the name of an actor that is about to end waits for this end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Names:
     ``_lock`` guards ``_descriptors``; it is a leaf, and re-entrant, because the garbage collector may run while it is held.
 
     Attributes:
-        namespace: the namespace of names that are given without one.
+        namespace: the namespace of names that are given or searched without a namespace.
     """
 
     def __init__(self, runtime: Runtime, namespace: str = "") -> None:
@@ -61,7 +61,7 @@ class Names:
 
     @property
     def is_registrar(self) -> bool:
-        """Whether this process has the table: it is rank 0."""
+        """Whether this process is rank 0, which has the table of names."""
         return self._runtime.agent.record.rank == 0
 
     # -- on every worker -----------------------------------------------------------------------------------
@@ -69,15 +69,15 @@ class Names:
     def register(self, descriptor: ActorDescriptor, *, get_if_exists: bool = False) -> ActorDescriptor | None:
         """Give ``descriptor.name`` in ``descriptor.namespace`` to the actor; waits for rank 0, at most 30 s.
 
-        If the actor that has the name is about to end (its last handle was dropped, or it was killed), this waits for the end,
-        at most as long.
+        If another actor has the name and is about to end (its last handle was dropped, or it was killed), this waits for the end,
+        within the same 30 s.
 
         Returns:
-            None if the actor has the name now; the descriptor (weak) of the actor that has it, with ``get_if_exists``.
+            None if the actor has got the name; with ``get_if_exists``, the other actor's descriptor, which keeps no actor alive.
 
         Raises:
             NameTakenError: another actor has the name.
-            PeerDiedError, RpcTimeoutError: rank 0 cannot be asked.
+            PeerDiedError, RpcTimeoutError: rank 0 has ended, or does not answer.
         """
         assert descriptor.name is not None
         until = _time.now() + _ANSWER_S
@@ -93,7 +93,7 @@ class Names:
             return known
         raise NameTakenError(
             f"there is an actor {descriptor.name!r} in {_shown(descriptor.namespace)} already, a {known.info.name}; give another "
-            "name=, or get_if_exists=True to get a handle to that one",
+            "name=, or get_if_exists=True to get a handle to that actor",
             maybe_executed=False,
             actor=known.title,
             actor_id=known.actor_id,
@@ -101,7 +101,7 @@ class Names:
 
     def _ends(self, known: ActorDescriptor, until: float) -> bool:
         """Say whether an actor is dead; waits for the end of an actor that is about to die."""
-        self._runtime.references.collect()  # so that a handle that was just freed does not keep it alive
+        self._runtime.references.collect()  # so that a handle that was just freed does not keep the actor alive
         left = max(0.1, until - _time.now())
         try:
             if known.supervisor == self._runtime.references.me:
@@ -110,7 +110,7 @@ class Names:
             agent = self._runtime.agent
             peer = peer_of(agent, known.supervisor)
             return bool(agent.call_sync(peer, _ends, (known.actor_id,), {}, left))
-        # Its supervisor's worker has ended, and the actor with it.
+        # The worker of the actor's supervisor has ended, and the actor with it.
         except (PeerDiedError, UnknownWorkerError):
             return True
         except RpcTimeoutError:
@@ -131,32 +131,32 @@ class Names:
         self._runtime.agent.submit(delete)
 
     def lookup(self, name: str, namespace: str | None = None) -> ActorDescriptor:
-        """Return the descriptor (weak) of the actor of that name; waits for rank 0, at most 30 s.
+        """Return the descriptor of the actor with a name, which does not keep it alive; waits for rank 0, at most 30 s.
 
         Raises:
-            UnknownActorError: there is none; the message lists similar names.
-            PeerDiedError, RpcTimeoutError: rank 0 cannot be asked.
+            UnknownActorError: no actor has the name; the message lists similar names.
+            PeerDiedError, RpcTimeoutError: rank 0 has ended, or does not answer.
         """
         found = self._query("find", name, self.namespace if namespace is None else namespace)
         assert isinstance(found, ActorDescriptor)
         return found
 
     def list(self, namespace: str | None = None) -> Sequence[tuple[str, str]]:
-        """Return ``(namespace, name)`` of all actors that have names, or of those in one namespace."""
+        """Return ``(namespace, name)`` of all actors that have names, or of the named actors in one namespace."""
         found = self._query("find_all", namespace)
         return cast(Sequence[tuple[str, str]], found)
 
     # -- asking rank 0 ------------------------------------------------------------------------------------
 
     def _query(self, what: str, *args: Any) -> Any:
-        """Call one of the methods below on rank 0."""
+        """Call the method ``what`` of the registrar, on rank 0."""
         if self.is_registrar:
             return getattr(self, what)(*args)
         agent = self._runtime.agent
         try:
             return agent.call_sync(agent.peer(0), _serve, (what, *args), {}, _ANSWER_S)
         except UnknownActorError as error:
-            # Raise the original error: that it was raised on rank 0 does not matter to the user.
+            # Raise the original error without the traceback of rank 0, which does not help the user.
             raise exceptions.original(error) from None
         except PeerDiedError as error:
             raise PeerDiedError(
@@ -232,7 +232,7 @@ def _serve(what: str, *args: Any) -> Any:
     found = getattr(names, what)(*args)
     current = CURRENT.get()
     if what == "record_name" and found is None and current is not None and current.peer.state != "alive":
-        # The requesting worker has died meanwhile: no other worker will free the name.
+        # The worker that requested the name has died meanwhile, and will not free it.
         descriptor: ActorDescriptor = args[0]
         names.delete_name(descriptor.name or "", descriptor.namespace, descriptor.actor_id)
     return found

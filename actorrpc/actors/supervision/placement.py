@@ -1,4 +1,4 @@
-"""Placement: where actors are put, and why a place has ended."""
+"""Placement: on which workers actors are made, and why such a worker has ended."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ class Placements:
         self._agent = runtime.agent
         self._lock = threading.RLock()
         self._turn = 0
-        self._booked: set[int] = set()  # used by single, atomic steps
+        self._booked: set[int] = set()  # incarnations with bookings; changed by single, atomic steps
 
     def place(self, options: ActorOptions, label: str = "an actor") -> Any:
-        """Return where an actor should live: None for a process of its own, ``"turn"``, a WorkerKey or a route.
+        """Return where an actor should live.
+
+        None: in a new process; ``"turn"``: on the next worker in turn; a WorkerKey; a route: on the worker of that other actor.
 
         Raises:
-            UnknownWorkerError, PeerDiedError, ConfigError: it cannot live there.
-            PlacementError: no worker has the resources; raised only if this process knows that without asking.
+            UnknownWorkerError, PeerDiedError, ConfigError: the actor cannot live where the options say.
+            PlacementError: no worker has the resources; only raised if this process knows that without a request to the driver.
         """
         wanted = options.worker
         if wanted is None or wanted == NEW_PROCESS:
@@ -59,7 +61,7 @@ class Placements:
                 return "turn"
             raise ConfigError(
                 f"worker={NEW_PROCESS!r} needs the embedded cluster (actorrpc.init()): in an init_rpc group actors live "
-                "on its workers; name one, or leave worker= out for all of them in turn"
+                "on its workers; name a worker, or leave worker= out to use all workers in turn"
             )
         if getattr(type(wanted), "_is_actor_handle", False):
             return object.__getattribute__(wanted, "__dict__")["_actorrpc_route"]
@@ -80,10 +82,7 @@ class Placements:
     def spawn_request(
         self, label: str, options: ActorOptions, booking: int, place: Any
     ) -> ProcessSpec | None:
-        """Return the request to the spawner: for a place, or for amounts to be booked in the worker that is the place.
-
-        None if there is nothing to request.
-        """
+        """Return the request to the spawner, to find a place or to book resources of ``place``; None if neither is needed."""
         rank: int | None = None
         if place is not None:
             if not isinstance(place, WorkerKey) or self._runtime.spawner is None:
@@ -109,7 +108,7 @@ class Placements:
         )
 
     def note_placed(self, instance_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:
-        """Record where a spawner has put an actor; return the process's name if the actor has it to itself."""
+        """Record which worker the spawner has chosen; return the worker's name if the actor is alone in its process."""
         if (
             isinstance(worker, SharedSlot)
             or options.host
@@ -121,19 +120,19 @@ class Placements:
         return None if isinstance(worker, SharedSlot) else worker.name
 
     def departed(self, instance_id: int) -> None:
-        """Return the booking of an incarnation, if it has one. Idempotent."""
+        """Give the booking of an incarnation, if it has one, back to the spawner. Idempotent."""
         if instance_id in self._booked:
             self._booked.discard(instance_id)
             if self._runtime.spawner is not None:
                 self._runtime.spawner.give_back(instance_id)
 
     def for_others(self, place: Any, options: ActorOptions) -> ActorOptions:
-        """Return the options with the place that :meth:`place` returned, in a form that other workers understand.
+        """Return the options with the result of :meth:`place` as ``worker=``, in a form that other workers understand.
 
-        Waits until the actor with which it should live is made.
+        If the place is the route of another actor, waits until that actor is made.
 
         Raises:
-            RpcError: that actor is dead, or cannot be made.
+            RpcError: the other actor is dead, or cannot be made.
         """
         if isinstance(place, WorkerKey):
             return replace(options, worker=place.rank)
@@ -161,7 +160,7 @@ class Placements:
         return agent.self_peer
 
     def is_gone(self, place: Any) -> bool:
-        """Say whether a place is a given worker that has ended."""
+        """Say whether a place is the WorkerKey of a worker that has ended."""
         if not isinstance(place, WorkerKey):
             return False
         try:
@@ -177,7 +176,7 @@ class Placements:
             return ""
 
     def report(self, worker: str, go: Callable[[DeathReport | None], None]) -> None:
-        """Call ``go``, in a pool thread, with the report on a process's end, or with None if none comes within a second."""
+        """Call ``go``, in a pool thread, with the report on a process's end; with None if there is no report after a second."""
         spawner = self._runtime.spawner
         submit = self._agent.submit
         if spawner is None or not spawner.owns(worker):

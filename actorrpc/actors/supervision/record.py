@@ -1,4 +1,4 @@
-"""A supervisor's record of one actor, and the answers that follow from it. No I/O; the supervisor's lock guards it."""
+"""A supervisor's record of one actor, with decisions and answers that depend on it. No I/O; the supervisor's lock guards it."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _SHOWN: Final = {
 
 
 class LifetimeToken:
-    """Stands for an actor. It is the value of an RRef, and is freed with the last handle that holds a fork of it.
+    """The value of an RRef that all handles of an actor refer to, so that the token is freed after the last handle.
 
     Args:
-        drop: called then with the actor's id. It only queues the id, because it may be called anywhere.
+        drop: called with the actor's id when the token is freed. It only queues the id, because any thread may free the token.
     """
 
     __slots__ = ("_drop", "actor_id")
@@ -54,9 +54,9 @@ class RestartVerdict:
     """The supervisor's decision about the end of an incarnation.
 
     Attributes:
-        again: another incarnation follows, in ``wait_s`` seconds, or when the supervision group says so.
+        again: another incarnation follows, in ``wait_s`` seconds, or when the supervision group orders it.
         why_not: why no other incarnation follows.
-        before: how earlier incarnations ended, if their number is the reason.
+        before: how earlier incarnations ended, if there were too many.
     """
 
     again: bool = False
@@ -71,13 +71,13 @@ class Incarnation:
     Attributes:
         id: its unique number.
         worker, worker_name: where it lives or is being made.
-        process: the name of the worker whose process it has to itself.
+        process: the name of its worker, if it is alone in the worker's process; otherwise None.
         location: where it lives; None while it is being made.
         state_number: the number of its last checkpoint; 0 if there is none.
         killed: ``kill()`` has ended it.
         ended_by_group: why its supervision group ends it; empty if the group does not.
-        drained: why its worker was asked to leave, if it does not move; empty if it was not asked.
-        moving: it is ended because its worker was asked to leave; the next one begins elsewhere, and does not count.
+        drained: why its worker was asked to leave, if the actor stays on that worker; otherwise empty.
+        moving: its worker was asked to leave, so the next incarnation begins on another worker; this is not counted as a restart.
         over: its end was processed, or it was never made.
     """
 
@@ -96,14 +96,14 @@ class ActorRecord:
     """One actor.
 
     Attributes:
-        place: where it should live: None for a process of its own, ``"turn"``, a WorkerKey, or another actor's route.
-        epoch: the number of incarnations that have lived.
+        place: where it should live: the result of Placements.place().
+        epoch: how many incarnations have ended; also the number of the present incarnation.
         last_life: the present incarnation, or the last one if there is none now; None before the first.
-        orphaned: its last handle was freed: it ends as soon as it was made, and is not restarted.
+        orphaned: its last handle was freed: an incarnation ends as soon as it was made, and no other follows.
         postponed_since: when the next incarnation was first postponed; None if it was not.
         state: the state with which the next incarnation starts; None if no checkpoint was received.
         family: the supervision group that decides about its restarts, and ``index`` its place there.
-        held: its next incarnation is only begun when the group says so.
+        held: its next incarnation only begins when the group orders it.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ActorRecord:
         self.postponed_since: float | None = None
         self.last: Restarting | None = None
         self.death: ActorDiedError | None = None
-        #: (the last incarnation of whose end the querying worker has been told, whether it waits for the next one, its future)
+        #: Queries that wait for an answer: the arguments ``after`` and ``wait`` of Supervisor.locate(), and the future.
         self.waiters: list[tuple[int, bool, Future[Any]]] = []
         self.watchers: list[Future[ActorDiedError]] = []
 
@@ -179,8 +179,8 @@ class ActorRecord:
     def keep(self, epoch: int, number: int, state: Snapshot) -> bool:
         """Store a checkpoint, unless there is a later one; return whether incarnation ``epoch`` is the present one.
 
-        Checkpoints may be received in another order than they were made in. One with a higher number was begun later, and
-        contains the state of all lower numbers.
+        Checkpoints may be received in another order than they were made in. A checkpoint with a higher number was begun later,
+        and its state contains the effects that checkpoints with lower numbers contain.
         """
         life = self.life
         if epoch != self.epoch or life is None:
@@ -195,10 +195,10 @@ class ActorRecord:
         return self.phase in ("starting", "restarting") and self.life is None and not self.held
 
     def postpone(self, life: Incarnation, now: float) -> bool:
-        """Withdraw an incarnation that was not made because its worker has ended; return whether another one is begun.
+        """Withdraw an incarnation that was not made because its worker has ended; return whether another attempt follows.
 
-        The spawner named the worker before it learned of the end. The actor has not lived there, so this does not count as a
-        death. Returns False if the actor can only live on that worker, and after half a minute.
+        The worker was chosen before its end was known. The actor has not lived on it, so this does not count as a death. Returns
+        False if the actor can only live on that worker, or if the first such attempt was half a minute ago.
         """
         if isinstance(self.place, WorkerKey):
             return False
@@ -217,14 +217,14 @@ class ActorRecord:
         life.location = Location(life.worker, life.worker_name, life.id, self.epoch, pid)
         self.restarts.note_alive(now)
         if not self.options.max_restarts and not self.descriptor.info.has_checkpoint:
-            self.cls = self.arguments = None  # releases the objects to which only they refer
+            self.cls = self.arguments = None  # no longer needed; frees the objects in them
 
     def verdict(self, life: Incarnation, now: float, text: str, bound: str) -> RestartVerdict:
         """Decide what follows after an unexpected end of an incarnation. Call this once for each incarnation.
 
         Args:
             text: how it ended.
-            bound: why it cannot live on another worker, if its own has ended; otherwise empty.
+            bound: why the actor cannot live on another worker, if its worker has ended; otherwise empty.
         """
         if life.moving:
             return RestartVerdict(again=True)

@@ -1,9 +1,9 @@
-"""When a dead actor may be restarted. Pure computation: it is passed the time and has no effects.
+"""Decides when a dead actor is restarted. Pure computation: the caller passes the time, and carries out the decision.
 
-Restarts are counted in a sliding window. The first restart in a row is immediate. Each further one waits, at first ``backoff_s``
-and then twice as long each time, up to :data:`MAX_BACKOFF_S`. A row ends when the actor has lived longer than :data:`QUIET_S`
-(and than the last wait). Waits are shortened at random, by up to the fraction :data:`JITTER`, so that actors that died together
-do not restart at the same moment.
+Restarts are counted in a sliding window. The first restart in a row is immediate. Each further restart waits, at first
+``backoff_s`` and then twice as long each time, up to :data:`MAX_BACKOFF_S`. A row ends when the actor has lived longer than
+:data:`QUIET_S` and than the last wait. Waits are shortened at random, by up to the fraction :data:`JITTER`, so that actors that
+died together do not restart at the same moment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_BACKOFF_S: Final = 10.0
 QUIET_S: Final = 10.0
 JITTER: Final = 0.5
 _LISTED: Final = 10  # greatest number of causes in a message
-_CUT: Final = 200  # greatest length of each, in characters
+_CUT: Final = 200  # greatest length of a cause, in characters
 
 
 class RestartPolicy:
@@ -26,7 +26,7 @@ class RestartPolicy:
 
     Args:
         limit: how many restarts within the window; -1: no limit; 0: none.
-        window_s: seconds; None: over the whole life of the actor.
+        window_s: the length of the window in seconds; None: the whole life of the actor.
         backoff_s: the wait before the second restart in a row, in seconds.
         draw: returns numbers from 0 to 1, by which waits are shortened; None: they are not shortened.
     """
@@ -57,10 +57,10 @@ class RestartPolicy:
     def next(self, now: float, why: str = "") -> float | None:
         """Return in how many seconds an actor that has died at ``now`` is restarted; None: never.
 
-        A number that is returned counts as a restart.
+        If a number is returned, a restart is counted.
 
         Args:
-            why: how it died, for :meth:`causes`; only the first line is kept.
+            why: how the actor died, for :meth:`causes`; only the first line is kept.
         """
         if why:
             self._causes.append((now, why.partition("\n")[0][:_CUT]))
@@ -96,7 +96,7 @@ class RestartPolicy:
             return "not restarted: max_restarts is 0"
         within = "" if self.window_s is None else f" within {self.window_s:g} s"
         times = "once" if self.limit == 1 else f"{self.limit} times"
-        return f"not restarted again: it has been {times}{within}, and max_restarts is {self.limit}"
+        return f"not restarted again: it was restarted {times}{within}, and max_restarts is {self.limit}"
 
     def causes(self) -> list[str]:
         """Return the last causes of death, oldest first: within the window before the last death, at most ten."""

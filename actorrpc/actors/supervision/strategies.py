@@ -1,9 +1,9 @@
-"""What happens to the children of a supervision group when one of them dies. Pure computation without effects.
+"""Decides what happens to the children of a supervision group when a child dies. Pure computation without effects.
 
-The owner reports events of children and the time, and gets orders (:class:`RestartOrder`). A child is a number here, from 0 in
-the order in which children start; actors and groups are treated alike. A :class:`RestartPlan` handles a death: it ends its
-members one by one, the last first, waits for the end of the back-off, and restarts them one by one, in order. With
-``one_for_one`` there may be several independent plans; otherwise there is one, which grows when another child dies.
+The owner, a SupervisionGroup, reports events of its children and the time, and gets orders (:class:`RestartOrder`). A child is a
+number here, from 0 in the order in which children start; actors and groups are treated alike. A :class:`RestartPlan` handles a
+death: it ends its members one by one, the last first, waits for the end of the back-off, and restarts them one by one, in order.
+With ``one_for_one`` there may be several independent plans; otherwise there is one plan, which grows when another child dies.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["STRATEGIES", "RestartOrder", "RestartPlan", "RestartStrategy", "Stra
 
 Strategy = Literal["one_for_one", "one_for_all", "rest_for_one"]
 STRATEGIES: Final = ("one_for_one", "one_for_all", "rest_for_one")
-# "up" and "making": it has an incarnation, whose end will be reported once; "ending": its end was ordered; "down": it has no
-# incarnation and should get one; "left": it is out of the group for good.
+# "up" and "making": the child has an incarnation, whose end will be reported once; "ending": the child's end was ordered;
+# "down": the child has no incarnation and should get one; "departed": the child has left the group for good.
 State = Literal["up", "making", "ending", "down", "departed"]
 
 
@@ -29,9 +29,9 @@ class RestartPlan:
 
     Attributes:
         members: the children.
-        goal: ``"up"``; ``"down"`` and ``"fail"`` end with the children's end.
+        goal: ``"up"``; ``"down"`` and ``"fail"``: the children only end, as ordered or because the group gives up.
         stage: ``"ending"``, then ``"making"``.
-        held: the back-off has not ended.
+        held: no child is restarted yet, because the back-off has not ended.
     """
 
     __slots__ = ("goal", "held", "members", "stage")
@@ -50,9 +50,9 @@ class RestartOrder:
     """One step for the owner to carry out.
 
     Attributes:
-        what: ``"end"`` and ``"make"`` a child; ``"wait"`` some seconds before ``due(plan)``; ``"up"``, ``"down"`` and
-            ``"failed"`` are events for the parent group: all children live; all have ended, as ordered; all have
-            ended, because the group has given up.
+        what: ``"end"`` or ``"make"`` the ``child``; ``"wait"`` for ``seconds``, and then call ``due(plan)``; or tell the parent
+            group that all children live (``"up"``), that all have ended as ordered (``"down"``), or that all have ended because
+            the group has given up (``"failed"``).
     """
 
     what: Literal["end", "make", "wait", "up", "down", "failed"]
@@ -70,9 +70,9 @@ class RestartStrategy:
 
     Attributes:
         failed: the group has given up, and was not restarted since.
-        exceeded: it has given up because there were too many deaths.
+        exceeded: the group has given up because there were too many deaths.
         hopeless: a child cannot be made at all, so restarting the group is useless.
-        why: how the child died whose death exceeded the limit, or why it cannot be made.
+        why: how the child died whose death exceeded the limit, or why a child cannot be made.
     """
 
     def __init__(self, states: Iterable[State], strategy: Strategy, restarts: RestartPolicy) -> None:
@@ -104,14 +104,14 @@ class RestartStrategy:
         return self._go(now)
 
     def died(self, child: int, now: float, why: str) -> list[RestartOrder]:
-        """Record the end of a child's incarnation: it has died, or was ended by order."""
+        """Record the end of a child's incarnation: the child has died, or its end was ordered."""
         state = self._states[child]
         if state in ("departed", "down"):
             return []
         self._states[child] = "down"
         plan = next((each for each in self._plans if child in each.members), None)
         if state == "ending" or (plan is not None and plan.stage == "ending"):
-            return self._go(now)  # its end was ordered, or planned
+            return self._go(now)  # the child's end was ordered, or planned
         wait = self.restarts.next(now, why)
         if wait is None:
             self.exceeded = True
@@ -130,7 +130,7 @@ class RestartStrategy:
         return orders + self._go(now)
 
     def departed(self, child: int, now: float) -> list[RestartOrder]:
-        """Record that a child is dead for good and was ended on purpose: the others continue without it."""
+        """Record that a child is dead for good, because it was ended on purpose: the other children continue."""
         if self._states[child] == "departed":
             return []
         self._states[child] = "departed"
@@ -149,7 +149,7 @@ class RestartStrategy:
         return self._fail(now, why)
 
     def due(self, plan: RestartPlan, now: float) -> list[RestartOrder]:
-        """Record the end of a plan's wait."""
+        """Record that the back-off of a plan has ended."""
         plan.held = False
         return self._go(now)
 

@@ -82,7 +82,7 @@ def _new_id() -> int:
 
 
 class Supervisor:
-    """Supervises the actors that this process created; that of rank 0 also supervises detached actors. Thread-safe.
+    """Supervises the actors that this process created; the supervisor of rank 0 also supervises detached actors. Thread-safe.
 
     Args:
         draw: returns random numbers from 0 to 1, for the waits before restarts.
@@ -115,16 +115,16 @@ class Supervisor:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> ActorDescriptor:
-        """Begin to make an actor; does not wait for its constructor. Class and arguments are taken as they are now.
+        """Begin to make an actor; does not wait for its constructor. The class and the arguments are pickled before this returns.
 
         A name, and a detached actor, are registered with rank 0 before this returns.
 
         Returns:
-            The actor's descriptor, with an anchor; without an anchor for a detached actor, and for an existing actor that has the
-            name (with ``get_if_exists``).
+            The actor's descriptor, with an anchor, which keeps the actor alive. There is no anchor for a detached actor, and for
+            an existing actor that has the name (with ``get_if_exists``).
 
         Raises:
-            NameTakenError: there is an actor of that name.
+            NameTakenError: another actor has the name.
             SerializationError: the class or an argument cannot be sent.
             UnknownWorkerError, PeerDiedError: ``worker=`` is not in the group, or is dead.
             ShutdownError: this process is leaving the group.
@@ -154,7 +154,7 @@ class Supervisor:
         info: ClassInfo,
         options: ActorOptions,
     ) -> ActorDescriptor:
-        """Like :meth:`create`, for a detached actor that another process makes."""
+        """Like :meth:`create`, for a detached actor that another process requests."""
         options, shown = self._prepared(options)
         return self._adopt(actor_id, cls, arguments, info, options, shown, self._places.place(options))
 
@@ -168,9 +168,9 @@ class Supervisor:
             # Options that only the supervisor needs are not sent.
             shown = replace(named, worker=None, env=None, working_dir=None)
             if getattr(type(options.worker), "_is_actor_handle", False):
-                if options.lifetime == "detached":  # the place is converted for rank 0 later
+                if options.lifetime == "detached":  # for_others() converts the place for rank 0 later
                     return named, shown
-                # Its place is known. Drop the handle, which would keep the other actor alive.
+                # The place was read from the handle before. Drop the handle, which would keep the other actor alive.
                 named = replace(named, worker=None)
             found = self._options = weakref.ref(options), named, shown
         return found[1], found[2]
@@ -216,14 +216,14 @@ class Supervisor:
             descriptor = descriptor.held_by(RRef(LifetimeToken(self.drop, actor_id)))
         near = self._near(actor.place)
         if near is not None:
-            # In this thread, so that the messages for many actors are sent together, and no pool thread is woken for each.
+            # Begin in this thread, so that the messages for many actors are sent together, and wake no pool thread for each.
             self.begin(actor, near)
         else:
             self._agent.submit(partial(self.begin, actor))
         return descriptor
 
     def _near(self, place: Any) -> Peer | None:
-        """Return the worker to which the order to make an actor can be sent at once; None if that could have side effects."""
+        """Return the worker to which this thread can send the order to make an actor; None if a pool thread has to send it."""
         agent = self._agent
         if (
             place is None
@@ -252,7 +252,7 @@ class Supervisor:
         """Make the next incarnation, unless it is being made or has to wait. May block, unless ``near`` is given.
 
         Args:
-            near: the worker where it is made, to which the order is sent soon, together with other messages.
+            near: the worker where the incarnation is made; the order is sent soon, together with other messages.
         """
         with self.lock:
             if self._closed or not actor.is_due:
@@ -284,7 +284,7 @@ class Supervisor:
         if done.error is not None:
             self._agent.submit(partial(self._not_made, actor, life, done.error))
             return
-        # Connecting may block, so it must not be done by the thread that completes the future.
+        # Connecting to the worker may block, which the thread that completes the future must not do.
         self._agent.submit(partial(self._moved_in, actor, life, done.value_or_none))
 
     def _moved_in(self, actor: ActorRecord, life: Incarnation, worker: Any) -> None:
@@ -294,7 +294,7 @@ class Supervisor:
         except RpcError as error:
             self._not_made(actor, life, error)
             return
-        if not self._construct(actor, life, peer, process):  # its end was ordered meanwhile
+        if not self._construct(actor, life, peer, process):  # the incarnation's end was ordered
             self._places.departed(life.id)
             if process is not None and self._runtime.spawner is not None:
                 self._runtime.spawner.kill(process)
@@ -319,7 +319,7 @@ class Supervisor:
         *,
         flushes: bool = True,
     ) -> bool:
-        """Send the order to a worker; return False if the incarnation's end was ordered, or the worker has ended."""
+        """Order a worker to make an incarnation; return False if the incarnation's end was ordered, or the worker has ended."""
         with self.lock:
             if actor.life is not life or actor.phase == "dead" or life.killed or life.ended_by_group:
                 return False
@@ -357,7 +357,7 @@ class Supervisor:
         if error is not None:
             if type(error) is PeerDiedError:
                 self._places.report(life.worker_name, partial(self._worker_died, actor, life))
-            elif isinstance(error, HostedActorGoneError):  # ended while it was being made
+            elif isinstance(error, HostedActorGoneError):
                 self.ended(actor, life, f"it was ended while it was being made: {error}")
             elif not isinstance(error, ShutdownError):
                 self._not_made(actor, life, error)
@@ -370,7 +370,7 @@ class Supervisor:
             if flight_recorder is not None and actor.phase == "restarting":
                 flight_recorder.noted(now, "restart", actor.descriptor.title)
             actor.note_alive(life, answer if isinstance(answer, int) else 0, now)
-            # Drop the other actor's route, so that it does not keep that actor alive.
+            # Replace the route of the neighbour, the other actor, by a route that does not keep the neighbour alive.
             if isinstance(actor.place, Route):
                 actor.place = self._routes.of(replace(actor.place.descriptor, anchor=None))
             answers = actor.pop_answered()
@@ -385,28 +385,28 @@ class Supervisor:
     # -- ends -------------------------------------------------------------------------------------------
 
     def _not_made(self, actor: ActorRecord, life: Incarnation, error: BaseException) -> None:
-        """Process that an incarnation could not be made; this is final unless only its process could not be started again."""
+        """Record that an incarnation could not be made, and decide whether another attempt follows or the actor is dead."""
         original = exceptions.original(error)
         if is_a(original, ActorDiedError) and (life.killed or life.ended_by_group):
-            return  # the thread that ends it does the rest
+            return  # the thread that has ended the incarnation calls ended()
         text, final = deaths.not_made(error, None if life.worker is None else life.worker_name)
         if actor.family is not None and actor.epoch:
-            # Its group will try again, as often as its limit allows, if there is a place for it.
+            # The group will restart the actor, as often as its limit allows, unless the worker of its place has ended.
             final = bool(self._bound(actor)) or is_a(original, ActorDiedError)
         elif not final:
             final = not actor.options.movable and (actor.epoch == 0 or actor.place is not None)
         self.ended(actor, life, text, cause=original, final=final)
 
     def _bound(self, actor: ActorRecord) -> str:
-        """Return why an actor cannot be restarted: ``worker=`` placed it on a worker that has ended. Empty if it can.
+        """Return why an actor cannot be restarted, if the worker that is its place has ended; empty if it can be restarted.
 
-        An actor that may move to another worker is placed there.
+        If the actor may move to another worker, its place is changed to ``"turn"``.
         """
         if not self._places.is_gone(actor.place):
             return ""
         if not actor.options.movable:
             return "worker= has put it there"
-        # The actor is supposed to outlive other workers, not to move here.
+        # The actor must not move to this worker.
         if self._places.next_worker().is_self:
             return "no other worker is left"
         actor.place = "turn"
@@ -497,8 +497,8 @@ class Supervisor:
         """Record that an actor is dead for good. Idempotent.
 
         Args:
-            verdict: why it is not restarted.
-            lost: the actor died, and was not asked to end.
+            verdict: contains why the actor is not restarted.
+            lost: the actor has died, or cannot be made: it was not ended on purpose.
         """
         descriptor = actor.descriptor
         with self.lock:
@@ -528,7 +528,7 @@ class Supervisor:
         perform(actions)
 
     def drop(self, actor_id: int) -> None:
-        """Record that an actor's last handle was freed. Called from ``__del__``: takes no lock."""
+        """Record that an actor's last handle was freed. Called from a ``__del__``, so it takes no lock."""
         self._dropped.append(actor_id)
         if not self._agent.closed_down:
             submit = self._agent.submit
@@ -551,10 +551,10 @@ class Supervisor:
                 self._end_gently(actor)
             elif waits:
                 self.mark_dead(actor, "its last handle is gone")
-            # Otherwise it is being made, and ends as soon as it was made.
+            # Otherwise the actor is being made; _constructed() will end it.
 
     def _end_gently(self, actor: ActorRecord) -> None:
-        """Let an actor run the calls in its mailbox, and end."""
+        """Let an actor run the calls in its mailbox, and end it then."""
         with self.lock:
             life = actor.life
             if actor.phase != "alive" or life is None:
@@ -564,7 +564,7 @@ class Supervisor:
         self.end_there(life, "drain", why).add_done_callback(lambda _: self.ended(actor, life, why))
 
     def end_there(self, life: Incarnation, how: str, why: str) -> Future[Any]:
-        """End an incarnation on its worker: ``"drain"`` or ``"now"``. The future completes when it has ended or failed."""
+        """End an incarnation on its worker (``how``: see HostedActor.stop). The future completes when it has ended, or fails."""
         agent, worker = self._agent, life.worker
         assert worker is not None
         return call_quietly(agent, lambda: peer_of(agent, worker), registry.stop, (life.id, how, why))
@@ -583,10 +583,10 @@ class Supervisor:
             self.mark_dead(actor, why)
         if actor is not None and life is not None:
             if process is not None and self._runtime.spawner is not None:
-                self._runtime.spawner.kill(process)  # its end is processed when it is reported
+                self._runtime.spawner.kill(process)  # _peer_ended() processes the end of the process
             elif worker is not None:
                 self.end_there(life, "now", why).add_done_callback(lambda _: self.ended(actor, life, why))
-            elif not no_restart:  # its process is starting, and is released when it has joined
+            elif not no_restart:  # its process is starting; _moved_in() ends it later
                 self._agent.submit(partial(self.ended, actor, life, why))
         done.set_result(None)
         return done
@@ -597,9 +597,9 @@ class Supervisor:
         """Return a future of an actor's location.
 
         Args:
-            after: the last incarnation of whose end the querying worker has been told.
-            wait: wait until it lives again; otherwise the future completes with :class:`Restarting` as soon as it is
-                known that it will.
+            after: the last incarnation whose end the querying worker knows; -1: none.
+            wait: True: the future completes when the actor lives. False: if the actor will be restarted, the future completes
+                before, with :class:`Restarting`.
 
         The future fails with ActorDiedError if the actor is dead.
         """
@@ -623,7 +623,7 @@ class Supervisor:
         return future
 
     def _unseen(self, actor: ActorRecord, after: int) -> None:
-        """Fail queries of workers that cannot reach an actor that this worker can reach."""
+        """Fail queries about an actor that other workers cannot reach, and that this worker still considers alive."""
         with self.lock:
             if actor.epoch > after:
                 return
@@ -636,14 +636,14 @@ class Supervisor:
             future.try_fail(error)
 
     def death_of(self, actor_id: int) -> ActorDiedError:
-        """Return the error that describes an actor's death; if it was forgotten, an error that says so."""
+        """Return the error that describes an actor's death; if the record was deleted, an error that says so."""
         with self.lock:
             actor = self._dead.get(actor_id)
         death = actor.death if actor is not None else None
         return death or death_errors.forgotten(actor_id, self._agent.name)
 
     def watch(self, actor_id: int) -> Future[ActorDiedError]:
-        """Return a future that completes, with the error as its value, when an actor is dead for good."""
+        """Return a future that completes when an actor is dead for good; its value is the error that describes the death."""
         future: Future[ActorDiedError] = Future()
         future.label = "the end of an actor"
         with self.lock:
@@ -667,8 +667,8 @@ class Supervisor:
         return future
 
     def ends(self, actor_id: int) -> Future[bool]:
-        """Return a future: False at once if an actor is not about to end; otherwise True, when it is dead."""
-        # Count handles that were just freed.
+        """Return a future whose value is False if an actor is not about to end, or True, as soon as the actor is dead."""
+        # Process the handles that were just freed.
         self._runtime.references.collect()
         self._sweep()
         over: Future[bool] = Future()
@@ -688,7 +688,7 @@ class Supervisor:
         """Record that an actor has ended by itself.
 
         Args:
-            kind: ``"exit"`` (by exit_actor()) and ``"constructor"`` are final; after any other kind it may be restarted.
+            kind: ``"exit"`` (by exit_actor()) and ``"constructor"`` are final; after any other kind, the actor may be restarted.
             error: the exception of the constructor.
         """
         with self.lock:
@@ -723,8 +723,8 @@ class Supervisor:
         """Return a part of :meth:`states`, with the latest deaths first, and whether there is more.
 
         Args:
-            first: how many to skip; at most ``most`` are returned.
-            dead: how many dead actors count.
+            first: how many states to skip; then at most ``most`` states are returned.
+            dead: how many of the dead actors are included.
         """
         with self.lock:
             ended = itertools.islice(reversed(self._dead.values()), dead)

@@ -317,7 +317,7 @@ def test_a_name_defined_after_its_class_was_sent_raises_with_a_hint() -> None:
     actor = space["Cell"].remote()
     with pytest.raises(NameError, match="helper") as caught:
         actorrpc.get(actor.call.remote())
-    assert "run the class statement (of a notebook, its cell) again" in caught.value.__notes__[0]
+    assert "run the class statement (in a notebook, its cell) again" in caught.value.__notes__[0]
     del caught
 
 

@@ -387,7 +387,7 @@ def test_cancelling_one_of_several_results_cancels_the_others(runtime: Runtime) 
     _until_empty(runtime)
 
 
-@pytest.mark.prints("failing has given 2 values .*, and then raised LookupError")
+@pytest.mark.prints("failing has yielded 2 values .*, and then raised LookupError")
 def test_an_error_of_a_generator_after_its_last_result_is_logged(runtime: Runtime) -> None:
     assert get(spread(open_stream(failing, 0, 2), 2)) == [0, 1]
     join_generators()
@@ -485,7 +485,7 @@ def _nowhere() -> StreamTicket:
 def test_a_stream_cannot_be_pickled_or_copied(runtime: Runtime) -> None:
     stream = open_stream(count, 4, 3)
     for send in (codec.dumps, copy.copy, lambda each: rpc.rpc_sync(0, str, (each,))):
-        with pytest.raises(errors.SerializationError, match="take its items here"):
+        with pytest.raises(errors.SerializationError, match="take the items here"):
             send(stream)
     assert len(list(stream)) == 3
 

@@ -258,7 +258,7 @@ def test_the_error_after_max_restarts_lists_all_deaths(monkeypatch: pytest.Monke
     future = world.call(driver, route, 1)
     world.settle()
     text = str(_error(future))
-    assert "not restarted again: it has been 2 times within 60 s, and max_restarts is 2" in text
+    assert "not restarted again: it was restarted 2 times within 60 s, and max_restarts is 2" in text
     before = text.split("before that, it had died like this:")[1].split("\n")[1:]
     assert len(before) == 2
     assert "was ended by SIGKILL" in before[0]
