@@ -216,8 +216,6 @@ class PendingCall(Progress):
         self._timer: Timer | None = None
         current = CURRENT.get()
         given_up = None if current is None else current.given_up
-        if current is None:
-            agent.next_chain()  # the number is not used: a Call draws its own number when it is sent
         self.context: Context = copy_context()
         deadline = agent.clock.now() + seconds if seconds else INFINITE
         self.deadline = deadline if current is None else min(deadline, current.deadline)

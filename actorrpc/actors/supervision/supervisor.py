@@ -682,31 +682,19 @@ class Supervisor:
             self.watch(actor_id).add_done_callback(lambda _: over.set_result(True))
         return over
 
-    def note_ended(
-        self, actor_id: int, epoch: int, kind: str, text: str, error: BaseException | None = None
-    ) -> None:
+    def note_ended(self, actor_id: int, epoch: int, kind: str, text: str) -> None:
         """Record that an actor has ended by itself.
 
         Args:
-            kind: ``"exit"`` (by exit_actor()) and ``"constructor"`` are final; after any other kind, the actor may be restarted.
-            error: the exception of the constructor.
+            kind: ``"exit"`` (by exit_actor()) is final; after any other kind, the actor may be restarted.
         """
         with self.lock:
             actor = self._actors.get(actor_id)
             if actor is None or actor.epoch != epoch:
                 return
             life = actor.life
-        if life is None:
-            return
-        cause = None if error is None else exceptions.original(error)
-        self.ended(
-            actor,
-            life,
-            text,
-            cause=cause,
-            final=kind in ("exit", "constructor"),
-            wanted=kind == "exit",
-        )
+        if life is not None:
+            self.ended(actor, life, text, final=kind == "exit", wanted=kind == "exit")
 
     def note_checkpoint(self, actor_id: int, epoch: int, number: int, state: Snapshot) -> bool:
         """Store the state for the actor's next incarnation; return False if ``epoch`` is not the present incarnation."""
