@@ -161,7 +161,7 @@ class Executor:
                     elif type(function) is tuple:
                         function = self._learn(peer, function)
                     execution.what = function
-                    if hooks.on_start or (header and not hooks.header_hooks.keys().isdisjoint(header)):
+                    if hooks.on_start or (header and not hooks.header_fields.isdisjoint(header)):
                         value = run_hooked(hooks, execution, function, args, kwargs)
                     else:
                         value = function(*args, **kwargs)

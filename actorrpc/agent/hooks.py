@@ -173,6 +173,7 @@ class HookSet:
         messages: whether there are hooks with ``before_send`` or ``after_send``.
         on_call, before_send, after_send, on_start, on_end, on_answer: the methods of the hooks that take part in all calls.
         header_hooks: hooks that take part in executions with a certain header field, by the name of the field.
+        header_fields: the keys of ``header_hooks``.
         profiled: hooks that take part in profiled calls only.
         recorded: the ``on_end`` of the recorder, as a tuple; empty without a recorder.
     """
@@ -205,6 +206,7 @@ class HookSet:
     def _change(self, hooks: tuple[CallHooks, ...]) -> None:
         self._hooks = hooks
         self.header_hooks = {each.field: each for each in hooks if each.field}
+        self.header_fields = self.header_hooks.keys()
         self.profiled = tuple(each for each in hooks if each.profiled_only)
         always = [each for each in hooks if not each.field and not each.profiled_only]
         for moment in _MOMENTS:

@@ -74,7 +74,7 @@ class Envelope(Entry, Execution):
     @property
     def reserved(self) -> bool:
         """Whether the call only reserves its place: the caller sends the message when its arguments are complete."""
-        frame: Frame | None = vars(self).get("frame")  # another thread may remove it
+        frame: Frame | None = self.__dict__.get("frame")  # another thread may remove it
         return not self.whole and frame is not None and frame.flags == MAIL
 
     def __init__(self, conn: Connection | None, peer: Peer, frame: Frame, header: Header) -> None:

@@ -191,7 +191,7 @@ class ActorExecutor:
         """Return the ``args`` and ``kwargs`` of a call, decoding its message if that was not done before its turn."""
         opened, entry.opened = entry.opened, None
         if opened is None:
-            frame = vars(entry).pop("frame", None)
+            frame = entry.__dict__.pop("frame", None)
             if frame is None:
                 raise CancelledError(f"{self.label(entry)} was cancelled", maybe_executed=False)
             try:
@@ -217,15 +217,15 @@ class ActorExecutor:
         method, kind = self._method(name)
         hooks = self.agent.hooks
         call = method
-        if hooks.on_start or not hooks.header_hooks.keys().isdisjoint(header):
+        if hooks.on_start or not hooks.header_fields.isdisjoint(header):
             call = partial(self._run_hooked, entry, method)
-        if kind == "generator" or ("window" in header and kind == "sync"):
+        if kind != "sync" or "window" in header:
+            if kind.startswith("async"):
+                raise TypeError(
+                    f"{self.hosted.title}.{name} is async, and the actor has no event loop: its class has no async methods"
+                )
             self._stream(entry, call(*args, **kwargs))
             return _NOTHING
-        if kind.startswith("async"):
-            raise TypeError(
-                f"{self.hosted.title}.{name} is async, and the actor has no event loop, because its class has no async methods"
-            )
         value = call(*args, **kwargs)
         if type(value) is Deferred:
             self._answer_later(entry, value.future)
@@ -262,7 +262,7 @@ class ActorExecutor:
 
     def _run_hooked(self, entry: Envelope, method: Any, /, *args: Any, **kwargs: Any) -> Any:
         hooks = self.agent.hooks
-        if hooks.on_start or not hooks.header_hooks.keys().isdisjoint(entry.header):
+        if hooks.on_start or not hooks.header_fields.isdisjoint(entry.header):
             return run_hooked(hooks, entry, method, args, kwargs)
         return method(*args, **kwargs)
 
@@ -528,7 +528,7 @@ class ActorExecutor:
         if not self._claim(entry):  # it was answered before
             let_frames_go(error)
             return
-        frame = vars(entry).pop("frame", None)
+        frame = entry.__dict__.pop("frame", None)
         if frame is not None:  # its arguments were never decoded
             self.agent.inbox.discard(entry.conn, frame)
         if self.hosted.on_error is not None:
@@ -541,7 +541,7 @@ class ActorExecutor:
 
     def refuse(self, entry: Envelope, error: RpcError) -> None:
         if self._claim(entry):
-            frame = vars(entry).pop("frame", None)
+            frame = entry.__dict__.pop("frame", None)
             if frame is not None:
                 self.agent.executor.refuse(entry.conn, frame, error)
             else:

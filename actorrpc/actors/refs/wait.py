@@ -509,19 +509,19 @@ def _get_several(
             return _get_all([refs], until, timeout, copy, cancel)[0]
         if not isinstance(refs, (list, tuple)):
             return _wait_for(_start(refs, "get()", True), until, timeout)
-        flat: list[Any] = []
-        shape: list[int] = []
-        for item in refs:
-            is_list = isinstance(item, (list, tuple))
-            shape.append(len(item) if is_list else -1)
-            flat.extend(item if is_list else (item,))
+        flat, shape = list(refs), None
+        if any(issubclass(kind, (list, tuple)) for kind in set(map(type, flat))):
+            shape = [len(item) if isinstance(item, (list, tuple)) else -1 for item in flat]
+            flat = [each for item in flat for each in (item if isinstance(item, (list, tuple)) else (item,))]
         if sole:
-            item = None
             del refs[:]  # type: ignore[union-attr]
-        values = iter(_get_all(flat, until, timeout, copy, cancel))
-        return [next(values) if size < 0 else list(islice(values, size)) for size in shape]
+        values = _get_all(flat, until, timeout, copy, cancel)
+        if shape is None:
+            return values
+        rest = iter(values)
+        return [next(rest) if size < 0 else list(islice(rest, size)) for size in shape]
     finally:
-        refs = flat = item = None  # type: ignore[assignment]  # see get()
+        refs = flat = None  # type: ignore[assignment]  # see get()
 
 
 def _get_all(
