@@ -35,7 +35,7 @@ class Envelope(Entry, Execution):
     """A call of an actor: it waits in the mailbox, is executed and is answered.
 
     Attributes:
-        frame: the message. The thread that decodes or discards it removes the attribute first, in one atomic step.
+        frame: the message; :meth:`claim_frame` removes the attribute.
         whole: the whole message has arrived; if False, only its beginning has, and ``receive_rest`` gets the rest.
         opened: ``(args, kwargs)`` if they were decoded before the call's turn, or the error of an argument.
     """
@@ -74,7 +74,7 @@ class Envelope(Entry, Execution):
     @property
     def reserved(self) -> bool:
         """Whether the call only reserves its place: the caller sends the message when its arguments are complete."""
-        frame: Frame | None = self.__dict__.get("frame")  # another thread may remove it
+        frame: Frame | None = getattr(self, "frame", None)  # another thread may remove it
         return not self.whole and frame is not None and frame.flags == MAIL
 
     def __init__(self, conn: Connection | None, peer: Peer, frame: Frame, header: Header) -> None:
@@ -99,6 +99,15 @@ class Envelope(Entry, Execution):
         self.loose = bool(header.get("unordered"))
         if "place" in header:
             self.place, self.again = int(header["place"]), True
+
+    def claim_frame(self) -> Frame | None:
+        """Remove and return the message, to decode or discard it. Exactly one caller gets the message; others get None."""
+        try:
+            frame = self.frame
+            del self.frame  # atomic. ``__dict__.pop`` would make a dictionary, and slow down each later access to an attribute
+        except AttributeError:
+            return None
+        return frame
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
         """Cancel the call for its caller. Runs on a pool thread.

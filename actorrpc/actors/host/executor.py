@@ -191,7 +191,7 @@ class ActorExecutor:
         """Return the ``args`` and ``kwargs`` of a call, decoding its message if that was not done before its turn."""
         opened, entry.opened = entry.opened, None
         if opened is None:
-            frame = entry.__dict__.pop("frame", None)
+            frame = entry.claim_frame()
             if frame is None:
                 raise CancelledError(f"{self.label(entry)} was cancelled", maybe_executed=False)
             try:
@@ -528,7 +528,7 @@ class ActorExecutor:
         if not self._claim(entry):  # it was answered before
             let_frames_go(error)
             return
-        frame = entry.__dict__.pop("frame", None)
+        frame = entry.claim_frame()
         if frame is not None:  # its arguments were never decoded
             self.agent.inbox.discard(entry.conn, frame)
         if self.hosted.on_error is not None:
@@ -541,7 +541,7 @@ class ActorExecutor:
 
     def refuse(self, entry: Envelope, error: RpcError) -> None:
         if self._claim(entry):
-            frame = entry.__dict__.pop("frame", None)
+            frame = entry.claim_frame()
             if frame is not None:
                 self.agent.executor.refuse(entry.conn, frame, error)
             else:
