@@ -90,6 +90,10 @@ class _ConnectingAgent(AdmittingAgent, Protocol):
     def shut_down_error(self) -> ShutdownError: ...
 
 
+class _PeerGoneError(Exception):
+    """The peer has died. The text says how this was noticed; the cause, if any, is the error to raise."""
+
+
 class Resumption:
     """Resumes the broken connections of one agent. Thread-safe."""
 
@@ -480,13 +484,18 @@ class Connector:
         """
         limit = min(deadline, _time.now() + self._agent.settings.connect_timeout)
         while True:
-            with Taken(peer.dial_lock, limit) as taken:
-                if taken.held:
-                    conn = peer.conn
-                    if conn is not None and conn.state is not CLOSED:
-                        return conn
-                    peer.check_alive(f"cannot call {what}")
-                    return self._dial_main(peer, limit, what, deadline)
+            try:
+                with Taken(peer.dial_lock, limit) as taken:
+                    if taken.held:
+                        conn = peer.conn
+                        if conn is not None and conn.state is not CLOSED:
+                            return conn
+                        peer.check_alive(f"cannot call {what}")
+                        return self._dial_main(peer, limit, what, deadline)
+            except _PeerGoneError as gone:
+                # Not under ``dial_lock``: peer_ended() runs hooks and handlers.
+                self._agent.peer_ended(peer, "dead", str(gone))
+                raise gone.__cause__ or peer.died(f"cannot call {what}", maybe_executed=False) from None
             checkpoint()
             if _time.now() > limit:
                 raise RpcTimeoutError(
@@ -505,11 +514,10 @@ class Connector:
             try:
                 sock, session = self.dial(peer, family, address, Purpose.MAIN, attach, limit)
                 return self._establish(peer, sock, family == socket.AF_UNIX, session)
-            except PeerDiedError:
+            except PeerDiedError as error:
                 # The answer was not authenticated, so it may be an attacker's. But an attacker at this address could also refuse
                 # the connection, with the same result.
-                self._agent.peer_ended(peer, "dead", "a new run of it answers at its address")
-                raise
+                raise _PeerGoneError("a new run of it answers at its address") from error
             except LimitError as error:
                 raise LimitError(
                     f"cannot call {what}: {error}; nothing was sent. Call again when it has descriptors left, or raise its limit"
@@ -542,8 +550,7 @@ class Connector:
             )
             raise AuthenticationError(why)
         if gone:
-            self._agent.peer_ended(peer, "dead", f"its address refuses connections ({'; '.join(tried)})")
-            raise peer.died(f"cannot call {what}", maybe_executed=False)
+            raise _PeerGoneError(f"its address refuses connections ({'; '.join(tried)})")
         raise (RpcTimeoutError if _time.now() >= deadline else PeerDiedError)(
             f"cannot call {what}: {peer.name!r} cannot be reached ({'; '.join(tried)}); the call was not executed",
             maybe_executed=False,
