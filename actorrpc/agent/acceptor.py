@@ -438,7 +438,7 @@ class Admission:
             )
 
     def _failed_often(self, address: str) -> bool:
-        """Record a failure; return whether the address has used up its answers of this second."""
+        """Record that a connection has failed; return whether its address had ``FAILURES_PER_S`` failures in the last second."""
         now = _time.now()
         with self._lock:
             times = [when for when in self._failures.pop(address, ()) if now - when < 1.0]

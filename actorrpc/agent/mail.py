@@ -42,7 +42,7 @@ class MailRouter(Protocol):
         """Deliver complete mail.
 
         Args:
-            conn: None for mail of this worker to itself; then no lock is held.
+            conn: None for mail of this worker to itself; then the caller holds no read lock.
             peer: the sender, which may have cancelled the call already: see ``Peer.cancelled``.
         """
 

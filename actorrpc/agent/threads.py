@@ -241,7 +241,8 @@ class Pool:
                             task = queue.popleft()
                         except IndexError:
                             continue
-                        # Several wake-ups may wake one thread only. If this task then blocks, the tick wakes another thread.
+                        # If several tasks are queued in quick succession, the pool may wake only one thread. If this thread's
+                        # task blocks, the tick wakes another thread for the queued tasks.
                         if queue and not starvation.active:
                             starvation.wake()
                         # The time that work takes is only measured if more work is queued.

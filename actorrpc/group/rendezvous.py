@@ -37,7 +37,9 @@ _TABLE, _ERROR, _AGAIN = "table", "error", "again"
 _LEFT: Final = b"left"  # the value of a name's or rank's key after its holder has left
 # How many rounds are repeated because of records that a killed run may have left in the store; then such records are an error.
 _TRIES: Final = 2
-_GRACE: Final = 2.0  # how long the other workers may take to read the outcome after it was published
+# How long rank 0 waits until the others have read the outcome. Also how long a worker that has timed out waits until another worker
+# that has timed out has published the outcome.
+_GRACE: Final = 2.0
 
 
 class StoreLike(Protocol):

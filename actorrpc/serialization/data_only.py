@@ -124,7 +124,7 @@ def _expose(function: Any, name: str | None) -> Any:
 
 
 def allow(cls: C) -> C:
-    """Let objects of a user's class be received in the data-only mode: a dataclass, a named tuple, an enum. A decorator.
+    """Let objects of a user's class be received in the data-only mode: a dataclass, named tuple, enum or exception. A decorator.
 
     Peers choose the arguments of the constructor and the attributes of instances, so the class must only store them.
     To allow a class does not allow its subclasses.

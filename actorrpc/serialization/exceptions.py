@@ -558,9 +558,10 @@ _COMMON = ("__cause__", "__class__", "__context__", "__dict__", "__suppress_cont
 
 
 def _manners(cls: type[BaseException]) -> dict[str, Any]:
-    """Return attributes of a raised class that make ``_COMMON`` work as in BaseException if the user's class overrides them.
+    """Return methods for a raised class that read and set the attributes in ``_COMMON`` as BaseException does.
 
-    All other attributes are read and set as the user's class defines it.
+    They are needed if the user's class overrides one of these attributes, ``__getattribute__`` or ``__setattr__``. All other
+    attributes are read and set as the user's class defines.
     """
     found: dict[str, Any] = {}
     for owner in type.__dict__["__mro__"].__get__(cls):

@@ -17,7 +17,7 @@ __all__ = ["LocalReferences", "stored"]
 
 
 class LocalReferences:
-    """The context of an encoding that stays in this process: see :func:`codec.current_encoding`.
+    """The context of an encoding whose references are kept outside of the pickle: see :func:`codec.current_encoding`.
 
     Reducers of references check ``isinstance(codec.current_encoding(), LocalReferences)`` and return the result of :meth:`hold`.
     One thread changes the LocalReferences while it encodes; after that, threads only read it.

@@ -79,7 +79,7 @@ class ReliableStream(Stream):
         self.other = other
         self.dialled = dialled
         self.attempts = itertools.count(1)
-        self._attempt = 0  # the latest attempt that has sent the number of received bytes
+        self._attempt = 0  # the latest attempt to resume that has claimed the number of received bytes
         self._say_every = say_every
         self._limit = limit
         self._large = large
@@ -192,11 +192,11 @@ class ReliableStream(Stream):
         self._stream.close()
 
     def is_overtaken(self, attempt: int) -> bool:
-        """Whether a later attempt has sent the number of received bytes, so that ``attempt`` has to stop."""
+        """Whether a later attempt to resume was claimed (:meth:`claim_attempt`), so that ``attempt`` has to stop."""
         return attempt < self._attempt
 
     def claim_attempt(self, attempt: int) -> bool:
-        """Record that an attempt will send the number of received bytes; return False if a later attempt has done so."""
+        """Claim the number of received bytes, to send it in an attempt to resume; return False if a later attempt has claimed it."""
         self._attempt = max(self._attempt, attempt)
         return self._attempt == attempt
 

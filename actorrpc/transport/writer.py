@@ -286,7 +286,12 @@ class Writer:
                 self._note_blocked()
 
     def _try(self, prefix: bytes, piece: memoryview, deadline: float | None) -> bool | None:
-        """Send one chunk. None: before the chunk was begun, the socket failed or a signal handler was deferred; try again."""
+        """Send one chunk.
+
+        Returns:
+            True if it was sent, or another thread sends the rest of it; False if the connection has ended or the deadline has
+            passed; None if the chunk was not begun, because the socket failed or a signal handler was deferred: try again.
+        """
         conn = self._conn
         while not self.lock.acquire(timeout=0.1):
             if conn.state is CLOSED or (deadline is not None and _time.now() > deadline):
@@ -331,7 +336,7 @@ class Writer:
             self.flush()
 
     def _note_blocked(self) -> None:
-        """Log a long wait on a pool thread: a log handler may run any code, and this thread may hold the lock."""
+        """Let a pool thread log a long wait of this thread: a log handler may run any code, and this thread may hold the lock."""
         blocked, conn = self.blocked, self._conn
         if blocked.since is not None and blocked.is_due(blocked.since):
             name = conn.peer.name if conn.peer else "a stranger"

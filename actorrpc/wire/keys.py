@@ -80,14 +80,14 @@ class Key:
             where: the source of the text, for the error message.
 
         Raises:
-            ConfigError: the text has less than 16 characters.
+            ConfigError: the text has less than 16 bytes in UTF-8.
         """
         secret = (os.fsencode(text) if isinstance(text, str) else text).strip()
         if len(secret) < _MIN_TEXT:
             size = len(secret)
             del text, secret
             raise ConfigError(
-                f"the key in {where} has {size} characters and needs at least {_MIN_TEXT}; "
+                f"the key in {where} has {size} bytes and needs at least {_MIN_TEXT}; "
                 "make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
             )
         return cls(secret)
