@@ -37,8 +37,8 @@ _TABLE, _ERROR, _AGAIN = "table", "error", "again"
 _LEFT: Final = b"left"  # the value of a name's or rank's key after its holder has left
 # How many rounds are repeated because of records that a killed run may have left in the store; then such records are an error.
 _TRIES: Final = 2
-# How long rank 0 waits until the others have read the outcome. Also how long a worker that has timed out waits until another worker
-# that has timed out has published the outcome.
+# How long rank 0 waits until the others have read the outcome. Also how long a worker that has timed out waits for another
+# such worker to publish the outcome.
 _GRACE: Final = 2.0
 
 

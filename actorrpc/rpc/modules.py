@@ -34,8 +34,8 @@ __all__ = [
     "state_of",
 ]
 
-# The devices of modules that are not on the CPU. The worker that owns a module moves the tensors of calls to its device. The owner
-# keeps this table, not the callers, because several workers may move a module.
+# The devices of modules that are not on the CPU. The worker that owns a module moves the tensors of calls to its device. The
+# owner keeps this table, not the callers, because several workers may move a module.
 _placed: Final[weakref.WeakKeyDictionary[nn.Module, torch.device]] = weakref.WeakKeyDictionary()
 _AT_HOME: Final = ("cpu", "meta")  # calls move no tensors from or to modules on these devices
 _LOADING: Final = "Error(s) in loading state_dict"  # the beginning of torch's error that lists several errors

@@ -615,7 +615,7 @@ class _Stack:
 
 
 def _begin_stack(encoding: Any, t: torch.Tensor, code: int, shape: torch.Size) -> tuple[Any, ...] | None:
-    """Start a stack with a tensor; return the tensor's reduction. None: too few tensors have had its layout, or it cannot be stacked."""
+    """Start a stack with a tensor; return its reduction. None: it cannot be stacked, or too few tensors had its layout."""
     layout = code, shape
     alike = encoding.layouts.get(layout, 0)
     if alike < _ALIKE or _TensorGuards is None or _is_altered() or torch.is_autocast_enabled("cpu"):
