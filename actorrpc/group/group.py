@@ -80,7 +80,7 @@ _LOOK_S: Final = 1.0  # how often a worker that waits at shutdown checks the oth
 # and less than 2 s with graceful=False.
 _LET_END_S: Final = 0.75
 _PARTING_S: Final = 5.0  # how long sending GOODBYE to all peers may take at a graceful shutdown
-# After so many seconds of a collective wait, the waiting thread logs the exception that it handles; the wait delays its traceback.
+# After so many seconds of a collective wait, the waiting thread logs the exception that it handles, as its traceback is late.
 _SILENT_S: Final = 2.0
 
 
