@@ -85,23 +85,6 @@ def _readable(sock: TlsSocket, wait_ms: int = 0) -> bool:
     return bool(poller.poll(wait_ms))
 
 
-def test_decrypted_unread_bytes_count_as_pending(pair: tuple[TlsSocket, TlsSocket]) -> None:
-    one, other = pair
-    one.sendall(bytes(range(200)) * 50)
-    assert _readable(other, 30_000)
-    buffer = memoryview(bytearray(4_000))
-    assert other.recv_into(buffer) == 4_000
-    with pytest.raises(BlockingIOError):
-        socket.socket.recv(other._ssl, 1, socket.MSG_PEEK)
-    assert _readable(other)
-    assert other.recvmsg_into([buffer[:3_000], buffer[3_000:]]) == (4_000,)
-    assert _readable(other)
-    assert other.recv_into(buffer) == 2_000
-    assert not _readable(other)
-    with pytest.raises(BlockingIOError):
-        other.recv_into(buffer)
-
-
 def test_bytes_arrive_in_order_for_all_sizes_of_writes_and_reads(pair: tuple[TlsSocket, TlsSocket]) -> None:
     one, other = pair
     one.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)
@@ -169,20 +152,6 @@ def _send_close_notify(sock: Any) -> None:
     """Send TLS's close_notify."""
     with pytest.raises(ssl.SSLError):  # the peer has not answered yet
         sock._sslobj.shutdown()
-
-
-def test_bytes_after_close_notify_are_ignored(pair: tuple[TlsSocket, TlsSocket]) -> None:
-    one, other = pair
-    one.sendall(b"last")
-    _send_close_notify(one.sock)
-    socket.socket.send(one._ssl, b"more of something" * 100)
-    assert _readable(other, 30_000)
-    buffer = memoryview(bytearray(100))
-    assert other.recv_into(buffer) == 4
-    for _ in range(3):
-        assert _readable(other, 30_000)
-        assert other.recv_into(buffer) == 0
-    other.sendall(b"still")  # close_notify ends one direction only
 
 
 def test_operations_on_a_closed_tls_socket_raise_os_error(pair: tuple[TlsSocket, TlsSocket]) -> None:
