@@ -231,7 +231,7 @@ def test_ranges_outside_of_a_segment_are_refused(host: Host) -> None:
 # -- the limit ----------------------------------------------------------------------------------------------------
 
 
-def test_a_process_waiting_for_room_gives_up_its_own_free_memory(
+def test_a_process_waiting_for_room_gives_up_its_own_free_memory_and_times_out(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, other = host.store(64 * MIB), host.store(64 * MIB)
@@ -247,6 +247,10 @@ def test_a_process_waiting_for_room_gives_up_its_own_free_memory(
     monkeypatch.setattr(_time, "sleep", sleep)
     with pytest.raises(ObjectStoreFullError):
         store.allocate(40 * MIB, label="a thing", until=5.0)
+    waited = now[0]
+    with pytest.raises(ObjectStoreFullError):  # larger than the limit: does not wait
+        store.allocate(65 * MIB, label="a thing", until=waited + 5.0)
+    assert now[0] == waited
     more = fill(other, 30 * MIB)
     assert _content(kept) == _content(more) == {len("a thing")}
 

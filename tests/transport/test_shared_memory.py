@@ -246,7 +246,7 @@ def test_a_full_descriptor_socket_falls_back_to_the_main_socket(kind: int) -> No
 def test_lack_of_shared_memory_falls_back_to_the_main_socket(
     lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for where, name in ((os, "ftruncate"), (shared_memory, "reserve")):
+    for where, name in ((os, "memfd_create"), (os, "ftruncate"), (shared_memory, "reserve")):
         for error in (OSError(errno.ENOSPC, "No space left on device"), MemoryError()):
             with monkeypatch.context() as patched:
                 patched.setattr(where, name, Mock(side_effect=error))
