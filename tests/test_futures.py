@@ -718,8 +718,8 @@ def test_concurrent_futures_wait_accepts_a_concurrent_future(waits_first: bool) 
     work: list[ConcurrentFuture[Any]] = [ConcurrentFuture() for _ in range(3)]
 
     def end() -> None:
-        while waits_first and not all(future._waiters for future in work):
-            threading.Event().wait(0.001)
+        if waits_first:
+            threading.Event().wait(0.05)
         work[0].set_result(7)
         work[1].set_exception(LookupError("gone"))
         work[2].cancel()

@@ -42,12 +42,13 @@ def test_a_call_without_memory_for_its_large_result_raises_limit_error_and_later
 ) -> None:
     with agents(2, lane=False) as (one, other):
         to = one.peer(other.name)
-        take = one.buffers.allocate
-        monkeypatch.setattr(one.buffers, "allocate", _no_memory)
-        with pytest.raises(LimitError, match="the result of the call of _ones on 'a1', of 8 MiB") as refused:
-            one.call_sync(to, _ones, (8 * _MIB,), {}, 20.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(one.buffers, "allocate", _no_memory)
+            with pytest.raises(
+                LimitError, match="the result of the call of _ones on 'a1', of 8 MiB"
+            ) as refused:
+                one.call_sync(to, _ones, (8 * _MIB,), {}, 20.0)
         assert refused.value.maybe_executed is True
-        monkeypatch.setattr(one.buffers, "allocate", take)
         assert one.call_sync(to, _ones, (8 * _MIB,), {}, 20.0).numel() == 8 * _MIB
         until(lambda: not to.conn.assemblies)  # the refused message may still be arriving
         del refused
@@ -141,11 +142,11 @@ def test_mapping_shared_memory_is_tried_again_after_a_failure(monkeypatch: pytes
         to = one.peer(other.name)
         if not one.call_sync(to, _size, (_ones(8 * _MIB),), {}, 20.0) or to.conn.lane.lender is None:
             pytest.skip("these connections have no shared memory")
-        monkeypatch.setattr(shared_memory, "reserve", refuse)
-        for _ in range(2):
-            with pytest.raises(LimitError, match="MiB of shared memory cannot be mapped here"):
-                one.call_sync(to, _size, (_ones(64 * _MIB),), {}, 20.0)
-        monkeypatch.setattr(shared_memory, "reserve", reserve)
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_memory, "reserve", refuse)
+            for _ in range(2):
+                with pytest.raises(LimitError, match="MiB of shared memory cannot be mapped here"):
+                    one.call_sync(to, _size, (_ones(64 * _MIB),), {}, 20.0)
         assert one.call_sync(to, _size, (_ones(64 * _MIB),), {}, 20.0) == 64 * _MIB
 
 

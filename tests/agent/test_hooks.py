@@ -118,16 +118,15 @@ def test_hooks_share_header_fields_and_notes_during_a_call() -> None:
 
 
 def test_an_error_in_a_hook_fails_only_its_call() -> None:
-    class Fails(CallHooks):
-        def __init__(self, moment: str) -> None:
-            def refuse(*_: Any) -> Any:
-                raise ZeroDivisionError(moment)
+    def failing(moment: str) -> CallHooks:
+        def refuse(*_: Any) -> Any:
+            raise ZeroDivisionError(moment)
 
-            setattr(self, moment, refuse)
+        return type("Fails", (CallHooks,), {moment: refuse})()
 
     with agents(2) as (a, b):
         for agent, moment in ((a, "on_call"), (a, "before_send"), (b, "on_start"), (b, "on_end")):
-            bad = Fails(moment)
+            bad = failing(moment)
             agent.hooks.add(bad)
             for function, args in ((operator.add, (1, 1)), (operator.add, ([], []))):
                 with pytest.raises(ZeroDivisionError, match=moment):

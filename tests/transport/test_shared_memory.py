@@ -29,6 +29,7 @@ from actorrpc.serialization.tensors import TensorSpan
 from actorrpc.transport import shared_memory
 from actorrpc.transport.buffers import MemoryRange, sealed_memfd
 from actorrpc.transport.shared_memory import Borrower, Lender
+from tests.transport.object_stores import exit_code, fork
 
 KIB = 1 << 10
 SEGMENT = 256 * KIB  # the smallest segment
@@ -428,10 +429,7 @@ def test_a_segment_cannot_be_lent_twice_before_it_was_returned(lane: Lane) -> No
     assert bytes(lane.send(b"b" * 1000)[0]) == b"b" * 1000
 
 
-def test_a_segment_that_was_never_announced_is_an_error_after_a_short_wait(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_memory, "_ANNOUNCEMENT_WAIT", 0.01)
+def test_a_segment_that_was_never_announced_is_an_error_after_a_short_wait(lane: Lane) -> None:
     with pytest.raises(ProtocolError, match="never announced"):
         lane.borrower.views(9, 1, (10,))
     lane.ours.close()
@@ -487,47 +485,21 @@ def test_a_closed_lane_ignores_messages_and_lends_nothing() -> None:
 # -- two processes -----------------------------------------------------------------------------------------
 
 
-def in_child(work: Callable[[], bool]) -> int:
-    """Fork, and run ``work`` in the child, which then exits. Return the child's process id."""
-    pid = os.fork()
-    if pid == 0:
-        code = 2
-        try:
-            code = 0 if work() else 1
-        finally:
-            os._exit(code)
-    return pid
-
-
-def exit_code(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def fork_as_the_agent_does(lane: Lane, work: Callable[[], bool]) -> int:
-    """Fork, and call the hooks that the agent registers."""
-
-    def child() -> bool:
-        lane.lender.abandon()
-        lane.borrower.abandon()
-        return work()
-
-    lane.borrower.before_fork()
-    try:
-        return in_child(child)
-    finally:
-        lane.borrower.after_fork_in_parent()
-
-
 def test_memory_inherited_by_a_child_is_not_reused_while_the_child_lives(lane: Lane) -> None:
     near, far = socket.socketpair()
     held = [torch.frombuffer(lane.send(b"a" * 1000)[0], dtype=torch.uint8)]
 
-    def work() -> bool:
+    def child() -> None:
+        lane.lender.abandon()
+        lane.borrower.abandon()
         near.close()
         far.recv(1)
-        return bool((held[0] == 97).all())
+        assert bool((held[0] == 97).all())
+        assert lane.lender.place([span(b"x" * 1000)]) is None  # the lane belongs to the parent
 
-    pid = fork_as_the_agent_does(lane, work)
+    lane.borrower.before_fork()  # as the agent does
+    pid = fork(child)
+    lane.borrower.after_fork_in_parent()
     far.close()
     held.clear()
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal
 import _weakrefset
 import operator
 import signal
@@ -37,7 +38,9 @@ def rings() -> Any:
     signals.install(later)
     yield asked
     signals.uninstall(later)
-    assert type(signal._signal.getsignal(signal.SIGINT)) is not signals._Shield  # type: ignore[attr-defined]
+    assert (
+        _signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )  # without the shield of the deferral
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 import string
-import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -17,7 +18,6 @@ from actorrpc.wire.identity import (
     WorkerInfo,
     WorkerRecord,
     check_name,
-    main_identity,
 )
 
 _NAMES = st.text(string.ascii_letters + string.digits + "-_:", min_size=1, max_size=127)
@@ -123,19 +123,15 @@ def test_a_record_over_the_size_limit_is_refused() -> None:
         WorkerRecord.from_bytes(b"\x99" * (1 << 20))
 
 
-def test_main_identity_depends_on_the_content_of_the_main_file(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    main = sys.modules["__main__"]
-    (tmp_path / "a.py").write_text("x = 1")
-    (tmp_path / "b.py").write_text("x = 1")
-    monkeypatch.setattr(main, "__file__", str(tmp_path / "a.py"), raising=False)
-    first = main_identity()
-    monkeypatch.setattr(main, "__file__", str(tmp_path / "b.py"))
-    assert main_identity() == first != ""
-    (tmp_path / "b.py").write_text("x = 2")
-    assert main_identity() not in ("", first)
-    monkeypatch.setattr(main, "__file__", str(tmp_path / "gone.py"))
-    assert main_identity() == ""
-    monkeypatch.delattr(main, "__file__")
-    assert main_identity() == ""
+def test_main_identity_depends_on_the_content_of_the_main_file(tmp_path: Path) -> None:
+    def identity(before: str = "", after: str = "") -> Any:
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.py"
+        file.write_text(
+            f"import os\nfrom actorrpc.wire import identity\n{before}\nfound = identity.main_identity()\n{after}"
+        )
+        return runpy.run_path(str(file), run_name="__main__")["found"]
+
+    assert identity() == identity() != ""
+    assert identity(after="x = 2") not in ("", identity())
+    assert identity(before="os.unlink(__file__)") == ""
+    assert identity(before="del __file__") == ""
