@@ -117,12 +117,6 @@ def _all_imports(trees: dict[str, ast.Module]) -> list[Import]:
     return [found for name, tree in trees.items() for found in _imports(name, tree, set(trees))]
 
 
-def _inside_functions(trees: dict[str, ast.Module]) -> list[str]:
-    return [
-        f"{each.module}:{each.line} imports {each.target}" for each in _all_imports(trees) if each.in_function
-    ]
-
-
 def _cycles(trees: dict[str, ast.Module]) -> list[str]:
     """Return the cycles among imports that happen at run time, each once."""
     graph: dict[str, set[str]] = {name: set() for name in trees}
@@ -196,10 +190,6 @@ def test_no_folder_has_more_than_15_modules() -> None:
     assert not {folder: size for folder, size in sizes.items() if size > _MOST_MODULES}
 
 
-def test_no_module_imports_inside_a_function(trees: dict[str, ast.Module]) -> None:
-    assert not _inside_functions(trees)
-
-
 def test_imports_have_no_cycle(trees: dict[str, ast.Module]) -> None:
     assert not _cycles(trees)
 
@@ -213,13 +203,6 @@ def test_modules_declared_free_of_io_do_no_io(trees: dict[str, ast.Module]) -> N
 
 def _trees(**sources: str) -> dict[str, ast.Module]:
     return {name.replace("__", "."): ast.parse(source) for name, source in sources.items()}
-
-
-def test_the_check_finds_imports_inside_functions() -> None:
-    source = "def f():\n    from actorrpc.wire import frames\n"
-    assert _inside_functions(_trees(agent__agent=source, wire__frames="")) == [
-        "agent.agent:2 imports wire.frames"
-    ]
 
 
 def test_the_check_finds_import_cycles_and_ignores_imports_for_type_checkers() -> None:

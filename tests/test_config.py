@@ -118,20 +118,6 @@ def test_invalid_time_in_an_environment_variable_raises_config_error(
         Settings.from_environment()
 
 
-@pytest.mark.parametrize("name", ["insecure", "lane", "data_only"])
-def test_boolean_environment_variables_accept_yes_no_on_off(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variable = f"ACTORRPC_{name.upper()}"
-    for words, meant in (("1 true Yes ON", True), ("0 false No OFF", False)):
-        for word in words.split():
-            monkeypatch.setenv(variable, word)
-            assert getattr(Settings.from_environment(), name) is meant
-    monkeypatch.setenv(variable, "perhaps")
-    with pytest.raises(ConfigError, match=f"{variable}='perhaps' cannot be used"):
-        Settings.from_environment()
-
-
 # Variables without a field: wire.keys reads the keys and the directory, the testing package reads faults.
 _NO_FIELDS = {"ACTORRPC_KEY", "ACTORRPC_KEY_FILE", "ACTORRPC_FAULT", "ACTORRPC_RUNTIME_DIR"}
 
@@ -162,16 +148,6 @@ def _differs(one: Settings, other: Settings, name: str) -> bool:
     return bool(getattr(one, name) != getattr(other, name))
 
 
-def test_out_of_range_number_in_an_environment_variable_raises_config_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("ACTORRPC_PORT", "70000")
-    with pytest.raises(
-        ConfigError, match=r"ACTORRPC_PORT='70000' cannot be used: .*at most 65535, not 70000"
-    ):
-        Settings.from_environment(port=80)
-
-
 def test_every_option_of_rpc_backend_options_is_a_documented_setting_or_the_key() -> None:
     """They are in the signature for type checkers, and in the docstring for the page of options."""
     names = [
@@ -196,7 +172,3 @@ def test_init_rejects_flags_that_are_not_bool_and_a_heartbeat_of_nan() -> None:
     with pytest.raises(ConfigError, match="heartbeat must be a number"):
         actorrpc.init(heartbeat=_NAN)
     assert not actorrpc.is_initialized()
-
-
-def test_refused_error_is_exported_by_the_errors_module() -> None:
-    assert actorrpc.RefusedError is actorrpc.errors.RefusedError

@@ -53,20 +53,6 @@ def test_blocks_have_known_languages_and_skipped_blocks_a_reason(page: Path) -> 
     assert all(each.skipped for each in blocks(page) if each.language == "skipped")
 
 
-def test_the_page_parser_finds_blocks_outputs_and_skips(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(_PAGE, encoding="utf-8")
-    found = blocks(page)
-    assert [(each.language, each.line, each.skipped) for each in found] == [
-        ("python", 4, ""),
-        ("text", 9, ""),
-        ("skipped", 16, "for once"),
-        ("text", 20, ""),
-    ]
-    assert [each.prints for each in found] == ["1\n...\n3\n", None, None, None]
-    run(page, tmp_path)
-
-
 @pytest.mark.parametrize(("old", "new"), [("3\n```", "4\n```"), ("print(1)", "print(1 / 0)")])
 def test_a_page_with_wrong_output_or_an_error_fails(old: str, new: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import operator
 import threading
 from typing import Any
@@ -164,28 +163,3 @@ def test_a_recorded_call_adds_no_object_to_the_garbage_collector() -> None:
         assert b.flight_recorder is not None
         assert a.flight_recorder.total + b.flight_recorder.total >= 20_000
         assert added < 1000  # tuples of records: 20 000
-
-
-def test_concurrent_writers_lose_no_record() -> None:
-    recorder = FlightRecorder(1 << 14)
-    begin = threading.Event()
-
-    def write() -> None:
-        begin.wait(20)
-        for _ in range(2000):
-            recorder.noted(0.0, "restart", "an actor")
-
-    threads = [threading.Thread(target=write) for _ in range(4)]
-    for each in threads:
-        each.start()
-    begin.set()
-    read = 0
-    while read < 8000:
-        rows = recorder.since(read, 500)
-        assert all(one[0] < other[0] for one, other in itertools.pairwise(rows))
-        if not any(each.is_alive() for each in threads):
-            assert [row[0] for row in recorder.since(0, 10000)] == list(range(8000))
-            break
-        read = max(0, rows[-1][0] - 64) if rows else read
-    for each in threads:
-        each.join(20)

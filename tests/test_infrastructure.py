@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -274,18 +273,3 @@ def test_a_test_that_holds_the_gil_past_its_limit_ends_the_session(tmp_path: Pat
     )
     assert status == 1
     assert "in test_holds_the_gil" in output
-
-
-def test_sigint_raises_keyboard_interrupt_in_a_test() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-@pytest.mark.limit(0.5)
-def test_first_of_two_has_a_limit_of_half_a_second() -> None:
-    pass
-
-
-def test_second_of_two_is_not_subject_to_the_limit_of_the_first() -> None:
-    with pytest.raises(subprocess.TimeoutExpired):  # longer than the limit of the test before
-        subprocess.run([sys.executable, "-c", "import signal; signal.pause()"], timeout=1, check=False)

@@ -43,11 +43,6 @@ def test_the_check_finds_resources_on_other_hosts(html: str) -> None:
     assert "elsewhere" in found
 
 
-def test_the_check_ignores_links_and_local_files() -> None:
-    html = '<a href="https://pytorch.org">torch</a><img src="x.svg"><link rel="icon" href="../x.ico">'
-    assert not _extension("foreign_requests").foreign_in_html(html)
-
-
 def test_a_link_to_a_file_of_the_repository_leads_to_its_page() -> None:
     links = _extension("repository_links")
     page = _DOCS / "how-to" / "tune.md"

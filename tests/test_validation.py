@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -16,13 +15,10 @@ from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.validation import (
     Check,
     amounts,
-    check_fields,
-    checks_of,
     choice,
     flag,
     integer,
     number,
-    option,
     read,
     text,
     variables,
@@ -113,25 +109,6 @@ def test_rejected_values_raise_config_error_with_the_accepted_range(
         check("it", value)
     assert says in str(caught.value)
     assert isinstance(caught.value, TypeError) is wrong_type
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    port: int = option(80, _port)
-    labels: dict[str, str] = option(dict, words)
-    unchecked: object = None
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
-def test_a_dataclass_checks_and_converts_its_option_fields() -> None:
-    made = _Options(port=numpy.int32(7), unchecked=object())  # type: ignore[arg-type]
-    assert type(made.port) is int
-    assert _Options().labels == {}
-    assert list(checks_of(_Options)) == ["port", "labels"]
-    with pytest.raises(WrongTypeError, match="port must be an int"):
-        _Options(port="80")  # type: ignore[arg-type]
 
 
 def test_environment_texts_are_parsed_by_the_type_of_the_field() -> None:

@@ -17,48 +17,6 @@ _MIRRORED = {
     *("RemoteFunction", "RuntimeContext", "ActorDiedError", "ActorUnavailableError", "AuthenticationError"),
     *("ObjectStoreFullError", "PendingCallsLimitExceeded", "RpcError"),
 }
-# Names of classes until version 0.2.
-_RETIRED_CLASSES = {
-    *(
-        "Anchor",
-        "Answering",
-        "Begun",
-        "Callee",
-        "Deadlocks",
-        "Family",
-        "Guest",
-        "Guests",
-        "Holder",
-        "Kept",
-        "Letter",
-    ),
-    *(
-        "LetterEntry",
-        "Limbo",
-        "Links",
-        "Liveness",
-        "LoopStation",
-        "NoMail",
-        "Origin",
-        "Parcel",
-        "Places",
-        "PostOffice",
-    ),
-    *(
-        "Resident",
-        "Residents",
-        "Roster",
-        "Seat",
-        "Siblings",
-        "Span",
-        "Station",
-        "Stations",
-        "Supervised",
-        "Taste",
-        "Todo",
-    ),
-    *("Trip", "Upkeep", "Waiting", "Whole"),
-}
 # Idioms that hide the subject: a comment about a race must name the thread that acts.
 _RETIRED_IDIOMS = re.compile(r"\b(take note|takes note|sees? to it|what waits|whoever)\b", re.IGNORECASE)
 # Private words for concepts with established names: see docs/explanation/architecture.md.
@@ -84,10 +42,6 @@ def test_no_two_modules_have_classes_of_the_same_name() -> None:
         for name, modules in _classes().items()
         if len(modules) > 1 and not (name in _MIRRORED and any(m.startswith("compat/") for m in modules))
     }
-
-
-def test_retired_names_do_not_come_back() -> None:
-    assert not _RETIRED_CLASSES & _classes().keys()
 
 
 def _lines_with(pattern: re.Pattern[str]) -> list[str]:

@@ -1,56 +1,47 @@
-"""Calls between agents of one process: how they end, and that they leave nothing behind. No rendezvous, no RRefs."""
+"""Calls and casts between agents of one process: how they are sent, and how they end. No rendezvous, no RRefs."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import operator
+import queue
 import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
+from actorrpc import rpc
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.inbound import Inbox
-from actorrpc.agent.peers import Window
+from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import (
     AuthenticationError,
-    CancelledError,
     DeadlockError,
     LimitError,
     PeerDiedError,
     RemoteError,
+    RpcTimeoutError,
     SerializationError,
     ShutdownError,
 )
-from actorrpc.futures import Future
+from actorrpc.futures import WAITING, Future
+from actorrpc.testing import InProcessCluster
 from actorrpc.transport.connection import Connection
-from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame
 from tests import certificates
 from tests.agent.agents import agents
 
-_gate = threading.Event()
-_entered = threading.Semaphore(0)
-
 
 @pytest.fixture
 def pair() -> Iterator[list[Agent]]:
-    _gate.clear()
     with agents(2) as made:
         yield made
-        _gate.set()
-
-
-def _block(value: Any = None) -> Any:
-    _entered.release()
-    _gate.wait()
-    return value
 
 
 def _sync(agent: Agent, to: Any, function: Any, *args: Any, timeout: float = 0) -> Any:
@@ -115,13 +106,6 @@ def _fail_at_length(size: int) -> None:
     raise LookupError("x" * size)
 
 
-@pytest.mark.parametrize("max_message", [1 << 20, 4 << 20])
-def test_an_error_text_longer_than_max_message_is_shortened(max_message: int) -> None:
-    with agents(2, max_message=max_message, chunk=1 << 16) as made, pytest.raises(LookupError) as caught:
-        _sync(made[0], "a1", _fail_at_length, 6 << 20, timeout=60)
-    assert "characters left out" in str(caught.value)
-
-
 @pytest.mark.prints("an error cannot be sent to 'a0': actorrpc.errors.LimitError")
 def test_an_error_that_cannot_be_shortened_to_max_message_becomes_a_limit_error() -> None:
     with (
@@ -129,38 +113,6 @@ def test_an_error_that_cannot_be_shortened_to_max_message_becomes_a_limit_error(
         pytest.raises(LimitError, match="max_message"),
     ):
         _sync(made[0], "a1", _fail_at_length, 6 << 20, timeout=60)
-
-
-def test_no_call_stays_pending_after_all_calls_have_ended(pair: list[Agent]) -> None:
-    a, b = pair
-    futures = [_call_async(a, "a1", operator.add, i, 1) for i in range(300)]
-    futures += [_call_async(a, "a1", operator.truediv, 1, 0) for _ in range(3)]
-    assert [f.wait() for f in futures[:300]] == list(range(1, 301))
-    for future in futures[300:]:
-        with pytest.raises(ZeroDivisionError):
-            future.wait()
-    assert not a.peer("a1").pending
-    assert a.peer("a1").window.charged == 0
-    assert not b.peer("a0").cancelled
-
-
-def test_a_call_cancelled_before_it_is_sent_uses_none_of_the_window(
-    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, _ = pair
-    to = a.peer("a1")
-    assert _sync(a, "a1", operator.add, 1, 1) == 2
-    charge = Window.charge
-
-    def late(window: Window, call: Any, size: int) -> None:
-        call.cancel()
-        charge(window, call, size)
-
-    monkeypatch.setattr(Window, "charge", late)
-    future = _call_async(a, "a1", torch.numel, torch.zeros(100_000))
-    with pytest.raises(CancelledError):
-        future.wait()
-    assert to.window.charged == 0
 
 
 class _Finalised:
@@ -216,95 +168,9 @@ def test_results_are_freed_with_their_future_without_garbage_collection(pair: li
         gc.enable()
 
 
-def test_a_cancelled_call_ends_at_once_and_says_whether_it_may_have_run(pair: list[Agent]) -> None:
-    a, _ = pair
-    for to in ("a0", "a1"):
-        future = _call_async(a, to, _block)
-        _entered.acquire()
-        assert future.cancel()
-        assert not future.cancel()
-        with pytest.raises(CancelledError) as caught:
-            future.wait()
-        assert caught.value.maybe_executed
-        assert not a.peer(to).pending
-    # A call that was never sent has certainly not run.
-    assert _sync(a, "a1", operator.add, 1, 1) == 2
-    keep = _call_async(a, "a1", _block)  # so that the next call stays in the outbox
-    conn = a.peer("a1").conn
-    assert conn is not None
-    with conn.writer.lock:
-        future = _call_async(a, "a1", _block)
-        assert future.cancel()
-    with pytest.raises(CancelledError) as caught:
-        future.wait()
-    assert caught.value.maybe_executed is False
-    _gate.set()
-    keep.wait()
-    assert _sync(a, "a1", operator.add, 1, 1) == 2
-
-
-@pytest.mark.prints("threads of 'a0' are still in user code after shutdown")
-def test_closing_an_agent_fails_pending_calls_on_both_sides() -> None:
-    _gate.clear()
-    with agents(3) as (a, b, c):
-        waiting = [_call_async(a, to, _block) for to in ("a0", "a1", "a2")]
-        to_a = _call_async(b, "a0", _block)
-        for _ in range(4):
-            a.flush()
-            b.flush()
-            _entered.acquire()
-        ended = threading.Event()
-        waiting[1].add_done_callback(lambda _: ended.set())
-        closer = threading.Thread(target=a.close, args=(0.05,))
-        closer.start()
-        ended.wait()
-        for future in waiting:
-            with pytest.raises(ShutdownError):
-                future.wait()
-        with pytest.raises(PeerDiedError, match="left"):
-            to_a.wait()
-        closer.join()
-        _gate.set()
-        with pytest.raises(ShutdownError):
-            _sync(a, "a1", operator.add, 1, 1)
-        with pytest.raises(PeerDiedError):
-            _sync(b, "a0", operator.add, 1, 1)
-        assert _sync(b, "a2", operator.add, 1, 1) == 2
-        assert _sync(c, "a1", operator.add, 1, 1) == 2
-
-
-def test_a_reply_read_before_the_connection_ended_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread has read the reply but not delivered it yet when another thread reads the end of the connection."""
-    read, lost, ended = threading.Event(), threading.Event(), threading.Event()
-    deliver, reap = Inbox.deliver, Connection.reap
-
-    def late(inbox: Inbox, conn: Connection, batch: list[Frame], waiting: bool) -> bool:
-        if any(frame.kind == frames.REPLY for frame in batch):
-            read.set()
-            assert lost.wait(20)
-            ended.wait(0.1)  # must time out: the end may be announced only after the delivery
-        return deliver(inbox, conn, batch, waiting)
-
-    def gone(conn: Connection) -> None:
-        reap(conn)
-        lost.set()
-
-    monkeypatch.setattr(Inbox, "deliver", late)
-    with agents(2) as (a, b):
-        a.on_peer_end.append(lambda _: ended.set())
-        answer = _call_async(a, "a1", operator.add, 1, 1)
-        a.flush()
-        assert read.wait(20)
-        monkeypatch.setattr(Connection, "reap", gone)
-        b.close()
-        assert answer.result(20) == 2
-        assert ended.wait(20)
-
-
 def test_calls_made_while_an_agent_closes_end_with_typed_errors() -> None:
     """No call hangs: each returns its value or raises PeerDiedError or ShutdownError."""
     for _ in range(8):
-        _gate.set()
         with agents(2) as (a, b):
             outcomes: list[type] = []
             begun = threading.Semaphore(0)
@@ -342,3 +208,146 @@ def test_a_call_of_a_worker_without_a_usable_address_names_the_settings_to_give(
         _sync(a, "a1", operator.add, 1, 1)
     assert "has no address there" in str(caught.value)
     assert "ACTORRPC_BIND" in str(caught.value)
+
+
+# -- deadlines and the order of sending --------------------------------------------------------------------
+
+
+class _ServingRunner:
+    """The runner of an actor's thread that has work to serve as soon as the thread waits."""
+
+    def __init__(self, conn: Any) -> None:
+        self.work = ["an order"]
+        self.left: list[int] = []
+        self._conn = conn
+
+    def begin_wait(self, wake: Any, what: Any) -> None:
+        pass
+
+    def end_wait(self) -> None:
+        pass
+
+    def serve(self) -> None:
+        self.left.append(len(self._conn.outbox))
+        self.work.clear()
+
+
+def test_a_call_is_sent_before_its_waiting_thread_serves_other_work() -> None:
+    """The other work may take long, or wait for an effect of the call."""
+    with agents(2) as (one, other):
+        to = one.peer(other.name)
+        assert one.call_sync(to, operator.add, (1, 2), {}, 20.0) == 3
+        guest = _ServingRunner(to.conn)
+        WAITING.runner = cast(Any, guest)
+        try:
+            assert one.call_sync(to, operator.add, (1, 2), {}, 20.0) == 3
+        finally:
+            WAITING.runner = None
+        assert guest.left == [0]
+
+
+_reached_last_worker = threading.Event()
+_released = threading.Event()
+_errors: queue.Queue[list[type[Exception]]] = queue.Queue()
+
+
+def _forward(path: list[str]) -> None:
+    """Call along a path twice: during the outer call, and after it has timed out. Record the errors."""
+    if not path:
+        _reached_last_worker.set()
+        assert _released.wait(30)
+        return
+    found = []
+    for _ in range(2):
+        try:
+            rpc.rpc_sync(path[0], _forward, (path[1:],), timeout=500)
+        except Exception as error:
+            found.append(type(error))
+    _errors.put(found)
+
+
+@pytest.mark.limit(60)
+def test_nested_calls_time_out_with_the_outer_call_despite_a_later_deadline_of_their_own() -> None:
+    """A deadline is sent as the remaining time; the time that the request took to arrive is subtracted."""
+    with InProcessCluster(3) as cluster:
+        caller = cluster["worker0"]
+        caller.rpc_sync("worker1", int, (), timeout=0)
+        cluster.cut("worker0", "worker1")
+        call = caller.rpc_async("worker1", _forward, (["worker2", "worker0"],), timeout=60.0)
+        cluster.clock.advance(5.0)
+        cluster.heal("worker0", "worker1")
+        assert _reached_last_worker.wait(30)
+        cluster.clock.advance(56.0)
+        with pytest.raises(RpcTimeoutError):
+            call.wait()
+        assert [_errors.get(timeout=30) for _ in range(2)] == [[RpcTimeoutError, RpcTimeoutError]] * 2
+        _released.set()
+
+
+# -- casts, definitions of functions, and the limit of buffers per message ---------------------------------
+
+
+_received: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+
+
+def _take(*args: object) -> None:
+    execution = CURRENT.get()
+    _received.put((execution.peer.name if execution else None, *args))
+
+
+@pytest.mark.parametrize("elements", [1, 3000, 300_000, 3_000_000])
+@pytest.mark.parametrize("transport", ["auto", "no lane"])
+def test_a_cast_delivers_a_copy_of_its_arguments(elements: int, transport: str) -> None:
+    with agents(2, lane=transport == "auto") as (a, b):
+        sent = torch.arange(elements, dtype=torch.float32)
+        for to in (b.name, a.name):
+            a.cast(a.peer(to), _take, (1, sent), "take")
+            sent_then = sent.clone()
+            sent.add_(1)  # must not change the tensor of the receiver
+            name, number, got = _received.get(timeout=20)
+            assert (name, number) == ("a0", 1)
+            assert torch.equal(got, sent_then)
+        assert not any(peer.pending for peer in a.peers())
+
+
+def _made(number: int) -> Callable[[], int]:
+    return lambda: number
+
+
+def _sum_of(functions: list[Callable[[], int]]) -> int:
+    return sum(function() for function in functions)
+
+
+def test_function_definitions_evicted_by_the_peer_are_sent_again(pair: list[Agent]) -> None:
+    one, other = pair
+    first, to = _made(7), one.peer(other.name)
+    assert one.call_sync(to, first, (), {}, 10.0) == 7
+    for begin in range(1000, 6000, 1000):
+        functions = [_made(number) for number in range(begin, begin + 1000)]
+        assert one.call_sync(to, _sum_of, (functions,), {}, 10.0) == sum(range(begin, begin + 1000))
+    assert one.call_sync(to, first, (), {}, 10.0) == 7
+
+
+def test_a_cast_that_cannot_be_sent_raises(pair: list[Agent]) -> None:
+    a, b = pair
+    peer = a.peer(b.name)
+    with pytest.raises(SerializationError):
+        a.cast(peer, _take, (threading.Lock(),), "take")
+    assert a.call_sync(peer, max, (1, 2), {}, 30) == 2
+    b.close()
+    while peer.state == "alive":
+        threading.Event().wait(0.001)
+    with pytest.raises(PeerDiedError):
+        a.cast(peer, _take, (), "take")
+    a.close()
+    with pytest.raises(ShutdownError):
+        a.cast(peer, _take, (), "take")
+
+
+def test_max_buffers_can_be_raised_and_its_limit_error_names_the_setting() -> None:
+    arrays = [np.zeros(4097, dtype=np.uint8) for _ in range(10_002)]
+    with agents(2, max_buffers=10_001) as (caller, _):
+        peer = caller.peer("a1")
+        with pytest.raises(LimitError, match=r"10002 tensors, arrays and buffers .* max_buffers"):
+            caller.call_sync(peer, len, (arrays,), {}, 30)
+        assert caller.call_sync(peer, len, (arrays[1:],), {}, 30) == 10_001

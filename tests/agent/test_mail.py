@@ -10,7 +10,7 @@ import torch
 
 from actorrpc.agent import outbound
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.calls import CURRENT, MAILBOX_BIT, Execution
+from actorrpc.agent.calls import MAILBOX_BIT, Execution
 from actorrpc.agent.executor import path_of
 from actorrpc.agent.mail import MailHeader
 from actorrpc.errors import ProtocolError, RpcError
@@ -94,32 +94,6 @@ def test_a_worker_without_actors_refuses_mailbox_messages() -> None:
 
 
 _EXECUTIONS = [1 << MAILBOX_BIT | 5, 1 << MAILBOX_BIT | 7]
-
-
-def _path_here() -> tuple[int, ...]:
-    current = CURRENT.get()
-    assert current is not None
-    return current.path
-
-
-def test_nested_calls_carry_the_path_of_their_outer_executions() -> None:
-    with agents(2) as (a0, _):
-
-        def ask() -> Any:
-            return a0.call_sync(a0.peer("a1"), _path_here, (), {}, 10.0)
-
-        assert ask() == ()
-
-        execution = Execution(None, a0.self_peer, 0, float("inf"), _EXECUTIONS[-1])
-        execution.path = tuple(_EXECUTIONS)
-        token = CURRENT.set(execution)
-        try:
-            assert ask() == tuple(_EXECUTIONS)
-            execution.path = (_EXECUTIONS[0],)
-            execution.chain = _EXECUTIONS[0]
-            assert ask() == (_EXECUTIONS[0],)
-        finally:
-            CURRENT.reset(token)
 
 
 def test_a_malformed_execution_path_is_a_protocol_error() -> None:

@@ -7,21 +7,16 @@ import functools
 import operator
 import select
 import signal
-import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any, cast
 
 import pytest
 
 from actorrpc import _time
 from actorrpc.agent.agent import Agent
-from actorrpc.testing import leaks
 from actorrpc.transport import signals
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.reader import ARMED
 from tests.agent.agents import agents
 from tests.interruptions import Interrupted, Steps, raising
@@ -67,26 +62,6 @@ def _signals(conn: Any, until: threading.Event) -> Iterator[None]:
 
 def _add(one: Agent, other: Agent, a: int = 1) -> Any:
     return one.call_sync(one.peer(other.name), operator.add, (a, 2), {}, 20.0)
-
-
-def test_a_signal_handler_may_make_calls_while_the_main_thread_waits_for_a_call() -> None:
-    _gates["open"] = gate = threading.Event()
-    results: list[bool] = []
-    enough = threading.Event()
-
-    def handler() -> None:
-        number = len(results)
-        results.append(_add(one, other, number) == number + 2)
-        if len(results) >= 20:
-            enough.set()
-            gate.set()
-
-    with agents(2) as (one, other), _handling(handler):
-        to = one.peer(other.name)
-        assert _add(one, other) == 3
-        with _signals(to.conn, enough):
-            assert one.call_sync(to, _pass, ("open",), {}, 25.0) == "open"
-        assert all(results)
 
 
 def test_signal_handlers_may_interrupt_each_other_while_they_wait_for_calls() -> None:
@@ -136,28 +111,6 @@ def test_a_signal_handler_that_calls_is_deferred_until_a_send_has_finished() -> 
         conn.stream = cast(Any, _Interrupted(conn, found))
         assert _add(one, other, 4) == 6
         assert found == [3]
-
-
-def test_an_exception_of_a_signal_handler_ends_the_wait_but_not_the_connection() -> None:
-    _gates["late"] = gate = threading.Event()
-    enough = threading.Event()
-
-    def handler() -> None:
-        if not enough.is_set():
-            enough.set()
-            raise KeyError("of a handler")
-
-    with agents(2) as (one, other), _handling(handler):
-        to = one.peer(other.name)
-        assert _add(one, other) == 3
-        conn = to.conn
-        with _signals(conn, enough), pytest.raises(KeyError, match="of a handler"):
-            one.call_sync(to, _pass, ("late",), {}, 25.0)
-        gate.set()
-        assert _add(one, other) == 3
-        assert to.conn is conn
-        assert conn is not None
-        assert conn.state is not CLOSED
 
 
 def test_a_signal_handler_never_leaves_a_chunked_message_half_sent() -> None:
@@ -213,59 +166,6 @@ def test_a_signal_handler_never_leaves_a_chunked_message_half_sent() -> None:
         assert one.call_sync(to, len, (data,), {}, 25.0) == len(data)
         assert to.conn is conn
         assert not other.peer(one.name).conn.assemblies
-
-
-def test_other_threads_may_call_while_the_main_thread_reads() -> None:
-    _gates["threads"] = gate = threading.Event()
-    found: list[Any] = []
-    with agents(2) as (one, other):
-        to = one.peer(other.name)
-        assert _add(one, other) == 3
-
-        def wait() -> None:
-            until = threading.Event()
-            while not to.conn.read_lock.locked():
-                until.wait(0.001)
-            try:
-                found.append([_add(one, other, each) for each in range(20)])
-            except BaseException as error:
-                found.append(error)
-            finally:
-                gate.set()
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        assert one.call_sync(to, _pass, ("threads",), {}, 25.0) == "threads"
-        thread.join()
-    assert found == [[each + 2 for each in range(20)]]
-
-
-def test_a_call_interrupted_while_its_socket_is_created_leaks_no_descriptor() -> None:
-    """The handler raises after the system has created the socket, but before its Python constructor returns."""
-    places: list[int] = []
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        return at_line if frame.f_code is socket.socket.__init__.__code__ else None
-
-    def at_line(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and socket.SocketType.fileno(frame.f_locals["self"]) >= 0:
-            sys.settrace(None)
-            places.append(frame.f_lineno)
-            signal.raise_signal(signal.SIGUSR1)
-        return at_line
-
-    with agents(2) as (one, other), raising():
-        before = leaks.LeakSnapshot.capture(whole_session=False)
-        traced = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            with pytest.raises(Interrupted):
-                _add(one, other)
-        finally:
-            sys.settrace(traced)
-        assert len(places) == 1
-        assert not any(each.startswith("descriptor") for each in leaks.find_leaks(before).others)
-        assert _add(one, other) == 3
 
 
 @pytest.mark.slow

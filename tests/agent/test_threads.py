@@ -1,20 +1,23 @@
-"""The thread pool: each task runs, although others block or raise; callbacks of futures run even after its end."""
+"""The thread pool, the clock and daemon threads: each task runs although others block or raise, and threads end cleanly."""
 
 from __future__ import annotations
 
 import ctypes
-import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from actorrpc.agent import threads
+from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.agent.threads import Pool, follow_torch
 from actorrpc.agent.timers import Clock
 from actorrpc.futures import Future
+from tests import output
 from tests.actors.e2e.kit import until
 
 
@@ -59,7 +62,7 @@ def build() -> Iterator[Callable[[int], _PoolAndClock]]:
 def test_more_blocked_tasks_than_the_pool_width_all_run(build: Callable[[int], _PoolAndClock]) -> None:
     """Each task waits for the last task."""
     harness = build(512)
-    count = 5 * threads._WIDTH
+    count = 40
     together = threading.Barrier(count)
     done = threading.Semaphore(0)
 
@@ -156,23 +159,66 @@ def test_future_callbacks_run_although_the_pool_is_closing_or_closed(
     assert ran == []
 
 
-def test_membership_is_tested_while_the_garbage_collector_lets_other_threads_change_the_pool(
-    build: Callable[[int], _PoolAndClock],
+# -- other threads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.prints("a timer raised.*ZeroDivisionError")
+def test_an_error_in_a_timer_is_logged_and_later_timers_run(caplog: pytest.LogCaptureFixture) -> None:
+    clock, came = Clock(), threading.Event()
+    clock.start()
+    clock.after(0.0, lambda: 1 / 0)
+    clock.after(0.01, came.set)
+    came.wait()
+    clock.close()
+    assert "a timer raised" in caplog.text
+
+
+# Torch drops its thread-local objects after the Python code of the thread has ended. The finaliser takes 0.3 s and needs
+# the interpreter.
+_SCRIPT = """if True:
+    import sys, time
+    import torch
+    import actorrpc.rpc as rpc
+
+    class Slow:
+        def __del__(self):
+            time.sleep(0.3)
+            print("let go", flush=True)
+
+    def keep():
+        torch._C._stash_obj_in_tls("of this thread", Slow())
+
+    rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=sys.argv[1]))
+    rpc.rpc_sync("worker0", keep)
+    rpc.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_interpreter_exit_waits_for_daemon_threads_that_are_ending(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, f"file://{tmp_path}/store"],
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert (done.returncode, done.stdout) == (0, "let go\n"), done.stderr
+    output.check(done.stderr)
+
+
+@pytest.mark.prints("the thread wrong has ended unexpectedly")
+@pytest.mark.parametrize("error", [LookupError("no"), SystemExit(3)])
+def test_a_daemon_thread_that_raises_logs_its_error_and_ends(
+    error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = build(8).pool
-    added, other = {threading.Thread() for _ in range(40)}, threading.Thread()
+    told: list[object] = []
 
-    def change(phase: str, _: object) -> None:
-        if phase == "start":
-            (pool.threads.discard if other in pool.threads else pool.threads.add)(other)
+    def wrong() -> None:
+        raise error
 
-    before = gc.get_threshold()
-    pool.threads |= added
-    gc.callbacks.append(change)
-    gc.set_threshold(1, 1, 1)
-    try:
-        assert not any(pool.is_member() for _ in range(5_000))
-    finally:
-        gc.set_threshold(*before)
-        gc.callbacks.remove(change)
-        pool.threads -= {*added, other}
+    thread = Daemon(wrong, "wrong", told.append)
+    thread.start()
+    thread.join()
+    assert told == [error]
+    assert "the thread wrong has ended unexpectedly\nTraceback" in caplog.text
+    caplog.clear()

@@ -37,9 +37,9 @@ class Host:
     clock: Clock = field(default_factory=Clock)
     stores: list[ObjectStore] = field(default_factory=list)
 
-    def store(self, limit: int = 256 * MIB, spill_dir: Path | None = None, pid: int = 0) -> ObjectStore:
+    def store(self, limit: int = 256 * MIB, spill_dir: Path | None = None) -> ObjectStore:
         """Create the store of another simulated process."""
-        name = f"1-{pid or os.getpid()}-{len(self.stores)}-{os.urandom(4).hex()}{SUFFIX}"
+        name = f"1-{os.getpid()}-{len(self.stores)}-{os.urandom(4).hex()}{SUFFIX}"
         made = ObjectStore(
             ObjectAccounts(str(self.directory / name), SUFFIX, f"w{len(self.stores)}"),
             limit_bytes=limit,
@@ -133,11 +133,6 @@ def inode(stored: StoredRange) -> int:
     return os.fstat(stored.fileno()).st_ino
 
 
-def memory_of(stored: StoredRange) -> int:
-    """Return the number of bytes that the segment of an object takes on the host."""
-    return 512 * os.fstat(stored.fileno()).st_blocks
-
-
 @pytest.fixture(name="host")
 def make_host(tmp_path: Path) -> Iterator[Host]:
     """Yield a host; then check that no segment and no accounts file is left."""
@@ -160,11 +155,6 @@ def _link(name: str) -> str:
         return os.readlink(f"/proc/self/fd/{name}")
     except FileNotFoundError:
         return ""  # the descriptor of the listing itself
-
-
-def mappings() -> int:
-    """Return the number of mappings of segments in this process."""
-    return Path("/proc/self/maps").read_text().count("actorrpc-object")
 
 
 def memory_by_inode(number: int) -> int:

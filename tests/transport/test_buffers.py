@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,14 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actorrpc.serialization.tensors import TensorSpan
 from actorrpc.transport.buffers import (
     SMALL,
     BufferPool,
-    copy,
     size_class,
 )
-from tests.agent.together import in_threads
 
 BIG = 100_000
 
@@ -48,15 +42,6 @@ def pool() -> Iterator[BufferPool]:
     pool = BufferPool(64 << 20)
     yield pool
     pool.close()
-
-
-@given(st.integers(0, 1 << 45))
-def test_size_classes_waste_at_most_a_quarter(nbytes: int) -> None:
-    size = size_class(nbytes)
-    assert nbytes <= size
-    assert size <= max(64, nbytes * 5 // 4 + 1)
-    assert size_class(size) == size
-    assert size < SMALL or size % 4096 == 0
 
 
 def test_a_size_beyond_the_address_space_raises_memory_error(pool: BufferPool) -> None:
@@ -198,27 +183,6 @@ def test_a_finaliser_that_runs_while_the_pool_is_locked_gets_a_bytearray() -> No
     assert isinstance(taken[0].obj, bytearray)
 
 
-def test_threads_never_get_the_same_memory(pool: BufferPool) -> None:
-    errors: list[str] = []
-
-    def work(mark: int) -> None:
-        kept: list[memoryview] = []
-        for step in range(200):
-            view = pool.allocate(SMALL + 5000 * (step % 7))
-            view[:8] = bytes([mark]) * 8
-            kept.append(view)
-            if len(kept) > 4:
-                old = kept.pop(step % 4)
-                if bytes(old[:8]) != bytes([mark]) * 8:
-                    errors.append(f"thread {mark} step {step}")
-                del old
-            del view
-
-    in_threads(work, [(mark,) for mark in range(1, 5)])
-    assert errors == []
-    assert pool.stats().lent_bytes == 0
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(SMALL - 10, 400_000)), max_size=40))
 def test_memory_in_use_stays_intact_and_free_memory_stays_bounded(steps: list[tuple[int, int]]) -> None:
@@ -246,64 +210,3 @@ def test_memory_in_use_stays_intact_and_free_memory_stays_bounded(steps: list[tu
         assert pool.stats().free_bytes <= 1 << 20
         del large
     pool.close()
-
-
-def in_child(work: Callable[[], bool]) -> bool:
-    """Run ``work`` in a forked child and return what it returned."""
-    pid = os.fork()
-    if pid == 0:
-        code = 2
-        try:
-            code = 0 if work() else 1
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def test_a_forked_child_keeps_its_tensors_and_returns_no_memory_to_the_pool(pool: BufferPool) -> None:
-    tensor = torch.frombuffer(pool.allocate(BIG), dtype=torch.uint8)
-    tensor.fill_(7)
-    dropped = pool.allocate(BIG)
-
-    def work() -> bool:
-        nonlocal dropped
-        pool.abandon()
-        del dropped
-        gc.collect()
-        whole = bool((tensor == 7).all())
-        tensor.fill_(9)
-        return whole and len(pool.allocate(BIG)) == BIG
-
-    assert in_child(work)
-    assert bool((tensor == 7).all())
-    assert pool.stats().lent_bytes == 2 * size_class(BIG)
-    del dropped
-
-
-def test_a_large_copy_releases_the_gil() -> None:
-    size = 32 << 20
-    source, target = bytearray(size), bytearray(size)
-    span = TensorSpan.of(source)
-    address = address_of(memoryview(target))
-    interval = sys.getswitchinterval()
-    seen = False
-    try:
-        # With this interval, this thread gets the GIL only if the copy releases it.
-        sys.setswitchinterval(60.0)
-        for _ in range(100):
-            events: list[str] = []
-
-            def work(events: list[str] = events) -> None:
-                events.append("begin")
-                copy(address, span)
-                events.append("end")
-
-            thread = threading.Thread(target=work)
-            thread.start()
-            seen = seen or events == ["begin"]
-            thread.join(30)
-            if seen:
-                break
-    finally:
-        sys.setswitchinterval(interval)
-    assert seen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import pickle
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,12 +12,10 @@ import pytest
 
 from actorrpc.agent import outbound
 from actorrpc.agent.agent import Agent
-from actorrpc.errors import AuthenticationError, PeerDiedError, ProtocolError
-from actorrpc.futures import Future
+from actorrpc.errors import ProtocolError
 from actorrpc.wire import frames
 from actorrpc.wire.frames import PREFIX, pack_frame, pack_position
-from actorrpc.wire.keys import Key
-from tests.agent.agents import KEY, Stranger, agents
+from tests.agent.agents import Stranger, agents
 
 _INF = float("inf")
 
@@ -38,27 +35,6 @@ def _works(pair: list[Agent]) -> bool:
 
 
 # -- refused peers -------------------------------------------------------------------------------------
-
-
-@pytest.mark.prints("'stranger' did not prove to worker 'a0'", "these bytes are not an actorrpc handshake")
-def test_a_wrong_key_or_bytes_that_are_no_handshake_are_refused(pair: list[Agent]) -> None:
-    stranger = Stranger(pair[0], Key.from_text("quite another key, as long"))
-    with pytest.raises((AuthenticationError, ConnectionError)):
-        stranger.shake_hands()
-    stranger.close()
-    for data in (b"", bytes(1000), b"GET / HTTP/1.1\r\n\r\n", pickle.dumps(print)):
-        stranger = Stranger(pair[0])
-        if data:
-            stranger.sock.sendall(data)
-            stranger.sock.settimeout(None)
-            received = b"-"
-            while received:
-                try:
-                    received = stranger.sock.recv(4096)
-                except ConnectionError:
-                    break
-        stranger.close()
-    assert _works(pair)
 
 
 def test_a_handshake_meant_for_another_worker_is_refused(pair: list[Agent]) -> None:
@@ -87,25 +63,6 @@ def test_an_introduction_under_another_name_than_in_the_handshake_is_refused(pai
 
 def _request(id: int, function: Any, *args: Any) -> bytes:
     return pack_frame(frames.REQUEST, id, pickle.dumps((function, args, {})), remaining=_INF)
-
-
-def test_a_peer_with_the_key_gets_its_calls_and_pings_answered(pair: list[Agent]) -> None:
-    stranger = Stranger(pair[0])
-    stranger.shake_hands()
-    stranger.introduce()
-    stranger.sock.sendall(_request(5, operator.add, 1, 2) + pack_frame(frames.PING, 6))
-    got: dict[int, Any] = {}
-    while not {frames.REPLY, frames.PONG} <= set(got):
-        got |= {frame.kind: frame for frame in stranger.frames()}
-    assert got[frames.REPLY].id == 5
-    assert pickle.loads(got[frames.REPLY].body) == 3
-    # The same, one byte at a time.
-    for byte in _request(6, operator.mul, 6, 7):
-        stranger.sock.sendall(bytes([byte]))
-    (frame,) = stranger.frames()
-    assert pickle.loads(frame.body) == 42
-    stranger.close()
-    assert _works(pair)
 
 
 _GARBAGE = {
@@ -201,29 +158,3 @@ def test_a_request_that_cannot_be_unpickled_fails_without_closing_the_connection
     assert stranger.frames()[-1].kind == frames.REPLY
     stranger.close()
     assert _works(pair)
-
-
-def test_closing_a_connection_fails_its_calls_with_peer_died_error() -> None:
-    with agents(2, key=KEY) as pair:
-        entered, gate = threading.Event(), threading.Event()
-        _events.update(entered=entered, gate=gate)
-        answer: Future[Any] = Future()
-        pair[0].call(pair[0].peer("a1"), _enter, (), {}, 0, future=answer)
-        pair[0].flush()
-        pair[0].peer("a1").conn.flush()  # type: ignore[union-attr]
-        entered.wait()
-        pair[0].peer("a1").conn.close()  # type: ignore[union-attr]
-        with pytest.raises(PeerDiedError) as caught:
-            answer.wait(20)
-        assert caught.value.maybe_executed
-        gate.set()
-        with pytest.raises(PeerDiedError):
-            pair[0].call(pair[0].peer("a1"), operator.add, (1, 1), {}, 0)
-
-
-_events: dict[str, threading.Event] = {}
-
-
-def _enter() -> None:
-    _events["entered"].set()
-    _events["gate"].wait()

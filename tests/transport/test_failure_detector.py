@@ -20,13 +20,12 @@ from hypothesis import strategies as st
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import MembershipEvents, Peer, state_of
 from actorrpc.config import Settings
-from actorrpc.errors import ConfigError, PeerDiedError
+from actorrpc.errors import PeerDiedError
 from actorrpc.futures import Future
 from actorrpc.transport.failure_detector import FailureDetector, is_direct, process_state, set_up_tcp
 from actorrpc.wire.frames import PING, PONG, pack_frame
 from tests.actors.e2e.kit import until
 from tests.agent.agents import Stranger, agents, record
-from tests.certificates import OVER_TLS
 
 # -- in virtual time ---------------------------------------------------------------------------------
 
@@ -64,14 +63,6 @@ def test_a_silent_peer_is_lost_after_the_configured_number_of_misses_and_not_bef
         assert "suspect" in states
 
 
-def test_a_lost_peer_is_alive_again_when_bytes_arrive() -> None:
-    failure_detector = FailureDetector()
-    assert failure_detector.look(0.0, 0.0, heartbeat=1.0, misses=5).state == "alive"
-    assert failure_detector.look(2.5, 0.0, heartbeat=1.0, misses=5).state == "suspect"
-    assert failure_detector.look(4.6, 0.0, heartbeat=1.0, misses=5).state == "lost"
-    assert failure_detector.look(5.0, 4.9, heartbeat=1.0, misses=5).state == "alive"
-
-
 @pytest.mark.parametrize("last_received", [0.0, 0.5])
 def test_time_in_which_this_process_was_stopped_does_not_count_as_silence(last_received: float) -> None:
     """The check was due at 1 s and happens at 60 s; bytes that arrived meanwhile have not been read yet."""
@@ -94,12 +85,6 @@ def test_a_peer_is_pinged_while_it_sends_a_long_message() -> None:
         for t in range(1, 41)
     ].count(True)
     assert 9 <= asked <= 14
-
-
-@pytest.mark.parametrize("given", [{"heartbeat_misses": 1}, {"heartbeat_misses": 0}, {"heartbeat": 0.0}])
-def test_heartbeat_settings_out_of_range_raise_config_error(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="heartbeat"):
-        Settings(**given)
 
 
 # -- the state of a process according to its host ---------------------------------------------------
@@ -222,17 +207,6 @@ def _call(agent: Agent, peer: Peer, argument: Any = None) -> Future[Any]:
     return future
 
 
-def test_idle_workers_exchange_heartbeats() -> None:
-    with agents(2, heartbeat=0.02) as (a0, a1):
-        assert a0.call_sync(a0.peer("a1"), abs, (-1,), {}, 0) == 1
-        conn = a0.peer("a1").conn
-        assert conn is not None
-        for _ in range(3):
-            before = conn.last_received
-            until(lambda before=before: conn.last_received > before)
-        assert state_of(a0.peer("a1")) == state_of(a1.peer("a0")) == "alive"
-
-
 class _Listener:
     """A listener that can be waited for."""
 
@@ -244,26 +218,6 @@ class _Listener:
     def __call__(self, worker: Any, old: str, new: str, reason: str) -> None:
         self.changes.append((old, new))
         self.came.release()
-
-
-def test_a_silent_peer_on_another_host_is_declared_dead_and_errors_say_whether_calls_may_have_run() -> None:
-    with agents(1, heartbeat=0.2) as (agent,), _stranger(agent, host="elsewhere") as (_, peer):
-        told = _Listener(agent)
-        sent = _call(agent, peer)
-        # The peer does not read, so calls that do not fit into the socket buffers are not sent. TCP's grow to about 10 MB.
-        unsent = [_call(agent, peer, b"x" * 50_000) for _ in range(400 if OVER_TLS else 40)]
-        with pytest.raises(PeerDiedError, match="silent") as caught:
-            sent.wait()
-        assert caught.value.maybe_executed is True
-        errors = [each.exception() for each in unsent]
-        assert {type(error) for error in errors} == {PeerDiedError}
-        assert errors[-1].maybe_executed is False  # type: ignore[union-attr]
-        with pytest.raises(PeerDiedError) as caught:
-            _call(agent, peer)
-        assert caught.value.maybe_executed is False
-        for _ in range(2):
-            told.came.acquire()
-        assert told.changes == [("alive", "suspect"), ("suspect", "dead")]
 
 
 def test_a_silent_peer_whose_process_runs_on_this_host_is_suspect_until_it_answers() -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from actorrpc import rpc
 from actorrpc.agent import acceptor
 from actorrpc.errors import LimitError
 from actorrpc.transport.fd_limits import SPARE, make_room
@@ -26,7 +25,7 @@ from actorrpc.wire.frames import PING, PONG, pack_frame
 from actorrpc.wire.identity import WorkerRecord
 from tests import certificates
 from tests.agent.agents import Stranger, agents
-from tests.ranks import rpc_group, run_group
+from tests.ranks import run_group
 
 
 def _limits() -> tuple[int, int]:
@@ -48,20 +47,6 @@ def test_the_soft_limit_is_doubled_when_more_than_half_of_it_is_needed(soft: int
     assert _limits()[0] == 2 * soft
 
 
-def test_the_soft_limit_is_never_raised_above_the_hard_limit(
-    soft: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft + 10))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
-    assert not make_room(soft - 1)
-    assert asked == [(soft + 10, soft + 10)]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, soft))
-    assert not make_room(soft - 1)
-    assert make_room(0)
-    assert len(asked) == 1
-
-
 @pytest.mark.prints(r"the limit is \d+ and cannot be raised \(not allowed to raise maximum limit\)")
 def test_a_soft_limit_that_cannot_be_raised_is_logged_without_an_error(
     soft: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -72,30 +57,6 @@ def test_a_soft_limit_that_cannot_be_raised_is_logged_without_an_error(
     monkeypatch.setattr(resource, "setrlimit", refuse)
     assert not make_room(soft - 1)
     assert "cannot be raised" in caplog.text
-
-
-_called = threading.Event()
-
-
-def _call() -> int:
-    _called.set()
-    return 1
-
-
-def _one_to_all(rank: int, world_size: int) -> tuple[int, int] | None:
-    if rank:
-        assert _called.wait(50)  # until then, this rank does not connect to rank 0
-        return None
-    few = len(os.listdir("/proc/self/fd")) + 16
-    resource.setrlimit(resource.RLIMIT_NOFILE, (few, _limits()[1]))
-    for other in range(1, world_size):
-        assert rpc.rpc_sync(f"worker{other}", _call) == 1
-    return few, _limits()[0]
-
-
-def test_a_worker_that_calls_many_others_raises_its_soft_limit() -> None:
-    few, after = rpc_group(_one_to_all, 4)[0]
-    assert after > few
 
 
 # -- many at once ------------------------------------------------------------------------------------------

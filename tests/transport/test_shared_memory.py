@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from actorrpc.errors import LimitError, ProtocolError
 from actorrpc.serialization.tensors import TensorSpan
 from actorrpc.transport import shared_memory
-from actorrpc.transport.buffers import MemoryRange, copy, sealed_memfd
+from actorrpc.transport.buffers import MemoryRange, sealed_memfd
 from actorrpc.transport.shared_memory import Borrower, Lender
-from tests.agent.together import in_threads
+from tests.transport.object_stores import exit_code, fork
 
 KIB = 1 << 10
 SEGMENT = 256 * KIB  # the smallest segment
@@ -136,22 +136,6 @@ def test_buffers_arrive_whole_aligned_and_writable(kind: int) -> None:
     lane.close()
 
 
-def test_place_copies_the_data_before_it_returns(lane: Lane) -> None:
-    source = bytearray(b"old" * 100_000)
-    placement = lane.lender.place([TensorSpan.of(source)])
-    assert placement is not None
-    source[:] = b"new" * 100_000
-    assert bytes(lane.receive(placement, len(source))[0]) == b"old" * 100_000
-
-
-def test_the_threshold_applies_to_the_sum_of_all_buffers() -> None:
-    lane = Lane.open(threshold=1000)
-    assert lane.lender.place([span(b"a" * 999)]) is None
-    assert lane.lender.place([]) is None
-    assert lane.lender.place([span(b"a" * 100) for _ in range(10)]) is not None
-    lane.close()
-
-
 def test_a_segment_is_reused_after_all_its_views_were_freed(lane: Lane) -> None:
     first, second = lane.send(b"a" * 100_000, b"b" * 100_000)
     address = address_of(first)
@@ -174,41 +158,6 @@ def test_a_segment_is_reused_after_all_its_views_were_freed(lane: Lane) -> None:
     assert address_of(views[0]) == address
     assert lane.lender.stats().segments == 1
     assert mappings() == 2
-
-
-def test_a_segment_is_freed_when_an_autograd_graph_in_another_thread_drops_it(lane: Lane) -> None:
-    loss = torch.frombuffer(lane.send(bytes(4000))[0], dtype=torch.float32).requires_grad_().exp().sum()
-    assert not lane.borrower.freed
-    loss.backward()
-    holder = [loss]
-    del loss
-    thread = threading.Thread(target=holder.clear)
-    thread.start()
-    thread.join()
-    gc.collect()
-    assert len(lane.borrower.drain_freed()) == 1
-
-
-def test_a_duplicate_return_does_not_free_a_segment_that_was_lent_again(lane: Lane) -> None:
-    views = lane.send(b"a" * 1000)
-    views.clear()
-    freed = lane.borrower.drain_freed()
-    lane.lender.reclaim(freed)
-    views = lane.send(b"b" * 1000)
-    lane.lender.reclaim(freed)
-    lane.lender.reclaim([(77, 1), (1, 0), (1, 1 << 60)])
-    other = lane.send(b"c" * 1000)
-    assert bytes(views[0]) == b"b" * 1000
-    assert bytes(other[0]) == b"c" * 1000
-    assert lane.lender.stats().lent_bytes == 2 * SEGMENT
-
-
-def test_segments_keep_no_descriptor_open(lane: Lane) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    views = [lane.send(b"a" * SEGMENT) for _ in range(20)]
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert mappings() == 40
-    del views
 
 
 # -- limits ---------------------------------------------------------------------------------------------
@@ -298,7 +247,7 @@ def test_a_full_descriptor_socket_falls_back_to_the_main_socket(kind: int) -> No
 def test_lack_of_shared_memory_falls_back_to_the_main_socket(
     lane: Lane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for where, name in ((os, "ftruncate"), (shared_memory, "reserve")):
+    for where, name in ((os, "memfd_create"), (os, "ftruncate"), (shared_memory, "reserve")):
         for error in (OSError(errno.ENOSPC, "No space left on device"), MemoryError()):
             with monkeypatch.context() as patched:
                 patched.setattr(where, name, Mock(side_effect=error))
@@ -312,28 +261,6 @@ def test_a_closed_descriptor_socket_falls_back_to_the_main_socket(lane: Lane) ->
     lane.theirs.close()
     assert lane.lender.place([span(b"a" * 1000)]) is None
     assert lane.lender.stats().segments == 0
-
-
-def test_without_memfd_creation_new_tensors_fall_back_to_the_main_socket(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-
-    def refuse(*args: object) -> int:
-        calls.append(args)
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    kept = lane.send(b"a" * 1000)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "memfd_create", refuse)
-        assert lane.lender.place([span(b"b" * 1000)]) is None
-        assert lane.lender.place([span(b"b" * 1000)]) is None
-        assert len(calls) == 1  # it does not retry at once
-        kept.clear()
-        lane.settle()
-        kept = lane.send(b"c" * 1000)  # the existing segment is still used
-    lane.clock.now += 2
-    assert bytes(lane.send(b"d" * 1000)[0]) == b"d" * 1000
 
 
 def test_the_lane_works_on_kernels_without_the_noexec_seal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,10 +429,7 @@ def test_a_segment_cannot_be_lent_twice_before_it_was_returned(lane: Lane) -> No
     assert bytes(lane.send(b"b" * 1000)[0]) == b"b" * 1000
 
 
-def test_a_segment_that_was_never_announced_is_an_error_after_a_short_wait(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_memory, "_ANNOUNCEMENT_WAIT", 0.01)
+def test_a_segment_that_was_never_announced_is_an_error_after_a_short_wait(lane: Lane) -> None:
     with pytest.raises(ProtocolError, match="never announced"):
         lane.borrower.views(9, 1, (10,))
     lane.ours.close()
@@ -522,21 +446,6 @@ def test_views_wait_for_a_late_segment_announcement(lane: Lane) -> None:
     assert placement is not None
     assert [[bytes(view) for view in views] for views in found] == [[b"late"]]
     found.clear()
-
-
-def test_a_forged_return_does_not_free_a_segment_that_is_being_filled(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    guesses = [(segment, loan) for segment in range(1, 4) for loan in range(1, 4)]
-
-    def interrupted(address: int, source: MemoryRange) -> None:
-        lane.lender.reclaim(guesses)
-        lane.clock.now += 1000
-        lane.lender.trim()
-        copy(address, source)
-
-    monkeypatch.setattr(shared_memory, "copy", interrupted)
-    assert bytes(lane.send(b"a" * 1000)[0]) == b"a" * 1000
 
 
 # -- the end -----------------------------------------------------------------------------------------------
@@ -576,75 +485,21 @@ def test_a_closed_lane_ignores_messages_and_lends_nothing() -> None:
 # -- two processes -----------------------------------------------------------------------------------------
 
 
-def in_child(work: Callable[[], bool]) -> int:
-    """Fork, and run ``work`` in the child, which then exits. Return the child's process id."""
-    pid = os.fork()
-    if pid == 0:
-        code = 2
-        try:
-            code = 0 if work() else 1
-        finally:
-            os._exit(code)
-    return pid
-
-
-def exit_code(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def fork_as_the_agent_does(lane: Lane, work: Callable[[], bool]) -> int:
-    """Fork, and call the hooks that the agent registers."""
-
-    def child() -> bool:
-        lane.lender.abandon()
-        lane.borrower.abandon()
-        return work()
-
-    lane.borrower.before_fork()
-    try:
-        return in_child(child)
-    finally:
-        lane.borrower.after_fork_in_parent()
-
-
-def test_a_forked_child_keeps_its_tensors_but_owns_no_part_of_the_lane(lane: Lane) -> None:
-    tensor = torch.frombuffer(lane.send(b"a" * 1000)[0], dtype=torch.uint8)
-    dropped = lane.send(b"b" * 1000)
-    free = lane.send(b"c" * 1000)
-    free.clear()
-    lane.settle()
-
-    def work() -> bool:
-        whole = bool((tensor == 97).all())
-        dropped.clear()
-        gc.collect()
-        owns_nothing = (
-            lane.ours.fileno() == lane.theirs.fileno() == -1
-            and not lane.borrower.freed
-            and lane.borrower.drain_freed() == []
-            and lane.lender.place([span(b"x" * 1000)]) is None
-            and mappings() == 1
-        )
-        return whole and owns_nothing and bool((tensor == 97).all())
-
-    assert exit_code(fork_as_the_agent_does(lane, work)) == 0
-    assert bool((tensor == 97).all())
-    assert lane.borrower.drain_freed() == []
-    dropped.clear()
-    lane.settle()
-    assert bytes(lane.send(b"d" * 1000)[0]) == b"d" * 1000
-
-
 def test_memory_inherited_by_a_child_is_not_reused_while_the_child_lives(lane: Lane) -> None:
     near, far = socket.socketpair()
     held = [torch.frombuffer(lane.send(b"a" * 1000)[0], dtype=torch.uint8)]
 
-    def work() -> bool:
+    def child() -> None:
+        lane.lender.abandon()
+        lane.borrower.abandon()
         near.close()
         far.recv(1)
-        return bool((held[0] == 97).all())
+        assert bool((held[0] == 97).all())
+        assert lane.lender.place([span(b"x" * 1000)]) is None  # the lane belongs to the parent
 
-    pid = fork_as_the_agent_does(lane, work)
+    lane.borrower.before_fork()  # as the agent does
+    pid = fork(child)
+    lane.borrower.after_fork_in_parent()
     far.close()
     held.clear()
     for _ in range(3):
@@ -719,28 +574,3 @@ def test_random_event_sequences_keep_data_intact_and_memory_bounded(steps: list[
     assert mappings() <= 2 * lane.lender.stats().segments
     lane.close()
     assert mappings() == 0
-
-
-def test_threads_may_place_and_read_at_the_same_time(lane: Lane) -> None:
-    errors: list[str] = []
-
-    def work(mark: int) -> None:
-        kept: list[tuple[list[memoryview], bytes]] = []
-        for step in range(60):
-            data = bytes([mark]) * (1000 + 40_000 * (step % 8))
-            placement = lane.lender.place([span(data)])
-            if placement is None:
-                errors.append("refused")
-                return
-            kept.append((lane.receive(placement, len(data)), data))
-            if len(kept) > 3:
-                del kept[step % 4]
-            lane.settle()
-            if any(bytes(views[0]) != expected for views, expected in kept):
-                errors.append(f"thread {mark}, step {step}")
-
-    in_threads(work, [(mark,) for mark in range(1, 5)])
-    assert errors == []
-    lane.settle()
-    assert lane.lender.stats().lent_bytes == 0
-    assert lane.lender.stats().segments < 40

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 from hypothesis import given
@@ -15,12 +14,10 @@ from actorrpc.wire.frames import (
     CHUNK,
     MAX_EXTRA,
     PREFIX,
-    PREFIX_SIZE,
     Frame,
     FrameReader,
     pack_frame,
     pack_position,
-    unpack_position,
 )
 
 _MAX_FRAME = 1 << 16
@@ -97,20 +94,6 @@ def _no_large_bytes(given: memoryview) -> bytes:
     return bytes(given)
 
 
-@pytest.mark.parametrize("sizes", [[], [40], [5000]])
-@pytest.mark.parametrize(("flags", "extra"), [(0, b""), (frames.MAIL, b"header")])
-def test_a_message_without_memory_for_its_body_becomes_an_unread_frame(
-    monkeypatch: pytest.MonkeyPatch, sizes: list[int], flags: int, extra: bytes
-) -> None:
-    monkeypatch.setattr(frames, "bytes", _no_large_bytes, raising=False)
-    reader = _reader()
-    large = pack_frame(frames.REPLY, 7, b"x" * 200, flags=flags, extra=extra)
-    for data in (large, pack_frame(frames.REQUEST, 1, b"a") + large + pack_frame(frames.REQUEST, 2, b"b")):
-        found = {frame.id: frame for frame in _feed(reader, data, sizes)}
-        assert found.pop(7) == Frame(frames.UNREAD, flags, 7, math.inf, 0, extra, b"", (frames.REPLY, 200))
-        assert [frame.body for frame in found.values()] in ([], [b"a", b"b"])
-
-
 def test_lack_of_memory_for_definitions_or_stream_headers_raises_memory_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -142,17 +125,6 @@ def test_packed_frames_are_read_back_in_pieces_of_any_size(
     assert not reader.mid_frame
 
 
-def test_frames_of_maximum_size_are_read_and_the_buffer_stays_bounded() -> None:
-    body = bytes(range(256)) * (_MAX_FRAME // 256)
-    data = pack_frame(frames.REPLY, 1, body)
-    for sizes in ([], [1000], [33, 4096]):
-        reader = _reader()
-        for _ in range(3):
-            (frame,) = _feed(reader, data, sizes)
-            assert frame.body == body
-        assert sum(len(part) for part in reader.target()) <= 2 * (_MAX_FRAME + PREFIX_SIZE)
-
-
 @pytest.mark.parametrize(
     "prefix",
     [
@@ -180,60 +152,7 @@ def test_an_invalid_prefix_is_refused_before_its_body_is_read(
     assert sum(len(part) for part in reader.target()) <= 1 << 12
 
 
-@given(st.lists(_small, min_size=1, max_size=6), st.data())
-def test_flipped_bits_give_frames_or_a_protocol_error(
-    items: list[tuple[Frame, bytes]], data: st.DataObject
-) -> None:
-    stream = bytearray(b"".join(packed for _, packed in items))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(stream) * 8 - 1))
-        stream[at // 8] ^= 1 << at % 8
-    sinks = _Sinks()
-    reader = _reader(sinks)
-    try:
-        found = _feed(reader, bytes(stream), data.draw(st.lists(st.integers(1, 700), max_size=4)))
-    except ProtocolError:
-        return
-    assert sum(len(frame.body) + len(frame.extra) for frame in found) <= len(stream)
-    assert all(0 < frame.kind <= frames.LAST_KIND for frame in found)
-
-
-def test_random_prefixes_give_frames_or_a_protocol_error_within_the_limits() -> None:
-    """Prefixes with plausible kinds and lengths, more of them than hypothesis would try."""
-    rng = random.Random(20)
-    outcomes = [0, 0]
-    for _ in range(3000):
-        sinks = _Sinks()
-        reader = _reader(sinks, capacity=256)
-        data = b"".join(
-            PREFIX.pack(
-                rng.choice([0, 1, 7, 300, 5000, _MAX_FRAME, _MAX_FRAME + 1, rng.getrandbits(32)]),
-                rng.choice([0, 0, 0, 1, 9, rng.getrandbits(32)]),
-                rng.choice([*range(18), 255]),
-                rng.getrandbits(8),
-                rng.choice([0.0, 1.0, math.inf, -1.0]),
-                rng.getrandbits(64),
-                rng.getrandbits(64),
-            )
-            + rng.randbytes(rng.choice([0, 1, 7, 300]))
-            for _ in range(rng.randrange(1, 6))
-        )
-        try:
-            _feed(reader, data, [rng.randrange(1, 400) for _ in range(3)])
-            outcomes[0] += 1
-        except ProtocolError:
-            outcomes[1] += 1
-        assert sum(len(memory) for _, _, memory in sinks.got) <= 5 * _MAX_CHUNK
-        assert sum(len(part) for part in reader.target()) <= 3 * _MAX_FRAME
-    assert all(outcomes)
-
-
 # -- fields -------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 10_000), st.integers(0, (1 << 40) - 1))
-def test_chunk_positions_survive_packing(index: int, offset: int) -> None:
-    assert unpack_position(pack_position(index, offset)) == (index, offset)
 
 
 def test_packing_a_header_over_its_limit_raises_limit_error() -> None:
