@@ -55,23 +55,6 @@ class Busy:
                 time.sleep(0.001)
             self.log.append("tidied")
 
-    def run_event_loop(self, running: str) -> None:
-        """Run callbacks of a private event loop, which catches most exceptions that they raise."""
-
-        async def run() -> None:
-            loop = asyncio.get_running_loop()
-
-            def again() -> None:
-                Path(running).touch()
-                for _ in range(10_000):
-                    pass
-                loop.call_soon(again)
-
-            again()
-            await asyncio.Event().wait()
-
-        asyncio.run(run())
-
     def block_in_c(self, gate: str) -> str:
         """Wait in C code until the gate opens."""
         self.log.append("block_in_c")
@@ -138,6 +121,36 @@ class Busy:
         finally:
             self.log.append("closed")
 
+    @actorrpc.method(interrupt=True)
+    def spin_until_the_timeout(self) -> None:
+        self.spin()
+
+    def left(self) -> float:
+        return left()
+
+    def left_in_a_stream(self) -> Any:
+        yield left()
+
+    def nested(self, others: list[Any]) -> float:
+        return actorrpc.get(others[0].nested.remote(others[1:])) if others else left()
+
+    def nested_options(self, other: Any) -> float:
+        return actorrpc.get(other.left.options(timeout=500).remote())
+
+
+def left() -> float:
+    """Return how many seconds the running call has left."""
+    execution = CURRENT.get()
+    assert execution is not None
+    return execution.deadline - time.monotonic()
+
+
+@actorrpc.remote
+class BusyOnLoop(Busy):
+    """Its methods run on an event loop."""
+
+    async def other(self) -> None: ...
+
 
 @actorrpc.remote
 class Async:
@@ -181,12 +194,6 @@ class Async:
             await log.note.remote("clean")
             raise
 
-    async def wait_and_clean_up(self, gate: Any, log: Any) -> None:
-        try:
-            await gate.wait.remote()
-        finally:
-            await log.note.remote("clean")
-
     async def suppress_cancellation(self) -> str:
         try:
             self.log.append("wait")
@@ -204,6 +211,9 @@ class Async:
 
     async def all(self) -> list[str]:
         return self.log
+
+    async def nested(self, others: list[Any]) -> float:
+        return await others[0].nested.remote(others[1:]) if others else left()
 
     async def stream(self) -> Any:
         try:
@@ -349,18 +359,6 @@ def test_a_method_that_waits_for_a_call_is_interrupted_only_once() -> None:
     assert log == ["Interrupted", "tidied"] * 5
 
 
-def test_cancel_interrupts_an_event_loop_that_a_method_runs(tmp_path: Path) -> None:
-    actor = Busy.remote()
-    for n in range(3):
-        running = tmp_path / str(n)
-        ref = actor.run_event_loop.remote(str(running))
-        until(running.exists)  # earlier, Python would warn that a coroutine was never awaited
-        assert actorrpc.cancel(ref)
-        with pytest.raises(actorrpc.CancelledError):
-            actorrpc.get(ref)
-        assert actorrpc.get(actor.note.remote("alive")) == "alive"
-
-
 def test_a_cancelled_method_in_c_code_blocks_its_actor_until_it_returns(gate: Path) -> None:
     actor = Busy.remote()
     ref = actor.block_in_c.remote(str(gate))
@@ -372,9 +370,12 @@ def test_a_cancelled_method_in_c_code_blocks_its_actor_until_it_returns(gate: Pa
     assert actorrpc.get(actor.note.remote("after")) == "after"
 
 
-def test_a_call_that_is_cancelled_in_the_queue_never_runs(gate: Path) -> None:
-    actor = Busy.remote()
+@pytest.mark.prints("has held the event loop")
+@pytest.mark.parametrize("cls", [Busy, pytest.param(BusyOnLoop, marks=pytest.mark.slow)])
+def test_a_call_that_is_cancelled_in_the_queue_never_runs(cls: Any, gate: Path) -> None:
+    actor = cls.remote()
     busy = actor.block_in_c.remote(str(gate))
+    until(lambda: row_of(actor).running_calls == 1)
     refs = [actor.note.remote(str(n)) for n in range(10)]
     until(lambda: row_of(actor).pending_calls == 10)
     assert actorrpc.cancel(refs[::2])
@@ -501,16 +502,6 @@ def test_a_cancelled_coroutine_can_make_calls_while_it_cleans_up() -> None:
     assert not actorrpc.cancel(ref)
 
 
-def test_cancelling_a_coroutine_cancels_its_awaited_call_but_not_its_later_calls() -> None:
-    actor, log, gate = Async.remote(), Busy.remote(), Gate.remote()
-    ref = actor.wait_and_clean_up.remote(gate, log)
-    until(lambda: actorrpc.get(gate.count.remote()) == 1)
-    assert actorrpc.cancel(ref)
-    with pytest.raises(actorrpc.CancelledError):
-        actorrpc.get(ref)
-    assert actorrpc.get([gate.count.remote(), log.all.remote()]) == [0, ["clean"]]
-
-
 def test_a_coroutine_that_times_out_can_make_calls_while_it_cleans_up() -> None:
     actor, log, gate = Async.remote(), Busy.remote(), Gate.remote()
     actorrpc.get([actor.all.remote(), log.all.remote(), gate.open.remote()])
@@ -548,18 +539,6 @@ def test_a_cancelled_call_is_not_retried_after_a_restart() -> None:
     actorrpc.get(gate.open.remote())
 
 
-def test_cancelling_a_waiting_call_does_not_interrupt_the_running_one() -> None:
-    actor, gate, other = Busy.remote(), Gate.remote(), Busy.remote()
-    outer = actor.wait_at.remote(gate)
-    until(lambda: actorrpc.get(gate.count.remote()) == 1)
-    waiting = actor.note.remote("never")
-    assert actorrpc.cancel(waiting)
-    until(lambda: row_of(actor).pending_calls == 0)  # the cancellation has arrived
-    assert actorrpc.get(gate.open.remote()) is None
-    assert actorrpc.get(outer) == "open"
-    assert actorrpc.get([actor.all.remote(), other.all.remote()]) == [["waiting", "waited"], []]
-
-
 def test_functions_can_be_traced_after_a_method_was_interrupted() -> None:
     """CPython 3.11 never enters a traced function while an asynchronous exception is still pending."""
     actor = Busy.remote()
@@ -569,20 +548,6 @@ def test_functions_can_be_traced_after_a_method_was_interrupted() -> None:
     with pytest.raises(actorrpc.CancelledError):
         actorrpc.get(ref)
     assert actorrpc.get(actor.traced.remote(), timeout=10) == ["call", "line", "return"]
-
-
-def test_an_actor_survives_cancellations_at_random_moments() -> None:
-    actor = Busy.remote()
-    for n in range(60):
-        ref = actor.sleep_repeatedly.remote() if n % 2 else actor.note.remote("x")
-        if n % 3:
-            actorrpc.wait([ref], timeout=0.001 * (n % 4))
-        actorrpc.cancel(ref)
-        try:
-            actorrpc.get(ref)
-        except actorrpc.CancelledError:
-            pass
-    assert actorrpc.get(actor.note.remote("alive")) == "alive"
 
 
 # -- coroutines at random moments ----------------------------------------------------------------------------------
@@ -605,139 +570,36 @@ def test_coroutines_that_are_cancelled_at_random_moments_all_end() -> None:
 # -- deadlines -----------------------------------------------------------------------------------------------
 
 
-def left() -> float:
-    """Return how many seconds the running call has left."""
-    execution = CURRENT.get()
-    assert execution is not None
-    return execution.deadline - time.monotonic()
-
-
-@actorrpc.remote
-class Worker:
-    def __init__(self) -> None:
-        self.ran: list[str] = []
-
-    def block(self, path: str) -> str:
-        return pass_gate(path)
-
-    def run(self, name: str) -> None:
-        self.ran.append(name)
-
-    def all(self) -> list[str]:
-        return self.ran
-
-    def left(self) -> float:
-        return left()
-
-    def nested(self, others: list[Any]) -> float:
-        return actorrpc.get(others[0].nested.remote(others[1:])) if others else left()
-
-    def nested_options(self, other: Any) -> float:
-        return actorrpc.get(other.left.options(timeout=500).remote())
-
-    def wait_for(self, gate: Any) -> str:
-        self.ran.append("waiting")
-        try:
-            return actorrpc.get(gate.wait.remote())
-        except TimeoutError as error:
-            self.ran.append(type(error).__name__)
-            raise
-
-    def stream(self) -> Any:
-        yield left()
-
-    def spin(self) -> None:
-        try:
-            while True:
-                pass
-        finally:
-            self.ran.append("out")
-
-
-@actorrpc.remote
-class Patient:
-    @actorrpc.method(interrupt=True)
-    def spin(self) -> None:
-        while True:
-            pass
-
-    def block(self, path: str) -> str:
-        return pass_gate(path)
-
-    def alive(self) -> bool:
-        return True
-
-
-@actorrpc.remote
-class OnLoop:
-    """An actor with an event loop."""
-
-    async def alive(self) -> bool:
-        return True
-
-    def count_down(self, path: str) -> str:
-        word = pass_gate(path)
-        for _ in range(1000):  # an interruption would arrive here
-            pass
-        return self.say(word)
-
-    def say(self, word: str) -> str:
-        self.word = word
-        return word
-
-    def last_word(self) -> str:
-        return self.word
-
-
-@actorrpc.remote
-class AsyncNested:
-    async def nested(self, others: list[Any]) -> float:
-        return await others[0].nested.remote(others[1:]) if others else left()
-
-
 def test_a_call_that_times_out_in_the_queue_is_not_started(gate: Path) -> None:
-    actor = Worker.remote()
-    busy = actor.block.remote(str(gate))
-    late = actor.run.options(timeout=0.05).remote("late")
+    actor = Busy.remote()
+    busy = actor.block_in_c.remote(str(gate))
+    late = actor.note.options(timeout=0.05).remote("late")
     with pytest.raises(actorrpc.RpcTimeoutError) as caught:
         actorrpc.get(late)
     assert isinstance(caught.value, TimeoutError)
     with pytest.raises(TimeoutError):
-        actor.rpc_sync(timeout=0.05).run("late, too")
+        actor.rpc_sync(timeout=0.05).note("late, too")
     until(lambda: row_of(actor).pending_calls == 0)  # the timeout has arrived
     open_gate(gate)
-    assert actorrpc.get(busy) == "go"
-    actorrpc.get(actor.run.remote("in time"))
-    assert actorrpc.get(actor.all.remote()) == ["in time"]
+    assert actorrpc.get([busy, actor.note.remote("in time")]) == ["passed", "in time"]
+    assert actorrpc.get(actor.all.remote()) == ["block_in_c", "passed", "in time"]
     del caught
 
 
 def test_nested_calls_inherit_the_remaining_time() -> None:
-    a, b, c = Worker.remote(), AsyncNested.remote(), Worker.remote()
+    a, b, c = Busy.remote(), Async.remote(), Busy.remote()
     assert actorrpc.get(a.nested.remote([b, c])) == float("inf")
     for way in ([], [b], [b, c], [c, b, a]):
         found = actorrpc.get(a.nested.options(timeout=100).remote(way))
         assert 50 < found <= 100
     assert actorrpc.get(a.nested_options.options(timeout=100).remote(c)) <= 100
-    assert actorrpc.get(next(a.stream.options(timeout=100).remote())) <= 100
-
-
-@pytest.mark.slow
-def test_an_actor_is_free_again_after_a_call_that_waits_has_timed_out() -> None:
-    actor, gate = Worker.remote(), Gate.remote()
-    actorrpc.get([actor.all.remote(), gate.count.remote()])
-    with pytest.raises(actorrpc.RpcTimeoutError):
-        actorrpc.get(actor.wait_for.options(timeout=0.3).remote(gate))
-    # The actor answers other calls.
-    ran = actorrpc.get(actor.all.remote())
-    assert ran[0] == "waiting"
-    assert actorrpc.get(gate.open.remote()) is None
+    assert actorrpc.get(next(a.left_in_a_stream.options(timeout=100).remote())) <= 100
 
 
 def test_the_timeout_of_a_wait_does_not_end_the_call(gate: Path) -> None:
-    actor = Worker.remote()
+    actor = Busy.remote()
     actorrpc.get(actor.all.remote())
-    ref = actor.block.remote(str(gate))
+    ref = actor.block_in_c.remote(str(gate))
 
     async def wait_for() -> None:
         await asyncio.wait_for(ref, 0.01)
@@ -748,49 +610,49 @@ def test_the_timeout_of_a_wait_does_not_end_the_call(gate: Path) -> None:
         asyncio.run(wait_for())
     assert actorrpc.wait([ref], timeout=0.01) == ([], [ref])
     open_gate(gate)
-    assert actorrpc.get(ref) == "go"
+    assert actorrpc.get(ref) == "passed"
 
 
 # -- interrupt=True --------------------------------------------------------------------------------------------------
 
 
-def test_a_method_that_times_out_is_interrupted_if_its_caller_asks_for_it() -> None:
-    actor = Worker.remote()
+@pytest.mark.parametrize(
+    ("of_actor", "method", "of_call"),
+    [({}, "spin", {"timeout": 0.2, "interrupt": True}), ({"timeout": 0.2}, "spin_until_the_timeout", {})],
+    ids=["by its caller", "by its declaration"],
+)
+def test_a_method_that_times_out_is_interrupted_if_asked_for(
+    of_actor: Any, method: str, of_call: Any
+) -> None:
+    actor = Busy.options(**of_actor).remote()
     for n in range(3):
-        assert actorrpc.get(actor.all.remote()) == ["out"] * n
+        assert actorrpc.get(actor.all.options(timeout=0).remote()) == ["spin", "out"] * n
         with pytest.raises(actorrpc.RpcTimeoutError, match="if it has begun, it is interrupted") as caught:
-            actorrpc.get(actor.spin.options(timeout=0.2, interrupt=True).remote())
+            actorrpc.get(getattr(actor, method).options(**of_call).remote())
         assert caught.value.maybe_executed
         del caught
-    assert actorrpc.get(actor.all.remote()) == ["out"] * 3
+    assert actorrpc.get(actor.all.options(timeout=0).remote()) == ["spin", "out"] * 3
 
 
-def test_a_method_can_be_declared_to_be_interrupted_at_the_actors_timeout() -> None:
-    actor = Patient.options(timeout=0.3).remote()
-    assert actorrpc.get(actor.alive.options(timeout=0).remote())
-    with pytest.raises(actorrpc.RpcTimeoutError):
-        actorrpc.get(actor.spin.remote())
-    assert actorrpc.get(actor.alive.options(timeout=0).remote())
-
-
-def test_a_method_that_times_out_runs_to_its_end_by_default(gate: Path) -> None:
-    actor = Patient.remote()
-    assert actorrpc.get(actor.alive.remote())
-    with pytest.raises(actorrpc.RpcTimeoutError, match="it runs to its end, and other calls wait for that"):
-        actorrpc.get(actor.block.options(timeout=0.1).remote(str(gate)))
-    after = actor.alive.remote()
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (Busy, {}, "it runs to its end, and other calls wait for that"),
+        (BusyOnLoop, {"interrupt": True}, "timed out"),
+    ],
+)
+def test_a_method_that_times_out_runs_to_its_end_by_default_and_on_an_event_loop(
+    cls: Any, options: Any, message: str, gate: Path
+) -> None:
+    actor = cls.remote()
+    actorrpc.get(actor.note.remote("before"))
+    with pytest.raises(actorrpc.RpcTimeoutError, match=message):
+        actorrpc.get(actor.block_in_c.options(timeout=0.1, **options).remote(str(gate)))
+    after = actor.note.remote("after")
     assert not after.done()
     open_gate(gate)
-    assert actorrpc.get(after)
-
-
-def test_a_timeout_does_not_interrupt_plain_methods_on_an_event_loop(gate: Path) -> None:
-    actor = OnLoop.remote()
-    assert actorrpc.get(actor.alive.remote())
-    with pytest.raises(actorrpc.RpcTimeoutError):
-        actorrpc.get(actor.count_down.options(timeout=0.1, interrupt=True).remote(str(gate)))
-    open_gate(gate)
-    assert actorrpc.get(actor.last_word.remote()) == "go"
+    assert actorrpc.get(after) == "after"
+    assert actorrpc.get(actor.all.remote()) == ["before", "block_in_c", "passed", "after"]
 
 
 @actorrpc.remote

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +52,22 @@ class Node:
         self.log.append(line)
         return line
 
-    def all(self) -> list[Any]:
-        return self.log
-
     def peak(self) -> int:
         return self.deepest
+
+    def items(self) -> Iterator[bool]:
+        for _ in range(3):
+            yield threading.get_ident() == self.home
+
+    def grad(self, way: list[Any]) -> bool:
+        return bool(actorrpc.get(way[0].grad.remote(way[1:]))) if way else torch.is_grad_enabled()
+
+    def grad_under_no_grad(self, way: list[Any]) -> bool:
+        with torch.no_grad():
+            return self.grad(way)
+
+    def leave_grad_off(self) -> None:
+        torch.set_grad_enabled(False)
 
     def begin(self, other: Any, me: Any, gate: Any) -> list[Any]:
         """Wait at the gate, while other calls arrive."""
@@ -244,38 +254,6 @@ def test_a_call_does_not_run_within_a_waiting_call_that_it_does_not_descend_from
 _MET = threading.Barrier(2)  # for two actors of one process
 
 
-def _check_that_a_deadlock_is_found(calls: list[Any]) -> None:
-    """Check that at least one call fails with DeadlockError and that the others succeed."""
-    errors, values = [], []
-    for call in calls:
-        try:
-            values.append(actorrpc.get(call))
-        except actorrpc.DeadlockError as error:
-            errors.append(error)
-    assert errors
-    assert values == ["here"] * (len(calls) - len(errors))
-
-
-@actorrpc.remote
-class BlockingMeeting:
-    async def meet(self, other: Any) -> Any:
-        _MET.wait(20)
-        return actorrpc.get(other.answer.remote())  # blocks the event loop
-
-    async def answer(self) -> str:
-        return "here"
-
-
-@pytest.mark.slow
-@pytest.mark.prints("blocks all coroutines|has held the event loop")
-def test_a_deadlock_between_two_blocked_event_loops_is_found() -> None:
-    # Such an execution is registered twice: by its thread and by its asyncio task.
-    here = rpc.get_worker_info().name
-    first, second = (BlockingMeeting.options(worker=here, max_concurrency=1).remote() for _ in range(2))
-    calls = [first.meet.remote(second), second.meet.remote(first)]
-    _check_that_a_deadlock_is_found(calls)
-
-
 @actorrpc.remote
 class Giving:
     def give(self, taker: Any, other: Any) -> Any:
@@ -298,7 +276,10 @@ def test_a_deadlock_through_a_pending_argument_of_this_process_is_found() -> Non
     here = rpc.get_worker_info().name
     first, second, taker = (Giving.options(worker=here).remote() for _ in range(3))
     calls = [first.give.remote(taker, second), second.ask.remote(first)]
-    _check_that_a_deadlock_is_found(calls)
+    actorrpc.wait(calls, num_returns=2)
+    errors = [call.future().exception() for call in calls]
+    assert any(isinstance(error, actorrpc.DeadlockError) for error in errors)
+    assert all(error is None or isinstance(error, actorrpc.DeadlockError) for error in errors)
 
 
 # -- async and threaded actors in a chain ----------------------------------------------------------------------
@@ -306,9 +287,6 @@ def test_a_deadlock_through_a_pending_argument_of_this_process_is_found() -> Non
 
 @actorrpc.remote
 class AsyncNode:
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
     async def visit(self, way: list[Any]) -> int:
         if not way:
             return 1
@@ -337,6 +315,17 @@ def test_calls_come_back_through_async_actors() -> None:
     assert actorrpc.get(refs) == [4] * 40
 
 
+def test_an_async_actor_with_max_concurrency_1_is_not_reentrant_if_disabled() -> None:
+    closed, other = (
+        AsyncNode.options(max_concurrency=1, reentrant=False, name="closed").remote(),
+        AsyncNode.remote(),
+    )
+    for first, way in ((closed, [closed]), (other, [closed, other, closed])):
+        with pytest.raises(actorrpc.DeadlockError, match="closed"):
+            actorrpc.get(first.visit.remote(way), timeout=15)
+    assert actorrpc.get(closed.visit.remote([other])) == 2
+
+
 def test_calls_come_back_through_threaded_actors() -> None:
     t, s = Counting.options(max_concurrency=2).remote(), Counting.remote()
     refs = [t.visit.remote([s, t, s, t, t]) for _ in range(12)] + [t.visit.remote([t, s]) for _ in range(12)]
@@ -346,73 +335,16 @@ def test_calls_come_back_through_threaded_actors() -> None:
 # -- threads of serial actors --------------------------------------------------------------------------------------
 
 
-@actorrpc.remote
-class ThreadBound:
-    """Uses objects that work on one thread only."""
-
-    def __init__(self) -> None:
-        self.home = threading.get_ident()
-        self.data = sqlite3.connect(":memory:")
-        self.data.execute("create table t (x)")
-        self.local = threading.local()
-        self.local.mine = True
-
-    def add(self, x: int) -> bool:
-        self.data.execute("insert into t values (?)", (x,))
-        return self.home == threading.get_ident() and self.local.mine
-
-    def nested(self, other: Any, me: Any, x: int) -> Any:
-        return actorrpc.get(other.visit_add.remote(me, x))
-
-    def count(self) -> int:
-        return int(self.data.execute("select count(*) from t").fetchone()[0])
-
-    def visit_add(self, other: Any, x: int) -> Any:
-        return actorrpc.get(other.add.remote(x))
-
-    def stream(self) -> Any:
-        for row in self.data.execute("select x from t order by x"):
-            yield row[0], threading.get_ident() == self.home
-
-    def no_grad_nested(self, other: Any, me: Any) -> list[bool]:
-        found = [torch.is_grad_enabled()]
-        with torch.no_grad():
-            found.append(torch.is_grad_enabled())
-            found.append(actorrpc.get(other.visit_grad.remote(me)))
-            found.append(torch.is_grad_enabled())
-        return [*found, torch.is_grad_enabled()]
-
-    def visit_grad(self, other: Any) -> Any:
-        return actorrpc.get(other.grad.remote())
-
-    def grad(self) -> bool:
-        return torch.is_grad_enabled()
-
-    def leave_grad_off(self) -> None:
-        torch.set_grad_enabled(False)
-
-
-def test_a_serial_actor_runs_everything_on_one_thread() -> None:
-    a, b = ThreadBound.remote(), ThreadBound.remote()
-    refs = [a.add.remote(n) for n in range(10)]
-    refs += [a.nested.remote(b, a, n) for n in range(10, 20)]
-    assert actorrpc.get(refs) == [True] * 20
-    assert actorrpc.get([b.visit_add.remote(a, n) for n in range(20, 30)]) == [True] * 10
-    assert actorrpc.get(a.count.remote()) == 30
-    assert [actorrpc.get(ref) for ref in a.stream.remote()] == [(n, True) for n in range(30)]
-    assert actorrpc.get(actorrpc.call(a, is_on_home_thread)) is True
-
-
-def is_on_home_thread(actor: Any) -> bool:
-    return bool(actor.home == threading.get_ident())
+def test_streams_and_functions_of_a_serial_actor_run_on_its_thread() -> None:
+    node = Node.remote()
+    assert list(node.items.remote().values()) == [True] * 3
+    assert actorrpc.get(actorrpc.call(node, lambda node: node.home == threading.get_ident())) is True
 
 
 def test_grad_mode_of_a_serial_actor_is_not_inherited_from_callers() -> None:
-    a, b = ThreadBound.remote(), ThreadBound.remote()
-    assert actorrpc.get(a.no_grad_nested.remote(b, a)) == [True, False, True, False, True]
+    a, b = Node.remote(), Node.remote()
+    assert actorrpc.get([a.grad_under_no_grad.remote(way) for way in ([b], [b, a])]) == [True, True]
     # A mode that a serial actor sets stays set, as on any thread: inference servers disable gradients in their
     # constructors.
     actorrpc.get(a.leave_grad_off.remote())
-    assert actorrpc.get(a.grad.remote()) is False
-    assert actorrpc.get(b.grad.remote()) is True
-    assert actorrpc.get(a.no_grad_nested.remote(b, a)) == [False] * 5
+    assert actorrpc.get([a.grad.remote([]), b.grad.remote([]), a.grad.remote([b, a])]) == [False, True, False]

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import actorrpc
 from actorrpc import actors
 from actorrpc.errors import (
     ActorDiedError,
-    CancelledError,
     NameTakenError,
     PendingCallsLimitExceeded,
-    RpcTimeoutError,
     UnknownActorError,
 )
 from tests.actors.e2e.kit import alive, open_gate, pass_gate, until
@@ -42,9 +39,6 @@ class Mortal:
     def block(self, gate: str) -> str:
         return pass_gate(gate)
 
-    def big(self) -> Any:
-        return torch.ones(1 << 20)
-
     def keep(self, what: Any) -> None:
         self.kept = what
 
@@ -56,9 +50,6 @@ class Mortal:
 
     def me(self) -> Any:
         return actorrpc.current_actor()
-
-    def leave(self) -> None:
-        actorrpc.exit_actor()
 
     def make_and_keep(self, path: str, **options: Any) -> int:
         self.kept = Mortal.options(**options).remote(path)
@@ -113,16 +104,6 @@ def test_pending_calls_keep_their_actor_alive(tmp_path: Path, gate: Path) -> Non
     open_gate(gate)
     assert actorrpc.get(refs) == ["go", *["pong"] * 5]
     until(lambda: _ended(path))
-
-
-def test_a_large_result_outlives_the_last_handle_of_its_actor(tmp_path: Path) -> None:
-    path = tmp_path / "end"
-    actor = Mortal.remote(str(path))
-    ref = actor.big.remote()
-    actorrpc.wait([ref], fetch_local=False)
-    del actor
-    until(lambda: path.exists())  # on_stop() has run
-    assert float(actorrpc.get(ref).sum()) == 1 << 20
 
 
 def test_handles_in_containers_closures_and_other_actors_keep_the_actor_alive(paths: list[str]) -> None:
@@ -215,19 +196,6 @@ def test_an_actor_ends_when_the_actor_that_created_it_is_killed(place: str, path
     until(lambda: not alive(pid))
     with pytest.raises(actorrpc.ActorDiedError):
         actorrpc.get(child.ping.remote())
-
-
-def test_exit_actor_ends_the_actor_and_its_later_calls(place: str, paths: list[str]) -> None:
-    actor = Mortal.remote(paths[0])
-    pid = actorrpc.get(actor.pid.remote())
-    leaving, late = actor.leave.remote(), actor.ping.remote()
-    for ref in (leaving, late, actor.ping.remote()):
-        with pytest.raises(actorrpc.ActorDiedError, match="exit_actor"):
-            actorrpc.get(ref)
-    until(lambda: _ended(Path(paths[0])))
-    if place == "embedded":
-        until(lambda: not alive(pid))
-    assert not actorrpc.is_alive(actor)
 
 
 def test_an_actor_whose_handle_is_dropped_at_once_ends(paths: list[str]) -> None:
@@ -400,21 +368,6 @@ def test_a_handle_from_get_actor_does_not_keep_the_actor_alive() -> None:
     gc.collect()
     assert "its last handle is gone" in str(ended.wait(30))
     assert isinstance(error_of(weak.step.remote()), ActorDiedError)
-
-
-def test_calls_can_be_cancelled_and_time_out_during_construction(gate: Path) -> None:
-    blocked = Fragile.remote(path=str(gate))
-    refs = [blocked.step.remote() for _ in range(4)]
-    assert actorrpc.actors.cancel(refs[1])
-    error = error_of(refs[1])
-    assert isinstance(error, CancelledError)
-    assert error.maybe_executed is False
-    late = blocked.step.options(timeout=0.05).remote()
-    error = error_of(late)
-    assert isinstance(error, RpcTimeoutError)
-    assert error.maybe_executed is False
-    open_gate(gate)
-    assert actorrpc.get([refs[0], refs[2], refs[3]]) == [1, 2, 3]
 
 
 def test_a_call_beyond_max_pending_calls_is_refused(gate: Path) -> None:
