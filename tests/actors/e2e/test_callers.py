@@ -105,24 +105,6 @@ def test_an_actor_still_answers_after_asyncio_timeouts_and_cancellation() -> Non
     asyncio.run(main())
 
 
-def test_get_ends_for_a_call_whose_event_loop_has_ended() -> None:
-    gate = Gate.remote()
-
-    async def main() -> Any:
-        ref = gate.wait.remote()
-        waiting = asyncio.ensure_future(ref)
-        await asyncio.sleep(0)
-        waiting.cancel()
-        return ref
-
-    ref = asyncio.run(main())
-    actorrpc.get(gate.open.remote())
-    try:
-        assert actorrpc.get(ref, timeout=20) == "open"
-    except actorrpc.CancelledError:
-        pass
-
-
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
@@ -284,61 +266,37 @@ def test_a_fork_that_joins_its_own_group_can_make_calls(tmp_path: Path) -> None:
     assert _in_fork(partial(_with_a_group_of_its_own, tmp_path)) == "9"
 
 
-class _Forks:
+@actorrpc.remote
+class Forks:
     """Methods that fork and go on in both processes; the child ends as it is told."""
 
-    def _end(self, how: str) -> int:
-        pid = os.fork()
-        if pid:
-            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if how == "raise":
-            raise ValueError("in the child")
-        if how == "exit":
-            sys.exit(4)
-        return 1
-
-    def ping(self) -> str:
-        return "pong"
-
-
-@actorrpc.remote
-class SerialForks(_Forks):
+    @actorrpc.method(thread=True)
     def end(self, how: str) -> int:
-        return self._end(how)
+        return _fork_and_end(how)
+
+    async def end_on_the_event_loop(self, how: str) -> int:
+        return _fork_and_end(how)
 
 
 @actorrpc.remote
-class AsyncForks(_Forks):
-    async def end(self, how: str) -> int:
-        return self._end(how)
+def forks(how: str) -> int:
+    return _fork_and_end(how)
 
 
-@actorrpc.remote
-class PlainForks(_Forks):
-    def end(self, how: str) -> int:
-        return self._end(how)
-
-    async def other(self) -> None:
-        """Makes the actor async, so that plain methods run on its event loop."""
-
-
-_ENDS = {"return": 0, "raise": 1, "exit": 4}
+def _fork_and_end(how: str) -> int:
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if how == "raise":
+        raise ValueError("in the child")
+    if how == "exit":
+        sys.exit(4)
+    return 1
 
 
 @pytest.mark.prints("failed in a fork of .*ValueError: in the child")
-@pytest.mark.parametrize("cls", [SerialForks, AsyncForks, PlainForks])
-def test_a_forked_child_exits_when_the_method_that_forked_it_ends(cls: Any) -> None:
-    actor = cls.remote()
-    for how, status in _ENDS.items():
-        assert actorrpc.get(actor.end.remote(how)) == status
-        assert actorrpc.get(actor.ping.remote()) == "pong"
-
-
-def _forks(how: str) -> int:
-    return _Forks()._end(how)
-
-
-@pytest.mark.prints("failed in a fork of .*ValueError: in the child")
-def test_a_forked_child_exits_when_the_task_that_forked_it_ends() -> None:
-    for how, status in _ENDS.items():
-        assert actorrpc.get(actorrpc.remote(_forks).remote(how)) == status
+def test_a_forked_child_exits_when_the_method_or_task_that_forked_it_ends() -> None:
+    actor = Forks.remote()
+    for how, status in {"return": 0, "raise": 1, "exit": 4}.items():
+        for method in (actor.end, actor.end_on_the_event_loop, forks):
+            assert actorrpc.get(method.remote(how)) == status

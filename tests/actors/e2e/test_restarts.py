@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 import actorrpc
-from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.agent.peers import PeerTable
-from tests.actors.e2e.kit import open_gate, pass_gate, row_of, until
+from tests.actors.e2e.kit import open_gate, pass_gate, row_of
 
 pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(20)]
 
@@ -30,16 +28,17 @@ class Phoenix:
     def pid(self) -> int:
         return os.getpid()
 
-    def echo(self, value: Any) -> Any:
-        return value
-
     def die(self) -> None:
         os._exit(3)
+
+    def die_with_words(self) -> None:
+        os.write(2, b"these are my last words\n")
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def die_once(self) -> str:
         if not os.path.exists(self.path):
             Path(self.path).touch()
-            os._exit(4)
+            os.kill(os.getpid(), signal.SIGKILL)
         return "second"
 
     def fail_once(self) -> str:
@@ -103,7 +102,7 @@ class Slow:
         return os.getpid()
 
     def die(self) -> None:
-        os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @actorrpc.remote
@@ -161,7 +160,8 @@ def test_a_restarted_actor_keeps_its_name_and_its_handles() -> None:
     assert "code 3" in str(watched.wait(10))
 
 
-def test_actor_died_error_reports_method_exit_code_and_signal() -> None:
+@pytest.mark.prints("^these are my last words$")
+def test_actor_died_error_reports_method_exit_code_signal_and_the_last_lines_of_stderr() -> None:
     actor = Phoenix.remote()
     actorrpc.get(actor.pid.remote())
     with pytest.raises(actorrpc.ActorDiedError) as caught:
@@ -171,37 +171,10 @@ def test_actor_died_error_reports_method_exit_code_and_signal() -> None:
         assert word in text
     assert (report.exit_code, caught.value.method, caught.value.maybe_executed) == (3, "die", True)
     victim = Phoenix.remote()
-    pid = actorrpc.get(victim.pid.remote())
-    os.kill(pid, 9)
-    until(lambda: not actorrpc.is_alive(victim))
-    with pytest.raises(actorrpc.ActorDiedError, match="SIGKILL"):
-        actorrpc.get(victim.add.remote(1))
+    for call in (victim.die_with_words.remote, victim.pid.remote):
+        with pytest.raises(actorrpc.ActorDiedError, match=r"(?s)SIGKILL.*these are my last words"):
+            actorrpc.get(call())
     del caught
-
-
-@pytest.mark.slow
-def test_retried_calls_survive_repeated_kills() -> None:
-    actor = Phoenix.options(max_restarts=-1, restart_backoff_s=0.0, max_task_retries=-1).remote()
-    for _ in range(5):
-        pid = actorrpc.get(actor.pid.remote())
-        refs = [actor.echo.remote(n) for n in range(50)]
-        os.kill(pid, signal.SIGKILL)
-        refs += [actor.echo.remote(n) for n in range(50, 100)]
-        assert actorrpc.get(refs, timeout=30) == list(range(100))
-
-
-@pytest.mark.prints("^these are my last words$")
-def test_actor_died_error_includes_the_last_lines_of_stderr() -> None:
-    actor = LastWords.remote()
-    with pytest.raises(actorrpc.ActorDiedError, match="these are my last words"):
-        actorrpc.get(actor.die.remote())
-
-
-@actorrpc.remote
-class LastWords:
-    def die(self) -> None:
-        os.write(2, b"these are my last words\n")
-        os._exit(1)
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
@@ -226,23 +199,3 @@ def test_a_fetched_string_can_be_passed_on_after_its_process_died() -> None:
     with pytest.raises(actorrpc.ActorDiedError):
         actorrpc.get(source.die.remote())
     assert actorrpc.get(target.first.remote(refs)) == text
-
-
-def test_a_call_whose_argument_becomes_ready_as_the_actor_dies_runs_after_the_restart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target = Phoenix.options(max_restarts=1).remote()
-    pid = actorrpc.get(target.pid.remote())
-    argument: actorrpc.Future[int] = actorrpc.Future()
-    call = target.add.remote(ObjectRef(argument))
-    record_end = PeerTable.record_end
-
-    def ending(table: PeerTable, *given: Any) -> bool:
-        found = record_end(table, *given)
-        if not argument.done():
-            argument.set_result(5)
-        return found
-
-    monkeypatch.setattr(PeerTable, "record_end", ending)
-    os.kill(pid, signal.SIGKILL)
-    assert actorrpc.get(call) == 5
