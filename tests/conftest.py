@@ -41,7 +41,6 @@ _TESTS = Path(__file__).resolve().parent
 # Folders and modules whose tests are all slow. Other slow tests have the marker.
 _SLOW = (
     "actors/e2e/",
-    "actors/test_typing.py",
     "benchmarks/",
     "cluster/test_ends.py",
     "cluster/provisioners/test_fork_server.py",
