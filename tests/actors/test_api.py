@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import actorrpc
 from actorrpc import ActorHandle, get
@@ -83,15 +82,6 @@ def test_a_value_or_error_that_refers_to_its_own_reference_can_be_collected(
     del value, ref
     gc.collect()
     assert found() is None
-
-
-def test_torch_futures_functions_accept_the_future_of_a_call_through_an_rref(
-    counter: ActorHandle[Any],
-) -> None:
-    given = counter.rref.rpc_async().add()
-    assert torch.futures.wait_all([given]) == [4]
-    (same,) = torch.futures.collect_all([given]).wait()
-    assert same.value() == 4
 
 
 # -- finding -------------------------------------------------------------------------------------------------------

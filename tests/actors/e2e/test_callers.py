@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.errors import NotInitializedError
 from tests.actors.e2e.kit import Gate, until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
@@ -158,35 +156,6 @@ def test_calls_through_an_rref_run_on_the_actors_thread_from_any_worker() -> Non
 # -- forks -----------------------------------------------------------------------------------------------------------------
 
 
-class FromActor(Dataset[Any]):
-    """Returns the error of a call instead of raising it: torch takes seconds to end workers that raised."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, n: int) -> Any:
-        try:
-            return actorrpc.get(self.actor.add.remote(n)) if n % 2 else self.actor.rpc_sync().add(n)
-        except NotInitializedError as error:
-            return str(error)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_call_in_a_forked_data_loader_raises_at_once() -> None:
-    actor = Adder.remote(1)
-    actorrpc.get(actor.add.remote(0))
-    loader = DataLoader(FromActor(actor), num_workers=1, multiprocessing_context="fork", batch_size=None)
-    messages = list(loader)
-    assert len(messages) == 4
-    assert all("fork" in each for each in messages)
-    assert actorrpc.get(actor.add.remote(1)) == 2
-    # Without a fork it works.
-    assert [int(each) for each in DataLoader(FromActor(actor))] == [1, 2, 3, 4]
-
-
 def _in_fork(work: Callable[[], Any]) -> str:
     """Return what ``work`` returns in a fork of this process, or the error that it raises, as text."""
     reads, writes = os.pipe()
@@ -248,6 +217,15 @@ def test_waiting_in_a_fork_for_results_of_its_parent_raises() -> None:
     # The parent process receives all results.
     actorrpc.get(gate.open.remote())
     assert [*actorrpc.get(pending), future.wait(), actorrpc.get(next(stream))] == ["open", "open", "open", 2]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_calls_in_a_fork_raise_at_once() -> None:
+    actor = Adder.remote(1)
+    assert actorrpc.get(actor.add.remote(0)) == 1
+    for call in (lambda: actor.add.remote(1), lambda: actor.rpc_sync().add(1), Adder.remote):
+        assert re.match("NotInitializedError: .*fork", _in_fork(call))
+    assert actorrpc.get(actor.add.remote(1)) == 2
 
 
 def _with_a_group_of_its_own(folder: Path) -> int:

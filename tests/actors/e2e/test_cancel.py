@@ -98,13 +98,10 @@ class Busy:
             seen.append(event)
             return trace
 
-        def step() -> None:
-            pass
-
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            step()
+            (lambda: None)()
         finally:
             sys.settrace(before)
         return seen
@@ -239,24 +236,6 @@ class GatedConstructor:
 
     def all(self) -> list[str]:
         return self.words
-
-
-@actorrpc.remote
-class NeverAnswers:
-    """Counts the calls of wait(), which never returns."""
-
-    def __init__(self) -> None:
-        self.waiting = 0
-
-    async def wait(self, _data: bytes) -> None:
-        self.waiting += 1
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.waiting -= 1
-
-    async def count(self) -> int:
-        return self.waiting
 
 
 def _wait_until_running(actor: Any, ref: Any) -> None:
@@ -458,7 +437,7 @@ def test_cancelling_a_coroutine_cancels_its_call_to_an_actor_that_is_starting_or
 def test_a_nested_call_that_starts_while_its_caller_is_cancelled_is_cancelled_too(
     caller: Any, method: str, count: int
 ) -> None:
-    actor, other = caller.remote(), NeverAnswers.remote()
+    actor, other = caller.remote(), Gate.remote()
     rng, data = random.Random(count), bytes(200_000)
     assert actorrpc.get([actor.all.remote(), other.count.remote()]) == [[], 0]
     for _ in range(count):
@@ -472,8 +451,7 @@ def test_a_nested_call_that_starts_while_its_caller_is_cancelled_is_cancelled_to
     until(
         lambda: (
             not any(
-                each.class_name == "NeverAnswers" and each.state == "ALIVE"
-                for each in actorrpc.actors.list_actors()
+                each.class_name == "Gate" and each.state == "ALIVE" for each in actorrpc.actors.list_actors()
             )
         )
     )

@@ -251,37 +251,6 @@ def test_a_call_does_not_run_within_a_waiting_call_that_it_does_not_descend_from
     assert actorrpc.get(found) == [None, ["hold", "held", "relayed"]]
 
 
-_MET = threading.Barrier(2)  # for two actors of one process
-
-
-@actorrpc.remote
-class Giving:
-    def give(self, taker: Any, other: Any) -> Any:
-        _MET.wait(20)
-        return actorrpc.get(taker.take.remote(other.answer.remote()))
-
-    def ask(self, other: Any) -> Any:
-        _MET.wait(20)
-        return actorrpc.get(other.answer.remote())
-
-    def take(self, value: str) -> str:
-        return value
-
-    def answer(self) -> str:
-        return "here"
-
-
-@pytest.mark.slow
-def test_a_deadlock_through_a_pending_argument_of_this_process_is_found() -> None:
-    here = rpc.get_worker_info().name
-    first, second, taker = (Giving.options(worker=here).remote() for _ in range(3))
-    calls = [first.give.remote(taker, second), second.ask.remote(first)]
-    actorrpc.wait(calls, num_returns=2)
-    errors = [call.future().exception() for call in calls]
-    assert any(isinstance(error, actorrpc.DeadlockError) for error in errors)
-    assert all(error is None or isinstance(error, actorrpc.DeadlockError) for error in errors)
-
-
 # -- async and threaded actors in a chain ----------------------------------------------------------------------
 
 

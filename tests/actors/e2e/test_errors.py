@@ -33,9 +33,11 @@ class Unpicklable:
 
 @actorrpc.remote
 class Faulty:
-    def __init__(self, broken: str = "") -> None:
+    def __init__(self, broken: str = "", how: str = "") -> None:
         if broken:
             raise KeyError(broken)
+        if how:
+            self.base(how)
         self.calls = 0
 
     def ping(self) -> str:
@@ -57,6 +59,8 @@ class Faulty:
     def base(self, kind: str) -> None:
         if kind == "exit":
             sys.exit(3)
+        if kind == "exit_actor":
+            actorrpc.exit_actor()
         if kind == "interrupt":
             raise KeyboardInterrupt
         if kind == "generator":
@@ -112,21 +116,9 @@ def test_an_error_of_the_constructor_is_the_cause_of_every_failed_call() -> None
     del caught
 
 
-@actorrpc.remote
-class Exits:
-    def __init__(self, how: str) -> None:
-        if how == "exit":
-            sys.exit(5)
-        if how == "exit_actor":
-            actorrpc.exit_actor()
-        raise KeyboardInterrupt
-
-    def ping(self) -> None: ...
-
-
 @pytest.mark.parametrize("how", ["exit", "interrupt", "exit_actor"])
 def test_a_constructor_that_exits_leaves_a_dead_actor(how: str) -> None:
-    actor = Exits.remote(how)
+    actor = Faulty.remote(how=how)
     with pytest.raises(actorrpc.ActorDiedError):
         actorrpc.get(actor.ping.remote())
 

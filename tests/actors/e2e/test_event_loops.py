@@ -394,20 +394,8 @@ async def _await(ref: Any) -> Any:
     return await ref
 
 
-async def _wait_for(ref: Any) -> Any:
-    return await asyncio.wait_for(ref, 60)
-
-
 async def _gather(ref: Any) -> Any:
-    return (await asyncio.gather(ref, asyncio.sleep(0)))[0]
-
-
-async def _task(ref: Any) -> Any:
-    return await asyncio.create_task(_await(ref))
-
-
-async def _wrap(ref: Any) -> Any:
-    return await asyncio.wrap_future(ref.future())
+    return (await asyncio.gather(_await(ref), asyncio.sleep(0)))[0]
 
 
 async def _to_thread(ref: Any) -> Any:
@@ -418,23 +406,15 @@ async def _get(ref: Any) -> Any:
     return get(ref)
 
 
-async def _as_completed(ref: Any) -> Any:
-    return get(await anext(actorrpc.as_completed([ref])))
-
-
 WAYS: dict[str, Callable[[Any], Any]] = {
     "await": lambda ref: asyncio.run(_await(ref)),
     "to_thread": lambda ref: asyncio.run(_to_thread(ref)),
-    "wrap": lambda ref: asyncio.run(_wrap(ref)),
     "get": get,
     "future": lambda ref: ref.future().result(),
     "wait": lambda ref: get(actorrpc.wait([ref])[0][0]),
     "as_completed": lambda ref: get(next(actorrpc.as_completed([ref]))),
-    "wait_for": lambda ref: asyncio.run(_wait_for(ref)),
     "gather": lambda ref: asyncio.run(_gather(ref)),
-    "task": lambda ref: asyncio.run(_task(ref)),
     "get within": lambda ref: asyncio.run(_get(ref)),
-    "as_completed within": lambda ref: asyncio.run(_as_completed(ref)),
 }
 
 

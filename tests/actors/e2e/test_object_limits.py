@@ -1,4 +1,4 @@
-"""The limit on shared memory for large objects of all processes of a cluster, and the errors when it is full."""
+"""Limits of shared memory: errors when it is full, other hosts, which do not share it, and processes that are killed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import actorrpc
 from actorrpc.wire import keys
 from tests.actors.e2e.kit import alive, until
+from tests.actors.e2e.test_words import Speaker, take
 
 pytestmark = [pytest.mark.limit(60)]
 
@@ -35,9 +36,6 @@ class Keeper:
 
     def make(self, mib: int) -> Any:
         return np.ones(mib * _MIB, np.uint8)
-
-    def drop(self) -> None:
-        self.kept.clear()
 
 
 @pytest.fixture
@@ -62,16 +60,6 @@ def test_a_full_object_store_names_the_holders(keepers: list[Any]) -> None:
     assert of_call.value.maybe_executed is True
 
 
-def test_put_waits_until_another_process_releases_memory(keepers: list[Any]) -> None:
-    actorrpc.get([each.keep.remote(32) for each in keepers])
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(actorrpc.put(np.full(40 * _MIB, 7, np.uint8))))
-    thread.start()
-    actorrpc.get(keepers[0].drop.remote())
-    thread.join()
-    assert actorrpc.get(found[0])[-1] == 7
-
-
 def test_the_memory_of_a_killed_process_is_released(keepers: list[Any]) -> None:
     pid, _ = actorrpc.get([each.keep.remote(32) for each in keepers])
     os.kill(int(pid), signal.SIGKILL)
@@ -87,6 +75,22 @@ def test_objects_beyond_the_limit_are_written_to_files(tmp_path: Any) -> None:
         assert actorrpc.get(keeper.make.remote(24)).sum() == 24 * _MIB
         assert os.listdir(tmp_path) == []  # the files never had names
         del keeper, here
+
+
+def test_a_result_that_was_not_fetched_is_lost_with_its_actor_if_hosts_share_no_memory() -> None:
+    with actorrpc.init(lane=False):  # as if each process were on a host of its own
+        actor = Speaker.remote()
+        lost, fetched = actor.big.remote(), actor.big.remote()
+        actorrpc.wait([lost, fetched], num_returns=2, fetch_local=False)
+        value = actorrpc.get(fetched)
+        actorrpc.kill(actor)
+        with pytest.raises(actorrpc.ActorDiedError):
+            actorrpc.get(actor.take.remote(1))
+        with pytest.raises(
+            actorrpc.PeerDiedError, match=r"the result of Speaker\.big .*is lost: the call was executed"
+        ):
+            actorrpc.get(take.remote(lost))
+        assert torch.equal(actorrpc.get(fetched), value)
 
 
 # -- killed processes ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import actorrpc
-from tests.actors.e2e.kit import open_gate, pass_gate, row_of
+from tests.actors.e2e.kit import row_of
 
 pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(20)]
 
@@ -68,8 +68,9 @@ def _retry(call: Any) -> Any:
             pass
 
 
-def test_a_restarted_actor_is_constructed_with_the_same_arguments() -> None:
-    actor = Phoenix.options(max_restarts=2).remote(10)
+def test_a_restarted_actor_is_constructed_with_the_same_arguments_and_keeps_its_name_and_monitors() -> None:
+    actor = Phoenix.options(max_restarts=2, name="phoenix").remote(10)
+    watched = actorrpc.monitor(actor)
     assert actorrpc.get(actor.add.remote(1)) == 11
     pids = set()
     for n in range(2):
@@ -77,64 +78,18 @@ def test_a_restarted_actor_is_constructed_with_the_same_arguments() -> None:
         with pytest.raises(actorrpc.ActorUnavailableError, match="exited with code 3") as caught:
             actorrpc.get(actor.die.remote())
         assert caught.value.maybe_executed
-        assert _retry(lambda: actor.add.remote(1)) == 11
+        assert _retry(lambda: actorrpc.get_actor("phoenix").add.remote(1)) == 11
         assert row_of(actor).restarts == n + 1
         assert actorrpc.get(actor.again.remote()) is True
     pids.add(actorrpc.get(actor.pid.remote()))
     assert len(pids) == 3
+    assert not watched.done()
     with pytest.raises(actorrpc.ActorDiedError, match="max_restarts is 2"):
         actorrpc.get(actor.die.remote())
     with pytest.raises(actorrpc.ActorDiedError):
         actorrpc.get(actor.add.remote(1))
+    assert "code 3" in str(watched.wait(10))
     del caught
-
-
-@actorrpc.remote(max_restarts=1)
-class Slow:
-    """Waits at a gate when it is restarted."""
-
-    def __init__(self, path: str, gate: str) -> None:
-        if os.path.exists(path):
-            pass_gate(gate)
-        Path(path).touch()
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def die(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@actorrpc.remote
-class Asker:
-    def pid_of(self, actor: Any) -> Any:
-        try:
-            return actorrpc.get(actor.pid.options(max_task_retries=0).remote())
-        except actorrpc.ActorUnavailableError as error:
-            return error.actor_id, error.maybe_executed
-
-
-def test_a_call_without_retries_fails_at_once_during_a_restart(tmp_path: Path, gate: Path) -> None:
-    actor = Slow.remote(str(tmp_path / "made"), str(gate))
-    now = actor.pid.options(max_task_retries=0)
-    before = actorrpc.get(now.remote())  # the call waits for the first construction
-    with pytest.raises(actorrpc.ActorUnavailableError):
-        actorrpc.get(actor.die.remote())
-    with pytest.raises(
-        actorrpc.ActorUnavailableError, match=r"it was not executed.*is being restarted"
-    ) as caught:
-        actorrpc.get(now.remote())
-    assert (caught.value.actor_id, caught.value.maybe_executed) == (actor.actor_id, False)
-    assert actorrpc.get(Asker.remote().pid_of.remote(actor)) == (actor.actor_id, False)
-    waiting = actor.pid.remote()
-    open_gate(gate)
-    after = actorrpc.get(waiting)
-    assert after != before
-    assert actorrpc.get(now.remote()) == after
-    with pytest.raises(actorrpc.ActorDiedError) as died:
-        actorrpc.get(actor.die.remote())
-    assert died.value.actor_id == actor.actor_id
-    del caught, died
 
 
 def test_max_task_retries_repeats_calls_after_deaths_and_listed_exceptions(tmp_path: Path) -> None:
@@ -146,18 +101,6 @@ def test_max_task_retries_repeats_calls_after_deaths_and_listed_exceptions(tmp_p
     os.unlink(tmp_path / "failed")
     with pytest.raises(ValueError, match="first"):
         actorrpc.get(other.fail_once.options(max_task_retries=2, retry_exceptions=[KeyError]).remote())
-
-
-def test_a_restarted_actor_keeps_its_name_and_its_handles() -> None:
-    actor = Phoenix.options(max_restarts=1, name="phoenix").remote(1)
-    watched = actorrpc.monitor(actor)
-    with pytest.raises(actorrpc.ActorUnavailableError):
-        actorrpc.get(actor.die.remote())
-    assert _retry(lambda: actorrpc.get_actor("phoenix").add.remote(1)) == 2
-    assert not watched.done()
-    with pytest.raises(actorrpc.ActorDiedError):
-        actorrpc.get(actor.die.remote())
-    assert "code 3" in str(watched.wait(10))
 
 
 @pytest.mark.prints("^these are my last words$")

@@ -47,10 +47,6 @@ class Producer:
         for n in range(count):
             yield actorrpc.get(other.add.remote(n, 1))
 
-    def relay(self, other: Any, count: int) -> Any:
-        for ref in other.numbers.remote(count):
-            yield actorrpc.get(ref) * 10
-
     def back(self, other: Any, me: Any) -> list[int]:
         """Read a stream of another actor, which calls this actor for each item."""
         return [actorrpc.get(ref) for ref in other.of_refs.remote(me, 40)]
@@ -82,10 +78,6 @@ class AsyncProducer:
         for n in range(after):
             yield n
         raise ValueError("in mid-stream")
-
-    async def relay(self, other: Any, count: int) -> Any:
-        async for ref in other.numbers.remote(count):
-            yield await ref * 10
 
     async def seen(self) -> tuple[int, int]:
         return self.made, self.closed
@@ -143,13 +135,6 @@ def test_closing_leaving_or_dropping_a_stream_closes_its_generator(cls: Any) -> 
         gc.collect()
         until(lambda n=n: actorrpc.get(actor.seen.remote())[1] == n + 1)
     assert actorrpc.get(actor.seen.remote())[0] < 1000
-
-
-def test_a_generator_can_forward_a_stream_of_another_actor() -> None:
-    a, b = Producer.remote(), AsyncProducer.remote()
-    expected = [n * 10 for n in range(50)]
-    assert [actorrpc.get(ref) for ref in a.relay.remote(b, 50)] == expected
-    assert [actorrpc.get(ref) for ref in b.relay.remote(a, 50)] == expected
 
 
 def test_a_generator_can_call_the_actor_that_reads_it() -> None:
@@ -280,19 +265,6 @@ class Reader:
         yield from range(count)
 
 
-@actorrpc.remote
-class AsyncReader:
-    async def between(self, other: Any) -> list[int]:
-        stream = other.numbers.options(backpressure=2).remote(40)
-        return [await other.add.remote(await ref, 1) async for ref in stream]
-
-
-@actorrpc.remote
-def between(other: Any) -> list[int]:
-    stream = other.numbers.options(backpressure=2).remote(40)
-    return [actorrpc.get(other.add.remote(n, 1)) for n in stream.values()]
-
-
 def test_a_reader_can_call_the_producing_actor_while_its_stream_is_buffered() -> None:
     actor = Producer.remote()
     assert [actorrpc.get(actor.add.remote(n, 1)) for n in actor.numbers.remote(300).values()] == list(
@@ -338,8 +310,6 @@ _DEADLOCKS = {
     "zip": _zipped,
     "asyncio": _in_asyncio,
     "actor": lambda actor: actorrpc.get(Reader.remote().between.remote(actor)),
-    "async actor": lambda actor: actorrpc.get(AsyncReader.remote().between.remote(actor)),
-    "task": lambda actor: actorrpc.get(between.remote(actor)),
 }
 
 

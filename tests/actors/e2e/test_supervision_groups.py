@@ -68,9 +68,6 @@ class Child:
     def ask(self) -> int:
         return actorrpc.get(self.peer.add.remote())
 
-    def leave(self) -> None:
-        actorrpc.exit_actor()
-
     def on_stop(self) -> None:
         self.note("-")
 
