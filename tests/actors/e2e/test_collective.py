@@ -11,7 +11,7 @@ import torch
 
 import actorrpc
 from actorrpc import CollectiveError, get
-from tests.actors.e2e.choir import Async, Maker, Member, equal, make_batch, make_model, totals, train
+from tests.actors.e2e.choir import Async, Maker, Member, check_operations, check_training, equal, totals
 from tests.actors.e2e.kit import open_gate, until
 
 pytestmark = pytest.mark.limit(30)
@@ -32,13 +32,7 @@ class TestUse:
         actors = Member.group(4)
         for size in (2, 3, 4):
             collective = actorrpc.collective(actors.slice(rank=slice(0, size)), timeout=20)
-            mine = [torch.arange(4.0) + 10 * rank for rank in range(size)]
-            for rank, found in enumerate(get(collective.call("operations"))):
-                equal(found["copied"], mine[-1])
-                equal(found["gathered"], mine)
-                equal(found["part"], torch.full((2,), float(sum(range(size)) + size * rank)))
-                equal(found["most"], mine[-1])
-                assert found["things"] == [{"rank": other} for other in range(size)]
+            check_operations(get(collective.call("operations")))
             collective.destroy()
 
     def test_ordinary_calls_of_members_can_use_the_collective(self) -> None:
@@ -52,10 +46,7 @@ class TestUse:
 
     def test_data_parallel_training_equals_training_on_the_whole_batch(self) -> None:
         collective = actorrpc.collective([Member.remote() for _ in range(3)])
-        model = make_model()
-        train(model, *make_batch(), steps=4)
-        for parameters in get(collective.call("train", 4)):
-            equal(parameters, [each.detach() for each in model.parameters()])
+        check_training(collective)
         collective.destroy()
 
     def test_broadcast_copies_attributes_parameters_and_modules(self) -> None:
