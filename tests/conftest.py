@@ -87,7 +87,7 @@ _QUICK = (
     "actors/e2e/test_event_loops.py::test_plain_methods_of_an_async_actor_run_on_its_event_loop",
     "actors/e2e/test_event_loops.py::test_plain_and_async_calls_start_in_the_order_of_their_caller",
     "actors/e2e/test_event_loops.py::test_blocking_on_a_coroutine_of_the_same_event_loop_raises_deadlock",
-    "actors/e2e/test_event_loops.py::test_without_reentrancy_a_call_back_raises_deadlock_error",
+    "actors/e2e/test_chains.py::test_without_reentrancy_a_call_back_raises_deadlock_error",
     "actors/e2e/test_event_loops.py::test_blocking_is_possible_on_a_coroutine_of_another_group_but_not_of",
     "actors/e2e/test_exits.py",
     "actors/e2e/test_gradients.py::test_gradients_equal_those_of_a_local_computation[",

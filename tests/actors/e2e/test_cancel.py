@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -281,19 +283,27 @@ def test_cancel_interrupts_a_running_method() -> None:
     assert "caught" not in actorrpc.get(actor.all.remote())
 
 
-def _interrupt_get() -> None:
-    """Send SIGINT to the main thread once it is in get()."""
+@contextlib.contextmanager
+def _interrupted(function: str) -> Iterator[None]:
+    """Expect KeyboardInterrupt: SIGINT is sent to the main thread once it is in a function of this name."""
     main = threading.main_thread().ident
     assert main is not None
 
-    def is_in_get() -> bool:
-        frame = top_frames()[main]
-        while frame is not None and frame.f_code is not actorrpc.get.__code__:  # type: ignore[attr-defined]
-            frame = frame.f_back  # type: ignore[assignment]
+    def is_in_function() -> bool:
+        frame: Any = top_frames()[main]
+        while frame is not None and frame.f_code.co_name != function:
+            frame = frame.f_back
         return frame is not None
 
-    until(is_in_get)
-    signal.pthread_kill(main, signal.SIGINT)
+    def interrupt() -> None:
+        until(is_in_function)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    interrupter.join()
 
 
 @pytest.mark.parametrize(
@@ -315,12 +325,32 @@ def test_ctrl_c_in_get_cancels_the_calls_if_requested_or_in_ipython(
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
     actor = Busy.remote()
     assert actorrpc.get(actor.note.remote("there")) == "there"
-    interrupter = threading.Thread(target=_interrupt_get)
-    interrupter.start()
-    with pytest.raises(KeyboardInterrupt):
+    with _interrupted("get"):
         wait(actor)
-    interrupter.join()
     assert actorrpc.get(actor.note.remote("alive")) == "alive"  # otherwise the actor would still be busy
+
+
+async def _await(ref: Any) -> Any:
+    return await ref
+
+
+@pytest.mark.parametrize(
+    ("function", "wait"),
+    [
+        ("get", actorrpc.get),
+        ("wait", lambda ref: actorrpc.wait([ref])),
+        ("select", lambda ref: asyncio.run(_await(ref))),
+    ],
+    ids=["get", "wait", "asyncio"],
+)
+def test_after_ctrl_c_in_a_wait_the_driver_can_go_on(function: str, wait: Any) -> None:
+    gate = Gate.remote()
+    assert actorrpc.get(gate.count.remote()) == 0
+    ref = gate.wait.remote()
+    with _interrupted(function):
+        wait(ref)
+    actorrpc.get(gate.open.remote())
+    assert actorrpc.get(gate.wait.remote()) == "open"
 
 
 def test_a_method_that_waits_for_a_call_is_interrupted_only_once() -> None:

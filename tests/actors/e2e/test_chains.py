@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +15,40 @@ import torch
 import actorrpc
 from actorrpc import rpc
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
+from tests.layers import rest_is_slow
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
 
 # -- cycles ------------------------------------------------------------------------------------------------------
+
+
+async def _await(ref: Any) -> Any:
+    return await ref
+
+
+async def _gather(ref: Any) -> Any:
+    return (await asyncio.gather(_await(ref), asyncio.sleep(0)))[0]
+
+
+async def _to_thread(ref: Any) -> Any:
+    return await asyncio.to_thread(actorrpc.get, ref)
+
+
+async def _get(ref: Any) -> Any:
+    return actorrpc.get(ref)
+
+
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "await": lambda ref: asyncio.run(_await(ref)),
+    "to_thread": lambda ref: asyncio.run(_to_thread(ref)),
+    "get": actorrpc.get,
+    "future": lambda ref: ref.future().result(),
+    "wait": lambda ref: actorrpc.get(actorrpc.wait([ref])[0][0]),
+    "as_completed": lambda ref: actorrpc.get(next(actorrpc.as_completed([ref]))),
+    "gather": lambda ref: asyncio.run(_gather(ref)),
+    "get within a loop": lambda ref: asyncio.run(_get(ref)),
+}
 
 
 @actorrpc.remote
@@ -34,17 +65,20 @@ class Node:
         self.depth += 1
         self.deepest = max(self.deepest, self.depth)
         try:
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop()
+                raise AssertionError("the event loop of a method below is not this method's")
             here = threading.get_ident() == self.home
             if not way:
                 return [here]
             head, *rest = way
-            if style == "get":
-                return [here, *actorrpc.get(head.visit.remote(rest, style))]
             if style == "sync":
-                return [here, *head.rpc_sync().visit(rest, style)]
-            if style == "async":
-                return [here, *head.rpc_async().visit(rest, style).wait()]
-            raise ValueError(style)
+                found = head.rpc_sync().visit(rest, style)
+            elif style == "async":
+                found = head.rpc_async().visit(rest, style).wait()
+            else:
+                found = WAITS[style](head.visit.remote(rest, style))
+            return [here, *found]
         finally:
             self.depth -= 1
 
@@ -128,13 +162,22 @@ def task_back(node: Any, line: Any) -> Any:
     return actorrpc.get(node.note.remote(line))
 
 
-@pytest.mark.parametrize("style", ["sync", "async"])
+@pytest.mark.parametrize("style", rest_is_slow(["sync", "async", *WAITS], quick=2))
 def test_calls_back_to_a_waiting_actor_run_on_its_own_thread(style: str) -> None:
     a, b = Node.remote(), Node.remote()
     assert actorrpc.get(a.visit.remote([b, a], style)) == [True] * 3
     assert actorrpc.get(a.visit.remote([a], style)) == [True] * 2
     assert actorrpc.get(a.visit.remote([a, a, a, b, b, a], style)) == [True] * 7
     assert actorrpc.get(a.peak.remote()) == 5
+
+
+def test_without_reentrancy_a_call_back_raises_deadlock_error() -> None:
+    a, b = Node.options(reentrant=False, name="first").remote(), Node.remote()
+    for style in ("get", "await", "get within a loop"):
+        for way in ([b, a], [a]):
+            with pytest.raises(actorrpc.DeadlockError, match="first"):
+                actorrpc.get(a.visit.remote(way, style), timeout=15)
+    assert actorrpc.get(a.visit.remote([])) == [True]
 
 
 def test_too_deep_recursion_raises_and_does_not_crash() -> None:

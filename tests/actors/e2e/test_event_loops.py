@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -385,72 +384,3 @@ def test_calls_end_with_a_killed_actor_even_if_an_event_loop_is_blocked(place: s
     del held, waiting, each
     if place == "group":  # on the embedded cluster its process has ended
         open_gate(gate)
-
-
-# -- serial actors whose methods run event loops -------------------------------------------------------------
-
-
-async def _await(ref: Any) -> Any:
-    return await ref
-
-
-async def _gather(ref: Any) -> Any:
-    return (await asyncio.gather(_await(ref), asyncio.sleep(0)))[0]
-
-
-async def _to_thread(ref: Any) -> Any:
-    return await asyncio.to_thread(get, ref)
-
-
-async def _get(ref: Any) -> Any:
-    return get(ref)
-
-
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "await": lambda ref: asyncio.run(_await(ref)),
-    "to_thread": lambda ref: asyncio.run(_to_thread(ref)),
-    "get": get,
-    "future": lambda ref: ref.future().result(),
-    "wait": lambda ref: get(actorrpc.wait([ref])[0][0]),
-    "as_completed": lambda ref: get(next(actorrpc.as_completed([ref]))),
-    "gather": lambda ref: asyncio.run(_gather(ref)),
-    "get within": lambda ref: asyncio.run(_get(ref)),
-}
-
-
-@actorrpc.remote
-class Serial:
-    """Waits in each way for a call that comes back to it."""
-
-    def __init__(self) -> None:
-        self.home = threading.get_ident()
-
-    def visit(self, way: list[Any], how: str) -> list[bool]:
-        here = self.home == threading.get_ident()
-        if not way:
-            return [here]
-        head, *rest = way
-        return [here, *WAYS[how](head.visit.remote(rest, how))]
-
-    def is_on_home_thread(self) -> bool:
-        with contextlib.suppress(RuntimeError):
-            asyncio.get_running_loop()
-            raise AssertionError("a loop below is not this method's")
-        return self.home == threading.get_ident()
-
-
-@pytest.mark.limit(60)
-def test_calls_back_to_a_serial_actor_run_during_every_kind_of_wait() -> None:
-    a, b = Serial.remote(), Serial.remote()
-    for how in WAYS:
-        assert get(a.visit.remote([a], how), timeout=15) == [True] * 2, how
-        assert get(a.visit.remote([b, a, b, a], how), timeout=15) == [True] * 5, how
-
-
-def test_without_reentrancy_a_call_back_raises_deadlock_error() -> None:
-    a, b = Serial.options(reentrant=False, name="first").remote(), Serial.remote()
-    for how in ("get", "await", "get within"):
-        for way in ([b, a], [a]):
-            with pytest.raises(actorrpc.DeadlockError, match="first"):
-                get(a.visit.remote(way, how), timeout=15)
-    assert get(a.is_on_home_thread.remote()) is True

@@ -285,28 +285,16 @@ def test_a_retry_behind_a_running_call_that_waits_for_it_raises_deadlock_error()
 class Threaded:
     def __init__(self) -> None:
         self.barrier = threading.Barrier(4)
-        self.inside = 0
-        self.most = 0
-        self.lock = threading.Lock()
 
     def meet(self) -> int:
-        with self.lock:
-            self.inside += 1
-            self.most = max(self.most, self.inside)
         self.barrier.wait(30)
-        with self.lock:
-            self.inside -= 1
         return threading.get_ident()
-
-    def peak(self) -> int:
-        return self.most
 
 
 def test_a_threaded_actor_runs_max_concurrency_calls_at_a_time() -> None:
     actor = Threaded.remote()
     idents = actorrpc.get([actor.meet.remote() for _ in range(16)])
     assert len(set(idents)) == 4
-    assert actorrpc.get(actor.peak.remote()) == 4
 
 
 @actorrpc.remote(concurrency_groups={"io": 2, "compute": 1})
@@ -348,29 +336,21 @@ def test_concurrency_groups_do_not_wait_for_each_other() -> None:
 class Async:
     def __init__(self) -> None:
         self.here = 0
-        self.event: asyncio.Event | None = None
-        self.threads: set[int] = set()
+        self.event = asyncio.Event()
 
     async def gather(self, count: int) -> int:
-        """Return when ``count`` calls run at the same time."""
-        if self.event is None:
-            self.event = asyncio.Event()
-        self.threads.add(threading.get_ident())
+        """Return the thread when ``count`` calls run at the same time."""
         self.here += 1
         if self.here == count:
             self.event.set()
         await self.event.wait()
-        return self.here
-
-    async def loops(self) -> int:
-        return len(self.threads)
+        return threading.get_ident()
 
 
 def test_an_async_actor_runs_thousands_of_coroutines_at_a_time() -> None:
     actor = Async.options(max_concurrency=2500).remote()
     refs = [actor.gather.remote(2000) for _ in range(2000)]
-    assert actorrpc.get(refs) == [2000] * 2000
-    assert actorrpc.get(actor.loops.remote()) == 1
+    assert len(set(actorrpc.get(refs))) == 1
 
 
 # -- calls with pending arguments ----------------------------------------------------------------------------
