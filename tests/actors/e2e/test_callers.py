@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,14 +110,10 @@ def test_an_actor_still_answers_after_asyncio_timeouts_and_cancellation() -> Non
 def test_many_threads_can_get_the_same_reference() -> None:
     gate = Gate.remote()
     ref = gate.wait.remote()
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(actorrpc.get(ref))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    gate.open.remote()
-    for thread in threads:
-        thread.join()
-    assert found == ["open"] * 8
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(actorrpc.get, ref) for _ in range(8)]
+        actorrpc.get(gate.open.remote())
+        assert [each.result() for each in found] == ["open"] * 8
 
 
 # -- actors that create actors -------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import selectors
 import signal
 import sys
 import threading
@@ -284,14 +285,14 @@ def test_cancel_interrupts_a_running_method() -> None:
 
 
 @contextlib.contextmanager
-def _interrupted(function: str) -> Iterator[None]:
-    """Expect KeyboardInterrupt: SIGINT is sent to the main thread once it is in a function of this name."""
+def _interrupted(function: Any) -> Iterator[None]:
+    """Expect KeyboardInterrupt: SIGINT is sent to the main thread once it runs this function."""
     main = threading.main_thread().ident
     assert main is not None
 
     def is_in_function() -> bool:
         frame: Any = top_frames()[main]
-        while frame is not None and frame.f_code.co_name != function:
+        while frame is not None and frame.f_code is not function.__code__:
             frame = frame.f_back
         return frame is not None
 
@@ -325,7 +326,7 @@ def test_ctrl_c_in_get_cancels_the_calls_if_requested_or_in_ipython(
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
     actor = Busy.remote()
     assert actorrpc.get(actor.note.remote("there")) == "there"
-    with _interrupted("get"):
+    with _interrupted(actorrpc.get):
         wait(actor)
     assert actorrpc.get(actor.note.remote("alive")) == "alive"  # otherwise the actor would still be busy
 
@@ -337,13 +338,13 @@ async def _await(ref: Any) -> Any:
 @pytest.mark.parametrize(
     ("function", "wait"),
     [
-        ("get", actorrpc.get),
-        ("wait", lambda ref: actorrpc.wait([ref])),
-        ("select", lambda ref: asyncio.run(_await(ref))),
+        (actorrpc.get, actorrpc.get),
+        (actorrpc.wait, lambda ref: actorrpc.wait([ref])),
+        (selectors.DefaultSelector.select, lambda ref: asyncio.run(_await(ref))),
     ],
     ids=["get", "wait", "asyncio"],
 )
-def test_after_ctrl_c_in_a_wait_the_driver_can_go_on(function: str, wait: Any) -> None:
+def test_after_ctrl_c_in_a_wait_the_driver_can_go_on(function: Any, wait: Any) -> None:
     gate = Gate.remote()
     assert actorrpc.get(gate.count.remote()) == 0
     ref = gate.wait.remote()

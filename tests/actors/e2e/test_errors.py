@@ -223,30 +223,21 @@ class DecoratedOnLoop(Decorated):
     async def ping(self) -> None: ...
 
 
-@actorrpc.remote
-@_decorated
-def decorated_task() -> Any:
-    yield 1
-
-
-def _items(method: Any) -> list[Any]:
-    return [actorrpc.get(ref) for ref in method.options(num_returns="streaming").remote()]
-
-
 def test_an_undetected_generator_method_raises_an_error_that_names_the_option() -> None:
     actor, on_loop = Decorated.remote(), DecoratedOnLoop.remote()
-    for method in (actor.plain, on_loop.plain, decorated_task):
-        with pytest.raises(SerializationError, match=r'call it with \.options\(num_returns="streaming"\)'):
+    by_option = r'call it with \.options\(num_returns="streaming"\)'
+    by_wrapper = "have the decorator's wrapper be an async generator function"
+    for method, advice in (
+        (actor.plain, by_option),
+        (on_loop.plain, by_option),
+        (actor.coroutine, by_wrapper),
+    ):
+        with pytest.raises(SerializationError, match=advice):
             actorrpc.get(method.remote())
-        assert _items(method) == [1]
-    for method in (actor.coroutine, on_loop.coroutine):
-        with pytest.raises(
-            SerializationError, match="have the decorator's wrapper be an async generator function"
-        ):
-            actorrpc.get(method.remote())
-    with pytest.raises(TypeError, match="have the decorator's wrapper be an async generator function"):
-        _items(actor.coroutine)
-    assert _items(on_loop.coroutine) == [1]
+    for method in (actor.plain, on_loop.plain, on_loop.coroutine):
+        assert list(method.options(num_returns="streaming").remote().values()) == [1]
+    with pytest.raises(TypeError, match=by_wrapper):
+        list(actor.coroutine.options(num_returns="streaming").remote().values())
 
 
 def test_a_name_defined_after_its_class_was_sent_raises_with_a_hint() -> None:

@@ -81,10 +81,6 @@ class Async(_Exits):
         self.task = asyncio.create_task(task())
         return "begun"
 
-    async def call_soon(self, how: str) -> None:
-        asyncio.get_running_loop().call_soon(_leave, how)
-        await asyncio.Event().wait()
-
     async def gathered(self, how: str) -> None:
         await asyncio.gather(asyncio.to_thread(_leave, how), asyncio.Event().wait())
 
@@ -99,7 +95,7 @@ class Async(_Exits):
 _MESSAGE = {"exit_actor": r"exit_actor\(\) was called in it", "sys.exit": r"sys\.exit\(3\) was called in it"}
 _WAYS: list[tuple[Any, str, str]] = [
     *((Serial, method, "sys.exit") for method in ("leave", "in_thread")),
-    *((Async, method, "sys.exit") for method in ("leave", "leave_async", "begin", "call_soon", "gathered")),
+    *((Async, method, "sys.exit") for method in ("leave", "leave_async", "begin", "gathered")),
     (Serial, "leave", "exit_actor"),
     (Async, "leave_async", "exit_actor"),
     (Async, "gathered", "exit_actor"),

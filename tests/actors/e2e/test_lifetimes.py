@@ -263,11 +263,9 @@ def test_the_worker_option_places_an_actor_on_a_worker_or_next_to_an_actor(
 
 @actorrpc.remote
 class Fragile:
-    """Counts calls; its constructor waits at a gate if one is given."""
+    """Counts calls."""
 
-    def __init__(self, start: int = 0, path: str = "") -> None:
-        if path:
-            pass_gate(path)
+    def __init__(self, start: int = 0) -> None:
         self.count = start
 
     def step(self) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +65,14 @@ def fail() -> None:
 def test_calls_of_each_thread_run_in_order() -> None:
     recorder = Recorder.remote()
 
-    def call(thread: int) -> None:
-        refs = []
-        for n in range(60):
-            payload = torch.zeros(300_000) if n % 20 == thread else 1
-            refs.append(recorder.note.remote((thread, n), payload))
-        assert actorrpc.get(refs) == [(thread, n) for n in range(60)]
+    def call(thread: int) -> list[Any]:
+        payloads = [torch.zeros(300_000) if n % 20 == thread else 1 for n in range(60)]
+        return actorrpc.get(
+            [recorder.note.remote((thread, n), payload) for n, payload in enumerate(payloads)]
+        )
 
-    threads = [threading.Thread(target=call, args=(n,)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(call, range(6))) == [[(thread, n) for n in range(60)] for thread in range(6)]
     seen = [entry for entry, _ in actorrpc.get(recorder.all.remote())]
     assert len(seen) == 360
     for thread_ in range(6):
@@ -251,33 +248,6 @@ def test_a_retried_call_runs_before_the_calls_that_need_its_result(how: dict[str
         assert actorrpc.get(uses) == [turn] * 3
 
 
-@actorrpc.remote(concurrency_groups={"io": 1})
-class Held:
-    def __init__(self) -> None:
-        self.released = threading.Event()
-
-    def work(self) -> None:
-        assert self.released.wait(60)
-        raise ValueError("not yet")
-
-    @actorrpc.method(concurrency_group="io")
-    def release(self) -> None:
-        self.released.set()
-
-    def wait_for(self, refs: list[Any]) -> Any:
-        return actorrpc.get(refs[0])
-
-
-@pytest.mark.slow
-def test_a_retry_behind_a_running_call_that_waits_for_it_raises_deadlock_error() -> None:
-    held = Held.remote()
-    work = held.work.options(retry_exceptions=True, max_task_retries=5).remote()
-    waits = held.wait_for.remote([work])
-    actorrpc.get(held.release.remote())  # runs after wait_for() has started
-    with pytest.raises(actorrpc.DeadlockError, match="wait_for"):
-        actorrpc.get(waits)
-
-
 # -- threads and groups --------------------------------------------------------------------------------------------
 
 
@@ -316,6 +286,13 @@ class Grouped:
         self.event.set()
         return "released"
 
+    def fail_after_release(self) -> None:
+        assert self.event.wait(60)
+        raise ValueError("not yet")
+
+    def wait_for(self, refs: list[Any]) -> Any:
+        return actorrpc.get(refs[0])
+
 
 def test_concurrency_groups_do_not_wait_for_each_other() -> None:
     actor = Grouped.remote()
@@ -327,6 +304,16 @@ def test_concurrency_groups_do_not_wait_for_each_other() -> None:
     assert actorrpc.get(actor.release.options(concurrency_group="io").remote()) == "released"
     with pytest.raises(ValueError, match=r"no concurrency group 'oi'.*'io', 'compute'"):
         actor.release.options(concurrency_group="oi")
+
+
+@pytest.mark.slow
+def test_a_retry_behind_a_running_call_that_waits_for_it_raises_deadlock_error() -> None:
+    actor = Grouped.remote()
+    work = actor.fail_after_release.options(retry_exceptions=True, max_task_retries=5).remote()
+    waits = actor.wait_for.remote([work])
+    actorrpc.get(actor.release.options(concurrency_group="io").remote())  # runs after wait_for() has started
+    with pytest.raises(actorrpc.DeadlockError, match="wait_for"):
+        actorrpc.get(waits)
 
 
 # -- async actors ----------------------------------------------------------------------------------------------------

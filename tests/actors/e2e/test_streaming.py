@@ -21,12 +21,19 @@ from tests.actors.e2e.kit import open_gate, pass_gate, until
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
 
-@actorrpc.remote
-class Producer:
+class _Counting:
+    """Counts the items that its generators have made, and the generators that have ended."""
+
     def __init__(self) -> None:
         self.made = 0
         self.closed = 0
 
+    def seen(self) -> tuple[int, int]:
+        return self.made, self.closed
+
+
+@actorrpc.remote
+class Producer(_Counting):
     def numbers(self, count: int) -> Any:
         try:
             for n in range(count):
@@ -54,16 +61,9 @@ class Producer:
     def add(self, a: int, b: int) -> int:
         return a + b
 
-    def seen(self) -> tuple[int, int]:
-        return self.made, self.closed
-
 
 @actorrpc.remote
-class AsyncProducer:
-    def __init__(self) -> None:
-        self.made = 0
-        self.closed = 0
-
+class AsyncProducer(_Counting):
     async def numbers(self, count: int) -> Any:
         try:
             for n in range(count):
@@ -78,9 +78,6 @@ class AsyncProducer:
         for n in range(after):
             yield n
         raise ValueError("in mid-stream")
-
-    async def seen(self) -> tuple[int, int]:
-        return self.made, self.closed
 
 
 both = pytest.mark.parametrize("cls", [Producer, AsyncProducer])
