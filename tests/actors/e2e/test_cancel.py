@@ -194,20 +194,14 @@ class Async:
             await log.note.remote("clean")
             raise
 
-    async def suppress_cancellation(self) -> str:
+    async def suppress_cancellation(self, error: BaseException | None = None) -> str:
         try:
             self.log.append("wait")
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            pass
+            if error is not None:
+                raise error from None
         return "kept on"
-
-    async def fail(self) -> None:
-        try:
-            self.log.append("wait")
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            raise ValueError("while it was cleaning up") from None
 
     async def all(self) -> list[str]:
         return self.log
@@ -521,7 +515,10 @@ def test_a_coroutine_that_times_out_can_make_calls_while_it_cleans_up() -> None:
 
 def test_a_coroutine_that_suppresses_its_cancellation_still_ends_as_cancelled() -> None:
     suppresses, fails = Async.remote(), Async.remote()
-    refs = [suppresses.suppress_cancellation.remote(), fails.fail.remote()]
+    refs = [
+        suppresses.suppress_cancellation.remote(),
+        fails.suppress_cancellation.remote(ValueError("while it was cleaning up")),
+    ]
     for actor, ref in zip((suppresses, fails), refs, strict=True):
         _wait_until_awaiting(actor, ref)
         assert actorrpc.cancel(ref)

@@ -40,9 +40,6 @@ class Async:
     def thread(self) -> int:
         return threading.get_ident()
 
-    def running_loop(self) -> bool:
-        return asyncio.get_running_loop() is not None
-
     def items(self, count: int) -> Any:
         for number in range(count):
             yield number, threading.get_ident()
@@ -146,7 +143,6 @@ def test_plain_methods_of_an_async_actor_run_on_its_event_loop() -> None:
     actor = _made()
     loop = get(actor.loop_thread.remote())
     assert get(actor.thread.remote()) == loop
-    assert get(actor.running_loop.remote())
     assert actor.rpc_sync().thread() == loop
     assert actorrpc.call(actor, lambda _: threading.get_ident()).future().wait() == loop
     assert [get(each) for each in actor.items.remote(3)] == [(0, loop), (1, loop), (2, loop)]
