@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import actorrpc
+from actorrpc import _time
 from actorrpc.agent.calls import CURRENT
 from actorrpc.errors import ActorDiedError, LimitError, RemoteError
 from tests import unruly
@@ -122,7 +123,7 @@ class Crowded:
 
     @actorrpc.method(thread=True)
     def fill(self, spare: int) -> None:
-        self.start = threading.Thread.start
+        self.start = _time.start
         left = [None] * spare
 
         def start(thread: threading.Thread) -> None:
@@ -131,11 +132,11 @@ class Crowded:
             left.pop()
             self.start(thread)
 
-        threading.Thread.start = start  # type: ignore[method-assign]
+        _time.start = start
 
     @actorrpc.method(thread=True)
     def free(self) -> None:
-        threading.Thread.start = self.start  # type: ignore[method-assign]
+        _time.start = self.start
 
     @actorrpc.method(concurrency_group="io")
     def other(self) -> str:
