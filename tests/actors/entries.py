@@ -17,5 +17,4 @@ class Call(Entry):
     def __init__(self, caller: object, payload: Any = None, **fields: Any) -> None:
         self.caller = caller
         self.payload = payload
-        for name, value in fields.items():
-            setattr(self, name, value)
+        self.__dict__.update(fields)

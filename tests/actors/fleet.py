@@ -15,9 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from actorrpc.actors.client import supervisor_client
 from actorrpc.actors.client.route import Route, Routes
-from actorrpc.actors.host import registry as real_registry
 from actorrpc.actors.host.mailbox import Entry, Mailbox
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.actors.spec.class_info import ClassInfo
@@ -337,6 +335,8 @@ class Resident:
             answer(outcome, None)
 
     def end(self) -> None:
+        if not self.ended:
+            self.worker.world.ended(self)
         self.ended = True
         self.worker.actors_here.pop(self.spec.instance_id, None)
         for entry in self.mailbox.close()[0]:
@@ -431,6 +431,8 @@ class Worker:
         """End at once; the other workers notice it later."""
         if self.dead:
             return
+        for hosted in self.actors_here.values():
+            self.world.ended(hosted)
         self.dead = True
         for peer in self.agent.peers.values():
             # Any number of the messages that were sent may still arrive.
@@ -505,6 +507,7 @@ class World:
         behaviour: returns the result of a method, or the exception that it raises.
         is_there: returns whether the arguments of a call are ready.
         constructor: returns the exception that a constructor raises, or None.
+        ended: is called with each actor that ends, or whose worker dies.
         jitter: the number from 0 to 1 that back-off draws.
     """
 
@@ -519,13 +522,10 @@ class World:
         self.is_there: Callable[[Any], bool] = lambda args: True
         self.behaviour: Callable[[Resident, dict[str, Any], Any], Any] = lambda hosted, header, args: args[0]
         self.constructor: Callable[[Any], BaseException | None] = lambda spec: None
+        self.ended: Callable[[Resident], object] = lambda hosted: None
         self.workers: list[Worker] = []
         self.spawner = Spawner(self) if spawner else None
         monkeypatch.setattr(supervisors, "RRef", FakeRRef)
-        monkeypatch.setattr(real_registry, "current", lambda: self.current.runtime if self.current else None)
-        monkeypatch.setattr(
-            supervisor_client, "current", lambda: self.current.runtime if self.current else None
-        )
         self.current: Worker | None = None
         for number in range(workers):
             self.add(f"w{number}")

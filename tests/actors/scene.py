@@ -9,7 +9,7 @@ import pytest
 
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.groups.supervision import Supervision, supervise
-from tests.actors.fleet import Resident, Worker, World
+from tests.actors.fleet import Resident, World
 
 __all__ = ["Scene", "error_of"]
 
@@ -34,24 +34,7 @@ class Scene:
         self.events: list[str] = []
         self.refuse: Callable[[int], BaseException | None] = lambda number: None
         self.world.constructor = self._constructed
-        ends = Resident.end
-
-        def end(hosted: Resident) -> None:
-            if not hosted.ended:
-                self.events.append(f"-{self.names[hosted.spec.actor_id]}")
-            ends(hosted)
-
-        monkeypatch.setattr(Resident, "end", end)
-        dies = Worker.die
-
-        def die(worker: Worker) -> None:
-            if not worker.dead:
-                self.events.extend(
-                    f"-{self.names[each.spec.actor_id]}" for each in worker.actors_here.values()
-                )
-            dies(worker)
-
-        monkeypatch.setattr(Worker, "die", die)
+        self.world.ended = self._ended
 
     def scatter(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Run supervision actions at random later times, as delayed threads would."""
@@ -72,6 +55,9 @@ class Scene:
         error = self.refuse(number)
         self.events.append(f"{'!' if error is not None else '+'}{number}")
         return error
+
+    def _ended(self, hosted: Resident) -> None:
+        self.events.append(f"-{self.names[hosted.spec.actor_id]}")
 
     def handle(self, number: int) -> ActorHandle[Any]:
         route = self.routes[number]

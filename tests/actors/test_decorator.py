@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed.rpc
 
 import actorrpc
 from actorrpc import RRef, WorkerInfo
 from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.library.tasks import RemoteFunction
-from actorrpc.actors.spec.options import ActorOptions, TaskOptions
 from actorrpc.errors import ConfigError
 from actorrpc.serialization import codec
 from tests.actors import things
@@ -51,14 +49,31 @@ def test_remote_makes_actor_classes_of_classes_and_tasks_of_callables() -> None:
     assert isinstance(Remote(partial(plain, 1)), RemoteFunction)
 
 
-def test_options_of_remote_are_set_and_combined() -> None:
-    assert Remote(num_cpus=2, name="x")(Plain)._actorrpc_options == ActorOptions(num_cpus=2, name="x")
-    assert Remote(max_retries=1)(plain)._options == TaskOptions(max_retries=1)
-    assert Remote(timeout=3)(Remote(num_cpus=1)(Plain))._actorrpc_options == ActorOptions(
-        num_cpus=1, timeout=3
-    )
-    assert Remote(timeout=3)(Remote(plain))._options == TaskOptions(timeout=3)
-    assert Remote(Remote(plain))._options == TaskOptions()
+def test_options_of_an_actor_class_are_set_and_combined() -> None:
+    assert Remote(num_cpus=2, name="x")(Plain) == Remote(Plain).options(num_cpus=2, name="x") != Remote(Plain)
+    assert Remote(timeout=3)(Remote(num_cpus=1)(Plain)) == Remote(Plain).options(num_cpus=1, timeout=3)
+
+
+@actorrpc.remote
+def pair(a: int) -> tuple[int, int]:
+    return a, a + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda task: Remote(num_returns=2)(task.__wrapped__),
+        lambda task: Remote(num_returns=2)(task),
+        lambda task: Remote(task.options(num_returns=2)),
+        lambda task: task.options(timeout=30).options(num_returns=2),
+        lambda task: codec.loads(codec.dumps(task.options(num_returns=2))),
+    ],
+    ids=["remote", "remote of a task", "remote without options", "options", "pickle"],
+)
+def test_options_of_a_task_apply_to_a_new_task(one_worker: None, change: Any) -> None:
+    first, second = change(pair).remote(3)
+    assert actorrpc.get([first, second]) == [3, 4]
+    assert actorrpc.get(pair.remote(3)) == (3, 4)
 
 
 def test_wrong_options_of_remote_raise_at_once() -> None:
@@ -75,6 +90,8 @@ def test_wrong_options_of_remote_raise_at_once() -> None:
         Remote(max_restarts=1)(plain)
     with pytest.raises(ConfigError, match=r"not an option of an actor.* option of a task"):
         Remote(max_retries=1)(Plain)
+    with pytest.raises(ConfigError, match="not an option of a task"):
+        things.add.options(max_restarts=1)
 
 
 @pytest.mark.parametrize(
@@ -114,18 +131,10 @@ def test_remote_with_a_worker_calls_a_function_as_in_torch(one_worker: None) -> 
     assert Remote("w0", dict, (), {"a": 1}).to_here() == {"a": 1}
 
 
-def test_rpc_remote_has_the_signature_of_torchs_function() -> None:
-    import inspect
-
-    theirs = inspect.signature(torch.distributed.rpc.remote).parameters
-    ours = inspect.signature(actorrpc.rpc.remote).parameters
-    assert list(theirs) == list(ours) == ["to", "func", "args", "kwargs", "timeout"]
-
-
 # -- tasks, without a runtime ---------------------------------------------------------------------------------------
 
 
-def test_a_task_has_the_name_and_docstring_of_its_function() -> None:
+def test_a_task_looks_like_its_function_and_is_called_with_remote_only() -> None:
     assert (things.add.__name__, things.add.__doc__, things.add.__module__) == (  # type: ignore[attr-defined]
         "add",
         "Add.",
@@ -133,32 +142,13 @@ def test_a_task_has_the_name_and_docstring_of_its_function() -> None:
     )
     assert repr(things.add) == "<remote function add>"
     assert things.add.__wrapped__(1, 2) == 3
-
-
-def test_calling_a_task_directly_raises_and_names_remote() -> None:
     with pytest.raises(TypeError, match=r"instead of add\(...\) write add.remote\(...\)"):
         things.add(1, 2)
-
-
-def test_wrong_arguments_of_a_task_raise_before_anything_is_sent() -> None:
     with pytest.raises(TypeError, match=r"add\(\) missing 1 required positional argument: 'a'"):
         things.add.remote()  # type: ignore[call-arg]
     assert not actorrpc.is_initialized()
 
 
-def test_options_of_a_task_return_a_new_task() -> None:
-    changed = things.add.options(max_retries=0, name="x")
-    assert changed is not things.add
-    assert changed._options == TaskOptions(max_retries=0, name="x")
-    assert things.add._options == TaskOptions()
-    with pytest.raises(ConfigError, match="not an option of a task"):
-        things.add.options(max_restarts=1)
-
-
-def test_tasks_are_pickled_by_name_or_value_with_their_options() -> None:
+def test_tasks_are_pickled_by_name_or_value() -> None:
     assert pickle.loads(pickle.dumps(things.add)) is things.add
-    changed = codec.loads(codec.dumps(things.add.options(max_retries=7)))
-    assert changed._options == TaskOptions(max_retries=7)
-    assert changed.__wrapped__ is things.add.__wrapped__
-    local = codec.loads(codec.dumps(Remote(lambda x: x + 1)))
-    assert local.__wrapped__(1) == 2
+    assert codec.loads(codec.dumps(Remote(lambda x: x + 1))).__wrapped__(1) == 2

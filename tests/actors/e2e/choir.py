@@ -16,7 +16,7 @@ import actorrpc
 from actorrpc import get
 from tests.actors.e2e.kit import pass_gate
 
-__all__ = ["Async", "Maker", "Member", "equal", "make_batch", "make_model", "totals", "train"]
+__all__ = ["Async", "Maker", "Member", "check_operations", "check_training", "equal", "totals"]
 
 
 def make_model() -> nn.Module:
@@ -43,7 +43,8 @@ def train(model: nn.Module, batch: torch.Tensor, wanted: torch.Tensor, steps: in
 
 @actorrpc.remote
 class Member:
-    def __init__(self, start: float = 0.0) -> None:
+    def __init__(self, start: float = 0.0, device: str = "cpu") -> None:
+        self.device = device
         self.weights = {"a": torch.full((3,), start), "b": [torch.full((2, 2), start)]}
         self.model = nn.Linear(2, 2)
         nn.init.constant_(self.model.weight, start)
@@ -58,29 +59,33 @@ class Member:
     def operations(self) -> dict[str, Any]:
         group = actorrpc.collective_group()
         rank, size = group.rank(), group.size()
-        mine = torch.arange(4.0) + 10 * rank
+        mine = torch.arange(4.0, device=self.device) + 10 * rank
         copied = mine.clone()
         dist.broadcast(copied, src=size - 1, group=group)
-        gathered = [torch.empty(4) for _ in range(size)]
+        gathered = [torch.empty_like(mine) for _ in range(size)]
         dist.all_gather(gathered, mine, group=group)
-        part = torch.empty(2)
-        dist.reduce_scatter(part, [torch.full((2,), float(rank + at)) for at in range(size)], group=group)
+        part = torch.empty(2, device=self.device)
+        parts = [torch.full((2,), float(rank + at), device=self.device) for at in range(size)]
+        dist.reduce_scatter(part, parts, group=group)
         most = mine.clone()
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        work = dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        assert work is not None
+        work.wait()
         things: list[Any] = [None] * size
         dist.all_gather_object(things, {"rank": rank}, group=group)
         dist.barrier(group=group)
-        return {"copied": copied, "gathered": gathered, "part": part, "most": most, "things": things}
+        tensors = {"copied": copied, "gathered": torch.stack(gathered), "part": part, "most": most}
+        return {name: tensor.cpu() for name, tensor in tensors.items()} | {"things": things}
 
     def train(self, steps: int) -> list[torch.Tensor]:
         group = actorrpc.collective_group()
-        model = make_model()
-        batch, wanted = (each.chunk(group.size())[group.rank()] for each in make_batch())
+        model = make_model().to(self.device)
+        batch, wanted = (each.chunk(group.size())[group.rank()].to(self.device) for each in make_batch())
         train(DistributedDataParallel(model, process_group=group), batch, wanted, steps)
         # If several threads leave forward() of their DDP models out of order, torch leaves one of the models in
         # this attribute.
         DistributedDataParallel._active_ddp_module = None
-        return [each.detach() for each in model.parameters()]
+        return [each.detach().cpu() for each in model.parameters()]
 
     def wait_for(self, rank: int, name: str | None = None) -> None:
         dist.recv(torch.empty(1), src=rank, group=actorrpc.collective_group(name))
@@ -149,6 +154,27 @@ class Async:
 
 def equal(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def check_operations(results: list[dict[str, Any]]) -> None:
+    """Compare what the members returned from ``operations`` with a local computation."""
+    size = len(results)
+    mine = torch.stack([torch.arange(4.0) + 10 * rank for rank in range(size)])
+    for rank, found in enumerate(results):
+        equal(found["copied"], mine[-1])
+        equal(found["gathered"], mine)
+        equal(found["part"], torch.full((2,), float(sum(range(size)) + size * rank)))
+        equal(found["most"], mine[-1])
+        assert found["things"] == [{"rank": other} for other in range(size)]
+
+
+def check_training(collective: Any) -> None:
+    """Compare data-parallel training of all members with training on the whole batch."""
+    model = make_model()
+    train(model, *make_batch(), steps=4)
+    for parameters in get(collective.call("train", 4)):
+        for found, wanted in zip(parameters, model.parameters(), strict=True):
+            torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-5)
 
 
 def totals(refs: list[Any]) -> list[float]:

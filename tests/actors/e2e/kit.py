@@ -92,7 +92,7 @@ class Gate:
         self.event = asyncio.Event()
         self.waiting = 0
 
-    async def wait(self) -> str:
+    async def wait(self, _argument: Any = None) -> str:
         self.waiting += 1
         try:
             await self.event.wait()

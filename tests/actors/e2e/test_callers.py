@@ -8,17 +8,16 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.errors import NotInitializedError
 from tests.actors.e2e.kit import Gate, until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
@@ -105,38 +104,16 @@ def test_an_actor_still_answers_after_asyncio_timeouts_and_cancellation() -> Non
     asyncio.run(main())
 
 
-def test_get_ends_for_a_call_whose_event_loop_has_ended() -> None:
-    gate = Gate.remote()
-
-    async def main() -> Any:
-        ref = gate.wait.remote()
-        waiting = asyncio.ensure_future(ref)
-        await asyncio.sleep(0)
-        waiting.cancel()
-        return ref
-
-    ref = asyncio.run(main())
-    actorrpc.get(gate.open.remote())
-    try:
-        assert actorrpc.get(ref, timeout=20) == "open"
-    except actorrpc.CancelledError:
-        pass
-
-
 # -- threads -----------------------------------------------------------------------------------------------------------
 
 
 def test_many_threads_can_get_the_same_reference() -> None:
     gate = Gate.remote()
     ref = gate.wait.remote()
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(actorrpc.get(ref))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    gate.open.remote()
-    for thread in threads:
-        thread.join()
-    assert found == ["open"] * 8
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(actorrpc.get, ref) for _ in range(8)]
+        actorrpc.get(gate.open.remote())
+        assert [each.result() for each in found] == ["open"] * 8
 
 
 # -- actors that create actors -------------------------------------------------------------------------------------------
@@ -174,35 +151,6 @@ def test_calls_through_an_rref_run_on_the_actors_thread_from_any_worker() -> Non
 
 
 # -- forks -----------------------------------------------------------------------------------------------------------------
-
-
-class FromActor(Dataset[Any]):
-    """Returns the error of a call instead of raising it: torch takes seconds to end workers that raised."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, n: int) -> Any:
-        try:
-            return actorrpc.get(self.actor.add.remote(n)) if n % 2 else self.actor.rpc_sync().add(n)
-        except NotInitializedError as error:
-            return str(error)
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_call_in_a_forked_data_loader_raises_at_once() -> None:
-    actor = Adder.remote(1)
-    actorrpc.get(actor.add.remote(0))
-    loader = DataLoader(FromActor(actor), num_workers=1, multiprocessing_context="fork", batch_size=None)
-    messages = list(loader)
-    assert len(messages) == 4
-    assert all("fork" in each for each in messages)
-    assert actorrpc.get(actor.add.remote(1)) == 2
-    # Without a fork it works.
-    assert [int(each) for each in DataLoader(FromActor(actor))] == [1, 2, 3, 4]
 
 
 def _in_fork(work: Callable[[], Any]) -> str:
@@ -268,6 +216,15 @@ def test_waiting_in_a_fork_for_results_of_its_parent_raises() -> None:
     assert [*actorrpc.get(pending), future.wait(), actorrpc.get(next(stream))] == ["open", "open", "open", 2]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_calls_in_a_fork_raise_at_once() -> None:
+    actor = Adder.remote(1)
+    assert actorrpc.get(actor.add.remote(0)) == 1
+    for call in (lambda: actor.add.remote(1), lambda: actor.rpc_sync().add(1)):
+        assert re.match("NotInitializedError: .*fork", _in_fork(call))
+    assert actorrpc.get(actor.add.remote(1)) == 2
+
+
 def _with_a_group_of_its_own(folder: Path) -> int:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
     rpc.init_rpc("fork", rank=0, world_size=1, rpc_backend_options=options)
@@ -284,61 +241,37 @@ def test_a_fork_that_joins_its_own_group_can_make_calls(tmp_path: Path) -> None:
     assert _in_fork(partial(_with_a_group_of_its_own, tmp_path)) == "9"
 
 
-class _Forks:
+@actorrpc.remote
+class Forks:
     """Methods that fork and go on in both processes; the child ends as it is told."""
 
-    def _end(self, how: str) -> int:
-        pid = os.fork()
-        if pid:
-            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if how == "raise":
-            raise ValueError("in the child")
-        if how == "exit":
-            sys.exit(4)
-        return 1
-
-    def ping(self) -> str:
-        return "pong"
-
-
-@actorrpc.remote
-class SerialForks(_Forks):
+    @actorrpc.method(thread=True)
     def end(self, how: str) -> int:
-        return self._end(how)
+        return _fork_and_end(how)
+
+    async def end_on_the_event_loop(self, how: str) -> int:
+        return _fork_and_end(how)
 
 
 @actorrpc.remote
-class AsyncForks(_Forks):
-    async def end(self, how: str) -> int:
-        return self._end(how)
+def forks(how: str) -> int:
+    return _fork_and_end(how)
 
 
-@actorrpc.remote
-class PlainForks(_Forks):
-    def end(self, how: str) -> int:
-        return self._end(how)
-
-    async def other(self) -> None:
-        """Makes the actor async, so that plain methods run on its event loop."""
-
-
-_ENDS = {"return": 0, "raise": 1, "exit": 4}
+def _fork_and_end(how: str) -> int:
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if how == "raise":
+        raise ValueError("in the child")
+    if how == "exit":
+        sys.exit(4)
+    return 1
 
 
 @pytest.mark.prints("failed in a fork of .*ValueError: in the child")
-@pytest.mark.parametrize("cls", [SerialForks, AsyncForks, PlainForks])
-def test_a_forked_child_exits_when_the_method_that_forked_it_ends(cls: Any) -> None:
-    actor = cls.remote()
-    for how, status in _ENDS.items():
-        assert actorrpc.get(actor.end.remote(how)) == status
-        assert actorrpc.get(actor.ping.remote()) == "pong"
-
-
-def _forks(how: str) -> int:
-    return _Forks()._end(how)
-
-
-@pytest.mark.prints("failed in a fork of .*ValueError: in the child")
-def test_a_forked_child_exits_when_the_task_that_forked_it_ends() -> None:
-    for how, status in _ENDS.items():
-        assert actorrpc.get(actorrpc.remote(_forks).remote(how)) == status
+def test_a_forked_child_exits_when_the_method_or_task_that_forked_it_ends() -> None:
+    actor = Forks.remote()
+    for how, status in {"return": 0, "raise": 1, "exit": 4}.items():
+        for method in (actor.end, actor.end_on_the_event_loop, forks):
+            assert actorrpc.get(method.remote(how)) == status

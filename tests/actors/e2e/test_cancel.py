@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import selectors
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,23 +58,6 @@ class Busy:
                 time.sleep(0.001)
             self.log.append("tidied")
 
-    def run_event_loop(self, running: str) -> None:
-        """Run callbacks of a private event loop, which catches most exceptions that they raise."""
-
-        async def run() -> None:
-            loop = asyncio.get_running_loop()
-
-            def again() -> None:
-                Path(running).touch()
-                for _ in range(10_000):
-                    pass
-                loop.call_soon(again)
-
-            again()
-            await asyncio.Event().wait()
-
-        asyncio.run(run())
-
     def block_in_c(self, gate: str) -> str:
         """Wait in C code until the gate opens."""
         self.log.append("block_in_c")
@@ -115,13 +101,10 @@ class Busy:
             seen.append(event)
             return trace
 
-        def step() -> None:
-            pass
-
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            step()
+            (lambda: None)()
         finally:
             sys.settrace(before)
         return seen
@@ -137,6 +120,36 @@ class Busy:
                 n += 1
         finally:
             self.log.append("closed")
+
+    @actorrpc.method(interrupt=True)
+    def spin_until_the_timeout(self) -> None:
+        self.spin()
+
+    def left(self) -> float:
+        return left()
+
+    def left_in_a_stream(self) -> Any:
+        yield left()
+
+    def nested(self, others: list[Any]) -> float:
+        return actorrpc.get(others[0].nested.remote(others[1:])) if others else left()
+
+    def nested_options(self, other: Any) -> float:
+        return actorrpc.get(other.left.options(timeout=500).remote())
+
+
+def left() -> float:
+    """Return how many seconds the running call has left."""
+    execution = CURRENT.get()
+    assert execution is not None
+    return execution.deadline - time.monotonic()
+
+
+@actorrpc.remote
+class BusyOnLoop(Busy):
+    """Its methods run on an event loop."""
+
+    async def other(self) -> None: ...
 
 
 @actorrpc.remote
@@ -181,29 +194,20 @@ class Async:
             await log.note.remote("clean")
             raise
 
-    async def wait_and_clean_up(self, gate: Any, log: Any) -> None:
-        try:
-            await gate.wait.remote()
-        finally:
-            await log.note.remote("clean")
-
-    async def suppress_cancellation(self) -> str:
+    async def suppress_cancellation(self, error: BaseException | None = None) -> str:
         try:
             self.log.append("wait")
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            pass
+            if error is not None:
+                raise error from None
         return "kept on"
-
-    async def fail(self) -> None:
-        try:
-            self.log.append("wait")
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            raise ValueError("while it was cleaning up") from None
 
     async def all(self) -> list[str]:
         return self.log
+
+    async def nested(self, others: list[Any]) -> float:
+        return await others[0].nested.remote(others[1:]) if others else left()
 
     async def stream(self) -> Any:
         try:
@@ -229,24 +233,6 @@ class GatedConstructor:
 
     def all(self) -> list[str]:
         return self.words
-
-
-@actorrpc.remote
-class NeverAnswers:
-    """Counts the calls of wait(), which never returns."""
-
-    def __init__(self) -> None:
-        self.waiting = 0
-
-    async def wait(self, _data: bytes) -> None:
-        self.waiting += 1
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.waiting -= 1
-
-    async def count(self) -> int:
-        return self.waiting
 
 
 def _wait_until_running(actor: Any, ref: Any) -> None:
@@ -292,19 +278,27 @@ def test_cancel_interrupts_a_running_method() -> None:
     assert "caught" not in actorrpc.get(actor.all.remote())
 
 
-def _interrupt_get() -> None:
-    """Send SIGINT to the main thread once it is in get()."""
+@contextlib.contextmanager
+def _interrupted(function: Any) -> Iterator[None]:
+    """Expect KeyboardInterrupt: SIGINT is sent to the main thread once it runs this function."""
     main = threading.main_thread().ident
     assert main is not None
 
-    def is_in_get() -> bool:
-        frame = top_frames()[main]
-        while frame is not None and frame.f_code is not actorrpc.get.__code__:  # type: ignore[attr-defined]
-            frame = frame.f_back  # type: ignore[assignment]
+    def is_in_function() -> bool:
+        frame: Any = top_frames()[main]
+        while frame is not None and frame.f_code is not function.__code__:
+            frame = frame.f_back
         return frame is not None
 
-    until(is_in_get)
-    signal.pthread_kill(main, signal.SIGINT)
+    def interrupt() -> None:
+        until(is_in_function)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    interrupter.join()
 
 
 @pytest.mark.parametrize(
@@ -326,12 +320,32 @@ def test_ctrl_c_in_get_cancels_the_calls_if_requested_or_in_ipython(
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
     actor = Busy.remote()
     assert actorrpc.get(actor.note.remote("there")) == "there"
-    interrupter = threading.Thread(target=_interrupt_get)
-    interrupter.start()
-    with pytest.raises(KeyboardInterrupt):
+    with _interrupted(actorrpc.get):
         wait(actor)
-    interrupter.join()
     assert actorrpc.get(actor.note.remote("alive")) == "alive"  # otherwise the actor would still be busy
+
+
+async def _await(ref: Any) -> Any:
+    return await ref
+
+
+@pytest.mark.parametrize(
+    ("function", "wait"),
+    [
+        (actorrpc.get, actorrpc.get),
+        (actorrpc.wait, lambda ref: actorrpc.wait([ref])),
+        (selectors.DefaultSelector.select, lambda ref: asyncio.run(_await(ref))),
+    ],
+    ids=["get", "wait", "asyncio"],
+)
+def test_after_ctrl_c_in_a_wait_the_driver_can_go_on(function: Any, wait: Any) -> None:
+    gate = Gate.remote()
+    assert actorrpc.get(gate.count.remote()) == 0
+    ref = gate.wait.remote()
+    with _interrupted(function):
+        wait(ref)
+    actorrpc.get(gate.open.remote())
+    assert actorrpc.get(gate.wait.remote()) == "open"
 
 
 def test_a_method_that_waits_for_a_call_is_interrupted_only_once() -> None:
@@ -349,18 +363,6 @@ def test_a_method_that_waits_for_a_call_is_interrupted_only_once() -> None:
     assert log == ["Interrupted", "tidied"] * 5
 
 
-def test_cancel_interrupts_an_event_loop_that_a_method_runs(tmp_path: Path) -> None:
-    actor = Busy.remote()
-    for n in range(3):
-        running = tmp_path / str(n)
-        ref = actor.run_event_loop.remote(str(running))
-        until(running.exists)  # earlier, Python would warn that a coroutine was never awaited
-        assert actorrpc.cancel(ref)
-        with pytest.raises(actorrpc.CancelledError):
-            actorrpc.get(ref)
-        assert actorrpc.get(actor.note.remote("alive")) == "alive"
-
-
 def test_a_cancelled_method_in_c_code_blocks_its_actor_until_it_returns(gate: Path) -> None:
     actor = Busy.remote()
     ref = actor.block_in_c.remote(str(gate))
@@ -370,6 +372,22 @@ def test_a_cancelled_method_in_c_code_blocks_its_actor_until_it_returns(gate: Pa
         actorrpc.get(ref)
     open_gate(gate)
     assert actorrpc.get(actor.note.remote("after")) == "after"
+
+
+@pytest.mark.prints("has held the event loop")
+def test_a_call_that_is_cancelled_in_the_queue_of_an_event_loop_never_runs(gate: Path) -> None:
+    actor = BusyOnLoop.remote()
+    actorrpc.get(actor.note.remote("before"))
+    busy = actor.block_in_c.remote(str(gate))
+    waiting = actor.note.remote("never")
+    until(lambda: row_of(actor).pending_calls == 1)
+    assert actorrpc.cancel(waiting)
+    until(lambda: row_of(actor).pending_calls == 0)
+    open_gate(gate)
+    assert actorrpc.get(busy) == "passed"
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(waiting)
+    assert actorrpc.get(actor.all.remote()) == ["before", "block_in_c", "passed"]
 
 
 def test_a_call_that_is_cancelled_in_the_queue_never_runs(gate: Path) -> None:
@@ -457,7 +475,7 @@ def test_cancelling_a_coroutine_cancels_its_call_to_an_actor_that_is_starting_or
 def test_a_nested_call_that_starts_while_its_caller_is_cancelled_is_cancelled_too(
     caller: Any, method: str, count: int
 ) -> None:
-    actor, other = caller.remote(), NeverAnswers.remote()
+    actor, other = caller.remote(), Gate.remote()
     rng, data = random.Random(count), bytes(200_000)
     assert actorrpc.get([actor.all.remote(), other.count.remote()]) == [[], 0]
     for _ in range(count):
@@ -471,8 +489,7 @@ def test_a_nested_call_that_starts_while_its_caller_is_cancelled_is_cancelled_to
     until(
         lambda: (
             not any(
-                each.class_name == "NeverAnswers" and each.state == "ALIVE"
-                for each in actorrpc.actors.list_actors()
+                each.class_name == "Gate" and each.state == "ALIVE" for each in actorrpc.actors.list_actors()
             )
         )
     )
@@ -501,16 +518,6 @@ def test_a_cancelled_coroutine_can_make_calls_while_it_cleans_up() -> None:
     assert not actorrpc.cancel(ref)
 
 
-def test_cancelling_a_coroutine_cancels_its_awaited_call_but_not_its_later_calls() -> None:
-    actor, log, gate = Async.remote(), Busy.remote(), Gate.remote()
-    ref = actor.wait_and_clean_up.remote(gate, log)
-    until(lambda: actorrpc.get(gate.count.remote()) == 1)
-    assert actorrpc.cancel(ref)
-    with pytest.raises(actorrpc.CancelledError):
-        actorrpc.get(ref)
-    assert actorrpc.get([gate.count.remote(), log.all.remote()]) == [0, ["clean"]]
-
-
 def test_a_coroutine_that_times_out_can_make_calls_while_it_cleans_up() -> None:
     actor, log, gate = Async.remote(), Busy.remote(), Gate.remote()
     actorrpc.get([actor.all.remote(), log.all.remote(), gate.open.remote()])
@@ -521,7 +528,10 @@ def test_a_coroutine_that_times_out_can_make_calls_while_it_cleans_up() -> None:
 
 def test_a_coroutine_that_suppresses_its_cancellation_still_ends_as_cancelled() -> None:
     suppresses, fails = Async.remote(), Async.remote()
-    refs = [suppresses.suppress_cancellation.remote(), fails.fail.remote()]
+    refs = [
+        suppresses.suppress_cancellation.remote(),
+        fails.suppress_cancellation.remote(ValueError("while it was cleaning up")),
+    ]
     for actor, ref in zip((suppresses, fails), refs, strict=True):
         _wait_until_awaiting(actor, ref)
         assert actorrpc.cancel(ref)
@@ -548,18 +558,6 @@ def test_a_cancelled_call_is_not_retried_after_a_restart() -> None:
     actorrpc.get(gate.open.remote())
 
 
-def test_cancelling_a_waiting_call_does_not_interrupt_the_running_one() -> None:
-    actor, gate, other = Busy.remote(), Gate.remote(), Busy.remote()
-    outer = actor.wait_at.remote(gate)
-    until(lambda: actorrpc.get(gate.count.remote()) == 1)
-    waiting = actor.note.remote("never")
-    assert actorrpc.cancel(waiting)
-    until(lambda: row_of(actor).pending_calls == 0)  # the cancellation has arrived
-    assert actorrpc.get(gate.open.remote()) is None
-    assert actorrpc.get(outer) == "open"
-    assert actorrpc.get([actor.all.remote(), other.all.remote()]) == [["waiting", "waited"], []]
-
-
 def test_functions_can_be_traced_after_a_method_was_interrupted() -> None:
     """CPython 3.11 never enters a traced function while an asynchronous exception is still pending."""
     actor = Busy.remote()
@@ -569,20 +567,6 @@ def test_functions_can_be_traced_after_a_method_was_interrupted() -> None:
     with pytest.raises(actorrpc.CancelledError):
         actorrpc.get(ref)
     assert actorrpc.get(actor.traced.remote(), timeout=10) == ["call", "line", "return"]
-
-
-def test_an_actor_survives_cancellations_at_random_moments() -> None:
-    actor = Busy.remote()
-    for n in range(60):
-        ref = actor.sleep_repeatedly.remote() if n % 2 else actor.note.remote("x")
-        if n % 3:
-            actorrpc.wait([ref], timeout=0.001 * (n % 4))
-        actorrpc.cancel(ref)
-        try:
-            actorrpc.get(ref)
-        except actorrpc.CancelledError:
-            pass
-    assert actorrpc.get(actor.note.remote("alive")) == "alive"
 
 
 # -- coroutines at random moments ----------------------------------------------------------------------------------
@@ -605,139 +589,36 @@ def test_coroutines_that_are_cancelled_at_random_moments_all_end() -> None:
 # -- deadlines -----------------------------------------------------------------------------------------------
 
 
-def left() -> float:
-    """Return how many seconds the running call has left."""
-    execution = CURRENT.get()
-    assert execution is not None
-    return execution.deadline - time.monotonic()
-
-
-@actorrpc.remote
-class Worker:
-    def __init__(self) -> None:
-        self.ran: list[str] = []
-
-    def block(self, path: str) -> str:
-        return pass_gate(path)
-
-    def run(self, name: str) -> None:
-        self.ran.append(name)
-
-    def all(self) -> list[str]:
-        return self.ran
-
-    def left(self) -> float:
-        return left()
-
-    def nested(self, others: list[Any]) -> float:
-        return actorrpc.get(others[0].nested.remote(others[1:])) if others else left()
-
-    def nested_options(self, other: Any) -> float:
-        return actorrpc.get(other.left.options(timeout=500).remote())
-
-    def wait_for(self, gate: Any) -> str:
-        self.ran.append("waiting")
-        try:
-            return actorrpc.get(gate.wait.remote())
-        except TimeoutError as error:
-            self.ran.append(type(error).__name__)
-            raise
-
-    def stream(self) -> Any:
-        yield left()
-
-    def spin(self) -> None:
-        try:
-            while True:
-                pass
-        finally:
-            self.ran.append("out")
-
-
-@actorrpc.remote
-class Patient:
-    @actorrpc.method(interrupt=True)
-    def spin(self) -> None:
-        while True:
-            pass
-
-    def block(self, path: str) -> str:
-        return pass_gate(path)
-
-    def alive(self) -> bool:
-        return True
-
-
-@actorrpc.remote
-class OnLoop:
-    """An actor with an event loop."""
-
-    async def alive(self) -> bool:
-        return True
-
-    def count_down(self, path: str) -> str:
-        word = pass_gate(path)
-        for _ in range(1000):  # an interruption would arrive here
-            pass
-        return self.say(word)
-
-    def say(self, word: str) -> str:
-        self.word = word
-        return word
-
-    def last_word(self) -> str:
-        return self.word
-
-
-@actorrpc.remote
-class AsyncNested:
-    async def nested(self, others: list[Any]) -> float:
-        return await others[0].nested.remote(others[1:]) if others else left()
-
-
 def test_a_call_that_times_out_in_the_queue_is_not_started(gate: Path) -> None:
-    actor = Worker.remote()
-    busy = actor.block.remote(str(gate))
-    late = actor.run.options(timeout=0.05).remote("late")
+    actor = Busy.remote()
+    busy = actor.block_in_c.remote(str(gate))
+    late = actor.note.options(timeout=0.05).remote("late")
     with pytest.raises(actorrpc.RpcTimeoutError) as caught:
         actorrpc.get(late)
     assert isinstance(caught.value, TimeoutError)
     with pytest.raises(TimeoutError):
-        actor.rpc_sync(timeout=0.05).run("late, too")
+        actor.rpc_sync(timeout=0.05).note("late, too")
     until(lambda: row_of(actor).pending_calls == 0)  # the timeout has arrived
     open_gate(gate)
-    assert actorrpc.get(busy) == "go"
-    actorrpc.get(actor.run.remote("in time"))
-    assert actorrpc.get(actor.all.remote()) == ["in time"]
+    assert actorrpc.get([busy, actor.note.remote("in time")]) == ["passed", "in time"]
+    assert actorrpc.get(actor.all.remote()) == ["block_in_c", "passed", "in time"]
     del caught
 
 
 def test_nested_calls_inherit_the_remaining_time() -> None:
-    a, b, c = Worker.remote(), AsyncNested.remote(), Worker.remote()
+    a, b, c = Busy.remote(), Async.remote(), Busy.remote()
     assert actorrpc.get(a.nested.remote([b, c])) == float("inf")
     for way in ([], [b], [b, c], [c, b, a]):
         found = actorrpc.get(a.nested.options(timeout=100).remote(way))
         assert 50 < found <= 100
     assert actorrpc.get(a.nested_options.options(timeout=100).remote(c)) <= 100
-    assert actorrpc.get(next(a.stream.options(timeout=100).remote())) <= 100
-
-
-@pytest.mark.slow
-def test_an_actor_is_free_again_after_a_call_that_waits_has_timed_out() -> None:
-    actor, gate = Worker.remote(), Gate.remote()
-    actorrpc.get([actor.all.remote(), gate.count.remote()])
-    with pytest.raises(actorrpc.RpcTimeoutError):
-        actorrpc.get(actor.wait_for.options(timeout=0.3).remote(gate))
-    # The actor answers other calls.
-    ran = actorrpc.get(actor.all.remote())
-    assert ran[0] == "waiting"
-    assert actorrpc.get(gate.open.remote()) is None
+    assert actorrpc.get(next(a.left_in_a_stream.options(timeout=100).remote())) <= 100
 
 
 def test_the_timeout_of_a_wait_does_not_end_the_call(gate: Path) -> None:
-    actor = Worker.remote()
+    actor = Busy.remote()
     actorrpc.get(actor.all.remote())
-    ref = actor.block.remote(str(gate))
+    ref = actor.block_in_c.remote(str(gate))
 
     async def wait_for() -> None:
         await asyncio.wait_for(ref, 0.01)
@@ -748,49 +629,49 @@ def test_the_timeout_of_a_wait_does_not_end_the_call(gate: Path) -> None:
         asyncio.run(wait_for())
     assert actorrpc.wait([ref], timeout=0.01) == ([], [ref])
     open_gate(gate)
-    assert actorrpc.get(ref) == "go"
+    assert actorrpc.get(ref) == "passed"
 
 
 # -- interrupt=True --------------------------------------------------------------------------------------------------
 
 
-def test_a_method_that_times_out_is_interrupted_if_its_caller_asks_for_it() -> None:
-    actor = Worker.remote()
+@pytest.mark.parametrize(
+    ("of_actor", "method", "of_call"),
+    [({}, "spin", {"timeout": 0.2, "interrupt": True}), ({"timeout": 0.2}, "spin_until_the_timeout", {})],
+    ids=["by its caller", "by its declaration"],
+)
+def test_a_method_that_times_out_is_interrupted_if_asked_for(
+    of_actor: Any, method: str, of_call: Any
+) -> None:
+    actor = Busy.options(**of_actor).remote()
     for n in range(3):
-        assert actorrpc.get(actor.all.remote()) == ["out"] * n
+        assert actorrpc.get(actor.all.options(timeout=0).remote()) == ["spin", "out"] * n
         with pytest.raises(actorrpc.RpcTimeoutError, match="if it has begun, it is interrupted") as caught:
-            actorrpc.get(actor.spin.options(timeout=0.2, interrupt=True).remote())
+            actorrpc.get(getattr(actor, method).options(**of_call).remote())
         assert caught.value.maybe_executed
         del caught
-    assert actorrpc.get(actor.all.remote()) == ["out"] * 3
+    assert actorrpc.get(actor.all.options(timeout=0).remote()) == ["spin", "out"] * 3
 
 
-def test_a_method_can_be_declared_to_be_interrupted_at_the_actors_timeout() -> None:
-    actor = Patient.options(timeout=0.3).remote()
-    assert actorrpc.get(actor.alive.options(timeout=0).remote())
-    with pytest.raises(actorrpc.RpcTimeoutError):
-        actorrpc.get(actor.spin.remote())
-    assert actorrpc.get(actor.alive.options(timeout=0).remote())
-
-
-def test_a_method_that_times_out_runs_to_its_end_by_default(gate: Path) -> None:
-    actor = Patient.remote()
-    assert actorrpc.get(actor.alive.remote())
-    with pytest.raises(actorrpc.RpcTimeoutError, match="it runs to its end, and other calls wait for that"):
-        actorrpc.get(actor.block.options(timeout=0.1).remote(str(gate)))
-    after = actor.alive.remote()
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (Busy, {}, "it runs to its end, and other calls wait for that"),
+        (BusyOnLoop, {"interrupt": True}, "timed out"),
+    ],
+)
+def test_a_method_that_times_out_runs_to_its_end_by_default_and_on_an_event_loop(
+    cls: Any, options: Any, message: str, gate: Path
+) -> None:
+    actor = cls.remote()
+    actorrpc.get(actor.note.remote("before"))
+    with pytest.raises(actorrpc.RpcTimeoutError, match=message):
+        actorrpc.get(actor.block_in_c.options(timeout=0.1, **options).remote(str(gate)))
+    after = actor.note.remote("after")
     assert not after.done()
     open_gate(gate)
-    assert actorrpc.get(after)
-
-
-def test_a_timeout_does_not_interrupt_plain_methods_on_an_event_loop(gate: Path) -> None:
-    actor = OnLoop.remote()
-    assert actorrpc.get(actor.alive.remote())
-    with pytest.raises(actorrpc.RpcTimeoutError):
-        actorrpc.get(actor.count_down.options(timeout=0.1, interrupt=True).remote(str(gate)))
-    open_gate(gate)
-    assert actorrpc.get(actor.last_word.remote()) == "go"
+    assert actorrpc.get(after) == "after"
+    assert actorrpc.get(actor.all.remote()) == ["before", "block_in_c", "passed", "after"]
 
 
 @actorrpc.remote

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import sqlite3
+import asyncio
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,40 @@ import torch
 import actorrpc
 from actorrpc import rpc
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
+from tests.layers import rest_is_slow
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
 
 # -- cycles ------------------------------------------------------------------------------------------------------
+
+
+async def _await(ref: Any) -> Any:
+    return await ref
+
+
+async def _gather(ref: Any) -> Any:
+    return (await asyncio.gather(_await(ref), asyncio.sleep(0)))[0]
+
+
+async def _to_thread(ref: Any) -> Any:
+    return await asyncio.to_thread(actorrpc.get, ref)
+
+
+async def _get(ref: Any) -> Any:
+    return actorrpc.get(ref)
+
+
+WAITS: dict[str, Callable[[Any], Any]] = {
+    "await": lambda ref: asyncio.run(_await(ref)),
+    "to_thread": lambda ref: asyncio.run(_to_thread(ref)),
+    "get": actorrpc.get,
+    "future": lambda ref: ref.future().result(),
+    "wait": lambda ref: actorrpc.get(actorrpc.wait([ref])[0][0]),
+    "as_completed": lambda ref: actorrpc.get(next(actorrpc.as_completed([ref]))),
+    "gather": lambda ref: asyncio.run(_gather(ref)),
+    "get within a loop": lambda ref: asyncio.run(_get(ref)),
+}
 
 
 @actorrpc.remote
@@ -35,17 +65,20 @@ class Node:
         self.depth += 1
         self.deepest = max(self.deepest, self.depth)
         try:
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop()
+                raise AssertionError("the event loop of a method below is not this method's")
             here = threading.get_ident() == self.home
             if not way:
                 return [here]
             head, *rest = way
-            if style == "get":
-                return [here, *actorrpc.get(head.visit.remote(rest, style))]
             if style == "sync":
-                return [here, *head.rpc_sync().visit(rest, style)]
-            if style == "async":
-                return [here, *head.rpc_async().visit(rest, style).wait()]
-            raise ValueError(style)
+                found = head.rpc_sync().visit(rest, style)
+            elif style == "async":
+                found = head.rpc_async().visit(rest, style).wait()
+            else:
+                found = WAITS[style](head.visit.remote(rest, style))
+            return [here, *found]
         finally:
             self.depth -= 1
 
@@ -53,11 +86,22 @@ class Node:
         self.log.append(line)
         return line
 
-    def all(self) -> list[Any]:
-        return self.log
-
     def peak(self) -> int:
         return self.deepest
+
+    def items(self) -> Iterator[bool]:
+        for _ in range(3):
+            yield threading.get_ident() == self.home
+
+    def grad(self, way: list[Any]) -> bool:
+        return bool(actorrpc.get(way[0].grad.remote(way[1:]))) if way else torch.is_grad_enabled()
+
+    def grad_under_no_grad(self, way: list[Any]) -> bool:
+        with torch.no_grad():
+            return self.grad(way)
+
+    def leave_grad_off(self) -> None:
+        torch.set_grad_enabled(False)
 
     def begin(self, other: Any, me: Any, gate: Any) -> list[Any]:
         """Wait at the gate, while other calls arrive."""
@@ -118,13 +162,22 @@ def task_back(node: Any, line: Any) -> Any:
     return actorrpc.get(node.note.remote(line))
 
 
-@pytest.mark.parametrize("style", ["sync", "async"])
+@pytest.mark.parametrize("style", rest_is_slow(["sync", "async", *WAITS], quick=2))
 def test_calls_back_to_a_waiting_actor_run_on_its_own_thread(style: str) -> None:
     a, b = Node.remote(), Node.remote()
     assert actorrpc.get(a.visit.remote([b, a], style)) == [True] * 3
     assert actorrpc.get(a.visit.remote([a], style)) == [True] * 2
     assert actorrpc.get(a.visit.remote([a, a, a, b, b, a], style)) == [True] * 7
     assert actorrpc.get(a.peak.remote()) == 5
+
+
+def test_without_reentrancy_a_call_back_raises_deadlock_error() -> None:
+    a, b = Node.options(reentrant=False, name="first").remote(), Node.remote()
+    for style in ("get", "await", "get within a loop"):
+        for way in ([b, a], [a]):
+            with pytest.raises(actorrpc.DeadlockError, match="first"):
+                actorrpc.get(a.visit.remote(way, style), timeout=15)
+    assert actorrpc.get(a.visit.remote([])) == [True]
 
 
 def test_too_deep_recursion_raises_and_does_not_crash() -> None:
@@ -241,74 +294,11 @@ def test_a_call_does_not_run_within_a_waiting_call_that_it_does_not_descend_from
     assert actorrpc.get(found) == [None, ["hold", "held", "relayed"]]
 
 
-_MET = threading.Barrier(2)  # for two actors of one process
-
-
-def _check_that_a_deadlock_is_found(calls: list[Any]) -> None:
-    """Check that at least one call fails with DeadlockError and that the others succeed."""
-    errors, values = [], []
-    for call in calls:
-        try:
-            values.append(actorrpc.get(call))
-        except actorrpc.DeadlockError as error:
-            errors.append(error)
-    assert errors
-    assert values == ["here"] * (len(calls) - len(errors))
-
-
-@actorrpc.remote
-class BlockingMeeting:
-    async def meet(self, other: Any) -> Any:
-        _MET.wait(20)
-        return actorrpc.get(other.answer.remote())  # blocks the event loop
-
-    async def answer(self) -> str:
-        return "here"
-
-
-@pytest.mark.slow
-@pytest.mark.prints("blocks all coroutines|has held the event loop")
-def test_a_deadlock_between_two_blocked_event_loops_is_found() -> None:
-    # Such an execution is registered twice: by its thread and by its asyncio task.
-    here = rpc.get_worker_info().name
-    first, second = (BlockingMeeting.options(worker=here, max_concurrency=1).remote() for _ in range(2))
-    calls = [first.meet.remote(second), second.meet.remote(first)]
-    _check_that_a_deadlock_is_found(calls)
-
-
-@actorrpc.remote
-class Giving:
-    def give(self, taker: Any, other: Any) -> Any:
-        _MET.wait(20)
-        return actorrpc.get(taker.take.remote(other.answer.remote()))
-
-    def ask(self, other: Any) -> Any:
-        _MET.wait(20)
-        return actorrpc.get(other.answer.remote())
-
-    def take(self, value: str) -> str:
-        return value
-
-    def answer(self) -> str:
-        return "here"
-
-
-@pytest.mark.slow
-def test_a_deadlock_through_a_pending_argument_of_this_process_is_found() -> None:
-    here = rpc.get_worker_info().name
-    first, second, taker = (Giving.options(worker=here).remote() for _ in range(3))
-    calls = [first.give.remote(taker, second), second.ask.remote(first)]
-    _check_that_a_deadlock_is_found(calls)
-
-
 # -- async and threaded actors in a chain ----------------------------------------------------------------------
 
 
 @actorrpc.remote
 class AsyncNode:
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
     async def visit(self, way: list[Any]) -> int:
         if not way:
             return 1
@@ -337,6 +327,17 @@ def test_calls_come_back_through_async_actors() -> None:
     assert actorrpc.get(refs) == [4] * 40
 
 
+def test_an_async_actor_with_max_concurrency_1_is_not_reentrant_if_disabled() -> None:
+    closed, other = (
+        AsyncNode.options(max_concurrency=1, reentrant=False, name="closed").remote(),
+        AsyncNode.remote(),
+    )
+    for first, way in ((closed, [closed]), (other, [closed, other, closed])):
+        with pytest.raises(actorrpc.DeadlockError, match="closed"):
+            actorrpc.get(first.visit.remote(way), timeout=15)
+    assert actorrpc.get(closed.visit.remote([other])) == 2
+
+
 def test_calls_come_back_through_threaded_actors() -> None:
     t, s = Counting.options(max_concurrency=2).remote(), Counting.remote()
     refs = [t.visit.remote([s, t, s, t, t]) for _ in range(12)] + [t.visit.remote([t, s]) for _ in range(12)]
@@ -346,73 +347,16 @@ def test_calls_come_back_through_threaded_actors() -> None:
 # -- threads of serial actors --------------------------------------------------------------------------------------
 
 
-@actorrpc.remote
-class ThreadBound:
-    """Uses objects that work on one thread only."""
-
-    def __init__(self) -> None:
-        self.home = threading.get_ident()
-        self.data = sqlite3.connect(":memory:")
-        self.data.execute("create table t (x)")
-        self.local = threading.local()
-        self.local.mine = True
-
-    def add(self, x: int) -> bool:
-        self.data.execute("insert into t values (?)", (x,))
-        return self.home == threading.get_ident() and self.local.mine
-
-    def nested(self, other: Any, me: Any, x: int) -> Any:
-        return actorrpc.get(other.visit_add.remote(me, x))
-
-    def count(self) -> int:
-        return int(self.data.execute("select count(*) from t").fetchone()[0])
-
-    def visit_add(self, other: Any, x: int) -> Any:
-        return actorrpc.get(other.add.remote(x))
-
-    def stream(self) -> Any:
-        for row in self.data.execute("select x from t order by x"):
-            yield row[0], threading.get_ident() == self.home
-
-    def no_grad_nested(self, other: Any, me: Any) -> list[bool]:
-        found = [torch.is_grad_enabled()]
-        with torch.no_grad():
-            found.append(torch.is_grad_enabled())
-            found.append(actorrpc.get(other.visit_grad.remote(me)))
-            found.append(torch.is_grad_enabled())
-        return [*found, torch.is_grad_enabled()]
-
-    def visit_grad(self, other: Any) -> Any:
-        return actorrpc.get(other.grad.remote())
-
-    def grad(self) -> bool:
-        return torch.is_grad_enabled()
-
-    def leave_grad_off(self) -> None:
-        torch.set_grad_enabled(False)
-
-
-def test_a_serial_actor_runs_everything_on_one_thread() -> None:
-    a, b = ThreadBound.remote(), ThreadBound.remote()
-    refs = [a.add.remote(n) for n in range(10)]
-    refs += [a.nested.remote(b, a, n) for n in range(10, 20)]
-    assert actorrpc.get(refs) == [True] * 20
-    assert actorrpc.get([b.visit_add.remote(a, n) for n in range(20, 30)]) == [True] * 10
-    assert actorrpc.get(a.count.remote()) == 30
-    assert [actorrpc.get(ref) for ref in a.stream.remote()] == [(n, True) for n in range(30)]
-    assert actorrpc.get(actorrpc.call(a, is_on_home_thread)) is True
-
-
-def is_on_home_thread(actor: Any) -> bool:
-    return bool(actor.home == threading.get_ident())
+def test_streams_and_functions_of_a_serial_actor_run_on_its_thread() -> None:
+    node = Node.remote()
+    assert list(node.items.remote().values()) == [True] * 3
+    assert actorrpc.get(actorrpc.call(node, lambda node: node.home == threading.get_ident())) is True
 
 
 def test_grad_mode_of_a_serial_actor_is_not_inherited_from_callers() -> None:
-    a, b = ThreadBound.remote(), ThreadBound.remote()
-    assert actorrpc.get(a.no_grad_nested.remote(b, a)) == [True, False, True, False, True]
+    a, b = Node.remote(), Node.remote()
+    assert actorrpc.get([a.grad_under_no_grad.remote(way) for way in ([b], [b, a])]) == [True, True]
     # A mode that a serial actor sets stays set, as on any thread: inference servers disable gradients in their
     # constructors.
     actorrpc.get(a.leave_grad_off.remote())
-    assert actorrpc.get(a.grad.remote()) is False
-    assert actorrpc.get(b.grad.remote()) is True
-    assert actorrpc.get(a.no_grad_nested.remote(b, a)) == [False] * 5
+    assert actorrpc.get([a.grad.remote([]), b.grad.remote([]), a.grad.remote([b, a])]) == [False, True, False]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import actorrpc
-from actorrpc.actors.context import runtime
 from actorrpc.actors.supervision.supervisor import Supervisor
 from actorrpc.errors import ActorDiedError, ActorError, ActorUnavailableError, CheckpointError
 from tests.actors.e2e.kit import row_of, until
@@ -70,21 +69,25 @@ class Gate:
 
     Attributes:
         first: set when the first checkpoint has arrived.
+        stored: set when the first checkpoint has been stored.
         second: set when another checkpoint has been stored.
         open: set by the test to let the first checkpoint continue.
+        count: how many checkpoints have arrived.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.first, self.second, self.open = threading.Event(), threading.Event(), threading.Event()
+        self.first, self.stored, self.second, self.open = (threading.Event() for _ in range(4))
+        self.count = 0
         note = Supervisor.note_checkpoint
 
         def held(*args: Any) -> bool:
-            if not self.first.is_set():
+            self.count += 1
+            is_first = not self.first.is_set()
+            if is_first:
                 self.first.set()
                 assert self.open.wait(30)
-                return note(*args)
             kept = note(*args)
-            self.second.set()
+            (self.stored if is_first else self.second).set()
             return kept
 
         monkeypatch.setattr(Supervisor, "note_checkpoint", held)
@@ -116,9 +119,13 @@ def _retry(call: Callable[[], Any]) -> tuple[int, int]:
             unsure += bool(error.maybe_executed)
 
 
-@pytest.mark.parametrize("cls", [Counter, AsyncCounter])
-def test_a_restarted_actor_has_the_state_of_all_answered_calls(cls: Any) -> None:
-    actor = cls.remote()
+@pytest.mark.parametrize(
+    ("cls", "here"),
+    [(Counter, False), (AsyncCounter, False), (Counter, True)],
+    ids=["serial", "async", "here"],
+)
+def test_a_restarted_actor_has_the_state_of_all_answered_calls(cls: Any, here: bool) -> None:
+    actor = cls.options(worker=actorrpc.get_worker_info().name if here else None).remote()
     for number in range(1, 3):
         assert _next_answer(actor) == number
         _die(actor)
@@ -135,13 +142,6 @@ def test_a_restarted_actor_has_the_state_of_calls_answered_to_another_worker() -
         found, unsure = _retry(lambda: front.ask.remote(actor))
         assert known < found <= known + 1 + unsure
         known = found
-        _die(actor)
-
-
-def test_checkpoints_work_in_the_process_of_the_supervisor() -> None:
-    actor = Counter.options(worker=runtime().agent.name).remote()
-    for number in range(1, 3):
-        assert _next_answer(actor) == number
         _die(actor)
 
 
@@ -189,45 +189,50 @@ def test_the_newest_checkpoint_is_kept_even_if_an_older_one_arrives_later(cls: A
     assert _next_answer(actor) == 3
 
 
-def test_one_checkpoint_can_cover_many_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    noted: list[int] = []
-    note = Supervisor.note_checkpoint
-
-    def note_and_count(here: Supervisor, actor_id: int, epoch: int, number: int, state: Any) -> bool:
-        noted.append(number)
-        return note(here, actor_id, epoch, number, state)
-
-    monkeypatch.setattr(Supervisor, "note_checkpoint", note_and_count)
-    actor = Counter.remote()
-    refs = [actor.wait.remote(tmp_path / "note"), *(actor.add.remote() for _ in range(200))]
-    (tmp_path / "note").touch()
-    assert actorrpc.get(refs) == list(range(1, 202))
-    assert len(noted) < 100
-    _die(actor)
-    assert _next_answer(actor) == 202
-
-
-def test_an_answer_does_not_wait_for_later_calls(tmp_path: Path) -> None:
-    actor = Counter.remote()
-    first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
-    refs = [actor.wait.remote(note) for note in (first, second, third)]
-    for number, note in enumerate((first, second, third), 1):
-        note.touch()
-        assert actorrpc.get(refs[number - 1], timeout=20) == number
-    _die(actor)
-    assert _next_answer(actor) == 4
-
-
-def test_answers_that_wait_for_a_checkpoint_are_sent_before_the_actor_ends(
+def test_one_checkpoint_can_cover_many_calls_and_answers_do_not_wait_for_later_calls(
     gate: Gate, tmp_path: Path
 ) -> None:
+    gate.open.set()
     actor = Counter.remote()
-    refs = [actor.wait.remote(tmp_path / "note"), *(actor.add.remote() for _ in range(10))]
-    (tmp_path / "note").touch()
+    notes = tmp_path / "first", tmp_path / "second"
+    first, second = (actor.wait.remote(note) for note in notes)
+    refs = [actor.add.remote() for _ in range(200)]
+    notes[0].touch()
+    assert actorrpc.get(first, timeout=20) == 1
+    notes[1].touch()
+    assert actorrpc.get([second, *refs]) == list(range(2, 203))
+    assert gate.count < 100
+    _die(actor)
+    assert _next_answer(actor) == 203
+
+
+@pytest.mark.parametrize("end", ["dropped", "killed"])
+def test_calls_that_wait_for_a_checkpoint_are_answered_if_the_actor_is_dropped_but_not_if_it_is_killed(
+    gate: Gate, end: str
+) -> None:
+    actor = Counter.remote()
+    refs = [actor.add.remote() for _ in range(10)]
     assert gate.first.wait(30)
+    if end == "killed":
+        actorrpc.kill(actor)
+        for ref in refs:
+            with pytest.raises(ActorDiedError):
+                actorrpc.get(ref)
+        return
     del actor
     gate.open.set()
-    assert actorrpc.get(refs, timeout=20) == list(range(1, 12))
+    assert actorrpc.get(refs, timeout=20) == list(range(1, 11))
+
+
+def test_a_stream_that_is_closed_early_is_checkpointed(gate: Gate) -> None:
+    gate.open.set()
+    actor = Counter.remote()
+    items = iter(actor.count.remote(1000))
+    assert actorrpc.get(next(items)) == 1
+    items.close()
+    assert gate.stored.wait(30)
+    _die(actor)
+    assert _next_answer(actor) > 1
 
 
 class _Full(_Counting):
@@ -318,31 +323,3 @@ def test_checkpoint_every_counts_only_calls_that_did_not_raise() -> None:
     assert actorrpc.get(actor.add.remote()) == 4
     _die(actor)
     assert _next_answer(actor) == 4
-
-
-def test_a_stream_that_is_closed_early_is_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted = threading.Event()
-    note = Supervisor.note_checkpoint
-
-    def note_and_count(*args: Any) -> bool:
-        kept = note(*args)
-        noted.set()
-        return kept
-
-    monkeypatch.setattr(Supervisor, "note_checkpoint", note_and_count)
-    actor = Counter.remote()
-    items = iter(actor.count.remote(1000))
-    assert actorrpc.get(next(items)) == 1
-    items.close()
-    assert noted.wait(30)
-    _die(actor)
-    assert _next_answer(actor) > 1
-
-
-def test_a_call_fails_if_its_actor_is_killed_while_it_saves_a_checkpoint(gate: Gate) -> None:
-    actor = Counter.remote()
-    ref = actor.add.remote()
-    assert gate.first.wait(30)
-    actorrpc.kill(actor)
-    with pytest.raises(ActorDiedError):
-        actorrpc.get(ref)

@@ -1,27 +1,22 @@
-"""Ends of drivers: a driver that is killed, interrupted, or ends leaves no processes and no files."""
+"""Ends of drivers: a driver that is killed, exits or shuts down leaves no processes and no files."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.actors.e2e.kit import alive, until
-from tests.layers import rest_is_slow
+from tests.cluster.drive import script
 
 pytestmark = pytest.mark.limit(40)
 
-_ROOT = Path(__file__).resolve().parents[3]
-_HEAD = """
-import os, signal, sys, threading, time
-from actorrpc._stacks import top_frames
+_ACTORS = """
+import os, threading
 import actorrpc
 
 @actorrpc.remote
@@ -40,58 +35,24 @@ def task(): return os.getpid()
 """
 
 
-class Script:
-    """A driver in its own process."""
-
-    def __init__(self, folder: Path, source: str) -> None:
-        path = folder / "driver.py"
-        path.write_text(textwrap.dedent(_HEAD) + textwrap.dedent(source))
-        self.run_folder = folder / "run"
-        self.run_folder.mkdir(mode=0o700)
-        env = {**os.environ, "PYTHONPATH": str(_ROOT), "ACTORRPC_RUNTIME_DIR": str(self.run_folder)}
-        self.process = subprocess.Popen(
-            [sys.executable, str(path)],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def pids(self) -> list[int]:
-        """Return the process ids that the driver prints."""
-        assert self.process.stdout is not None
+@contextlib.contextmanager
+def _driver(folder: Path, source: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """Run a driver; give its process, when it has printed process ids, and these. At the end, check that it left nothing."""
+    files = folder / "run"
+    files.mkdir(mode=0o700)
+    with script(folder, _ACTORS + source, env={"ACTORRPC_RUNTIME_DIR": str(files)}) as process:
+        assert process.stdout is not None
         line = ""
         while not line.startswith("pids"):
-            line = self.process.stdout.readline()
-            assert line or self.process.poll() is None, self.process.communicate()
-        return [int(word) for word in line.split()[1:]]
-
-    def end(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate()
-        return self.process.returncode, out, err
-
-    def is_tidy(self, pids: list[int]) -> None:
+            line = process.stdout.readline()
+            assert line or process.poll() is None, process.communicate()
+        pids = [int(word) for word in line.split()[1:]]
+        yield process, pids
         until(lambda: not any(alive(pid) for pid in pids))
-        until(lambda: not list(self.run_folder.iterdir()))
+        until(lambda: not list(files.iterdir()))
 
 
-@pytest.fixture
-def scripts(tmp_path: Path) -> Iterator[Any]:
-    made: list[Script] = []
-
-    def make(source: str) -> Script:
-        made.append(Script(tmp_path, source))
-        return made[-1]
-
-    yield make
-    for script in made:
-        if script.process.poll() is None:
-            script.process.kill()
-        script.process.communicate()
-
-
-_PIDS = """
+_BUSY = """
 workers = [Worker.remote() for _ in range(3)]
 pids = actorrpc.get([w.pid.remote() for w in workers] + [w.nest.remote() for w in workers] + [task.remote()])
 busy = [w.wait.remote() for w in workers]
@@ -100,95 +61,26 @@ print("pids", *pids, flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", rest_is_slow([signal.SIGKILL, signal.SIGTERM]))
-def test_a_killed_driver_leaves_no_processes_and_files(scripts: Any, how: int) -> None:
-    script = scripts(_PIDS + "\nthreading.Event().wait()\n")
-    pids = script.pids()
-    assert len(set(pids)) == 7
-    script.process.send_signal(how)
-    code, _, err = script.end()
-    assert (code, err) == (-how, "")
-    script.is_tidy(pids)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, 0], ids=["SIGKILL", "SIGTERM", "exit"])
+def test_a_driver_that_is_killed_or_exits_without_shutdown_leaves_nothing(tmp_path: Path, how: int) -> None:
+    with _driver(tmp_path, _BUSY + ("threading.Event().wait()" if how else "")) as (process, pids):
+        assert len(set(pids)) == 7
+        if how:
+            process.send_signal(how)
+        _, err = process.communicate()
+        assert (process.returncode, err) == (-how, "")
 
 
-def test_an_actor_of_a_scripts_class_can_create_actors_of_that_class(scripts: Any) -> None:
-    script = scripts("""
-        worker = Worker.remote()
-        print("child", actorrpc.get(worker.nest.remote()) != actorrpc.get(worker.pid.remote()))
-    """)
-    code, out, err = script.end()
-    assert (code, err) == (0, "")
-    assert "child True" in out
-
-
-@pytest.mark.slow
-def test_a_driver_that_exits_without_shutdown_leaves_nothing(scripts: Any) -> None:
-    script = scripts(_PIDS)
-    pids = script.pids()
-    code, _, err = script.end()
-    assert (code, err) == (0, "")
-    script.is_tidy(pids)
-
-
-@pytest.mark.slow
-def test_on_stop_runs_at_a_graceful_shutdown(scripts: Any) -> None:
-    script = scripts("""
-    worker = Worker.remote()
-    print("pids", actorrpc.get(worker.pid.remote()), flush=True)
-    actorrpc.shutdown(timeout=30)
-    """)
-    pids = script.pids()
-    code, out, err = script.end()
-    assert (code, err) == (0, "")
-    assert "on_stop" in out
-    script.is_tidy(pids)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "wait",
-    rest_is_slow(
-        [
-            "actorrpc.get(busy)",
-            "actorrpc.wait(busy)",
-            "workers[0].rpc_sync().wait()",
-            "__import__('asyncio').run(asyncio_main())",
-        ],
-        1,
-    ),
-)
-def test_after_ctrl_c_in_a_wait_the_driver_can_go_on(scripts: Any, wait: str) -> None:
-    script = scripts(f"""
-    async def asyncio_main():
-        await busy[0]
-
-    workers = [Worker.remote() for _ in range(2)]
-    pids = actorrpc.get([w.pid.remote() for w in workers])
-    busy = [w.wait.remote() for w in workers]
-    main = threading.main_thread().ident
-
-    def interrupt():
-        while True:
-            frame, depth = top_frames()[main], 0
-            while frame is not None and frame.f_code.co_name not in ("_park", "park", "reading", "select"):
-                frame = frame.f_back
-            if frame is not None:
-                time.sleep(0.05)
-                signal.pthread_kill(main, signal.SIGINT)
-                return
-            time.sleep(0.01)
-
-    print("pids", *pids, flush=True)
-    threading.Thread(target=interrupt).start()
-    try:
-        {wait}
-    except KeyboardInterrupt:
-        print("interrupted", flush=True)
-    fresh = Worker.remote()
-    print("pid", actorrpc.get(fresh.pid.remote()) > 0, flush=True)
-    """)
-    pids = script.pids()
-    code, out, err = script.end()
-    assert "interrupted\npid True" in out, err
-    assert (code, err) == (0, "")
-    script.is_tidy(pids)
+def test_an_actor_of_a_scripts_class_can_create_actors_of_that_class_and_on_stop_runs_at_shutdown(
+    tmp_path: Path,
+) -> None:
+    source = """
+worker = Worker.remote()
+print("pids", *actorrpc.get([worker.pid.remote(), worker.nest.remote()]), flush=True)
+actorrpc.shutdown(timeout=30)
+"""
+    with _driver(tmp_path, source) as (process, pids):
+        assert len(set(pids)) == 2
+        out, err = process.communicate()
+        assert (process.returncode, err) == (0, "")
+        assert "on_stop" in out

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,6 @@ import pytest
 
 import actorrpc
 from actorrpc.errors import SerializationError
-from tests.actors.e2e.kit import until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -36,9 +33,11 @@ class Unpicklable:
 
 @actorrpc.remote
 class Faulty:
-    def __init__(self, broken: str = "") -> None:
+    def __init__(self, broken: str = "", how: str = "") -> None:
         if broken:
             raise KeyError(broken)
+        if how:
+            self.base(how)
         self.calls = 0
 
     def ping(self) -> str:
@@ -60,6 +59,8 @@ class Faulty:
     def base(self, kind: str) -> None:
         if kind == "exit":
             sys.exit(3)
+        if kind == "exit_actor":
+            actorrpc.exit_actor()
         if kind == "interrupt":
             raise KeyboardInterrupt
         if kind == "generator":
@@ -90,57 +91,6 @@ class Faulty:
         raise Local("from a local class")
 
 
-class Collecting(Exception):
-    def __init__(self) -> None:
-        super().__init__()
-        self.values: list[Any] = []
-
-
-@actorrpc.remote
-def collecting(_: Any = None) -> None:
-    raise Collecting
-
-
-class Kept:
-    pass
-
-
-def _wait_until_collected(reference: Any) -> None:
-    """Wait until an object is collected: another thread may still be dropping the call."""
-
-    def is_collected() -> bool:
-        gc.collect()
-        return reference() is None
-
-    until(is_collected)
-
-
-def test_an_error_that_refers_to_its_own_reference_can_be_collected() -> None:
-    def read() -> Any:
-        here = Kept()
-        ref = collecting.remote()
-        with pytest.raises(Collecting) as caught:
-            actorrpc.get(ref)
-        caught.value.values += (ref, here)
-        return weakref.ref(here)
-
-    _wait_until_collected(read())
-
-
-def test_errors_of_an_argument_and_of_its_task_can_be_collected() -> None:
-    def read() -> Any:
-        here = Kept()
-        actor = Faulty.remote("of the constructor")
-        argument = actor.ping.remote()
-        refs = [argument, collecting.remote(argument)]
-        for ref in refs:
-            with pytest.raises(actorrpc.RpcError):
-                actorrpc.get(ref)
-        return weakref.ref(here)
-
-    _wait_until_collected(read())
-
-
 # -- the constructor ---------------------------------------------------------------------------------------------
 
 
@@ -166,21 +116,9 @@ def test_an_error_of_the_constructor_is_the_cause_of_every_failed_call() -> None
     del caught
 
 
-@actorrpc.remote
-class Exits:
-    def __init__(self, how: str) -> None:
-        if how == "exit":
-            sys.exit(5)
-        if how == "exit_actor":
-            actorrpc.exit_actor()
-        raise KeyboardInterrupt
-
-    def ping(self) -> None: ...
-
-
 @pytest.mark.parametrize("how", ["exit", "interrupt", "exit_actor"])
 def test_a_constructor_that_exits_leaves_a_dead_actor(how: str) -> None:
-    actor = Exits.remote(how)
+    actor = Faulty.remote(how=how)
     with pytest.raises(actorrpc.ActorDiedError):
         actorrpc.get(actor.ping.remote())
 
@@ -285,30 +223,21 @@ class DecoratedOnLoop(Decorated):
     async def ping(self) -> None: ...
 
 
-@actorrpc.remote
-@_decorated
-def decorated_task() -> Any:
-    yield 1
-
-
-def _items(method: Any) -> list[Any]:
-    return [actorrpc.get(ref) for ref in method.options(num_returns="streaming").remote()]
-
-
 def test_an_undetected_generator_method_raises_an_error_that_names_the_option() -> None:
     actor, on_loop = Decorated.remote(), DecoratedOnLoop.remote()
-    for method in (actor.plain, on_loop.plain, decorated_task):
-        with pytest.raises(SerializationError, match=r'call it with \.options\(num_returns="streaming"\)'):
+    by_option = r'call it with \.options\(num_returns="streaming"\)'
+    by_wrapper = "have the decorator's wrapper be an async generator function"
+    for method, advice in (
+        (actor.plain, by_option),
+        (on_loop.plain, by_option),
+        (actor.coroutine, by_wrapper),
+    ):
+        with pytest.raises(SerializationError, match=advice):
             actorrpc.get(method.remote())
-        assert _items(method) == [1]
-    for method in (actor.coroutine, on_loop.coroutine):
-        with pytest.raises(
-            SerializationError, match="have the decorator's wrapper be an async generator function"
-        ):
-            actorrpc.get(method.remote())
-    with pytest.raises(TypeError, match="have the decorator's wrapper be an async generator function"):
-        _items(actor.coroutine)
-    assert _items(on_loop.coroutine) == [1]
+    for method in (actor.plain, on_loop.plain, on_loop.coroutine):
+        assert list(method.options(num_returns="streaming").remote().values()) == [1]
+    with pytest.raises(TypeError, match=by_wrapper):
+        list(actor.coroutine.options(num_returns="streaming").remote().values())
 
 
 def test_a_name_defined_after_its_class_was_sent_raises_with_a_hint() -> None:
@@ -324,111 +253,88 @@ def test_a_name_defined_after_its_class_was_sent_raises_with_a_hint() -> None:
 # -- exceptions that are longer than one chunk of a message (1 MiB) ------------------------------------------
 
 _LONG = 3 << 20
-_OVER_THE_LIMIT = 20 << 20
 
 
 class Big(Exception):
-    """A user's exception."""
+    """A user's exception with an attribute."""
 
-    def __init__(self, *args: object, **attributes: object) -> None:
-        super().__init__(*args)
-        self.__dict__.update(attributes)
+    data: Any = None
 
 
-def _made(kind: str) -> BaseException:
-    if kind == "text":
-        return Big("x" * _LONG)
-    if kind == "attribute":
-        return Big("short", data=np.arange(_LONG // 8))
-    if kind == "group":
-        return ExceptionGroup("several", [Big(b"y" * _LONG), ValueError(1)])
-    if kind == "note":
-        error = Big("short")
-        error.add_note("z" * _LONG)
-        return error
-    return Big("x" * _OVER_THE_LIMIT)
+def _long_error() -> BaseException:
+    big = Big(b"y" * _LONG)
+    big.data = np.arange(_LONG // 8)
+    group = ExceptionGroup("several", [big, ValueError(1)])
+    group.add_note("z" * _LONG)
+    return group
 
 
-def _check(kind: str, error: BaseException) -> None:
-    """Assert that ``error`` equals :func:`_made` of the same kind."""
-    if kind == "text":
-        assert error.args == ("x" * _LONG,)
-    elif kind == "attribute":
-        assert np.array_equal(error.data, np.arange(_LONG // 8))  # type: ignore[attr-defined]
-    elif kind == "group":
-        assert isinstance(error, ExceptionGroup)
-        big, plain = error.exceptions
-        assert isinstance(big, Big)
-        assert big.args == (b"y" * _LONG,)
-        assert isinstance(plain, ValueError)
-    elif kind == "note":
-        assert error.__notes__ == ["z" * _LONG]
-    else:
-        assert len(str(error)) < 10_000
-        assert "characters left out" in str(error)
-        assert error.__notes__[0].endswith("as it cannot be sent whole: args[0]")
-    assert isinstance(error, ExceptionGroup if kind == "group" else Big)
+def _too_long_error() -> BaseException:
+    return Big("x" * (20 << 20))
+
+
+def _check_long_error(error: BaseException) -> None:
+    assert isinstance(error, ExceptionGroup)
+    big, plain = error.exceptions
+    assert isinstance(big, Big)
+    assert isinstance(plain, ValueError)
+    assert big.args == (b"y" * _LONG,)
+    assert np.array_equal(big.data, np.arange(_LONG // 8))
+    assert error.__notes__ == ["z" * _LONG]
+
+
+def _check_too_long_error(error: BaseException) -> None:
+    assert isinstance(error, Big)
+    assert len(str(error)) < 10_000
+    assert "characters left out" in str(error)
+    assert error.__notes__[0].endswith("as it cannot be sent whole: args[0]")
 
 
 @actorrpc.remote
 class Failing:
-    def plain(self, kind: str) -> None:
-        raise _made(kind)
+    def __init__(self, error: Any = None) -> None:
+        if error:
+            raise error()
 
-    async def coroutine(self, kind: str) -> None:
-        raise _made(kind)
+    def plain(self, error: Any) -> None:
+        raise error()
 
-    def stream(self, kind: str) -> Iterator[int]:
+    async def coroutine(self, error: Any) -> None:
+        raise error()
+
+    def stream(self, error: Any) -> Iterator[int]:
         yield 1
-        raise _made(kind)
+        raise error()
 
-    async def async_stream(self, kind: str) -> AsyncIterator[int]:
+    async def async_stream(self, error: Any) -> AsyncIterator[int]:
         yield 1
-        raise _made(kind)
+        raise error()
 
 
 @actorrpc.remote
-class NeverMade:
-    def __init__(self, kind: str) -> None:
-        raise _made(kind)
-
-    def ping(self) -> None: ...
-
-
-@actorrpc.remote
-def task(kind: str) -> None:
-    raise _made(kind)
-
-
-def _drained(stream: Any) -> None:
-    for ref in stream:
-        actorrpc.get(ref)
+def failing(error: Any) -> None:
+    raise error()
 
 
 @pytest.mark.limit(60)
-def test_long_exceptions_keep_their_class_and_contents() -> None:
+@pytest.mark.parametrize(
+    ("error", "check"), [(_long_error, _check_long_error), (_too_long_error, _check_too_long_error)]
+)
+def test_long_exceptions_keep_their_class_and_as_much_as_can_be_sent(error: Any, check: Any) -> None:
     actor = Failing.remote()
-    for kind in ("text", "attribute", "group", "note", "over the limit"):
-        _check_all_ways(actor, kind)
-
-
-def _check_all_ways(actor: Any, kind: str) -> None:
-    ways: list[Callable[[], object]] = [
-        lambda: actorrpc.get(task.remote(kind)),
-        lambda: actorrpc.get(actor.plain.remote(kind)),
-        lambda: actorrpc.get(actor.coroutine.remote(kind)),
-        lambda: actor.rpc_sync().plain(kind),
-        lambda: actor.rpc_async().plain(kind).wait(),
-        lambda: _drained(actor.stream.remote(kind)),
-        lambda: _drained(actor.async_stream.remote(kind)),
-    ]
-    for way in ways:
+    for way in (
+        lambda: actorrpc.get(failing.remote(error)),
+        lambda: actorrpc.get(actor.plain.remote(error)),
+        lambda: actorrpc.get(actor.coroutine.remote(error)),
+        lambda: actor.rpc_sync().plain(error),
+        lambda: list(actor.stream.remote(error).values()),
+        lambda: list(actor.async_stream.remote(error).values()),
+    ):
         with pytest.raises(actorrpc.RemoteError) as caught:
             way()
-        _check(kind, caught.value)
-    never = NeverMade.remote(kind)
+        check(caught.value)
     with pytest.raises(actorrpc.ActorDiedError) as died:
-        actorrpc.get(never.ping.remote())
+        actorrpc.get(actorrpc.ready(Failing.remote(error)))
     assert died.value.cause is not None
-    _check(kind, died.value.cause)
-    del caught, died, ways
+    check(died.value.cause)
+    del caught, died

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
-import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import torch
 
 import actorrpc
 from actorrpc import get, rpc
-from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
+from tests.actors.e2e.kit import Gate, open_gate, pass_gate, until
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -33,7 +31,6 @@ class Async:
     def __init__(self) -> None:
         self.event = asyncio.Event()
         self.log: list[Any] = []
-        self.kept: Any = None
 
     async def loop_thread(self) -> int:
         return threading.get_ident()
@@ -42,13 +39,6 @@ class Async:
 
     def thread(self) -> int:
         return threading.get_ident()
-
-    def running_loop(self) -> bool:
-        return asyncio.get_running_loop() is not None
-
-    @actorrpc.method(thread=True)
-    def all_in_thread(self) -> list[Any]:
-        return self.log
 
     def items(self, count: int) -> Any:
         for number in range(count):
@@ -63,10 +53,6 @@ class Async:
     def all(self) -> list[Any]:
         return self.log
 
-    def set(self) -> None:
-        self.event.set()
-        self.event.clear()
-
     def mark(self, word: str) -> str:
         found = _mark.get()
         _mark.set(word)
@@ -78,10 +64,6 @@ class Async:
     @rpc.functions.async_execution
     def later(self, gate: Any) -> Any:
         return gate.wait.remote().future()
-
-    def hold(self, path: str) -> str:
-        self.log.append("held")
-        return pass_gate(path)
 
     # -- coroutines --
 
@@ -119,12 +101,6 @@ class Async:
         waiting = me.thread.remote()
         await asyncio.sleep(0)
         return get(waiting)
-
-    async def get_kept(self) -> Any:
-        return get(self.kept)
-
-    async def keep(self, me: Any) -> None:
-        self.kept = me.wait.remote()
 
     def get_items(self, me: Any) -> list[Any]:
         return [get(each) for each in me.items.remote(3)]
@@ -167,19 +143,10 @@ def test_plain_methods_of_an_async_actor_run_on_its_event_loop() -> None:
     actor = _made()
     loop = get(actor.loop_thread.remote())
     assert get(actor.thread.remote()) == loop
-    assert get(actor.running_loop.remote())
     assert actor.rpc_sync().thread() == loop
     assert actorrpc.call(actor, lambda _: threading.get_ident()).future().wait() == loop
     assert [get(each) for each in actor.items.remote(3)] == [(0, loop), (1, loop), (2, loop)]
     assert [get(each) for each in actor.listed.options(num_returns="streaming").remote(20)] == list(range(20))
-
-
-def test_a_plain_method_can_set_an_asyncio_event() -> None:
-    actor = _made()
-    for _ in range(60):
-        waiting = actor.wait.remote()
-        actor.set.remote()
-        assert get(waiting) == "set"
 
 
 def test_plain_and_async_calls_start_in_the_order_of_their_caller() -> None:
@@ -237,14 +204,6 @@ def test_blocking_on_a_coroutine_of_the_same_event_loop_raises_deadlock_error() 
         assert get(actor.tick.remote()) == "tick"
 
 
-def test_blocking_on_a_running_coroutine_of_the_same_event_loop_raises_deadlock_error() -> None:
-    actor = _made()
-    get(actor.keep.remote(actor))
-    with pytest.raises(actorrpc.DeadlockError):
-        get(actor.get_kept.remote())
-    assert get(actor.tick.remote()) == "tick"
-
-
 @pytest.mark.slow
 def test_a_deadlock_of_an_event_loop_through_other_actors_is_found() -> None:
     actor = _made()
@@ -252,24 +211,6 @@ def test_a_deadlock_of_an_event_loop_through_other_actors_is_found() -> None:
     with pytest.raises(actorrpc.DeadlockError, match=r"Plain.*\.ask\(\) -> "):
         get(actor.via.remote(others, "tick", actor))
     assert get(actor.tick.remote()) == "tick"
-
-
-# -- ends ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_plain_call_that_is_cancelled_in_the_queue_of_an_event_loop_never_runs(gate: Path) -> None:
-    actor = _made()
-    held = actor.hold.remote(str(gate))
-    until(lambda: get(actor.all_in_thread.remote()) == ["held"])
-    waiting = actor.put.remote("never")
-    until(lambda: row_of(actor).pending_calls == 1)
-    assert actorrpc.cancel(waiting)
-    with pytest.raises(actorrpc.CancelledError):
-        get(waiting)
-    until(lambda: row_of(actor).pending_calls == 0)
-    open_gate(gate)
-    assert get(held) == "go"
-    assert get(actor.all.remote()) == ["held"]
 
 
 # -- the event loops of concurrency groups -------------------------------------------------------------------
@@ -281,7 +222,6 @@ class Grouped:
         self.held = ""
         self.ended = ""
         self.loops: dict[int, asyncio.AbstractEventLoop] = {}  # references keep the ids unique
-        self.task: Any = None
 
     async def where(self) -> tuple[int, int]:
         loop = asyncio.get_running_loop()
@@ -316,7 +256,7 @@ class Grouped:
     async def get_from(self, me: Any, group: str | None, method: str, *args: Any) -> Any:
         return get(getattr(me, method).options(concurrency_group=group).remote(*args))
 
-    # -- methods that end or exit --
+    # -- a coroutine that waits until it is cancelled --
 
     async def wait(self) -> str:
         try:
@@ -325,23 +265,6 @@ class Grouped:
         finally:
             self.ended = f"on {(await self.where())[1]}"
         return "never"
-
-    async def leave(self, how: str) -> None:
-        await asyncio.sleep(0)
-        _leave(how)
-
-    async def leave_in_a_task(self, how: str) -> None:
-        async def task() -> None:
-            _leave(how)
-
-        self.task = asyncio.create_task(task())
-        await asyncio.Event().wait()
-
-
-def _leave(how: str) -> None:
-    if how == "exit_actor":
-        actorrpc.exit_actor()
-    sys.exit(3)
 
 
 _IO = {"concurrency_group": "io"}
@@ -445,20 +368,6 @@ def test_a_coroutine_is_cancelled_on_the_event_loop_of_its_group(gate: Path) -> 
     assert get(held) == "go"
 
 
-@pytest.mark.parametrize(("how", "method"), [("exit_actor", "leave"), ("sys.exit", "leave_in_a_task")])
-def test_an_exit_on_the_event_loop_of_a_group_ends_the_actor(how: str, method: str) -> None:
-    actor = Grouped.remote()
-    others = [actor.wait.remote(), actor.wait.options(**_COMPUTE).remote()]
-    get([actor.tick.remote(), actor.tick.options(**_COMPUTE).remote()])
-    for ref in [getattr(actor, method).options(**_IO).remote(how), *others]:
-        with pytest.raises(actorrpc.ActorDiedError, match=rf"{how}\(3?\) was called in it"):
-            get(ref)
-    for group in (None, "io", "compute"):
-        with pytest.raises(actorrpc.ActorDiedError, match=rf"{how}\(3?\) was called in it"):
-            get(actor.tick.options(concurrency_group=group).remote())
-    del others, ref
-
-
 def test_calls_end_with_a_killed_actor_even_if_an_event_loop_is_blocked(place: str, gate: Path) -> None:
     actor = Grouped.remote()
     held = actor.hold.options(**_IO).remote(str(gate))
@@ -471,133 +380,3 @@ def test_calls_end_with_a_killed_actor_even_if_an_event_loop_is_blocked(place: s
     del held, waiting, each
     if place == "group":  # on the embedded cluster its process has ended
         open_gate(gate)
-
-
-# -- serial actors whose methods run event loops -------------------------------------------------------------
-
-
-async def _await(ref: Any) -> Any:
-    return await ref
-
-
-async def _wait_for(ref: Any) -> Any:
-    return await asyncio.wait_for(ref, 60)
-
-
-async def _gather(ref: Any) -> Any:
-    return (await asyncio.gather(ref, asyncio.sleep(0)))[0]
-
-
-async def _task(ref: Any) -> Any:
-    return await asyncio.create_task(_await(ref))
-
-
-async def _wrap(ref: Any) -> Any:
-    return await asyncio.wrap_future(ref.future())
-
-
-async def _to_thread(ref: Any) -> Any:
-    return await asyncio.to_thread(get, ref)
-
-
-async def _get(ref: Any) -> Any:
-    return get(ref)
-
-
-async def _as_completed(ref: Any) -> Any:
-    return get(await anext(actorrpc.as_completed([ref])))
-
-
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "await": lambda ref: asyncio.run(_await(ref)),
-    "to_thread": lambda ref: asyncio.run(_to_thread(ref)),
-    "wrap": lambda ref: asyncio.run(_wrap(ref)),
-    "get": get,
-    "future": lambda ref: ref.future().result(),
-    "wait": lambda ref: get(actorrpc.wait([ref])[0][0]),
-    "as_completed": lambda ref: get(next(actorrpc.as_completed([ref]))),
-    "wait_for": lambda ref: asyncio.run(_wait_for(ref)),
-    "gather": lambda ref: asyncio.run(_gather(ref)),
-    "task": lambda ref: asyncio.run(_task(ref)),
-    "get within": lambda ref: asyncio.run(_get(ref)),
-    "as_completed within": lambda ref: asyncio.run(_as_completed(ref)),
-}
-
-
-@actorrpc.remote
-class Serial:
-    """Waits in each way for a call that comes back to it."""
-
-    def __init__(self) -> None:
-        self.home = threading.get_ident()
-
-    def visit(self, way: list[Any], how: str) -> list[bool]:
-        here = self.home == threading.get_ident()
-        if not way:
-            return [here]
-        head, *rest = way
-        return [here, *WAYS[how](head.visit.remote(rest, how))]
-
-    def made_before(self, me: Any) -> bool:
-        ref = me.is_on_home_thread.remote()
-        return bool(asyncio.run(_await(ref)))
-
-    def is_on_home_thread(self) -> bool:
-        with contextlib.suppress(RuntimeError):
-            asyncio.get_running_loop()
-            raise AssertionError("a loop below is not this method's")
-        return self.home == threading.get_ident()
-
-    def items(self, me: Any) -> Iterator[bool]:
-        for _ in range(3):
-            yield get(me.is_on_home_thread.remote())
-
-    def take_items(self, other: Any, me: Any) -> list[bool]:
-        async def take() -> list[bool]:
-            return [await ref async for ref in other.items.remote(me)]
-
-        return asyncio.run(take())
-
-
-@pytest.mark.limit(60)
-def test_calls_back_to_a_serial_actor_run_during_every_kind_of_wait() -> None:
-    a, b = Serial.remote(), Serial.remote()
-    for how in WAYS:
-        assert get(a.visit.remote([a], how), timeout=15) == [True] * 2, how
-        assert get(a.visit.remote([b, a, b, a], how), timeout=15) == [True] * 5, how
-
-
-def test_a_call_made_before_asyncio_run_can_be_awaited_in_it() -> None:
-    a = Serial.remote()
-    assert get(a.made_before.remote(a)) is True
-
-
-def test_a_generator_can_call_back_to_the_actor_that_awaits_its_items() -> None:
-    a, b = Serial.remote(), Serial.remote()
-    assert get(a.take_items.remote(b, a)) == [True] * 3
-
-
-def test_without_reentrancy_a_call_back_raises_deadlock_error() -> None:
-    a, b = Serial.options(reentrant=False, name="first").remote(), Serial.remote()
-    for how in ("get", "await", "get within"):
-        for way in ([b, a], [a]):
-            with pytest.raises(actorrpc.DeadlockError, match="first"):
-                get(a.visit.remote(way, how), timeout=15)
-    assert get(a.is_on_home_thread.remote()) is True
-
-
-@actorrpc.remote
-class OneAtATime:
-    async def visit(self, way: list[Any]) -> int:
-        return 1 + (int(await way[0].visit.remote(way[1:])) if way else 0)
-
-
-def test_an_async_actor_with_max_concurrency_1_is_reentrant_unless_disabled() -> None:
-    a, b = OneAtATime.options(max_concurrency=1).remote(), OneAtATime.remote()
-    assert get(a.visit.remote([b, a, a])) == 4
-    closed = OneAtATime.options(max_concurrency=1, reentrant=False, name="closed").remote()
-    with pytest.raises(actorrpc.DeadlockError, match="closed"):
-        get(closed.visit.remote([closed]), timeout=15)
-    with pytest.raises(actorrpc.DeadlockError, match="closed"):
-        get(b.visit.remote([closed, b, closed]), timeout=15)
-    assert get(closed.visit.remote([b])) == 2

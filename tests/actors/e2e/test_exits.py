@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import pytest
 
 import actorrpc
 from actorrpc import get
-from actorrpc.actors.client.handle import route_to
-from tests.actors.e2e.kit import Gate, open_gate, pass_gate, until
+from tests.actors.e2e.kit import Gate, until
 
 pytestmark = [
     pytest.mark.usefixtures("place"),
@@ -83,10 +81,6 @@ class Async(_Exits):
         self.task = asyncio.create_task(task())
         return "begun"
 
-    async def call_soon(self, how: str) -> None:
-        asyncio.get_running_loop().call_soon(_leave, how)
-        await asyncio.Event().wait()
-
     async def gathered(self, how: str) -> None:
         await asyncio.gather(asyncio.to_thread(_leave, how), asyncio.Event().wait())
 
@@ -101,7 +95,7 @@ class Async(_Exits):
 _MESSAGE = {"exit_actor": r"exit_actor\(\) was called in it", "sys.exit": r"sys\.exit\(3\) was called in it"}
 _WAYS: list[tuple[Any, str, str]] = [
     *((Serial, method, "sys.exit") for method in ("leave", "in_thread")),
-    *((Async, method, "sys.exit") for method in ("leave", "leave_async", "begin", "call_soon", "gathered")),
+    *((Async, method, "sys.exit") for method in ("leave", "leave_async", "begin", "gathered")),
     (Serial, "leave", "exit_actor"),
     (Async, "leave_async", "exit_actor"),
     (Async, "gathered", "exit_actor"),
@@ -116,6 +110,7 @@ def test_an_actor_that_exits_is_dead_and_its_calls_fail(cls: Any, method: str, h
         get(getattr(actor, method).remote(how))
     with pytest.raises(actorrpc.ActorDiedError, match=_MESSAGE[how]):
         get(actor.ping.remote())
+    assert not actorrpc.is_alive(actor)
 
 
 @pytest.mark.parametrize(
@@ -182,35 +177,3 @@ def test_a_task_that_exits_is_retried_up_to_max_retries(tmp_path: Path) -> None:
     assert get(leaving_task.options(max_retries=2).remote(str(tmp_path / "runs"))) == "done"
     with pytest.raises(actorrpc.PeerDiedError, match=_MESSAGE["sys.exit"]):
         get(leaving_task.options(max_retries=1).remote(str(tmp_path / "others")))
-
-
-@actorrpc.remote
-def no_actor() -> None:
-    actorrpc.exit_actor()
-
-
-def test_exit_actor_raises_in_a_task() -> None:
-    with pytest.raises(RuntimeError, match="called in task no_actor, which is not an actor"):
-        get(no_actor.remote())
-
-
-@actorrpc.remote
-class Crashes:
-    def yields(self, gate: str) -> Any:
-        yield 1
-        pass_gate(gate)
-        os._exit(1)
-
-
-def test_a_stream_fails_if_its_process_dies_while_calls_are_held_back(place: str, gate: Path) -> None:
-    if place == "group":
-        pytest.skip("it would end a worker of the group")
-    actor = Crashes.remote()
-    stream = actor.yields.remote(str(gate))
-    assert get(next(stream)) == 1
-    queue = route_to(actor, "the test").queue
-    with queue._lock:
-        queue._hold_back()  # as while the queue sends its calls
-    open_gate(gate)
-    with pytest.raises(actorrpc.ActorDiedError):
-        get(next(stream))

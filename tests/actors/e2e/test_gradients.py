@@ -98,6 +98,11 @@ class AsyncLayer:
         return autograd.get_gradients(context).get(self.weight)
 
 
+@actorrpc.remote
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x) * 2
+
+
 Local = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -115,10 +120,6 @@ WAYS: dict[str, tuple[Callable[[Any, Any, torch.Tensor], torch.Tensor], Local]] 
     "references": (
         lambda a, b, x: actorrpc.get(b.forward.remote(a.forward.remote(x))),
         lambda x, wa, wb: forward(forward(x, wa), wb),
-    ),
-    "a large result that stays": (
-        lambda a, b, x: actorrpc.get(b.shrink.remote(a.large.remote(x))),
-        lambda x, wa, wb: forward(x, wa) @ wb,
     ),
     "a large result, twice, and fetched as well": (
         lambda a, b, x: (
@@ -167,19 +168,15 @@ WAYS: dict[str, tuple[Callable[[Any, Any, torch.Tensor], torch.Tensor], Local]] 
         )(actorrpc.put(x * 3), actorrpc.put((x * 2).repeat(LARGE, LARGE))),
         lambda x, wa, wb: forward(x * 3, wa) + 2 * (x * 2 @ wb),
     ),
-    "an unused result": (
-        lambda a, b, x: (
-            actorrpc.get(b.large.remote(x)),
-            actorrpc.get(b.forward.remote(a.forward.remote(x))),
-            actorrpc.get(a.forward.remote(x)),
-        )[1],
-        lambda x, wa, wb: forward(forward(x, wa), wb),
-    ),
     "a function of the actor": (
         lambda a, b, x: actorrpc.get(
             actorrpc.call(a, lambda layer, t: layer.weight * t, b.forward.remote(x))
         ),
         lambda x, wa, wb: wa * forward(x, wb),
+    ),
+    "tasks": (
+        lambda a, b, x: actorrpc.get(b.forward.remote(twice.remote(twice.remote(a.forward.remote(x))))),
+        lambda x, wa, wb: forward(torch.sin(torch.sin(forward(x, wa)) * 2) * 2, wb),
     ),
     "torch's proxies": (
         lambda a, b, x: (
@@ -224,7 +221,9 @@ def test_gradients_equal_those_of_a_local_computation(layers: tuple[Any, Any], w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["references", "from actor to actor", "a large result that stays"])
+@pytest.mark.parametrize(
+    "way", ["references", "from actor to actor", "a large result, twice, and fetched as well"]
+)
 def test_gradients_pass_through_calls_made_before_the_actors_exist(way: str) -> None:
     # The arguments of such calls are kept as copies.
     check(way, Layer.remote(1), Layer.remote(2), (1, 2))
@@ -284,19 +283,6 @@ def test_coroutines_of_one_event_loop_have_separate_autograd_contexts() -> None:
         (forward(x, w) + forward(x * 2, w)).sum().backward()
         torch.testing.assert_close(mine, x.grad)
         torch.testing.assert_close(theirs, w.grad)
-
-
-def test_gradients_pass_through_tasks() -> None:
-    @actorrpc.remote
-    def twice(x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(x) * 2
-
-    x = torch.randn(WIDTH, requires_grad=True)
-    with autograd.context() as context:
-        out = actorrpc.get(twice.remote(twice.remote(x)))
-        autograd.backward(context, [out.sum()])
-        found = autograd.get_gradients(context)[x]
-    torch.testing.assert_close(found, torch.autograd.grad((torch.sin(torch.sin(x) * 2) * 2).sum(), x)[0])
 
 
 def _knows(_layer: Any, context: int) -> bool:

@@ -1,23 +1,18 @@
-"""The limit on shared memory for large objects of all processes of a cluster, and the errors when it is full."""
+"""Limits of shared memory: errors when it is full, and results that are not in it because hosts do not share memory."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import actorrpc
-from actorrpc.wire import keys
-from tests.actors.e2e.kit import alive, until
+from tests.actors.e2e.test_words import Speaker, take
 
 pytestmark = [pytest.mark.limit(60)]
 
@@ -35,9 +30,6 @@ class Keeper:
 
     def make(self, mib: int) -> Any:
         return np.ones(mib * _MIB, np.uint8)
-
-    def drop(self) -> None:
-        self.kept.clear()
 
 
 @pytest.fixture
@@ -62,16 +54,6 @@ def test_a_full_object_store_names_the_holders(keepers: list[Any]) -> None:
     assert of_call.value.maybe_executed is True
 
 
-def test_put_waits_until_another_process_releases_memory(keepers: list[Any]) -> None:
-    actorrpc.get([each.keep.remote(32) for each in keepers])
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(actorrpc.put(np.full(40 * _MIB, 7, np.uint8))))
-    thread.start()
-    actorrpc.get(keepers[0].drop.remote())
-    thread.join()
-    assert actorrpc.get(found[0])[-1] == 7
-
-
 def test_the_memory_of_a_killed_process_is_released(keepers: list[Any]) -> None:
     pid, _ = actorrpc.get([each.keep.remote(32) for each in keepers])
     os.kill(int(pid), signal.SIGKILL)
@@ -89,63 +71,17 @@ def test_objects_beyond_the_limit_are_written_to_files(tmp_path: Any) -> None:
         del keeper, here
 
 
-# -- killed processes ------------------------------------------------------------------------------------------------
-
-_PROGRAM = """
-import json, os, sys
-import numpy as np, psutil
-import actorrpc
-from tests.actors.e2e.test_object_limits import Keeper
-context = actorrpc.init(num_cpus=2, object_memory=256 << 20)
-keepers = [Keeper.remote() for _ in range(2)]
-actorrpc.get([each.keep.remote(24) for each in keepers])
-held = [actorrpc.put(np.ones(16 << 20, np.uint8)), keepers[0].make.remote(16)]
-read = actorrpc.get(held)
-print(json.dumps([each.pid for each in psutil.Process().children(recursive=True)]), flush=True)
-sys.stdin.read()
-"""
-
-
-def _objects_of(pid: int) -> set[int]:
-    """Return the inodes of the shared segments that a process has open."""
-    found = set()
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        path = f"/proc/{pid}/fd/{name}"
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            if "memfd:actorrpc" in os.readlink(path):
-                found.add(os.stat(path).st_ino)
-    return found
-
-
-def _holders(segments: set[int]) -> list[int]:
-    found = []
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        try:
-            if segments & _objects_of(pid):
-                found.append(pid)
-        except (
-            FileNotFoundError,
-            PermissionError,
-            ProcessLookupError,
-        ):  # it has ended, or belongs to another user
-            continue
-    return found
-
-
-@pytest.mark.parametrize("kill_all", [False, True], ids=["the driver", "all processes"])
-def test_killed_processes_leave_no_shared_memory(kill_all: bool) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as driver:
-        assert driver.stdout is not None
-        others = json.loads(driver.stdout.readline())
-        segments = set().union(*map(_objects_of, [driver.pid, *others]))
-        assert len(segments) >= 3
-        assert len(_holders(segments)) >= 3
-        for pid in [driver.pid, *(others if kill_all else ())]:
-            os.kill(pid, signal.SIGKILL)
-        driver.wait()
-    until(lambda: not any(map(alive, others)))
-    assert _holders(segments) == []
-    # Remove the files of the dead processes. Earlier sweeps may have found some of these processes still ending.
-    keys.sweep()
+def test_a_result_that_was_not_fetched_is_lost_with_its_actor_if_hosts_share_no_memory() -> None:
+    with actorrpc.init(lane=False):  # as if each process were on a host of its own
+        actor = Speaker.remote()
+        lost, fetched = actor.big.remote(), actor.big.remote()
+        actorrpc.wait([lost, fetched], num_returns=2, fetch_local=False)
+        value = actorrpc.get(fetched)
+        actorrpc.kill(actor)
+        with pytest.raises(actorrpc.ActorDiedError):
+            actorrpc.get(actor.take.remote(1))
+        with pytest.raises(
+            actorrpc.PeerDiedError, match=r"the result of Speaker\.big .*is lost: the call was executed"
+        ):
+            actorrpc.get(take.remote(lost))
+        assert torch.equal(actorrpc.get(fetched), value)

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 import actorrpc
-from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.agent.peers import PeerTable
-from tests.actors.e2e.kit import open_gate, pass_gate, row_of, until
+from tests.actors.e2e.kit import row_of
 
 pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(20)]
 
@@ -30,16 +28,17 @@ class Phoenix:
     def pid(self) -> int:
         return os.getpid()
 
-    def echo(self, value: Any) -> Any:
-        return value
-
     def die(self) -> None:
         os._exit(3)
+
+    def die_with_words(self) -> None:
+        os.write(2, b"these are my last words\n")
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def die_once(self) -> str:
         if not os.path.exists(self.path):
             Path(self.path).touch()
-            os._exit(4)
+            os.kill(os.getpid(), signal.SIGKILL)
         return "second"
 
     def fail_once(self) -> str:
@@ -69,8 +68,9 @@ def _retry(call: Any) -> Any:
             pass
 
 
-def test_a_restarted_actor_is_constructed_with_the_same_arguments() -> None:
-    actor = Phoenix.options(max_restarts=2).remote(10)
+def test_a_restarted_actor_is_constructed_with_the_same_arguments_and_keeps_its_name_and_monitors() -> None:
+    actor = Phoenix.options(max_restarts=2, name="phoenix").remote(10)
+    watched = actorrpc.monitor(actor)
     assert actorrpc.get(actor.add.remote(1)) == 11
     pids = set()
     for n in range(2):
@@ -78,64 +78,18 @@ def test_a_restarted_actor_is_constructed_with_the_same_arguments() -> None:
         with pytest.raises(actorrpc.ActorUnavailableError, match="exited with code 3") as caught:
             actorrpc.get(actor.die.remote())
         assert caught.value.maybe_executed
-        assert _retry(lambda: actor.add.remote(1)) == 11
+        assert _retry(lambda: actorrpc.get_actor("phoenix").add.remote(1)) == 11
         assert row_of(actor).restarts == n + 1
         assert actorrpc.get(actor.again.remote()) is True
     pids.add(actorrpc.get(actor.pid.remote()))
     assert len(pids) == 3
+    assert not watched.done()
     with pytest.raises(actorrpc.ActorDiedError, match="max_restarts is 2"):
         actorrpc.get(actor.die.remote())
     with pytest.raises(actorrpc.ActorDiedError):
         actorrpc.get(actor.add.remote(1))
+    assert "code 3" in str(watched.wait(10))
     del caught
-
-
-@actorrpc.remote(max_restarts=1)
-class Slow:
-    """Waits at a gate when it is restarted."""
-
-    def __init__(self, path: str, gate: str) -> None:
-        if os.path.exists(path):
-            pass_gate(gate)
-        Path(path).touch()
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def die(self) -> None:
-        os._exit(3)
-
-
-@actorrpc.remote
-class Asker:
-    def pid_of(self, actor: Any) -> Any:
-        try:
-            return actorrpc.get(actor.pid.options(max_task_retries=0).remote())
-        except actorrpc.ActorUnavailableError as error:
-            return error.actor_id, error.maybe_executed
-
-
-def test_a_call_without_retries_fails_at_once_during_a_restart(tmp_path: Path, gate: Path) -> None:
-    actor = Slow.remote(str(tmp_path / "made"), str(gate))
-    now = actor.pid.options(max_task_retries=0)
-    before = actorrpc.get(now.remote())  # the call waits for the first construction
-    with pytest.raises(actorrpc.ActorUnavailableError):
-        actorrpc.get(actor.die.remote())
-    with pytest.raises(
-        actorrpc.ActorUnavailableError, match=r"it was not executed.*is being restarted"
-    ) as caught:
-        actorrpc.get(now.remote())
-    assert (caught.value.actor_id, caught.value.maybe_executed) == (actor.actor_id, False)
-    assert actorrpc.get(Asker.remote().pid_of.remote(actor)) == (actor.actor_id, False)
-    waiting = actor.pid.remote()
-    open_gate(gate)
-    after = actorrpc.get(waiting)
-    assert after != before
-    assert actorrpc.get(now.remote()) == after
-    with pytest.raises(actorrpc.ActorDiedError) as died:
-        actorrpc.get(actor.die.remote())
-    assert died.value.actor_id == actor.actor_id
-    del caught, died
 
 
 def test_max_task_retries_repeats_calls_after_deaths_and_listed_exceptions(tmp_path: Path) -> None:
@@ -149,19 +103,8 @@ def test_max_task_retries_repeats_calls_after_deaths_and_listed_exceptions(tmp_p
         actorrpc.get(other.fail_once.options(max_task_retries=2, retry_exceptions=[KeyError]).remote())
 
 
-def test_a_restarted_actor_keeps_its_name_and_its_handles() -> None:
-    actor = Phoenix.options(max_restarts=1, name="phoenix").remote(1)
-    watched = actorrpc.monitor(actor)
-    with pytest.raises(actorrpc.ActorUnavailableError):
-        actorrpc.get(actor.die.remote())
-    assert _retry(lambda: actorrpc.get_actor("phoenix").add.remote(1)) == 2
-    assert not watched.done()
-    with pytest.raises(actorrpc.ActorDiedError):
-        actorrpc.get(actor.die.remote())
-    assert "code 3" in str(watched.wait(10))
-
-
-def test_actor_died_error_reports_method_exit_code_and_signal() -> None:
+@pytest.mark.prints("^these are my last words$")
+def test_actor_died_error_reports_method_exit_code_signal_and_the_last_lines_of_stderr() -> None:
     actor = Phoenix.remote()
     actorrpc.get(actor.pid.remote())
     with pytest.raises(actorrpc.ActorDiedError) as caught:
@@ -171,37 +114,10 @@ def test_actor_died_error_reports_method_exit_code_and_signal() -> None:
         assert word in text
     assert (report.exit_code, caught.value.method, caught.value.maybe_executed) == (3, "die", True)
     victim = Phoenix.remote()
-    pid = actorrpc.get(victim.pid.remote())
-    os.kill(pid, 9)
-    until(lambda: not actorrpc.is_alive(victim))
-    with pytest.raises(actorrpc.ActorDiedError, match="SIGKILL"):
-        actorrpc.get(victim.add.remote(1))
+    for call in (victim.die_with_words.remote, victim.pid.remote):
+        with pytest.raises(actorrpc.ActorDiedError, match=r"(?s)SIGKILL.*these are my last words"):
+            actorrpc.get(call())
     del caught
-
-
-@pytest.mark.slow
-def test_retried_calls_survive_repeated_kills() -> None:
-    actor = Phoenix.options(max_restarts=-1, restart_backoff_s=0.0, max_task_retries=-1).remote()
-    for _ in range(5):
-        pid = actorrpc.get(actor.pid.remote())
-        refs = [actor.echo.remote(n) for n in range(50)]
-        os.kill(pid, signal.SIGKILL)
-        refs += [actor.echo.remote(n) for n in range(50, 100)]
-        assert actorrpc.get(refs, timeout=30) == list(range(100))
-
-
-@pytest.mark.prints("^these are my last words$")
-def test_actor_died_error_includes_the_last_lines_of_stderr() -> None:
-    actor = LastWords.remote()
-    with pytest.raises(actorrpc.ActorDiedError, match="these are my last words"):
-        actorrpc.get(actor.die.remote())
-
-
-@actorrpc.remote
-class LastWords:
-    def die(self) -> None:
-        os.write(2, b"these are my last words\n")
-        os._exit(1)
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1])
@@ -226,23 +142,3 @@ def test_a_fetched_string_can_be_passed_on_after_its_process_died() -> None:
     with pytest.raises(actorrpc.ActorDiedError):
         actorrpc.get(source.die.remote())
     assert actorrpc.get(target.first.remote(refs)) == text
-
-
-def test_a_call_whose_argument_becomes_ready_as_the_actor_dies_runs_after_the_restart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target = Phoenix.options(max_restarts=1).remote()
-    pid = actorrpc.get(target.pid.remote())
-    argument: actorrpc.Future[int] = actorrpc.Future()
-    call = target.add.remote(ObjectRef(argument))
-    record_end = PeerTable.record_end
-
-    def ending(table: PeerTable, *given: Any) -> bool:
-        found = record_end(table, *given)
-        if not argument.done():
-            argument.set_result(5)
-        return found
-
-    monkeypatch.setattr(PeerTable, "record_end", ending)
-    os.kill(pid, signal.SIGKILL)
-    assert actorrpc.get(call) == 5

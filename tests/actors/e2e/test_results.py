@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import gc
-import os
-import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import actorrpc
-from actorrpc.agent.context import current_worker
-from actorrpc.futures import collect_all
 from tests.actors.e2e.kit import open_gate, pass_gate
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -61,39 +54,22 @@ def _parts(kind: str, sizes: list[int]) -> list[Any]:
 
 @actorrpc.remote
 class Source:
-    """Makes values and streams and logs the progress of its generators."""
+    """Makes values and streams."""
 
     def __init__(self) -> None:
-        self.log: list[Any] = []
         self.buffer = torch.zeros(_LARGE)
 
     def count(self, n: int) -> Iterator[int]:
-        try:
-            for number in range(n):
-                self.log.append(number)
-                yield number
-        finally:
-            self.log.append("finally")
+        yield from range(n)
 
     async def ticks(self, n: int) -> AsyncIterator[int]:
         for number in range(n):
             await asyncio.sleep(0)
             yield number
 
-    def pids(self, n: int) -> Iterator[int]:
-        for _ in range(n):
-            yield os.getpid()
-
-    def gated(self, path: str) -> Iterator[str]:
-        yield "first"
-        yield pass_gate(path)
-
     def next_state(self) -> torch.Tensor:
         self.buffer += 1
         return self.buffer
-
-    def logged(self) -> list[Any]:
-        return self.log
 
     def make_later(self, path: str) -> list[int]:
         pass_gate(path)
@@ -196,143 +172,55 @@ def test_generator_methods_stream_their_items() -> None:
     assert list(source.ticks.remote(40).values()) == list(range(40))
 
 
-def test_a_stream_that_is_dropped_before_it_starts_does_not_run(gate: Path) -> None:
-    source = Source.remote()
-    blocking = source.gated.remote(str(gate))
-    stream = source.count.remote(100)
-    del stream
-    gc.collect()
-    open_gate(gate)
-    assert list(blocking.values()) == ["first", "go"]
-    assert actorrpc.get(source.logged.remote())[-1:] in ([], ["finally"])
-
-
-def test_a_stream_ends_with_the_process_of_its_actor(place: str) -> None:
-    if place != "embedded":
-        pytest.skip("it would end a worker of the group")
-    source = Source.options(max_restarts=1).remote()
-    values = source.pids.options(max_buffered_items=2).remote(100).values()
-    os.kill(next(values), signal.SIGKILL)
-    with pytest.raises(actorrpc.ActorUnavailableError):
-        list(values)
-    assert len(list(source.pids.remote(3))) == 3
-
-
-def test_replies_of_several_workers_are_read_by_the_waiting_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Every kind of wait reads the replies itself. The clock, which reads unattended connections after a delay, is disabled."""
-    sources = [Source.remote() for _ in range(3)]
-    actorrpc.get([actorrpc.ready(each) for each in sources])
-    here = current_worker()
-    assert here is not None
-    monkeypatch.setattr(
-        here.agent.scheduler, "expected", SimpleNamespace(active=True)
-    )  # a clock that never reads
-
-    def asked() -> list[actorrpc.ObjectRef[list[Any]]]:
-        return [each.logged.remote() for each in sources]
-
-    async def gathered() -> list[list[Any]]:
-        return await asyncio.gather(*asked())
-
-    answers: list[list[Any]] = [[], [], []]
-    assert actorrpc.get(asked()) == answers
-    assert len(actorrpc.wait(asked(), num_returns=3)[0]) == 3
-    assert actorrpc.get(list(actorrpc.as_completed(asked()))) == answers
-    assert asyncio.run(gathered()) == answers
-    assert not concurrent.futures.wait([each.future() for each in asked()]).not_done
-    assert [each.value() for each in collect_all([each.future() for each in asked()]).wait()] == answers
-
-
 # -- parts of a large tensor: the receiver gets no byte that was not sent ------------------------------------
 
-SECRET, USED = 0xAA, 0x11
+_SECRET, _USED = 0xAA, 0x11
 Parts = dict[str, torch.Tensor]
 
 
-def large() -> tuple[torch.Tensor, Parts]:
-    """Return a large tensor and some of its rows and columns."""
-    base = torch.full((256, 1 << 14), SECRET, dtype=torch.uint8)
+def _make_parts() -> tuple[Parts, Parts]:
+    """Return some rows and some columns of a large tensor, whose other elements are secret."""
+    base = torch.full((256, 1 << 14), _SECRET, dtype=torch.uint8)
     rows = {f"row {n}": base[n] for n in range(0, 256, 8)}
     columns = {"left": base[:, 100:130], "overlapping": base[:, 120:150], "right": base[:, 5000:5010]}
     for part in (*rows.values(), *columns.values()):
-        part.fill_(USED)
-    return base, rows | columns
+        part.fill_(_USED)
+    return rows, columns
 
 
-def unsent(parts: Parts) -> list[str]:
+def _unsent(parts: Parts) -> list[str]:
     """Return the names of parts whose memory contains bytes that were not sent."""
-    found = []
-    for name, t in parts.items():
-        memory = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
-        if bool(memory.eq(SECRET).any()):
-            found.append(name)
-    return found
+    memories = {
+        name: torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage()) for name, t in parts.items()
+    }
+    return [name for name, memory in memories.items() if bool(memory.eq(_SECRET).any())]
 
 
 @actorrpc.remote
-class Worker:
+class Viewer:
     """Receives and sends parts of tensors."""
 
     def look(self, parts: Parts) -> list[str]:
-        return unsent(parts)
+        return _unsent(parts)
 
-    def rows(self) -> Parts:
-        return {name: t for name, t in large()[1].items() if name.startswith("row")}
+    def give(self, which: int) -> Parts:
+        return _make_parts()[which]
 
-    def columns(self) -> Parts:
-        return {name: t for name, t in large()[1].items() if not name.startswith("row")}
-
-    def stream(self) -> Iterator[Parts]:
-        yield self.rows()
-        yield self.columns()
+    def stream(self, which: int) -> Iterator[Parts]:
+        yield _make_parts()[which]
 
 
-def _arguments(worker: Any) -> None:
-    _, parts = large()
-    for sent in (parts, {"row": parts["row 8"], "other": parts["row 24"]}):
-        assert actorrpc.get(worker.look.remote(sent)) == []
-    columns = {name: parts[name] for name in ("left", "overlapping", "right")}
-    assert actorrpc.get(worker.look.remote(columns)) == []
-
-
-def _results(worker: Any) -> None:
-    for ref in (worker.rows.remote(), worker.columns.remote()):
-        check(actorrpc.get(ref))
-
-
-def _stream(worker: Any) -> None:
-    for ref in worker.stream.remote():
-        check(actorrpc.get(ref))
-
-
-def _put(worker: Any) -> None:
-    _, parts = large()
-    rows = actorrpc.put({name: t for name, t in parts.items() if name.startswith("row")})
-    columns = actorrpc.put({name: t for name, t in parts.items() if not name.startswith("row")})
-    for ref in (rows, columns):
-        assert actorrpc.get(worker.look.remote(ref)) == []
-        check(actorrpc.get(ref))
-
-
-def check(parts: Parts) -> None:
-    assert unsent(parts) == []
-    assert all(bool(t.eq(USED).all()) for t in parts.values())
-    if "left" in parts:
-        parts["left"][:, 20:] = 7
-        assert bool(parts["overlapping"][:, :10].eq(7).all())
-
-
-def test_the_receiver_of_a_view_gets_no_other_bytes_of_its_tensor() -> None:
-    worker = Worker.remote()
-    for way in (_arguments, _results, _stream, _put):
-        way(worker)
-
-
-def test_sending_views_does_not_change_the_tensor() -> None:
-    base, _ = large()
-    before = base.clone()
-    near = {"a": base[0, :3000], "b": base[0, 4000:9000], "c": base[:, 100:130]}
-    assert actorrpc.get(Worker.remote().look.remote(near)) == []
-    assert torch.equal(base, before)
+@pytest.mark.parametrize("which", [0, 1], ids=["rows", "columns"])
+def test_the_receiver_of_a_view_gets_no_other_bytes_of_its_tensor(which: int) -> None:
+    viewer, parts = Viewer.remote(), _make_parts()
+    put = actorrpc.put(parts[which])
+    for sent in (parts[which], parts[0] | parts[1], put):
+        assert actorrpc.get(viewer.look.remote(sent)) == []
+    results = actorrpc.get([viewer.give.remote(which), put, next(viewer.stream.remote(which))])
+    for found in results:
+        assert _unsent(found) == []
+        assert all(bool(part.eq(_USED).all()) for part in found.values())
+        if which:  # overlapping views share memory
+            found["left"][:, 20:] = 7
+            assert bool(found["overlapping"][:, :10].eq(7).all())
+    assert all(bool(part.eq(_USED).all()) for part in parts[which].values())

@@ -40,8 +40,8 @@ pytestmark = [
 class Child:
     """Appends a line to a file when it starts and when it ends."""
 
-    def __init__(self, name: str, path: str, *, peer: Any = None) -> None:
-        self.name, self.path, self.peer = name, path, peer
+    def __init__(self, name: str, path: str) -> None:
+        self.name, self.path = name, path
         self.seen = 0
         self.note("+")
         if os.path.exists(f"{path}.gate.{name}"):
@@ -64,12 +64,6 @@ class Child:
 
     def pid(self) -> int:
         return os.getpid()
-
-    def ask(self) -> int:
-        return actorrpc.get(self.peer.add.remote())
-
-    def leave(self) -> None:
-        actorrpc.exit_actor()
 
     def on_stop(self) -> None:
         self.note("-")
@@ -148,22 +142,6 @@ def test_a_strategy_restarts_its_children_in_order_and_end_stops_them_in_reverse
     until(lambda: len(_lines(path)) == 3)
     assert _lines(path) == ["-c", "-b", "-a"]
     assert isinstance(_error(children[0].add.remote()), ActorDiedError)
-
-
-@pytest.mark.slow
-def test_handles_between_children_stay_valid_over_restarts(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    store = Saving.remote("s", str(path))
-    front = Child.remote("f", str(path), peer=store)
-    with actorrpc.supervise([store, front], strategy="rest_for_one", name="web"):
-        assert actorrpc.get([front.ask.remote(), front.ask.remote()]) == [1, 2]
-        for number in (3, 4):
-            before = row_of(front).restarts
-            _die(store)
-            until(lambda before=before: row_of(front).restarts > before and row_of(front).state == "ALIVE")
-            assert _retry(front.ask.remote) == number
-    assert not actorrpc.is_alive(store)
-    assert not actorrpc.is_alive(front)
 
 
 @pytest.mark.prints("supervision group 'brittle': it has given up after 1 restart within 60 s")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 import actorrpc
 from actorrpc.errors import SerializationError
-from tests.actors.e2e.kit import Gate
+from tests.actors.e2e.kit import Gate, until
 
 pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(20)]
 
@@ -93,18 +92,12 @@ def test_the_error_of_an_unpicklable_result_names_method_and_path() -> None:
         list(actor.stream.remote().values())
 
 
-@actorrpc.remote
-def occupy(seconds: float) -> None:
-    time.sleep(seconds)
-
-
 def test_errors_of_tasks_name_the_task() -> None:
     gate = Gate.remote()
-    with pytest.raises(actorrpc.RpcTimeoutError, match=r"the call of task occupy .*timed out"):
-        actorrpc.get(occupy.options(timeout=0.1).remote(1.0))
+    with pytest.raises(actorrpc.RpcTimeoutError, match=r"the call of task wait_for .*timed out"):
+        actorrpc.get(wait_for.options(timeout=0.1).remote(gate))
     late = wait_for.options(name="patience").remote(gate)
-    while not actorrpc.get(gate.count.remote()):
-        time.sleep(0)
+    until(lambda: actorrpc.get(gate.count.remote()))
     actorrpc.cancel(late)
     with pytest.raises(actorrpc.CancelledError, match="the call of task patience"):
         actorrpc.get(late)
