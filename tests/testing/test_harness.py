@@ -1,44 +1,78 @@
-"""Kill points: each is reached, and the actions at a point."""
+"""The tools of tests/harness: the fault proxy between sockets and before workers, and the kill points."""
 
 from __future__ import annotations
 
 import operator
-import os
 import re
 import signal
+import socket
 import tempfile
-import time
-from pathlib import Path
+import threading
 from typing import Any
 
 import pytest
 import torch
 
-import actorrpc
-from actorrpc import rpc, testing
-from actorrpc.agent import hooks
-from actorrpc.errors import PeerDiedError, RpcTimeoutError
+from actorrpc import rpc
+from actorrpc.errors import PeerDiedError
 from actorrpc.rpc import api
 from actorrpc.testing import processes
-from tests.actors.e2e.kit import until
-from tests.harness.every_message import Keeper, everything
+from tests.harness.every_message import everything
 from tests.harness.kill_points import POINTS, KillPointError, kill_at
+from tests.harness.proxy import Disturbance, FaultProxy
 from tests.ranks import Died, rpc_group, run_group
 
 _NEVER = 1 << 60
 
 
-def test_a_kill_point_acts_only_at_the_nth_time_and_only_while_active() -> None:
-    with kill_at("shutdown.*", nth=3, action="raise") as kill:
-        hooks.reach("shutdown.called")
-        hooks.reach("actor.made")
-        hooks.reach("shutdown.closing")
-        with pytest.raises(KillPointError, match=r"kill_at.*shutdown\.called"):
-            hooks.reach("shutdown.called")
-        hooks.reach("shutdown.called")
-        assert kill.count == 4
-    hooks.reach("shutdown.called")
-    assert kill.count == 4
+# -- the fault proxy -------------------------------------------------------------------------------
+
+
+def _passed(size: int, seed: int, **disturbance: Any) -> tuple[bytes, FaultProxy]:
+    """Send ``size`` zero bytes through a proxy with one disturbance; return the bytes that arrive before the stream ends."""
+    disturbances = [Disturbance(direction="to", **disturbance)]
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        FaultProxy(listener.getsockname(), disturbances=disturbances, seed=seed) as proxy,
+        socket.create_connection(proxy.address.split(":"), timeout=20) as sock,  # type: ignore[arg-type]
+        listener.accept()[0] as behind,
+    ):
+        sender = threading.Thread(target=lambda: (sock.sendall(bytes(size)), sock.shutdown(socket.SHUT_WR)))
+        sender.start()
+        found = b""
+        while data := behind.recv(1 << 16):
+            found += data
+        sender.join()
+    return found, proxy
+
+
+def test_a_proxy_disturbs_the_bytes_that_its_seed_selects() -> None:
+    one, two, other = (
+        _passed(20_000, seed, action="bit_flips", every=500, after=100)[0] for seed in (1, 1, 2)
+    )
+    assert one == two != other
+    assert not any(one[:100])
+    assert 10 < sum(each.bit_count() for each in one) < 200
+    cut, proxy = _passed(1000, 0, action="half_close", after=700)
+    assert (cut, proxy.connections, proxy.struck) == (bytes(700), 1, {"half_close": 1})
+
+
+def _behind_a_proxy(rank: int, world_size: int, store: str, each: list[dict[str, Any]]) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=store, **each[rank])
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    tensor = torch.arange(500_000)
+    assert rpc.rpc_sync(f"worker{1 - rank}", torch.add, (tensor, 1)).sum() == tensor.sum() + len(tensor)
+    rpc.shutdown()
+
+
+def test_workers_with_the_options_of_proxies_connect_through_the_proxies() -> None:
+    store = f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store"
+    with FaultProxy() as zero, FaultProxy() as one:
+        run_group(_behind_a_proxy, 2, store, [zero.options, one.options])
+        assert zero.connections + one.connections
+
+
+# -- kill points -----------------------------------------------------------------------------------
 
 
 def _member(rank: int, world_size: int, store: str) -> dict[str, int]:
@@ -53,7 +87,7 @@ def _member(rank: int, world_size: int, store: str) -> dict[str, int]:
 
 
 def test_every_kill_point_is_reached() -> None:
-    """Except the point of the restart of an actor, which the next test checks."""
+    """Except the point of the restart of an actor: no actor of the program restarts."""
     each = run_group(_member, 3, f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store")
     missed = {name for name in POINTS if not any(counts[name] for counts in each)}
     assert missed == {"actor.restoring"}
@@ -70,48 +104,16 @@ def test_every_kill_point_is_reached() -> None:
             assert 0 < sent <= sending <= sent + late, name
 
 
-class Fragile(Keeper):
-    """A keeper that cannot restore its state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kill_at("actor.restoring", action="raise").start()
-
-
-def restarted(rank: int, world_size: int) -> None:
-    actorrpc.init()
-    try:
-        handle: Any = actorrpc.remote(Fragile).options(max_restarts=1).remote()
-        assert actorrpc.get(handle.add.remote(2)) == 2
-        with pytest.raises((actorrpc.errors.ActorUnavailableError, actorrpc.errors.ActorDiedError)):
-            actorrpc.get(handle.add.remote(13), timeout=20)
-        with pytest.raises(actorrpc.errors.ActorDiedError, match="KillPointError"):
-            actorrpc.get(handle.add.remote(1), timeout=20)
-    finally:
-        actorrpc.shutdown()
-
-
-@pytest.mark.slow
-def test_an_error_at_the_restoring_point_fails_the_restart_of_the_actor() -> None:
-    run_group(restarted, 1)
-
-
-# -- actions ---------------------------------------------------------------------------------------
-
-
 _held: list[Any] = []
 
 
-def _arm(point: str, action: Any = "exit", nth: int = 1, code: int = 1, seconds: float = 0.0) -> int:
-    """Start a kill point for calls of add(); return the process's id."""
-    _held.append(kill_at(point, action=action, nth=nth, code=code, seconds=seconds, function="add").start())
-    return os.getpid()
+def _arm(point: str, action: Any = "exit", nth: int = 1, code: int = 1) -> None:
+    """Start a kill point for calls of add()."""
+    _held.append(kill_at(point, action=action, nth=nth, code=code, function="add").start())
 
 
-def _disarm() -> int:
-    kill = _held.pop()
-    kill.stop()
-    return int(kill.count)
+def _disarm() -> None:
+    _held.pop().stop()
 
 
 def calling(rank: int, world_size: int, *kill: Any) -> str:
@@ -148,22 +150,7 @@ def test_a_kill_point_ends_its_process_and_errors_say_whether_calls_may_have_run
     assert died == Died(code)
 
 
-def stopped(rank: int, world_size: int) -> None:
-    if rank:
-        return
-    pid = rpc.rpc_sync("worker1", _arm, ("answer.sending", "stop"))
-    future = rpc.rpc_async("worker1", operator.add, (1, 2))
-    until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-    assert not future.done()  # a stopped process is noticed some seconds later at the earliest
-    os.kill(pid, signal.SIGCONT)
-    assert future.wait() == 3
-
-
-def test_a_kill_point_with_action_stop_stops_its_process() -> None:
-    rpc_group(stopped, 2)
-
-
-def raised(rank: int, world_size: int) -> None:
+def _raise_at_each_stage(rank: int, world_size: int) -> None:
     if rank:
         return
     for to in ("worker1", "worker0"):
@@ -179,21 +166,9 @@ def raised(rank: int, world_size: int) -> None:
             with pytest.raises(KillPointError, match=stage):
                 rpc.rpc_sync(to, operator.add, (1, 2))
             assert rpc.rpc_sync(to, operator.add, (1, 2)) == 3
-            assert rpc.rpc_sync(to, _disarm) == 2
-        rpc.rpc_sync(to, _arm, ("call.starting", "sleep", 1, 1, 0.1))
-        begun = time.monotonic()
-        assert rpc.rpc_sync(to, operator.add, (1, 2)) == 3
-        assert time.monotonic() - begun >= 0.1
-        rpc.rpc_sync(to, _disarm)
+            rpc.rpc_sync(to, _disarm)
     assert not api.group().agent.hooks.active
-    with testing.drop("call", function="add", total=1), kill_at("call.sent", nth=_NEVER) as kill:
-        with pytest.raises(RpcTimeoutError):
-            rpc.rpc_sync("worker1", operator.add, (1, 2), timeout=0.03)
-        assert kill.count == 0  # the call was dropped, not sent
-        tensor = torch.arange(100_000)
-        assert rpc.rpc_sync("worker1", torch.add, (tensor, 1)).sum() == tensor.sum() + len(tensor)
-        assert kill.count == 1
 
 
-def test_kill_points_may_raise_or_sleep_in_the_caller_or_callee() -> None:
-    rpc_group(raised, 2)
+def test_calls_work_after_an_error_at_each_stage_of_a_call() -> None:
+    rpc_group(_raise_at_each_stage, 2)
