@@ -190,10 +190,6 @@ class Network:
         """Drop packets from one host to another; the opposite direction still works."""
         _ip("-n", self.hosts[name].namespace, "route", "add", "blackhole", self.hosts[to].address)
 
-    def find(self, name: str, to: str) -> None:
-        """Undo `lose`."""
-        _ip("-n", self.hosts[name].namespace, "route", "del", "blackhole", self.hosts[to].address)
-
     def left_behind(self) -> list[str]:
         """Return the files that workers have left in the directories of their hosts."""
         return [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import os
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,18 +157,3 @@ def _everything(rank: int, world_size: int) -> None:
 def test_calls_rrefs_gradients_and_actors_work_between_three_hosts(family: str) -> None:
     with Network("a", "b", "c", ipv4=family == "ipv4", ipv6=family == "ipv6") as network:
         host_group(_everything, network, ["a", "b", "c", "b"])
-
-
-def _fail(rank: int, world_size: int) -> None:
-    if rank == 1:
-        raise ValueError("worker1 has failed")
-
-
-def test_a_test_network_removes_its_namespaces_and_files() -> None:
-    with Network("a", "b") as network:
-        namespaces = [host.namespace for host in network.hosts.values()]
-        assert all(Path("/run/netns", each).exists() for each in namespaces)
-        with pytest.raises(AssertionError, match="worker1 has failed"):
-            host_group(_fail, network, ["a", "b"])
-    assert not any(Path("/run/netns", each).exists() for each in namespaces)
-    assert not network.directory.exists()

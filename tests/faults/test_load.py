@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.agent.peers import MAX_PENDING
 from actorrpc.futures import Future
+from tests.actors.e2e.kit import until
 from tests.faults.figures import NIGHTLY, Taken, note
 from tests.faults.hosts import Signals
 from tests.ranks import rpc_group
@@ -43,15 +44,8 @@ def _agent() -> Any:
 
 def _taken() -> Taken:
     """Measure this process after temporary threads of the pool have ended."""
-    _until(lambda: threading.active_count() <= _KEPT)
+    until(lambda: threading.active_count() <= _KEPT)
     return Taken.now()
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Poll until the condition is true; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)
 
 
 # -- all to all ------------------------------------------------------------------------------------------------------
@@ -133,7 +127,7 @@ def _in_flight(rank: int, world_size: int, calls: int) -> dict[str, Any] | None:
         begun = time.monotonic()
         futures = [rpc.rpc_async("worker1", _held, (n,), timeout=0) for n in range(calls)]
         sent = time.monotonic()
-        _until(lambda: rpc.rpc_sync("worker1", _running) >= calls)
+        until(lambda: rpc.rpc_sync("worker1", _running) >= calls)
         arrived = time.monotonic()
         peer = _agent().peer("worker1")
         assert len(peer.pending) >= calls
@@ -199,7 +193,7 @@ def _overfull(rank: int, world_size: int) -> None:
     thread.start()
     blocked.wait()
     peer = _agent().peer("worker1")
-    _until(lambda: peer.window.waiting)
+    until(lambda: peer.window.waiting)
     assert len(peer.pending) >= MAX_PENDING
     assert rpc.rpc_sync("worker2", operator.add, (1, 1)) == 2
     rpc.rpc_sync("worker2", _open_at, ("worker1",), timeout=0)
@@ -245,7 +239,7 @@ def _slow_consumer(
         )
     )
     sender.start()
-    _until(lambda: peer.window.waiting)  # the sender is blocked
+    until(lambda: peer.window.waiting)  # the sender is blocked
     slowed = Taken.now()
     charged = peer.window.charged
     assert charged <= window + 2 * size
@@ -260,7 +254,7 @@ def _slow_consumer(
     signals.say("consume")
     sender.join()
     assert [each.wait() for each in futures] == [size] * count
-    _until(lambda: peer.window.charged == 0)
+    until(lambda: peer.window.charged == 0)
     futures.clear()
     return {
         "sent_mb": count,
@@ -328,7 +322,7 @@ def _make_and_drop(rank: int, world_size: int, total: int) -> dict[str, Any] | N
         assert [each.wait() for each in shared] == list(range(done, done + batch, 100))
         del rrefs, shared
         if done + batch in (total // 2, total):
-            _until(lambda: all(rpc.rpc_sync(f"worker{n}", _is_idle) for n in range(3)))
+            until(lambda: all(rpc.rpc_sync(f"worker{n}", _is_idle) for n in range(3)))
             rows.append((done + batch, _taken(), rpc.rpc_sync("worker1", _taken)))
     return {"took_s": round(time.monotonic() - begun, 2), "rows": rows}
 

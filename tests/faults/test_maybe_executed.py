@@ -28,6 +28,7 @@ from actorrpc.errors import (
 from actorrpc.futures import Future
 from actorrpc.transport.shared_memory import Lender
 from tests import certificates
+from tests.actors.e2e.kit import until
 from tests.agent.agents import agents
 
 _ran: list[int] = []
@@ -54,13 +55,6 @@ def _reset() -> Iterator[None]:
     _release.clear()
     yield
     _release.set()
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Poll until the condition is true; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.002)
 
 
 def _crash(agent: Agent) -> None:
@@ -119,9 +113,9 @@ def test_maybe_executed_is_false_only_if_the_call_was_still_in_the_outbox(
             monkeypatch.setattr(conn, "flush", lambda *_: False)
         a.call(a.peer("a1"), _work, (1,), {}, 0.5 if way == "time-out" else 0.0, future=future)
         if moment == "sent":
-            _until(lambda: arrived.is_set() or future.done())
+            until(lambda: arrived.is_set() or future.done())
         elif moment == "started":
-            _until(lambda: _entered.is_set() or future.done())
+            until(lambda: _entered.is_set() or future.done())
         end(a, b, future)
         with pytest.raises(error) as caught:
             future.wait()
@@ -152,7 +146,7 @@ def test_maybe_executed_is_right_if_another_thread_ends_the_call_during_serializ
                 a.close(0.05)
             else:
                 _crash(b)
-                _until(lambda: peer.state != "alive")
+                until(lambda: peer.state != "alive")
 
         def end_in_between(lender: Lender, spans: Any) -> Any:
             placed = place(lender, spans)
@@ -187,7 +181,7 @@ def test_maybe_executed_is_false_for_calls_refused_before_sending() -> None:
             a.call(a.peer("a1"), _note, (threading.Lock(),), {}, 0.0)
         assert not_serializable.value.maybe_executed is False
         b.close()
-        _until(lambda: a.peer("a1").state != "alive" or a.peer("a1").conn is None)
+        until(lambda: a.peer("a1").state != "alive" or a.peer("a1").conn is None)
         with pytest.raises(PeerDiedError) as dead:
             a.call_sync(a.peer("a1"), _note, (1,), {}, 0.0)
         assert dead.value.maybe_executed is False
@@ -232,9 +226,9 @@ def test_maybe_executed_is_false_for_late_and_cancelled_calls_that_the_callee_re
         begun.wait()
         assert given_up.cancel()
         a.flush()
-        _until(lambda: call.id in b.peer("a0").cancelled)
+        until(lambda: call.id in b.peer("a0").cancelled)
         go.set()
-        _until(lambda: len(refused) >= 2)
+        until(lambda: len(refused) >= 2)
         assert {type(error) for _, error in refused} <= {RpcTimeoutError, CancelledError}
         assert {error.maybe_executed for _, error in refused} == {False}
         assert _ran == []
@@ -251,7 +245,7 @@ def test_maybe_executed_is_false_for_calls_refused_without_a_free_thread(
             a.call(a.peer("a1"), _work, (number,), {}, 0.0, future=future)
             a.flush()
             futures.append(future)
-        _until(lambda: any(each.done() for each in futures))
+        until(lambda: any(each.done() for each in futures))
         with pytest.raises(DeadlockError) as caught:
             next(each for each in futures if each.done()).wait()
         assert caught.value.maybe_executed is False
@@ -284,7 +278,7 @@ def test_maybe_executed_is_false_for_a_nested_call_after_the_outer_call_was_canc
         _entered.wait()
         future.cancel()
         a.flush()
-        _until(lambda: all(each.cancelled for each in b.peer("a0").running.values()))
+        until(lambda: all(each.cancelled for each in b.peer("a0").running.values()))
         _release.set()
         done.wait()
         _outer.clear()

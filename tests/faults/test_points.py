@@ -12,7 +12,6 @@ import operator
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from actorrpc.testing import drop
 from actorrpc.testing.message_types import ANSWER, CONTROL, MESSAGES
 from actorrpc.wire import keys
 from tests.faults.figures import NIGHTLY, note
+from tests.faults.hosts import Signals
 from tests.harness.every_message import Keeper
 from tests.harness.kill_points import POINTS, KillPointError, kill_at
 from tests.ranks import run_group
@@ -88,22 +88,6 @@ def _forward(rref: Any, to: str) -> None:
 
 def _forget() -> None:
     _held.clear()
-
-
-class _Signals:
-    def __init__(self, directory: str) -> None:
-        self._directory = Path(directory)
-
-    def set(self, name: str) -> None:
-        (self._directory / name).touch()
-
-    def is_set(self, name: str) -> bool:
-        return (self._directory / name).exists()
-
-    def wait(self, name: str) -> None:
-        pause = threading.Event()
-        while not self.is_set(name):
-            pause.wait(0.005)
 
 
 def _ends(wait: Callable[[], Any], outcomes: list[str]) -> Any:
@@ -190,7 +174,7 @@ def _member(rank: int, world_size: int, directory: str, cases: Sequence[Case]) -
     cell, role = divmod(rank, 3)
     use, action, where = cases[cell]
     place = f"{directory}/{cell}"
-    signals = _Signals(place)
+    signals = Signals(Path(place))
     options = rpc.RpcBackendOptions(
         init_method=f"file://{place}/store", heartbeat=_HEARTBEAT, rpc_timeout=_TIMEOUT
     )
@@ -212,7 +196,7 @@ def _member(rank: int, world_size: int, directory: str, cases: Sequence[Case]) -
         signals.wait("over")
         outcomes: list[str] = []
         _ends(lambda: rpc.shutdown(timeout=20.0), outcomes)
-        signals.set(f"{role} has left")
+        signals.say(f"{role} has left")
         if fault is not None:
             fault.stop()
         return outcomes
@@ -222,7 +206,7 @@ def _member(rank: int, world_size: int, directory: str, cases: Sequence[Case]) -
     for _ in range(10):
         assert rpc.rpc_sync("worker2", operator.add, (1, 2), timeout=20.0) == 3
         assert rpc.rpc_sync("worker2", rpc.rpc_sync, ("worker0", operator.add, (1, 2)), timeout=20.0) == 3
-    signals.set("over")
+    signals.say("over")
     _ends(lambda: rpc.shutdown(timeout=20.0), outcomes)
     signals.wait("2 has left")
     pid = int((Path(place) / "pid").read_text())

@@ -30,6 +30,7 @@ from actorrpc.testing import processes
 from actorrpc.testing.message_types import ANSWER, CONTROL, MESSAGES, NOTICES
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame
+from tests.actors.e2e.kit import until
 from tests.agent.agents import Stranger, agents
 from tests.agent.test_mail import Router
 from tests.agent.test_resumption import behind
@@ -45,13 +46,6 @@ KINDS = {
     if name in frames.__all__ and isinstance(value, int) and name not in _NO_KINDS
 }
 """Every kind of frame, by number."""
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Poll until the condition is true; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.002)
 
 
 class Repeater:
@@ -180,16 +174,14 @@ def _exchange(a: Agent, b: Agent) -> list[Any]:
     held.append(_begin(a, b, _hold, ("held", 3), torch.zeros(400_000)))
     for _ in held:
         _entered.acquire()
-    _until(
-        lambda: a.peer(b.name).window.charged == 0
-    )  # CREDIT for running calls arrives before their answers
+    until(lambda: a.peer(b.name).window.charged == 0)  # CREDIT for running calls arrives before their answers
     results += [each.cancel() for each in held[:3]]
     _gate.set()
     results.append(held[3].wait())
     a.notify(a.peer(b.name), "notices", b"news")
     results += [_sync(a, b, _note, ("last", number), number) for number in range(12)]
-    _until(lambda: notices)
-    _until(lambda: not b.peer(a.name).running)
+    until(lambda: notices)
+    until(lambda: not b.peer(a.name).running)
     assert not a.peer(b.name).pending
     assert a.peer(b.name).window.charged == 0
     return [*results, set(notices)]
