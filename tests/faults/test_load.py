@@ -48,49 +48,6 @@ def _taken() -> Taken:
     return Taken.now()
 
 
-# -- all to all ------------------------------------------------------------------------------------------------------
-
-
-def _all_to_all(rank: int, world_size: int, rounds: int) -> dict[str, Any]:
-    before = Taken.now()
-    names = [f"worker{(rank + n) % world_size}" for n in range(1, world_size)]
-    tensor = torch.full((20_000,), rank)  # 160 kB: through shared memory
-    begun = time.monotonic()
-    for n in range(rounds):
-        sums = [rpc.rpc_async(each, operator.add, (rank, n)) for each in names]
-        tensors = [rpc.rpc_async(each, torch.neg, (tensor,)) for each in names] if n == 0 else []
-        assert [each.wait() for each in sums] == [rank + n] * len(names)
-        assert all(torch.equal(each.wait(), -tensor) for each in tensors)
-    took = time.monotonic() - begun
-    assert all(not peer.pending for peer in _agent().peers())
-    return {"took_s": took, "before": before, "after": Taken.now()}
-
-
-@nightly
-def test_calls_from_all_workers_to_all_others_return_right_answers() -> None:
-    workers, rounds = (64, 20) if NIGHTLY else (12, 5)
-    begun = time.monotonic()
-    found = rpc_group(_all_to_all, workers, rounds, timeout=_LIMIT - 20)
-    calls = workers * (workers - 1) * (rounds + 1)
-    slowest = max(each["took_s"] for each in found)
-    after = [each["after"] for each in found]
-    note(
-        "all to all",
-        {
-            "workers": workers,
-            "calls": calls,
-            "calls_per_s": round(calls / slowest),
-            "slowest_s": round(slowest, 2),
-            "start_to_end_s": round(time.monotonic() - begun, 2),
-            "rss_mb_most": max(each.rss_mb for each in after),
-            "threads_most": max(each.threads for each in after),
-            "descriptors_most": max(each.descriptors for each in after),
-        },
-    )
-    # Each peer has at most two connections (both sides may dial at once), with their eventfds and lanes.
-    assert max(each.descriptors for each in after) < 60 + 12 * workers
-
-
 # -- calls in flight -------------------------------------------------------------------------------------------------
 
 

@@ -17,13 +17,9 @@ from actorrpc import rpc
 from actorrpc.errors import PeerDiedError
 from actorrpc.rpc import api
 from actorrpc.testing import processes
-from tests.harness.every_message import everything
-from tests.harness.kill_points import POINTS, KillPointError, kill_at
+from tests.harness.kill_points import KillPointError, kill_at
 from tests.harness.proxy import Disturbance, FaultProxy
 from tests.ranks import Died, rpc_group, run_group
-
-_NEVER = 1 << 60
-
 
 # -- the fault proxy -------------------------------------------------------------------------------
 
@@ -73,35 +69,6 @@ def test_workers_with_the_options_of_proxies_connect_through_the_proxies() -> No
 
 
 # -- kill points -----------------------------------------------------------------------------------
-
-
-def _member(rank: int, world_size: int, store: str) -> dict[str, int]:
-    kills = [kill_at(name, nth=_NEVER).start() for name in POINTS]
-    options = rpc.TensorPipeRpcBackendOptions(init_method=store)
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    everything(rank)
-    rpc.shutdown()
-    for kill in kills:
-        kill.stop()
-    return {name: kill.count for name, kill in zip(POINTS, kills, strict=True)}
-
-
-def test_every_kill_point_is_reached() -> None:
-    """Except the point of the restart of an actor: no actor of the program restarts."""
-    each = run_group(_member, 3, f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store")
-    missed = {name for name in POINTS if not any(counts[name] for counts in each)}
-    assert missed == {"actor.restoring"}
-    for counts in each:
-        for name in ("join.listening", "join.met"):
-            assert counts[name] == 1
-        assert counts["shutdown.called"] == counts["shutdown.together"] == counts["shutdown.closed"] == 1
-    for name in POINTS:
-        before, _, stage = name.partition(".")
-        if stage == "sent":  # no message was dropped, and no worker died
-            sent, sending = sum(c[name] for c in each), sum(c[f"{before}.sending"] for c in each)
-            # The last messages may be in flight when their worker has already counted.
-            late = sending if before == "rref_delete" else len(each)
-            assert 0 < sent <= sending <= sent + late, name
 
 
 _held: list[Any] = []
