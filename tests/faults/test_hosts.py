@@ -1,4 +1,4 @@
-"""A group on three hosts: calls, tensors, RRefs, gradients and actors work over IPv4 alone and over IPv6 alone."""
+"""A group on three hosts: calls, tensors and gradients work over IPv4 alone and over IPv6 alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import actorrpc
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.optim import DistributedOptimizer
@@ -24,38 +23,6 @@ pytestmark = [
 
 # Inline; the least size for shared memory on one host; several chunks; many chunks.
 _SIZES = (100, 64 << 10, 3 << 20, 24 << 20)
-
-
-class Table:
-    """A value for RRefs."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, Any] = {}
-
-    def put(self, key: str, value: Any) -> int:
-        self.rows[key] = value
-        return len(self.rows)
-
-    def get(self, key: str) -> Any:
-        return self.rows[key]
-
-
-@actorrpc.remote
-class Counter:
-    """An actor that returns its host."""
-
-    def __init__(self, start: int) -> None:
-        self.count = start
-
-    def add(self, number: int) -> int:
-        self.count += number
-        return self.count
-
-    def where(self) -> str:
-        return socket.gethostname()
-
-    def add_to(self, other: Any, number: int) -> int:
-        return int(actorrpc.get(other.add.remote(number))) + 1
 
 
 def _host_and_pid() -> tuple[str, int]:
@@ -76,10 +43,6 @@ def _parameter(size: int) -> torch.nn.Parameter:
 
 def _multiply(parameter: rpc.RRef, x: torch.Tensor) -> torch.Tensor:
     return parameter.local_value() * x
-
-
-def _row(rref: rpc.RRef, key: str) -> Any:
-    return rref.rpc_sync().get(key)
 
 
 def _connections() -> dict[str, bool]:
@@ -114,14 +77,6 @@ def _tensors() -> None:
         assert torch.equal(rpc.rpc_sync("worker1", _forward, ("worker2", _twice, (tensor,))), tensor * 2)
 
 
-def _references() -> None:
-    table = rpc.remote("worker1", Table)
-    assert table.rpc_sync().put("tensor", torch.ones(1000)) == 1
-    assert torch.equal(rpc.rpc_sync("worker2", _row, (table, "tensor")), torch.ones(1000))
-    assert torch.equal(rpc.rpc_sync("worker3", _row, (table, "tensor")), torch.ones(1000))
-    assert table.to_here().rows.keys() == {"tensor"}
-
-
 def _gradients() -> None:
     weights = [rpc.remote(f"worker{n}", _parameter, (4,)) for n in (1, 2)]
     optimizer = DistributedOptimizer(torch.optim.SGD, weights, lr=0.5)
@@ -135,25 +90,14 @@ def _gradients() -> None:
         assert torch.equal(weight.to_here().detach(), torch.full((4,), 1 - 0.5 * 3.0))
 
 
-def _actors() -> None:
-    counters = [Counter.options(worker=f"worker{n}").remote(n) for n in (1, 2, 3)]
-    assert actorrpc.get([each.where.remote() for each in counters]) == ["b", "c", "b"]
-    assert actorrpc.get([each.add.remote(10) for each in counters]) == [11, 12, 13]
-    # From an actor to an actor on another host.
-    assert actorrpc.get(counters[0].add_to.remote(counters[1], 5)) == 18
-    assert actorrpc.get(counters[1].add_to.remote(counters[0], 5)) == 17
-
-
 def _everything(rank: int, world_size: int) -> None:
     if rank == 0:
         _calls(world_size)
         _tensors()
-        _references()
         _gradients()
-        _actors()
 
 
 @pytest.mark.parametrize("family", ["ipv4", "ipv6"])
-def test_calls_rrefs_gradients_and_actors_work_between_three_hosts(family: str) -> None:
+def test_calls_tensors_and_gradients_work_between_three_hosts(family: str) -> None:
     with Network("a", "b", "c", ipv4=family == "ipv4", ipv6=family == "ipv6") as network:
         host_group(_everything, network, ["a", "b", "c", "b"])
