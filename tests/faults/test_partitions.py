@@ -1,4 +1,5 @@
-"""Network partitions: a group split and healed, the driver or the store cut off, one-way reachability.
+"""Groups on several hosts, and network partitions: a group split and healed, the driver or the store cut off, one-way
+reachability.
 
 A silent peer is declared dead after `heartbeat` times `heartbeat_misses` (here 0.2 s times 5, by default 10 s), whether or not
 calls to it are in flight, and this incarnation stays dead. If no connection can be opened, calls end by their own time-outs,
@@ -10,6 +11,7 @@ The ranks of a test synchronise through files (`network.signals`), which need no
 from __future__ import annotations
 
 import operator
+import socket
 import threading
 import time
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 import actorrpc
-from actorrpc import rpc
+from actorrpc import autograd, rpc
 from actorrpc.errors import ActorError, PeerDiedError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.group import group as group_module
@@ -74,6 +76,53 @@ def _calls_work(*workers: str) -> None:
     for each in workers:
         for n in range(10):
             assert rpc.rpc_sync(each, operator.add, (n, 1)) == n + 1
+
+
+# -- no fault --------------------------------------------------------------------------------------------------------
+
+# Inline; the least size for shared memory on one host; several chunks; many chunks.
+_SIZES = (100, 64 << 10, 3 << 20, 24 << 20)
+
+
+def _host_name() -> str:
+    return socket.gethostname()
+
+
+def _connections() -> dict[str, bool]:
+    agent = rpc.api._require().agent  # type: ignore[attr-defined]
+    return {peer.name: conn.local for peer in agent.peers() for conn in peer.conns}
+
+
+def _call_all(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    names = [f"worker{n}" for n in range(world_size)]
+    assert [rpc.rpc_sync(name, _host_name) for name in names] == ["a", "b", "c", "b"]
+    for through in names[1:]:
+        for to in names:
+            assert rpc.rpc_sync(through, rpc.rpc_sync, (to, operator.add, (1, 2))) == 3
+    # Unix sockets on one host, TCP between hosts.
+    assert rpc.rpc_sync("worker1", _connections) == {"worker0": False, "worker2": False, "worker3": True}
+    for size in _SIZES:
+        tensor = torch.arange(size // 4, dtype=torch.int32)
+        for each in [
+            rpc.rpc_async(name, torch.mul, (tensor, 2)) for name in ("worker1", "worker2", "worker2")
+        ]:
+            assert torch.equal(each.wait(), tensor * 2)
+        # Forwarded from host a to b to c and back.
+        forwarded = rpc.rpc_sync("worker1", rpc.rpc_sync, ("worker2", torch.mul, (tensor, 2)))
+        assert torch.equal(forwarded, tensor * 2)
+    x = torch.ones(4, requires_grad=True)
+    with autograd.context() as context:
+        y = rpc.rpc_sync("worker2", torch.mul, (rpc.rpc_sync("worker1", torch.mul, (x, 2)), 3))
+        autograd.backward(context, [y.sum()])
+        assert torch.equal(autograd.get_gradients(context)[x], torch.full((4,), 6.0))
+
+
+@pytest.mark.parametrize("family", ["ipv4", "ipv6"])
+def test_calls_tensors_and_gradients_work_between_three_hosts(family: str) -> None:
+    with Network("a", "b", "c", ipv4=family == "ipv4", ipv6=family == "ipv6") as network:
+        host_group(_call_all, network, ["a", "b", "c", "b"])
 
 
 # -- split and healed ------------------------------------------------------------------------------------------------
