@@ -64,6 +64,20 @@ def _crash(agent: Agent) -> None:
                 conn.stream.shutdown(socket.SHUT_RDWR)
 
 
+def _hold_calls(agent: Agent) -> threading.Event:
+    """Make an agent start no call before `_release` is set; return the event that is set when a call has arrived."""
+    arrived = threading.Event()
+    execute = agent.pool._execute
+
+    def hold(task: Any) -> None:
+        arrived.set()
+        _release.wait()
+        execute(task)
+
+    agent.pool._execute = hold
+    return arrived
+
+
 def _time_out(a: Agent, b: Agent, future: Future[int]) -> None:
     pass  # the time-out of the call expires
 
@@ -98,33 +112,20 @@ def test_maybe_executed_is_false_only_if_the_call_was_still_in_the_outbox(
         assert a.call_sync(a.peer("a1"), _note, (0,), {}, 0.0) == 0
         conn = a.peer("a1").conn
         assert conn is not None
-        arrived = threading.Event()
-        execute = b.pool._execute
-
-        def hold(task: Any) -> None:
-            arrived.set()
-            _release.wait()
-            execute(task)
-
-        if moment == "sent":
-            b.pool._execute = hold
+        arrived = _hold_calls(b) if moment == "sent" else _entered
         future: Future[int] = Future()
         if moment == "in the outbox":
             monkeypatch.setattr(conn, "flush", lambda *_: False)
         a.call(a.peer("a1"), _work, (1,), {}, 0.5 if way == "time-out" else 0.0, future=future)
-        if moment == "sent":
+        if moment != "in the outbox":
             until(lambda: arrived.is_set() or future.done())
-        elif moment == "started":
-            until(lambda: _entered.is_set() or future.done())
         end(a, b, future)
         with pytest.raises(error) as caught:
             future.wait()
         monkeypatch.undo()
         assert caught.value.maybe_executed is (moment != "in the outbox")
         _release.set()
-    if moment == "in the outbox":
-        assert _ran == [0]
-    if moment == "started":
+    if moment != "sent":
         assert _ran == [0, *([1] if _entered.is_set() else [])]
 
 
@@ -196,15 +197,7 @@ def test_maybe_executed_is_false_for_late_and_cancelled_calls_that_the_callee_re
     """The call arrived after its time-out, or was cancelled while it was queued."""
     with agents(2) as (a, b):
         assert a.call_sync(a.peer("a1"), abs, (-1,), {}, 0.0) == 1
-        begun, go = threading.Event(), threading.Event()
-        execute = b.pool._execute
-
-        def hold(task: Any) -> None:
-            begun.set()
-            go.wait()
-            execute(task)
-
-        b.pool._execute = hold
+        begun = _hold_calls(b)
         refused: list[tuple[Any, RpcError]] = []
         refuse = b.executor.refuse
 
@@ -227,7 +220,7 @@ def test_maybe_executed_is_false_for_late_and_cancelled_calls_that_the_callee_re
         assert given_up.cancel()
         a.flush()
         until(lambda: call.id in b.peer("a0").cancelled)
-        go.set()
+        _release.set()
         until(lambda: len(refused) >= 2)
         assert {type(error) for _, error in refused} <= {RpcTimeoutError, CancelledError}
         assert {error.maybe_executed for _, error in refused} == {False}

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgpack
@@ -33,10 +34,10 @@ from actorrpc.wire.frames import Frame, FrameReader, pack_frame
 from tests.actors.e2e.kit import until
 from tests.agent.agents import Stranger, agents
 from tests.agent.test_mail import Router
-from tests.agent.test_resumption import behind
 from tests.faults.figures import NIGHTLY
 from tests.harness.every_message import everything
 from tests.harness.kill_points import POINTS, kill_at
+from tests.intruders.doors import tcp_agents
 from tests.ranks import run_group
 
 _NO_KINDS = {"LAST_KIND", "CAST", "LATE", "MAIL", "OBJECTS", "RESERVED", "STOP", "STREAM", "UNREAD"}
@@ -187,22 +188,11 @@ def _exchange(a: Agent, b: Agent) -> list[Any]:
     return [*results, set(notices)]
 
 
-def _transports() -> dict[str, Callable[[], Any]]:
-    chunks = {"lane": False, "chunk": 1 << 16}
-
-    def over_tcp() -> Any:
-        return behind(each=(chunks, chunks))
-
-    return {
-        "lane": lambda: agents(2, heartbeat=0.1),
-        "chunks": lambda: agents(2, heartbeat=0.1, lane=False),
-        "tcp": over_tcp,
-    }
-
-
-def _pair(made: Any) -> tuple[Agent, Agent]:
-    a, b = made[0] if isinstance(made, tuple) else made
-    return a, b
+_WAYS: dict[str, Callable[[], AbstractContextManager[list[Agent]]]] = {
+    "lane": lambda: agents(2, heartbeat=0.1),
+    "chunks": lambda: agents(2, heartbeat=0.1, lane=False),
+    "tcp": lambda: tcp_agents(2, lane=False, chunk=1 << 16),
+}
 
 
 # Kinds of frames that `_exchange` does not send; tests below send them.
@@ -224,15 +214,14 @@ def without_duplicates() -> Any:
 
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("late", [0, 7])
-@pytest.mark.parametrize("way", ["lane", "chunks", "tcp"])
+@pytest.mark.parametrize("way", _WAYS)
 def test_duplicated_frames_change_no_result_and_run_no_call_twice(
     way: str, late: int, without_duplicates: Any
 ) -> None:
     kinds = frozenset(KINDS) - {frames.INTRO, frames.CHUNK if late else frames.INTRO}
     with Repeater(kinds, late=late) as repeater:
         _ran.clear()
-        with _transports()[way]() as made:
-            a, b = _pair(made)
+        with _WAYS[way]() as (a, b):
             results = _exchange(a, b)
             assert a.peer(b.name).state == b.peer(a.name).state == "alive"
     assert (results, _ran) == without_duplicates
@@ -244,8 +233,8 @@ def test_every_kind_of_frame_is_sent_by_a_test() -> None:
     """A new kind of frame must be sent by `_exchange`, or by a test below."""
     with Repeater(frozenset(KINDS) - {frames.INTRO}) as repeater:
         for way in ("lane", "tcp"):
-            with _transports()[way]() as made:
-                _exchange(*_pair(made))
+            with _WAYS[way]() as (a, b):
+                _exchange(a, b)
     assert set(KINDS.values()) - {KINDS[kind] for kind in repeater.repeated} <= _SENT_BY_OTHER_TESTS
 
 
