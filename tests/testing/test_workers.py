@@ -6,6 +6,7 @@ import operator
 import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,15 +246,13 @@ def test_actorrpc_fault_sets_faults_of_workers() -> None:
     rpc_group(lossy, 2, env={"ACTORRPC_FAULT": "drop answer function=counted total=2 on=worker1"})
 
 
-def refused(rank: int, world_size: int, store: str) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=store)
+def test_an_invalid_actorrpc_fault_makes_init_rpc_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTORRPC_FAULT", "drop everything")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/store")
     with pytest.raises(ConfigError, match=r"ACTORRPC_FAULT=.*there are: call, remote"):
         rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
-
-
-def test_an_invalid_actorrpc_fault_makes_init_rpc_raise() -> None:
-    store = f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store"
-    run_group(refused, 1, store, env={"ACTORRPC_FAULT": "drop everything"})
 
 
 def optional(rank: int, world_size: int, store: str) -> None:
