@@ -38,7 +38,7 @@ _gate: Future[int] = Future()
 
 
 def _agent() -> Any:
-    return rpc.api._require().agent  # type: ignore[attr-defined]
+    return rpc.api.group().agent  # type: ignore[attr-defined]
 
 
 def _taken() -> Taken:
@@ -177,7 +177,7 @@ def _number(rref: rpc.RRef) -> int:
 
 
 def _references() -> tuple[int, dict[str, int], Taken]:
-    table = rpc.api._require().references.table  # type: ignore[attr-defined]
+    table = rpc.api.references().table  # type: ignore[attr-defined]
     return Thing.living, table.debug_info(), Taken.now()
 
 

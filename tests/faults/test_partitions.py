@@ -62,7 +62,7 @@ def _add(a: int, b: int) -> int:
 
 
 def _state(name: str) -> str:
-    return str(rpc.api._require().agent.peer(name).state)  # type: ignore[attr-defined]
+    return str(rpc.api.group().agent.peer(name).state)  # type: ignore[attr-defined]
 
 
 def _fails_with_peer_died(future: Future[Any], worker: str) -> PeerDiedError:
@@ -89,7 +89,7 @@ def _host_name() -> str:
 
 
 def _connections() -> dict[str, bool]:
-    agent = rpc.api._require().agent  # type: ignore[attr-defined]
+    agent = rpc.api.group().agent  # type: ignore[attr-defined]
     return {peer.name: conn.local for peer in agent.peers() for conn in peer.conns}
 
 

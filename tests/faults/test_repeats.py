@@ -67,7 +67,7 @@ class Repeater:
         repeater, fed = self, self._fed
 
         def fed_twice(reader: FrameReader, count: int) -> list[Frame]:
-            return repeater._double(reader, fed(reader, count))
+            return repeater.double(reader, fed(reader, count))
 
         FrameReader.fed = fed_twice  # type: ignore[method-assign]
         FrameReader.straight = False
@@ -77,7 +77,7 @@ class Repeater:
         FrameReader.fed = self._fed  # type: ignore[method-assign]
         FrameReader.straight = True
 
-    def _double(self, reader: FrameReader, found: list[Frame]) -> list[Frame]:
+    def double(self, reader: FrameReader, found: list[Frame]) -> list[Frame]:
         made: list[Frame] = []
         kept = self._kept.setdefault(reader, [])
         for frame in found:

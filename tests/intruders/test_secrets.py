@@ -217,7 +217,7 @@ def _worker(rank: int, world_size: int, store: str, given: str | None) -> list[s
         rpc.rpc_sync(other, divmod, (1, 0))
     except ZeroDivisionError:
         traceback.print_exc()
-    host, port = rpc.api._require().agent.peer(other).record.tcp[0]
+    host, port = rpc.api.group().agent.peer(other).record.tcp[0]
     with socket.create_connection((host, port)) as sock:  # a stranger without the key
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
         while sock.recv(100):
@@ -265,7 +265,7 @@ def test_the_key_of_a_cluster_is_in_no_process_listing_and_no_output(
     """The driver creates the key, and sends it to child processes through a pipe."""
     actorrpc.init()
     try:
-        key = rpc.api._require().agent.connector._key
+        key = rpc.api.group().agent.connector._key
         forms = [key, key.hex().encode(), base64.b64encode(key).rstrip(b"="), repr(key)[2:-1].encode()]
         actor = actorrpc.remote(_Actor).remote()
         assert actorrpc.get(actor.shown.remote(forms)) == []

@@ -127,7 +127,7 @@ def _start(rank: int, world_size: int, store: str, options: dict[str, Any]) -> d
         rpc_backend_options=rpc.RpcBackendOptions(init_method=store, **options),
     )
     try:
-        state = rpc.api._require()
+        state = rpc.api.group()
         found = {
             "keyless": not state.agent.connector._key,
             "tcp": [host for host, _ in state.agent.record.tcp],
