@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,6 @@ def _keep(thing: Any) -> None:
     _kept.append(thing)
 
 
-def _call_back_and_forth(to: str, depth: int) -> Any:
-    return (
-        rpc.rpc_sync(to, _call_back_and_forth, (rpc.get_worker_info().name, depth - 1))
-        if depth
-        else torch.ones(3)
-    )
-
-
 class _Slow:
     """An object whose finaliser sleeps, and needs the interpreter."""
 
@@ -69,11 +61,6 @@ class _Slow:
 def _store_in_thread(seconds: float) -> None:
     """Store an object in torch's thread-local storage, as torch's inductor does in each thread that imports it."""
     torch._C._stash_obj_in_tls("of this thread", _Slow(seconds))
-
-
-@rpc.functions.async_execution
-def _later(to: str) -> Any:
-    return rpc.rpc_async(to, _double, (torch.ones(2),)).then(lambda done: done.wait() + 1)
 
 
 @actorrpc.remote
@@ -100,10 +87,6 @@ def _calls(to: str, dice: random.Random) -> None:
     _kept.append(futures)
     if dice.random() < 0.7:
         assert futures[0].wait()[0] == 2
-
-
-def _nested(to: str, dice: random.Random) -> None:
-    assert rpc.rpc_sync(to, _call_back_and_forth, ("worker0", dice.randrange(4))).shape == (3,)
 
 
 def _references(to: str, dice: random.Random) -> None:
@@ -135,13 +118,6 @@ def _thread_locals(to: str, dice: random.Random) -> None:
         future.wait()
 
 
-def _chained(to: str, dice: random.Random) -> None:
-    future = rpc.rpc_async(to, _later, (f"worker{dice.randrange(_WORKERS)}",))
-    future.add_done_callback(_kept.append)
-    if dice.random() < 0.7:
-        future.wait()
-
-
 def _actors(to: str, dice: random.Random) -> None:
     cls = dice.choice((_Serial, _Async))
     actor = cls.options(worker=to).remote()
@@ -161,42 +137,15 @@ def _streams(to: str, dice: random.Random) -> None:
         _kept.append((actor, items))
 
 
-_ACTIONS: list[Callable[[str, random.Random], None]] = [
-    _calls,
-    _nested,
-    _references,
-    _gradients,
-    _thread_locals,
-    _chained,
-    _actors,
-    _streams,
-]
+_ACTIONS = (_calls, _references, _gradients, _thread_locals, _actors, _streams)
 
 
 # -- a process -----------------------------------------------------------------------------------------------------
 
 
-def _shutdown() -> int:
-    rpc.shutdown()
-    return 0
-
-
-def _shutdown_forced() -> int:
-    rpc.shutdown(graceful=False)
-    return 0
-
-
-def _return_normally() -> int:
-    return 0
-
-
-def _exit() -> int:
-    sys.exit(3)
-
-
-def _common_end(dice: random.Random) -> Callable[[], int]:
+def _common_end(dice: random.Random) -> str:
     """Choose how all processes of a program end. They end in the same way: others would report a worker that exits silently."""
-    return dice.choice((_shutdown, _shutdown, _shutdown_forced, _return_normally, _exit))
+    return dice.choice(("shutdown", "shutdown", "forced shutdown", "return", "exit"))
 
 
 def _process(rank: int, seed: int, store: Path) -> int:
@@ -218,7 +167,9 @@ def _process(rank: int, seed: int, store: Path) -> int:
                 future.wait()
     if dice.random() < 0.3:
         gc.collect()
-    return end()
+    if "shutdown" in end:
+        rpc.shutdown(graceful=end == "shutdown")
+    return 3 if end == "exit" else 0
 
 
 def _fork(rank: int, seed: int, folder: Path) -> int | None:
@@ -258,7 +209,7 @@ def _run(seed: int, folder: Path) -> list[dict[str, Any]] | int:
     until = time.monotonic() + _LIMIT_S
     statuses = [_outcome(pid, until) for pid in pids]
     dice = random.Random(seed)
-    wanted = 3 if _common_end(dice) is _exit else 0
+    wanted = 3 if _common_end(dice) == "exit" else 0
     wrong = []
     for rank, status in enumerate(statuses):
         said = (folder / f"said{rank}").read_text(errors="replace")

@@ -35,7 +35,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from actorrpc import rpc
-from actorrpc.testing import leaks, processes
+from actorrpc.testing import processes
 from tests.ranks import run_group
 
 __all__ = ["Host", "Network", "Signals", "host_group", "needs_hosts"]
@@ -190,10 +190,6 @@ class Network:
         """Drop packets from one host to another; the opposite direction still works."""
         _ip("-n", self.hosts[name].namespace, "route", "add", "blackhole", self.hosts[to].address)
 
-    def find(self, name: str, to: str) -> None:
-        """Undo `lose`."""
-        _ip("-n", self.hosts[name].namespace, "route", "del", "blackhole", self.hosts[to].address)
-
     def left_behind(self) -> list[str]:
         """Return the files that workers have left in the directories of their hosts."""
         return [
@@ -254,7 +250,6 @@ def _member(
     init_method: str,
     options: Mapping[str, Any],
     advertise: Mapping[int, str],
-    fixed: bool,
 ) -> Any:
     world_size = len(places)
     if rank >= world_size:
@@ -267,7 +262,7 @@ def _member(
     rpc.init_rpc(
         f"worker{rank}",
         rank=rank,
-        world_size=world_size if fixed else None,
+        world_size=world_size,
         rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
             init_method=init_method, advertise=advertise.get(rank), **options
         ),
@@ -289,11 +284,8 @@ def host_group(
     *args: Any,
     options: Mapping[str, Any] | None = None,
     advertise: Mapping[int, str] | None = None,
-    fixed: bool = True,
     timeout: float = 50.0,
-    env: Mapping[str, str] | None = None,
     may_die: Collection[int] = (),
-    leak_wait: float | None = leaks.WAIT,
 ) -> list[Any]:
     """Run `fn(rank, world_size, *args)` between `init_rpc` and `shutdown`, rank n on host `places[n]`.
 
@@ -303,14 +295,13 @@ def host_group(
     Args:
         options: keywords for the back-end's options, such as `heartbeat`.
         advertise: by rank, the address that a worker advertises instead of its own.
-        fixed: whether the group has a `world_size`.
 
     The other arguments and the errors are those of `tests.ranks.run_group`.
     """
     apart = "store" in network.hosts
     address = network.hosts["store" if apart else places[0]].address
     method = f"tcp://[{address}]:{_PORT}" if ":" in address else f"tcp://{address}:{_PORT}"
-    environment = {"ACTORRPC_KEY": "", **(env or {})}
+    environment = {"ACTORRPC_KEY": ""}
     if apart:
         environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     begun = time.monotonic()
@@ -324,11 +315,9 @@ def host_group(
         method,
         dict(options or {}),
         dict(advertise or {}),
-        fixed,
         timeout=timeout,
         env=environment,
         may_die=may_die,
-        leak_wait=leak_wait,
     )
     print(f"{getattr(fn, '__name__', fn)}: {time.monotonic() - begun:.1f} s")
     if not may_die:

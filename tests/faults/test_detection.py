@@ -8,10 +8,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +19,14 @@ from actorrpc import rpc
 from actorrpc.errors import PeerDiedError
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.wire import keys
+from tests.actors.e2e.kit import until
+from tests.faults.hosts import Signals
 from tests.harness.proxy import FaultProxy
 from tests.ranks import Died, rpc_group, run_group
 
 _nightly = pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
 _never_set = threading.Event()
 _running = threading.Semaphore(0)
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Poll until the condition is true; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.001)
 
 
 def _note_running() -> None:
@@ -61,7 +54,7 @@ class _Changes:
     def __init__(self) -> None:
         self._events: list[tuple[str, str, float]] = []
         rpc.on_member_change(self)
-        _until(lambda: all(row.last_seen is not None for row in rpc.workers()))
+        until(lambda: all(row.last_seen is not None for row in rpc.workers()))
 
     def __call__(self, worker: rpc.WorkerInfo, old: str, new: str, reason: str) -> None:
         self._events.append((worker.name, new, time.monotonic()))
@@ -93,7 +86,7 @@ def _kills(rank: int, world_size: int) -> list[float]:
         took.append(time.monotonic() - begun)
         assert {type(error) for error in errors} == {PeerDiedError}
         assert all(getattr(error, "maybe_executed", None) for error in errors)
-        _until(lambda name=name: changes.of(name)[-1:] == ["dead"])
+        until(lambda name=name: changes.of(name)[-1:] == ["dead"])
     return took
 
 
@@ -144,9 +137,7 @@ def _silence(rank: int, _: int, path: str, given: dict[str, Any], behind: dict[s
         _running.acquire()
     begun = time.monotonic()
     os.kill(_pid("worker1"), signal.SIGSTOP)
-    if behind:
-        with open(os.path.join(path, "stall"), "w"):
-            pass
+    Signals(Path(path)).say("stall")
     held = rpc.rpc_async("worker2", _hold_the_gil, (busy,), timeout=0)
     assert held.wait() == "was busy"
     took = {}
@@ -154,9 +145,9 @@ def _silence(rank: int, _: int, path: str, given: dict[str, Any], behind: dict[s
         errors = [call.exception() for call in calls[name]]
         assert {type(error) for error in errors} == {PeerDiedError}
         assert all("silent" in str(error) and getattr(error, "maybe_executed", None) for error in errors)
-        _until(lambda name=name: changes.of(name)[-2:] == ["suspect", "dead"])
+        until(lambda name=name: changes.of(name)[-2:] == ["suspect", "dead"])
         took[name] = changes.when(name, "dead") - begun
-    _until(lambda: changes.of("worker2")[-2:] == ["suspect", "alive"])
+    until(lambda: changes.of("worker2")[-2:] == ["suspect", "alive"])
     assert rpc.rpc_sync("worker2", abs, (-1,)) == 1
     for name in ("worker1", "worker3"):
         os.kill(_pid(name), signal.SIGKILL)
@@ -167,18 +158,25 @@ def _silence(rank: int, _: int, path: str, given: dict[str, Any], behind: dict[s
 def _silence_round(directory: Path, transport: str, heartbeat: float | None, busy: float) -> dict[str, float]:
     given = {"transport": transport} | ({} if heartbeat is None else {"heartbeat": heartbeat})
     arguments = (str(directory), given)
-    (directory / "store").unlink(missing_ok=True)
+    for left in directory.iterdir():  # of an earlier round
+        left.unlink()
     if transport == "tcp":
-        (directory / "stall").unlink(missing_ok=True)
-        os.mkfifo(directory / "stall")
+        signals = Signals(directory)
         with FaultProxy() as proxy:
-            thread = threading.Thread(target=_stall_on_demand, args=(proxy, directory / "stall"))
+            over = threading.Event()
+
+            def stall_on_demand() -> None:
+                while not signals.said("stall") and not over.wait(0.005):
+                    pass
+                proxy.stall()
+
+            thread = threading.Thread(target=stall_on_demand)
             thread.start()
             try:
                 found = run_group(_silence, 4, *arguments, dict(proxy.options), busy, may_die=(1, 3))
             finally:
-                os.close(os.open(directory / "stall", os.O_RDWR | os.O_NONBLOCK))
-                _release(directory / "stall", thread)
+                over.set()
+                thread.join()
     else:
         found = run_group(_silence, 4, *arguments, {}, busy, may_die=(1, 3))
     keys.sweep()
@@ -186,22 +184,6 @@ def _silence_round(directory: Path, transport: str, heartbeat: float | None, bus
     assert found[1:] == [killed, None, killed]
     took: dict[str, float] = found[0]
     return took
-
-
-def _stall_on_demand(proxy: Any, pipe: Path) -> None:
-    with open(pipe) as file:
-        file.read()
-    proxy.stall()
-
-
-def _release(pipe: Path, thread: threading.Thread) -> None:
-    """End the thread even if worker0 has not opened the pipe."""
-    while thread.is_alive():
-        try:
-            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-        except OSError:
-            pass
-        thread.join(0.05)
 
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
@@ -229,13 +211,13 @@ def _pauses(rank: int, world_size: int) -> None:
     pid = _pid("worker1")
     for _ in range(3):
         os.kill(pid, signal.SIGSTOP)
-        _until(lambda: process_state(pid) == "stopped")
+        until(lambda: process_state(pid) == "stopped")
         calls = [rpc.rpc_async("worker1", abs, (-i,)) for i in range(20)]
-        _until(lambda: changes.of("worker1")[-1:] == ["suspect"])
+        until(lambda: changes.of("worker1")[-1:] == ["suspect"])
         assert not any(call.done() for call in calls)
         os.kill(pid, signal.SIGCONT)
         assert [call.wait() for call in calls] == list(range(20))
-        _until(lambda: changes.of("worker1")[-1] == "alive")
+        until(lambda: changes.of("worker1")[-1] == "alive")
     states = changes.of("worker1")
     assert states == ["suspect", "alive"] * (len(states) // 2)
 
@@ -243,32 +225,6 @@ def _pauses(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_a_worker_stopped_for_a_while_is_suspect_then_alive_and_loses_no_call(transport: str) -> None:
     rpc_group(_pauses, 2, options={"heartbeat": 0.1, "heartbeat_misses": 200, "transport": transport})
-
-
-def _stop_worker0(rank: int, _: int, path: str) -> list[str]:
-    """Worker0 is stopped for three times its own heartbeat limit, which is far below worker1's limit."""
-    options = {"transport": "tcp", "heartbeat": 60.0 if rank else 0.1}
-    rpc.init_rpc(
-        f"worker{rank}",
-        rank=rank,
-        world_size=2,
-        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}/store", **options),
-    )
-    states: list[str] = []
-    if rank == 0:
-        changes = _Changes()
-        me = os.getpid()
-        with subprocess.Popen(["sh", "-c", f"kill -STOP {me}; sleep 1.5; kill -CONT {me}"]) as stopper:
-            stopper.wait()
-        for _each in range(3):
-            assert rpc.rpc_sync("worker1", abs, (-1,)) == 1
-        states = changes.of("worker1")
-    rpc.shutdown()
-    return states
-
-
-def test_a_worker_that_was_stopped_itself_declares_no_peer_dead(tmp_path: Path) -> None:
-    assert "dead" not in run_group(_stop_worker0, 2, str(tmp_path))[0]
 
 
 # -- figures -----------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 Agents in one process call each other at random, while connections are cut and agents are closed: plain and nested calls, calls
 that raise, that return unpicklable values, that are cancelled or time out, and large tensors. Each future must complete
-exactly once, with one of these outcomes, and ``maybe_executed`` of its error must agree with what ran.
+exactly once, with one of these outcomes, and ``maybe_executed`` of its error, and of the errors of nested calls, must agree with
+what ran.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from actorrpc.errors import (
     ShutdownError,
 )
 from actorrpc.futures import Future
+from tests.actors.e2e.kit import until
 from tests.agent.agents import agents
 from tests.faults.figures import NIGHTLY, note
 
@@ -38,13 +39,6 @@ _AGENTS = 4
 _ran: Counter[int] = Counter()
 _names: dict[str, Agent] = {}
 _gate = threading.Event()
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Poll until the condition is true; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.002)
 
 
 def _return(number: int, value: Any = None) -> Any:
@@ -75,7 +69,12 @@ def _nested(number: int, path: list[str], seconds: float) -> int:
     here, *rest = path
     agent = _names[here]
     _to = rest[0] if rest else here
-    return int(agent.call_sync(agent.peer(_to), _nested, (number, rest, seconds), {}, 0.0))
+    try:
+        return int(agent.call_sync(agent.peer(_to), _nested, (number, rest, seconds), {}, 0.0))
+    except RpcError as error:
+        if error.maybe_executed is False:
+            _reported_as_not_executed.append(number)
+        raise
 
 
 class _Watched:
@@ -199,8 +198,8 @@ def _play(seed: int, calls: int, first: int) -> Counter[str]:
             agent.flush()
         played.collect(0)
         # Callbacks run on threads of the agents, and calls nested in a cancelled call end a little later.
-        _until(lambda: all(each.ends for each in played.ended))
-        _until(lambda: not any(peer.pending for agent in made for peer in agent.peers()))
+        until(lambda: all(each.ends for each in played.ended))
+        until(lambda: not any(peer.pending for agent in made for peer in agent.peers()))
     _gate.set()
     _names.clear()
     # Checked at the end: no future completed twice, and no call with maybe_executed False ran later.

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.agent.peers import MAX_PENDING
 from actorrpc.futures import Future
+from tests.actors.e2e.kit import until
 from tests.faults.figures import NIGHTLY, Taken, note
 from tests.faults.hosts import Signals
 from tests.ranks import rpc_group
@@ -38,63 +38,13 @@ _gate: Future[int] = Future()
 
 
 def _agent() -> Any:
-    return rpc.api._require().agent  # type: ignore[attr-defined]
+    return rpc.api.group().agent  # type: ignore[attr-defined]
 
 
 def _taken() -> Taken:
     """Measure this process after temporary threads of the pool have ended."""
-    _until(lambda: threading.active_count() <= _KEPT)
+    until(lambda: threading.active_count() <= _KEPT)
     return Taken.now()
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Poll until the condition is true; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)
-
-
-# -- all to all ------------------------------------------------------------------------------------------------------
-
-
-def _all_to_all(rank: int, world_size: int, rounds: int) -> dict[str, Any]:
-    before = Taken.now()
-    names = [f"worker{(rank + n) % world_size}" for n in range(1, world_size)]
-    tensor = torch.full((20_000,), rank)  # 160 kB: through shared memory
-    begun = time.monotonic()
-    for n in range(rounds):
-        sums = [rpc.rpc_async(each, operator.add, (rank, n)) for each in names]
-        tensors = [rpc.rpc_async(each, torch.neg, (tensor,)) for each in names] if n == 0 else []
-        assert [each.wait() for each in sums] == [rank + n] * len(names)
-        assert all(torch.equal(each.wait(), -tensor) for each in tensors)
-    took = time.monotonic() - begun
-    assert all(not peer.pending for peer in _agent().peers())
-    return {"took_s": took, "before": before, "after": Taken.now()}
-
-
-@nightly
-def test_calls_from_all_workers_to_all_others_return_right_answers() -> None:
-    workers, rounds = (64, 20) if NIGHTLY else (12, 5)
-    begun = time.monotonic()
-    found = rpc_group(_all_to_all, workers, rounds, timeout=_LIMIT - 20)
-    calls = workers * (workers - 1) * (rounds + 1)
-    slowest = max(each["took_s"] for each in found)
-    after = [each["after"] for each in found]
-    note(
-        "all to all",
-        {
-            "workers": workers,
-            "calls": calls,
-            "calls_per_s": round(calls / slowest),
-            "slowest_s": round(slowest, 2),
-            "start_to_end_s": round(time.monotonic() - begun, 2),
-            "rss_mb_most": max(each.rss_mb for each in after),
-            "threads_most": max(each.threads for each in after),
-            "descriptors_most": max(each.descriptors for each in after),
-        },
-    )
-    # Each peer has at most two connections (both sides may dial at once), with their eventfds and lanes.
-    assert max(each.descriptors for each in after) < 60 + 12 * workers
 
 
 # -- calls in flight -------------------------------------------------------------------------------------------------
@@ -106,17 +56,8 @@ def _held(number: int) -> Future[int]:
     return _gate.then(lambda gate: number + gate.wait())
 
 
-def _new_gate() -> None:
-    global _gate
-    _gate = Future()
-
-
 def _open_gate() -> None:
     _gate.set_result(1)
-
-
-def _full() -> Taken:
-    return Taken.now(collect=False)
 
 
 def _running() -> int:
@@ -126,95 +67,24 @@ def _running() -> int:
 def _in_flight(rank: int, world_size: int, calls: int) -> dict[str, Any] | None:
     if rank:
         return None
-    rounds: list[dict[str, Any]] = []
-    for _ in range(4):  # the first rounds allocate memory, which must suffice for later rounds
-        rpc.rpc_sync("worker1", _new_gate)
-        before = _taken()
-        begun = time.monotonic()
-        futures = [rpc.rpc_async("worker1", _held, (n,), timeout=0) for n in range(calls)]
-        sent = time.monotonic()
-        _until(lambda: rpc.rpc_sync("worker1", _running) >= calls)
-        arrived = time.monotonic()
-        peer = _agent().peer("worker1")
-        assert len(peer.pending) >= calls
-        full, full_at_callee = Taken.now(collect=False), rpc.rpc_sync("worker1", _full)
-        # The worker and other workers still answer calls.
-        assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
-        assert rpc.rpc_sync("worker2", operator.add, (1, 1)) == 2
-        opened = time.monotonic()
-        rpc.rpc_sync("worker1", _open_gate, timeout=0)
-        assert all(future.wait() == n + 1 for n, future in enumerate(futures))
-        ended = time.monotonic()
-        assert not peer.pending
-        del futures
-        rounds.append(
-            {
-                "sent_s": round(sent - begun, 2),
-                "there_s": round(arrived - begun, 2),
-                "answered_s": round(ended - opened, 2),
-                "before": before,
-                "full": full,
-                "full_at_callee": full_at_callee,
-                "after": _taken(),
-                "after_there": rpc.rpc_sync("worker1", _taken),
-            }
-        )
-    return {"rounds": rounds}
+    begun = time.monotonic()
+    futures = [rpc.rpc_async("worker1", _held, (n,), timeout=0) for n in range(calls)]
+    until(lambda: rpc.rpc_sync("worker1", _running) >= calls)
+    arrived = time.monotonic()
+    full = Taken.now()
+    for worker in ("worker1", "worker2"):  # the worker and other workers still answer calls
+        assert rpc.rpc_sync(worker, operator.add, (1, 1)) == 2
+    rpc.rpc_sync("worker1", _open_gate, timeout=0)
+    assert all(future.wait() == n + 1 for n, future in enumerate(futures))
+    assert not _agent().peer("worker1").pending
+    return {"arrived_s": round(arrived - begun, 2), "s": round(time.monotonic() - begun, 2), "full": full}
 
 
 @nightly
-def test_many_calls_in_flight_to_one_worker_end_and_leak_nothing() -> None:
+def test_many_calls_in_flight_to_one_worker_end() -> None:
     calls = 100_000 if NIGHTLY else 10_000
-    assert calls < MAX_PENDING
-    # Without the flight recorder, whose memory grows up to 32 768 records.
-    found = rpc_group(_in_flight, 3, calls, timeout=_LIMIT - 10, env={"ACTORRPC_RECORDER": "0"})[0]
-    second, last = found["rounds"][1], found["rounds"][-1]
-    for n, each in enumerate(found["rounds"]):
-        note(f"calls in flight, round {n}", {"calls": calls, **each})
-    for side in ("after", "after_there"):
-        assert last[side].descriptors <= second[side].descriptors + 2
-        of_threads = 50 * max(
-            0, last[side].threads - second[side].threads
-        )  # the pool may have grown meanwhile
-        assert last[side].objects <= second[side].objects + of_threads + calls // 100
-        # Memory of the first rounds is reused, as far as the allocator can.
-        assert last[side].rss_mb - second[side].rss_mb < 8 + calls / 2_000
-
-
-def _overfull(rank: int, world_size: int) -> None:
-    """Make more calls than may be in flight: callers wait until calls end, and every call ends."""
-    if rank:
-        return
-    extra = 100
-    futures: list[Any] = []
-    blocked = threading.Event()
-
-    def send() -> None:
-        for n in range(MAX_PENDING + extra):
-            if n == MAX_PENDING:
-                blocked.set()
-            futures.append(rpc.rpc_async("worker1", _held, (n,), timeout=0))
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    blocked.wait()
-    peer = _agent().peer("worker1")
-    _until(lambda: peer.window.waiting)
-    assert len(peer.pending) >= MAX_PENDING
-    assert rpc.rpc_sync("worker2", operator.add, (1, 1)) == 2
-    rpc.rpc_sync("worker2", _open_at, ("worker1",), timeout=0)
-    thread.join()
-    assert [future.wait() for future in futures] == [n + 1 for n in range(MAX_PENDING + extra)]
-
-
-def _open_at(worker: str) -> None:
-    rpc.rpc_sync(worker, _open_gate, timeout=0)
-
-
-@pytest.mark.skipif(not NIGHTLY, reason="131 172 calls in flight: nightly")
-@nightly
-def test_callers_wait_when_too_many_calls_are_in_flight() -> None:
-    rpc_group(_overfull, 3, timeout=300)
+    found = rpc_group(_in_flight, 3, calls, timeout=_LIMIT - 10)[0]
+    note("calls in flight", {"calls": calls, **found})
 
 
 # -- a slow consumer -------------------------------------------------------------------------------------------------
@@ -245,7 +115,7 @@ def _slow_consumer(
         )
     )
     sender.start()
-    _until(lambda: peer.window.waiting)  # the sender is blocked
+    until(lambda: peer.window.waiting)  # the sender is blocked
     slowed = Taken.now()
     charged = peer.window.charged
     assert charged <= window + 2 * size
@@ -260,7 +130,7 @@ def _slow_consumer(
     signals.say("consume")
     sender.join()
     assert [each.wait() for each in futures] == [size] * count
-    _until(lambda: peer.window.charged == 0)
+    until(lambda: peer.window.charged == 0)
     futures.clear()
     return {
         "sent_mb": count,
@@ -307,7 +177,7 @@ def _number(rref: rpc.RRef) -> int:
 
 
 def _references() -> tuple[int, dict[str, int], Taken]:
-    table = rpc.api._require().references.table  # type: ignore[attr-defined]
+    table = rpc.api.references().table  # type: ignore[attr-defined]
     return Thing.living, table.debug_info(), Taken.now()
 
 
@@ -328,7 +198,7 @@ def _make_and_drop(rank: int, world_size: int, total: int) -> dict[str, Any] | N
         assert [each.wait() for each in shared] == list(range(done, done + batch, 100))
         del rrefs, shared
         if done + batch in (total // 2, total):
-            _until(lambda: all(rpc.rpc_sync(f"worker{n}", _is_idle) for n in range(3)))
+            until(lambda: all(rpc.rpc_sync(f"worker{n}", _is_idle) for n in range(3)))
             rows.append((done + batch, _taken(), rpc.rpc_sync("worker1", _taken)))
     return {"took_s": round(time.monotonic() - begun, 2), "rows": rows}
 

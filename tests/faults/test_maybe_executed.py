@@ -28,6 +28,7 @@ from actorrpc.errors import (
 from actorrpc.futures import Future
 from actorrpc.transport.shared_memory import Lender
 from tests import certificates
+from tests.actors.e2e.kit import until
 from tests.agent.agents import agents
 
 _ran: list[int] = []
@@ -56,18 +57,25 @@ def _reset() -> Iterator[None]:
     _release.set()
 
 
-def _until(condition: Callable[[], Any]) -> None:
-    """Poll until the condition is true; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.002)
-
-
 def _crash(agent: Agent) -> None:
     for peer in agent.peers():
         for conn in list(peer.conns):
             with suppress(OSError):
                 conn.stream.shutdown(socket.SHUT_RDWR)
+
+
+def _hold_calls(agent: Agent) -> threading.Event:
+    """Make an agent start no call before `_release` is set; return the event that is set when a call has arrived."""
+    arrived = threading.Event()
+    execute = agent.pool._execute
+
+    def hold(task: Any) -> None:
+        arrived.set()
+        _release.wait()
+        execute(task)
+
+    agent.pool._execute = hold
+    return arrived
 
 
 def _time_out(a: Agent, b: Agent, future: Future[int]) -> None:
@@ -104,33 +112,20 @@ def test_maybe_executed_is_false_only_if_the_call_was_still_in_the_outbox(
         assert a.call_sync(a.peer("a1"), _note, (0,), {}, 0.0) == 0
         conn = a.peer("a1").conn
         assert conn is not None
-        arrived = threading.Event()
-        execute = b.pool._execute
-
-        def hold(task: Any) -> None:
-            arrived.set()
-            _release.wait()
-            execute(task)
-
-        if moment == "sent":
-            b.pool._execute = hold
+        arrived = _hold_calls(b) if moment == "sent" else _entered
         future: Future[int] = Future()
         if moment == "in the outbox":
             monkeypatch.setattr(conn, "flush", lambda *_: False)
         a.call(a.peer("a1"), _work, (1,), {}, 0.5 if way == "time-out" else 0.0, future=future)
-        if moment == "sent":
-            _until(lambda: arrived.is_set() or future.done())
-        elif moment == "started":
-            _until(lambda: _entered.is_set() or future.done())
+        if moment != "in the outbox":
+            until(lambda: arrived.is_set() or future.done())
         end(a, b, future)
         with pytest.raises(error) as caught:
             future.wait()
         monkeypatch.undo()
         assert caught.value.maybe_executed is (moment != "in the outbox")
         _release.set()
-    if moment == "in the outbox":
-        assert _ran == [0]
-    if moment == "started":
+    if moment != "sent":
         assert _ran == [0, *([1] if _entered.is_set() else [])]
 
 
@@ -152,7 +147,7 @@ def test_maybe_executed_is_right_if_another_thread_ends_the_call_during_serializ
                 a.close(0.05)
             else:
                 _crash(b)
-                _until(lambda: peer.state != "alive")
+                until(lambda: peer.state != "alive")
 
         def end_in_between(lender: Lender, spans: Any) -> Any:
             placed = place(lender, spans)
@@ -187,7 +182,7 @@ def test_maybe_executed_is_false_for_calls_refused_before_sending() -> None:
             a.call(a.peer("a1"), _note, (threading.Lock(),), {}, 0.0)
         assert not_serializable.value.maybe_executed is False
         b.close()
-        _until(lambda: a.peer("a1").state != "alive" or a.peer("a1").conn is None)
+        until(lambda: a.peer("a1").state != "alive" or a.peer("a1").conn is None)
         with pytest.raises(PeerDiedError) as dead:
             a.call_sync(a.peer("a1"), _note, (1,), {}, 0.0)
         assert dead.value.maybe_executed is False
@@ -202,15 +197,7 @@ def test_maybe_executed_is_false_for_late_and_cancelled_calls_that_the_callee_re
     """The call arrived after its time-out, or was cancelled while it was queued."""
     with agents(2) as (a, b):
         assert a.call_sync(a.peer("a1"), abs, (-1,), {}, 0.0) == 1
-        begun, go = threading.Event(), threading.Event()
-        execute = b.pool._execute
-
-        def hold(task: Any) -> None:
-            begun.set()
-            go.wait()
-            execute(task)
-
-        b.pool._execute = hold
+        begun = _hold_calls(b)
         refused: list[tuple[Any, RpcError]] = []
         refuse = b.executor.refuse
 
@@ -232,9 +219,9 @@ def test_maybe_executed_is_false_for_late_and_cancelled_calls_that_the_callee_re
         begun.wait()
         assert given_up.cancel()
         a.flush()
-        _until(lambda: call.id in b.peer("a0").cancelled)
-        go.set()
-        _until(lambda: len(refused) >= 2)
+        until(lambda: call.id in b.peer("a0").cancelled)
+        _release.set()
+        until(lambda: len(refused) >= 2)
         assert {type(error) for _, error in refused} <= {RpcTimeoutError, CancelledError}
         assert {error.maybe_executed for _, error in refused} == {False}
         assert _ran == []
@@ -251,7 +238,7 @@ def test_maybe_executed_is_false_for_calls_refused_without_a_free_thread(
             a.call(a.peer("a1"), _work, (number,), {}, 0.0, future=future)
             a.flush()
             futures.append(future)
-        _until(lambda: any(each.done() for each in futures))
+        until(lambda: any(each.done() for each in futures))
         with pytest.raises(DeadlockError) as caught:
             next(each for each in futures if each.done()).wait()
         assert caught.value.maybe_executed is False
@@ -284,7 +271,7 @@ def test_maybe_executed_is_false_for_a_nested_call_after_the_outer_call_was_canc
         _entered.wait()
         future.cancel()
         a.flush()
-        _until(lambda: all(each.cancelled for each in b.peer("a0").running.values()))
+        until(lambda: all(each.cancelled for each in b.peer("a0").running.values()))
         _release.set()
         done.wait()
         _outer.clear()

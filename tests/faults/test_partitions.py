@@ -1,4 +1,5 @@
-"""Network partitions: a group split and healed, the driver or the store cut off, one-way reachability.
+"""Groups on several hosts, and network partitions: a group split and healed, the driver or the store cut off, one-way
+reachability.
 
 A silent peer is declared dead after `heartbeat` times `heartbeat_misses` (here 0.2 s times 5, by default 10 s), whether or not
 calls to it are in flight, and this incarnation stays dead. If no connection can be opened, calls end by their own time-outs,
@@ -10,19 +11,20 @@ The ranks of a test synchronise through files (`network.signals`), which need no
 from __future__ import annotations
 
 import operator
+import socket
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import actorrpc
-from actorrpc import rpc
+from actorrpc import autograd, rpc
 from actorrpc.errors import ActorError, PeerDiedError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.group import group as group_module
+from tests.actors.e2e.kit import until
 from tests.faults.figures import NIGHTLY, note
 from tests.faults.hosts import Network, host_group, needs_hosts
 
@@ -60,14 +62,7 @@ def _add(a: int, b: int) -> int:
 
 
 def _state(name: str) -> str:
-    return str(rpc.api._require().agent.peer(name).state)  # type: ignore[attr-defined]
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Poll until the condition is true; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)
+    return str(rpc.api.group().agent.peer(name).state)  # type: ignore[attr-defined]
 
 
 def _fails_with_peer_died(future: Future[Any], worker: str) -> PeerDiedError:
@@ -81,6 +76,53 @@ def _calls_work(*workers: str) -> None:
     for each in workers:
         for n in range(10):
             assert rpc.rpc_sync(each, operator.add, (n, 1)) == n + 1
+
+
+# -- no fault --------------------------------------------------------------------------------------------------------
+
+# Inline; the least size for shared memory on one host; several chunks; many chunks.
+_SIZES = (100, 64 << 10, 3 << 20, 24 << 20)
+
+
+def _host_name() -> str:
+    return socket.gethostname()
+
+
+def _connections() -> dict[str, bool]:
+    agent = rpc.api.group().agent  # type: ignore[attr-defined]
+    return {peer.name: conn.local for peer in agent.peers() for conn in peer.conns}
+
+
+def _call_all(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    names = [f"worker{n}" for n in range(world_size)]
+    assert [rpc.rpc_sync(name, _host_name) for name in names] == ["a", "b", "c", "b"]
+    for through in names[1:]:
+        for to in names:
+            assert rpc.rpc_sync(through, rpc.rpc_sync, (to, operator.add, (1, 2))) == 3
+    # Unix sockets on one host, TCP between hosts.
+    assert rpc.rpc_sync("worker1", _connections) == {"worker0": False, "worker2": False, "worker3": True}
+    for size in _SIZES:
+        tensor = torch.arange(size // 4, dtype=torch.int32)
+        for each in [
+            rpc.rpc_async(name, torch.mul, (tensor, 2)) for name in ("worker1", "worker2", "worker2")
+        ]:
+            assert torch.equal(each.wait(), tensor * 2)
+        # Forwarded from host a to b to c and back.
+        forwarded = rpc.rpc_sync("worker1", rpc.rpc_sync, ("worker2", torch.mul, (tensor, 2)))
+        assert torch.equal(forwarded, tensor * 2)
+    x = torch.ones(4, requires_grad=True)
+    with autograd.context() as context:
+        y = rpc.rpc_sync("worker2", torch.mul, (rpc.rpc_sync("worker1", torch.mul, (x, 2)), 3))
+        autograd.backward(context, [y.sum()])
+        assert torch.equal(autograd.get_gradients(context)[x], torch.full((4,), 6.0))
+
+
+@pytest.mark.parametrize("family", ["ipv4", "ipv6"])
+def test_calls_tensors_and_gradients_work_between_three_hosts(family: str) -> None:
+    with Network("a", "b", "c", ipv4=family == "ipv4", ipv6=family == "ipv6") as network:
+        host_group(_call_all, network, ["a", "b", "c", "b"])
 
 
 # -- split and healed ------------------------------------------------------------------------------------------------
@@ -126,93 +168,6 @@ def _split(rank: int, world_size: int, network: Network, how: str) -> None:
 def test_after_a_split_each_side_declares_the_other_dead_and_keeps_working(how: str) -> None:
     with Network("a", "b", "c") as network:
         host_group(_split, network, ["a", "b", "c"], network, how, options=_TUNED)
-
-
-def _asymmetric(rank: int, world_size: int, network: Network) -> None:
-    meet = network.signals.meet
-    other = f"worker{1 - rank}"
-    _calls_work(other)
-    held = rpc.rpc_async(other, _block, timeout=0)
-    _wait_until_blocked(1)
-    meet("under way", rank, world_size)
-    if rank == 0:
-        network.lose("b", "a")  # a receives nothing from b; b still receives from a
-    meet("lost", rank, world_size)
-    _fails_with_peer_died(held, other)
-    meet("all know", rank, world_size)
-    if rank == 0:
-        network.find("b", "a")
-    meet("found", rank, world_size)
-    with pytest.raises(PeerDiedError):
-        rpc.rpc_sync(other, operator.add, (1, 1))
-    _release_blocked_calls()
-
-
-def test_workers_whose_link_loses_one_direction_declare_each_other_dead() -> None:
-    with Network("a", "b") as network:
-        host_group(_asymmetric, network, ["a", "b"], network, options=_TUNED)
-
-
-def _negate(worker: str, results: list[Any]) -> None:
-    results.append(rpc.rpc_sync(worker, torch.neg, (torch.ones(500_000),)))
-
-
-def _short_splits(rank: int, world_size: int, network: Network) -> None:
-    meet = network.signals.meet
-    other = f"worker{1 - rank}"
-    _calls_work(other)
-    futures = []
-    for n in range(3):
-        meet(f"before {n}", rank, world_size)
-        if rank == 0:
-            network.split("a")
-        meet(f"split {n}", rank, world_size)
-        # All calls are sent during the split, the large one in its middle.
-        futures = [rpc.rpc_async(other, operator.add, (n, each)) for each in range(20)]
-        # Sending a large tensor blocks, so use a separate thread.
-        large: list[Any] = []
-        thread = threading.Thread(target=_negate, args=(other, large))
-        thread.start()
-        meet(f"called {n}", rank, world_size)
-        if rank == 0:
-            network.heal()
-        assert [each.wait() for each in futures] == [n + each for each in range(20)]
-        thread.join()
-        assert torch.equal(large[0], -torch.ones(500_000))
-        assert _state(other) == "alive"
-
-
-def test_a_split_shorter_than_the_heartbeat_limit_loses_no_call() -> None:
-    with Network("a", "b") as network:
-        host_group(_short_splits, network, ["a", "b"], network, options={"heartbeat": 2.0})
-
-
-def _never_connected(rank: int, world_size: int, network: Network) -> None:
-    """Calls to a worker that cannot be dialled end by their time-outs, with maybe_executed False."""
-    meet = network.signals.meet
-    meet("begun", rank, world_size)
-    if rank == 0:
-        network.split("c")
-    meet("split", rank, world_size)
-    if rank == 1:
-        with pytest.raises(_ENDS) as caught:
-            rpc.rpc_sync("worker2", operator.add, (1, 1), timeout=0.5)
-        assert caught.value.maybe_executed is False
-        with pytest.raises(_ENDS):
-            rpc.rpc_async("worker2", operator.add, (1, 1), timeout=0.5).wait()
-        with pytest.raises(_ENDS):
-            rpc.remote("worker2", operator.add, (1, 1), timeout=0.5).to_here(timeout=0.5)
-    meet("tried", rank, world_size)
-    if rank == 0:
-        network.heal()
-    meet("healed", rank, world_size)
-    if rank == 1:
-        _calls_work("worker2")  # worker2 was not declared dead
-
-
-def test_calls_that_cannot_connect_during_a_split_time_out_and_work_after_it() -> None:
-    with Network("a", "b", "c") as network:
-        host_group(_never_connected, network, ["a", "b", "c"], network, options=_TUNED)
 
 
 # -- the driver cut off ----------------------------------------------------------------------------------------------
@@ -278,22 +233,18 @@ def _driver(rank: int, world_size: int, network: Network, idle: bool) -> None:
     if not idle:
         with pytest.raises(_ENDS):
             rpc.rpc_sync("worker0", operator.add, (1, 1))
-    _until(lambda: Thing.living == 0)  # the workers release values that only the driver referred to
+    until(lambda: Thing.living == 0)  # the workers release values that only the driver referred to
     assert _state("worker0") == "dead"
     signals.say(f"freed-{rank}")
     _calls_work(other)
     _release_blocked_calls()
 
 
-def test_workers_release_the_references_of_a_driver_that_is_cut_off_and_keep_working() -> None:
+@pytest.mark.parametrize("idle", [False, True])
+def test_workers_release_the_references_of_a_driver_that_is_cut_off_and_keep_working(idle: bool) -> None:
     """Calls on both sides fail, the workers release the driver's references and keep working, and all can shut down."""
     with Network("a", "b", "c") as network:
-        host_group(_driver, network, ["a", "b", "c"], network, False, options=_TUNED)
-
-
-def test_workers_release_the_references_of_an_idle_driver_that_is_cut_off() -> None:
-    with Network("a", "b", "c") as network:
-        host_group(_driver, network, ["a", "b", "c"], network, True, options=_TUNED, timeout=20)
+        host_group(_driver, network, ["a", "b", "c"], network, idle, options=_TUNED)
 
 
 # -- the store cut off -----------------------------------------------------------------------------------------------
@@ -397,27 +348,6 @@ def _fetch_with_timeout(rref: rpc.RRef) -> Any:
 def test_a_worker_that_cannot_be_dialled_is_called_over_connections_that_it_opened() -> None:
     with Network("a", "b", "c") as network:
         host_group(_hidden, network, ["a", "b", "c"], network, 1, options=_TUNED, advertise={1: _NOWHERE})
-
-
-def _shut_down_in_order(rank: int, world_size: int, network: Network) -> None:
-    """Do nothing; worker0 shuts down last, so the others try to dial it for the barrier of `shutdown`."""
-    if rank == 0:
-        network.signals.wait("others leave")
-    elif rank == world_size - 1:
-        network.signals.say("others leave")
-
-
-def test_shutdown_ends_if_worker0_cannot_be_dialled() -> None:
-    with Network("a", "b", "c") as network:
-        host_group(
-            _shut_down_in_order,
-            network,
-            ["a", "b", "c"],
-            network,
-            options=_TUNED,
-            advertise={0: _NOWHERE},
-            timeout=45,
-        )
 
 
 def _time_of_shutdown_while_split(rank: int, world_size: int, network: Network) -> float:

@@ -12,7 +12,6 @@ import operator
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from actorrpc.testing import drop
 from actorrpc.testing.message_types import ANSWER, CONTROL, MESSAGES
 from actorrpc.wire import keys
 from tests.faults.figures import NIGHTLY, note
+from tests.faults.hosts import Signals
 from tests.harness.every_message import Keeper
 from tests.harness.kill_points import POINTS, KillPointError, kill_at
 from tests.ranks import run_group
@@ -46,7 +46,7 @@ _SLEEP = 0.3
 Case = tuple[str, str, str]  # use of worker1, fault, kill point or message type
 
 
-# At this point there is no group yet, so this point has a separate test below.
+# At this point there is no group yet: the others would wait for worker1 until the time-out for joining.
 _WITHOUT_A_GROUP = "join.listening"
 
 
@@ -88,22 +88,6 @@ def _forward(rref: Any, to: str) -> None:
 
 def _forget() -> None:
     _held.clear()
-
-
-class _Signals:
-    def __init__(self, directory: str) -> None:
-        self._directory = Path(directory)
-
-    def set(self, name: str) -> None:
-        (self._directory / name).touch()
-
-    def is_set(self, name: str) -> bool:
-        return (self._directory / name).exists()
-
-    def wait(self, name: str) -> None:
-        pause = threading.Event()
-        while not self.is_set(name):
-            pause.wait(0.005)
 
 
 def _ends(wait: Callable[[], Any], outcomes: list[str]) -> Any:
@@ -190,7 +174,7 @@ def _member(rank: int, world_size: int, directory: str, cases: Sequence[Case]) -
     cell, role = divmod(rank, 3)
     use, action, where = cases[cell]
     place = f"{directory}/{cell}"
-    signals = _Signals(place)
+    signals = Signals(Path(place))
     options = rpc.RpcBackendOptions(
         init_method=f"file://{place}/store", heartbeat=_HEARTBEAT, rpc_timeout=_TIMEOUT
     )
@@ -212,7 +196,7 @@ def _member(rank: int, world_size: int, directory: str, cases: Sequence[Case]) -
         signals.wait("over")
         outcomes: list[str] = []
         _ends(lambda: rpc.shutdown(timeout=20.0), outcomes)
-        signals.set(f"{role} has left")
+        signals.say(f"{role} has left")
         if fault is not None:
             fault.stop()
         return outcomes
@@ -222,7 +206,7 @@ def _member(rank: int, world_size: int, directory: str, cases: Sequence[Case]) -
     for _ in range(10):
         assert rpc.rpc_sync("worker2", operator.add, (1, 2), timeout=20.0) == 3
         assert rpc.rpc_sync("worker2", rpc.rpc_sync, ("worker0", operator.add, (1, 2)), timeout=20.0) == 3
-    signals.set("over")
+    signals.say("over")
     _ends(lambda: rpc.shutdown(timeout=20.0), outcomes)
     signals.wait("2 has left")
     pid = int((Path(place) / "pid").read_text())
@@ -236,46 +220,6 @@ def _is_stopped(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
     except OSError:
         return False
-
-
-_JOIN_S = 1.5
-
-
-def _join_with_a_fault(rank: int, world_size: int, directory: str, actions: Sequence[str]) -> Any:
-    cell, role = divmod(rank, 3)
-    place = Path(directory) / str(cell)
-    rpc.api._JOIN_TIMEOUT = _JOIN_S  # type: ignore[attr-defined]
-    if role == 1:
-        (place / "pid").write_text(str(os.getpid()))
-        kill_at(_WITHOUT_A_GROUP, action=actions[cell]).start()
-    options = rpc.RpcBackendOptions(init_method=f"file://{place}/store")
-    try:
-        rpc.init_rpc(f"worker{role}", rank=role, world_size=3, rpc_backend_options=options)
-    except (RpcError, KillPointError) as error:
-        failed = error
-    assert not rpc.is_initialized()
-    if role == 0 and actions[cell] == "stop":
-        os.kill(int((place / "pid").read_text()), signal.SIGKILL)
-    return type(failed).__name__, str(failed)
-
-
-@pytest.mark.limit(100)
-def test_a_worker_that_fails_while_joining_is_named_in_the_errors_of_the_others(tmp_path: Path) -> None:
-    """They raise RendezvousError with the missing rank when the time-out for joining expires."""
-    actions = ("kill", "stop", "raise") if NIGHTLY else ("kill",)
-    for number in range(len(actions)):
-        (tmp_path / str(number)).mkdir()
-    mortal = [3 * number + 1 for number, action in enumerate(actions) if action != "raise"]
-    found = run_group(
-        _join_with_a_fault, 3 * len(actions), str(tmp_path), actions, may_die=mortal, timeout=80
-    )
-    keys.sweep()
-    if "raise" in actions:
-        assert found[7][0] == "KillPointError"
-    for rank in [rank for rank in range(3 * len(actions)) if rank % 3 != 1]:
-        name, text = found[rank]
-        assert name == "RendezvousError", (rank, text)
-        assert "1" in text.partition("missing: rank")[2], (rank, text)
 
 
 def _chosen() -> list[list[Case]]:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgpack
@@ -30,12 +31,13 @@ from actorrpc.testing import processes
 from actorrpc.testing.message_types import ANSWER, CONTROL, MESSAGES, NOTICES
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame
+from tests.actors.e2e.kit import until
 from tests.agent.agents import Stranger, agents
 from tests.agent.test_mail import Router
-from tests.agent.test_resumption import behind
 from tests.faults.figures import NIGHTLY
 from tests.harness.every_message import everything
 from tests.harness.kill_points import POINTS, kill_at
+from tests.intruders.doors import tcp_agents
 from tests.ranks import run_group
 
 _NO_KINDS = {"LAST_KIND", "CAST", "LATE", "MAIL", "OBJECTS", "RESERVED", "STOP", "STREAM", "UNREAD"}
@@ -45,13 +47,6 @@ KINDS = {
     if name in frames.__all__ and isinstance(value, int) and name not in _NO_KINDS
 }
 """Every kind of frame, by number."""
-
-
-def _until(condition: Callable[[], Any]) -> None:
-    """Poll until the condition is true; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.002)
 
 
 class Repeater:
@@ -72,7 +67,7 @@ class Repeater:
         repeater, fed = self, self._fed
 
         def fed_twice(reader: FrameReader, count: int) -> list[Frame]:
-            return repeater._double(reader, fed(reader, count))
+            return repeater.double(reader, fed(reader, count))
 
         FrameReader.fed = fed_twice  # type: ignore[method-assign]
         FrameReader.straight = False
@@ -82,7 +77,7 @@ class Repeater:
         FrameReader.fed = self._fed  # type: ignore[method-assign]
         FrameReader.straight = True
 
-    def _double(self, reader: FrameReader, found: list[Frame]) -> list[Frame]:
+    def double(self, reader: FrameReader, found: list[Frame]) -> list[Frame]:
         made: list[Frame] = []
         kept = self._kept.setdefault(reader, [])
         for frame in found:
@@ -180,37 +175,24 @@ def _exchange(a: Agent, b: Agent) -> list[Any]:
     held.append(_begin(a, b, _hold, ("held", 3), torch.zeros(400_000)))
     for _ in held:
         _entered.acquire()
-    _until(
-        lambda: a.peer(b.name).window.charged == 0
-    )  # CREDIT for running calls arrives before their answers
+    until(lambda: a.peer(b.name).window.charged == 0)  # CREDIT for running calls arrives before their answers
     results += [each.cancel() for each in held[:3]]
     _gate.set()
     results.append(held[3].wait())
     a.notify(a.peer(b.name), "notices", b"news")
     results += [_sync(a, b, _note, ("last", number), number) for number in range(12)]
-    _until(lambda: notices)
-    _until(lambda: not b.peer(a.name).running)
+    until(lambda: notices)
+    until(lambda: not b.peer(a.name).running)
     assert not a.peer(b.name).pending
     assert a.peer(b.name).window.charged == 0
     return [*results, set(notices)]
 
 
-def _transports() -> dict[str, Callable[[], Any]]:
-    chunks = {"lane": False, "chunk": 1 << 16}
-
-    def over_tcp() -> Any:
-        return behind(each=(chunks, chunks))
-
-    return {
-        "lane": lambda: agents(2, heartbeat=0.1),
-        "chunks": lambda: agents(2, heartbeat=0.1, lane=False),
-        "tcp": over_tcp,
-    }
-
-
-def _pair(made: Any) -> tuple[Agent, Agent]:
-    a, b = made[0] if isinstance(made, tuple) else made
-    return a, b
+_WAYS: dict[str, Callable[[], AbstractContextManager[list[Agent]]]] = {
+    "lane": lambda: agents(2, heartbeat=0.1),
+    "chunks": lambda: agents(2, heartbeat=0.1, lane=False),
+    "tcp": lambda: tcp_agents(2, lane=False, chunk=1 << 16),
+}
 
 
 # Kinds of frames that `_exchange` does not send; tests below send them.
@@ -232,15 +214,14 @@ def without_duplicates() -> Any:
 
 @pytest.mark.limit(120)
 @pytest.mark.parametrize("late", [0, 7])
-@pytest.mark.parametrize("way", ["lane", "chunks", "tcp"])
+@pytest.mark.parametrize("way", _WAYS)
 def test_duplicated_frames_change_no_result_and_run_no_call_twice(
     way: str, late: int, without_duplicates: Any
 ) -> None:
     kinds = frozenset(KINDS) - {frames.INTRO, frames.CHUNK if late else frames.INTRO}
     with Repeater(kinds, late=late) as repeater:
         _ran.clear()
-        with _transports()[way]() as made:
-            a, b = _pair(made)
+        with _WAYS[way]() as (a, b):
             results = _exchange(a, b)
             assert a.peer(b.name).state == b.peer(a.name).state == "alive"
     assert (results, _ran) == without_duplicates
@@ -252,8 +233,8 @@ def test_every_kind_of_frame_is_sent_by_a_test() -> None:
     """A new kind of frame must be sent by `_exchange`, or by a test below."""
     with Repeater(frozenset(KINDS) - {frames.INTRO}) as repeater:
         for way in ("lane", "tcp"):
-            with _transports()[way]() as made:
-                _exchange(*_pair(made))
+            with _WAYS[way]() as (a, b):
+                _exchange(a, b)
     assert set(KINDS.values()) - {KINDS[kind] for kind in repeater.repeated} <= _SENT_BY_OTHER_TESTS
 
 
@@ -338,15 +319,25 @@ def _doubled(rank: int, world_size: int, store: str, late: int) -> dict[str, int
 @pytest.mark.limit(90)
 @pytest.mark.parametrize("late", [0, 3] if NIGHTLY else [0])
 def test_duplicated_messages_of_every_type_are_executed_once(late: int) -> None:
-    """`everything` checks values, gradients and references."""
+    """`everything` checks values, gradients and references; it must reach every point and send every type of message."""
     store = f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store"
     each = run_group(_doubled, 3, store, late)
     total = {point: sum(counts[point] for counts in each) for point in POINTS}
+    # No actor of the program restarts.
+    assert {point for point, count in total.items() if not count} == {"actor.restoring"}
+    for counts in each:
+        for point in (
+            "join.listening",
+            "join.met",
+            "shutdown.called",
+            "shutdown.together",
+            "shutdown.closed",
+        ):
+            assert counts[point] == 1
     for type in MESSAGES:
         if type == ANSWER:
             continue
         sent = total[f"{type}.sent"]
-        assert sent, f"{type} has no case: have tests/harness/every_message.py send one"
         if type in NOTICES:
             # Notices are handled twice. The last rref_delete may still be on its way when its worker counts.
             least = 0 if type == "rref_delete" else sent

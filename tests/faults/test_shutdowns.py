@@ -24,7 +24,9 @@ from actorrpc._stacks import top_frame
 from actorrpc.errors import ActorError, PeerDiedError, RpcError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.wire import keys
+from tests.actors.e2e.kit import until
 from tests.faults.figures import NIGHTLY, note
+from tests.faults.hosts import Signals
 from tests.harness.proxy import FaultProxy
 from tests.ranks import run_group
 
@@ -40,30 +42,10 @@ _released = threading.Event()
 _entered = threading.Semaphore(0)
 
 
-def _until(condition: Callable[[], Any]) -> None:
-    """Poll until the condition is true; bounded by the test's limit."""
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.005)
-
-
 def _hold(seconds: float) -> str:
     _entered.release()
     _released.wait(seconds)
     return "held"
-
-
-class _Signals:
-    """Synchronises the members of a cell through files, whatever the state of their group."""
-
-    def __init__(self, directory: str) -> None:
-        self._directory = Path(directory)
-
-    def set(self, name: str) -> None:
-        (self._directory / name).touch()
-
-    def wait(self, name: str) -> None:
-        _until((self._directory / name).exists)
 
 
 def _pid_of(name: str) -> int:
@@ -74,7 +56,7 @@ def _member(rank: int, world_size: int, directory: str, cells: Sequence[Cell]) -
     cell, role = divmod(rank, 3)
     state, mode = cells[cell]
     place = f"{directory}/{cell}"
-    signals = _Signals(place)
+    signals = Signals(Path(place))
     options: dict[str, Any] = {} if _HEARTBEAT is None else {"heartbeat": _HEARTBEAT}
     with contextlib.ExitStack() as stack:
         proxy = None
@@ -91,13 +73,13 @@ def _member(rank: int, world_size: int, directory: str, cells: Sequence[Cell]) -
         return _shut_down_and_report(role, state, mode, signals)
 
 
-def _faulty_worker(state: str, mode: str, signals: _Signals, proxy: FaultProxy | None) -> None:
+def _faulty_worker(state: str, mode: str, signals: Signals, proxy: FaultProxy | None) -> None:
     """Run worker2, which has the fault."""
     signals.wait("1 is ready")
     signals.wait("0 is ready")
     if state == "left":
         rpc.shutdown(graceful=False)
-        signals.set("2 is ready")
+        signals.say("2 is ready")
         return
     if state == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -106,15 +88,15 @@ def _faulty_worker(state: str, mode: str, signals: _Signals, proxy: FaultProxy |
         _released.wait()
     if proxy is not None:
         proxy.stall()
-        signals.set("2 is ready")
+        signals.say("2 is ready")
         _released.wait()  # worker0 kills this process
-    signals.set("2 is ready")
+    signals.say("2 is ready")
     if state == "passive" or mode in ("forced", "ctrl-c"):
         signals.wait("0 has left")
     rpc.shutdown()
 
 
-def _shut_down_and_report(role: int, state: str, mode: str, signals: _Signals) -> dict[str, Any] | None:
+def _shut_down_and_report(role: int, state: str, mode: str, signals: Signals) -> dict[str, Any] | None:
     """Shut down as worker0 or worker1; worker0 returns a report."""
     pid = _pid_of("worker2")
     calls: list[Future[Any]] = []
@@ -124,9 +106,9 @@ def _shut_down_and_report(role: int, state: str, mode: str, signals: _Signals) -
             calls.append(rpc.rpc_async(name, _hold, (0.3 if mode == "graceful" else 30.0,), timeout=0))
     elif state != "idle":
         calls.append(rpc.rpc_async("worker2", _hold, (30.0,), timeout=0))
-    signals.set(f"{role} is ready")
+    signals.say(f"{role} is ready")
     if state == "stopped":
-        _until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        until(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
     elif state != "killed":
         signals.wait("2 is ready")
     if role == 1:
@@ -137,7 +119,7 @@ def _shut_down_and_report(role: int, state: str, mode: str, signals: _Signals) -
         return None
     begun, error = _shut_down(mode)
     took = time.monotonic() - begun
-    signals.set("0 has left")
+    signals.say("0 has left")
     assert not rpc.is_initialized()
     ends = _ends(calls)
     if state in ("stopped", "cut off"):
@@ -150,19 +132,19 @@ def _ends(calls: list[Future[Any]]) -> set[str]:
     return {type(each.exception()).__name__ for each in calls}
 
 
-def _shut_down(mode: str) -> tuple[float, BaseException | None]:
-    """Call shutdown; return the time of its start (or of Ctrl-C) and its error."""
+def _shut_down(mode: str, shutdown: Callable[..., None] = rpc.shutdown) -> tuple[float, BaseException | None]:
+    """Call ``shutdown``; return the time of its start (or of Ctrl-C) and its error."""
     begun = time.monotonic()
     try:
         if mode == "graceful":
-            rpc.shutdown()
+            shutdown()
         elif mode == "timeout":
-            rpc.shutdown(timeout=_TIMEOUT)
+            shutdown(timeout=_TIMEOUT)
         elif mode == "forced":
-            rpc.shutdown(graceful=False)
+            shutdown(graceful=False)
         else:
             with _ctrl_c() as when:
-                rpc.shutdown()
+                shutdown()
     except (RpcError, KeyboardInterrupt) as error:
         return (when[0] if mode == "ctrl-c" else begun), error
     return begun, None
@@ -241,33 +223,6 @@ def test_shutdown_of_a_group_ends_in_every_state_and_mode(cells: list[Cell], tmp
     _check(tmp_path, cells)
 
 
-def _passive(rank: int, world_size: int, directory: str) -> bool:
-    """worker0 waits in `shutdown` until worker1 calls it, too."""
-    signals = _Signals(directory)
-    options = rpc.RpcBackendOptions(init_method=f"file://{directory}/store")
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
-    if rank:
-        # worker0 waits in `shutdown`, and still serves calls.
-        _until(lambda: rpc.rpc_sync("worker0", _is_leaving))
-        for number in range(200):
-            assert rpc.rpc_sync("worker0", abs, (-number,)) == number
-        assert rpc.rpc_sync("worker0", _is_leaving)
-        signals.set("over")
-        rpc.shutdown()
-        return True
-    rpc.shutdown()
-    return (Path(directory) / "over").exists()
-
-
-def _is_leaving() -> bool:
-    barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
-    return "worker0" in barrier._reached.get(0, ())
-
-
-def test_graceful_shutdown_waits_until_every_worker_calls_it(tmp_path: Path) -> None:
-    assert run_group(_passive, 2, str(tmp_path)) == [True, True]
-
-
 # -- the embedded cluster ------------------------------------------------------------------------------------
 
 
@@ -292,28 +247,13 @@ def _cluster(rank: int, world_size: int, cells: Sequence[Cell]) -> list[dict[str
             refs = [handle.hold.remote() for handle in handles]
         if state in ("killed", "stopped"):
             os.kill(pids[0], signal.SIGKILL if state == "killed" else signal.SIGSTOP)
-        begun = time.monotonic()
-        error: BaseException | None = None
-        try:
-            if mode == "graceful":
-                actorrpc.shutdown()
-            elif mode == "timeout":
-                actorrpc.shutdown(timeout=_TIMEOUT)
-            elif mode == "forced":
-                actorrpc.shutdown(graceful=False)
-            else:
-                with _ctrl_c() as when:
-                    actorrpc.shutdown()
-        except (RpcError, KeyboardInterrupt) as raised:
-            error = raised
-        if mode == "ctrl-c" and error is not None:
-            begun = when[0]
+        begun, error = _shut_down(mode, actorrpc.shutdown)
         took = time.monotonic() - begun
         assert not actorrpc.is_initialized()
         for ref in refs:
             with pytest.raises((ActorError, ShutdownError, PeerDiedError)):  # not a time-out
                 actorrpc.get(ref, timeout=20)
-        _until(lambda pids=pids: not any(_runs(pid) for pid in pids))
+        until(lambda pids=pids: not any(_runs(pid) for pid in pids))
         reports.append({"took": took, "error": type(error).__name__})
         del refs, handles
     return reports

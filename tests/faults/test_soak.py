@@ -21,10 +21,10 @@ import pytest
 import torch
 
 import actorrpc
-from actorrpc.agent import peers
 from actorrpc.agent.peers import KEPT
 from actorrpc.errors import ActorError, DeadlockError, PeerDiedError, RemoteError
 from actorrpc.testing import processes
+from tests.actors.e2e.kit import until
 from tests.faults.figures import NIGHTLY, Taken, note
 
 _SECONDS = 60 * float(os.environ.get("ACTORRPC_SOAK_MINUTES", "30")) if NIGHTLY else 6.0
@@ -166,12 +166,6 @@ def _kill_one(seed: random.Random, actors: list[Any]) -> str:
     return "process"
 
 
-def _until(condition: Any) -> None:
-    pause = threading.Event()
-    while not condition():
-        pause.wait(0.01)
-
-
 @pytest.mark.limit(_SECONDS + 150)
 def test_calls_end_and_nothing_leaks_while_actors_and_processes_are_killed() -> None:
     seed = random.Random(6)
@@ -210,7 +204,7 @@ def test_calls_end_and_nothing_leaks_while_actors_and_processes_are_killed() -> 
             note("soak, so far", rows[-1])
         for actor in actors:
             actorrpc.kill(actor)
-        _until(lambda: all(row.state == "DEAD" for row in actorrpc.list_actors()))
+        until(lambda: all(row.state == "DEAD" for row in actorrpc.list_actors()))
         del actors, actor
         gc.collect()
     note(
@@ -237,73 +231,6 @@ def test_calls_end_and_nothing_leaks_while_actors_and_processes_are_killed() -> 
     kills = sum(killed.values())
     assert rows[-1]["taken"].objects - rows[0]["taken"].objects < 5000 + 100 * min(kills, KEPT) + 20 * kills
     assert rows[-1]["taken"].rss_mb - rows[0]["taken"].rss_mb < 30 + _SECONDS / 60
-
-
-# -- objects left by each killed process ------------------------------------------------------------------------
-
-# Bounded leftovers of each dead process: reports of its death for later questions, and pending timers.
-_DEATH_RECORDS = {"_EndOfPeer", "DeathReport", "PeerDiedError", "WorkerKey", "Timer"}
-
-
-@actorrpc.remote(max_restarts=-1, restart_backoff_s=0.01)
-class _Victim:
-    def pid(self) -> int:
-        return os.getpid()
-
-
-def _restart_all(actors: list[Any]) -> None:
-    """Kill the processes of all actors, and wait until each actor runs in a new process."""
-    pids = [actorrpc.get(actor.pid.remote(), timeout=_BOUND) for actor in actors]
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-
-    def is_back(actor: Any, old: int) -> bool:
-        try:
-            return bool(actorrpc.get(actor.pid.remote(), timeout=_BOUND) != old)
-        except _DEATHS:
-            return False
-
-    for actor, pid in zip(actors, pids, strict=True):
-        _until(lambda actor=actor, pid=pid: is_back(actor, pid))
-
-
-def _package_objects() -> Counter[str]:
-    gc.collect()
-    kinds = Counter(type(each) for each in gc.get_objects())
-    # A class may define a descriptor named `__module__`, hence str().
-    return Counter(
-        {
-            kind.__qualname__: count
-            for kind, count in kinds.items()
-            if str(kind.__module__).startswith("actorrpc.")
-        }
-    )
-
-
-@pytest.mark.limit(60)
-def test_killed_processes_leave_only_short_death_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "KEPT", 2)  # so that few kills show the effect of many
-    with actorrpc.init(log_to_driver=False):
-        actors = [_Victim.remote() for _ in range(4)]
-        _restart_all(actors)
-        before = _package_objects()
-        for _ in range(3):
-            _restart_all(actors)
-        grown: dict[str, int] = {}
-
-        def settled() -> bool:
-            nonlocal grown
-            grown = {
-                name: more
-                for name, more in (_package_objects() - before).items()
-                if name not in _DEATH_RECORDS
-            }
-            return all(more < 10 for more in grown.values())  # of 12 kills; some may be in progress
-
-        try:
-            _until(settled)
-        finally:
-            note("left by 12 kills", {"objects": grown})
 
 
 def _answers(actor: Any, number: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from typing import Any
 
 import torch
@@ -17,15 +16,13 @@ __all__ = ["Keeper", "everything"]
 
 
 class Keeper:
-    """An actor that keeps its state over restarts."""
+    """An actor whose state is kept."""
 
     def __init__(self) -> None:
         self.number = 0
 
     def add(self, number: int) -> int:
-        """Add to the state; 13 ends the process."""
-        if number == 13:
-            os._exit(1)
+        """Add to the state."""
         self.number += number
         return self.number
 

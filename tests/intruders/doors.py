@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from actorrpc.agent.agent import Agent
@@ -27,9 +27,17 @@ def tcp_agents(
     key: Key = KEY,
     host: str = "127.0.0.1",
     each: Sequence[dict[str, Any]] | None = None,
+    keys: Sequence[Key] = (),
+    through: Callable[[tuple[str, int]], tuple[str, int]] = lambda address: address,
     **settings: Any,
 ) -> Iterator[list[Agent]]:
-    """Run agents named a0, a1, ... that call each other over TCP only; ``each`` contains the settings of each agent."""
+    """Run agents named a0, a1, ... that call each other over TCP only.
+
+    Args:
+        each: settings of the single agents.
+        keys: keys of the single agents.
+        through: maps the address of each agent to the address that it announces.
+    """
     records: dict[str | int, WorkerRecord] = {}
     with contextlib.ExitStack() as stack:
         made: list[Agent] = []
@@ -41,14 +49,14 @@ def tcp_agents(
                 rank=rank,
                 incarnation=new_incarnation(),
                 host=host_identity(),
-                tcp=(listener.getsockname()[:2],),
+                tcp=(through(listener.getsockname()[:2]),),
                 pid=os.getpid(),
             )
             records[rank] = records[mine.name] = mine
             agent = Agent(
                 mine,
                 settings=Settings(transport="tcp", **settings, **(each[rank] if each else {})),
-                key=key,
+                key=keys[rank] if keys else key,
                 resolve=records.get,
                 members=lambda: [each for name, each in records.items() if isinstance(name, str)],
             )

@@ -1,4 +1,4 @@
-"""Inputs for fuzzing: random changes of valid bytes, and :class:`Guide`, which finds inputs that reach new lines.
+"""Inputs for fuzzing: random changes of valid bytes.
 
 All choices come from a seeded generator, so that a failure can be repeated.
 """
@@ -6,12 +6,9 @@ All choices come from a seeded generator, so that a failure can be repeated.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Sequence
-from types import CodeType, FrameType
-from typing import Any
 
-__all__ = ["Guide", "cut", "mutate"]
+__all__ = ["cut", "mutate"]
 
 _NUMBERS = (0, 1, 2, 31, 32, 127, 128, 200, 254, 255)
 
@@ -96,45 +93,3 @@ def cut(rng: random.Random, data: bytes) -> list[bytes]:
         pieces.append(data[at : at + size])
         at += size
     return pieces
-
-
-class Guide:
-    """Reports whether a run reached a pair of successive lines in the given files that no earlier run has reached.
-
-    Uses sys.settrace: slow, but in the standard library. Not thread-safe.
-    """
-
-    def __init__(self, *files: str) -> None:
-        self._files = frozenset(files)
-        self.seen: set[tuple[CodeType, int, int]] = set()
-        self._new = False
-        self._last = 0
-
-    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename not in self._files:
-            return None
-        self._last = 0
-        return self._line
-
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        step = (frame.f_code, self._last, frame.f_lineno)
-        self._last = frame.f_lineno
-        if step not in self.seen:
-            self.seen.add(step)
-            self._new = True
-        return self._line
-
-    def finds(self, run: Callable[[], None]) -> bool:
-        """Run a function; return whether it reached new lines."""
-        self._new = False
-        before = sys.gettrace()
-        sys.settrace(self._trace)
-        try:
-            run()
-        finally:
-            sys.settrace(before)
-        return self._new
-
-    def lines(self) -> set[int]:
-        """Return the numbers of the reached lines."""
-        return {line for _, _, line in self.seen}

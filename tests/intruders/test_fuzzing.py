@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import _pickle
 import contextlib
-import io
+import itertools
 import os
 import pickle
 import random
@@ -13,7 +13,6 @@ import socket
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -27,20 +26,19 @@ from actorrpc.agent.outbound import INLINE, LANE, STREAM
 from actorrpc.errors import LimitError, ProtocolError, RpcError
 from actorrpc.serialization import by_value, codec, data_only
 from actorrpc.wire import frames, handshake, headers
-from actorrpc.wire.frames import Frame, FrameReader, pack_frame
+from actorrpc.wire.frames import FrameReader, pack_frame
 from actorrpc.wire.handshake import Acceptor, Dialler, Refusal
 from actorrpc.wire.identity import WorkerRecord
 from tests.actors.e2e.kit import until
 from tests.agent.agents import KEY, Stranger, agents
 from tests.intruders import service
-from tests.intruders.doors import dialler, knock, reset, tcp_agents
-from tests.intruders.mutations import Guide, cut, mutate
+from tests.intruders.doors import dialler, knock, tcp_agents
+from tests.intruders.mutations import cut, mutate
 
 _NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
 _INPUTS = 1_000_000 if _NIGHTLY else 10_000
 _OVER_SOCKETS = 20_000 if _NIGHTLY else 1_000
 _AFTERWARDS = 20_000 if _NIGHTLY else 1_500
-_GUIDED = 100_000 if _NIGHTLY else 5_000
 _MOST = 64 << 10  # bytes that an input may allocate before authentication
 _ACCEPTOR, _DIALLER = "a" * 32, "d" * 32
 
@@ -144,172 +142,94 @@ def test_the_fuzzer_detects_a_handshake_that_does_not_check_proofs(monkeypatch: 
     assert any(victim.done and not excused for victim, excused in found)
 
 
-@nightly
-def test_no_input_of_a_coverage_guided_fuzzer_completes_a_handshake(
-    no_unpickling: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inputs that reach new lines of the handshake are changed further."""
-    rng = random.Random(3)
-    # Random nonces would make the coverage of the inputs differ from run to run.
-    monkeypatch.setattr(handshake, "secrets", SimpleNamespace(token_bytes=rng.randbytes))
-    guide, through = Guide(handshake.__file__), []
-    corpus = _old_messages()
-    for _ in range(_GUIDED):
-        sent: list[bytes] = []
-
-        def run(sent: list[bytes] = sent) -> None:
-            def change(honest: bytes) -> bytes:
-                sent.append(mutate(rng, rng.choice((honest, rng.choice(corpus))), corpus[-50:]))
-                return sent[0]
-
-            victim, excused = _attack(rng, corpus, change)
-            if victim.done and not excused:
-                through.append(sent[0])
-
-        if guide.finds(run) and len(corpus) < 2_000:
-            corpus.append(sent[0])
-    assert not through
-    # Nearly all lines that report an error have been reached.
-    with open(handshake.__file__, encoding="utf-8") as file:
-        source = file.read().splitlines()
-    errors = {number for number, line in enumerate(source, 1) if "self._fail(" in line}
-    assert len(errors - guide.lines()) <= 8, sorted(errors - guide.lines())
-
-
 # -- over sockets, before authentication -----------------------------------------------------------------
 
 
-def _send_junk(agent: Agent, rng: random.Random, old: list[bytes]) -> None:
-    """Send a changed HELLO, or a HELLO and a changed proof; read until the end."""
+def _send_junk(agent: Agent, rng: random.Random, old: list[bytes]) -> bool:
+    """Send a changed HELLO, or a HELLO and a changed proof; return whether the agent has admitted this peer."""
     # From random addresses, because a single address would soon get no answers.
     source = ".".join(str(rng.randrange(1, 255)) for _ in range(3))
-    sock = knock(agent, f"127.{source}", timeout=10.0)
-    try:
+    sock, side = knock(agent, f"127.{source}", timeout=10.0), dialler(agent)
+    with contextlib.closing(sock), contextlib.suppress(OSError, ProtocolError, LimitError):
+        hello = side.start()
         if rng.random() < 0.5:
-            sock.sendall(mutate(rng, dialler(agent).start(), old))
+            sock.sendall(mutate(rng, hello, old))
         else:
-            side = dialler(agent)
-            sock.sendall(side.start())
+            sock.sendall(hello)
             sock.sendall(mutate(rng, side.feed(sock.recv(4096)), old))
         sock.shutdown(socket.SHUT_WR)
-        while sock.recv(4096):
-            pass
-    except (OSError, ProtocolError):
-        pass
-    finally:
-        reset(sock)
+        while answer := sock.recv(side.wanted or 4096):
+            if not side.done:
+                side.feed(answer)
+    return side.done
 
 
 @pytest.mark.slow
 @nightly
 @pytest.mark.prints(r"a connection from 127\.\d+\.\d+\.\d+ was refused: ")
-def test_strangers_over_sockets_are_refused_without_unpickling(
-    no_unpickling: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_over_sockets_are_refused_without_unpickling(no_unpickling: list[str]) -> None:
     rng, old = random.Random(4), _old_messages()
-    raised: list[Any] = []
-    monkeypatch.setattr(threading, "excepthook", raised.append)
+    admitted: list[bool] = []
+
+    def attack(seed: float) -> None:
+        own = random.Random(seed)
+        admitted.extend([_send_junk(agent, own, old) for _ in range(_OVER_SOCKETS // 4)])
+
     with tcp_agents(1) as (agent,):
-        admitted: list[Acceptor] = []
-        entered: set[Acceptor] = set()
-        feed, result = Acceptor.feed, Acceptor.result
-
-        def fed(self: Acceptor, data: bytes) -> bytes:
-            entered.add(self)
-            return feed(self, data)
-
-        def looked_at(self: Acceptor) -> Any:  # called for admitted peers
-            admitted.append(self)
-            return result.__get__(self)
-
-        monkeypatch.setattr(Acceptor, "feed", fed)
-        monkeypatch.setattr(Acceptor, "result", property(looked_at))
         # Several threads, which the agent serves concurrently.
-        count = _OVER_SOCKETS // 4
-        seeds = [random.Random(rng.random()) for _ in range(4)]
-        threads = [
-            threading.Thread(
-                target=lambda own: [_send_junk(agent, own, old) for _ in range(count)], args=(each,)
-            )
-            for each in seeds
-        ]
+        threads = [threading.Thread(target=attack, args=(rng.random(),)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(entered) > 0.9 * 4 * count  # the others sent no bytes
-        # Some changes have no effect; each admitted peer has proved the key.
-        assert len(set(admitted)) < _OVER_SOCKETS / 20
-        assert all(acceptor.done for acceptor in admitted)
+        assert len(admitted) == _OVER_SOCKETS // 4 * 4
+        assert sum(admitted) < _OVER_SOCKETS / 20  # some changes have no effect
         until(lambda: not agent.connector.connections())
-    assert not raised
-    assert not no_unpickling
 
 
 # -- after authentication ----------------------------------------------------------------------------------
 
 
+_HEADERS: list[dict[str, Any]] = [
+    {"sizes": [4, 4]},
+    {"sizes": [1 << 40, 1]},
+    {"sizes": "x"},
+    {"sizes": [3], "stream": 1, "placement": 1},
+    {"sizes": [4], "placement": b"x" * 40},
+    {"sizes": [4], "placement": [1 << 63, -1]},
+    {"notice": "receipt"},
+    {"notice": 3},
+    {"references": b"\x01" * 33},
+    {"path": [1, 2]},
+    {"path": "x"},
+    {"method": "x"},
+]
+_FLAGS = (0, INLINE, LANE, STREAM, INLINE | frames.CAST, frames.MAIL, STREAM | frames.MAIL, 0xFF)
+
+
 def _frames_of(rng: random.Random) -> list[bytes]:
     """Return valid and nearly valid frames of each kind."""
-    body = codec.dumps((service.add, (1, [2, {"x": torch.ones(2)}]), {}))
-    plain = pickle.dumps((service.add, (1, 2), {}), 5)
-    data = codec.dumps((service.add, (1, [2, {"x": torch.ones(2)}]), {}), remote_main=None)
+    call = (service.add, (1, [2, {"x": torch.ones(2)}]), {})
+    bodies = [
+        codec.dumps(call),
+        pickle.dumps((service.add, (1, 2), {}), 5),
+        codec.dumps(call, remote_main=None),
+    ]
     found = [
         pack_frame(
-            kind,
-            rng.randrange(5),
-            rng.randbytes(rng.choice((0, 7, 8, 16, 32, 48))),
-            flags=rng.choice((0, 1, 4)),
+            kind, rng.randrange(5), rng.randbytes(rng.choice((0, 7, 8, 32))), flags=rng.choice((0, 1, 4))
         )
         for kind in range(1, 20)
     ]
-    maps: list[dict[str, Any]] = [
-        {"sizes": [4, 4]},
-        {"sizes": [1 << 40, 1]},
-        {"sizes": "x"},
-        {"sizes": [-1]},
-        {"sizes": [3], "stream": 1},
-        {"sizes": [3], "stream": 1, "placement": 1},
-        {"sizes": [4], "placement": b"x" * 40},
-        {"sizes": [4], "placement": [1, 1]},
-        {"sizes": [4], "placement": [1 << 63, -1]},
-        {"sizes": [1 << 63, 1 << 63], "placement": [1, 1]},
-        {"placement": [1, 1]},
-        {"notice": "receipt"},
-        {"notice": "nobody"},
-        {"notice": 3},
-        {"references": b"\x01" * 33},
-        {"path": [1, 2]},
-        {"path": "x"},
-        {"method": "x"},
-    ]
-    for header in maps:
-        for flags in (
-            0,
-            INLINE,
-            LANE,
-            STREAM,
-            INLINE | frames.CAST,
-            frames.MAIL,
-            STREAM | frames.MAIL,
-            0xFF,
-        ):
-            kind = rng.choice((frames.REQUEST, frames.REPLY, frames.FAILURE, frames.NOTICE))
-            found.append(
-                pack_frame(
-                    kind,
-                    rng.randrange(5),
-                    rng.choice((body, plain, data)),
-                    flags=flags,
-                    extra=msgpack.packb(header),
-                )
-            )
+    kinds = (frames.REQUEST, frames.REPLY, frames.FAILURE, frames.NOTICE)
+    for header, flags in itertools.product(_HEADERS, _FLAGS):
+        extra = msgpack.packb(header)
+        found.append(
+            pack_frame(rng.choice(kinds), rng.randrange(5), rng.choice(bodies), flags=flags, extra=extra)
+        )
     found.append(pack_frame(frames.CHUNK, 1, b"abc", chain=0))
     found.append(pack_frame(frames.DEFINITION, body=by_value.hash_of(b"x") + b"x"))
-    found.append(pack_frame(frames.REQUEST, 1, plain))
-    found.append(pack_frame(frames.REQUEST, 2, body))
-    found.append(pack_frame(frames.REQUEST, 3, data))
-    return found
+    return found + [pack_frame(frames.REQUEST, number, body) for number, body in enumerate(bodies)]
 
 
 @nightly
@@ -356,41 +276,3 @@ def test_fuzzed_frames_of_an_authenticated_peer_never_harm_the_worker(
         assert not {(kind, text) for kind, text in ends if not issubclass(kind, typed)}
         assert any(issubclass(kind, ProtocolError) for kind, _ in ends)
         assert pair[1].call_sync(pair[1].peer("a0"), service.add, (1, 2), {}, 20.0) == 3
-
-
-@nightly
-def test_fuzzed_bytes_make_a_frame_reader_return_frames_or_raise_protocol_error() -> None:
-    """With coverage guidance: changed streams of frames, in pieces."""
-    rng = random.Random(6)
-    guide = Guide(frames.__file__)
-    corpus = _frames_of(rng)
-    for _ in range(_GUIDED):
-        stream = mutate(rng, b"".join(rng.sample(corpus, rng.randrange(1, 4))), corpus[-50:])
-
-        def run(stream: bytes = stream) -> None:
-            memory = bytearray(1 << 16)
-            reader = FrameReader(
-                max_frame=1 << 16,
-                max_chunk=1 << 16,
-                sink_for=lambda stream, position, length: memoryview(memory)[:length],
-                capacity=1 << 10,
-            )
-            source = io.BytesIO(stream)
-            with contextlib.suppress(ProtocolError):
-                while True:
-                    target = reader.target()[0]
-                    assert len(target) > 0
-                    count = source.readinto(target[: rng.choice((1, 31, 32, 33, 4096))])
-                    if not count:
-                        return
-                    found = reader.fed(count)
-                    while reader.more:
-                        found += reader.fed(0)
-                    for frame in found:
-                        assert isinstance(frame, Frame)
-                        if frame.kind != frames.CHUNK:
-                            assert len(frame.body) + len(frame.extra) <= 1 << 16
-            assert len(reader._buffer) <= (1 << 17) + 64
-
-        if guide.finds(run) and len(corpus) < 2_000:
-            corpus.append(stream)

@@ -80,17 +80,16 @@ def test_repr_and_str_of_objects_that_hold_the_key_do_not_show_it() -> None:
         key=key.reveal(),  # type: ignore[arg-type]
     )
     with agents(1, key=key) as (agent,):
-        for each in (
-            key,
+        holders = [
             options,
             session,
             agent,
             agent.connector,
             agent.connector.admission,
             vars(options),
-            [key],
             {"key": key},
-        ):
+        ]
+        for each in holders:
             for show in (repr, str, lambda value: f"{value}"):
                 _assert_hidden(show(each))
 
@@ -133,46 +132,41 @@ def _raised(call: Callable[[], Any]) -> BaseException:
 _SHORT = "short-0451-key"  # too short, but still a secret
 
 
+def _options(**given: Any) -> Callable[[], Any]:
+    return lambda: rpc.TensorPipeRpcBackendOptions(**given)
+
+
 @pytest.mark.parametrize(
-    "given", ["option", "environment", "file", "damaged file", "both", "type", "other option"]
+    ("text", "variables", "call"),
+    [
+        (_SHORT, {}, _options(key=_SHORT)),
+        (_SHORT, {"ACTORRPC_KEY": _SHORT}, keys.find_key),
+        (_TEXT, {"ACTORRPC_KEY": _TEXT, "ACTORRPC_KEY_FILE": "/nowhere"}, keys.find_key),
+        (_TEXT, {}, _options(key=_TEXT.encode())),
+        (_TEXT, {}, _options(key=_TEXT, port=-1)),
+    ],
+    ids=["short option", "short variable", "both variables", "type", "other option"],
 )
 def test_errors_about_invalid_keys_do_not_show_them(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: str, variables: dict[str, str], call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "key"
-    text = _TEXT
-    call: Callable[[], Any]
     monkeypatch.delenv("ACTORRPC_KEY", raising=False)
-    if given == "option":
-        text = _SHORT
-        call = lambda: rpc.RpcBackendOptions(key=_SHORT)  # noqa: E731
-    elif given == "environment":
-        text = _SHORT
-        monkeypatch.setenv("ACTORRPC_KEY", _SHORT)
-        call = keys.find_key
-    elif given == "file":
-        file.write_text(_TEXT * 5000)
-        file.chmod(0o600)
-        monkeypatch.setenv("ACTORRPC_KEY_FILE", str(file))
-        call = keys.find_key
-    elif given == "damaged file":
-        made = keys.create_key_file()
-        Path(made).write_text(_TEXT)
-        call = lambda: keys.read_key_file(made)  # noqa: E731
-    elif given == "both":
-        monkeypatch.setenv("ACTORRPC_KEY", _TEXT)
-        monkeypatch.setenv("ACTORRPC_KEY_FILE", str(file))
-        call = keys.find_key
-    elif given == "type":
-        call = lambda: rpc.RpcBackendOptions(key=_TEXT.encode())  # type: ignore[arg-type] # noqa: E731
-    else:
-        call = lambda: rpc.TensorPipeRpcBackendOptions(key=_TEXT, port=-1)  # noqa: E731
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     report = _reports(_raised(call))
     assert "Error" in report
     assert text not in report
     _assert_hidden(report)
-    if given == "damaged file":
-        keys.remove_file(made)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_errors_about_invalid_key_files_do_not_show_them(damaged: bool, tmp_path: Path) -> None:
+    file = Path(keys.create_key_file()) if damaged else tmp_path / "key"
+    file.write_text(_TEXT if damaged else _TEXT * 5000)
+    file.chmod(0o600)
+    read = keys.read_key_file if damaged else lambda name: keys.find_key({"ACTORRPC_KEY_FILE": name})
+    _assert_hidden(_reports(_raised(lambda: read(str(file)))))
+    file.unlink()
 
 
 @pytest.mark.prints("'stranger' did not prove to worker 'a0'")
@@ -207,6 +201,11 @@ def _processes() -> dict[int, bytes]:
     return found
 
 
+def _shown_by_processes(forms: list[bytes]) -> list[str]:
+    """Search the command lines and environments of all processes."""
+    return [f"{pid}: {form!r}" for pid, data in _processes().items() for form in _shows(data, forms)]
+
+
 def _worker(rank: int, world_size: int, store: str, given: str | None) -> list[str]:
     logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
     logging.getLogger("actorrpc").setLevel(logging.DEBUG)
@@ -218,23 +217,18 @@ def _worker(rank: int, world_size: int, store: str, given: str | None) -> list[s
         rpc.rpc_sync(other, divmod, (1, 0))
     except ZeroDivisionError:
         traceback.print_exc()
-    host, port = rpc.api._require().agent.peer(other).record.tcp[0]
+    host, port = rpc.api.group().agent.peer(other).record.tcp[0]
     with socket.create_connection((host, port)) as sock:  # a stranger without the key
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
         while sock.recv(100):
             pass
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-    forms = _forms()
-    shown = [f"{pid}: {form!r}" for pid, data in _processes().items() for form in _shows(data, forms)]
+    shown = _shown_by_processes(_forms())
     rpc.shutdown()
     sys.stdout.flush()
-    Path(store.removeprefix("file://") + f"-output-{rank}").write_bytes(_output())
+    output = b"".join(Path(os.readlink(f"/proc/self/fd/{descriptor}")).read_bytes() for descriptor in (1, 2))
+    Path(store.removeprefix("file://") + f"-output-{rank}").write_bytes(output)
     return shown
-
-
-def _output() -> bytes:
-    """Return the output of this rank so far."""
-    return b"".join(Path(os.readlink(f"/proc/self/fd/{descriptor}")).read_bytes() for descriptor in (1, 2))
 
 
 @pytest.mark.prints(
@@ -255,8 +249,7 @@ def test_a_key_given_in_the_program_is_in_no_output_and_no_process_listing(tmp_p
 
 class _Actor:
     def shown(self, forms: list[bytes]) -> list[str]:
-        """Search the command lines and environments of all processes."""
-        return [f"{pid}: {form!r}" for pid, data in _processes().items() for form in _shows(data, forms)]
+        return _shown_by_processes(forms)
 
     def crash(self) -> None:
         raise ValueError("crash")
@@ -272,14 +265,14 @@ def test_the_key_of_a_cluster_is_in_no_process_listing_and_no_output(
     """The driver creates the key, and sends it to child processes through a pipe."""
     actorrpc.init()
     try:
-        key = rpc.api._require().agent.connector._key
+        key = rpc.api.group().agent.connector._key
         forms = [key, key.hex().encode(), base64.b64encode(key).rstrip(b"="), repr(key)[2:-1].encode()]
         actor = actorrpc.remote(_Actor).remote()
         assert actorrpc.get(actor.shown.remote(forms)) == []
         with pytest.raises(ValueError, match="crash") as caught:
             actorrpc.get(actor.crash.remote())
         assert not _shows(_reports(caught.value), forms)
-        assert not [pid for pid, data in _processes().items() if _shows(data, forms)]
+        assert not _shown_by_processes(forms)
         # The actor's process and the fork server were among the processes that were searched.
         assert _processes().keys() >= set(actorrpc.get(actor.with_parent.remote()))
     finally:

@@ -14,10 +14,6 @@ from tests.programs.generator import generate
 from tests.programs.runner import run_seeds
 from tests.programs.session import MODES, PRELUDE, Options, features_of
 
-_START = {
-    "embedded": "if __name__ == '__main__':\n    actorrpc.init()\n    workers = actorrpc.scale(2)\n",
-}
-
 
 def _seeds(text: str) -> Sequence[int]:
     first, _, last = text.partition("-")

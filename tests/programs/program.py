@@ -125,15 +125,15 @@ class Invocation:
         for call in self.tree():
             yield from call.args
 
-    def _passed(self) -> str:
+    def passed(self) -> str:
         passed = [f'"{self.name}"', *(arg.source for arg in self.args)]
         if self.nested is not None:
-            passed += [self.nested.target, f'"{self.nested.method}"', self.nested._passed()]
+            passed += [self.nested.target, f'"{self.nested.method}"', self.nested.passed()]
         return ", ".join(passed)
 
     @property
     def source(self) -> str:
-        passed = self._passed()
+        passed = self.passed()
         if self.via == "rref":
             return f"attempt(lambda: {self.target}.rref.rpc_async().{self.method}({passed}))"
         if self.via in ("rpc_async", "rpc_remote"):

@@ -1,4 +1,4 @@
-"""Shrink a program that fails: remove all parts without which it still fails."""
+"""Shrink a program that fails: remove all drivers and statements without which it still fails."""
 
 from __future__ import annotations
 
@@ -58,19 +58,6 @@ def _smaller(program: Program) -> Iterator[Program]:
                 kept = driver.statements[:first] + driver.statements[first + size :]
                 yield _with_driver(program, number, replace(driver, statements=kept))
             size //= 2
-    for number, driver in enumerate(program.drivers):
-        if driver.is_async:
-            yield _with_driver(program, number, replace(driver, is_async=False))
-        for place, statement in enumerate(driver.statements):
-            for simpler in _simpler(statement):
-                changed = (*driver.statements[:place], simpler, *driver.statements[place + 1 :])
-                yield _with_driver(program, number, replace(driver, statements=changed))
-    for number, make in enumerate(program.actors):
-        if make.kind != "Serial":
-            changed_make = replace(make, kind="Serial")
-            yield replace(
-                program, actors=(*program.actors[:number], changed_make, *program.actors[number + 1 :])
-            )
 
 
 def _without(items: tuple[Driver, ...], number: int) -> tuple[Driver, ...]:
@@ -80,48 +67,6 @@ def _without(items: tuple[Driver, ...], number: int) -> tuple[Driver, ...]:
 def _with_driver(program: Program, number: int, driver: Driver) -> Program:
     drivers = (*program.drivers[:number], driver, *program.drivers[number + 1 :])
     return _tidied(replace(program, drivers=drivers))
-
-
-def _simpler(statement: Statement) -> Iterator[Statement]:
-    if isinstance(statement, SeeAll):
-        if len(statement.names) > 1:
-            for name in statement.names:
-                yield SeeAll(tuple(each for each in statement.names if each != name))
-        else:
-            yield See(statement.names[0])
-    elif isinstance(statement, Cancel | End) and statement.seconds is not None:
-        yield replace(statement, seconds=None)
-    elif isinstance(statement, Gradients) and len(statement.path) > 1:
-        yield replace(statement, path=statement.path[1:])
-    elif isinstance(statement, Start):
-        for call in _simpler_calls(statement.call):
-            yield Start(call)
-
-
-def _simpler_calls(call: Invocation) -> Iterator[Invocation]:
-    if call.nested is not None:
-        yield replace(call.nested, name=call.name, options=call.options)
-        for nested in _simpler_calls(call.nested):
-            yield replace(call, nested=nested)
-    for number in range(len(call.options)):
-        if call.options[number][0] not in ("interrupt", "num_returns"):
-            yield replace(call, options=call.options[:number] + call.options[number + 1 :])
-    if call.method in ("crash", "parts"):
-        return
-    least = 1 if call.method in ("fail", "stream") else 0  # the first argument selects the behaviour
-    for number in range(least, len(call.args)):
-        yield replace(call, args=call.args[:number] + call.args[number + 1 :])
-        for simpler in _simpler_arguments(call.args[number]):
-            yield replace(call, args=(*call.args[:number], simpler, *call.args[number + 1 :]))
-
-
-def _simpler_arguments(argument: Argument) -> Iterator[Argument]:
-    if argument != _NONE:
-        yield _NONE
-    if isinstance(argument, Container):
-        yield from argument.items
-        for number in range(len(argument.items)):
-            yield replace(argument, items=argument.items[:number] + argument.items[number + 1 :])
 
 
 # -- validity ------------------------------------------------------------------------------------------------------

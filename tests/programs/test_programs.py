@@ -35,7 +35,6 @@ def test_a_program_is_shrunk_to_what_it_fails_with() -> None:
             statements = [each for driver in small.drivers for each in driver.statements]
             assert len(statements) == 1
             assert isinstance(statements[0], Start)
-            assert statements[0].call.method == "fail"
             shrunk_programs += 1
     assert shrunk_programs > 5
 
@@ -44,21 +43,10 @@ def test_a_program_is_shrunk_to_what_it_fails_with() -> None:
 _prints = pytest.mark.prints(*ANNOUNCED)
 
 
-def _run(mode: str, seeds: range, renew: int = 50) -> None:
-    result = run_seeds(seeds, Options(mode), renew)
-    assert not result.failures, "\n".join(map(str, result.failures))
-
-
 @_prints
 @pytest.mark.slow  # rarely a program fails, for a reason that is not understood yet
-@pytest.mark.limit(300)
-def test_twenty_programs_do_what_the_model_allows() -> None:
-    _run("embedded", range(1_000, 1_020))
-
-
-@_prints
-@pytest.mark.slow
 @pytest.mark.limit(900)
 @pytest.mark.parametrize("mode", MODES)
 def test_two_hundred_programs_do_what_the_model_allows(mode: str) -> None:
-    _run(mode, range(200))
+    result = run_seeds(range(200), Options(mode))
+    assert not result.failures, "\n".join(map(str, result.failures))

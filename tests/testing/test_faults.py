@@ -1,4 +1,4 @@
-"""Fault objects without workers: the messages that they match, how often, and invalid arguments."""
+"""Fault objects without workers: the messages that they match, how often, invalid arguments, and faults as text."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from actorrpc import testing
 from actorrpc.errors import ConfigError
 from actorrpc.testing import Fault, delay, drop
 from actorrpc.testing.message_types import MESSAGES, Message
+from actorrpc.testing.startup import from_environment
 from actorrpc.wire.identity import WorkerInfo
 
 
@@ -76,12 +77,6 @@ def test_times_limits_the_losses_of_each_message_separately() -> None:
     assert fault.count == 6
 
 
-def test_zero_times_total_or_probability_drops_nothing() -> None:
-    assert not drop("call", times=0).takes(message())
-    assert not drop("call", total=0).takes(message())
-    assert not drop("call", probability=0.0).takes(message())
-
-
 def test_total_limits_all_matching_messages_together() -> None:
     fault = drop("call", "remote", total=3)
     taken = [fault.takes(message(type, contents=b"%d" % n)) for n, type in enumerate(["call", "remote"] * 3)]
@@ -89,6 +84,8 @@ def test_total_limits_all_matching_messages_together() -> None:
     assert fault.counts == Counter(call=2, remote=1)
     fault.counts["call"] = 100  # a copy
     assert fault.count == 3
+    for nothing in ({"times": 0}, {"total": 0}, {"probability": 0.0}):
+        assert not drop("call", **nothing).takes(message())
 
 
 @pytest.mark.parametrize(
@@ -181,3 +178,48 @@ def test_a_fault_is_pickled_without_its_counters() -> None:
     assert repr(copy) == repr(fault)
     assert copy.seconds == 2
     assert copy.count == 0
+
+
+# -- faults as text, such as in the variable ACTORRPC_FAULT ----------------------------------------------
+
+
+def test_faults_are_parsed_from_text() -> None:
+    text = """
+        drop call,remote times=2 to=worker1,2 on=worker0;
+        delay answer seconds=0.5 function=step,Trainer.* probability=0.1 seed=7;;
+        drop rref_* total=3 at_once=1
+    """
+    expected = [
+        drop("call", "remote", times=2, to=["worker1", "2"], on="worker0"),
+        delay("answer", seconds=0.5, function=["step", "Trainer.*"], probability=0.1, seed=7),
+        drop("rref_*", total=3, at_once=True),
+    ]
+    assert [repr(fault) for fault in testing.faults_of(text)] == [repr(fault) for fault in expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("drop", "'drop'"),
+        ("lose call", "'lose'"),
+        ("drop calls", "rref_delete"),
+        ("drop call soon", "'soon'"),
+        ("drop call when=now", "'when=now'"),
+        ("drop call times=often", "'times=often'"),
+        ("drop call times=-3", "times"),
+        ("drop call at_once=perhaps", "'at_once=perhaps'"),
+        ("drop call seconds=1", "'drop call seconds=1'"),
+        ("delay call", "seconds="),
+        ("delay call seconds=1 at_once=1", "'at_once=1'"),
+        ("drop call; delay x seconds=1", "'x'"),
+    ],
+)
+def test_an_unreadable_part_of_the_text_is_named_in_the_error(
+    text: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        testing.faults_of(text)
+    assert named in str(caught.value)
+    monkeypatch.setenv("ACTORRPC_FAULT", text)
+    with pytest.raises(ConfigError, match="ACTORRPC_FAULT="):
+        from_environment()

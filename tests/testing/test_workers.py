@@ -6,6 +6,7 @@ import operator
 import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import actorrpc
 from actorrpc import autograd, rpc, testing
 from actorrpc.errors import ConfigError, RpcTimeoutError
 from actorrpc.rpc import api
-from actorrpc.testing import processes
+from actorrpc.testing import leaks, processes
 from tests.actors.e2e.kit import until
 from tests.ranks import rpc_group, run_group
 
@@ -245,19 +246,13 @@ def test_actorrpc_fault_sets_faults_of_workers() -> None:
     rpc_group(lossy, 2, env={"ACTORRPC_FAULT": "drop answer function=counted total=2 on=worker1"})
 
 
-def refused(rank: int, world_size: int, store: str) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=store)
+def test_an_invalid_actorrpc_fault_makes_init_rpc_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTORRPC_FAULT", "drop everything")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/store")
     with pytest.raises(ConfigError, match=r"ACTORRPC_FAULT=.*there are: call, remote"):
         rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
-    del os.environ["ACTORRPC_FAULT"]
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"{store}2")
-    rpc.init_rpc("worker0", rank=0, world_size=1, rpc_backend_options=options)
-    rpc.shutdown()
-
-
-def test_an_invalid_actorrpc_fault_makes_init_rpc_raise() -> None:
-    store = f"file://{tempfile.mkdtemp(dir=processes.scratch())}/store"
-    run_group(refused, 1, store, env={"ACTORRPC_FAULT": "drop everything"})
 
 
 def optional(rank: int, world_size: int, store: str) -> None:
@@ -335,3 +330,42 @@ def forked(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize(("program", "workers"), [(ended, 2), (forked, 1)])
 def test_faults_end_at_shutdown_and_in_forked_children(program: Callable[..., None], workers: int) -> None:
     rpc_group(program, workers)
+
+
+# -- leaks -------------------------------------------------------------------------------------------
+
+
+_kept: list[Any] = []
+
+
+def _keep(rref: Any) -> None:
+    _kept.append(rref)
+
+
+def _forget() -> None:
+    _kept.clear()
+
+
+def held_rrefs(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
+    before = leaks.LeakSnapshot.capture(whole_session=False)
+    rref = rpc.remote("worker1", operator.add, (1, 2))
+    assert rref.to_here() == 3
+    rpc.rpc_sync("worker1", _keep, (rpc.RRef(7),))
+    found = leaks.find_leaks(before)
+    rrefs = [each for each in found.others if "RRef" in each]
+    assert rrefs == [
+        "RRef of a value of another worker (1 of them)",
+        "value of this worker that other workers have an RRef to (1 of them)",
+    ]
+    assert "RRef of a value" in str(found)
+    del rref
+    rpc.rpc_sync("worker1", _forget)
+    assert not any("RRef" in each for each in leaks.settle(before, 2.0).others)
+
+
+@pytest.mark.slow
+def test_held_rrefs_are_reported_until_they_are_released() -> None:
+    rpc_group(held_rrefs, 2)
