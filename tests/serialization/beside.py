@@ -109,10 +109,10 @@ def made(*names: str) -> Iterator[list[ModuleType]]:
 @contextlib.contextmanager
 def registered(*modules: ModuleType) -> Iterator[None]:
     """Register modules to be pickled by value until the end."""
-    names = {module.__name__ for module in modules}
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES.difference_update(names)
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
