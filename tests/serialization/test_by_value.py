@@ -17,7 +17,7 @@ from actorrpc.actors.client.actor_class import is_importable
 from actorrpc.errors import SerializationError
 from actorrpc.serialization import by_value, codec
 from actorrpc.serialization.codec import DefinitionStore, decode, encode, encode_body
-from tests.serialization.beside import Calls, Plain, made, registered
+from tests.serialization.beside import Calls, Plain, in_main, made, registered
 
 
 @pytest.fixture
@@ -150,30 +150,18 @@ def test_registering_a_module_affects_only_later_messages() -> None:
         assert decode_without([Plain, torch.ones(3)])[0] is Plain
 
 
-class Local:
-    """Stands for a class of the main module."""
-
-
 @pytest.mark.parametrize("count", [0, 6_000])
 @pytest.mark.parametrize("long", [b"", b"\x95" * 100_000, bytearray(100_000)])
-def test_references_to_the_main_module_are_found_anywhere_in_a_message(
-    count: int, long: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Local, "__module__", "__main__")
-    monkeypatch.setattr(sys.modules["__main__"], "Local", Local, raising=False)
-    by_value.note_main()  # as if the class had been defined before joining
+def test_references_to_the_main_module_are_found_anywhere_in_a_message(count: int, long: Any) -> None:
+    local = type("Local", (), {"__module__": "__main__"})
     texts = [f"text {n}" for n in range(count)]  # with many texts, the pickle has several frames
-    for obj in (
-        [texts, long, Local],
-        [Local, long, texts],
-        [long, texts, Local, texts],
-        [texts, Local, long],
-    ):
-        assert encode(obj, remote_main=False).definitions
-        assert not encode(obj, remote_main=True).definitions
-    amid = [*texts[: count // 2], Local, *texts[count // 2 :], long]
-    assert encode(amid, remote_main=False).definitions
-    assert not encode([texts, long, Plain, b"__main__" * 10_000], remote_main=False).definitions
+    amid = [*texts[: count // 2], local, *texts[count // 2 :], long]
+    with in_main({"Local": local}):
+        by_value.note_main()  # as if the class had been defined before joining
+        for obj in ([texts, long, local], [local, long, texts], [long, texts, local, texts], amid):
+            assert encode(obj, remote_main=False).definitions
+            assert not encode(obj, remote_main=True).definitions
+        assert not encode([texts, long, Plain, b"__main__" * 10_000], remote_main=False).definitions
 
 
 class Wrapping(Plain):
@@ -196,7 +184,7 @@ def test_methods_that_are_no_attribute_of_their_object_are_sent_by_value(method:
     assert decode_without([Plain(6).show])[0](1) == ("plain", 6, (1,))
 
 
-def test_an_error_names_the_part_of_a_class_of_the_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_the_part_of_a_class_of_the_main_module() -> None:
     lock = threading.Lock()
 
     class Holds:
@@ -204,6 +192,8 @@ def test_an_error_names_the_part_of_a_class_of_the_main_module(monkeypatch: pyte
             return lock
 
     Holds.__module__, Holds.__qualname__ = "__main__", "Holds"
-    monkeypatch.setattr(sys.modules["__main__"], "Holds", Holds, raising=False)
-    with pytest.raises(SerializationError, match=r"index 0 -> attribute 'get' -> .*'lock': cannot pickle"):
+    with (
+        in_main({"Holds": Holds}),
+        pytest.raises(SerializationError, match=r"index 0 -> attribute 'get' -> .*'lock': cannot pickle"),
+    ):
         encode([Holds], remote_main=False)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import gc
-import multiprocessing
-import os
 import pickle
-import runpy
+import subprocess
 import sys
-import textwrap
 import threading
 import weakref
 from typing import Any, ClassVar
@@ -248,28 +245,6 @@ def test_resolving_a_definition_outside_of_a_message_raises() -> None:
 # -- the main module ---------------------------------------------------------------------------------
 
 
-def script(folder: Any, name: str, text: str) -> str:
-    """Run a program as the main module of a fork, which has imported torch already; return its output."""
-    path, printed = folder / name, folder / "printed"
-    path.write_text(textwrap.dedent(text))
-    sys.stdout.flush()
-
-    def run() -> None:
-        with open(printed, "w") as out:
-            os.dup2(out.fileno(), 1)
-            sys.stdout = out
-            runpy.run_path(str(path), run_name="__main__")
-
-    process = multiprocessing.get_context("fork").Process(target=run)
-    process.start()
-    process.join(50)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-    assert process.exitcode == 0
-    return printed.read_text()
-
-
 SPAWNING = """
 import multiprocessing, sys
 sys.path[:0] = {path!r}
@@ -310,11 +285,11 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.limit(120)
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_spawned_child_shares_the_main_module_with_its_parent(tmp_path: Any) -> None:
-    path = [entry for entry in sys.path if entry]
-    lines = script(tmp_path, "spawning.py", SPAWNING.format(path=path)).splitlines()
-    assert [line.split() for line in lines] == [
+    script = tmp_path / "spawning.py"
+    script.write_text(SPAWNING.format(path=[entry for entry in sys.path if entry]))
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
+    assert [line.split() for line in done.stdout.splitlines()] == [
         ["True", "True"],
         ["True", "True", "True"],
         ["False", "False"],
