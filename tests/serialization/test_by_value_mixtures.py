@@ -169,7 +169,6 @@ def _made_of(inner: st.SearchStrategy[Maker]) -> st.SearchStrategy[Maker]:
 _mixtures = st.recursive(_members | _colours | _common, _made_of, max_leaves=8)
 
 
-@pytest.mark.slow
 @pytest.mark.limit(3600 if NIGHTLY else 60)
 @settings(max_examples=5000 if NIGHTLY else 150)
 @given(maker=_mixtures, of_every_call=st.booleans())

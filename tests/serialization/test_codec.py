@@ -264,15 +264,12 @@ def outer(x: Any) -> Record:
         (threading.Lock(), "^cannot pickle '_thread.lock' object"),
     ],
 )
-def test_the_error_names_the_part_that_cannot_be_sent(obj: Any, expected: str) -> None:
-    with pytest.raises(SerializationError, match=expected):
+def test_the_error_names_the_part_that_cannot_be_sent_and_its_cause_is_the_users_exception(
+    obj: Any, expected: str
+) -> None:
+    with pytest.raises(SerializationError, match=expected) as caught:
         encode(obj)
-
-
-def test_the_cause_of_the_error_is_the_users_exception() -> None:
-    with pytest.raises(SerializationError) as caught:
-        encode(Raises())
-    assert type(caught.value.__cause__) is KeyError
+    assert type(caught.value.__cause__) in (TypeError, KeyError)
 
 
 def test_cycles_survive_and_too_deep_nesting_raises_serialization_error() -> None:
