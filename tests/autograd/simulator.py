@@ -477,7 +477,7 @@ class World:
         for worker in self.network.workers.values():
             for context in worker.contexts.all() if worker.alive else ():
                 assert not context.passes, f"{worker.me}: {context.passes}"
-        assert not graph._reserved
+        self._check_not_borrowed()
 
     def leave(self) -> None:
         """Release the context, and check that nothing is left of it."""
@@ -490,7 +490,11 @@ class World:
             if worker.alive:
                 assert len(worker.contexts.live) == 0, f"{worker.me} keeps {worker.contexts.all()}"
                 assert not worker.requests
-        assert not graph._reserved
+        self._check_not_borrowed()
+
+    def _check_not_borrowed(self) -> None:
+        with graph.Borrowed([leaf for _, leaf in self.leaves.values()], 0.0):
+            pass
 
 
 def _distinct(tensors: list[Tensor]) -> list[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,47 +15,25 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from actorrpc.autograd import graph
-from actorrpc.autograd import graph as graph_module
-from actorrpc.autograd.contexts import Node, Receipt
-from actorrpc.autograd.graph import receive
-from actorrpc.autograd.messages import Sink
 from actorrpc.errors import RpcTimeoutError
-from actorrpc.wire.identity import WorkerKey
 from tests.autograd.programs import Twice
-
-B = WorkerKey(1, "b")
 
 
 def _leaf(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.float64, requires_grad=True)
 
 
-def _received(count: int = 1, *shape: int) -> tuple[list[Tensor], dict[Node, Receipt]]:
-    tensors = [torch.ones(shape or (3,), dtype=torch.float64) for _ in range(count)]
-    return tensors, {receive(tensors): Receipt(Sink(B, 7, 1), count)}
-
-
 def _edges(*tensors: Tensor) -> list[GradientEdge]:
     return [get_gradient_edge(each) for each in tensors]
 
 
-def _capture(
-    outputs: list[Tensor],
-    gradients: list[Tensor] | None = None,
-    receipts: dict[Node, Receipt] | None = None,
-    **options: bool,
-) -> tuple[list[graph.Tensors], dict[Tensor, Tensor | None]]:
-    """Walk a graph and capture gradients, like a stratum."""
-    edges, receipts = _edges(*outputs), receipts or {}
-    reach = graph.reach(edges, receipts)
-    of_receipts, of_leaves = graph.capture(
-        edges,
-        gradients or [torch.ones_like(each) for each in outputs],
-        [(node, receipts[node].outputs) for node in reach.receipts],
-        reach.leaves,
-        **{"retain_graph": True, "create_graph": False, **options},
-    )
-    return of_receipts, {node.variable: each for node, each in zip(reach.leaves, of_leaves, strict=True)}
+def _capture(*outputs: Tensor, create_graph: bool = False) -> dict[Tensor, Tensor | None]:
+    """Walk a graph and capture the gradients of its leaves, like a stratum."""
+    edges = _edges(*outputs)
+    leaves = graph.reach(edges, {}).leaves
+    ones = [torch.ones_like(each) for each in outputs]
+    _, found = graph.capture(edges, ones, [], leaves, retain_graph=True, create_graph=create_graph)
+    return {node.variable: each for node, each in zip(leaves, found, strict=True)}
 
 
 def _finish(gradients: dict[Tensor, Tensor], **options: Any) -> dict[Tensor, Tensor]:
@@ -63,17 +42,6 @@ def _finish(gradients: dict[Tensor, Tensor], **options: Any) -> dict[Tensor, Ten
     found = dict(graph.finish(leaves, box, **options))
     assert not box
     return found
-
-
-def test_reach_finds_a_received_tensor_after_an_in_place_change() -> None:
-    (x, y), receipts = _received(2)
-    x.mul_(2)
-    y[0].tanh_()
-    assert graph.reach(_edges(x, y), receipts).receipts == tuple(receipts)
-    found, _ = _capture([x, y], receipts=receipts)
-    torch.testing.assert_close(found[0][0], torch.full((3,), 2.0, dtype=torch.float64))
-    assert found[0][1] is not None
-    assert found[0][1][0] < found[0][1][1] == 1
 
 
 def test_reach_walks_a_graph_of_20_000_nodes() -> None:
@@ -93,12 +61,12 @@ def test_leaf_hooks_do_not_run_in_captures_but_in_all_other_passes() -> None:
     a.register_hook(lambda g: seen.append("before"))
     torch.autograd.grad(a * 2, a, torch.ones(3, dtype=torch.float64))
     assert seen == ["before"]
-    _capture([a * 2])
+    _capture(a * 2)
     assert seen == ["before"]
     handle = a.register_hook(lambda g: (seen.append("doubles"), g * 2)[1])  # registered after a capture
     middle = a * 3
     middle.register_hook(lambda g: seen.append("interior"))
-    _, leaves = _capture([middle])
+    leaves = _capture(middle)
     assert seen == ["before", "interior"]
     assert torch.equal(leaves[a], torch.full((3,), 3.0, dtype=torch.float64))  # type: ignore[arg-type]
     # Other passes still run the hooks, and their handles still work.
@@ -107,9 +75,6 @@ def test_leaf_hooks_do_not_run_in_captures_but_in_all_other_passes() -> None:
     assert seen == ["before", "doubles"]
     assert torch.equal(a.grad, torch.full((3,), 4.0, dtype=torch.float64))  # type: ignore[arg-type]
     handle.remove()
-    (a * 2).sum().backward()
-    assert seen == ["before", "doubles", "before"]
-    a._backward_hooks.clear()
     (a * 2).sum().backward()
     assert seen == ["before", "doubles", "before"]
 
@@ -128,7 +93,7 @@ def test_hooks_run_for_a_backward_pass_of_another_thread_during_a_capture() -> N
         thread.join()
 
     out.register_hook(meanwhile)
-    _capture([out])
+    _capture(out)
     assert seen == ["other"]
 
 
@@ -139,13 +104,13 @@ def _kept_hook(gradient: Tensor) -> Tensor:
 def test_a_silenced_hook_is_copied_and_pickled_as_the_original() -> None:
     a = _leaf(3)
     a.register_hook(_kept_hook)
-    _capture([a * 2])
+    _capture(a * 2)
     (silenced,) = a._backward_hooks.values()
     assert silenced is not _kept_hook
     assert silenced.__name__ == "_kept_hook"
     assert copy.deepcopy(silenced) is _kept_hook
     assert pickle.loads(pickle.dumps(silenced)) is _kept_hook
-    _capture([a * 2])
+    _capture(a * 2)
     assert list(a._backward_hooks.values()) == [silenced]  # wrapped once
 
 
@@ -186,7 +151,7 @@ def test_hooks_of_every_kind_run_once_on_the_sum_as_in_a_local_pass() -> None:
 
     total: Tensor | None = None
     for part in (ours * 1, ours * 3):  # two strata
-        captured = _capture([part])[1][ours]
+        captured = _capture(part)[ours]
         assert captured is not None
         total = captured if total is None else graph.add(total, captured)
     assert calls_ours == []
@@ -232,19 +197,8 @@ def test_an_error_in_a_hook_restores_grad() -> None:
         graph.finish([a, b], [torch.ones(3, dtype=torch.float64) for _ in range(2)])
     assert a.grad is before
     assert b.grad is None
-    assert not graph_module._reserved
-
-
-def test_finish_copies_gradients_that_are_referenced_elsewhere() -> None:
-    a = _leaf(3)
-    mine = torch.ones(3, dtype=torch.float64)
-    found = dict(graph.finish([a], [mine]))
-    assert found[a].data_ptr() != mine.data_ptr()
-    # The result is a tensor with its own memory.
-    found = dict(graph.finish([a], [torch.ones(5, dtype=torch.float64)[1:4]]))
-    assert found[a].is_contiguous()
-    found = dict(graph.finish([a], [mine.view(3)]))
-    assert found[a].data_ptr() != mine.data_ptr()
+    with graph.Borrowed([a, b], 0.0):  # the leaves were released
+        pass
 
 
 def test_finish_skips_frozen_leaves_and_rejects_tensors_that_are_no_leaves() -> None:
@@ -269,17 +223,10 @@ def test_finish_works_under_no_grad_and_inference_mode() -> None:
         assert torch.equal(found[a], gradient)
 
 
-def test_finish_times_out_while_grad_is_borrowed() -> None:
-    a = _leaf(3)
-    with graph_module.Borrowed([a]), pytest.raises(RpcTimeoutError):
-        graph.finish([a], [torch.ones(3)], deadline=0.0)
-    assert not graph_module._reserved
-
-
 def test_finish_with_create_graph_runs_tensor_hooks() -> None:
     a = _leaf(3)
     a.register_hook(lambda g: g * 2)
-    captured = _capture([a**2], create_graph=True)[1]
+    captured = _capture(a**2, create_graph=True)
     found = _finish(captured, create_graph=True)  # type: ignore[arg-type]
     assert a.grad is None
     torch.testing.assert_close(
@@ -287,51 +234,41 @@ def test_finish_with_create_graph_runs_tensor_hooks() -> None:
     )
 
 
-class _Line(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x
-
-
-def test_the_reducer_of_ddp_runs_once_on_the_whole_gradient() -> None:
-    distributed = pytest.importorskip("torch.distributed")
-    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
-    distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
-    buckets: list[Tensor] = []
-
-    def reduce(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
-        buckets.append(bucket.buffer().clone())
-        reduced: torch.futures.Future[Tensor] = torch.futures.Future()
-        reduced.set_result(bucket.buffer() / 2)
-        return reduced
-
-    # torch inspects the annotations, which are strings in this module.
-    reduce.__annotations__ = {"bucket": distributed.GradBucket, "return": torch.futures.Future[Tensor]}
-    try:
-        model = torch.nn.parallel.DistributedDataParallel(_Line())
-        model.register_comm_hook(None, reduce)
-        (weight,) = model.parameters()
-        for count in range(1, 4):
-            (x,), receipts = _received(1)
-            out = model(x.float())
-            captured = _capture([out, out], receipts=receipts, retain_graph=False)[1]
-            assert len(buckets) == count - 1
-            found = _finish(captured)  # type: ignore[arg-type]
-            assert len(buckets) == count
-            assert torch.equal(buckets[-1], torch.full((3,), 2.0))
-            assert torch.equal(found[weight], torch.ones(3))
-            assert weight.grad is None
-        del model, weight, out, captured, found
-    finally:
-        distributed.destroy_process_group()
-
-
 def _sparse(*indices: int) -> Tensor:
     values = torch.ones(len(indices), dtype=torch.float64)
     return torch.sparse_coo_tensor(torch.tensor([indices]), values, (3,), check_invariants=False)
+
+
+# -- exclusive use of .grad -------------------------------------------------------------------------------------------
+
+
+def test_a_second_borrower_of_a_leaf_waits_or_times_out() -> None:
+    a, b, c = _leaf(2), _leaf(2), _leaf(2)
+    taken, release, order = threading.Event(), threading.Event(), []
+
+    def first() -> None:
+        with graph.Borrowed([a, b]):
+            taken.set()
+            release.wait()
+            order.append("first")
+
+    def second() -> None:
+        with graph.Borrowed([b, c]):
+            order.append("second")
+
+    threads = [threading.Thread(target=first)]
+    threads[0].start()
+    taken.wait()
+    threads.append(threading.Thread(target=second))
+    threads[1].start()
+    with graph.Borrowed([c]):  # a waiting borrower does not hold any of its leaves yet
+        order.append("other")
+    with pytest.raises(RpcTimeoutError, match="did not end in time"), graph.Borrowed([b], time.monotonic()):
+        pass
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert order == ["other", "first", "second"]
 
 
 # -- into .grad ------------------------------------------------------------------------------------------------------
@@ -347,7 +284,8 @@ def test_accumulate_works_in_place_where_torch_does() -> None:
     assert torch.equal(kept, new + 1)
     assert torch.equal(b.grad, new)  # type: ignore[arg-type]
     assert torch.equal(c.grad, torch.tensor([2.0, 3.0, 2.0], dtype=torch.float64))
-    assert not graph_module._reserved
+    with graph.Borrowed([a, b, c], 0.0):  # the leaves were released
+        pass
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -366,42 +304,6 @@ def test_sparse_and_dense_gradients_can_be_added(in_place: bool) -> None:
 # -- capture and finish in one run --------------------------------------------------------------------------------------------
 
 
-def _run(
-    outputs: list[Tensor],
-    gradients: list[Tensor] | None = None,
-    receipts: dict[Node, Receipt] | None = None,
-    **options: Any,
-) -> tuple[list[graph.Tensors], dict[Tensor, Tensor]]:
-    """Walk and run a graph, like a stratum whose leaves no other stratum reaches."""
-    edges, receipts = _edges(*outputs), receipts or {}
-    reach = graph.reach(edges, receipts)
-    found, results = graph.run(
-        edges,
-        gradients or [torch.ones_like(each) for each in outputs],
-        [(node, receipts[node].outputs) for node in reach.receipts],
-        [node.variable for node in reach.leaves],
-        **{"retain_graph": False, **options},
-    )
-    return found, dict(results)
-
-
-def test_a_failed_run_restores_grad_and_releases_the_leaves() -> None:
-    (x,), receipts = _received(1, 3)
-    a = _leaf(3)
-    before = a.grad = torch.ones_like(a)
-
-    def fail(_: Any) -> None:
-        raise ZeroDivisionError("simulated")
-
-    a.register_post_accumulate_grad_hook(fail)
-    with pytest.raises(ZeroDivisionError, match="simulated"):
-        _run([(a * x).sum()], receipts=receipts)
-    assert a.grad is before
-    assert not graph_module._reserved
-    with pytest.raises(RuntimeError, match="leads to another worker"):
-        (x * 2).sum().backward()
-
-
 @pytest.mark.parametrize(
     "both",
     [
@@ -413,7 +315,8 @@ def test_a_failed_run_restores_grad_and_releases_the_leaves() -> None:
 )
 def test_gradients_of_a_run_never_share_memory(both: Callable[..., Tensor]) -> None:
     a, b = _leaf(4), _leaf(4)
-    _, results = _run([both(a, b)])
+    out = both(a, b)
+    results = dict(graph.run(_edges(out), [torch.ones_like(out)], [], [a, b], retain_graph=False)[1])
     results[a].mul_(2)
     assert results[b].tolist() == [1.0] * 4
     assert results[a].untyped_storage().data_ptr() != results[b].untyped_storage().data_ptr()

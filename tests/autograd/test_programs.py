@@ -22,7 +22,6 @@ import actorrpc
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.autograd import graph
 from actorrpc.autograd.messages import Message
 from actorrpc.autograd.startup import contexts, participant
 from actorrpc.wire.identity import WorkerKey
@@ -269,7 +268,6 @@ def _programs(rank: int, workers: int, seeds: range) -> Counter[str]:
     for other in range(workers):
         until(lambda other=other: rpc.rpc_sync(f"worker{other}", _is_finished))
     until(lambda: len(contexts().live) == 0)
-    assert not graph._reserved
     assert not _parts
     return done + Counter(handled)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +13,8 @@ import torch
 from actorrpc.agent.agent import Agent
 from actorrpc.autograd import recorder as recorder_module
 from actorrpc.autograd.contexts import Context, Contexts
-from actorrpc.autograd.recorder import GraphRecorder, current_context
+from actorrpc.autograd.recorder import GraphRecorder, current_context, record_news
 from actorrpc.errors import ProtocolError
-from actorrpc.futures import Future
-from actorrpc.rpc.functions import async_execution
 from actorrpc.wire.identity import WorkerKey
 from tests.agent.agents import agents
 from tests.announced import OUTSIDE_OF_A_CONTEXT
@@ -62,10 +59,6 @@ seen: list[Any] = []
 def record(*tensors: torch.Tensor) -> int | None:
     seen[:] = tensors
     return current_context()
-
-
-def double(t: torch.Tensor) -> torch.Tensor:
-    return t * 2
 
 
 def overlapping(order: list[int]) -> list[torch.Tensor]:
@@ -113,17 +106,6 @@ def parameter_there() -> torch.nn.Parameter:
     return seen[0]
 
 
-def test_a_call_without_gradients_sends_only_the_context(pair: Pair) -> None:
-    with pair.context() as mine:
-        assert pair.call(record, torch.ones(2)) == mine.id
-        assert pair.call(record) == mine.id
-        assert pair.call(double, torch.ones(2)).grad_fn is None
-        for context in (mine, pair.there.get(mine.id)):
-            assert not context.sends
-            assert not context.receipts
-        assert mine.peers == {pair.there.me}
-
-
 def test_under_no_grad_results_are_recorded_but_not_arguments(pair: Pair) -> None:
     w = torch.ones(2, requires_grad=True)
     with pair.context() as mine:
@@ -158,42 +140,6 @@ def test_sending_a_tensor_with_history_outside_of_a_context_warns_once(
     assert not pair.there.all()
 
 
-pair_of_test: list[Pair] = []
-
-
-waiting: list[Future[Any]] = []
-asked = threading.Event()
-
-
-@async_execution
-def later(t: torch.Tensor) -> Future[Any]:
-    future: Future[Any] = Future()
-    waiting.append(future)
-    seen[:] = [t * 3]
-    asked.set()
-    return future
-
-
-def test_an_asynchronous_result_is_recorded_in_the_context_of_its_call(pair: Pair) -> None:
-    asked.clear()
-    w = torch.ones(2, requires_grad=True)
-    with pair.context() as mine:
-        future: Future[Any] = Future()
-        pair.caller.call(pair.peer, later, (w,), {}, 30, future=future)
-        pair.caller.flush()
-        asked.wait()
-        other = pair.there.create()
-        token = recorder_module.enter(other.id)  # the completing thread is in another context
-        try:
-            waiting.pop().set_result(seen[0])
-        finally:
-            recorder_module.restore(token)
-        result = future.wait()
-        assert result.grad_fn in mine.receipts
-        assert not other.sends
-        pair.there.release(other.id)
-
-
 def test_a_message_of_a_released_context_is_not_recorded(pair: Pair) -> None:
     w = torch.ones(2, requires_grad=True)
     with pair.context() as mine:
@@ -202,25 +148,6 @@ def test_a_message_of_a_released_context_is_not_recorded(pair: Pair) -> None:
         assert not seen[0].requires_grad
         assert seen[0].grad_fn is None
         assert pair.there.live.get(mine.id) is None
-
-
-def in_block_of_its_own(t: torch.Tensor) -> Any:
-    contexts = pair_of_test[0].there
-    other = contexts.create()
-    token = recorder_module.enter(other.id)
-    try:
-        return current_context() == other.id
-    finally:
-        recorder_module.restore(token)
-        contexts.release(other.id)
-
-
-def test_the_innermost_context_block_is_current(pair: Pair) -> None:
-    pair_of_test[:] = [pair]
-    with pair.context() as mine:
-        assert pair.call(in_block_of_its_own, torch.ones(1)) is True
-        assert current_context() == mine.id
-    assert current_context() is None
 
 
 @pytest.mark.parametrize(
@@ -243,3 +170,23 @@ def test_malformed_tags_raise_protocol_error(tag: Any) -> None:
     recorder = GraphRecorder(Contexts(WorkerKey(0, "x")))
     with pytest.raises(ProtocolError, match="cannot be read"):
         recorder.received(tag, [torch.ones(1)], None)
+
+
+@pytest.mark.parametrize(
+    "news",
+    [
+        [1],
+        [1, 2],
+        ["a", []],
+        [2 << 48 | 1, []],
+        [1 << 48 | 1, [5]],
+        [1 << 48 | 1, ["a", "b"]],
+        [1, [], 5],
+        {1: 2},
+    ],
+)
+def test_malformed_reachability_information_raises_protocol_error(news: Any) -> None:
+    context = Context(7)
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        record_news(context, WorkerKey(0, "a"), WorkerKey(1, "b"), news)
+    assert not context.sinks

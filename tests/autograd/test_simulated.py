@@ -117,6 +117,7 @@ def _run_with_fault(program: Program, seed: int, fault: Fault, want: dict[int, A
         assert isinstance(error, RpcError), repr(error)
         names_death = "PeerDied" in str(error) or "died during a backward pass" in str(error)
         assert fault.kind == "release" or (fault.kind.startswith("kill") and names_death), repr(error)
+        assert fault.kind != "release" or "released" in str(error), repr(error)
         outcome = "released"
     found = world.gradients()
     network.faultless = True

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.errors import (
     ConfigError,
-    NotInitializedError,
     RpcTimeoutError,
     RRefError,
     SerializationError,
@@ -29,6 +29,8 @@ from actorrpc.nn import RemoteModule
 from tests.announced import OUTSIDE_OF_A_CONTEXT
 from tests.nn import things
 from tests.nn.things import Hybrid
+
+pytestmark = pytest.mark.usefixtures("here")
 
 
 @pytest.fixture
@@ -45,7 +47,6 @@ def _value(remote: RemoteModule) -> Any:
 # -- creation --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("here")
 def test_the_place_of_a_module_may_be_a_name_rank_device_or_worker_info() -> None:
     me = rpc.get_worker_info()
     for place in ("w0", "w0/cpu", "rank:0", "rank:0/cpu", "cpu", torch.device("cpu"), me, 0):
@@ -63,7 +64,6 @@ def test_the_place_of_a_module_may_be_a_name_rank_device_or_worker_info() -> Non
         RemoteModule(1.5, nn.Linear, (2, 2))  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("here")
 def test_modules_are_created_from_classes_and_functions() -> None:
     remote = RemoteModule("w0", things.Echo, [1], {"second": 2})
     assert type(_value(remote)) is things.Echo
@@ -80,7 +80,6 @@ def test_modules_are_created_from_classes_and_functions() -> None:
 _EXPECTED = re.escape("Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>,")
 
 
-@pytest.mark.usefixtures("here")
 def test_creating_an_object_that_is_no_module_raises() -> None:
     with pytest.raises(ValueError, match=_EXPECTED):
         RemoteModule("w0", things.NotAModule, (1,), {"second": 2})  # type: ignore[arg-type]
@@ -94,12 +93,6 @@ def test_creating_an_object_that_is_no_module_raises() -> None:
         RemoteModule("w0", nn.Linear, (), [1])  # type: ignore[arg-type]
 
 
-def test_creation_before_init_rpc_raises() -> None:
-    with pytest.raises(NotInitializedError, match="init_rpc"):
-        RemoteModule("w0", nn.Linear, (2, 2))
-
-
-@pytest.mark.usefixtures("here")
 def test_a_remote_module_can_be_created_from_an_rref() -> None:
     first = RemoteModule("w0", nn.Linear, (2, 2))
     for other in (
@@ -126,7 +119,6 @@ def test_a_remote_module_can_be_created_from_an_rref() -> None:
 # -- calling ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("here")
 def test_forward_and_forward_async_return_the_result_of_the_module() -> None:
     remote = RemoteModule("w0", things.Echo, (1,))
     tensor = torch.ones(1)
@@ -143,18 +135,16 @@ def test_forward_and_forward_async_return_the_result_of_the_module() -> None:
 
 
 def test_calls_use_the_rpc_timeout_of_the_group() -> None:
-    with things.alone():
-        remote = RemoteModule("w0", things.Busy, (2,))
-        _value(remote)
-        before = rpc.get_rpc_timeout()
-        try:
-            rpc.api.set_rpc_timeout(0.05)  # must expire
-            with pytest.raises(RpcTimeoutError, match=r"Busy.forward on 'w0'") as caught:
-                remote()
-            assert caught.value.maybe_executed is not False
-        finally:
-            rpc.api.set_rpc_timeout(before)
-            _value(remote).barrier.abort()
+    remote = RemoteModule("w0", things.Busy, (2,))
+    before = rpc.get_rpc_timeout()
+    try:
+        rpc.api.set_rpc_timeout(0.05)  # must expire
+        with pytest.raises(RpcTimeoutError, match=r"Busy.forward on 'w0'") as caught:
+            remote()
+        assert caught.value.maybe_executed is not False
+    finally:
+        rpc.api.set_rpc_timeout(before)
+        _value(remote).barrier.abort()
 
 
 @rpc.functions.async_execution
@@ -162,7 +152,6 @@ def _later(self: Any, x: int) -> Future[int]:
     return rpc.rpc_async("w0", abs, (x,))
 
 
-@pytest.mark.usefixtures("here")
 def test_a_forward_method_with_async_execution_is_answered_by_its_future() -> None:
     made = type("Deferred", (nn.Module,), {"forward": _later, "__module__": __name__})
     assert RemoteModule("w0", made)(-3) == 3
@@ -171,7 +160,6 @@ def test_a_forward_method_with_async_execution_is_answered_by_its_future() -> No
 # -- parameters ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("here")
 def test_remote_parameters_are_rrefs_to_the_parameters_of_the_module() -> None:
     remote = RemoteModule("w0", things.Tied)
     module = _value(remote)
@@ -189,7 +177,6 @@ def test_remote_parameters_are_rrefs_to_the_parameters_of_the_module() -> None:
         ]
 
 
-@pytest.mark.usefixtures("here")
 def test_the_module_is_freed_with_its_last_reference() -> None:
     remote = RemoteModule("w0", nn.Linear, (2, 2))
     module = weakref.ref(_value(remote))
@@ -224,7 +211,6 @@ def _same(one: Any, other: Any) -> None:
             assert value == other[name]
 
 
-@pytest.mark.usefixtures("here")
 def test_state_dict_and_load_state_dict_equal_those_of_the_module() -> None:
     remote = RemoteModule("w0", things.Tied)
     module = _value(remote)
@@ -250,7 +236,6 @@ def test_state_dict_and_load_state_dict_equal_those_of_the_module() -> None:
     assert remote.state_dict()["count"] == 0
 
 
-@pytest.mark.usefixtures("here")
 def test_loading_a_wrong_state_raises_torchs_errors() -> None:
     remote, local = RemoteModule("w0", things.normed, (2,)), things.normed(2)
     good = local.state_dict()
@@ -288,7 +273,6 @@ def _keys(load: Callable[[], Any]) -> Any:
     return found.missing_keys, found.unexpected_keys
 
 
-@pytest.mark.usefixtures("here")
 def test_state_dict_hooks_of_the_remote_module_run() -> None:
     remote, log = RemoteModule("w0", nn.Linear, (1, 1)), []
     remote.register_state_dict_pre_hook(lambda *args: log.append("before saving"))
@@ -307,7 +291,6 @@ def test_state_dict_hooks_of_the_remote_module_run() -> None:
 # -- a remote module as a part of a local model ----------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("here")
 @pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
 def test_a_model_with_a_remote_part_has_one_state_dict_to_save_and_load() -> None:
     hybrid = Hybrid(RemoteModule("w0", things.normed, (3,)))
@@ -331,7 +314,6 @@ def test_a_model_with_a_remote_part_has_one_state_dict_to_save_and_load() -> Non
     assert not torch.equal(again(x), hybrid(x))
 
 
-@pytest.mark.usefixtures("here")
 def test_methods_of_the_surrounding_model_apply_to_the_remote_part() -> None:
     remote = RemoteModule("w0", things.normed, (3,))
     hybrid = Hybrid(remote)
@@ -355,38 +337,14 @@ def test_methods_of_the_surrounding_model_apply_to_the_remote_part() -> None:
     assert torch.all(_value(remote)[0].weight == 0.5)
     assert repr(hybrid).splitlines()[2] == "  (remote): RemoteModule(normed on w0/cpu)"
     assert str(remote) == "RemoteModule(normed on w0/cpu)"
+    hybrid.double()
+    assert local.weight.dtype is _value(remote)[0].weight.dtype is torch.float64
     hybrid.share_memory()
     assert local.weight.is_shared()
     assert not _value(remote)[0].weight.is_shared()
     torch.optim.SGD(hybrid.parameters(), 0.1)
 
 
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.double(),
-        lambda model: model.bfloat16(),
-        lambda model: model.to(torch.float64),
-        lambda model: model.to("cpu", torch.float16),
-        lambda model: model.type(torch.float64),
-        lambda model: model.double().float(),
-        lambda model: model.cpu(),
-        lambda model: model.to(memory_format=torch.channels_last),
-    ],
-)
-def test_conversions_of_the_surrounding_model_convert_the_remote_part(
-    change: Callable[[nn.Module], nn.Module],
-) -> None:
-    hybrid, local = Hybrid(RemoteModule("w0", things.normed, (3,))), Hybrid(things.normed(3))
-    assert change(hybrid) is hybrid
-    change(local)
-    assert {name: each.dtype for name, each in hybrid.state_dict().items()} == {
-        name: each.dtype for name, each in local.state_dict().items()
-    }
-
-
-@pytest.mark.usefixtures("here")
 def test_a_model_with_a_remote_part_cannot_be_deep_copied_or_pickled() -> None:
     hybrid = Hybrid(RemoteModule("w0", nn.Linear, (3, 3)))
     with pytest.raises(RRefError, match="deepcopy would not copy the module, which is on 'w0'"):
@@ -403,7 +361,6 @@ def test_a_model_with_a_remote_part_cannot_be_deep_copied_or_pickled() -> None:
 # -- changing a module -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("here")
 def test_train_and_eval_set_the_mode_of_the_module() -> None:
     remote = RemoteModule("w0", things.Modes)
     for told in (True, False, True):
@@ -415,7 +372,6 @@ def test_train_and_eval_set_the_mode_of_the_module() -> None:
         remote.train(1)  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("change", "dtype"),
     [
@@ -444,7 +400,6 @@ def test_conversions_change_the_module_in_place(
     assert remote.device == "cpu"
 
 
-@pytest.mark.usefixtures("here")
 def test_a_module_on_the_meta_device_can_be_materialized_with_to_empty() -> None:
     remote = RemoteModule("w0", nn.Linear, (2, 2))
     remote.to("meta")
@@ -456,7 +411,6 @@ def test_a_module_on_the_meta_device_can_be_materialized_with_to_empty() -> None
     assert torch.equal(remote(torch.ones(1, 2)), torch.ones(1, 2))
 
 
-@pytest.mark.usefixtures("here")
 def test_requires_grad_and_zero_grad_act_on_the_module() -> None:
     remote = RemoteModule("w0", nn.Linear, (2, 2))
     assert remote.requires_grad_(False) is remote
@@ -473,7 +427,6 @@ def test_requires_grad_and_zero_grad_act_on_the_module() -> None:
 # -- hooks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("here")
 def test_forward_hooks_run_at_the_caller_and_hooks_of_the_module_at_its_owner() -> None:
     remote = RemoteModule("w0", things.Untensored)
     log: list[Any] = []
@@ -496,10 +449,79 @@ def test_forward_hooks_run_at_the_caller_and_hooks_of_the_module_at_its_owner() 
         remote.register_backward_hook(lambda *args: None)
 
 
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _both(part: Any, *args: Any) -> tuple[Hybrid, Hybrid]:
+    hybrid = Hybrid(RemoteModule("w0", part, args))
+    return hybrid, things.clone_of(hybrid, part(*args))
+
+
+def _gradients(context: int, hybrid: Hybrid) -> dict[str, torch.Tensor]:
+    found = dist_autograd.get_gradients(context)
+    here = {name: found[each] for name, each in hybrid.named_parameters()}
+    there = {
+        f"remote.{name}": found[rref.local_value()]
+        for name, rref in hybrid.remote.named_parameters()  # type: ignore[union-attr]
+    }
+    return here | there
+
+
+def _grads(model: nn.Module) -> dict[str, Any]:
+    return {name: each.grad for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("part", [things.Tied, things.build_linear, things.normed])
+def test_gradients_equal_those_of_the_local_model(part: Any) -> None:
+    hybrid, local = _both(part, 3)
+    x = torch.randn(4, 3)
+    torch.manual_seed(1)
+    local(x).square().sum().backward()
+    with dist_autograd.context() as context:
+        torch.manual_seed(1)  # for dropout
+        dist_autograd.backward(context, [hybrid(x).square().sum()])
+        torch.testing.assert_close(_gradients(context, hybrid), _grads(local))
+    assert all(each.grad is None for each in hybrid.parameters())
+
+
+def test_gradients_flow_through_forward_async() -> None:
+    hybrid, local = _both(things.build_linear, 3)
+    x = torch.randn(4, 3)
+    (local(x) * local(2 * x)).sum().backward()
+    with dist_autograd.context() as context:
+        one, other = (hybrid.remote.forward_async(torch.relu(hybrid.local(each))) for each in (x, 2 * x))  # type: ignore[operator]
+        dist_autograd.backward(context, [(one.wait() * other.wait()).sum()])
+        torch.testing.assert_close(_gradients(context, hybrid), _grads(local))
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_full_backward_hooks_run_at_the_caller_as_in_a_local_model(changes: bool) -> None:
+    hybrid, local = _both(things.build_linear, 3)
+    seen: dict[str, list[Any]] = {"remote": [], "local": []}
+    for name, model in (("remote", hybrid), ("local", local)):
+
+        def before(_module: Any, out: Any, name: str = name) -> Any:
+            seen[name].append(out[0].clone())
+            return (out[0] * 2,) if changes else None
+
+        def after(_module: Any, given: Any, out: Any, name: str = name) -> Any:
+            seen[name] += [given[0].clone(), out[0].clone()]
+            return (given[0] * 3,) if changes else None
+
+        model.remote.register_full_backward_pre_hook(before)
+        model.remote.register_full_backward_hook(after)
+    x = torch.randn(4, 3)
+    local(x).square().sum().backward()
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [hybrid(x).square().sum()])
+        torch.testing.assert_close(_gradients(context, hybrid), _grads(local))
+    assert len(seen["local"]) == 3
+    torch.testing.assert_close(seen["remote"], seen["local"])
+
+
 # -- unsupported methods ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("here")
 def test_unsupported_methods_and_attributes_raise_errors_that_name_them() -> None:
     remote = RemoteModule("w0", nn.Linear, (2, 2))
     calls: dict[str, tuple[Any, ...]] = {

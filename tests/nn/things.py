@@ -21,7 +21,6 @@ __all__ = [
     "Hybrid",
     "Modes",
     "NotAModule",
-    "Picky",
     "Tied",
     "Untensored",
     "alone",
@@ -64,12 +63,6 @@ class Echo(nn.Module):
 class NotAModule:
     def __init__(self, first: int, second: int = -1) -> None:
         pass
-
-
-class Picky(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        raise LookupError("not today")
 
 
 class Tied(nn.Module):

@@ -84,23 +84,3 @@ def test_steps_across_workers_equal_local_steps(
             local.step()
         twins.check()
         assert not torch.equal(before[0], twins.locals[0].detach())  # the step changes parameters
-
-
-def test_steps_with_mixed_dtypes_and_several_groups_equal_local_steps(workers: list[str]) -> None:
-    dtypes = [torch.bfloat16, torch.float32, torch.float64, torch.complex64]
-    twins = Twins([workers[1], workers[2], workers[1], workers[0]], dtypes=dtypes)
-    options: list[dict[str, Any]] = [{"lr": 0.1}, {"weight_decay": 0.2}]
-    distributed = DistributedOptimizer(
-        torch.optim.Adam,
-        [{"params": twins.rrefs[:2], **options[0]}, {"params": twins.rrefs[2:], **options[1]}],
-        lr=0.01,
-    )
-    local = torch.optim.Adam(
-        [{"params": twins.locals[:2], **options[0]}, {"params": twins.locals[2:], **options[1]}], lr=0.01
-    )
-    for _ in range(3):
-        with twins.context(twins.random_gradients()) as context_id:
-            distributed.step(context_id)
-            local.step()
-    twins.check()
-    assert [group["lr"] for group in distributed.param_groups] == [0.1, 0.01]

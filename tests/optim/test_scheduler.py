@@ -127,33 +127,23 @@ def test_learning_rates_equal_those_of_the_local_scheduler(
     assert "lr=" in repr(mine)
 
 
-def test_sequential_schedulers_equal_the_local_ones(
-    pair: tuple[DistributedOptimizer, torch.optim.Optimizer],
+@pytest.mark.parametrize("chained", [False, True])
+def test_sequential_and_chained_schedulers_equal_the_local_ones(
+    pair: tuple[DistributedOptimizer, torch.optim.Optimizer], chained: bool
 ) -> None:
     distributed, local = pair
     parts: list[tuple[Any, dict[str, Any]]] = [
         (lr_scheduler.ConstantLR, {"factor": 0.1, "total_iters": 3}),
         (lr_scheduler.ExponentialLR, {"gamma": 0.9}),
     ]
-    mine = distributed.lr_scheduler(
-        lr_scheduler.SequentialLR, [distributed.lr_scheduler(cls, **options) for cls, options in parts], [3]
-    )
-    theirs = lr_scheduler.SequentialLR(local, [cls(local, **options) for cls, options in parts], [3])
-    _advance(distributed, local, mine, theirs)
-
-
-def test_chained_schedulers_equal_the_local_ones(
-    pair: tuple[DistributedOptimizer, torch.optim.Optimizer],
-) -> None:
-    distributed, local = pair
-    parts: list[tuple[Any, dict[str, Any]]] = [
-        (lr_scheduler.ConstantLR, {"factor": 0.1, "total_iters": 3}),
-        (lr_scheduler.ExponentialLR, {"gamma": 0.9}),
-    ]
-    mine = distributed.lr_scheduler(
-        lr_scheduler.ChainedScheduler, [distributed.lr_scheduler(cls, **options) for cls, options in parts]
-    )
-    theirs = lr_scheduler.ChainedScheduler([cls(local, **options) for cls, options in parts], local)
+    ours = [distributed.lr_scheduler(cls, **options) for cls, options in parts]
+    locals_ = [cls(local, **options) for cls, options in parts]
+    if chained:
+        mine = distributed.lr_scheduler(lr_scheduler.ChainedScheduler, ours)
+        theirs: Any = lr_scheduler.ChainedScheduler(locals_, local)
+    else:
+        mine = distributed.lr_scheduler(lr_scheduler.SequentialLR, ours, [3])
+        theirs = lr_scheduler.SequentialLR(local, locals_, [3])
     _advance(distributed, local, mine, theirs)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["Calls", "Plain", "defined", "made", "registered"]
+__all__ = ["Calls", "Plain", "defined", "in_main", "made", "registered"]
 
 _SOURCE = """
 import collections, dataclasses, enum, typing
@@ -109,10 +109,23 @@ def made(*names: str) -> Iterator[list[ModuleType]]:
 @contextlib.contextmanager
 def registered(*modules: ModuleType) -> Iterator[None]:
     """Register modules to be pickled by value until the end."""
-    names = {module.__name__ for module in modules}
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        cloudpickle.cloudpickle._PICKLE_BY_VALUE_MODULES.difference_update(names)
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+@contextlib.contextmanager
+def in_main(names: dict[str, Any]) -> Iterator[None]:
+    """Add objects to the main module of this process until the end."""
+    real = sys.modules["__main__"]
+    for name, value in names.items():
+        setattr(real, name, value)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(real, name)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copyreg
 import functools
-import importlib
 import operator
 import sys
 import threading
@@ -19,7 +17,7 @@ from actorrpc.actors.client.actor_class import is_importable
 from actorrpc.errors import SerializationError
 from actorrpc.serialization import by_value, codec
 from actorrpc.serialization.codec import DefinitionStore, decode, encode, encode_body
-from tests.serialization.beside import Calls, Plain, made, registered
+from tests.serialization.beside import Calls, Plain, in_main, made, registered
 
 
 @pytest.fixture
@@ -47,10 +45,6 @@ def decode_without(obj: Any, *names: str, by: Callable[[Any], Any] = encode) -> 
         return decode(encoded.body, buffers, definitions=store)
     finally:
         sys.modules.update(kept)
-
-
-class Odd(Plain):
-    """A class with a reducer in copyreg."""
 
 
 _OBJECTS: dict[str, Callable[[Any], Any]] = {
@@ -95,19 +89,6 @@ def test_objects_of_a_registered_module_are_decoded_without_importing_it(
     assert body_of((len, (), {})) == codec.encode((len, (), {})).body  # the pickler still works
 
 
-def test_a_method_assigned_to_an_importable_class_is_sent_by_value(
-    aside: types.ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Plain, "bound", aside.bound, raising=False)
-    method = Plain(1).bound  # type: ignore[attr-defined]
-    encoded = encode(method)
-    monkeypatch.delattr(Plain, "bound")
-    store = DefinitionStore()
-    for key, data in encoded.definitions.items():
-        store.add(key, data)
-    assert decode(encoded.body, (), definitions=store)(2) == ("bound", "Plain", (2,))
-
-
 def test_submodules_of_a_registered_package_are_sent_by_value(aside: types.ModuleType) -> None:
     with made("aside.deep.below", "asides", "aside_") as (below, *others):
         assert decode_without(below.inner, "aside", "aside.deep.below")(2) == [2, 1]
@@ -115,15 +96,6 @@ def test_submodules_of_a_registered_package_are_sent_by_value(aside: types.Modul
             assert not encode(other.inner).definitions
         assert not is_importable(below.inner)
         assert is_importable(others[0].inner)
-
-
-def test_the_name_attribute_of_a_module_decides_whether_it_is_registered(
-    aside: types.ModuleType,
-) -> None:
-    with made("elsewhere") as (elsewhere,):
-        assert not encode(elsewhere.inner).definitions
-        elsewhere.__name__ = "aside.moved"
-        assert decode_without(elsewhere.inner, "elsewhere")(2) == [2, 1]
 
 
 def test_a_class_with_a_wrong_module_attribute_is_sent_by_value(aside: types.ModuleType) -> None:
@@ -135,41 +107,6 @@ def test_a_class_with_a_wrong_module_attribute_is_sent_by_value(aside: types.Mod
         elsewhere.Box.__module__ = "aside"
         vars(aside)["Box"] = elsewhere.Box
         assert encode(elsewhere.Box).definitions
-
-
-def test_a_copyreg_extension_code_does_not_bypass_sending_by_value(
-    aside: types.ModuleType,
-) -> None:
-    copyreg.add_extension("aside", "Box", 241)
-    try:
-        encoded = encode(aside.Box)
-        assert encoded.definitions
-    finally:
-        copyreg.remove_extension("aside", "Box", 241)
-
-
-def test_copyreg_reducers_that_return_registered_objects_are_sent_by_value(
-    aside: types.ModuleType,
-) -> None:
-    copyreg.pickle(Odd, lambda odd: (aside.Box, (odd.content,)))
-    try:
-        assert decode_without(Odd(7), "aside").open() == (7, ())
-    finally:
-        del copyreg.dispatch_table[Odd]
-    copyreg.pickle(types.ModuleType, lambda module: (importlib.import_module, (module.__name__,)))
-    try:
-        assert decode_without([aside], "aside")[0].inner(2) == [2, 1]
-    finally:
-        del copyreg.dispatch_table[types.ModuleType]
-    encode(1)  # updates the table of the fast pickler
-
-
-def test_registered_objects_in_nested_messages_are_sent_by_value(aside: types.ModuleType) -> None:
-    class Wraps:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return codec.loads, (codec.dumps((aside.inner, "x")),)
-
-    assert decode_without([Wraps(), 1], "aside")[0][0](2) == [2, 1]
 
 
 def test_modules_may_be_registered_while_other_threads_encode(aside: types.ModuleType) -> None:
@@ -213,35 +150,18 @@ def test_registering_a_module_affects_only_later_messages() -> None:
         assert decode_without([Plain, torch.ones(3)])[0] is Plain
 
 
-class Local:
-    """Stands for a class of the main module."""
-
-
 @pytest.mark.parametrize("count", [0, 6_000])
 @pytest.mark.parametrize("long", [b"", b"\x95" * 100_000, bytearray(100_000)])
-def test_references_to_the_main_module_are_found_anywhere_in_a_message(
-    count: int, long: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Local, "__module__", "__main__")
-    monkeypatch.setattr(sys.modules["__main__"], "Local", Local, raising=False)
-    by_value.note_main()  # as if the class had been defined before joining
+def test_references_to_the_main_module_are_found_anywhere_in_a_message(count: int, long: Any) -> None:
+    local = type("Local", (), {"__module__": "__main__"})
     texts = [f"text {n}" for n in range(count)]  # with many texts, the pickle has several frames
-    for obj in (
-        [texts, long, Local],
-        [Local, long, texts],
-        [long, texts, Local, texts],
-        [texts, Local, long],
-    ):
-        assert encode(obj, remote_main=False).definitions
-        assert not encode(obj, remote_main=True).definitions
-    amid = [*texts[: count // 2], Local, *texts[count // 2 :], long]
-    assert encode(amid, remote_main=False).definitions
-    assert not encode([texts, long, Plain, b"__main__" * 10_000], remote_main=False).definitions
-
-
-def test_an_error_in_sending_by_value_names_the_part(aside: types.ModuleType) -> None:
-    with pytest.raises(SerializationError, match="argument 1 -> index 0"):
-        encode((aside.outer, (1, [threading.Lock()]), {}))
+    amid = [*texts[: count // 2], local, *texts[count // 2 :], long]
+    with in_main({"Local": local}):
+        by_value.note_main()  # as if the class had been defined before joining
+        for obj in ([texts, long, local], [local, long, texts], [long, texts, local, texts], amid):
+            assert encode(obj, remote_main=False).definitions
+            assert not encode(obj, remote_main=True).definitions
+        assert not encode([texts, long, Plain, b"__main__" * 10_000], remote_main=False).definitions
 
 
 class Wrapping(Plain):
@@ -264,7 +184,7 @@ def test_methods_that_are_no_attribute_of_their_object_are_sent_by_value(method:
     assert decode_without([Plain(6).show])[0](1) == ("plain", 6, (1,))
 
 
-def test_an_error_names_the_part_of_a_class_of_the_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_the_part_of_a_class_of_the_main_module() -> None:
     lock = threading.Lock()
 
     class Holds:
@@ -272,6 +192,8 @@ def test_an_error_names_the_part_of_a_class_of_the_main_module(monkeypatch: pyte
             return lock
 
     Holds.__module__, Holds.__qualname__ = "__main__", "Holds"
-    monkeypatch.setattr(sys.modules["__main__"], "Holds", Holds, raising=False)
-    with pytest.raises(SerializationError, match=r"index 0 -> attribute 'get' -> .*'lock': cannot pickle"):
+    with (
+        in_main({"Holds": Holds}),
+        pytest.raises(SerializationError, match=r"index 0 -> attribute 'get' -> .*'lock': cannot pickle"),
+    ):
         encode([Holds], remote_main=False)

@@ -11,6 +11,7 @@ import pickle
 import random
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorrpc.errors import ProtocolError, RRefError, SerializationError
-from actorrpc.serialization import codec
 from actorrpc.serialization.codec import (
     DefinitionStore,
     current_decoding,
@@ -31,7 +31,6 @@ from actorrpc.serialization.codec import (
     loads,
     register,
 )
-from actorrpc.serialization.tensors import message
 
 
 def trip(obj: Any) -> Any:
@@ -91,27 +90,6 @@ def test_arbitrarily_nested_values_survive(obj: Any, remote_main: bool) -> None:
     assert loads(dumps(obj)) == obj
 
 
-class Columns:
-    """Pickles its memory, in Fortran order, as a buffer."""
-
-    def __init__(self, memory: Any) -> None:
-        self.memory = memory
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return Columns, (pickle.PickleBuffer(self.memory),)
-
-
-@pytest.mark.parametrize("remote_main", [True, False])
-def test_dumps_embeds_long_buffers(remote_main: bool) -> None:
-    array = np.arange(20_000).reshape(100, 200)
-    columns, again, long = loads(
-        dumps([Columns(np.asfortranarray(array)), array, bytearray(100_000)], remote_main=remote_main)
-    )
-    assert bytes(columns.memory) == array.tobytes("F")
-    assert np.array_equal(again, array)
-    assert long == bytearray(100_000)
-
-
 @pytest.mark.parametrize("size", [4096, 4097, 65536, 300_000])
 def test_bytes_texts_arrays_and_tensors_of_all_sizes_survive(size: int) -> None:
     data = random.Random(size).randbytes(size)
@@ -148,17 +126,7 @@ def test_bytes_texts_arrays_and_tensors_of_all_sizes_survive(size: int) -> None:
         assert not large
 
 
-def test_large_bodies_without_buffers_survive() -> None:
-    sent = [Record(n, str(n)) for n in range(20_000)]
-    encoded = encode(sent)
-    assert not encoded.spans
-    assert decode(encoded.body, (), definitions=None) == sent
-    # Bytes that look like the header of an out-of-band buffer survive as well.
-    tricky = [b"B" + (70_000).to_bytes(4, "little")] * 5 + [bytes(70_000), "x" * 70_000, b"\x8e" * 200_000]
-    assert trip(tricky) == tricky
-
-
-def test_decoded_numpy_arrays_use_the_received_buffer() -> None:
+def test_decoded_numpy_arrays_use_the_received_buffer_and_stay_read_only() -> None:
     array = np.arange(5000)
     encoded = encode((array, array))
     memory = bytearray(encoded.spans[0].view())
@@ -166,121 +134,64 @@ def test_decoded_numpy_arrays_use_the_received_buffer() -> None:
     assert a is b
     a[0] = 77
     assert memory[0] == 77
-
-
-def test_read_only_arrays_stay_read_only() -> None:
-    array = np.arange(5000)
     array.flags.writeable = False
     assert not trip(array).flags.writeable
-
-
-def test_encoded_spans_refer_to_the_memory_of_the_tensor() -> None:
-    t = torch.zeros(5000)
-    encoded = encode(t)
-    t.fill_(3)
-    assert encoded.spans[0].view().cast("f")[0] == 3.0
-    assert encoded.nbytes == len(encoded.body) + 20_000
 
 
 # -- registered types and contexts -------------------------------------------------------------------
 
 
 class Ref:
-    """A type with a registered reducer that uses the context of the message."""
+    """A type with a registered reducer."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, reduce: Callable[[], Any]) -> None:
+        self.reduce = reduce
 
-    def __reduce__(self) -> Any:
-        raise RRefError("only in a message")
+
+register(Ref, lambda ref: ref.reduce())
 
 
 def rebuild_ref(name: str) -> tuple[str, Any]:
     return name, current_decoding()
 
 
-@pytest.fixture(autouse=True)
-def _unregister() -> Any:
-    yield
-    for table in (codec._own, codec._table, codec._refused):
-        table.pop(Ref, None)
-    assert message.encoding is None
-    assert message.decoding is None
-
-
-def count_refs(calls: list[Any]) -> None:
-    def reduce(ref: Ref) -> tuple[Any, ...]:
-        calls.append((ref.name, current_encoding()))
-        return rebuild_ref, (ref.name,)
-
-    register(Ref, reduce)
-
-
-def test_reducers_of_registered_types_see_the_context_of_the_message() -> None:
+def test_a_reducer_runs_once_and_sees_the_context_although_pickling_is_tried_twice() -> None:
     calls: list[Any] = []
-    count_refs(calls)
-    ref = Ref("a")
-    encoded = encode([ref, ref, Ref("b")], context="out")
-    assert calls == [("a", "out"), ("b", "out")]
-    a, again, b = decode(encoded.body, (), definitions=None, context="in")
-    assert a is again
-    assert (a, b) == (("a", "in"), ("b", "in"))
-    assert current_encoding() is None
-    assert current_decoding() is None
-    with pytest.raises(RRefError):
-        pickle.dumps(ref)
 
+    def reduce() -> tuple[Any, ...]:
+        calls.append(current_encoding())
+        return rebuild_ref, (f"ref {len(calls)}",)
 
-def test_a_reducer_runs_once_although_pickling_is_tried_twice() -> None:
-    calls: list[Any] = []
-    count_refs(calls)
-    ref = Ref("a")
-    encoded = encode((ref, Ref("b"), lambda: ref), context=1)
-    assert calls == [("a", 1), ("b", 1)]
+    ref = Ref(reduce)
+    encoded = encode((ref, Ref(reduce), lambda: ref), context=1)
+    assert calls == [1, 1]
     store = DefinitionStore()
-    a, _, function = decode(encoded.body, (), definitions=store, context=2)
+    a, b, function = decode(encoded.body, (), definitions=store, context=2)
+    assert (a, b) == (("ref 1", 2), ("ref 2", 2))
     assert function() is a
     assert not encoded.definitions  # a function that captures a reference is no definition
     calls.clear()
     with pytest.raises(SerializationError, match="argument 1: cannot pickle"):
         encode((print, (ref, threading.Lock()), {}))
-    assert calls == [("a", None)]
-
-
-def test_nested_messages_have_their_own_context() -> None:
-    def reduce(ref: Ref) -> tuple[Any, ...]:
-        inner = encode([ref.name, torch.ones(2)], context=f"inner {ref.name}") if ref.name else None
-        assert current_encoding() == "outer"
-        return rebuild_nested, (inner.body if inner else b"",)
-
-    register(Ref, reduce)
-    t = torch.zeros(2)
-    encoded = encode([t, Ref("x"), t], context="outer")
-    assert len(encoded.tensors) == 1
-    found: list[Any] = []
-    a, (name, inner, context), b = decode(encoded.body, (), definitions=None, context="outer", tensors=found)
-    assert a is b
-    assert (name, inner.tolist(), context) == ("x", [1, 1], "outer")
-    assert len(found) == 1
-
-
-def rebuild_nested(body: bytes) -> Any:
-    name, t = decode(body, (), definitions=None, context="inner")
-    return name, t, current_decoding()
+    assert calls == [None]
 
 
 def test_an_error_of_a_reducer_restores_the_context() -> None:
-    def reduce(ref: Ref) -> tuple[Any, ...]:
-        raise RRefError(f"{ref.name} is gone") if ref.name else ValueError("odd")
+    def gone() -> Any:
+        raise RRefError("x is gone")
 
-    register(Ref, reduce)
+    def odd() -> Any:
+        raise ValueError("odd")
+
     with pytest.raises(RRefError, match="x is gone"):
-        encode([Ref("x")])
+        encode([Ref(gone)], context=1)
     with pytest.raises(SerializationError, match="ValueError: odd"):
-        encode([Ref("")])
+        encode([Ref(odd)], context=1)
+    assert current_encoding() is None
     assert encode(1).body == pickle.dumps(1, 5)
     with pytest.raises(ProtocolError):
         decode(b"\x80\x05garbage.", (), definitions=None, context=1)
+    assert current_decoding() is None
 
 
 def test_changes_in_copyreg_take_effect() -> None:
@@ -353,27 +264,12 @@ def outer(x: Any) -> Record:
         (threading.Lock(), "^cannot pickle '_thread.lock' object"),
     ],
 )
-def test_the_error_names_the_part_that_cannot_be_sent(obj: Any, expected: str) -> None:
-    with pytest.raises(SerializationError, match=expected):
+def test_the_error_names_the_part_that_cannot_be_sent_and_its_cause_is_the_users_exception(
+    obj: Any, expected: str
+) -> None:
+    with pytest.raises(SerializationError, match=expected) as caught:
         encode(obj)
-
-
-def test_the_error_names_a_captured_variable_that_cannot_be_sent() -> None:
-    lock = threading.Lock()
-
-    def function() -> Any:
-        return lock
-
-    with pytest.raises(
-        SerializationError, match=r"function '.*function' -> captured variable 'lock': cannot"
-    ):
-        encode((function, (), {}))
-
-
-def test_the_cause_of_the_error_is_the_users_exception() -> None:
-    with pytest.raises(SerializationError) as caught:
-        encode(Raises())
-    assert type(caught.value.__cause__) is KeyError
+    assert type(caught.value.__cause__) in (TypeError, KeyError)
 
 
 def test_cycles_survive_and_too_deep_nesting_raises_serialization_error() -> None:
@@ -428,16 +324,6 @@ class Picky:
 def test_malformed_bodies_raise_typed_errors(body: bytes) -> None:
     with pytest.raises((ProtocolError, SerializationError)):
         decode(body, (), definitions=None)
-
-
-@settings(max_examples=75, deadline=None)
-@given(st.binary(max_size=60), st.lists(st.binary(max_size=9), max_size=3))
-def test_random_tables_of_buffers_decode_or_raise_protocol_error(tail: bytes, buffers: list[bytes]) -> None:
-    body = pickle.dumps(1, 5) + tail + b"\x01"
-    try:
-        assert decode(body, buffers, definitions=DefinitionStore()) == 1
-    except ProtocolError:
-        pass
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta")])

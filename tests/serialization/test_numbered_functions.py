@@ -6,7 +6,7 @@ import functools
 import operator
 import sys
 from collections.abc import Iterator
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import pytest
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ProtocolError, RefusedError
-from actorrpc.serialization import by_value, numbered_functions
+from actorrpc.serialization import numbered_functions
 from actorrpc.serialization.numbered_functions import NumberedFunctions
 from tests.agent.agents import agents
 
@@ -39,19 +39,6 @@ def module() -> Iterator[Any]:
     sys.modules["numbered"] = made
     yield made
     sys.modules.pop("numbered", None)
-
-
-def test_a_function_is_sent_by_name_until_its_first_call_was_answered(pair: tuple[Agent, Peer, Peer]) -> None:
-    caller, to, back = pair
-    sent: list[int] = []
-    for _ in range(3):
-        before = to.conn.writer.sent  # type: ignore[union-attr]
-        assert caller.call_sync(to, add, (1, 2), {}, 20.0) == 3
-        sent.append(to.conn.writer.sent - before)  # type: ignore[union-attr]
-    assert sent[0] > sent[1] + len(__name__)
-    assert sent[1] == sent[2]
-    assert to.functions.numbers == {add: 0}
-    assert back.functions.names == {0: (__name__, "add")}
 
 
 def test_only_functions_that_are_sent_by_name_get_numbers(
@@ -83,30 +70,8 @@ def test_only_functions_that_are_sent_by_name_get_numbers(
     assert to.functions.introduce(stale, False) is stale
 
 
-def test_functions_of_the_main_module_get_numbers_if_the_peer_runs_the_same_script(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    main = sys.modules["__main__"]
-    table = NumberedFunctions()
-    found: dict[str, Any] = {"__name__": "__main__"}
-    exec("def tested():\n    return 1\n", found)
-    ours = FunctionType(found["tested"].__code__, vars(main), "tested")
-    ours.__module__ = "__main__"
-    # A script that runs in a separate dict (python -m cProfile) is not the main module, whatever its __name__.
-    assert table.introduce(found["tested"], True) is found["tested"]
-    monkeypatch.setattr(main, "tested", ours, raising=False)
-    monkeypatch.setattr(
-        by_value, "has_late", lambda: True
-    )  # the peer may lack late definitions: send by value
-    assert table.introduce(ours, True) is ours
-    monkeypatch.setattr(by_value, "has_late", lambda: False)
-    assert table.introduce(ours, False) is ours
-    assert table.introduce(ours, True) == (0, "__main__", "tested")
-    assert table.learn((0, "__mp_main__", "tested")) is ours
-
-
 def test_a_number_means_the_current_function_of_the_name_at_the_callee(
-    pair: tuple[Agent, Peer, Peer], module: Any, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Agent, Peer, Peer], module: Any
 ) -> None:
     """Both agents are in this process, so they share the module."""
     caller, to, back = pair
@@ -120,23 +85,8 @@ def test_a_number_means_the_current_function_of_the_name_at_the_callee(
     assert caller.call_sync(to, module.f, (), {}, 20.0) == "second"
     # At each use, the callee looks the name up again.
     assert back.functions.learn((9, "numbered", "f")) is module.f
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "f", lambda: "patched")
-        assert back.functions.learn((9, "numbered", "f"))() == "patched"
-    assert back.functions.find(9, "a0")() == "second"
-
-
-def test_functions_of_a_reimported_module_are_not_confused_with_the_old_ones(
-    pair: tuple[Agent, Peer, Peer], module: Any
-) -> None:
-    caller, to, _ = pair
-    old = module.f
-    assert [caller.call_sync(to, old, (), {}, 20.0) for _ in range(2)] == ["first", "first"]
-    again = ModuleType("numbered")
-    exec("def f():\n    return 'again'\n", again.__dict__)
-    sys.modules["numbered"] = again
-    assert caller.call_sync(to, old, (), {}, 20.0) == "first"
-    assert [caller.call_sync(to, again.f, (), {}, 20.0) for _ in range(2)] == ["again", "again"]
+    module.f = lambda: "third"
+    assert back.functions.find(9, "a0")() == "third"
 
 
 def test_unknown_or_malformed_function_numbers_are_refused(pair: tuple[Agent, Peer, Peer]) -> None:
