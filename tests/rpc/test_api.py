@@ -532,8 +532,11 @@ def name_here() -> str:
 def _workers(rank: int) -> None:
     me = rpc.get_worker_info()
     assert (me.name, me.id) == (f"worker{rank}", rank)
-    assert repr(me) == f"WorkerInfo(id={rank}, name=worker{rank})"
-    assert rpc.get_worker_info(me.name) == me
+    assert (
+        repr(me) == repr(torch_rpc.WorkerInfo(me.name, rank)) == f"WorkerInfo(id={rank}, name=worker{rank})"
+    )
+    assert rpc.get_worker_info(me.name) == me == rpc.WorkerInfo(name=me.name, id=rank)
+    assert me != rpc.WorkerInfo(me.name, 2)
     other = rpc.get_worker_info(f"worker{1 - rank}")
     assert other != me
     assert len({me, other, rpc.get_worker_info("worker0")}) == 2

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
-from tests.ranks import rpc_group, run_group, unused_path
+from tests.ranks import run_group, unused_path
 
 _BOTH = [rpc.RpcBackendOptions, rpc.TensorPipeRpcBackendOptions]
 
@@ -153,7 +153,7 @@ def test_invalid_devices_and_device_maps_raise_config_error() -> None:
             ],
         ),
         ("port", [0, 65535], [-1, 65536, "80", 1.0, True]),
-        ("key", ["sixteen characters"], [b"sixteen characters", 3, "", "short"]),
+        ("key", ["sixteen characters"], [b"sixteen characters", 3, "", "too secret"]),
         ("insecure", [True, False], ["yes", 1]),
         ("frame_integrity", [True, False], ["yes", 1]),
         ("tls_min_version", ["1.2", "1.3"], ["1.1", 1.3, ""]),
@@ -172,8 +172,10 @@ def test_options_of_actorrpc_are_checked_and_shown_in_repr(
         made = cls(**{name: value})
         assert (name in repr(made)) is (name != "key")
     for value in bad:
-        with pytest.raises(errors.ConfigError, match=name):
+        with pytest.raises(errors.ConfigError, match=name) as caught:
             cls(**{name: value})
+        if name == "key" and value == "too secret":
+            assert value not in str(caught.value)
 
 
 @pytest.mark.parametrize("cls", _BOTH)
@@ -197,37 +199,9 @@ def test_rpc_timeout_and_init_method_are_checked_whenever_they_are_set(cls: Any)
     assert "3.0" in repr(made)
 
 
-def test_the_key_is_not_shown_in_repr_or_errors() -> None:
-    made = rpc.RpcBackendOptions(key="a secret of some length")
-    assert "secret" not in repr(made)
-    with pytest.raises(errors.ConfigError) as caught:
-        rpc.RpcBackendOptions(key="too secret")
-    assert "secret" not in str(caught.value).replace("secrets", "")
-
-
 def test_an_unknown_option_raises_an_error_that_lists_the_known_options() -> None:
     with pytest.raises(errors.ConfigError, match=r"'heartbeats'.*heartbeat"):
         rpc.TensorPipeRpcBackendOptions(heartbeats=1)
-
-
-def test_worker_info_looks_and_compares_like_torchs() -> None:
-    info = rpc.WorkerInfo("worker1", 1)
-    theirs = torch_rpc.WorkerInfo("worker1", 1)
-    assert (info.name, info.id, repr(info)) == (theirs.name, theirs.id, repr(theirs))
-    assert rpc.WorkerInfo(name="worker1", id=1) == info
-    assert info != rpc.WorkerInfo("worker1", 2)
-    assert len({info, rpc.WorkerInfo("worker1", 1)}) == 1
-    for name, number in [
-        ("", 1),
-        (3, 1),
-        ("a b", 1),
-        ("x" * 128, 1),
-        ("worker1", "1"),
-        ("worker1", None),
-        ("é", 0),
-    ]:
-        with pytest.raises(errors.ConfigError):
-            rpc.WorkerInfo(name, number)  # type: ignore[arg-type]
 
 
 # -- init_rpc ------------------------------------------------------------------------------------
@@ -320,31 +294,3 @@ def _join_with_torchs_options(rank: int, world_size: int, path: str) -> None:
 
 def test_init_rpc_accepts_torchs_own_options() -> None:
     run_group(_join_with_torchs_options, 2, unused_path("options"))
-
-
-def test_calls_work_with_all_options_set() -> None:
-    """Every option has a value other than its default."""
-    rpc_group(
-        _calls,
-        2,
-        options={
-            "rpc_timeout": 0,
-            "num_worker_threads": 2,
-            "device_maps": {"worker1": {"cpu": "cpu"}},
-            "transport": "tcp",
-            "bind": "127.0.0.1",
-            "port": 0,
-            "key": "a key of some length",
-            "max_threads": 16,
-            "spin_us": 0,
-            "lane": False,
-            "window": 1 << 20,
-            "heartbeat": 0.5,
-        },
-    )
-
-
-def _calls(rank: int, world_size: int) -> None:
-    assert rpc.get_rpc_timeout() == 0.0
-    big = torch.arange(1 << 19)
-    assert torch.equal(rpc.rpc_sync(1 - rank, torch.neg, (big,)), -big)
