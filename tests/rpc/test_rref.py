@@ -19,6 +19,8 @@ import pytest
 import torch
 
 from actorrpc import errors, rpc
+from actorrpc.rpc import api
+from tests.actors.e2e.kit import until
 from tests.ranks import rpc_group
 
 _TINY = 0.05  # a time-out that must expire
@@ -392,6 +394,47 @@ def _unopened(rank: int, world_size: int) -> None:
 @pytest.mark.limit(60)
 def test_a_creation_whose_arguments_cannot_be_unpickled_fails_all_waits_and_frees_the_rref() -> None:
     rpc_group(_unopened, 3)
+
+
+# -- RRefs in arguments --------------------------------------------------------------------------
+
+
+def with_result(_rref: Any, result: Any) -> Any:
+    return result
+
+
+def unconfirmed_rrefs() -> int:
+    """Return the number of sent RRefs whose arrival is not confirmed."""
+    return api.references().table.pending_counts().children
+
+
+def _settled(rank: int, world_size: int) -> None:
+    if rank:
+        return
+    rref = rpc.remote("worker1", str, ("here",))
+    assert rref.to_here() == "here"
+    for result in (1, None, "text", [1, 2], rref, b"x" * 3_000_000):
+        rpc.rpc_sync("worker1", with_result, (rref, result))
+        assert unconfirmed_rrefs() == 0, result
+    with pytest.raises(LookupError):
+        rpc.rpc_sync("worker1", fail, (rref,))
+    assert unconfirmed_rrefs() == 0
+    with pytest.raises(errors.SerializationError):
+        rpc.rpc_sync("worker1", lambda _: threading.Lock(), (rref,))
+    assert unconfirmed_rrefs() == 0
+    # The function still runs, and its answer will be discarded; this must not keep the sent RRef.
+    rref = rpc.remote("worker2", str, ("here",))
+    assert rref.to_here() == "here"
+    with pytest.raises(errors.RpcTimeoutError):
+        rpc.rpc_sync("worker1", gated, (rref,), timeout=0.5)
+    until(lambda: unconfirmed_rrefs() == 0)
+    assert rpc.rpc_async("worker1", gated, (rref,)).cancel()
+    until(lambda: unconfirmed_rrefs() == 0)
+    rpc.rpc_sync("worker1", open_gate)
+
+
+def test_answered_timed_out_and_cancelled_calls_keep_no_rrefs() -> None:
+    rpc_group(_settled, 3)
 
 
 # -- pickling ------------------------------------------------------------------------------------
