@@ -7,9 +7,9 @@ import gc
 import itertools
 import operator
 import os
-import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 import actorrpc
 from actorrpc import autograd, rpc
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.optim import DistributedOptimizer
 from actorrpc.rpc import api
 from actorrpc.transport.connection_state import CLOSED
@@ -53,45 +52,6 @@ def _echo(value: Any) -> Any:
 @rpc.exposed
 def _fail(key: str) -> None:
     raise KeyError(key)
-
-
-class _OtherThread:
-    """Another thread that makes calls and checks their results."""
-
-    def __init__(self, to: str) -> None:
-        self._to = to
-        self._wanted, self._over = threading.Semaphore(0), threading.Event()
-        self._done = threading.Semaphore(0)
-        self.wrong: list[object] = []
-        self.calls = 0
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            while True:
-                self._wanted.acquire()
-                if self._over.is_set():
-                    return
-                self.calls += 1
-                if rpc.rpc_sync(self._to, _echo, (self.calls,), timeout=8) != self.calls:
-                    self.wrong.append(self.calls)
-                self._done.release()
-        except BaseException as error:
-            self.wrong.append(error)
-        finally:
-            self._done.release()
-
-    def check(self, place: str) -> None:
-        """Let the thread make a call, and check its result."""
-        self._wanted.release()
-        if not self._done.acquire(timeout=10) or self.wrong:
-            raise AssertionError(f"after a handler had raised at {place}: {self.wrong or 'no answer'}")
-
-    def close(self) -> None:
-        self._over.set()
-        self._wanted.release()
-        self._thread.join()
 
 
 class _Operations:
@@ -223,15 +183,18 @@ def _interrupted(rank: int, world_size: int, name: str) -> int:
     peer = agent.peer("worker1")
     work()  # opens the connection
     conn = peer.conn
-    other_thread = _OtherThread("worker1")
-    count = 0
     try:
-        with raising() as raised:
-            count = Steps().at_each(work, raised, other_thread.check)
+        with ThreadPoolExecutor(1) as other_thread, raising() as raised:
+
+            def check(place: str) -> None:
+                answer = other_thread.submit(rpc.rpc_sync, "worker1", _echo, (1,), timeout=8)
+                assert answer.result(10) == 1, f"after a handler had raised at {place}"
+
+            check("no step yet")  # starts the thread
+            count = Steps().at_each(work, raised, check)
         work()
         assert CURRENT.get() is None
     finally:
-        other_thread.close()
         gc.collect()  # frames and their trace functions
     assert peer.conn is conn
     assert conn.state is not CLOSED
@@ -309,28 +272,6 @@ def test_a_raising_signal_handler_during_init_rpc_or_shutdown_leaks_no_descripto
     assert not left
 
 
-def test_a_raising_signal_handler_during_a_thread_start_does_not_end_the_thread() -> None:
-    ran: list[int] = []
-
-    def start() -> None:
-        done = threading.Event()
-
-        def run() -> None:
-            ran.append(1)
-            done.set()
-
-        thread = Daemon(run, "started")
-        try:
-            thread.start()
-        finally:
-            if thread.ident is not None:
-                assert done.wait(10)
-                thread.join()
-
-    _, left = _left_at_each(start, 3)
-    assert not left
-
-
 def test_a_raising_signal_handler_during_rref_creation_leaks_no_value() -> None:
     [(count, left)] = rpc_group(_values_left, 1)
     assert count > 10
@@ -341,30 +282,19 @@ def test_a_raising_signal_handler_during_rref_creation_leaks_no_value() -> None:
 _UNRETRIEVED = r"the call of (step|backward \(\w+\)) on 'worker\d' failed and its error was never retrieved"
 
 
-@pytest.mark.limit(
-    150
-)  # hundreds of steps with a call and a wait each; on a loaded machine, some operations take 25 s
-@pytest.mark.prints(_UNRETRIEVED)
-@pytest.mark.parametrize("name", rest_is_slow(_OPERATIONS, 1))
-def test_a_raising_signal_handler_at_any_step_leaves_the_worker_usable(name: str) -> None:
-    assert rpc_group(_interrupted, 2, name, timeout=120, options=_OPTIONS)[0] > 30
+_TCP = {"transport": "tcp", "lane": False}
+_CASES = [
+    *((name, {}) for name in _OPERATIONS),
+    *((name, _TCP) for name in ("sync", "tensor", "many", "rref", "stream", "backward")),
+    *((name, {"data_only": True}) for name in _DATA_OPERATIONS),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.limit(
-    150
-)  # hundreds of steps with a call and a wait each; on a loaded machine, some operations take 25 s
+# Hundreds of steps with a call and a wait each: on a loaded machine, some operations take 25 s.
+@pytest.mark.limit(150)
 @pytest.mark.prints(_UNRETRIEVED)
-@pytest.mark.parametrize("name", ["sync", "tensor", "many", "rref", "stream", "backward"])
-def test_a_raising_signal_handler_at_any_step_leaves_the_worker_usable_over_tcp(name: str) -> None:
-    options = {"transport": "tcp", "lane": False}
+@pytest.mark.parametrize(("name", "options"), rest_is_slow(_CASES))
+def test_a_raising_signal_handler_at_any_step_leaves_the_worker_usable(
+    name: str, options: dict[str, Any]
+) -> None:
     assert rpc_group(_interrupted, 2, name, timeout=120, options=_OPTIONS | options)[0] > 30
-
-
-@pytest.mark.slow
-@pytest.mark.limit(
-    150
-)  # hundreds of steps with a call and a wait each; on a loaded machine, some operations take 25 s
-@pytest.mark.parametrize("name", _DATA_OPERATIONS)
-def test_a_raising_signal_handler_at_any_step_leaves_a_data_only_worker_usable(name: str) -> None:
-    assert rpc_group(_interrupted, 2, name, timeout=120, options=_OPTIONS | {"data_only": True})[0] > 30
