@@ -307,49 +307,23 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _difference(call: Callable[[], Any], local: Any, local_error: BaseException | None) -> str:
-    """Describe how a remote call differs from the local call."""
-    try:
-        value = call()
-    except BaseException as error:
-        if local_error is None:
-            return f"raised {error!r}, but returns {local!r} here"
-        if not isinstance(error, errors.RemoteError):
-            return f"raised {error!r}, which is no RemoteError"
-        return _difference_of_errors(error, local_error)
-    if local_error is not None:
-        return f"gave {value!r}, but raises {local_error!r} here"
-    return "" if same(local, value) else f"{value!r} against {local!r}"
-
-
-def _difference_of_errors(error: errors.RemoteError, local: BaseException) -> str:
-    """Compare type, arguments, attributes and cause."""
-    problems = []
-    if not isinstance(error, RuntimeError):
-        problems.append("is no RuntimeError")
+def _check_error(error: errors.RemoteError, local: BaseException, label: str) -> None:
+    """Compare type, arguments, attributes and cause with the error of the local call."""
+    assert isinstance(error, RuntimeError), label
+    assert type(error.cause) is type(local), label
     if not isinstance(local, Exception):
-        # The original exception would end the caller, so it is only in `cause`.
-        error = local if error.cause is not None and error.cause.args == local.args else error  # type: ignore[assignment]
-        return "" if type(error) is type(local) else f"cause {error!r}"
-    if not isinstance(error, type(local)):
-        problems.append(f"is no {type(local)}")
+        assert error.cause.args == local.args, label  # the original exception would end the caller
+        return
+    assert isinstance(error, type(local)), label
+    assert error.maybe_executed is True, label
     if not isinstance(local, BaseExceptionGroup):
-        if error.args != local.args:
-            problems.append(f"args {error.args} against {local.args}")
-        if str(error) != str(local):
-            problems.append(f"{error} against {local}")
+        assert (error.args, str(error)) == (local.args, str(local)), label
     for name in ("code", "hint", "errno", "filename", "value", "reason", "name"):
-        if hasattr(local, name) and getattr(error, name, "nothing") != getattr(local, name):
-            problems.append(f"{name}: {getattr(error, name, 'nothing')!r} against {getattr(local, name)!r}")
-    if not isinstance(error.__cause__, errors.RemoteTraceback):
-        problems.append(f"the cause is {error.__cause__!r}")
-    elif type(local).__name__ not in str(error.__cause__) or "On worker" not in str(error.__cause__):
-        problems.append(f"the cause does not show it: {error.__cause__}")
-    if type(error.cause) is not type(local):
-        problems.append(f".cause is {error.cause!r}")
-    if error.maybe_executed is not True:
-        problems.append(f"maybe_executed is {error.maybe_executed}")
-    return "; ".join(problems)
+        if hasattr(local, name):
+            assert getattr(error, name) == getattr(local, name), (label, name)
+    assert isinstance(error.__cause__, errors.RemoteTraceback), label
+    assert type(local).__name__ in str(error.__cause__), label
+    assert "On worker" in str(error.__cause__), label
 
 
 # TorchScript includes the place of the call in its message, which differs.
@@ -363,9 +337,8 @@ _STYLES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _scenarios() -> list[str]:
-    """Return the differences between remote and local calls."""
-    problems = []
+def _scenarios() -> None:
+    """Compare remote calls with local calls."""
     for scenario in _table():
         local: Any = None
         local_error: BaseException | None = None
@@ -374,14 +347,18 @@ def _scenarios() -> list[str]:
         except BaseException as error:
             local_error = error
         for (style, call), to in itertools.product(_STYLES.items(), ("worker1", "worker0")):
+            label = f"{scenario.name}, {style}, {to}"
             # Each call needs new arguments: some functions change their arguments.
             again = next(each for each in _table() if each.name == scenario.name)
-            difference = _difference(
-                lambda call=call, to=to, s=again: call(to, s.func, s.args, dict(s.kwargs)), local, local_error
-            )
-            if difference and scenario.name not in _OWN_TEXT:
-                problems.append(f"{scenario.name}, {style}, {to}: {difference}")
-    return problems
+            arguments = to, again.func, again.args, dict(again.kwargs)
+            if local_error is None:
+                value = call(*arguments)
+                assert same(local, value), (label, local, value)
+                continue
+            with pytest.raises(errors.RemoteError) as caught:
+                call(*arguments)
+            if scenario.name not in _OWN_TEXT:
+                _check_error(caught.value, local_error, label)
 
 
 # -- signatures ----------------------------------------------------------------------------------
@@ -485,41 +462,24 @@ def _wrong_calls() -> list[tuple[str, Any, tuple[type[BaseException], ...], str]
     ]
 
 
-def _wrong() -> list[str]:
-    problems = []
+def _wrong() -> None:
     for name, arguments, types, text in _wrong_calls():
         for style in ("rpc_sync", "rpc_async", "remote"):
-            try:
+            with pytest.raises(types[0], match=text) as caught:
                 getattr(rpc, style)(*arguments)
-            except Exception as error:
-                missing = [cls.__name__ for cls in types if not isinstance(error, cls)]
-                if missing or text not in str(error):
-                    problems.append(f"{name}, {style}: {type(error).__mro__} {error}")
-                if isinstance(error, errors.SerializationError) and error.maybe_executed is not False:
-                    problems.append(f"{name}, {style}: may have run")
-            else:
-                problems.append(f"{name}, {style}: no error")
+            assert all(isinstance(caught.value, each) for each in types), (name, style)
+            if errors.SerializationError in types:
+                assert caught.value.maybe_executed is False, (name, style)  # type: ignore[attr-defined]
     for wrong in (3.0, [], b"worker1"):
-        try:
+        with pytest.raises((TypeError, ValueError)):
             rpc.get_worker_info(wrong)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            pass
-        else:
-            problems.append(f"get_worker_info({wrong!r}): no error")
-    if rpc.rpc_sync("worker1", counted) != 0:
-        problems.append("something was executed")
+    assert rpc.rpc_sync("worker1", counted) == 0
     # The connection still works.
     rpc.rpc_sync("worker1", count)
-    if rpc.rpc_sync("worker1", counted) != 1:
-        problems.append("a call was lost")
+    assert rpc.rpc_sync("worker1", counted) == 1
     for to in (1.0, True):  # equal to a known rank
-        try:
-            rpc.rpc_sync(to, count)
-        except (TypeError, ValueError):
-            pass
-        else:
-            problems.append(f"{to} passes for a rank")
-    return problems
+        with pytest.raises((TypeError, ValueError)):
+            rpc.rpc_sync(to, count)  # type: ignore[arg-type]
 
 
 # -- names and ranks of workers ------------------------------------------------------------------
@@ -682,18 +642,18 @@ def _timeouts() -> None:
         assert rpc.rpc_sync(to, wait_for_gate, timeout=float("inf")) == "open"
 
 
-def _calls(rank: int, world_size: int) -> list[str]:
+def _calls(rank: int, world_size: int) -> None:
     _workers(rank)
-    if rank:
-        return []
-    _copies()
-    _nested()
-    _timeouts()
-    return _wrong() + _scenarios()
+    if rank == 0:
+        _copies()
+        _nested()
+        _timeouts()
+        _wrong()
+        _scenarios()
 
 
 def test_calls_return_and_raise_like_local_calls_and_wrong_calls_are_refused() -> None:
-    assert not (found := rpc_group(_calls, 2, options={"rpc_timeout": 7.5})[0]), "\n".join(found)
+    rpc_group(_calls, 2, options={"rpc_timeout": 7.5})
 
 
 # -- before and after ----------------------------------------------------------------------------
