@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -579,42 +581,23 @@ def test_processes_meet_through_the_environment(agent: bool, tmp_path: Path) -> 
 
 
 def test_own_address_is_the_local_address_that_reaches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Far:
-        host, port = "198.51.100.7", 4711
-
-    class Probe:
-        def __init__(self, family: int, *rest: int) -> None:
-            self.family = family
-
-        def __enter__(self) -> Probe:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        def connect(self, address: tuple[Any, ...]) -> None:
-            connected.append(address)
-
-        def getsockname(self) -> tuple[Any, ...]:
-            return answers.pop(0)
-
+    store = SimpleNamespace(host="198.51.100.7", port=4711)
+    point = dynamic(store)
     connected: list[tuple[Any, ...]] = []
-    answers: list[tuple[Any, ...]] = []
-    point = dynamic(Far())
-    with monkeypatch.context() as patch:
-        patch.setattr(socket, "socket", Probe)
-        patch.setattr(socket, "if_indextoname", lambda index: f"eth{index}")
-        for answer, expected in [
-            (("192.0.2.1", 9), "192.0.2.1"),
-            (("127.0.0.1", 9), None),
-            (("0.0.0.0", 9), None),
-            (("2001:db8::1", 9, 0, 0), "2001:db8::1"),
-            (("fe80::1", 9, 0, 2), "fe80::1%eth2"),
-            (("::1", 9, 0, 0), None),
-        ]:
-            answers[:] = [answer]
+    for answer, expected in [
+        (("192.0.2.1", 9), "192.0.2.1"),
+        (("127.0.0.1", 9), None),
+        (("0.0.0.0", 9), None),
+        (("2001:db8::1", 9, 0, 0), "2001:db8::1"),
+        (("fe80::1", 9, 0, 2), "fe80::1%eth2"),
+        (("::1", 9, 0, 0), None),
+    ]:
+        probe = SimpleNamespace(connect=connected.append, getsockname=lambda answer=answer: answer)
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "socket", lambda *_, probe=probe: contextlib.nullcontext(probe))
+            patch.setattr(socket, "if_indextoname", lambda index: f"eth{index}")
             assert point.own_address() == expected
-        assert set(connected) == {("198.51.100.7", 4711)}
-        Far.host = "no such host"
-        assert point.own_address() is None
+    assert set(connected) == {("198.51.100.7", 4711)}
+    store.host = "no such host"
+    assert point.own_address() is None
     assert dynamic(HashStore()).own_address() is None

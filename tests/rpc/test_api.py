@@ -103,14 +103,6 @@ class Account:
             return self.x
 
 
-class Callback:
-    def __init__(self, offset: int) -> None:
-        self.offset = offset
-
-    def __call__(self, value: int) -> int:
-        return value + self.offset
-
-
 Point = collections.namedtuple("Point", ["x", "y"])
 
 
@@ -205,8 +197,7 @@ def _table() -> list[Scenario]:
         Scenario("static method", Account.static, (1,)),
         Scenario("class method", Account.make, (4,)),
         Scenario("method of an inner class", Account.Inner(7).get),
-        Scenario("callable object", Callback(4), (1,)),
-        Scenario("object of the user that is callable", Account(3), (4,)),
+        Scenario("callable object", Account(3), (4,)),
         Scenario("method of a builtin object", "a-b-c".split, ("-",)),
         Scenario("unbound method of a builtin", str.upper, ("abc",)),
         Scenario("partial", functools.partial(defaults, 1, c=9), (5,)),

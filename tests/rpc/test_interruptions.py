@@ -59,7 +59,6 @@ class _Operations:
 
     def __init__(self) -> None:
         self._tensor = torch.arange(262_144)
-        self._small = torch.arange(100.0)
         self._held = rpc.remote("worker1", _echo, (5,))
         self._held.to_here()
         self._actor = actorrpc.remote(_Counter).options(worker="worker1").remote()
@@ -68,9 +67,6 @@ class _Operations:
         actorrpc.get(self._counters.echo.call(1))
         self._trained = rpc.RRef(torch.ones(3, requires_grad=True))
         self._optimizer = DistributedOptimizer(torch.optim.SGD, [self._trained], lr=1.0)
-
-    def small_tensor(self) -> None:
-        assert rpc.rpc_sync("worker1", _echo, (self._small,)).tolist() == self._small.tolist()
 
     def sync(self) -> None:
         assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
@@ -89,23 +85,14 @@ class _Operations:
         futures = [rpc.rpc_async("worker1", operator.add, (i, 1)) for i in range(6)]
         assert [each.wait() for each in futures] == list(range(1, 7))
 
-    def chained(self) -> None:
-        assert rpc.rpc_async("worker1", operator.add, (1, 1)).then(lambda done: done.wait() + 1).wait() == 3
-
     def remote(self) -> None:
         assert rpc.remote("worker1", operator.add, (1, 2)).to_here() == 3
 
     def rref(self) -> None:
         assert rpc.rpc_sync("worker1", rpc.RRef.to_here, (self._held,)) == 5
 
-    def own(self) -> None:
-        assert rpc.rpc_sync("worker0", operator.add, (1, 2)) == 3
-
     def actor(self) -> None:
         actorrpc.get(self._actor.add.remote(1))
-
-    def actor_tensor(self) -> None:
-        assert torch.equal(actorrpc.get(self._actor.echo.remote(self._small)), self._small)
 
     def waits(self) -> None:
         refs = [self._actor.echo.remote(i) for i in range(4)]

@@ -148,7 +148,7 @@ def test_the_simulator_detects_faulty_rref_tables(
 
 
 class Group:
-    """Tables whose messages the test delivers; each message is handled twice."""
+    """Tables whose messages the test delivers."""
 
     def __init__(self, *keys: WorkerKey, **options: Any) -> None:
         self.tables = {key: RRefTable(key, **options) for key in keys}
@@ -157,22 +157,16 @@ class Group:
     def __getitem__(self, key: WorkerKey) -> RRefTable:
         return self.tables[key]
 
-    def run(self, key: WorkerKey, effects: Effects) -> list[Message]:
+    def run(self, key: WorkerKey, effects: Effects) -> None:
         self.sent += [(key, to, message) for to, message in effects.messages]
         for callback in effects.callbacks:
             callback()
-        return [message for _, message in effects.messages]
 
-    def carry(self, kind: type | None = None) -> list[str]:
-        """Deliver messages (of a kind) until none is left; return their names."""
-        names: list[str] = []
-        while True:
-            now = [entry for entry in self.sent if kind is None or isinstance(entry[2], kind)]
-            if not now:
-                return names
-            self.sent = [entry for entry in self.sent if entry not in now]
+    def carry(self) -> None:
+        """Deliver messages, each of them twice, until none is left."""
+        while self.sent:
+            now, self.sent = self.sent, []
             for source, to, message in now:
-                names.append(type(message).__name__)
                 self.run(to, self[to].handle(source, unpack_message(pack_message(message))))
                 again = self[to].handle(source, message)
                 if isinstance(message, ForkRequest):  # a repeated request is answered again
@@ -180,10 +174,16 @@ class Group:
                 else:
                     assert not again
 
-    def drop(self, key: WorkerKey, *handles: Handle) -> list[Message]:
+    def carry_once(self) -> None:
+        """Deliver messages once each, the newest first, until none is left."""
+        while self.sent:
+            source, to, message = self.sent.pop()
+            self.run(to, self[to].handle(source, message))
+
+    def drop(self, key: WorkerKey, *handles: Handle) -> None:
         for handle in handles:
             self[key].drop_later(handle)
-        return self.run(key, self[key].collect())
+        self.run(key, self[key].collect())
 
     def create(self, creator: WorkerKey, owner: WorkerKey, value: object = "value") -> Handle:
         handle = self[creator].create_user(owner)
@@ -357,9 +357,7 @@ def test_finalisers_may_run_during_operations_on_the_rref_table() -> None:
             if number % 3 == 0:
                 group.drop(A, kept.pop(0))
                 group.run(B, group[B].collect())
-                while group.sent:
-                    source, to, message = group.sent.pop()
-                    group.run(to, group[to].handle(source, message))
+                group.carry_once()
     finally:
         gc.set_threshold(*thresholds)
     gc.collect()
@@ -368,9 +366,7 @@ def test_finalisers_may_run_during_operations_on_the_rref_table() -> None:
     for _ in range(4):
         for key in (A, B):
             group.run(key, group[key].collect())
-        while group.sent:
-            source, to, message = group.sent.pop()
-            group.run(to, group[to].handle(source, message))
+        group.carry_once()
     group.assert_empty()
 
 
