@@ -575,11 +575,6 @@ def chain_of_errors(depth: int) -> None:
     rpc.rpc_sync("worker1" if rpc.get_worker_info().id == 0 else "worker0", chain_of_errors, (depth - 1,))
 
 
-def fan_out(n: int) -> int:
-    futures = [rpc.rpc_async(i % 2, operator.add, (i, 1)) for i in range(n)]
-    return sum(future.wait() for future in futures)
-
-
 def call_gate_there(to: str) -> str:
     return rpc.rpc_sync(to, wait_for_gate)
 
@@ -589,7 +584,6 @@ def _nested() -> None:
     assert rpc.rpc_sync("worker0", ping_pong, (21,)) == ["worker0", "worker1"] * 11
     futures = [rpc.rpc_async("worker1", ping_pong, (10,)) for _ in range(20)]
     assert all(future.wait() == ["worker1", "worker0"] * 5 + ["worker1"] for future in futures)
-    assert rpc.rpc_sync("worker1", fan_out, (200,)) == sum(range(200)) + 200
     with pytest.raises(LookupError, match="at the bottom") as caught:
         rpc.rpc_sync("worker1", chain_of_errors, (3,))
     assert isinstance(caught.value, errors.RemoteError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import torch
 from actorrpc import rpc
 from actorrpc.errors import BackpressureError, CancelledError, DeadlockError, RpcError
 from actorrpc.testing import InProcessCluster
-from tests.agent.together import in_threads
 from tests.ranks import rpc_group
 
 # -- functions called on workers -----------------------------------------------------------------
@@ -134,27 +134,20 @@ def _exchange(rank: int, world_size: int) -> None:
     there = f"worker{1 - rank}"
     large = torch.full((6 << 20,), float(rank + 1))  # 24 MiB
     assert rpc.rpc_sync(there, operator.add, (1, 1)) == 2
-    wrong: list[object] = []
 
     def work() -> None:
-        try:
-            futures = [rpc.rpc_async(there, _double, (large,)) for _ in range(3)]
-            for future in futures:
-                value = future.wait()
-                if not torch.equal(value, large * 2):
-                    wrong.append(value)
-        except BaseException as error:
-            wrong.append(error)
+        futures = [rpc.rpc_async(there, _double, (large,)) for _ in range(3)]
+        assert all(torch.equal(future.wait(), large * 2) for future in futures)
 
-    workers = [threading.Thread(target=work) for _ in range(2)]
+    with ThreadPoolExecutor() as pool:
+        workers = [pool.submit(work) for _ in range(2)]
+        while not all(each.done() for each in workers):
+            assert (
+                rpc.rpc_sync(there, operator.add, (rank, 1)) == rank + 1
+            )  # small calls are not blocked meanwhile
+            threading.Event().wait(0.01)
     for each in workers:
-        each.start()
-    while any(each.is_alive() for each in workers):
-        if rpc.rpc_sync(there, operator.add, (rank, 1)) != rank + 1:  # small calls are not blocked meanwhile
-            wrong.append("small")
-        workers[0].join(0.01)
-        workers[1].join(0.01)
-    assert not wrong, wrong[:3]
+        each.result()
 
 
 @pytest.mark.slow
@@ -209,19 +202,14 @@ def test_a_nested_call_does_not_wait_for_a_full_window() -> None:
 def _busy(rank: int, world_size: int) -> None:
     """Make nested calls through all other workers, from several threads."""
     names = [f"worker{i}" for i in range(world_size)]
-    wrong: list[object] = []
 
     def work(seed: int) -> None:
-        try:
-            for i in range(40):
-                to, via = names[(rank + i + seed) % world_size], names[(rank + 2 * i) % world_size]
-                if rpc.rpc_sync(via, _forward, (to, operator.add, i, seed)) != i + seed:
-                    wrong.append(i)
-        except BaseException as error:
-            wrong.append(error)
+        for i in range(40):
+            to, via = names[(rank + i + seed) % world_size], names[(rank + 2 * i) % world_size]
+            assert rpc.rpc_sync(via, _forward, (to, operator.add, i, seed)) == i + seed
 
-    in_threads(work, [(seed,) for seed in range(3)])
-    assert not wrong, wrong[:3]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(work, range(3)))  # raises the errors of the threads
 
 
 def test_four_workers_call_each_other_from_several_threads() -> None:

@@ -56,9 +56,6 @@ class Value:
     def fail(self, text: str) -> None:
         raise LookupError(text)
 
-    def thread_name(self) -> str:
-        return threading.current_thread().name
-
     def same(self, rref: Any) -> bool:
         return rref.local_value() is self
 

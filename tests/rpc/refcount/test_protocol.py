@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -32,7 +33,6 @@ from actorrpc.rpc.refcount.protocol import (
     RRefTable,
 )
 from actorrpc.wire.identity import WorkerKey
-from tests.agent.together import in_threads
 from tests.rpc.refcount.simulator import Violation, play
 
 NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"
@@ -373,7 +373,6 @@ def test_finalisers_may_run_during_operations_on_the_rref_table() -> None:
 def test_threads_may_share_fetch_and_drop_rrefs_at_the_same_time() -> None:
     """Each message is handled by the thread that caused it."""
     tables = {key: RRefTable(key) for key in (A, B, C)}
-    failures: list[BaseException] = []
 
     def run(key: WorkerKey, effects: Effects) -> None:
         for to, message in effects.messages:
@@ -383,28 +382,25 @@ def test_threads_may_share_fetch_and_drop_rrefs_at_the_same_time() -> None:
 
     def work(number: int) -> None:
         rng = random.Random(number)
-        try:
-            for _ in range(60):
-                here, owner, there = (rng.choice((A, B, C)) for _ in range(3))
-                handle = tables[here].create_user(owner)
-                if handle.fork_id is not None:
-                    assert tables[owner].creation_arrived(handle.rref_id, handle.fork_id, here)
-                run(owner, tables[owner].set_value(handle.rref_id, number))
-                run(here, tables[here].confirmed(handle))
-                received = tables[there].receive([tables[here].fork(handle, there)], here)
-                run(there, received.effects)
-                tables[here].drop_later(handle)
-                run(here, tables[here].collect())
-                assert received.pending.done
-                found = tables[owner].fetch(handle.rref_id, failures.append)  # type: ignore[arg-type]
-                assert found is not None
-                assert found.value == number
-                tables[there].drop_later(received.handles[0])
-                run(there, tables[there].collect())
-        except BaseException as error:
-            failures.append(error)
+        for _ in range(60):
+            here, owner, there = (rng.choice((A, B, C)) for _ in range(3))
+            handle = tables[here].create_user(owner)
+            if handle.fork_id is not None:
+                assert tables[owner].creation_arrived(handle.rref_id, handle.fork_id, here)
+            run(owner, tables[owner].set_value(handle.rref_id, number))
+            run(here, tables[here].confirmed(handle))
+            received = tables[there].receive([tables[here].fork(handle, there)], here)
+            run(there, received.effects)
+            tables[here].drop_later(handle)
+            run(here, tables[here].collect())
+            assert received.pending.done
+            found = tables[owner].fetch(handle.rref_id, lambda _: None)
+            assert found is not None
+            assert found.value == number
+            tables[there].drop_later(received.handles[0])
+            run(there, tables[there].collect())
 
-    in_threads(work, [(number,) for number in range(8)])
-    assert failures == []
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))  # raises the errors of the threads
     for table in tables.values():
         assert not any(table.debug_info().values())
