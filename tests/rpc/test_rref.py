@@ -531,7 +531,7 @@ def _counting(rank: int, world_size: int) -> None:
     with pytest.raises(TypeError):
         rpc.rpc_sync("worker2", own, (rref, rref))
     with pytest.raises(LookupError):
-        rpc.rpc_sync("worker2", fail_with, (rref,))
+        rpc.rpc_sync("worker2", fail, (rref,))
     cancelled = rpc.rpc_async("worker2", own, (rref,))
     cancelled.cancel()
     del cancelled
@@ -561,10 +561,6 @@ def kept_get(name: str) -> int:
 
 def keep_four(rref: Any) -> None:
     keep("four", rref)
-
-
-def fail_with(rref: Any) -> None:
-    raise LookupError("with an RRef in hand")
 
 
 @pytest.mark.slow
