@@ -18,7 +18,6 @@ from tests.conformance.table import Expectation
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = table.read()
 NIGHTLY = os.environ.get("ACTORRPC_CONFORMANCE") == "nightly"
-ONE = Expectation("Class.test", "public-api", "passed", True, True, "")
 
 
 def wrong(chosen: list[Expectation], **how: Any) -> list[str]:
@@ -54,19 +53,6 @@ def test_torchs_gpu_tests_for_the_available_gpus_give_the_expected_outcomes() ->
         each for each in table.read(torch.cuda.device_count()) if each.gpus and each.outcome != "skipped"
     ]
     found = wrong(chosen, jobs=min(6, max(2, (os.cpu_count() or 1) // 4)), limit_s=120.0, spawn=True)
-    assert not found, "\n\n".join(found)
-
-
-@pytest.mark.skipif(not NIGHTLY, reason="takes minutes: ACTORRPC_CONFORMANCE=nightly")
-@pytest.mark.limit(1800)
-def test_torchs_tests_give_the_expected_outcomes_in_spawned_ranks() -> None:
-    """torch starts ranks this way. The environment variable installs the drop-in in them."""
-    chosen = [each for each in TABLE if each.fast][::4]
-    found = [
-        f"{each.test}: {text}\n{result['said']}"
-        for each, result in runner.run(chosen, jobs=1, limit_s=120.0, spawn=True)
-        if (text := runner.verdict(each, result))
-    ]
     assert not found, "\n\n".join(found)
 
 
@@ -110,24 +96,20 @@ def test_the_table_lists_every_rpc_test_of_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("expected", "result", "word"),
+    ("expected", "outcome", "in_group", "word"),
     [
-        (ONE, {"outcome": "passed", "group": True}, ""),
-        (ONE, {"outcome": "passed", "group": False}, "no rank was in a group"),
-        (ONE, {"outcome": "failed", "group": False}, "expected: passed"),
-        (ONE, {"outcome": "hung", "group": True}, "expected: passed"),
-        (ONE, {"outcome": "skipped", "group": False}, "expected: passed"),
-        (ONE, {"outcome": "absent", "group": False}, "expected: passed"),
-        (ONE._replace(group=False), {"outcome": "passed", "group": True}, "update the table"),
-        (ONE._replace(outcome="fails"), {"outcome": "failed", "group": True}, ""),
-        (ONE._replace(outcome="fails"), {"outcome": "passed", "group": True}, "update the table"),
-        (ONE._replace(outcome="absent"), {"outcome": "failed", "group": True}, "expected: absent"),
+        ("passed", "passed", True, ""),
+        ("passed", "passed", False, "no rank was in a group"),
+        ("passed", "hung", True, "expected: passed"),
+        ("fails", "failed", True, ""),
+        ("fails", "passed", True, "update the table"),
     ],
 )
 def test_a_result_that_differs_from_the_table_gets_a_verdict(
-    expected: Expectation, result: runner.Result, word: str
+    expected: str, outcome: str, in_group: bool, word: str
 ) -> None:
-    found = runner.verdict(expected, {"ranks": [0, 1], **result})
+    row = Expectation("Class.test", "public-api", expected, True, True, "")
+    found = runner.verdict(row, {"ranks": [0, 1], "outcome": outcome, "group": in_group})
     assert word in found
     assert bool(word) == bool(found)
 
@@ -151,11 +133,7 @@ print("started")
 @pytest.mark.parametrize(
     ("ranks", "outcome"),
     [
-        ([0, 0, 0, 0], "passed"),
         ([0, 98], "passed"),
-        ([0, 0, 0, 10], "failed"),
-        ([0, 1], "failed"),
-        ([0, -9], "failed"),
         ([0, 97], "failed"),
         ([86, 86], "skipped"),
         ([0, 86], "failed"),

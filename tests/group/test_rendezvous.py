@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -21,7 +23,6 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from actorrpc.errors import AuthenticationError, ConfigError, RendezvousError
-from actorrpc.group import rendezvous
 from actorrpc.group import store as store_module
 from actorrpc.group.rendezvous import Rendezvous, open_store
 from actorrpc.group.store import StoreMeeting
@@ -109,41 +110,30 @@ def meet(connect: Callable[[], Any], records: list[WorkerRecord], timeout: float
 # -- fixed groups ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_all_workers_get_the_same_table(connect: Callable[[], Any], size: int) -> None:
-    records = [record(n) for n in range(size)]
-    tables = meet(connect, records)
-    assert tables == [{each.name: each for each in records}] * size
+def test_groups_of_any_size_meet_at_one_store_one_after_the_other(connect: Callable[[], Any]) -> None:
+    for size in (1, 3, 3, 2, 7):
+        points = [fixed(connect(), n, size) for n in range(size)]
+        records = [record(n) for n in range(size)]
+        tables = run_together(*(lambda p=p, r=r: p.join(r) for p, r in zip(points, records, strict=True)))
+        assert tables == [{each.name: each for each in records}] * size
+        for point in points:
+            assert point.members() == records
+            assert point.resolve("w0") == point.resolve(0) == records[0]
+            assert point.resolve("w9") is point.resolve(9) is None
+            point.close()
+            point.close()
 
 
-def test_members_of_a_fixed_group_are_found_by_name_and_rank(store: HashStore) -> None:
-    points = [fixed(store, n, 3) for n in range(3)]
-    records = [record(n) for n in range(3)]
-    run_together(*(lambda p=p, r=r: p.join(r) for p, r in zip(points, records, strict=True)))
-    for point in points:
-        assert point.members() == records
-        assert point.resolve("w1") == point.resolve(1) == records[1]
-        assert point.resolve("w9") is None
-        assert point.resolve(9) is None
-        point.close()
-        point.close()
-
-
-def test_one_store_serves_successive_groups(connect: Callable[[], Any]) -> None:
-    for _ in range(3):
-        records = [record(n) for n in range(3)]
-        assert meet(connect, records) == [{each.name: each for each in records}] * 3
-    pair = [record(n) for n in range(2)]
-    assert meet(connect, pair) == [{each.name: each for each in pair}] * 2
-
-
-def test_duplicate_names_fail_on_all_workers(connect: Callable[[], Any]) -> None:
+def test_duplicate_names_fail_on_all_workers_and_do_not_affect_the_next_group(
+    connect: Callable[[], Any],
+) -> None:
     results = meet(connect, [record(0), record(1, "w0"), record(2)])
     for error in results:
         assert isinstance(error, RendezvousError)
         assert "name of its own: 'w0' (rank 0" in str(error)
         assert "'w0' (rank 1" in str(error)
         assert "'w2'" not in str(error)
+    assert meet(connect, [record(n) for n in range(3)])[0].keys() == {"w0", "w1", "w2"}
 
 
 @pytest.mark.parametrize("wrong", [0, 7])
@@ -154,13 +144,6 @@ def test_duplicate_and_out_of_range_ranks_fail_on_all_workers(store: HashStore, 
     for error in results:
         assert isinstance(error, RendezvousError)
         assert f"'other' (rank {wrong}" in str(error)
-
-
-def test_a_failed_rendezvous_does_not_affect_the_next(store: HashStore) -> None:
-    assert all(
-        isinstance(each, RendezvousError) for each in meet(lambda: store, [record(0), record(1, "w0")])
-    )
-    assert meet(lambda: store, [record(0), record(1)])[0].keys() == {"w0", "w1"}
 
 
 def test_groups_on_several_hosts_need_tcp_addresses(store: HashStore) -> None:
@@ -180,12 +163,10 @@ def test_groups_on_several_hosts_need_tcp_addresses(store: HashStore) -> None:
 
 def test_a_time_out_names_the_missing_ranks(connect: Callable[[], Any]) -> None:
     def in_a_hurry() -> Any:
-        point, pause = fixed(connect(), 0, 5, 0.3), threading.Event()
-        while (
-            point._store_op("add", "0/ready", 0) < 2
-        ):  # wait until two others, with long time-outs, have arrived
+        ready, pause = PrefixStore("fixed/5/0", connect()), threading.Event()
+        while ready.add("0/ready", 0) < 2:  # wait until two others, with long time-outs, have arrived
             pause.wait(0.005)
-        return point.join(record(0))
+        return fixed(connect(), 0, 5, 0.3).join(record(0))
 
     results = run_together(in_a_hurry, *(lambda n=n: fixed(connect(), n, 5).join(record(n)) for n in (2, 3)))
     for error in results:
@@ -199,25 +180,6 @@ def test_a_worker_that_comes_after_a_time_out_joins_the_next_group(store: HashSt
         fixed(store, 0, 2, 0.05).join(record(0))
     records = [record(n) for n in range(2)]
     assert meet(lambda: store, records) == [{each.name: each for each in records}] * 2
-
-
-def _dead_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait(timeout=60)
-    return process.pid
-
-
-@pytest.mark.parametrize("recorded_ranks", [[0], [0, 1]])
-def test_records_of_a_killed_run_are_ignored(store: HashStore, recorded_ranks: list[int]) -> None:
-    """The store has records of a run that was killed during its rendezvous."""
-    dead = _dead_pid()
-    old = PrefixStore("fixed/3/0", store)
-    for n in recorded_ranks:
-        assert old.add("arrivals", 1) == n + 1
-        old.set(f"0/record/{n}", record(n, pid=dead).to_bytes())
-        old.add("0/ready", 1)
-    records = [record(n) for n in range(3)]
-    assert meet(lambda: store, records) == [{each.name: each for each in records}] * 3
 
 
 @pytest.mark.parametrize(
@@ -243,6 +205,12 @@ def test_a_failing_store_raises_rendezvous_error() -> None:
         assert "frame" not in str(caught.value)
         point.record = record(0)
         point.close()  # does not raise
+
+
+def _dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(timeout=60)
+    return process.pid
 
 
 # -- dynamic groups ------------------------------------------------------------------------------------
@@ -338,14 +306,6 @@ def test_rank_0_creates_a_key_file_that_is_removed_when_all_have_read_it(
     assert keys_of[0] != keys_of[1]
 
 
-def test_close_removes_the_key_file(store: HashStore, tmp_path: Path) -> None:
-    point = fixed(store, 0, 2)
-    point.agree_key(None, HOST)
-    assert len(os.listdir(tmp_path / "run")) == 1
-    point.close()
-    assert os.listdir(tmp_path / "run") == []
-
-
 def test_workers_on_several_hosts_need_a_given_key(store: HashStore) -> None:
     points = [fixed(store, n, 2) for n in range(2)]
     results = run_together(lambda: agree(points[0]), lambda: agree(points[1], host="elsewhere"))
@@ -429,18 +389,24 @@ def test_a_missing_rank_0_is_named_after_the_time_out(store: HashStore) -> None:
         assert "rank 0 did not come within 0.1 s" in str(error)
 
 
-def test_the_key_of_a_killed_rank_0_is_not_used(store: HashStore, tmp_path: Path) -> None:
-    stale = Path(keys.create_key_file())
-    stale = stale.rename(stale.parent / f"{keys._pid_namespace()}-{_dead_pid()}-1-0123456789abcdef.key")
-    old = PrefixStore("fixed/2/0", store)
-    old.add("arrivals", 1)
-    old.set("0/key", packed("file", str(stale), HOST))
-    old.set("0/record/0", record(0, pid=_dead_pid()).to_bytes())
-    old.add("0/ready", 1)
-    points = [fixed(store, n, 2) for n in range(2)]
+_CREATE_KEY = "import os; from actorrpc.wire import keys; print(keys.create_key_file(), os.getpid())"
+
+
+@pytest.mark.parametrize("recorded_ranks", [[0], [0, 1]])
+def test_records_and_the_key_of_a_killed_run_are_ignored(store: HashStore, recorded_ranks: list[int]) -> None:
+    """The store has data of a run that was killed during its rendezvous."""
+    made = subprocess.run([sys.executable, "-c", _CREATE_KEY], check=True, capture_output=True, text=True)
+    stale, pid = made.stdout.split()
+    old = PrefixStore("fixed/3/0", store)
+    for n in recorded_ranks:
+        assert old.add("arrivals", 1) == n + 1
+        old.set(f"0/record/{n}", record(n, pid=int(pid)).to_bytes())
+        old.add("0/ready", 1)
+    old.set("0/key", packed("file", stale, HOST))
+    points = [fixed(store, n, 3) for n in range(3)]
     found = run_together(*(lambda p=p: agree(p) for p in points))
-    assert found[0] == found[1]
-    assert found[0] != keys.read_key_file(str(stale))
+    assert found[0] == found[1] == found[2] != keys.read_key_file(stale)
+    assert {each.pid for each in points[0].members()} == {os.getpid()}
 
 
 def test_a_dynamic_group_keeps_its_key_until_its_last_member_leaves(store: HashStore, tmp_path: Path) -> None:
@@ -542,18 +508,6 @@ def _open(method: str, rank: int, size: int | None, timeout: float = LONG) -> Re
     return Rendezvous(store, rank=rank, world_size=size, timeout=timeout)
 
 
-@pytest.mark.parametrize("kind", ["file", "tcp"])
-def test_a_group_meets_at_a_file_or_tcp_url(kind: str, tmp_path: Path) -> None:
-    method = f"file://{tmp_path}/store" if kind == "file" else f"tcp://127.0.0.1:{free_port()}"
-    # Other ranks come before rank 0, which serves the store.
-    points = run_together(*(lambda n=n: _open(method, n, 3) for n in (2, 1, 0)))
-    for _ in range(2):
-        tables = run_together(*(lambda p=p: p.join(record(p.rank)) for p in points))
-        assert all(table.keys() == {"w0", "w1", "w2"} for table in tables)
-        points = [Rendezvous(p._store, rank=p.rank, world_size=3, timeout=LONG) for p in points]
-    assert [point.own_address() for point in points] == [None] * 3
-
-
 def test_an_unreachable_store_is_named_in_the_error() -> None:
     port = free_port()
     with pytest.raises(RendezvousError, match=f"127.0.0.1:{port} cannot be reached: .*refused.*Rank 0"):
@@ -585,26 +539,17 @@ def test_a_store_server_that_does_not_answer_raises_rendezvous_error() -> None:
     assert not held[0].is_alive()
 
 
-def test_ctrl_c_interrupts_the_wait_for_other_workers(
-    store: HashStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waiting = threading.Event()
-    poll = store_module.poll
+def test_ctrl_c_interrupts_the_wait_for_other_workers(store: HashStore) -> None:
+    operations = itertools.count()
 
-    def poll_and_signal(*args: Any, **options: Any) -> bool:
-        waiting.set()
-        return poll(*args, **options)
+    class Interrupting:
+        def __getattr__(self, name: str) -> Any:
+            if next(operations) == 20:  # while the store is polled
+                signal.raise_signal(signal.SIGINT)
+            return getattr(store, name)
 
-    def interrupt() -> None:
-        if waiting.wait(LONG):
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    monkeypatch.setattr(rendezvous, "poll", poll_and_signal)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
     with pytest.raises(KeyboardInterrupt):
-        fixed(store, 0, 2, 300.0).join(record(0))
-    thread.join()
+        fixed(Interrupting(), 0, 2, 300.0).join(record(0))
 
 
 def _meet_by_environment(rank: int, world_size: int, folder: str) -> Any:
@@ -636,42 +581,23 @@ def test_processes_meet_through_the_environment(agent: bool, tmp_path: Path) -> 
 
 
 def test_own_address_is_the_local_address_that_reaches_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Far:
-        host, port = "198.51.100.7", 4711
-
-    class Probe:
-        def __init__(self, family: int, *rest: int) -> None:
-            self.family = family
-
-        def __enter__(self) -> Probe:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        def connect(self, address: tuple[Any, ...]) -> None:
-            connected.append(address)
-
-        def getsockname(self) -> tuple[Any, ...]:
-            return answers.pop(0)
-
+    store = SimpleNamespace(host="198.51.100.7", port=4711)
+    point = dynamic(store)
     connected: list[tuple[Any, ...]] = []
-    answers: list[tuple[Any, ...]] = []
-    point = dynamic(Far())
-    with monkeypatch.context() as patch:
-        patch.setattr(socket, "socket", Probe)
-        patch.setattr(socket, "if_indextoname", lambda index: f"eth{index}")
-        for answer, expected in [
-            (("192.0.2.1", 9), "192.0.2.1"),
-            (("127.0.0.1", 9), None),
-            (("0.0.0.0", 9), None),
-            (("2001:db8::1", 9, 0, 0), "2001:db8::1"),
-            (("fe80::1", 9, 0, 2), "fe80::1%eth2"),
-            (("::1", 9, 0, 0), None),
-        ]:
-            answers[:] = [answer]
+    for answer, expected in [
+        (("192.0.2.1", 9), "192.0.2.1"),
+        (("127.0.0.1", 9), None),
+        (("0.0.0.0", 9), None),
+        (("2001:db8::1", 9, 0, 0), "2001:db8::1"),
+        (("fe80::1", 9, 0, 2), "fe80::1%eth2"),
+        (("::1", 9, 0, 0), None),
+    ]:
+        probe = SimpleNamespace(connect=connected.append, getsockname=lambda answer=answer: answer)
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "socket", lambda *_, probe=probe: contextlib.nullcontext(probe))
+            patch.setattr(socket, "if_indextoname", lambda index: f"eth{index}")
             assert point.own_address() == expected
-        assert set(connected) == {("198.51.100.7", 4711)}
-        Far.host = "no such host"
-        assert point.own_address() is None
+    assert set(connected) == {("198.51.100.7", 4711)}
+    store.host = "no such host"
+    assert point.own_address() is None
     assert dynamic(HashStore()).own_address() is None

@@ -105,61 +105,37 @@ def _calls(device: str) -> None:
     assert {str(each.device) for each in model.parameters()} == {device}
 
 
-def _many(device: str) -> None:
-    tensors = [torch.full((20_000,), float(n), device=device) for n in range(40)]
-    futures = [rpc.rpc_async("worker1", torch.add, (each, each)) for each in tensors]
-    for n, future in enumerate(futures):
-        assert torch.equal(future.wait(), torch.full((20_000,), 2.0 * n, device=device))
-
-
 def _made_there(device: str) -> None:
     # The caller's map also applies, reversed, to answers.
     made = rpc.rpc_sync("worker1", torch.ones, (3,), {"device": device})
     assert str(made.device) == device
 
 
-def _onto(there: str, tensor: torch.Tensor) -> None:
-    found = rpc.rpc_sync("worker1", _facts, (tensor,))
-    assert found == (there, tensor.sum().item())
+def _mapped(here: str, there: str) -> None:
+    tensor = torch.ones(5000, device=here)
+    assert rpc.rpc_sync("worker1", _facts, (tensor,)) == (there, 5000.0)
     back = rpc.rpc_sync("worker1", _echo, (tensor,))
     assert back.device == tensor.device
     assert torch.equal(back, tensor)
 
 
-def _from_gpu(there: str) -> None:
-    _onto(there, torch.ones(5000, device="cuda:0"))
-
-
-def _from_cpu(there: str) -> None:
-    _onto(there, torch.ones(5000))
-
-
 @pytest.mark.gpu
-def test_a_device_map_from_cpu_to_gpu_moves_arguments_and_maps_results_back() -> None:
-    run(_from_cpu, "cuda:0", options={"device_maps": {"worker1": {"cpu": "cuda:0"}}})
+@pytest.mark.parametrize(("here", "there"), [("cpu", "cuda:0"), ("cuda:0", "cpu")])
+def test_a_device_map_moves_arguments_and_maps_results_back(here: str, there: str) -> None:
+    run(_mapped, here, there, options={"device_maps": {"worker1": {here: there}}})
 
 
-@pytest.mark.gpu
-def test_a_device_map_from_gpu_to_cpu_moves_arguments_and_maps_results_back() -> None:
-    run(_from_gpu, "cpu", options={"device_maps": {"worker1": {"cuda:0": "cpu"}}})
-
-
-def _unmapped() -> None:
+def _unmapped(device: str) -> None:
     with pytest.raises(errors.SerializationError, match=r"only supports CPU tensors.*set_device_map.*cuda:0"):
-        rpc.rpc_sync("worker1", _echo, (torch.ones(1, device="cuda:0"),))
+        rpc.rpc_sync("worker1", _echo, (torch.ones(1, device=device),))
     with pytest.raises(errors.SerializationError, match=r"set_device_map.*cuda:0"):
-        rpc.rpc_sync("worker1", torch.ones, (1,), {"device": "cuda:0"})
+        rpc.rpc_sync("worker1", torch.ones, (1,), {"device": device})
     assert rpc.rpc_sync("worker1", _echo, (3,)) == 3
-
-
-def _without_map(rank: int, world_size: int) -> None:
-    if rank == 0:
-        _unmapped()
 
 
 @pytest.mark.gpu
 def test_gpu_tensors_without_a_device_map_raise_serialization_error() -> None:
-    rpc_group(_without_map, 2, timeout=100.0)
+    run(_unmapped, "cuda:0", options={})
 
 
 # -- errors --------------------------------------------------------------------------------------
@@ -324,7 +300,6 @@ def _gradients(device: str) -> None:
 
 def _all(device: str) -> None:
     _calls(device)
-    _many(device)
     _made_there(device)
     _out_of_memory(device)
     _ordered(device)

@@ -1,4 +1,4 @@
-"""Calls to workers that are killed, stopped, busy or forked, and time-outs at every stage of a call."""
+"""Calls to workers that are killed, stopped, busy or forked, and calls that time out while they are sent."""
 
 from __future__ import annotations
 
@@ -7,52 +7,29 @@ import operator
 import os
 import signal
 import threading
-import traceback
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.errors import NotInitializedError, PeerDiedError, RpcTimeoutError
+from actorrpc.errors import PeerDiedError, RpcTimeoutError
 from tests.actors.e2e.kit import until
+from tests.harness.kill_points import kill_at
 from tests.layers import rest_is_slow
 from tests.ranks import Died, rpc_group
 
 # -- functions called on workers -----------------------------------------------------------------
 
 _never_set = threading.Event()
-_gates: dict[str, threading.Event] = {}
 _entered: dict[str, threading.Semaphore] = {}
-_runs: list[str] = []
-_errors: list[tuple[str, bool | None]] = []
 _table = threading.Lock()
-
-
-def _gate(name: str) -> threading.Event:
-    with _table:
-        return _gates.setdefault(name, threading.Event())
 
 
 def _count(name: str) -> threading.Semaphore:
     with _table:
         return _entered.setdefault(name, threading.Semaphore(0))
-
-
-def _hold(name: str) -> str:
-    _count(name).release()
-    _gate(name).wait()
-    return name
-
-
-def _open(name: str) -> None:
-    _gate(name).set()
-
-
-def _await_entered(name: str) -> None:
-    _count(name).acquire()
 
 
 def _notify_and_block(to: str, name: str) -> None:
@@ -69,14 +46,6 @@ def _notify(name: str) -> None:
     _count(name).release()
 
 
-def _note(name: str) -> None:
-    _runs.append(name)
-
-
-def _noted() -> list[str]:
-    return _runs
-
-
 def _pid(worker: str) -> int:
     return next(row.pid for row in rpc.workers() if row.name == worker)
 
@@ -89,7 +58,7 @@ def _await_stop(worker: str) -> None:
     until(lambda: Path(f"/proc/{_pid(worker)}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
 
-def _is_blocked_in_send(thread: threading.Thread, worker: str) -> bool:
+def _is_blocked_in_send(worker: str) -> bool:
     conn = rpc.api.group().agent.peer(worker).conn  # type: ignore[attr-defined]
     return conn is not None and conn.writer.blocked.since is not None
 
@@ -129,26 +98,12 @@ def _never_called() -> None:
 def _while_fetching() -> None:
     rref = rpc.remote("worker3", _notify_and_block, ("worker0", "three"))
     _count("three").acquire()
-    got: list[BaseException] = []
-
-    def fetch(function: Callable[[], Any]) -> None:
-        try:
-            function()
-        except BaseException as error:
-            got.append(error)
-
-    threads = [
-        threading.Thread(target=fetch, args=(rref.to_here,)),
-        threading.Thread(target=fetch, args=(lambda: rref.rpc_sync().anything(),)),
-    ]
     peer = rpc.api.group().agent.peer("worker3")  # type: ignore[attr-defined]
-    for each in threads:
-        each.start()
-    until(lambda: len(peer.pending) == 3)
-    _kill("worker3")
-    for each in threads:
-        each.join()
-    assert [type(error) for error in got] == [PeerDiedError] * 2
+    with ThreadPoolExecutor() as pool:
+        waits = [pool.submit(rref.to_here), pool.submit(rref.rpc_sync().anything)]
+        until(lambda: len(peer.pending) == 3)
+        _kill("worker3")
+    assert [type(each.exception()) for each in waits] == [PeerDiedError] * 2
     with pytest.raises(PeerDiedError):
         rref.to_here()
 
@@ -157,21 +112,12 @@ def _during_a_large_tensor() -> None:
     assert rpc.rpc_sync("worker4", operator.add, (1, 1)) == 2
     _kill("worker4", signal.SIGSTOP)
     _await_stop("worker4")
-    got: list[BaseException] = []
-
-    def send() -> None:
-        try:
-            rpc.rpc_async("worker4", torch.neg, (torch.zeros(8 << 20),), timeout=0).wait()
-        except BaseException as error:
-            got.append(error)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    until(lambda: _is_blocked_in_send(thread, "worker4"))
-    assert rpc.rpc_sync("worker5", operator.add, (1, 1)) == 2  # other workers are not affected
-    _kill("worker4")
-    thread.join()
-    assert [type(error) for error in got] == [PeerDiedError]
+    with ThreadPoolExecutor() as pool:
+        sent = pool.submit(rpc.rpc_sync, "worker4", torch.neg, (torch.zeros(8 << 20),), timeout=0)
+        until(lambda: _is_blocked_in_send("worker4"))
+        assert rpc.rpc_sync("worker5", operator.add, (1, 1)) == 2  # other workers are not affected
+        _kill("worker4")
+    assert isinstance(sent.exception(), PeerDiedError)
 
 
 def _fork_that_lives_on(directory: str) -> None:
@@ -196,27 +142,18 @@ def _fork(directory: str) -> int:
     if pid:
         return pid
     try:
-        words = "nothing"
         try:
             rpc.rpc_sync("worker0", operator.add, (1, 1))
+            words = "no error"
         except BaseException as error:
             words = f"{type(error).__name__} {rpc.api.is_initialized()}"
-            if not isinstance(error, NotInitializedError):
-                words += "\n" + "".join(traceback.format_exception(error))
         rpc.shutdown()
         with open(os.path.join(directory, "end"), "rb") as end:
             end.read()
         with open(os.path.join(directory, "said"), "w") as said:
             said.write(words)
     finally:
-        os._exit(0)
-
-
-def _in_the_last_barrier() -> None:
-    """Kill a worker that waits in shutdown. The shutdown of this worker must still complete."""
-    barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
-    until(lambda: "worker6" in barrier._reached.get(0, ()))
-    _kill("worker6")
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _victims(rank: int, world_size: int, directory: str) -> str:
@@ -226,11 +163,9 @@ def _victims(rank: int, world_size: int, directory: str) -> str:
         _while_fetching()
         _during_a_large_tensor()
         _fork_that_lives_on(directory)
-        _in_the_last_barrier()
         return "survived"
-    if rank != 6:
-        _never_set.wait()
-    return "arrived"
+    _never_set.wait()
+    return "not killed"
 
 
 @pytest.mark.parametrize("transport", rest_is_slow(["unix", "tcp"]))
@@ -238,17 +173,14 @@ def test_calls_to_killed_workers_raise_peer_died_error(tmp_path: Path, transport
     os.mkfifo(tmp_path / "end")
     os.mkfifo(tmp_path / "said")
     options = {"lane": False, "transport": transport}
-    results = rpc_group(_victims, 7, str(tmp_path), options=options, may_die=range(1, 7))
-    assert results == ["survived", *([Died(-signal.SIGKILL)] * 6)] or results[6] == "arrived"
-    assert results[:6] == ["survived", *([Died(-signal.SIGKILL)] * 5)]
+    results = rpc_group(_victims, 6, str(tmp_path), options=options, may_die=range(1, 6))
+    assert results == ["survived", *([Died(-signal.SIGKILL)] * 5)]
 
 
 def _first_dies(rank: int, world_size: int) -> None:
-    """Worker0 coordinates the shutdown, and dies while the others wait for it."""
+    """Worker0 coordinates the shutdown, and dies when all workers have called it."""
     if rank == 0:
-        barrier = rpc.api.group().barrier  # type: ignore[attr-defined]
-        until(lambda: len(barrier._reached.get(0, ())) == world_size - 1)
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill_at("shutdown.together", action="kill").start()
 
 
 def test_shutdown_completes_although_the_coordinating_worker_dies() -> None:
@@ -286,76 +218,6 @@ def test_a_stopped_worker_is_declared_dead_and_a_busy_one_is_not() -> None:
 # -- time-outs ---------------------------------------------------------------------------------------
 
 
-def _nested_with_own_time(seconds: float) -> None:
-    try:
-        rpc.rpc_sync("worker2", _hold, ("nested",), timeout=seconds)
-    except BaseException as error:
-        _errors.append((type(error).__name__, getattr(error, "maybe_executed", None)))
-    _count("ended").release()
-    _gate("after nested").wait()  # the caller must time out before this call is answered
-
-
-def _nested_errors() -> list[tuple[str, bool | None]]:
-    return _errors
-
-
-def _times_out(function: Callable[[], Any]) -> RpcTimeoutError:
-    with pytest.raises(RpcTimeoutError, match=r"timed out|time-out|too late|in time") as caught:
-        function()
-    assert isinstance(caught.value, TimeoutError)
-    assert isinstance(caught.value, RuntimeError)
-    return caught.value
-
-
-def _timeouts() -> None:
-    future = rpc.rpc_async("worker1", _hold, ("running",), timeout=0.05)
-    done = threading.Event()
-    future.add_done_callback(lambda _: done.set())
-    done.wait()  # no thread waits for the future itself
-    _times_out(future.wait)
-    late = rpc.remote("worker1", _hold, ("creation",), timeout=0.05)
-    # Until the creation has failed, the time-out is that of to_here(); then it is that of the creation.
-    until(lambda: "_hold" in str(_times_out(lambda: late.to_here(timeout=0.05))))
-    for name in ("running", "creation"):
-        rpc.rpc_sync("worker1", _open, (name,))
-
-    # A nested call ends with its outer call, whatever its own time-out.
-    for seconds in (0.0, 100.0):
-        _times_out(
-            lambda seconds=seconds: rpc.rpc_sync("worker1", _nested_with_own_time, (seconds,), timeout=0.1)
-        )
-    for _ in range(2):
-        rpc.rpc_sync("worker1", _await_entered, ("ended",))
-    names = {name for name, _ in rpc.rpc_sync("worker1", _nested_errors)}
-    assert names == {"RpcTimeoutError"}
-    rpc.rpc_sync("worker1", _open, ("after nested",))
-    rpc.rpc_sync("worker2", _open, ("nested",))
-
-    # A call that times out before the worker starts it is never run.
-    _kill("worker1", signal.SIGSTOP)
-    _await_stop("worker1")
-    stopped = rpc.rpc_async("worker1", _note, ("late",), timeout=0.1)
-    assert _times_out(stopped.wait).maybe_executed
-    _times_out(lambda: rpc.rpc_sync("worker1", _note, ("late",), timeout=0.1))
-    # A time-out while the call blocks in sending a large tensor.
-    large = torch.zeros(4 << 20)
-    _times_out(lambda: rpc.rpc_sync("worker1", torch.neg, (large,), timeout=0.2))
-    _kill("worker1", signal.SIGCONT)
-    assert rpc.rpc_sync("worker1", _noted) == []
-    assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (large,)), -large)
-
-
-def _timeout_group(rank: int, world_size: int) -> None:
-    if rank == 0:
-        _timeouts()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
-def test_timeouts_end_running_nested_queued_and_blocked_calls(transport: str) -> None:
-    rpc_group(_timeout_group, 3, options={"lane": False, "transport": transport, "heartbeat": 30.0})
-
-
 def _large_timeouts(rank: int, world_size: int) -> None:
     if rank:
         return
@@ -364,12 +226,14 @@ def _large_timeouts(rank: int, world_size: int) -> None:
     for _ in range(3):
         _kill("worker1", signal.SIGSTOP)
         _await_stop("worker1")
-        _times_out(lambda: rpc.rpc_sync("worker1", torch.neg, (large,), timeout=0.2))
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_sync("worker1", torch.neg, (large,), timeout=0.2)
         _kill("worker1", signal.SIGCONT)
         assert rpc.rpc_sync("worker1", operator.add, (1, 1)) == 2
     assert torch.equal(rpc.rpc_sync("worker1", torch.neg, (large,)), -large)
 
 
 @pytest.mark.slow
-def test_a_message_that_is_given_up_half_sent_leaves_the_connection_usable() -> None:
-    rpc_group(_large_timeouts, 2, options={"transport": "tcp", "heartbeat": 30.0})
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_message_that_is_given_up_half_sent_leaves_the_connection_usable(transport: str) -> None:
+    rpc_group(_large_timeouts, 2, options={"lane": False, "transport": transport, "heartbeat": 30.0})

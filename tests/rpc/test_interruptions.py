@@ -7,9 +7,9 @@ import gc
 import itertools
 import operator
 import os
-import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 import actorrpc
 from actorrpc import autograd, rpc
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.optim import DistributedOptimizer
 from actorrpc.rpc import api
 from actorrpc.transport.connection_state import CLOSED
@@ -55,51 +54,11 @@ def _fail(key: str) -> None:
     raise KeyError(key)
 
 
-class _OtherThread:
-    """Another thread that makes calls and checks their results."""
-
-    def __init__(self, to: str) -> None:
-        self._to = to
-        self._wanted, self._over = threading.Semaphore(0), threading.Event()
-        self._done = threading.Semaphore(0)
-        self.wrong: list[object] = []
-        self.calls = 0
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            while True:
-                self._wanted.acquire()
-                if self._over.is_set():
-                    return
-                self.calls += 1
-                if rpc.rpc_sync(self._to, _echo, (self.calls,), timeout=8) != self.calls:
-                    self.wrong.append(self.calls)
-                self._done.release()
-        except BaseException as error:
-            self.wrong.append(error)
-        finally:
-            self._done.release()
-
-    def check(self, place: str) -> None:
-        """Let the thread make a call, and check its result."""
-        self._wanted.release()
-        if not self._done.acquire(timeout=10) or self.wrong:
-            raise AssertionError(f"after a handler had raised at {place}: {self.wrong or 'no answer'}")
-
-    def close(self) -> None:
-        self._over.set()
-        self._wanted.release()
-        self._thread.join()
-
-
 class _Operations:
     """The operations of which every step is interrupted."""
 
     def __init__(self) -> None:
         self._tensor = torch.arange(262_144)
-        self._small = torch.arange(100.0)
         self._held = rpc.remote("worker1", _echo, (5,))
         self._held.to_here()
         self._actor = actorrpc.remote(_Counter).options(worker="worker1").remote()
@@ -108,9 +67,6 @@ class _Operations:
         actorrpc.get(self._counters.echo.call(1))
         self._trained = rpc.RRef(torch.ones(3, requires_grad=True))
         self._optimizer = DistributedOptimizer(torch.optim.SGD, [self._trained], lr=1.0)
-
-    def small_tensor(self) -> None:
-        assert rpc.rpc_sync("worker1", _echo, (self._small,)).tolist() == self._small.tolist()
 
     def sync(self) -> None:
         assert rpc.rpc_sync("worker1", operator.add, (1, 2)) == 3
@@ -129,23 +85,14 @@ class _Operations:
         futures = [rpc.rpc_async("worker1", operator.add, (i, 1)) for i in range(6)]
         assert [each.wait() for each in futures] == list(range(1, 7))
 
-    def chained(self) -> None:
-        assert rpc.rpc_async("worker1", operator.add, (1, 1)).then(lambda done: done.wait() + 1).wait() == 3
-
     def remote(self) -> None:
         assert rpc.remote("worker1", operator.add, (1, 2)).to_here() == 3
 
     def rref(self) -> None:
         assert rpc.rpc_sync("worker1", rpc.RRef.to_here, (self._held,)) == 5
 
-    def own(self) -> None:
-        assert rpc.rpc_sync("worker0", operator.add, (1, 2)) == 3
-
     def actor(self) -> None:
         actorrpc.get(self._actor.add.remote(1))
-
-    def actor_tensor(self) -> None:
-        assert torch.equal(actorrpc.get(self._actor.echo.remote(self._small)), self._small)
 
     def waits(self) -> None:
         refs = [self._actor.echo.remote(i) for i in range(4)]
@@ -223,15 +170,18 @@ def _interrupted(rank: int, world_size: int, name: str) -> int:
     peer = agent.peer("worker1")
     work()  # opens the connection
     conn = peer.conn
-    other_thread = _OtherThread("worker1")
-    count = 0
     try:
-        with raising() as raised:
-            count = Steps().at_each(work, raised, other_thread.check)
+        with ThreadPoolExecutor(1) as other_thread, raising() as raised:
+
+            def check(place: str) -> None:
+                answer = other_thread.submit(rpc.rpc_sync, "worker1", _echo, (1,), timeout=8)
+                assert answer.result(10) == 1, f"after a handler had raised at {place}"
+
+            check("no step yet")  # starts the thread
+            count = Steps().at_each(work, raised, check)
         work()
         assert CURRENT.get() is None
     finally:
-        other_thread.close()
         gc.collect()  # frames and their trace functions
     assert peer.conn is conn
     assert conn.state is not CLOSED
@@ -309,28 +259,6 @@ def test_a_raising_signal_handler_during_init_rpc_or_shutdown_leaks_no_descripto
     assert not left
 
 
-def test_a_raising_signal_handler_during_a_thread_start_does_not_end_the_thread() -> None:
-    ran: list[int] = []
-
-    def start() -> None:
-        done = threading.Event()
-
-        def run() -> None:
-            ran.append(1)
-            done.set()
-
-        thread = Daemon(run, "started")
-        try:
-            thread.start()
-        finally:
-            if thread.ident is not None:
-                assert done.wait(10)
-                thread.join()
-
-    _, left = _left_at_each(start, 3)
-    assert not left
-
-
 def test_a_raising_signal_handler_during_rref_creation_leaks_no_value() -> None:
     [(count, left)] = rpc_group(_values_left, 1)
     assert count > 10
@@ -341,30 +269,19 @@ def test_a_raising_signal_handler_during_rref_creation_leaks_no_value() -> None:
 _UNRETRIEVED = r"the call of (step|backward \(\w+\)) on 'worker\d' failed and its error was never retrieved"
 
 
-@pytest.mark.limit(
-    150
-)  # hundreds of steps with a call and a wait each; on a loaded machine, some operations take 25 s
-@pytest.mark.prints(_UNRETRIEVED)
-@pytest.mark.parametrize("name", rest_is_slow(_OPERATIONS, 1))
-def test_a_raising_signal_handler_at_any_step_leaves_the_worker_usable(name: str) -> None:
-    assert rpc_group(_interrupted, 2, name, timeout=120, options=_OPTIONS)[0] > 30
+_TCP = {"transport": "tcp", "lane": False}
+_CASES = [
+    *((name, {}) for name in _OPERATIONS),
+    *((name, _TCP) for name in ("sync", "tensor", "many", "rref", "stream", "backward")),
+    *((name, {"data_only": True}) for name in _DATA_OPERATIONS),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.limit(
-    150
-)  # hundreds of steps with a call and a wait each; on a loaded machine, some operations take 25 s
+# Hundreds of steps with a call and a wait each: on a loaded machine, some operations take 25 s.
+@pytest.mark.limit(150)
 @pytest.mark.prints(_UNRETRIEVED)
-@pytest.mark.parametrize("name", ["sync", "tensor", "many", "rref", "stream", "backward"])
-def test_a_raising_signal_handler_at_any_step_leaves_the_worker_usable_over_tcp(name: str) -> None:
-    options = {"transport": "tcp", "lane": False}
+@pytest.mark.parametrize(("name", "options"), rest_is_slow(_CASES))
+def test_a_raising_signal_handler_at_any_step_leaves_the_worker_usable(
+    name: str, options: dict[str, Any]
+) -> None:
     assert rpc_group(_interrupted, 2, name, timeout=120, options=_OPTIONS | options)[0] > 30
-
-
-@pytest.mark.slow
-@pytest.mark.limit(
-    150
-)  # hundreds of steps with a call and a wait each; on a loaded machine, some operations take 25 s
-@pytest.mark.parametrize("name", _DATA_OPERATIONS)
-def test_a_raising_signal_handler_at_any_step_leaves_a_data_only_worker_usable(name: str) -> None:
-    assert rpc_group(_interrupted, 2, name, timeout=120, options=_OPTIONS | {"data_only": True})[0] > 30

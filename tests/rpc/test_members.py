@@ -1,4 +1,4 @@
-"""workers() and on_member_change(): states of workers and reports of changes; shutdown uses the same states."""
+"""workers() and on_member_change(): states of workers and reports of changes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ import pytest
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.errors import NotInitializedError, RpcTimeoutError, WrongTypeError
-from actorrpc.group import group as group_module
+from actorrpc.errors import NotInitializedError, WrongTypeError
 from actorrpc.wire import keys
-from tests.actors.e2e.kit import until
+from tests.actors.e2e.kit import open_gate, pass_gate, until
 from tests.cluster.drive import cluster, workers
 from tests.ranks import Died, rpc_group, run_group
 
@@ -137,16 +136,6 @@ def test_workers_and_on_member_change_raise_without_a_group() -> None:
 # -- a group that workers join and leave ----------------------------------------------------------------
 
 
-def _open_fifo(path: str, name: str) -> None:
-    with open(os.path.join(path, name), "w"):
-        pass
-
-
-def _wait(path: str, name: str) -> None:
-    with open(os.path.join(path, name)) as file:
-        file.read()
-
-
 def _ends(changes_seen: _Listener) -> list[tuple[str, str]]:
     """Return the reported ends; changes to and from suspect are left out."""
     return [(name, new) for name, _, new in changes_seen.changes if new in ("left", "dead")]
@@ -156,17 +145,17 @@ def _dynamic(rank: int, _: int, path: str) -> None:
     options = rpc.RpcBackendOptions(init_method=f"file://{path}/store")
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=None, rpc_backend_options=options)
     if rank:
-        _open_fifo(path, f"{rank} is here")
-        _wait(path, f"{rank} leaves")
+        open_gate(Path(path, f"{rank} is here"))
+        pass_gate(f"{path}/{rank} leaves")
         rpc.shutdown()
         return
     for other in (1, 2):
-        _wait(path, f"{other} is here")
+        pass_gate(f"{path}/{other} is here")
     assert _states() == {f"worker{i}": "alive" for i in range(3)}
     changes_seen = _Listener()
     rpc.on_member_change(changes_seen)
     until(lambda: all(row.last_seen is not None for row in rpc.workers()))
-    _open_fifo(path, "1 leaves")
+    open_gate(Path(path, "1 leaves"))
     until(lambda: _ends(changes_seen))
     os.kill(_pid("worker2"), signal.SIGKILL)
     until(lambda: len(_ends(changes_seen)) == 2)
@@ -220,33 +209,3 @@ def _watch_here() -> bool:
 
 def _heard_here() -> list[tuple[str, str, str]]:
     return _here.changes
-
-
-# -- shutdown -------------------------------------------------------------------------------------------
-
-
-def _others_still_work(rank: int, world_size: int, path: str) -> None:
-    """Shutdown waits for a suspect worker while another worker still works. When it recovers, it is a member again."""
-    group_module.PATIENCE_S = 0.2  # type: ignore[misc]
-    if rank == 0:
-        rpc.rpc_sync("worker1", operator.add, (1, 1))
-        rpc.rpc_sync("worker2", operator.add, (1, 1))
-    if rank == 2:
-        # Worker1 waits in shutdown; worker0, which coordinates it, is stopped for a while.
-        changes_seen = _Listener()
-        rpc.on_member_change(changes_seen)
-        until(lambda: _row("worker0").last_seen is not None)
-        os.kill(_pid("worker0"), signal.SIGSTOP)
-        until(lambda: changes_seen.of("worker0")[-1:] == ["suspect"])
-        with pytest.raises(RpcTimeoutError):
-            rpc.rpc_sync("worker0", operator.add, (1, 1), timeout=2)
-        assert rpc.rpc_sync("worker1", rpc.is_initialized)
-        os.kill(_pid("worker0"), signal.SIGCONT)
-        assert rpc.rpc_sync("worker0", operator.add, (1, 1)) == 2
-        assert rpc.rpc_sync("worker1", rpc.is_initialized)
-
-
-@pytest.mark.slow
-def test_a_suspect_worker_that_recovers_during_shutdown_is_a_member_again(tmp_path: Path) -> None:
-    options = {"heartbeat": 0.1, "heartbeat_misses": 1000}
-    assert rpc_group(_others_still_work, 3, str(tmp_path), options=options) == [None, None, None]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,16 +12,9 @@ import torch
 import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
-from tests.ranks import rpc_group, run_group, unused_path
+from tests.ranks import run_group, unused_path
 
 _BOTH = [rpc.RpcBackendOptions, rpc.TensorPipeRpcBackendOptions]
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except Exception as error:
-        return error
 
 
 # -- the same as torch's -------------------------------------------------------------------------
@@ -45,30 +37,6 @@ def test_parameters_and_defaults_of_options_equal_torchs() -> None:
 @pytest.mark.parametrize(
     "keywords",
     [
-        {},
-        {"rpc_timeout": 5},
-        {"rpc_timeout": 0},
-        {"num_worker_threads": 3},
-        {"init_method": "tcp://localhost:1"},
-        {"device_maps": {"worker1": {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}}},
-        {"device_maps": {"worker1": {torch.device("cuda", 0): "cuda:1"}, "worker2": {"cuda:0": "cuda:0"}}},
-        {"device_maps": {"worker1": {"cpu": "cpu"}}},
-        {"devices": ["cuda:0", torch.device("cuda:1")]},
-        {"_transports": None, "_channels": None},
-    ],
-)
-def test_attributes_of_options_equal_torchs(keywords: dict[str, Any]) -> None:
-    ours, theirs = (
-        rpc.TensorPipeRpcBackendOptions(**keywords),
-        torch_rpc.TensorPipeRpcBackendOptions(**keywords),
-    )
-    for name in ("num_worker_threads", "rpc_timeout", "init_method", "device_maps", "devices"):
-        assert getattr(ours, name) == getattr(theirs, name), name
-
-
-@pytest.mark.parametrize(
-    "keywords",
-    [
         {"rpc_timeout": -1},
         {"rpc_timeout": "5"},
         {"rpc_timeout": None},
@@ -82,14 +50,11 @@ def test_attributes_of_options_equal_torchs(keywords: dict[str, Any]) -> None:
     ],
 )
 def test_options_that_torch_refuses_raise_torchs_type_and_config_error(keywords: dict[str, Any]) -> None:
-    theirs = outcome(lambda: torch_rpc.TensorPipeRpcBackendOptions(**keywords))
-    ours = outcome(lambda: rpc.TensorPipeRpcBackendOptions(**keywords))
-    assert isinstance(theirs, Exception)
-    # Ours is a ConfigError as well, and names the option.
-    assert isinstance(ours, type(theirs))
-    assert isinstance(ours, errors.ConfigError)
-    assert isinstance(ours, RuntimeError)
-    assert isinstance(ours, ValueError)
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as theirs:
+        torch_rpc.TensorPipeRpcBackendOptions(**keywords)
+    with pytest.raises(theirs.type) as ours:
+        rpc.TensorPipeRpcBackendOptions(**keywords)
+    assert isinstance(ours.value, errors.ConfigError)  # is also a RuntimeError and a ValueError
 
 
 def test_device_maps_are_merged_as_in_torch() -> None:
@@ -153,7 +118,7 @@ def test_invalid_devices_and_device_maps_raise_config_error() -> None:
             ],
         ),
         ("port", [0, 65535], [-1, 65536, "80", 1.0, True]),
-        ("key", ["sixteen characters"], [b"sixteen characters", 3, "", "short"]),
+        ("key", ["sixteen characters"], [b"sixteen characters", 3, "", "too secret"]),
         ("insecure", [True, False], ["yes", 1]),
         ("frame_integrity", [True, False], ["yes", 1]),
         ("tls_min_version", ["1.2", "1.3"], ["1.1", 1.3, ""]),
@@ -172,8 +137,10 @@ def test_options_of_actorrpc_are_checked_and_shown_in_repr(
         made = cls(**{name: value})
         assert (name in repr(made)) is (name != "key")
     for value in bad:
-        with pytest.raises(errors.ConfigError, match=name):
+        with pytest.raises(errors.ConfigError, match=name) as caught:
             cls(**{name: value})
+        if name == "key" and value == "too secret":
+            assert value not in str(caught.value)
 
 
 @pytest.mark.parametrize("cls", _BOTH)
@@ -197,60 +164,36 @@ def test_rpc_timeout_and_init_method_are_checked_whenever_they_are_set(cls: Any)
     assert "3.0" in repr(made)
 
 
-def test_the_key_is_not_shown_in_repr_or_errors() -> None:
-    made = rpc.RpcBackendOptions(key="a secret of some length")
-    assert "secret" not in repr(made)
-    with pytest.raises(errors.ConfigError) as caught:
-        rpc.RpcBackendOptions(key="too secret")
-    assert "secret" not in str(caught.value).replace("secrets", "")
-
-
 def test_an_unknown_option_raises_an_error_that_lists_the_known_options() -> None:
     with pytest.raises(errors.ConfigError, match=r"'heartbeats'.*heartbeat"):
         rpc.TensorPipeRpcBackendOptions(heartbeats=1)
-
-
-def test_worker_info_looks_and_compares_like_torchs() -> None:
-    info = rpc.WorkerInfo("worker1", 1)
-    theirs = torch_rpc.WorkerInfo("worker1", 1)
-    assert (info.name, info.id, repr(info)) == (theirs.name, theirs.id, repr(theirs))
-    assert rpc.WorkerInfo(name="worker1", id=1) == info
-    assert info != rpc.WorkerInfo("worker1", 2)
-    assert len({info, rpc.WorkerInfo("worker1", 1)}) == 1
-    for name, number in [
-        ("", 1),
-        (3, 1),
-        ("a b", 1),
-        ("x" * 128, 1),
-        ("worker1", "1"),
-        ("worker1", None),
-        ("é", 0),
-    ]:
-        with pytest.raises(errors.ConfigError):
-            rpc.WorkerInfo(name, number)  # type: ignore[arg-type]
 
 
 # -- init_rpc ------------------------------------------------------------------------------------
 
 
 def _refusals(path: str) -> list[tuple[str, tuple[Any, ...], dict[str, Any], type[BaseException], str]]:
-    good = rpc.RpcBackendOptions(init_method=f"file://{path}")
-    group = {"rank": 0, "world_size": 1, "rpc_backend_options": good}
+    group = {"rank": 0, "world_size": 1}
+    good = {**group, "rpc_backend_options": rpc.RpcBackendOptions(init_method=f"file://{path}")}
+
+    def meeting(init_method: str) -> dict[str, Any]:
+        return {**group, "rpc_backend_options": rpc.RpcBackendOptions(init_method=init_method)}
+
     return [
-        ("name is a number", (3,), group, ValueError, "name"),
-        ("name is empty", ("",), group, ValueError, "name"),
-        ("name is None", (None,), group, ValueError, "name"),
-        ("name has a space", ("a b",), group, ValueError, "name"),
-        ("name is too long", ("n" * 128,), group, ValueError, "name"),
-        ("rank is a str", ("a",), {**group, "rank": "0"}, TypeError, "rank"),
-        ("rank is None", ("a",), {**group, "rank": None}, TypeError, "rank"),
-        ("rank is a bool", ("a",), {**group, "rank": True}, TypeError, "rank"),
-        ("rank is too large", ("a",), {**group, "rank": 1}, ValueError, "rank"),
-        ("rank is negative", ("a",), {**group, "rank": -2}, ValueError, "rank"),
-        ("world_size is a str", ("a",), {**group, "world_size": "1"}, TypeError, "world_size"),
-        ("world_size is a float", ("a",), {**group, "world_size": 1.0}, TypeError, "world_size"),
-        ("world_size is negative", ("a",), {**group, "world_size": -3}, ValueError, "world_size"),
-        ("backend is a str", ("a", "gloo"), group, TypeError, "BackendType"),
+        ("name is a number", (3,), good, ValueError, "name"),
+        ("name is empty", ("",), good, ValueError, "name"),
+        ("name is None", (None,), good, ValueError, "name"),
+        ("name has a space", ("a b",), good, ValueError, "name"),
+        ("name is too long", ("n" * 128,), good, ValueError, "name"),
+        ("rank is a str", ("a",), {**good, "rank": "0"}, TypeError, "rank"),
+        ("rank is None", ("a",), {**good, "rank": None}, TypeError, "rank"),
+        ("rank is a bool", ("a",), {**good, "rank": True}, TypeError, "rank"),
+        ("rank is too large", ("a",), {**good, "rank": 1}, ValueError, "rank"),
+        ("rank is negative", ("a",), {**good, "rank": -2}, ValueError, "rank"),
+        ("world_size is a str", ("a",), {**good, "world_size": "1"}, TypeError, "world_size"),
+        ("world_size is a float", ("a",), {**good, "world_size": 1.0}, TypeError, "world_size"),
+        ("world_size is negative", ("a",), {**good, "world_size": -3}, ValueError, "world_size"),
+        ("backend is a str", ("a", "gloo"), good, TypeError, "BackendType"),
         (
             "options are a dict",
             ("a",),
@@ -258,56 +201,29 @@ def _refusals(path: str) -> list[tuple[str, tuple[Any, ...], dict[str, Any], typ
             TypeError,
             "rpc_backend_options",
         ),
-        (
-            "no such scheme",
-            ("a",),
-            {**group, "rpc_backend_options": rpc.RpcBackendOptions(init_method="carrier://pigeon")},
-            RuntimeError,
-            "carrier",
-        ),
-        (
-            "no port",
-            ("a",),
-            {**group, "rpc_backend_options": rpc.RpcBackendOptions(init_method="tcp://localhost")},
-            RuntimeError,
-            "port",
-        ),
-        (
-            "no environment",
-            ("a",),
-            {**group, "rpc_backend_options": rpc.RpcBackendOptions()},
-            RuntimeError,
-            "MASTER_ADDR",
-        ),
+        ("no such scheme", ("a",), meeting("carrier://pigeon"), RuntimeError, "carrier"),
+        ("no port", ("a",), meeting("tcp://localhost"), RuntimeError, "port"),
+        ("no environment", ("a",), meeting("env://"), RuntimeError, "MASTER_ADDR"),
     ]
 
 
-def _join_wrongly(rank: int, world_size: int, path: str) -> list[str]:
+def _join_wrongly(rank: int, world_size: int, path: str) -> None:
     os.environ.pop("MASTER_ADDR", None)
-    problems = []
     before = threading.active_count()
     for name, arguments, keywords, kind, text in _refusals(path):
-        try:
+        with pytest.raises(kind, match=text):
             rpc.init_rpc(*arguments, **keywords)
-        except Exception as error:
-            if not isinstance(error, kind) or text not in str(error):
-                problems.append(f"{name}: {type(error).__mro__} {error}")
-        else:
-            problems.append(f"{name}: no error")
-            rpc.shutdown(graceful=False)
-        if rpc.is_initialized() or threading.active_count() != before:
-            problems.append(f"{name}: something is left running")
+        assert not rpc.is_initialized(), name
+        assert threading.active_count() == before, name
     # Joining still works afterwards.
     rpc.init_rpc(
         "a", rank=0, world_size=1, rpc_backend_options=rpc.RpcBackendOptions(init_method=f"file://{path}")
     )
     rpc.shutdown()
-    return problems
 
 
 def test_init_rpc_refuses_invalid_arguments_and_leaves_nothing_running() -> None:
-    (found,) = run_group(_join_wrongly, 1, unused_path("wrong"))
-    assert not found, "\n".join(found)
+    run_group(_join_wrongly, 1, unused_path("wrong"))
 
 
 def _join_with_torchs_options(rank: int, world_size: int, path: str) -> None:
@@ -320,31 +236,3 @@ def _join_with_torchs_options(rank: int, world_size: int, path: str) -> None:
 
 def test_init_rpc_accepts_torchs_own_options() -> None:
     run_group(_join_with_torchs_options, 2, unused_path("options"))
-
-
-def test_calls_work_with_all_options_set() -> None:
-    """Every option has a value other than its default."""
-    rpc_group(
-        _calls,
-        2,
-        options={
-            "rpc_timeout": 0,
-            "num_worker_threads": 2,
-            "device_maps": {"worker1": {"cpu": "cpu"}},
-            "transport": "tcp",
-            "bind": "127.0.0.1",
-            "port": 0,
-            "key": "a key of some length",
-            "max_threads": 16,
-            "spin_us": 0,
-            "lane": False,
-            "window": 1 << 20,
-            "heartbeat": 0.5,
-        },
-    )
-
-
-def _calls(rank: int, world_size: int) -> None:
-    assert rpc.get_rpc_timeout() == 0.0
-    big = torch.arange(1 << 19)
-    assert torch.equal(rpc.rpc_sync(1 - rank, torch.neg, (big,)), -big)

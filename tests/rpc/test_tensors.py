@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from actorrpc import errors, rpc
-from actorrpc.agent.peers import NUMBERS_KEPT
 from tests.announced import ODD_TENSORS, OUTSIDE_OF_A_CONTEXT
 from tests.layers import rest_is_slow
 from tests.ranks import rpc_group
@@ -377,60 +373,3 @@ def _values(rank: int, world_size: int) -> None:
 @pytest.mark.prints(OUTSIDE_OF_A_CONTEXT)
 def test_received_tensors_share_memory_as_sent_and_are_leaves_without_the_callers_modes() -> None:
     rpc_group(_values, 2)
-
-
-# -- many and large tensors ----------------------------------------------------------------------
-
-
-def _many(rank: int, world_size: int) -> None:
-    if rank:
-        return
-    tensors = [torch.full((i % 7 * 500,), float(i)) for i in range(300)]
-    for to in ("worker1", "worker0"):
-        got = rpc.rpc_sync(to, back, (tensors,))  # type: ignore[arg-type]
-        assert all(torch.equal(a, b) for a, b in zip(tensors, got, strict=True))
-        large = torch.arange(3 << 20)
-        futures = [rpc.rpc_async(to, torch.add, (large, i)) for i in range(4)]
-        for i, future in enumerate(futures):
-            assert torch.equal(future.wait(), large + i)
-    with pytest.raises(errors.LimitError, match="10000"):
-        rpc.rpc_sync("worker1", len, ([torch.empty(2_000) for _ in range(10_001)],))
-    assert rpc.rpc_sync("worker1", len, ([torch.empty(2) for _ in range(2_000)],)) == 2_000
-
-
-@pytest.mark.slow
-def test_many_and_large_tensors_in_one_call_arrive_equal() -> None:
-    rpc_group(_many, 2)
-
-
-def _kept() -> tuple[int, int]:
-    """Return Python's number of allocated memory blocks, and the anonymous memory of this process in KiB."""
-    gc.collect()
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    anonymous = next(line for line in status.splitlines() if line.startswith("RssAnon"))
-    return sys.getallocatedblocks(), int(anonymous.split()[1])
-
-
-def _flat(rank: int, world_size: int) -> list[tuple[int, int]]:
-    if rank:
-        return []
-    tensors = [torch.zeros(size, dtype=torch.uint8) for size in (4 << 10, 128 << 10)]
-
-    def calls() -> list[tuple[int, int]]:
-        for _ in range(_CALLS):
-            rpc.rpc_sync("worker1", back, (tensors,))
-        return [_kept(), rpc.rpc_sync("worker1", _kept)]
-
-    calls()
-    return [(late[0] - early[0], late[1] - early[1]) for early, late in zip(calls(), calls(), strict=True)]
-
-
-_CALLS = NUMBERS_KEPT  # then each round keeps the same number of call numbers
-
-
-@pytest.mark.slow
-def test_calls_with_tensors_leak_no_memory() -> None:
-    """The flight recorder, which keeps the last 32 768 calls, is off."""
-    for blocks, kilobytes in rpc_group(_flat, 2, env={"ACTORRPC_RECORDER": "0"})[0]:
-        assert blocks < _CALLS // 10  # one leaked block per call would be ten times as many
-        assert kilobytes < 500

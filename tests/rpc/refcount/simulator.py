@@ -60,7 +60,6 @@ class Script:
     eager: float = 0.0  # the probability that an RRef is dropped as soon as it was sent
     slow: bool = False  # half of the connections are much slower than the others
     wire: bool = False  # messages are packed into bytes
-    deep: bool = False  # check every table after every step
     shutdown: bool = False  # end with delete_all_users and close, not with drops
 
     @classmethod
@@ -80,7 +79,6 @@ class Script:
             eager=rng.choice((0.0, 0.3, 0.8)),
             slow=rng.random() < 0.5,
             wire=rng.random() < 0.2,
-            deep=rng.random() < 0.1,
             shutdown=rng.random() < 0.2,
         )
 
@@ -610,13 +608,6 @@ class World:
     # -- the play --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        if self.script.deep and not self.quiet_shutdown:
-            for rref_id, tokens in self.live.items():
-                owner = self.workers[self.owners[rref_id]]
-                for token in tokens:
-                    if token.confirmed and not token.tainted and owner.alive:
-                        if owner.table.holders(rref_id) is None:
-                            self.violations.append(f"{rref_id} was freed, but {token.holder} holds it")
         if self.violations:
             raise Violation(f"{self.script}: " + "; ".join(self.violations[:3]))
 

@@ -54,18 +54,6 @@ def test_messages_survive_packing(message: Message) -> None:
     ]
 
 
-@given(st.lists(st.builds(ForkData, keys, rref_ids, fork_ids), max_size=20))
-def test_forks_survive_packing(forks: list[ForkData]) -> None:
-    again = unpack_forks(pack_forks(forks))
-    assert again == forks
-    assert all(type(data.owner) is WorkerKey and type(data.rref_id) is RRefId for data in again)
-
-
-def test_a_full_batch_of_rref_deletions_takes_less_than_600_bytes() -> None:
-    items = tuple((RRefId(3, n, "0123456789abcdef"), ForkId(7, n, "fedcba9876543210")) for n in range(BATCH))
-    assert len(pack_message(UserDelete(items))) < 600
-
-
 @pytest.mark.parametrize(
     "parts",
     [
