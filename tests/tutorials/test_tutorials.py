@@ -21,11 +21,16 @@ from tests.tutorials.kit import EXPECTED, NIGHTLY, PROGRAMS, Program, Run, run
 
 EXPECTATIONS = json.loads(EXPECTED.read_text())
 QUICK_ON_TORCH = {"rnn"}
-# Similar programs are among the others, or among the examples.
-NIGHTLY_ON_ACTORRPC = {"async_functions", "batch_reinforce", "ddp_rpc", "pipeline", "reinforce", "rrefs"}
+# Similar programs are among the others, or tests/examples runs them with actorrpc's names.
+NIGHTLY_ON_ACTORRPC = {"async_functions", "batch_reinforce", "ddp_hybrid", "pipeline", "reinforce", "rrefs"}
 # Replaced by the variable alone, or after the import of torch's module.
 OTHER_WAYS = {"rnn": "variable", "remote_modules": "late"}
-NEED_GYMNASIUM = {"batch_reinforce", "reinforce"}
+NEEDS = {
+    "batch_reinforce": "gymnasium",
+    "reinforce": "gymnasium",
+    "parameter_server": "sklearn",
+    "batch_parameter_server": "sklearn",
+}
 LIMIT = pytest.mark.limit(180)  # several interpreters that import torch, each
 
 
@@ -40,14 +45,12 @@ def check_agents(done: Run, workers: int, way: str) -> None:
                 "agent": "torch._C._distributed_rpc.TensorPipeAgent",
                 "behind": "builtins.NoneType",
                 "torchs": True,
-                "imported": False,
             }, name
         else:
             assert each == {
                 "agent": "actorrpc.compat.rpc.agent.TensorPipeAgent",
                 "behind": "actorrpc.agent.agent.Agent",
                 "torchs": False,
-                "imported": True,
             }, name
 
 
@@ -65,8 +68,8 @@ def alike(found: Any, expected: Any) -> bool:
 
 
 def check(folder: Path, program: Program, *arguments: str, way: str) -> None:
-    if program.name in NEED_GYMNASIUM:
-        pytest.importorskip("gymnasium", reason="needs gymnasium: pip install 'actorrpc[examples]'")
+    if program.name in NEEDS:
+        pytest.importorskip(NEEDS[program.name], reason="it needs pip install 'actorrpc[examples]'")
     done = run(folder, program, *arguments, way=way)
     assert done.status == 0, done.errors
     check_agents(done, program.workers, way)
@@ -87,7 +90,7 @@ def test_the_program_prints_the_same_on_actorrpc_as_on_torch(tmp_path: Path, nam
 def test_the_program_prints_the_recorded_output_on_torch(tmp_path: Path, name: str) -> None:
     if name not in QUICK_ON_TORCH and not NIGHTLY:
         pytest.skip("torch's side: nightly")
-    check(tmp_path, PROGRAMS[name], *PROGRAMS[name].on_torch, way="torch")
+    check(tmp_path, PROGRAMS[name], way="torch")
 
 
 # -- profiles ------------------------------------------------------------------------------------
