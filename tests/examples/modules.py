@@ -14,7 +14,7 @@ __all__ = ["load"]
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 
 
-def load(name: str, folder: str = "torch_style") -> ModuleType:
+def load(name: str, folder: str = "") -> ModuleType:
     """Import an example from a folder below ``examples``, under a unique module name."""
     spec = importlib.util.spec_from_file_location(
         f"example_{name.removesuffix('.py')}", FOLDER / folder / name
