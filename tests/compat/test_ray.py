@@ -317,9 +317,9 @@ def test_calls_to_dead_actors_raise_rays_actor_errors() -> None:
 
         def method(self) -> None: ...
 
-    with pytest.raises(rex.RayActorError, match="in it") as caught:
+    with pytest.raises(rex.RayActorError, match="in it") as broken:
         ray.get(ray.remote(Broken).remote().method.remote())
-    assert caught.value.actor_init_failed
+    assert broken.value.actor_init_failed
     for end in ("die", "leave", "__ray_terminate__"):
         actor = Counter.remote()
         ray.wait([getattr(actor, end).remote()])
@@ -329,8 +329,10 @@ def test_calls_to_dead_actors_raise_rays_actor_errors() -> None:
         assert not died.value.actor_init_failed
     actor = Counter.remote()
     ray.kill(actor)
-    with pytest.raises(rex.RayActorError):
-        ray.get(actor.add.remote())
+    with pytest.raises(rex.RayTaskError) as caught:
+        ray.get(ray.remote(lambda: ray.get(actor.add.remote())).remote())
+    assert not isinstance(caught.value, rex.RayActorError)
+    assert isinstance(caught.value.cause, rex.RayActorError)
     with pytest.raises(TypeError, match="outside of an actor"):
         ray.actor.exit_actor()
 
@@ -462,24 +464,6 @@ def test_user_methods_named_checkpoint_and_restore_are_not_called_as_hooks(tmp_p
     os.mkfifo(tmp_path / "ended")
     actor.__ray_terminate__.remote()
     assert (tmp_path / "ended").read_text() == "it ran"
-
-
-def test_async_actors_and_concurrency_groups_work_like_rays() -> None:
-    @ray.remote(concurrency_groups={"io": 2})
-    class Several:
-        def __init__(self) -> None:
-            self.event = asyncio.Event()
-
-        @ray.method(concurrency_group="io")
-        async def read(self) -> str:
-            return "read"
-
-        async def wait(self, refs: list[Any]) -> Any:
-            return await refs[0]
-
-    several = Several.remote()
-    assert ray.get(several.wait.remote([several.read.remote()])) == "read"
-    assert ray.get(several.wait.remote([several.read.options(concurrency_group="io").remote()])) == "read"
 
 
 @pytest.mark.prints("died", "restarted")

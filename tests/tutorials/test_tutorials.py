@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-from actorrpc.wire import keys
 from tests.announced import PROFILER
 from tests.tutorials.kit import EXPECTED, NIGHTLY, PROGRAMS, Program, Run, run
 
@@ -197,44 +196,3 @@ def test_a_worker_that_ends_with_an_error_does_not_block_the_others(tmp_path: Pa
     assert done.lines == [{"found": [2.0, 2.0]}, {"exits": [0, 0, 1]}], done.errors
     check_agents(done, 3, "command")
     assert "ValueError: a bug in the user's code" in done.errors
-
-
-@LIMIT
-def test_gains_promised_in_the_readme_show_in_a_program_for_torch(tmp_path: Path) -> None:
-    """The gains of the README's table that a program with only torch's names can show."""
-    done = run(tmp_path, Program("gains", 3), way="command")
-    keys.sweep()  # remove the socket of the killed worker now, not when the next worker starts
-    assert done.status == 0, done.errors
-    check_agents(done, 3, "command")
-    found: dict[str, Any] = {}
-    for line in done.lines:
-        found |= line
-    assert found.pop("errors") == {"its own class": True, "with its fields": [5, 3], "says where": True}
-    assert found.pop("calls") == {
-        "wait with a time-out": True,
-        "the call goes on": True,
-        "await": [2, 4],
-        "lambda": 6,
-        "40 deep on 2 threads": 40,
-        "nested calls inherit": True,
-    }
-    assert found.pop("gradients") == {
-        "unused result": [3.0, 3.0],
-        "gradient=": [3.0, 6.0],
-        ".grad": [3.0, 3.0],
-    }
-    parameters = ["0.bias", "0.weight", "1.bias", "1.weight"]
-    assert found.pop("modules") == {
-        "state_dict": parameters,
-        "stepped": parameters,
-        "loaded": True,
-        "optimizer's state": True,
-    }
-    assert found.pop("deaths") == {
-        "name": "PeerDiedError",
-        "worker": "worker2",
-        "maybe executed": True,
-        "soon": True,
-        "others": 2,
-    }
-    assert found == {"exits": [0, 0, -9]}
