@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 import actorrpc
 import actorrpc.compat.ray as ray
+from actorrpc.compat.ray.cluster import IGNORED
 from actorrpc.compat.ray.util.placement_group import PlacementGroup
 from actorrpc.compat.ray.util.queue import Empty, Full, Queue
 from actorrpc.compat.ray.util.scheduling_strategies import (
@@ -33,7 +35,8 @@ rex = ray.exceptions
 @pytest.fixture(scope="module")
 def running() -> Iterator[None]:
     """Run one cluster for all tests of the module."""
-    context = ray.init(num_cpus=2, num_gpus=0, resources={"special": 2}, namespace="tests")
+    ignored: dict[str, Any] = dict.fromkeys(IGNORED, 1)
+    context = ray.init(num_cpus=2, num_gpus=0, resources={"special": 2}, namespace="tests", **ignored)
     assert context["node_id"] == context.address_info["node_id"]
     assert context.dashboard_url is None
     yield
@@ -69,7 +72,7 @@ class Counter:
         raise Exception("plain")
 
     def die(self) -> None:
-        os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def leave(self) -> None:
         ray.actor.exit_actor()
@@ -342,7 +345,7 @@ def test_calls_to_dead_actors_raise_rays_actor_errors() -> None:
 def test_a_task_whose_process_dies_raises_worker_crashed_error() -> None:
     @ray.remote(max_retries=0)
     def dies() -> None:
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(rex.WorkerCrashedError) as caught:
         ray.get(dies.remote())
@@ -473,7 +476,7 @@ def test_max_restarts_and_retries_repeat_failed_calls(tmp_path: Path) -> None:
         def burn(self) -> bool:
             if not (tmp_path / "burnt").exists():
                 (tmp_path / "burnt").touch()
-                os._exit(1)
+                os.kill(os.getpid(), signal.SIGKILL)
             return ray.get_runtime_context().was_current_actor_reconstructed
 
     assert ray.get(Phoenix.remote().burn.remote())

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 __all__ = ["load"]
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
@@ -22,7 +20,6 @@ def load(name: str, folder: str = "") -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)  # dataclasses look up their module during the import
-        spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses look up their module
+    spec.loader.exec_module(module)
     return module
