@@ -354,7 +354,9 @@ class Connection(StateMachine):
                         os.eventfd_read(fd)
                     except BlockingIOError:
                         pass
-            spinning.at_once += WEIGHT * ((begun <= self.last_received < begun + AT_ONCE_S) - spinning.at_once)
+            spinning.at_once += WEIGHT * (
+                (begun <= self.last_received < begun + AT_ONCE_S) - spinning.at_once
+            )
         finally:
             waiter.polling = None
 

@@ -23,9 +23,7 @@ _PAGES = Path(__file__).resolve().parents[2] / "docs" / "migration"
 _RULE = re.compile(r"^\|(-+\|)+$")
 _COLUMNS = 3  # the other library's feature, this package's feature, differences
 
-_rows: dict[
-    Callable[..., Any], list[tuple[str, str]]
-] = {}  # page ("": the page of its module) and text, by test
+_rows: dict[Any, list[tuple[str, str]]] = {}  # by test: pages ("": its module's page) and beginnings of rows
 
 
 def row(beginning: str, page: str = "") -> Callable[[F], F]:
