@@ -131,7 +131,7 @@ _QUICK = (
     "actors/e2e/test_unruly.py",
     "actors/e2e/test_words.py::test_the_error_of_an_unpicklable_argument_names_argument_method_and_path",
     "actors/e2e/test_words.py::test_the_error_of_an_unpicklable_result_names_method_and_path",
-    "examples/test_more_examples.py::TestImpala::test_vtrace_equals_the_definition_of_the_paper",
+    "examples/test_actor_examples.py::TestImpala::test_vtrace_equals_the_definition_of_the_paper",
     "faults/test_maybe_executed.py",
     "faults/test_repeats.py",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 
 import pytest
@@ -68,7 +69,7 @@ def _die_before_a_barrier(rank: int, world_size: int, store: str) -> None:
     _join(rank, world_size, store, 30.0)
     if rank == 2:
         until(lambda: _waits_in("_barrier of all 3 workers (round 1)", {"worker0", "worker1"}))
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerDiedError, match=r"_barrier of all 3 workers \(round 1\) .*worker2 died before"):
         rpc.api._barrier(["worker0", "worker1", "worker2"])
     rpc.shutdown(graceful=False)

@@ -59,11 +59,6 @@ def one(found: Any, name: str) -> Any:
     return event
 
 
-def left_over() -> list[Any]:
-    """Return the open ranges and requests; empty after all profiled calls have ended."""
-    return [*profiling._open, *profiling._asked.values()]
-
-
 # -- functions called on workers --------------------------------------------------------------------------
 
 
@@ -90,10 +85,6 @@ def not_waiting(to: str, x: torch.Tensor) -> Any:
 def leaving_one_behind(to: str, x: torch.Tensor) -> None:
     torch.distributed.rpc.rpc_async(to, wait_at_gate, (x,))
     raise LookupError("no")
-
-
-def ranges() -> int:
-    return len(profiling._open)
 
 
 @async_execution
@@ -206,14 +197,6 @@ def _remote(rpc: Any, kind: str) -> None:
     assert "remote_op: aten::add" in found.key_averages().table(max_name_column_width=200)
 
 
-def _memory(rpc: Any) -> None:
-    for wanted in (True, False):
-        with profile("old", profile_memory=wanted) as found:
-            rpc.rpc_sync("worker1", step, (torch.ones(100),))
-        add = one(found, f"rpc_sync#step(worker0 -> worker1){_REMOTE}aten::add")
-        assert bool(add.cpu_memory_usage) is wanted
-
-
 def _nested(rpc: Any, kind: str) -> None:
     for function in (two_deep, elsewhere):
         with profile(kind) as found:
@@ -314,35 +297,10 @@ def _not_waiting(rpc: Any) -> None:
     assert one(found, f"{key}wait_at_gate(worker1 -> worker0)").node_id == 1
     assert one(found, f"{key}step(worker1 -> worker0)").node_id == 1
     assert one(found, f"{key}step(worker1 -> worker0){_REMOTE}aten::add").node_id == 0
-    assert rpc.rpc_sync("worker1", ranges) == 0
     open_gate()
 
 
 # -- traces -------------------------------------------------------------------------------------------------
-
-
-def _traces(rpc: Any, folder: str) -> None:
-    for kind in KINDS:
-        with profile(kind) as found:
-            rpc.rpc_async("worker1", step, (torch.ones(2),)).wait()
-        found.export_chrome_trace(f"{folder}/{kind}.json")
-    with profile("modern") as found:
-        torch.ones(2)
-    found.export_chrome_trace(f"{folder}/none.json")
-
-
-def _check_traces(folder: Path) -> None:
-    key = "rpc_async#step(worker0 -> worker1)"
-    for kind in KINDS:
-        trace = json.loads((folder / f"{kind}.json").read_text())
-        events = {event["name"]: event for event in (trace if kind == "old" else trace["traceEvents"])}
-        call, add = events[key], events[f"{key}{_REMOTE}aten::add"]
-        if kind != "old":
-            assert call["ts"] <= add["ts"] <= add["ts"] + add["dur"] <= call["ts"] + call["dur"]
-            assert add["pid"] == "rank 1"
-            assert add["args"]["node_id"] == 1
-    trace = json.loads((folder / "none.json").read_text())
-    assert not [event for event in trace["traceEvents"] if str(event.get("pid", "")).startswith("rank")]
 
 
 def _clocks(rpc: Any, kind: str, folder: str) -> None:
@@ -367,6 +325,7 @@ def _clocks(rpc: Any, kind: str, folder: str) -> None:
             steps = [event for event in events if event["name"] == f"{key}{_REMOTE}##step##"]
             for call, inner in zip(calls, steps, strict=True):
                 assert call["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= call["ts"] + call["dur"]
+                assert (inner["pid"], inner["args"]["node_id"]) == ("rank 1", 1)
 
 
 def _all(rank: int, size: int, path: str, folder: str) -> None:
@@ -380,20 +339,16 @@ def _all(rank: int, size: int, path: str, folder: str) -> None:
             _nested(rpc, kind)
             _collective(rpc, kind)
             _under_way(rpc, kind)
-        _memory(rpc)
         _many(rpc)
         _own(rpc)
         _not_waiting(rpc)
-        _traces(rpc, folder)
         _errors(rpc)
         _unreadable(rpc)
-        assert not left_over()
 
 
 @pytest.mark.limit(120)
 def test_profiles_contain_the_events_of_other_workers(tmp_path: Path) -> None:
     run_group(_all, 3, str(tmp_path / "store"), str(tmp_path), timeout=100)
-    _check_traces(tmp_path)
 
 
 # -- torch's modules -----------------------------------------------------------------------------------------

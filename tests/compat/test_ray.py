@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 import actorrpc
 import actorrpc.compat.ray as ray
+from actorrpc.compat.ray.cluster import IGNORED
 from actorrpc.compat.ray.util.placement_group import PlacementGroup
 from actorrpc.compat.ray.util.queue import Empty, Full, Queue
 from actorrpc.compat.ray.util.scheduling_strategies import (
@@ -33,7 +35,8 @@ rex = ray.exceptions
 @pytest.fixture(scope="module")
 def running() -> Iterator[None]:
     """Run one cluster for all tests of the module."""
-    context = ray.init(num_cpus=2, num_gpus=0, resources={"special": 2}, namespace="tests")
+    ignored: dict[str, Any] = dict.fromkeys(IGNORED, 1)
+    context = ray.init(num_cpus=2, num_gpus=0, resources={"special": 2}, namespace="tests", **ignored)
     assert context["node_id"] == context.address_info["node_id"]
     assert context.dashboard_url is None
     yield
@@ -69,7 +72,7 @@ class Counter:
         raise Exception("plain")
 
     def die(self) -> None:
-        os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def leave(self) -> None:
         ray.actor.exit_actor()
@@ -317,9 +320,9 @@ def test_calls_to_dead_actors_raise_rays_actor_errors() -> None:
 
         def method(self) -> None: ...
 
-    with pytest.raises(rex.RayActorError, match="in it") as caught:
+    with pytest.raises(rex.RayActorError, match="in it") as broken:
         ray.get(ray.remote(Broken).remote().method.remote())
-    assert caught.value.actor_init_failed
+    assert broken.value.actor_init_failed
     for end in ("die", "leave", "__ray_terminate__"):
         actor = Counter.remote()
         ray.wait([getattr(actor, end).remote()])
@@ -329,8 +332,10 @@ def test_calls_to_dead_actors_raise_rays_actor_errors() -> None:
         assert not died.value.actor_init_failed
     actor = Counter.remote()
     ray.kill(actor)
-    with pytest.raises(rex.RayActorError):
-        ray.get(actor.add.remote())
+    with pytest.raises(rex.RayTaskError) as caught:
+        ray.get(ray.remote(lambda: ray.get(actor.add.remote())).remote())
+    assert not isinstance(caught.value, rex.RayActorError)
+    assert isinstance(caught.value.cause, rex.RayActorError)
     with pytest.raises(TypeError, match="outside of an actor"):
         ray.actor.exit_actor()
 
@@ -340,7 +345,7 @@ def test_calls_to_dead_actors_raise_rays_actor_errors() -> None:
 def test_a_task_whose_process_dies_raises_worker_crashed_error() -> None:
     @ray.remote(max_retries=0)
     def dies() -> None:
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(rex.WorkerCrashedError) as caught:
         ray.get(dies.remote())
@@ -464,24 +469,6 @@ def test_user_methods_named_checkpoint_and_restore_are_not_called_as_hooks(tmp_p
     assert (tmp_path / "ended").read_text() == "it ran"
 
 
-def test_async_actors_and_concurrency_groups_work_like_rays() -> None:
-    @ray.remote(concurrency_groups={"io": 2})
-    class Several:
-        def __init__(self) -> None:
-            self.event = asyncio.Event()
-
-        @ray.method(concurrency_group="io")
-        async def read(self) -> str:
-            return "read"
-
-        async def wait(self, refs: list[Any]) -> Any:
-            return await refs[0]
-
-    several = Several.remote()
-    assert ray.get(several.wait.remote([several.read.remote()])) == "read"
-    assert ray.get(several.wait.remote([several.read.options(concurrency_group="io").remote()])) == "read"
-
-
 @pytest.mark.prints("died", "restarted")
 def test_max_restarts_and_retries_repeat_failed_calls(tmp_path: Path) -> None:
     @ray.remote(max_restarts=1, max_task_retries=1)
@@ -489,7 +476,7 @@ def test_max_restarts_and_retries_repeat_failed_calls(tmp_path: Path) -> None:
         def burn(self) -> bool:
             if not (tmp_path / "burnt").exists():
                 (tmp_path / "burnt").touch()
-                os._exit(1)
+                os.kill(os.getpid(), signal.SIGKILL)
             return ray.get_runtime_context().was_current_actor_reconstructed
 
     assert ray.get(Phoenix.remote().burn.remote())

@@ -20,6 +20,7 @@ from actorrpc.compat import take_over
 from actorrpc.compat.imports import alias_package, forget
 from actorrpc.compat.ray import exceptions, options, placement, runtime_env
 from actorrpc.compat.ray.util import actor_pool, queue, scheduling_strategies, state
+from tests.migration.rows import row
 from tests.test_public_names import _undocumented
 
 MODULES: list[ModuleType] = [
@@ -67,11 +68,13 @@ ERRORS = [
 ]
 
 
+@row("errors of Ray are not RuntimeErrors")
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda each: each.__name__)
 def test_each_ray_error_is_an_rpc_error_and_can_be_pickled(kind: Any) -> None:
     import pickle
 
     assert issubclass(kind, (exceptions.RayError, errors.RpcError))
+    assert issubclass(kind, RuntimeError)
     made = kind("why") if kind is not exceptions.RayTaskError else kind("f", "why", ValueError(1))
     again = pickle.loads(pickle.dumps(made))
     assert type(again) is kind
@@ -79,6 +82,7 @@ def test_each_ray_error_is_an_rpc_error_and_can_be_pickled(kind: Any) -> None:
     assert str(kind())
 
 
+@row("RaySystemError")
 @pytest.mark.parametrize(
     ("ours", "rays"),
     [
@@ -118,18 +122,20 @@ def test_a_lost_object_of_a_dead_process_raises_owner_died_error() -> None:
     [
         ({"runtime_env": {"pip": ["x"]}}, "install the packages before the program starts"),
         ({"runtime_env": {"conda": "x"}}, "install the packages before the program starts"),
+        ({"runtime_env": {"uv": ["x"]}}, "install the packages before the program starts"),
         ({"runtime_env": {"working_dir": "s3://x"}}, "is no directory of this machine"),
         ({"runtime_env": {"nothing": 1}}, "there are: env_vars, py_modules, working_dir"),
         ({"scheduling_strategy": "NOWHERE"}, "SPREAD"),
-        ({"label_selector": {"zone": "!a"}}, "the one value that the label must have"),
         ({"resources": {"CPU": 1}}, "num_cpus="),
         ({"placement_group": 3}, "what placement_group"),
     ],
     ids=str,
 )
+@row("RuntimeEnvSetupError")
 def test_unsupported_options_raise_errors_with_a_remedy(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=says) as caught:
         options.for_actors(given, options.Extras())
+    assert isinstance(caught.value, exceptions.RuntimeEnvSetupError) is ("runtime_env" in given)
 
 
 def test_options_are_checked_when_the_decorator_runs() -> None:
@@ -149,6 +155,7 @@ def test_options_are_checked_when_the_decorator_runs() -> None:
         ray.remote(len)([])
 
 
+@row("init: job_config")
 def test_wrong_arguments_are_refused_before_a_cluster_starts() -> None:
     for call in (
         lambda: ray.get(3),
@@ -167,7 +174,7 @@ def test_wrong_arguments_are_refused_before_a_cluster_starts() -> None:
         ray.init("ray://head:10001")
     with pytest.raises(ConnectionError, match="leave address= out"):
         ray.init("auto")
-    with pytest.raises(ValueError, match="job_config"):
+    with pytest.raises(ValueError, match="say namespace= and runtime_env="):
         ray.init(job_config=object())
     with pytest.raises(ValueError, match="did you mean num_cpus"):
         ray.init(num_cpu=1)

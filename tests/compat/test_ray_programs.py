@@ -16,10 +16,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("programs") / "ray"
 OUTPUTS = {
-    "generators": """[[0, 0], [1, 1], [2, 2]]
-['line 0', 'line 1']
-11 ['one', 'two', 'three']
-[0, 0] [1, 1]""",
     "looks_around": """True actorrpc.compat.ray True
 ray.tune True
 ray.data True
@@ -28,11 +24,7 @@ True
 True
 None ran
 False""",
-    "map_reduce": "[{'bird': 2}, {'a': 2, 'and': 2, 'cat': 1, 'dog': 2, 'sings': 1, 'the': 3}]",
     "parameter_server": "[0.0, 1.0, 2.0, 3.0]\n[0.0, 1.0, 2.0, 3.0]",
-    "pipeline": "True",
-    "placement_groups": "[0, 1, 2]\nCREATED [{'CPU': 1.0}, {'CPU': 1.0}, {'CPU': 1.0}]\nremoved\nFalse",
-    "retries": "['after crashes', 'after errors']\nTrue\ncrashed",
     "runtime_envs": "['yes', None]\n['yes', 'only']\nonly\nTrue",
 }
 
@@ -56,11 +48,7 @@ def test_a_ray_program_prints_the_expected_output(name: str) -> None:
     done = run(PROGRAMS / f"{name}.py")
     assert done.stdout.splitlines() == OUTPUTS[name].splitlines(), done.stderr
     assert done.returncode == 0, done.stderr
-    check(
-        done.stderr,
-        "has died|was never retrieved|is being restarted|was not finished|is made again|ended with",
-        what=name,
-    )
+    check(done.stderr, what=name)
 
 
 def test_every_program_in_the_folder_is_tested() -> None:

@@ -10,13 +10,10 @@ import pytest
 import torch
 import torch.distributed
 
-from actorrpc.compat.rpc import server_process_global_profiler
 from actorrpc.rpc import api
 from tests.compat.test_profiling import fail, joined
 from tests.ranks import run_group
 
-_gate = threading.Event()
-_there = threading.Event()
 _barrier = threading.Barrier(3)
 
 
@@ -25,20 +22,6 @@ def together(x: torch.Tensor) -> str:
     _barrier.wait(20)
     torch.neg(x)
     return threading.current_thread().name
-
-
-def wait_at_gate(x: torch.Tensor) -> torch.Tensor:
-    _there.set()
-    assert _gate.wait(30)
-    return torch.neg(x)
-
-
-def wait_until_there() -> None:
-    assert _there.wait(30)
-
-
-def open_gate() -> None:
-    _gate.set()
 
 
 def names(found: Any) -> list[list[str]]:
@@ -82,35 +65,3 @@ def _calls(rank: int, size: int, path: str) -> None:
 
 def test_server_profiles_contain_all_calls_that_the_process_executes(tmp_path: Path) -> None:
     run_group(_calls, 2, str(tmp_path / "store"))
-
-
-def _under_way(rank: int, size: int, path: str) -> None:
-    with joined(rank, size, path) as rpc:
-        if rank:
-            return
-        found = rpc.remote("worker1", rpc._server_process_global_profile)
-        found.rpc_sync().__enter__()
-        call = rpc.rpc_async("worker1", wait_at_gate, (torch.ones(2),))
-        rpc.rpc_sync("worker1", wait_until_there)
-        found.rpc_sync().__exit__(None, None, None)
-        rpc.rpc_sync("worker1", open_gate)
-        call.wait()
-        assert not [each for each in rpc.rpc_sync("worker1", names, (found,)) if each]
-
-
-def test_calls_that_outlive_the_server_profile_are_not_in_it(tmp_path: Path) -> None:
-    run_group(_under_way, 2, str(tmp_path / "store"))
-
-
-def _before_the_group(rank: int, size: int, path: str) -> Any:
-    with server_process_global_profiler._server_process_global_profile() as found:
-        with joined(rank, size, path) as rpc:
-            rpc.rpc_sync(f"worker{1 - rank}", torch.neg, (torch.ones(2),))
-        assert found is not None
-    assert found.function_events is not None
-    return [event.name for event in found.function_events]
-
-
-def test_a_server_profile_may_begin_before_init_rpc_and_end_after_shutdown(tmp_path: Path) -> None:
-    for names in run_group(_before_the_group, 2, str(tmp_path / "store")):
-        assert "aten::neg" in names

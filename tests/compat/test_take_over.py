@@ -75,13 +75,6 @@ def test_torchs_autograd_nn_and_optim_classes_are_replaced() -> None:
     assert optim.ZeroRedundancyOptimizer.__module__.startswith("torch.")
 
 
-@pytest.mark.usefixtures("installed")
-def test_names_of_torch_rpc_in_other_modules_are_replaced() -> None:
-    assert torch._jit_internal.RRef is torch.nn.parallel.distributed.RRef is NATIVE.PyRRef is rpc.RRef
-    assert NATIVE._is_current_rpc_agent_set() is False
-    assert os.environ["ACTORRPC_DROP_IN"] == "1"
-
-
 def test_uninstall_restores_torchs_modules() -> None:
     before = [getattr(place, name) for place, name in PLACES]
     environment, finders = dict(os.environ), list(sys.meta_path)

@@ -7,6 +7,7 @@ import torch
 
 from actorrpc import errors
 from actorrpc.compat import translate
+from actorrpc.serialization import tensors
 
 
 def test_an_error_of_a_then_callback_is_also_a_runtime_error() -> None:
@@ -71,3 +72,15 @@ def test_too_many_arguments_of_a_script_function_raise_torchs_message() -> None:
     translate.check_script_call(one, (1,))
     with pytest.raises(RuntimeError, match=r"one\(\) expected at most 1 argument"):
         translate.check_script_call(one, (1, 2))
+
+
+def test_the_error_for_a_device_without_a_map_contains_torchs_message() -> None:
+    with pytest.raises(errors.SerializationError) as caught:
+        tensors.Outgoing(None).target(torch.device("cuda:0"))
+    for _ in range(2):  # an error may be reworded more than once
+        translate.reword(caught.value, torch.add)
+    assert isinstance(caught.value, RuntimeError)
+    caught.match(
+        "^TensorPipe RPC backend only supports CPU tensors by default.*"
+        "`set_device_map` on `TensorPipeRpcBackendOptions`.*Response device mapping is not available"
+    )

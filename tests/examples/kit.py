@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from tests.announced import TORCH_RPC
 from tests.output import check
 from tests.ports import free_port
 
-__all__ = ["NIGHTLY", "PNG", "ROOT", "environment", "outcome", "run"]
+__all__ = ["NIGHTLY", "PNG", "ROOT", "environment", "run"]
 
-NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"  # runs comparisons with torch that take long
+NIGHTLY = os.environ.get("ACTORRPC_NIGHTLY") == "1"  # runs examples a second time
 
 ROOT = Path(__file__).resolve().parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -31,7 +28,7 @@ def environment() -> dict[str, str]:
 
 
 def run(
-    directory: Path, name: str, *flags: str, prints: Sequence[str] = (), folder: str = "torch_style"
+    directory: Path, name: str, *flags: str, prints: Sequence[str] = (), folder: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run an example to its end.
 
@@ -50,14 +47,3 @@ def run(
     if not done.returncode:
         check(done.stderr, *prints, what=name)
     return done
-
-
-def outcome(directory: Path, name: str, *flags: str, backend: str) -> tuple[list[str], dict[str, Any]]:
-    """Run an example with ``--json``; return its lines of progress, and the JSON of its last line."""
-    prints = TORCH_RPC if backend == "torch" else ()
-    done = run(directory, name, "--json", "--backend", backend, *flags, prints=prints)
-    assert done.returncode == 0, done.stderr
-    *lines, last = done.stdout.splitlines()
-    result: dict[str, Any] = json.loads(last)
-    assert result["backend"] == backend
-    return lines, result

@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 __all__ = ["load"]
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples"
 
 
-def load(name: str, folder: str = "torch_style") -> ModuleType:
+def load(name: str, folder: str = "") -> ModuleType:
     """Import an example from a folder below ``examples``, under a unique module name."""
     spec = importlib.util.spec_from_file_location(
         f"example_{name.removesuffix('.py')}", FOLDER / folder / name
@@ -22,7 +20,6 @@ def load(name: str, folder: str = "torch_style") -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)  # dataclasses look up their module during the import
-        spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses look up their module
+    spec.loader.exec_module(module)
     return module

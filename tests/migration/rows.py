@@ -3,14 +3,16 @@
     @row("mesh.slice(")
     def test_slices() -> None: ...
 
-The text is the beginning of the row's first cell, without backticks. A row may have several tests, and a test several rows.
+The text is the beginning of the row's first cell, without backticks. A row may have several tests, and a test several rows, also
+of other pages: ``@row("process.terminate()", "from-multiprocessing.md")``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 __all__ = ["check", "names", "row"]
@@ -20,29 +22,35 @@ F = TypeVar("F", bound=Callable[..., Any])
 _PAGES = Path(__file__).resolve().parents[2] / "docs" / "migration"
 _RULE = re.compile(r"^\|(-+\|)+$")
 _COLUMNS = 3  # the other library's feature, this package's feature, differences
-_ATTRIBUTE = "_rows_of_a_page"
+
+_rows: dict[Any, list[tuple[str, str]]] = {}  # by test: pages ("": its module's page) and beginnings of rows
 
 
-def row(beginning: str) -> Callable[[F], F]:
-    """Mark a test as the test of a row of the page."""
+def row(beginning: str, page: str = "") -> Callable[[F], F]:
+    """Mark a test as the test of a row of its module's page, or of another page."""
 
     def mark(test: F) -> F:
-        setattr(test, _ATTRIBUTE, [*getattr(test, _ATTRIBUTE, []), beginning])
+        _rows.setdefault(test, []).append((page, beginning))
         return test
 
     return mark
 
 
-def check(page: str, module: Mapping[str, Any]) -> None:
-    """Check that each row of a page has a test in the module, and that each marked text is the beginning of exactly one row.
+def check(page: str, module: Mapping[str, Any], *others: ModuleType) -> None:
+    """Check that each row of a page has a test, and that each marked text is the beginning of exactly one row.
 
     Args:
         page: the name of the file in docs/migration, or a path.
-        module: the module's ``globals()``.
+        module: the ``globals()`` of the page's module.
+        others: modules with tests that are marked with this page.
     """
     first_cells = _first_cells((_PAGES / page).read_text(encoding="utf-8"))
     assert len(set(first_cells)) == len(first_cells), "two rows begin with the same cell"
-    tested = {_matching_row(beginning, first_cells) for beginning in _beginnings(module)}
+    marked = [
+        *_beginnings(module, ("", page)),
+        *(beginning for other in others for beginning in _beginnings(vars(other), (page,))),
+    ]
+    tested = {_matching_row(beginning, first_cells) for beginning in marked}
     assert not [cell for cell in first_cells if cell not in tested], "rows without a test"
 
 
@@ -86,7 +94,8 @@ def _matching_row(beginning: str, first_cells: list[str]) -> str:
     return found[0]
 
 
-def _beginnings(module: Mapping[str, Any]) -> Iterator[str]:
+def _beginnings(module: Mapping[str, Any], pages: Collection[str]) -> Iterator[str]:
     for value in module.values():
         for test in vars(value).values() if isinstance(value, type) else [value]:
-            yield from getattr(test, _ATTRIBUTE, [])
+            if isinstance(test, FunctionType):
+                yield from (beginning for page, beginning in _rows.get(test, []) if page in pages)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import threading
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,14 @@ import actorrpc
 import actorrpc.autograd as dist_autograd
 from actorrpc import actors, get, testing
 from tests.actors import things
-from tests.actors.e2e.kit import Log, until
+from tests.actors.e2e.kit import until
 from tests.cluster.joiners import is_there, joiner
+from tests.migration import test_from_multiprocessing, test_from_ray
 from tests.migration.rows import check, row
 
 
 def test_each_row_of_the_page_has_a_test() -> None:
-    check("from-monarch.md", globals())
+    check("from-monarch.md", globals(), test_from_multiprocessing, test_from_ray)
 
 
 class Worker:
@@ -62,25 +62,6 @@ class Both:
         await asyncio.sleep(0)
         return threading.get_ident()
 
-    async def items(self, n: int) -> AsyncIterator[int]:
-        for number in range(n):
-            yield number
-
-
-@actorrpc.remote
-class Stopping:
-    def __init__(self, log: Any) -> None:
-        self.log = log
-
-    def work(self) -> str:
-        return "done"
-
-    def leave(self) -> None:
-        actorrpc.exit_actor()
-
-    def on_stop(self) -> None:
-        get(self.log.add.remote("stopped"))
-
 
 @pytest.fixture
 def group(near: testing.InProcessCluster) -> Any:
@@ -119,6 +100,7 @@ def test_call_one_calls_the_only_actor_of_a_slice(group: Any) -> None:
 
 
 @row("mesh.m.choose(x)")
+@row("no groups of actors", "from-ray.md")
 def test_choose_broadcast_and_stream(group: Any) -> None:
     chosen = group.add.choose(1)
     assert isinstance(chosen, actorrpc.ObjectRef)
@@ -167,6 +149,7 @@ def test_an_actor_can_get_its_own_handle_and_id(group: Any) -> None:
 
 @pytest.mark.usefixtures("passing")
 @row("a failure that no __supervise__ handles")
+@row("process.terminate()", "from-multiprocessing.md")
 def test_the_death_of_an_actor_fails_only_its_calls_and_strategies_restart_actors() -> None:
     group = actorrpc.spawn({"gpus": 2}, Worker, 10)
     actorrpc.kill(next(iter(group)))
@@ -203,25 +186,6 @@ def test_monitors_and_on_failure_are_called_once() -> None:
     [error] = given_up
     assert str(error).count("it was killed with kill()") >= 2
     assert [type(each) for each in log] == [actorrpc.ActorDiedError]
-
-
-@pytest.mark.usefixtures("near")
-@row("__cleanup__")
-def test_on_stop_runs_after_the_actor_has_ended() -> None:
-    log = Log.remote()
-    stopping = Stopping.remote(log)
-    with pytest.raises(actorrpc.ActorDiedError):
-        get(stopping.leave.remote())
-    until(lambda: get(log.all.remote()) == ["stopped"])  # on_stop runs after the actor has ended
-
-
-@pytest.mark.usefixtures("near")
-@row("Channel.open()")
-def test_streams_and_queues_replace_channels() -> None:
-    assert list(Both.remote().items.remote(3).values()) == [0, 1, 2]
-    queue = actorrpc.Queue()
-    get(actorrpc.remote(lambda queue: queue.put("item")).remote(queue))
-    assert queue.get() == "item"
 
 
 @row("RDMABuffer")

@@ -19,13 +19,12 @@ from actorrpc import get, testing
 from tests.actors.e2e.kit import Gate, until
 from tests.announced import LAST_WORDS
 from tests.cluster.drive import script
+from tests.migration import test_from_monarch, test_from_ray
 from tests.migration.rows import check, row
-
-PAGE = "from-multiprocessing.md"
 
 
 def test_each_row_of_the_page_has_a_test() -> None:
-    check(PAGE, globals())
+    check("from-multiprocessing.md", globals(), test_from_monarch, test_from_ray)
 
 
 def double(x: int) -> int:
@@ -58,19 +57,6 @@ class Counter:
     def fill(self, x: torch.Tensor) -> float:
         return float(x.fill_(1).sum())
 
-    def where(self, x: torch.Tensor) -> str:
-        """Return the name of the memory mapping that contains a tensor."""
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            span, *_, name = line.split(maxsplit=5) + ([""] if len(line.split(maxsplit=5)) < 6 else [])
-            start, end = (int(each, 16) for each in span.split("-"))
-            if start <= x.data_ptr() < end:
-                return name
-        raise AssertionError("the tensor is in no mapping")
-
-    def spin(self) -> None:
-        while True:
-            pass
-
     def die(self) -> None:
         print("the last words", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -78,18 +64,13 @@ class Counter:
 
 @pytest.mark.usefixtures("near")
 @row("Process(target=f")
+@row("Pool(4).map")
 def test_a_task_returns_its_result_or_raises_its_error() -> None:
-    assert get(actorrpc.remote(double).remote(1)) == 2
+    task = actorrpc.remote(double)
+    assert get([task.remote(x) for x in range(4)]) == [0, 2, 4, 6]
     assert get(actorrpc.remote(lambda x: x + 1).remote(1)) == 2
     with pytest.raises(ZeroDivisionError):
         get(actorrpc.remote(lambda: 1 / 0).remote())
-
-
-@pytest.mark.usefixtures("near")
-@row("Pool(4).map")
-def test_tasks_replace_pool_map() -> None:
-    task = actorrpc.remote(double)
-    assert get([task.remote(x) for x in range(4)]) == [0, 2, 4, 6]
 
 
 @pytest.mark.usefixtures("passing")
@@ -129,6 +110,7 @@ def test_as_completed_yields_results_in_the_order_of_completion() -> None:
 
 
 @row("Queue(maxsize=2)")
+@row("Channel.open()", "from-monarch.md")
 def test_a_queue_can_be_sent_to_another_worker(near: testing.InProcessCluster) -> None:
     queue = actorrpc.Queue(maxsize=2)
     queue.put("item")
@@ -148,6 +130,7 @@ def _read_and_answer(queue: Any) -> Any:
 
 @pytest.mark.usefixtures("near")
 @row("Pipe()")
+@row("Channel.open()", "from-monarch.md")
 def test_a_stream_pauses_its_producer() -> None:
     counter = Counter.options(max_concurrency=2).remote()
     stream = counter.numbers.options(max_buffered_items=2).remote(100).values()
@@ -191,15 +174,6 @@ def test_arguments_are_copies() -> None:
     assert x.sum() == 0
 
 
-@pytest.mark.usefixtures("near")
-@row("process.terminate()")
-def test_kill_ends_the_actor() -> None:
-    counter = Counter.remote()
-    actorrpc.kill(counter)
-    with pytest.raises(actorrpc.ActorDiedError):
-        get(counter.add.remote())
-
-
 def _exits(_: Any) -> None:
     os._exit(3)
 
@@ -210,19 +184,21 @@ def _exits(_: Any) -> None:
 class TestProcesses:
     """Rows that need processes."""
 
-    @row("SharedMemory, torch.multiprocessing")
-    def test_large_tensors_arrive_in_shared_memory(self) -> None:
-        counter = Counter.remote()
-        assert "memfd:" in get(counter.where.remote(torch.zeros(1 << 18)))
-
     @row("process.exitcode, process.sentinel")
+    @row('"The actor is dead because', "from-ray.md")
     @pytest.mark.prints("its error was never retrieved.*exited with code 3")
     def test_a_monitor_gets_the_death_report_of_a_process_once(self) -> None:
         counter = Counter.remote()
         reports: list[Any] = []
         ended = actorrpc.monitor(counter, reports.append)
-        with pytest.raises(actorrpc.ActorDiedError):
+        with pytest.raises(actorrpc.ActorDiedError) as caught:
             get(counter.die.remote())
+        for part in ("SIGKILL", "the last words", "peak memory", "up ", "die"):
+            assert part in str(caught.value)
+        assert caught.value.maybe_executed is True
+        with pytest.raises(actorrpc.ActorDiedError) as after:
+            get(counter.add.remote())
+        assert after.value.maybe_executed is False
         error: Any = ended.wait(30)
         report = error.report
         assert report.signal == signal.SIGKILL
@@ -236,9 +212,10 @@ class TestProcesses:
         assert ended.wait(30).report.exit_code == 3
 
     @row('set_start_method("fork")')
-    def test_workers_are_forked_from_a_process_with_torch_and_a_single_thread(self) -> None:
-        parent = psutil.Process(get(actorrpc.remote(os.getppid).remote()))
-        assert parent.pid != os.getpid()
+    @row("init() starts a head node", "from-ray.md")
+    def test_workers_are_forked_from_a_child_with_torch_and_a_single_thread(self) -> None:
+        [parent] = {psutil.Process(get(actorrpc.remote(os.getppid).remote())) for _ in range(2)}
+        assert parent.ppid() == os.getpid()
         assert parent.num_threads() == 1
         assert any("libtorch" in each.path for each in parent.memory_maps())
         assert not any("/dev/nvidia" in each.path for each in parent.open_files())

@@ -7,7 +7,6 @@ import gc
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from typing import Any
 
 import cloudpickle
 import numpy
-import psutil
 import pytest
 import torch
 
@@ -25,11 +23,12 @@ from actorrpc import get
 from actorrpc.testing import InProcessCluster
 from tests.actors.e2e.kit import Gate, open_gate, pass_gate, row_of, until
 from tests.announced import LAST_WORDS, PROFILER
+from tests.migration import test_from_monarch, test_from_multiprocessing
 from tests.migration.rows import check, row
 
 
 def test_each_row_of_the_page_has_a_test() -> None:
-    check("from-ray.md", globals())
+    check("from-ray.md", globals(), test_from_monarch, test_from_multiprocessing)
 
 
 class Wrong(ValueError):
@@ -115,13 +114,6 @@ class Worker:
         if len(_tries) == 1:
             raise Wrong("once", 1)
         yield 2
-
-    def die(self) -> None:
-        print("the last words", file=sys.stderr, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def pid(self) -> int:
-        return os.getpid()
 
 
 @actorrpc.remote
@@ -209,6 +201,7 @@ def test_a_deadlock_error_names_all_actors_of_the_cycle() -> None:
 
 @pytest.mark.usefixtures("near")
 @row("a running sync method cannot be cancelled")
+@row("process.terminate()", "from-multiprocessing.md")
 def test_cancel_interrupts_a_running_method() -> None:
     actor = Worker.remote()
     call = actor.spin.remote()
@@ -288,17 +281,6 @@ def test_calls_have_priorities_and_actors_can_be_monitored() -> None:
     assert isinstance(ended.wait(20), actorrpc.ActorDiedError)
     until(lambda: deaths)
     assert len(deaths) == 1
-
-
-@pytest.mark.usefixtures("near")
-@row("no groups of actors")
-def test_groups_can_be_called_sliced_and_streamed() -> None:
-    assert list(get(Worker.group(3).count.call()).values()) == [1, 1, 1]
-    group = actorrpc.spawn({"hosts": 2, "gpus": 2}, Worker)
-    assert list(get(group.slice(hosts=1).count.call()).values()) == [1, 1]
-    assert get(group.count.choose()) in (1, 2)
-    assert group.count.broadcast() is None
-    assert len([get(ref) for point, ref in group.count.stream()]) == 4
 
 
 @pytest.mark.usefixtures("near")
@@ -400,6 +382,7 @@ def _leave(_: Any) -> None:
 
 @pytest.mark.usefixtures("near")
 @row("__ray_shutdown__() of the class")
+@row("__cleanup__", "from-monarch.md")
 def test_on_stop_runs_after_exit_drop_and_kill() -> None:
     actor = Stopping.remote("left")
     with pytest.raises(actorrpc.ActorDiedError):
@@ -638,25 +621,6 @@ def _stream(given: int, gate: str) -> Iterator[int]:
 @pytest.mark.usefixtures("embedded")
 @pytest.mark.prints(LAST_WORDS)  # may be printed during a later test
 class TestProcesses:
-    @row("init() starts a head node")
-    def test_processes_come_from_one_fork_server(self) -> None:
-        actors = [Worker.remote(), Worker.remote()]
-        parents = {psutil.Process(get(each.pid.remote())).ppid() for each in actors}
-        assert len(parents) == 1
-        assert {psutil.Process(each).ppid() for each in parents} == {os.getpid()}
-
-    @row('"The actor is dead because')
-    def test_the_error_of_a_dead_actor_describes_the_death_of_its_process(self) -> None:
-        actor = Worker.remote()
-        with pytest.raises(actorrpc.ActorDiedError) as caught:
-            get(actor.die.remote())
-        for part in ("SIGKILL", "the last words", "peak memory", "up ", "die"):
-            assert part in str(caught.value)
-        assert caught.value.maybe_executed is True
-        with pytest.raises(actorrpc.ActorDiedError) as after:
-            get(actor.count.remote())
-        assert after.value.maybe_executed is False
-
     @row("a task's stream whose process dies")
     @pytest.mark.prints("died", "not finished", "made again", "restarted")
     def test_a_stream_of_a_task_is_retried_only_before_its_first_item(self, tmp_path: Path) -> None:

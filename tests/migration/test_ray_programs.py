@@ -1,12 +1,10 @@
-"""The rows of docs/migration/ray-programs.md that tests/compat/test_ray.py does not test on a cluster."""
+"""The rows of docs/migration/ray-programs.md that tests/compat/test_ray.py and test_ray_names.py do not test."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import gc
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 
 import actorrpc
 import actorrpc.compat.ray as ray
-from actorrpc import errors
 from actorrpc.compat.ray import cluster, options
 from actorrpc.compat.ray.util.scheduling_strategies import (
     In,
@@ -25,22 +22,15 @@ from actorrpc.compat.ray.util.scheduling_strategies import (
 )
 from actorrpc.testing import InProcessCluster
 from tests.actors.e2e.kit import until
-from tests.compat import test_ray
+from tests.compat import test_ray, test_ray_names
 from tests.migration.rows import check, names, row
 
 PAGE = "ray-programs.md"
 rex = ray.exceptions
 
-_seen: list[Any] = []  # records of functions that run on workers of this process
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> None:
-    _seen.clear()
-
 
 def test_each_row_of_the_page_has_a_test() -> None:
-    check(PAGE, {**vars(test_ray), **globals()})
+    check(PAGE, {**vars(test_ray), **vars(test_ray_names), **globals()})
 
 
 class Wrong(ValueError):
@@ -51,45 +41,19 @@ class Wrong(ValueError):
 class Counter:
     def __init__(self) -> None:
         self.n = 0
-        self.event = threading.Event()
 
     def add(self, more: int = 1) -> int:
         self.n += more
         return self.n
 
-    def fail(self) -> None:
-        raise Wrong("no")
-
     def echo(self, value: Any) -> Any:
         return value
 
-    def first(self, refs: list[Any]) -> Any:
-        return ray.get(refs[0])
-
-    def items(self, n: int) -> Iterator[int]:
-        yield from range(n)
-
-    def checkpoint(self) -> None:
-        _seen.append("checkpoint")
-
-    def restore(self, state: Any) -> None:
-        _seen.append("restore")
-
-    def __ray_shutdown__(self) -> None:
-        _seen.append("shutdown")
-
 
 @ray.remote
-class Gate:
-    def __init__(self) -> None:
-        self.event = asyncio.Event()
-
-    async def wait(self) -> str:
-        await self.event.wait()
-        return "open"
-
-    async def open(self) -> None:
-        self.event.set()
+class Endless:
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
 
 
 @ray.remote
@@ -148,23 +112,6 @@ def test_the_state_api_lists_actors_and_nodes() -> None:
 # -- errors --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("near")
-@pytest.mark.prints("it is dead", "was not finished", "was never retrieved")
-@row("RayTaskError, RayTaskError(ValueError)")
-@row("ActorDiedError, ActorUnavailableError")
-def test_calls_to_a_dead_actor_raise_rays_errors_also_within_tasks() -> None:
-    counter = Counter.remote()
-    ray.kill(counter)
-    with pytest.raises(rex.ActorDiedError) as died:
-        ray.get(counter.add.remote())
-    assert isinstance(died.value, rex.RayActorError)
-    assert isinstance(died.value, actorrpc.ActorDiedError)
-    with pytest.raises(rex.RayTaskError) as caught:
-        ray.get(ray.remote(lambda: ray.get(counter.add.remote())).remote())
-    assert not isinstance(caught.value, rex.RayActorError)
-    assert isinstance(caught.value.cause, rex.RayActorError)
-
-
 @row("ActorDiedError, ActorUnavailableError")
 def test_calls_during_a_restart_raise_actor_unavailable_error(near: InProcessCluster) -> None:
     counter = Counter.options(max_restarts=-1, restart_backoff_s=60.0).remote()
@@ -177,26 +124,6 @@ def test_calls_during_a_restart_raise_actor_unavailable_error(near: InProcessClu
     assert isinstance(caught.value, actorrpc.ActorUnavailableError)
     near.clock.advance(120.0)
     assert ray.get(counter.add.remote()) == 1
-
-
-@row("RuntimeEnvSetupError")
-def test_unsupported_runtime_environments_raise_runtime_env_setup_error() -> None:
-    for kind in ("pip", "conda", "uv"):
-        with pytest.raises(rex.RuntimeEnvSetupError) as caught:
-            Gate.options(runtime_env={kind: ["x"]})
-        assert isinstance(caught.value, errors.ConfigError)
-
-
-@row("RaySystemError")
-def test_errors_without_a_counterpart_in_ray_become_ray_system_error() -> None:
-    converted = rex.in_rays_words(actorrpc.DeadlockError("x"))
-    assert isinstance(converted, rex.RaySystemError)
-    assert isinstance(converted, actorrpc.DeadlockError)
-
-
-@row("errors of Ray are not RuntimeErrors")
-def test_all_errors_are_runtime_errors() -> None:
-    assert issubclass(rex.RayError, RuntimeError)
 
 
 # -- options -------------------------------------------------------------------------------------------------------
@@ -316,31 +243,11 @@ def test_the_listed_ignored_options_have_no_effect() -> None:
 
 
 @row("init: include_dashboard")
-def test_the_listed_ignored_options_of_init_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_listed_options_of_init_are_ignored() -> None:
+    """The cluster of tests/compat/test_ray.py starts with all of them."""
     listed = names(PAGE, "init: include_dashboard")
     assert set(listed) == {"init", *cluster.IGNORED}
     assert all(cluster.IGNORED.values())
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr(cluster.cluster, "init", lambda where, **rest: given.append(rest))
-    monkeypatch.setattr(cluster, "RayContext", lambda context: context)
-    ray.init(**dict.fromkeys(cluster.IGNORED, 1), _temp_dir="/x")
-    assert not set(given[0]) & {*cluster.IGNORED, "_temp_dir"}
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"job_config": object()}, "say namespace= and runtime_env="),
-        ({"address": "auto"}, "leave address= out"),
-        ({"address": "ray://head:10001"}, "has an address like tcp"),
-    ],
-    ids=["job_config", "auto", "ray"],
-)
-@row("init: job_config")
-def test_unsupported_options_of_init_are_refused_with_advice(given: dict[str, Any], says: str) -> None:
-    with pytest.raises((ValueError, ConnectionError), match=says):
-        ray.init(**given)
-    assert not ray.is_initialized()
 
 
 @pytest.mark.usefixtures("passing")
@@ -350,7 +257,7 @@ def test_options_of_actorrpc_are_accepted_as_well() -> None:
     assert ray.get(counter.add.options(priority=1).remote()) == 1
     assert actorrpc.list_actors()[0].worker == "worker0"
     with pytest.raises(TimeoutError):
-        ray.get(Gate.remote().wait.options(timeout=5.0).remote())
+        ray.get(Endless.remote().wait.options(timeout=5.0).remote())
 
 
 # -- differences that a program can notice ---------------------------------------------------------------------------------------

@@ -15,17 +15,21 @@ import pytest
 import torch
 from torch import nn
 
-from actorrpc.wire import keys
 from tests.announced import PROFILER
 from tests.tutorials.kit import EXPECTED, NIGHTLY, PROGRAMS, Program, Run, run
 
 EXPECTATIONS = json.loads(EXPECTED.read_text())
 QUICK_ON_TORCH = {"rnn"}
-# Similar programs are among the others, or among the examples.
-NIGHTLY_ON_ACTORRPC = {"async_functions", "batch_reinforce", "ddp_rpc", "pipeline", "reinforce", "rrefs"}
+# Similar programs are among the others, or tests/examples runs them with actorrpc's names.
+NIGHTLY_ON_ACTORRPC = {"async_functions", "batch_reinforce", "ddp_hybrid", "pipeline", "reinforce", "rrefs"}
 # Replaced by the variable alone, or after the import of torch's module.
 OTHER_WAYS = {"rnn": "variable", "remote_modules": "late"}
-NEED_GYMNASIUM = {"batch_reinforce", "reinforce"}
+NEEDS = {
+    "batch_reinforce": "gymnasium",
+    "reinforce": "gymnasium",
+    "parameter_server": "sklearn",
+    "batch_parameter_server": "sklearn",
+}
 LIMIT = pytest.mark.limit(180)  # several interpreters that import torch, each
 
 
@@ -40,14 +44,12 @@ def check_agents(done: Run, workers: int, way: str) -> None:
                 "agent": "torch._C._distributed_rpc.TensorPipeAgent",
                 "behind": "builtins.NoneType",
                 "torchs": True,
-                "imported": False,
             }, name
         else:
             assert each == {
                 "agent": "actorrpc.compat.rpc.agent.TensorPipeAgent",
                 "behind": "actorrpc.agent.agent.Agent",
                 "torchs": False,
-                "imported": True,
             }, name
 
 
@@ -65,8 +67,8 @@ def alike(found: Any, expected: Any) -> bool:
 
 
 def check(folder: Path, program: Program, *arguments: str, way: str) -> None:
-    if program.name in NEED_GYMNASIUM:
-        pytest.importorskip("gymnasium", reason="needs gymnasium: pip install 'actorrpc[examples]'")
+    if program.name in NEEDS:
+        pytest.importorskip(NEEDS[program.name], reason="it needs pip install 'actorrpc[examples]'")
     done = run(folder, program, *arguments, way=way)
     assert done.status == 0, done.errors
     check_agents(done, program.workers, way)
@@ -87,7 +89,7 @@ def test_the_program_prints_the_same_on_actorrpc_as_on_torch(tmp_path: Path, nam
 def test_the_program_prints_the_recorded_output_on_torch(tmp_path: Path, name: str) -> None:
     if name not in QUICK_ON_TORCH and not NIGHTLY:
         pytest.skip("torch's side: nightly")
-    check(tmp_path, PROGRAMS[name], *PROGRAMS[name].on_torch, way="torch")
+    check(tmp_path, PROGRAMS[name], way="torch")
 
 
 # -- profiles ------------------------------------------------------------------------------------
@@ -194,44 +196,3 @@ def test_a_worker_that_ends_with_an_error_does_not_block_the_others(tmp_path: Pa
     assert done.lines == [{"found": [2.0, 2.0]}, {"exits": [0, 0, 1]}], done.errors
     check_agents(done, 3, "command")
     assert "ValueError: a bug in the user's code" in done.errors
-
-
-@LIMIT
-def test_gains_promised_in_the_readme_show_in_a_program_for_torch(tmp_path: Path) -> None:
-    """The gains of the README's table that a program with only torch's names can show."""
-    done = run(tmp_path, Program("gains", 3), way="command")
-    keys.sweep()  # remove the socket of the killed worker now, not when the next worker starts
-    assert done.status == 0, done.errors
-    check_agents(done, 3, "command")
-    found: dict[str, Any] = {}
-    for line in done.lines:
-        found |= line
-    assert found.pop("errors") == {"its own class": True, "with its fields": [5, 3], "says where": True}
-    assert found.pop("calls") == {
-        "wait with a time-out": True,
-        "the call goes on": True,
-        "await": [2, 4],
-        "lambda": 6,
-        "40 deep on 2 threads": 40,
-        "nested calls inherit": True,
-    }
-    assert found.pop("gradients") == {
-        "unused result": [3.0, 3.0],
-        "gradient=": [3.0, 6.0],
-        ".grad": [3.0, 3.0],
-    }
-    parameters = ["0.bias", "0.weight", "1.bias", "1.weight"]
-    assert found.pop("modules") == {
-        "state_dict": parameters,
-        "stepped": parameters,
-        "loaded": True,
-        "optimizer's state": True,
-    }
-    assert found.pop("deaths") == {
-        "name": "PeerDiedError",
-        "worker": "worker2",
-        "maybe executed": True,
-        "soon": True,
-        "others": 2,
-    }
-    assert found == {"exits": [0, 0, -9]}

@@ -1,7 +1,7 @@
 """Runs at the start of each interpreter of a tutorial's program, and records which agent the program starts.
 
 It writes a line of JSON to a file per process in the folder ``RPC_WITNESS``: the classes of the current agent and of the agent
-that it wraps, whether torch's C++ agent is current, and whether actorrpc was imported.
+that it wraps, and whether torch's C++ agent is current.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def _watch(api: Any) -> None:
             "agent": _class_of(agent),
             "behind": _class_of(getattr(agent, "agent", None)),
             "torchs": _is_torchs_in_force(),
-            "imported": "actorrpc" in sys.modules,
             "worker": agent.get_worker_info().name,
         }
         with open(os.path.join(os.environ["RPC_WITNESS"], str(os.getpid())), "a", encoding="utf-8") as file:
