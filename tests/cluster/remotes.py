@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import signal
@@ -35,6 +36,7 @@ def facts() -> dict[str, Any]:
         "group": os.getpgid(0),
         "sigint": signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
         "worker": rpc.get_worker_info().name,
+        "frozen": gc.get_freeze_count() > 1000,
     }
 
 

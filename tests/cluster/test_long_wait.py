@@ -13,7 +13,6 @@ import pytest
 from actorrpc import _time
 from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init, long_wait, scale
 from actorrpc.cluster.join import Launch, LaunchMeeting, join
-from actorrpc.cluster.long_wait import some, wait_until
 from actorrpc.errors import RendezvousError
 from actorrpc.wire.keys import Key
 from tests.ports import free_port
@@ -38,11 +37,12 @@ class _Lines(logging.Handler):
 def messages(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Lines]:
     """Log messages about waits, with every wait considered long."""
     monkeypatch.setattr(long_wait, "SOON_S", 0.0)
-    monkeypatch.setattr(long_wait._log, "propagate", False)
-    handler = _Lines()
-    long_wait._log.addHandler(handler)
+    handler, logger = _Lines(), logging.getLogger("actorrpc.cluster")
+    logger.propagate = False
+    logger.addHandler(handler)
     yield handler
-    long_wait._log.removeHandler(handler)
+    logger.removeHandler(handler)
+    logger.propagate = True
 
 
 class _BlockedEngine(LaunchedEngine):
@@ -127,19 +127,3 @@ def test_joining_logs_the_address_that_does_not_answer(messages: _Lines) -> None
         join(where, key=Key.from_text("0" * 32), timeout=0.01)
     assert len(messages.texts) == 1
     assert re.match(f"joining waits for a driver to answer at {where}: .*refused", messages.texts[0])
-
-
-def test_a_wait_is_logged_once_and_only_if_it_is_long(
-    messages: _Lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not wait_until(lambda: False, _time.now() + 0.05, "it", lambda: "her", 0.001)
-    assert messages.texts == ["it waits for her"]
-    assert wait_until(lambda: True, 0.0, "it", lambda: "her")
-    monkeypatch.setattr(long_wait, "SOON_S", 60.0)
-    assert not wait_until(lambda: False, 0.0, "it", lambda: "her")
-    assert len(messages.texts) == 1
-
-
-def test_long_lists_of_names_are_shortened() -> None:
-    assert some(range(3)) == "0, 1, 2"
-    assert some(range(12)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"

@@ -80,9 +80,5 @@ def test_an_argument_is_sent_with_its_class_as_of_the_call(found: dict[str, Any]
     assert found["argument_changes"] == [["old", 3], ["new", 3], ["new", 4]]
 
 
-def test_a_handle_has_the_methods_of_its_class_as_of_its_creation(found: dict[str, Any]) -> None:
-    assert found["methods_change"] == ["old", "new", "added", False]
-
-
 def test_workers_have_the_command_line_of_the_script(found: dict[str, Any]) -> None:
     assert found["arguments"] == [str(_PROGRAM), "--size", "3"]

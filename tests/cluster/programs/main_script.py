@@ -311,22 +311,6 @@ def argument_changes() -> Any:
     return found
 
 
-@actorrpc.remote
-class Growing:
-    def method(self) -> Any:
-        return "old"
-
-
-def methods_change() -> Any:
-    """Replace a method and add one between the creations of two actors."""
-    first = Growing.remote()
-    Growing.method = lambda _self, new: new
-    Growing.added = lambda _self: "added"
-    second = Growing.remote()
-    there = [first.method.remote(), second.method.remote("new"), second.added.remote()]
-    return [*actorrpc.get(there), hasattr(first, "added")]
-
-
 def main() -> None:
     found: dict[str, Any] = {}
     with actorrpc.init(num_cpus=8):
@@ -337,7 +321,6 @@ def main() -> None:
                 found[name] = f"{type(error).__name__}: {error}"
         found["changes"] = changes()
         found["argument_changes"] = argument_changes()
-        found["methods_change"] = methods_change()
         found["arguments"] = actorrpc.get(actorrpc.remote(lambda: sys.argv).remote(), timeout=60)
     print(json.dumps(found))
 
