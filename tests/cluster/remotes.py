@@ -106,11 +106,6 @@ def try_init() -> str:
     return "no error"
 
 
-def make() -> torch.Tensor:
-    """Return a tensor, for an RRef of this worker."""
-    return torch.arange(5)
-
-
 def wait_for_ever() -> None:
     """Block until the process ends."""
     threading.Event().wait()

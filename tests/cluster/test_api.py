@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,11 @@ import pytest
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.cluster import ClusterContext, driver_rpc, init
 from actorrpc.errors import ConfigError, NotInitializedError, PlacementError, RpcError, ShutdownError
 from tests.announced import BETWEEN_STEPS
 from tests.cluster import remotes
-from tests.cluster.drive import cluster, engine, script, until, workers
+from tests.cluster.drive import engine, script, until, workers
 from tests.layers import rest_is_slow
 from tests.output import check
 from tests.ranks import rpc_group
@@ -154,9 +155,17 @@ def test_a_failed_init_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
     assert not rpc.is_initialized()
 
 
-def test_end_functions_of_start_hooks_run_even_after_ctrl_c_or_a_failed_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@contextlib.contextmanager
+def _start_hooks(*hooks: Callable[[Any], Any]) -> Iterator[None]:
+    found: list[Any] = rpc.api.on_start  # type: ignore[attr-defined]
+    found.extend(hooks)
+    try:
+        yield
+    finally:
+        del found[-len(hooks) :]
+
+
+def test_end_functions_of_start_hooks_run_even_after_ctrl_c_or_a_failed_start() -> None:
     events: list[Any] = []
 
     def start(worker: Any) -> Any:
@@ -171,54 +180,23 @@ def test_end_functions_of_start_hooks_run_even_after_ctrl_c_or_a_failed_start(
 
         return end
 
-    monkeypatch.setattr(rpc.api, "on_start", [start, interrupted])  # type: ignore[attr-defined]
-    init()
-    with pytest.raises(KeyboardInterrupt):
-        rpc.shutdown()
+    with _start_hooks(start, interrupted):
+        init()
+        with pytest.raises(KeyboardInterrupt):
+            rpc.shutdown()
     assert not rpc.is_initialized()
     assert events[-4:] == ["driver", ("interrupted", True), ("interrupted", False), False]
 
     def fail(worker: Any) -> Any:
         raise KeyError("of this start")
 
-    monkeypatch.setattr(rpc.api, "on_start", [start, fail])  # type: ignore[attr-defined]
-    with pytest.raises(KeyError):
+    with _start_hooks(start, fail), pytest.raises(KeyError):
         init()
     assert events[-2:] == ["driver", False]
     assert not rpc.is_initialized()
 
 
 # -- ending ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_shutdown_fails_pending_starts_and_running_calls() -> None:
-    init()
-    futures = [cluster().start(ProcessSpec(label="Early")) for _ in range(3)]
-    rpc.shutdown()
-    for future in futures:
-        with pytest.raises(ShutdownError):
-            future.wait(10)
-    init()
-    names = [cluster().start(ProcessSpec(label="Busy")).wait(50).name for _ in range(2)]
-    waiting = rpc.rpc_async(names[0], remotes.wait_for_ever, timeout=0)
-    late = cluster()
-    rpc.shutdown(graceful=False)
-    with pytest.raises(RpcError):
-        waiting.wait(10)
-    with pytest.raises(ShutdownError):
-        late.start(ProcessSpec(label="Late")).wait(10)
-
-
-@pytest.mark.slow
-def test_shutdown_kills_stopped_workers_after_its_time_out() -> None:
-    with init():
-        name = cluster().start(ProcessSpec(label="Stopped")).wait(50).name
-        pid = rpc.rpc_sync(name, os.getpid)
-        os.kill(pid, signal.SIGSTOP)
-        rpc.shutdown(timeout=0.2)
-        assert not rpc.is_initialized()
-        assert not _runs(pid)
 
 
 _END = """

@@ -363,10 +363,7 @@ def _joined(address: str, **settings: Any) -> Iterator[Any]:
 
 def _join_is_refused(address: str, kind: type[RpcError], says: str, **settings: Any) -> None:
     """Check that joining fails at once with this error, and not with RendezvousError at the time-out."""
-    with pytest.raises(kind, match=says) as found:
-        join.join(address, name="one", timeout=60.0, settings={"transport": "tcp", **settings})
-    assert address in str(found.value)
-    assert not rpc.is_initialized()
+    _join_fails(kind, says, address, timeout=60.0, settings={"transport": "tcp", **settings})
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def test_a_stream_redirected_after_the_start_gets_no_labels(tmp_path: Path) -> N
         assert file.read() == b"\x1eactorrpc label:A(n=1)\n"
 
 
-def test_equal_lines_of_several_processes_are_folded(
+def test_only_equal_lines_of_several_processes_are_folded(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actorrpc.cluster.logs._WINDOW_S", 60.0)
@@ -106,9 +106,7 @@ def test_equal_lines_of_several_processes_are_folded(
     assert "(A pid=8) the same [repeated 7x across processes]\n" in out
     assert "(B pid=9) the same\n" in out
     assert out.count("own") == 8
-
-
-def test_repeated_lines_of_one_process_are_not_folded(capfd: pytest.CaptureFixture[str]) -> None:
+    # Repeated lines of one process are not folded.
     out, _ = _run(capfd, A1=[b"tick\n"] * 5, A2=[b"tick\n"])
     assert out.count("(A pid=1) tick\n") == 5
     assert out.count("(A pid=2) tick\n") == 1

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from torch.distributed import HashStore
 
 from actorrpc import _time
 from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init, long_wait, scale
@@ -80,26 +81,6 @@ def test_scale_logs_the_workers_that_have_not_started(messages: _Lines) -> None:
     ]
 
 
-class _Store:
-    """A launcher's store within this process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, name: str, value: str) -> None:
-        self.values[name] = value
-
-    def get(self, name: str) -> bytes:
-        return self.values[name].encode()
-
-    def check(self, names: list[str]) -> bool:
-        return all(name in self.values for name in names)
-
-    def add(self, name: str, count: int) -> int:
-        self.values[name] = str(int(self.values.get(name, "0")) + count)
-        return int(self.values[name])
-
-
 def _launch(rank: int) -> Launch:
     return Launch(
         launcher="test", rank=rank, size=3, local_rank=rank, master="127.0.0.1", port=29400, run="one"
@@ -108,7 +89,7 @@ def _launch(rank: int) -> Launch:
 
 def test_init_logs_the_ranks_that_have_not_joined(messages: _Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", "0" * 32)
-    store, until = _Store(), _time.now() + _BOUND_S
+    store, until = HashStore(), _time.now() + _BOUND_S
     first, second, third = (LaunchMeeting(_launch(rank), store, until) for rank in range(3))
     messages.then = lambda: first.announce("tcp://here:1")
     assert second.address() == "tcp://here:1"

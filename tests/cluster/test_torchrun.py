@@ -257,6 +257,6 @@ def test_init_rpc_without_arguments_works_under_torchrun(tmp_path: Path) -> None
 def test_classes_defined_after_init_can_be_sent_to_the_other_ranks(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(_IN_RAYS_ORDER)
-    codes, said = run_ranks(path, 2, "PMI_RANK", "PMI_SIZE")
+    codes, said = run_ranks(path, 2, "SLURM_PROCID", "SLURM_NTASKS")
     assert codes == [0, 0], said
     assert [out for out, _ in said] == ["refused no\n", ""]

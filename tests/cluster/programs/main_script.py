@@ -32,18 +32,9 @@ ADD, ADD_TENSOR = torch.ops.aten.add, torch.ops.aten.add.Tensor
 
 
 @case
-def backends() -> Any:
-    return BACKENDS is torch.backends and MKLDNN is torch.backends.mkldnn and CLASSES is torch.classes
-
-
-@case
-def configuration() -> Any:
-    return DYNAMO is torch._dynamo.config
-
-
-@case
-def operators() -> Any:
-    same = OPS is torch.ops and ATEN is torch.ops.aten
+def modules_of_torch() -> Any:
+    same = BACKENDS is torch.backends and MKLDNN is torch.backends.mkldnn and CLASSES is torch.classes
+    same = same and OPS is torch.ops and ATEN is torch.ops.aten and DYNAMO is torch._dynamo.config
     return same and ADD is torch.ops.aten.add and ADD_TENSOR is torch.ops.aten.add.Tensor
 
 
@@ -194,12 +185,7 @@ def custom_operator() -> Any:
     y = cube(x)
     y.backward()
     assert x.grad is not None
-    return [y.item(), x.grad.item()]
-
-
-@case
-def custom_overload() -> Any:
-    return CUBE(torch.full((1,), 3.0)).item()
+    return [y.item(), x.grad.item(), CUBE(torch.full((1,), 3.0)).item()]
 
 
 # -- bodies of classes ---------------------------------------------------------------------------------------------
