@@ -228,14 +228,10 @@ def _torchrun(directory: Path, source: str, *arguments: str) -> tuple[int, list[
 
 @pytest.mark.slow
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=_nightly)])
-def test_under_torchrun_rank_0_drives_and_the_other_ranks_serve(count: int, tmp_path: Path) -> None:
-    code, lines, err = _torchrun(tmp_path, _DRIVES, "--nproc-per-node", str(count))
+def test_under_torchrun_rank_0_drives_and_the_other_ranks_serve(tmp_path: Path) -> None:
+    code, lines, err = _torchrun(tmp_path, _DRIVES, "--nproc-per-node", "2")
     assert code == 0, err
-    assert lines == [
-        f"{['alive'] * count}",
-        f"placed {['rank1', 'rank1'] if count == 2 else ['rank1', 'rank2']}",
-    ]
+    assert lines == ["['alive', 'alive']", "placed ['rank1', 'rank1']"]
 
 
 @pytest.mark.limit(120)

@@ -177,7 +177,7 @@ def test_an_unreachable_group_is_reported_until_it_answers_again() -> None:
 
 @pytest.mark.prints("the group could not be queried")
 def test_a_failed_query_of_the_group_ends_the_wait_of_clients_with_a_problem() -> None:
-    def fail(*_: object) -> GroupLook:
+    def fail(parts: list[str], begin: dict[str, int] | None = None) -> GroupLook:
         raise ZeroDivisionError("by zero")
 
     async def look() -> FeedLook:
