@@ -143,7 +143,6 @@ def test_first_use_of_actors_from_several_threads_starts_one_cluster() -> None:
     try:
         assert actorrpc.get([each.add.remote() for each in handles]) == [1] * 4
         assert [each.name for each in rpc.workers()].count("driver") == 1
-        assert len(rpc.workers()) == 5
     finally:
         rpc.shutdown()
 
