@@ -45,7 +45,6 @@ _SLOW = (
     "cluster/test_ends.py",
     "cluster/provisioners/test_fork_server.py",
     "cluster/test_hosts.py",
-    "cluster/test_join_secured.py",
     "cluster/test_logs.py",
     "cluster/provisioners/test_ray.py",
     "cluster/test_scale.py",

@@ -15,14 +15,6 @@ def test_a_ratio_is_taken_within_each_round() -> None:
     assert ab.ratios(series, "new") == [0.5, 1.5]
 
 
-def test_the_interval_encloses_the_median_and_narrows_with_more_rounds() -> None:
-    few = ab.interval([float(value) for value in range(11)])
-    many = ab.interval([value / 100 for value in range(1001)])
-    assert few == (5.0, 2.0, 9.0)
-    assert many[0] == 5.0
-    assert few[2] - few[1] > many[2] - many[1]
-
-
 @pytest.mark.slow
 @pytest.mark.limit(120)
 def test_the_working_tree_is_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

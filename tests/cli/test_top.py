@@ -8,7 +8,6 @@ import pty
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 
 import pytest
 from textual.pilot import Pilot
@@ -17,68 +16,26 @@ from textual.widgets import DataTable, Static
 import actorrpc
 from actorrpc.cli.top import Top
 from actorrpc.cli.views import Picture
-from actorrpc.errors import RpcError
-from actorrpc.observe.assemble import Silent
-from actorrpc.observe.outside import FoundGroup, GroupLook
-from actorrpc.wire.identity import WorkerRecord
+from tests.dashboard.fakes import FakeGroup, actor_row
 
 _NAME = "Store('[red]\x1b]0;title\x07')"
 _CLEANED = "Store('[red]\ufffd]0;title\ufffd')"
 
 
-@dataclass
-class _Group:
+def _group() -> FakeGroup:
     """A fake group of two workers, of which the second is stopped; actor n has n calls in its mailbox."""
-
-    actors: int = 3
-    looks: int = 0
-    problem: str = ""
-    asked: list[list[str]] = field(default_factory=list)
-
-    def see(self, parts: list[str]) -> list[Picture]:
-        self.asked.append(parts)
-        self.looks += 1
-        if self.problem:
-            raise RpcError(self.problem)
-        rows = [
-            {
-                "actor_id": f"{number:016x}",
-                "instance": f"{number:016x}",
-                "title": _NAME if number == 1 else f"Store#{number}",
-                "class_name": "Store",
-                "state": "alive",
-                "age": 10.0 + self.looks,
-                "calls_done": 100 * (9 - number) * self.looks,
-                "mailbox": [{"waiting": number, "running": 0, "limit": 1, "oldest": 1.0, "next": "get"}],
-            }
-            for number in range(self.actors)
-        ]
-        running, stopped = (
-            WorkerRecord(name=name, rank=rank, incarnation=f"{rank:032x}", host="here", pid=100 + rank)
-            for rank, name in enumerate(["driver", "Store-1"])
-        )
-        frames = [{"function": "work", "file": "/job.py", "line": 7}]
-        answer = {
-            "process": {"age": 5.0 + self.looks, "cpu": 1.0 + self.looks / 4, "memory": 3 << 20},
-            "actors": rows,
-            "threads": [{"ident": 1, "name": "of Store#2", "frames": frames}],
-        }
-        silent = Silent("stopped", "a signal has stopped it")
-        look = GroupLook(
-            FoundGroup(what="a group", pids=[100]),
-            {running.incarnation: (running, answer), stopped.incarnation: (stopped, silent)},
-            0.001,
-        )
-        return [Picture.of(look)]
+    frames = [{"function": "work", "file": "/job.py", "line": 7}]
+    return FakeGroup(
+        [actor_row(number, title=_NAME if number == 1 else f"Store#{number}") for number in range(3)],
+        [{"ident": 1, "name": "of Store#2", "frames": frames}],
+    )
 
 
-def _run_on_screen(
-    group: _Group, steps: Callable[[Top, Pilot[None]], Awaitable[None]], most: int = 20
-) -> None:
+def _run_on_screen(group: FakeGroup, steps: Callable[[Top, Pilot[None]], Awaitable[None]]) -> None:
     """Run ``steps`` on the screen; looks happen only in steps, as the interval is an hour."""
 
     async def run() -> None:
-        top = Top(group.see, 3600.0, most)
+        top = Top(lambda parts: [Picture.of(group.see(parts))], 3600.0, 20)
         async with top.run_test(size=(140, 40)) as pilot:
             await top.workers.wait_for_complete()
             await pilot.pause()
@@ -107,15 +64,18 @@ async def _look(top: Top, pilot: Pilot[None]) -> None:
 
 
 def test_top_shows_findings_workers_and_actors_with_full_mailboxes_first() -> None:
+    group = _group()
+
     async def steps(top: Top, pilot: Pilot[None]) -> None:
-        assert _text(top, "title").startswith("a group, pid 100: 2 workers, 3 actors")
+        assert "pid 100: 2 workers, 3 actors" in _text(top, "title")
         assert "* worker 'Store-1' (pid 101) is stopped" in _text(top, "findings")
         assert [row[0] for row in _table(top, "actors")][:1] == [
             "Store#2"
         ]  # the actor with the fullest mailbox is first
+        group.actors[2] |= {"age": 11.0, "calls_done": 702}
         await _look(top, pilot)
         assert _table(top, "workers") == [
-            ["driver", "alive", "25", "3.0 MiB", "", "", "0", "0"],
+            ["driver", "alive", "50", "3.0 MiB", "", "", "0", "0"],
             ["Store-1", "stopped", "-", "", "", "", "0", "0"],
         ]
         assert _table(top, "actors")[0] == [
@@ -123,22 +83,22 @@ def test_top_shows_findings_workers_and_actors_with_full_mailboxes_first() -> No
             "driver",
             "alive",
             "2",
-            "1.0 s",
+            "2.0 s",
             "700",
             "-",
             "-",
-            "25",
+            "50",
             "3.0 MiB",
             "-",
         ]
         # Control characters in names are replaced.
         assert _table(top, "actors")[1][0] == _CLEANED
 
-    _run_on_screen(_Group(), steps)
+    _run_on_screen(group, steps)
 
 
 def test_keys_open_the_description_and_the_stack_of_an_actor() -> None:
-    group = _Group()
+    group = _group()
 
     async def steps(top: Top, pilot: Pilot[None]) -> None:
         for key, text in (("enter", "calls done"), ("s", "1 thread of")):
@@ -163,7 +123,7 @@ def test_keys_open_the_description_and_the_stack_of_an_actor() -> None:
 
 
 def test_an_unreachable_group_is_reported_and_the_last_tables_stay() -> None:
-    group = _Group()
+    group = _group()
 
     async def steps(top: Top, pilot: Pilot[None]) -> None:
         group.problem = "no group has answered"

@@ -254,17 +254,9 @@ def strict() -> None:
                     with pytest.raises(PlacementError, match="every node has one"):
                         actorrpc.scale(4)
             nothing_is_left_in_ray()
-        for strategy, count, cpus, text in (
-            ("STRICT_SPREAD", 4, 1, "wants 4 nodes"),
-            ("STRICT_PACK", 4, 1, "on one node"),
-            ("PACK", 4, 3, "all nodes together hold 3"),
-            (None, 1, 5, "no node has CPU 5"),
-        ):
-            with pytest.raises(PlacementError, match=text):
-                actorrpc.init(
-                    engine="ray", num_workers=count, num_cpus=cpus, strategy=strategy, start_timeout=1
-                )
-            assert not actorrpc.is_initialized()
+        with pytest.raises(PlacementError, match="wants 4 nodes"):
+            actorrpc.init(engine="ray", num_workers=4, num_cpus=1, strategy="STRICT_SPREAD", start_timeout=1)
+        assert not actorrpc.is_initialized()
         taken = ray.util.placement_group([{"CPU": 3}] * 2, strategy="SPREAD")
         assert taken.wait(30)
         with pytest.raises(PlacementError, match="others have booked"):
@@ -334,8 +326,6 @@ def refused() -> None:
         other.listen()
         with pytest.raises(RendezvousError, match="timed out"):
             actorrpc.init(f"ray://127.0.0.1:{other.getsockname()[1]}", start_timeout=1)
-    with pytest.raises(PlacementError, match=r"no node has GPU 1 \(the most on one node: 0\)"):
-        actorrpc.init("ray://local", num_workers=1, num_gpus=1, ray_options={"num_cpus": 1})
     with pytest.raises(ConfigError, match="has no option 'workers'"):
         actorrpc.init(engine="ray", workers=2)
     assert not ray.is_initialized()

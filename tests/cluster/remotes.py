@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import random
 import signal
@@ -35,6 +36,7 @@ def facts() -> dict[str, Any]:
         "group": os.getpgid(0),
         "sigint": signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
         "worker": rpc.get_worker_info().name,
+        "frozen": gc.get_freeze_count() > 1000,
     }
 
 
@@ -102,11 +104,6 @@ def try_init() -> str:
     except RuntimeError as error:
         return str(error)
     return "no error"
-
-
-def make() -> torch.Tensor:
-    """Return a tensor, for an RRef of this worker."""
-    return torch.arange(5)
 
 
 def wait_for_ever() -> None:

@@ -6,35 +6,23 @@ import contextlib
 import errno
 import os
 import signal
-import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
-import actorrpc
-from actorrpc import _time
 from actorrpc.actors.spec.death_report import ProcessSpec
-from actorrpc.agent.agent import Agent
-from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, api, init, join
+from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init
 from actorrpc.cluster.driver import Cluster, Reception
-from actorrpc.cluster.join import Launch, LaunchMeeting
-from actorrpc.cluster.provisioners.ray import RayEngine
-from actorrpc.errors import PeerDiedError, RpcTimeoutError, ShutdownError
+from actorrpc.errors import ConfigError, PeerDiedError, RpcTimeoutError, ShutdownError
 from actorrpc.futures import Future
 from actorrpc.group.group import MemberDirectory
 from actorrpc.wire.identity import WorkerRecord, new_incarnation
 from tests.cluster.drive import cluster, engine, until, workers
-
-
-class _Peer:
-    """A peer with a name."""
-
-    state = "alive"
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+from tests.ports import free_port
 
 
 class _Agent:
@@ -43,6 +31,7 @@ class _Agent:
     name = "driver"
 
     def __init__(self) -> None:
+        self.state = "alive"  # of its peers
         self.on_peer_end: list[Callable[[Any], None]] = []
         self.called: list[str] = []
         self.clock = self
@@ -60,10 +49,10 @@ class _Agent:
     def cancel(self) -> None:
         """Do nothing, as a timer."""
 
-    def peer(self, worker: str) -> _Peer:
-        return _Peer(worker)
+    def peer(self, worker: str) -> SimpleNamespace:
+        return SimpleNamespace(name=worker, state=self.state)
 
-    def call(self, peer: _Peer, *_: object, future: Future[Any]) -> None:
+    def call(self, peer: SimpleNamespace, *_: object, future: Future[Any]) -> None:
         self.called.append(peer.name)
 
     def flush(self) -> None:
@@ -71,12 +60,11 @@ class _Agent:
 
 
 class _Engine:
-    """An engine whose shutdown takes the whole time-out."""
+    """An engine that records with which time-out it is ended."""
 
     name = "test"
 
-    def __init__(self, spend: Callable[[float], None]) -> None:
-        self._spend = spend
+    def __init__(self) -> None:
         self.given: list[tuple[bool, float]] = []
 
     def attach(self, agent: Any) -> None:
@@ -87,7 +75,6 @@ class _Engine:
 
     def end(self, graceful: bool, timeout: float) -> None:
         self.given.append((graceful, timeout))
-        self._spend(timeout or 5.0)
 
 
 _FACTS = {"hosts": ["far"], "totals": {"CPU": 1.0}, "labels": {}}
@@ -103,89 +90,28 @@ def _cluster(engine: Any) -> tuple[Any, Any]:
     return made, agent
 
 
-@pytest.mark.parametrize(("timeout", "bound"), [(2.0, 2.0), (0.4, 0.4), (0.0, 5.0), (60.0, 60.0)])
-def test_joined_workers_and_workers_of_the_engine_share_the_time_out_of_shutdown(
-    timeout: float, bound: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spent: list[float] = []
-    monkeypatch.setattr(_time, "now", lambda: 1000.0 + sum(spent))
-    engine = _Engine(spent.append)
+@pytest.mark.parametrize("timeout", [2.0, 0.4])
+def test_joined_workers_and_workers_of_the_engine_share_the_time_out_of_shutdown(timeout: float) -> None:
+    engine = _Engine()
     ending, agent = _cluster(engine)
-    monkeypatch.setattr(ending._gone, "wait", lambda seconds: spent.append(seconds))
     ending.shut_down(True, timeout)
     assert agent.called == ["one", "other"]
-    assert len(spent) == 2  # for joined workers and for the engine
-    assert sum(spent) <= bound + 1e-6
-    (given,) = engine.given
-    assert given[0]
-    assert 0 < given[1] >= min(0.5, bound / 4) - 1e-6  # some time remains for the engine's workers
+    ((graceful, left),) = engine.given
+    assert graceful
+    # The joined workers have not left within their share; some time remains for the engine's workers.
+    assert timeout / 20 <= left <= timeout / 2
 
 
-def test_shutdown_does_not_wait_for_a_worker_that_died_while_joining(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_does_not_wait_for_a_worker_that_died_while_joining() -> None:
     """Its death was reported before it was registered, and will not be reported again."""
-    engine = _Engine(lambda _: None)
-    agent: Any = _Agent()
-    made = Cluster(
-        agent,
-        MemberDirectory(),
-        engine,  # type: ignore[arg-type]
-        Reception(settings={}, namespace="", timeout=1.0),
-    )
-    monkeypatch.setattr(_Peer, "state", "dead")
-    record = WorkerRecord(name="one", rank=1, incarnation=new_incarnation(), host="far")
-    with pytest.raises(PeerDiedError, match="'one' has died while it was joining"):
+    made, agent = _cluster(_Engine())
+    agent.state = "dead"
+    record = WorkerRecord(name="late", rank=3, incarnation=new_incarnation(), host="far")
+    with pytest.raises(PeerDiedError, match="'late' has died while it was joining"):
         made.register(record.to_bytes(), _FACTS)
-    assert made.joined() == []
-    assert made.directory.members() == []
-    assert not made.book.workers
-    made.shut_down(True, 60.0)
-    assert agent.called == []
-
-
-def test_after_ctrl_c_the_engine_ends_its_workers_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_seconds: float) -> None:
-        raise KeyboardInterrupt
-
-    engine = _Engine(lambda _: None)
-    ending, _ = _cluster(engine)
-    monkeypatch.setattr(ending._gone, "wait", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        ending.shut_down(True, 60.0)
-    assert [graceful for graceful, _ in engine.given] == [False]
-
-
-@pytest.mark.parametrize(("timeout", "bound"), [(3.0, 3.0), (1.0, 1.0), (0.0, 7.0)])
-def test_ray_actors_and_their_processes_share_the_time_out_of_shutdown(
-    timeout: float, bound: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spent: list[float] = []
-    monkeypatch.setattr(_time, "now", lambda: 1000.0 + sum(spent))
-    engine: Any = RayEngine.__new__(RayEngine)  # without Ray
-    LaunchedEngine.__init__(engine)
-    monkeypatch.setattr(engine, "_guard", threading.Lock(), raising=False)
-    monkeypatch.setattr(engine, "_hosts", {"one": SimpleNamespace(waiting=object())}, raising=False)
-    monkeypatch.setattr(engine, "_await", lambda _, seconds: spent.append(seconds))
-    monkeypatch.setattr(engine, "close", lambda: None)
-    monkeypatch.setattr(engine._gone, "wait", lambda seconds: spent.append(seconds))
-    engine.end(True, timeout)
-    assert len(spent) == 2
-    assert 0 < sum(spent) <= bound + 1e-6
-
-
-@pytest.mark.limit(90)
-@pytest.mark.parametrize(("graceful", "parting"), [(True, (5.0,)), (False, ())])
-def test_only_graceful_shutdown_allows_5_s_for_telling_other_workers(
-    graceful: bool, parting: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    close, given = Agent.close, []
-
-    def noted(agent: Agent, timeout: float, *more: float) -> None:
-        given.append(more)
-        close(agent, timeout, *more)
-
-    monkeypatch.setattr(Agent, "close", noted)
-    init().shutdown(graceful=graceful)
-    assert given == [parting]
+    assert "late" not in made.book.workers
+    made.shut_down(True, 0.4)
+    assert "late" not in agent.called
 
 
 # -- engines that launch workers through other systems ----------------------------------------------
@@ -314,7 +240,8 @@ def test_the_start_of_a_worker_times_out_if_the_fork_server_is_stopped(
                 future.wait(60)
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        until(lambda: len(engine()._workers) == 1)  # the late process is started after all, and ended at once
+        # The late process is started after all, and ended at once.
+        until(lambda: len(psutil.Process(server.pid).children()) == 1)
 
 
 @pytest.mark.slow
@@ -344,50 +271,14 @@ def test_a_start_without_free_descriptors_names_the_limit_and_leaks_no_pipe(
             pass  # the next start has descriptors again
 
 
-@pytest.mark.slow
-@pytest.mark.limit(90)
-def test_a_drain_without_an_answer_raises_a_time_out_error_that_names_the_drain(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_rank_0_that_fails_to_start_a_cluster_removes_its_key_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    call_sync = Agent.call_sync
-
-    def mute(agent: Agent, to: Any, function: Any, *given: Any) -> Any:
-        if function is api.running:
-            raise RpcTimeoutError("the call of running has not ended in time")
-        return call_sync(agent, to, function, *given)
-
-    with init(), workers() as (name,), monkeypatch.context() as patch:
-        patch.setattr(Agent, "call_sync", mute)
-        with pytest.raises(RpcTimeoutError, match=rf"drain of '{name}'.*Call drain\(\) again"):
-            actorrpc.drain(name, timeout=30)
-
-
-class _Store:
-    """A launcher's store within this process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, name: str, value: str) -> None:
-        self.values[name] = value
-
-
-def test_a_rank_0_that_fails_to_start_a_cluster_removes_its_key_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise OSError("no port is free")
-
     for name in ("ACTORRPC_KEY", "ACTORRPC_KEY_FILE"):
         monkeypatch.delenv(name, raising=False)
-    launched = Launch(
-        launcher="test", rank=0, size=2, local_rank=0, master="127.0.0.1", port=29400, run="one"
-    )
-    store = _Store()
-    meeting = LaunchMeeting(launched, store, _time.now() + 10)
-    path = next(value for name, value in store.values.items() if name.endswith("key")).split(" ", 2)[2]
-    assert os.path.exists(path)
-    monkeypatch.setattr(join, "of_environment", lambda: launched)
-    monkeypatch.setattr(join, "meet", lambda *_: meeting)
-    monkeypatch.setattr(join, "own_address", fails)
-    with pytest.raises(OSError, match="no port"):
-        init()
-    assert not os.path.exists(path)
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in {**variables, "ACTORRPC_RUNTIME_DIR": str(tmp_path / "run")}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="leave bind="):
+        init(bind="0.0.0.0")
+    assert not list((tmp_path / "run").iterdir())

@@ -1,4 +1,4 @@
-"""Clusters on three hosts, each with its own addresses, name and files: joined by hand, by torchrun, by Slurm's variables.
+"""Clusters on three hosts, each with its own addresses, name and files: joined by hand or started by torchrun.
 
 Only host a has the program, so workers on other hosts get its code by value. Then host b is lost, and the program continues.
 """
@@ -119,7 +119,7 @@ def test_cartpole_training_continues_after_losing_a_host() -> None:
         machines.are_empty("a", "c")
 
 
-# -- launchers ---------------------------------------------------------------------------------------------
+# -- torchrun ---------------------------------------------------------------------------------------------
 
 _RAN = "a 3 ['b', 'c'] [6.0, 6.0, 6.0] [10.0, 10.0]"
 
@@ -137,8 +137,10 @@ def test_torchrun_restarts_the_ranks_of_all_hosts_after_a_failure(family: str, t
         agents = []
         for name in ("a", "b", "c"):
             place = program(machines, name, "launched.py")
-            command = f"-m torch.distributed.run --nnodes 3 --nproc-per-node 1 --max-restarts 1 --monitor-interval 0.1 \
-                --rdzv-backend c10d --rdzv-id hosts --rdzv-endpoint a:29400 --local-addr {name} launched.py lose"
+            command = (
+                f"-m torch.distributed.run --nnodes 3 --nproc-per-node 1 --max-restarts 1 --monitor-interval 0.1 \
+                --rdzv-backend c10d --rdzv-id hosts --rdzv-endpoint a:29400 --local-addr {name} launched.py"
+            )
             agents.append(machines.start(name, sys.executable, *command.split(), directory=place, env=env))
         assert agents[0].expect("ran") == _RAN
         assert agents[0].expect("lost") == "True"
@@ -147,27 +149,3 @@ def test_torchrun_restarts_the_ranks_of_all_hosts_after_a_failure(family: str, t
         for agent in agents:
             agent.ends()
         machines.are_empty("a", "b", "c", killed=True)  # torchrun kills its ranks
-
-
-@_nightly
-@pytest.mark.parametrize("family", ["ipv4", "ipv6"])
-def test_slurm_variables_alone_start_a_cluster_on_three_hosts(family: str) -> None:
-    with (
-        Network("a", "b", "c", ipv4=family == "ipv4", ipv6=family == "ipv6") as network,
-        Machines(network) as machines,
-    ):
-        tasks = []
-        for rank, name in enumerate(("a", "b", "c")):
-            env = {
-                "SLURM_PROCID": str(rank),
-                "SLURM_NTASKS": "3",
-                "SLURM_LOCALID": "0",
-                "SLURM_NODELIST": "a,b,c",
-                "SLURM_JOB_ID": "4711",
-            }
-            place = program(machines, name, "launched.py")
-            tasks.append(machines.start(name, sys.executable, "launched.py", directory=place, env=env))
-        assert tasks[0].expect("ran") == _RAN
-        for task in tasks:
-            task.ends()
-        machines.are_empty("a", "b", "c")

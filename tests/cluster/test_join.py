@@ -1,10 +1,12 @@
-"""Workers that join a cluster by hand: their work, how they leave, and the error for each failed attempt to join."""
+"""Workers that join a cluster by hand, also over TLS: their work, how they leave, and the error for each failed attempt."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import textwrap
@@ -25,11 +27,12 @@ from actorrpc.errors import (
     ConfigError,
     PeerDiedError,
     PlacementError,
+    ProtocolError,
     RendezvousError,
+    RpcError,
     RpcTimeoutError,
-    VersionError,
 )
-from actorrpc.wire import keys
+from tests import certificates
 from tests.cluster.drive import until
 from tests.cluster.joiners import CLEAN, is_there, joiner, output
 from tests.ports import free_port
@@ -160,39 +163,6 @@ def test_a_joined_worker_gets_the_drivers_modules_by_value_and_ends_with_the_dri
             assert code == 0, err
 
 
-_CLIENT = r"""
-import actorrpc, sys, os
-from actorrpc import rpc
-
-with actorrpc.init(sys.argv[1], name="client") as context:
-    assert rpc.rpc_sync("driver", os.getpid) == int(sys.argv[2])
-    print(rpc.get_worker_info().name, context.address, len(rpc.workers()))
-assert not rpc.is_initialized()
-"""
-
-
-@pytest.mark.limit(90)
-@pytest.mark.skipif(os.environ.get("ACTORRPC_NIGHTLY") != "1", reason="ACTORRPC_NIGHTLY is not 1")
-def test_a_client_program_joins_and_leaves_without_ending_the_cluster(driver: ClusterContext) -> None:
-    with subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent(_CLIENT),
-            driver.address,
-            str(os.getpid()),
-        ],
-        env={**CLEAN, "PYTHONPATH": str(_ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as client:
-        out, _ = client.communicate()
-    assert client.returncode == 0
-    assert out.split() == ["client", driver.address, "2"]
-    assert rpc.is_initialized()
-    assert rpc.rpc_sync("driver", os.getpid) == os.getpid()
-
-
 # -- failed attempts ---------------------------------------------------------------------------------------
 
 
@@ -221,9 +191,9 @@ def test_joining_an_address_without_a_driver_raises_rendezvous_error(monkeypatch
         )
 
 
-@pytest.fixture(scope="module")
-def driver_elsewhere() -> Iterator[str]:
-    """Run a driver in another process, with a key and a worker named "twice"; yield its address."""
+@contextlib.contextmanager
+def _driver_process(**environment: str) -> Iterator[str]:
+    """Run a driver in another process; yield its address."""
     source = """
     import actorrpc, sys
     with actorrpc.init(listen="tcp://127.0.0.1:0") as context:
@@ -232,22 +202,27 @@ def driver_elsewhere() -> Iterator[str]:
     """
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(source)],
-        env={**CLEAN, "PYTHONPATH": str(_ROOT), "ACTORRPC_KEY": _KEY},
+        env={**CLEAN, "PYTHONPATH": str(_ROOT), "ACTORRPC_KEY": _KEY, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    ) as driver:
-        assert driver.stdout is not None
-        address = driver.stdout.readline().strip()
-        with joiner(address, "--name", "twice", ACTORRPC_KEY=_KEY) as first:
-            assert first.stderr is not None
-            assert "has joined" in first.stderr.readline()
-            yield address
-            assert first.poll() is None  # refused attempts did not end it
-            first.send_signal(signal.SIGINT)
-            assert output(first)[0] == 0
-        driver.communicate()
-        assert driver.returncode == 0
+    ) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+        process.communicate()
+        assert process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def driver_elsewhere() -> Iterator[str]:
+    """Run a driver with a worker named "twice"; yield its address."""
+    with _driver_process() as address, joiner(address, "--name", "twice", ACTORRPC_KEY=_KEY) as first:
+        assert first.stderr is not None
+        assert "has joined" in first.stderr.readline()
+        yield address
+        assert first.poll() is None  # refused attempts did not end it
+        first.send_signal(signal.SIGINT)
+        assert output(first)[0] == 0
 
 
 @pytest.mark.slow
@@ -260,19 +235,16 @@ def driver_elsewhere() -> Iterator[str]:
             AuthenticationError,
             r"cannot join the cluster at tcp://127.*another key.*ACTORRPC_KEY",
         ),
-        ("version", VersionError, r"cannot join the cluster at tcp://127.*install the same version"),
         ("driver", RendezvousError, r"the name 'driver' is taken by worker 0"),
         ("twice", RendezvousError, r"the name 'twice' is taken by worker \d+ \(pid \d+\); choose another"),
         ("joining-x", RendezvousError, r"no worker may be called 'joining-x'"),
     ],
 )
-@pytest.mark.prints(r"'joining-\w+' did not prove to worker 'driver'", r"'joining-\w+' speaks 77 to 78")
-def test_joining_with_a_wrong_key_version_or_name_raises_an_error(
+@pytest.mark.prints(r"'joining-\w+' did not prove to worker 'driver'")
+def test_joining_with_a_wrong_key_or_name_raises_an_error(
     driver_elsewhere: str, case: str, kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY if case != "wrong key" else _KEY[::-1])
-    if case == "version":
-        monkeypatch.setitem(join.Dialler.__init__.__kwdefaults__, "versions", (77, 78))
     name = case if case in ("driver", "twice", "joining-x") else "one"
     _join_fails(kind, says, driver_elsewhere, name=name)
 
@@ -296,33 +268,13 @@ def test_the_time_out_of_join_includes_the_registration(
     assert 0 < limits[0] <= 9.0
 
 
-@pytest.mark.slow
-def test_a_join_that_finds_rpc_initialized_leaves_nothing_behind(
-    driver_elsewhere: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("RPC is already initialized")
-
-    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
-    before = len(os.listdir("/proc/self/fd"))
-    files = sorted(os.listdir(keys.runtime_directory()))
-    with monkeypatch.context() as patch:
-        patch.setattr(rpc.api, "install", refuse)
-        _join_fails(RuntimeError, "already initialized", driver_elsewhere, name="again")
-    # Threads of the refused worker may close the last descriptors.
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before)
-    assert sorted(os.listdir(keys.runtime_directory())) == files
-
-
 def test_joining_a_worker_that_is_not_the_driver_raises_rendezvous_error(
     driver_elsewhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
-    join.join(driver_elsewhere, name="knocked")
-    try:
+    with init(driver_elsewhere, name="knocked") as context:  # a client, whose end does not end the cluster
+        assert (context.address, rpc.get_worker_info().name) == (driver_elsewhere, "knocked")
         host, port = rpc.rpc_sync("twice", _own_address)
-    finally:
-        rpc.shutdown()
     _join_fails(RendezvousError, "drives no cluster", join.show(host, port))
 
 
@@ -393,3 +345,76 @@ def test_init_rejects_wrong_addresses_engines_and_labels(given: dict[str, Any], 
     assert not rpc.is_initialized()
     assert join.parse("[::1]:7") == ("::1", 7)
     assert join.show("::1", 7) == "tcp://[::1]:7"
+
+
+# -- secured connections ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _joined(address: str, **settings: Any) -> Iterator[Any]:
+    """Join that driver as a worker; yield the connection to it."""
+    member = join.join(address, name="one", settings={"transport": "tcp", **settings})
+    try:
+        assert rpc.rpc_sync("driver", os.getpid) != os.getpid()
+        yield member.agent.peer("driver").conn
+    finally:
+        rpc.shutdown()
+
+
+def _join_is_refused(address: str, kind: type[RpcError], says: str, **settings: Any) -> None:
+    """Check that joining fails at once with this error, and not with RendezvousError at the time-out."""
+    _join_fails(kind, says, address, timeout=60.0, settings={"transport": "tcp", **settings})
+
+
+@pytest.mark.slow
+@pytest.mark.limit(90)
+@pytest.mark.prints(
+    "refuses the certificate of this worker, or shows none: .*unknown ca",
+    r"certificate of the process that connected from 127\.0\.0\.1 is refused: self.signed certificate",
+    "it does not speak TLS, and this worker speaks nothing else",
+)
+def test_joining_over_tls_works_only_with_certificates_of_the_same_ca(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    ours, others = certificates.files(), certificates.foreign()
+    with _driver_process(ACTORRPC_TRANSPORT="tcp", **ours.environment) as address:
+        with _joined(address, **ours.options) as conn:
+            assert isinstance(conn.stream.sock, ssl.SSLSocket)
+            assert conn.writer.seal is None
+        _join_is_refused(
+            address, AuthenticationError, "the certificate of the driver .* is refused", **others.options
+        )
+        # The worker trusts the driver, but the driver does not trust the worker.
+        both = tmp_path / "both.pem"
+        both.write_text(Path(ours.ca).read_text() + Path(others.ca).read_text())
+        _join_is_refused(
+            address, AuthenticationError, "refuses the cert", **{**others.options, "tls_ca": str(both)}
+        )
+        _join_is_refused(address, ProtocolError, "TLS")
+
+
+@pytest.mark.slow
+@pytest.mark.limit(90)
+@pytest.mark.prints("it speaks TLS, and this worker has no certificates")
+def test_frame_integrity_applies_if_only_the_driver_requires_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    with _driver_process(ACTORRPC_TRANSPORT="tcp", ACTORRPC_INTEGRITY="1") as address:
+        with _joined(address) as conn:  # integrity applies if either side requires it
+            assert conn.writer.seal is not None
+        _join_is_refused(address, ProtocolError, "TLS", **certificates.files().options)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(90)
+def test_a_worker_is_invisible_to_others_until_it_has_joined() -> None:
+    changes: list[tuple[str, str]] = []
+    with init(listen="tcp://127.0.0.1:0", num_cpus=1, transport="tcp") as context:
+        rpc.on_member_change(lambda worker, old, new, reason: changes.append((worker.name, new)))
+        with joiner(context.address, "--name", "far", ACTORRPC_TRANSPORT="tcp") as process:
+            until(lambda: is_there("far"))
+            assert actorrpc.get(actorrpc.remote(os.getpid).options(worker="far").remote()) == process.pid
+            process.terminate()
+            until(lambda: ("far", "left") in changes)
+        assert changes == [("far", "left")]  # no change of the visitor as which it has connected first
+        assert [row.name for row in rpc.workers()] == ["driver", "far"]

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from torch.distributed import HashStore
 
 from actorrpc import _time
 from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init, long_wait, scale
 from actorrpc.cluster.join import Launch, LaunchMeeting, join
-from actorrpc.cluster.long_wait import some, wait_until
 from actorrpc.errors import RendezvousError
 from actorrpc.wire.keys import Key
 from tests.ports import free_port
@@ -38,11 +38,12 @@ class _Lines(logging.Handler):
 def messages(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Lines]:
     """Log messages about waits, with every wait considered long."""
     monkeypatch.setattr(long_wait, "SOON_S", 0.0)
-    monkeypatch.setattr(long_wait._log, "propagate", False)
-    handler = _Lines()
-    long_wait._log.addHandler(handler)
+    handler, logger = _Lines(), logging.getLogger("actorrpc.cluster")
+    logger.propagate = False
+    logger.addHandler(handler)
     yield handler
-    long_wait._log.removeHandler(handler)
+    logger.removeHandler(handler)
+    logger.propagate = True
 
 
 class _BlockedEngine(LaunchedEngine):
@@ -80,26 +81,6 @@ def test_scale_logs_the_workers_that_have_not_started(messages: _Lines) -> None:
     ]
 
 
-class _Store:
-    """A launcher's store within this process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, name: str, value: str) -> None:
-        self.values[name] = value
-
-    def get(self, name: str) -> bytes:
-        return self.values[name].encode()
-
-    def check(self, names: list[str]) -> bool:
-        return all(name in self.values for name in names)
-
-    def add(self, name: str, count: int) -> int:
-        self.values[name] = str(int(self.values.get(name, "0")) + count)
-        return int(self.values[name])
-
-
 def _launch(rank: int) -> Launch:
     return Launch(
         launcher="test", rank=rank, size=3, local_rank=rank, master="127.0.0.1", port=29400, run="one"
@@ -108,7 +89,7 @@ def _launch(rank: int) -> Launch:
 
 def test_init_logs_the_ranks_that_have_not_joined(messages: _Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", "0" * 32)
-    store, until = _Store(), _time.now() + _BOUND_S
+    store, until = HashStore(), _time.now() + _BOUND_S
     first, second, third = (LaunchMeeting(_launch(rank), store, until) for rank in range(3))
     messages.then = lambda: first.announce("tcp://here:1")
     assert second.address() == "tcp://here:1"
@@ -127,19 +108,3 @@ def test_joining_logs_the_address_that_does_not_answer(messages: _Lines) -> None
         join(where, key=Key.from_text("0" * 32), timeout=0.01)
     assert len(messages.texts) == 1
     assert re.match(f"joining waits for a driver to answer at {where}: .*refused", messages.texts[0])
-
-
-def test_a_wait_is_logged_once_and_only_if_it_is_long(
-    messages: _Lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert not wait_until(lambda: False, _time.now() + 0.05, "it", lambda: "her", 0.001)
-    assert messages.texts == ["it waits for her"]
-    assert wait_until(lambda: True, 0.0, "it", lambda: "her")
-    monkeypatch.setattr(long_wait, "SOON_S", 60.0)
-    assert not wait_until(lambda: False, 0.0, "it", lambda: "her")
-    assert len(messages.texts) == 1
-
-
-def test_long_lists_of_names_are_shortened() -> None:
-    assert some(range(3)) == "0, 1, 2"
-    assert some(range(12)) == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 2 more"

@@ -15,7 +15,7 @@ from actorrpc import rpc
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import ClusterContext, driver_rpc, init, scale
-from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable, lacking
+from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable
 from actorrpc.errors import ActorDiedError, ConfigError, PlacementError, UnplacedActorError
 from tests.cluster.drive import until
 from tests.cluster.joiners import is_there, joiner, output
@@ -80,19 +80,6 @@ def test_workers_are_chosen_by_labels_host_and_resources() -> None:
     assert _choose(book, resources={"tape": 1}) is None
     book.workers["a"].draining = True
     assert _choose(book) == "b"
-
-
-def test_resources_are_booked_released_and_listed_in_errors() -> None:
-    book = _book(_holder("a", 1, gpus=1))
-    assert _choose(book, 1, num_gpus=0.5) == "a"
-    assert _choose(book, 2, num_gpus=0.5) == "a"
-    assert _choose(book, 3, num_gpus=0.5) is None
-    assert book.give_back(1)
-    assert not book.give_back(1)
-    assert _choose(book, 3, num_gpus=0.5) == "a"
-    text = lacking(ProcessSpec(label="Actor", num_gpus=4, labels={"zone": "x"}), book)
-    assert "'Actor' needs GPU 4, label zone=x" in text
-    assert "'a' on host-a (CPU 2/2, GPU 0/1" in text
 
 
 def test_spread_alternates_between_workers() -> None:

@@ -138,7 +138,7 @@ def test_slurm_without_a_node_list_raises_config_error() -> None:
 # -- real runs ----------------------------------------------------------------------------------------------
 
 _DRIVES = """
-import os, actorrpc
+import actorrpc
 from actorrpc import rpc
 
 @actorrpc.remote
@@ -149,15 +149,7 @@ class Place:
 with actorrpc.init() as context:  # other ranks serve inside init(), and end
     places = [Place.remote() for _ in range(2)]
     print("placed", sorted(actorrpc.get([each.where.remote() for each in places])), flush=True)
-    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    if {kill} and restarts == "0":
-        names = [each.name for each in rpc.workers()]
-        try:
-            rpc.rpc_sync("rank1", os._exit, args=(3,))
-        except actorrpc.PeerDiedError:
-            print("lost", flush=True)
-        raise SystemExit(7)
-    print("restarts", restarts, [each.state for each in rpc.workers()], flush=True)
+    print([each.state for each in rpc.workers()], flush=True)
 """
 _SPMD = """
 import actorrpc, torch
@@ -184,7 +176,6 @@ rpc.shutdown()
 
 _IN_RAYS_ORDER = """
 import actorrpc
-from actorrpc import rpc
 
 class Early:
     def __init__(self, value):
@@ -207,41 +198,14 @@ class A:
         assert isinstance(late, Late) and type(early) is Early
         return Early(twice(early.value)), Late(twice(late.value))
 
-    def stream(self):
-        yield from map(twice, range(3))
-
     def refuse(self):
         raise Refused("no")
-
-    def knows(self, refs):
-        try:
-            actorrpc.get(refs)
-        except Refused:
-            return True
-
-    def is_refused(self, function):
-        try:
-            rpc.rpc_sync("driver", function)
-        except Refused:
-            return True
-
-def refuse():
-    raise Refused("no")
-
-@actorrpc.remote
-def task(x):
-    return twice(x)
 
 a = A.remote()
 early, late = actorrpc.get(a.me.remote(Early(1), Late(2)))
 assert (type(early), early.value, type(late), late.value) == (Early, 2, Late, 4)
-assert list(a.stream.remote().values()) == [0, 2, 4]
-assert actorrpc.get(task.remote(3)) == 6
-assert rpc.rpc_sync("rank1", twice, args=(4,)) == 8
-refused = a.refuse.remote()
-assert actorrpc.get(a.knows.remote([refused])) and actorrpc.get(a.is_refused.remote(refuse))
 try:
-    actorrpc.get(refused)
+    actorrpc.get(a.refuse.remote())
 except Refused as error:
     print("refused", error, flush=True)
 """
@@ -262,31 +226,12 @@ def _torchrun(directory: Path, source: str, *arguments: str) -> tuple[int, list[
     return done.returncode, sorted(done.stdout.splitlines()), done.stderr
 
 
-@pytest.mark.limit(120)
-@_nightly
-def test_ranks_restarted_by_torchrun_form_a_new_cluster(tmp_path: Path) -> None:
-    code, lines, err = _torchrun(
-        tmp_path, _DRIVES.replace("{kill}", "True"), "--nproc-per-node", "2", "--max-restarts", "1"
-    )
-    assert code == 0, err
-    assert lines == [
-        "lost",
-        "placed ['rank1', 'rank1']",
-        "placed ['rank1', 'rank1']",
-        "restarts 1 ['alive', 'alive']",
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=_nightly)])
-def test_under_torchrun_rank_0_drives_and_the_other_ranks_serve(count: int, tmp_path: Path) -> None:
-    code, lines, err = _torchrun(tmp_path, _DRIVES.replace("{kill}", "False"), "--nproc-per-node", str(count))
+def test_under_torchrun_rank_0_drives_and_the_other_ranks_serve(tmp_path: Path) -> None:
+    code, lines, err = _torchrun(tmp_path, _DRIVES, "--nproc-per-node", "2")
     assert code == 0, err
-    assert lines == [
-        f"placed {['rank1', 'rank1'] if count == 2 else ['rank1', 'rank2']}",
-        f"restarts 0 {['alive'] * count}",
-    ]
+    assert lines == ["['alive', 'alive']", "placed ['rank1', 'rank1']"]
 
 
 @pytest.mark.limit(120)
@@ -308,6 +253,6 @@ def test_init_rpc_without_arguments_works_under_torchrun(tmp_path: Path) -> None
 def test_classes_defined_after_init_can_be_sent_to_the_other_ranks(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(_IN_RAYS_ORDER)
-    codes, said = run_ranks(path, 2, "PMI_RANK", "PMI_SIZE")
+    codes, said = run_ranks(path, 2, "SLURM_PROCID", "SLURM_NTASKS")
     assert codes == [0, 0], said
     assert [out for out, _ in said] == ["refused no\n", ""]

@@ -71,20 +71,3 @@ def test_modules_that_the_program_registered_stay_registered(place: Path) -> Non
             cloudpickle.unregister_pickle_by_value(each)
     with pytest.raises(ValueError, match="not registered"):
         cloudpickle.unregister_pickle_by_value(second)
-
-
-def test_the_program_may_unregister_a_watched_module(place: Path) -> None:
-    first = importlib.import_module("first_beside")
-    user_code.watch()
-    cloudpickle.unregister_pickle_by_value(first)
-    assert registered() == []
-    user_code.unwatch()
-
-
-def test_a_module_whose_import_fails_is_not_registered(place: Path) -> None:
-    (place / "broken_beside.py").write_text("raise RuntimeError('broken')\n")
-    user_code.watch()
-    with pytest.raises(RuntimeError, match="broken"):
-        importlib.import_module("broken_beside")
-    user_code.unwatch()
-    assert registered() == []

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
 from actorrpc.cli.dashboard import payloads
-from actorrpc.cli.dashboard.feed import FeedLook
+from actorrpc.cli.dashboard.feed import Feed, FeedLook
 from actorrpc.cli.views import Picture
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.call_sums import BUCKETS
+from actorrpc.observe.outside import GroupLook
 from tests.dashboard.fakes import FakeGroup, actor_row
 
 pytestmark = [pytest.mark.limit(30)]
@@ -155,25 +155,6 @@ def test_clients_share_queries_of_the_group_and_without_clients_none_is_made() -
     assert all("metrics" not in each for each in group.asked)
 
 
-def test_call_metrics_are_requested_only_while_a_client_shows_them() -> None:
-    group = FakeGroup()
-
-    async def look() -> list[dict[str, Any]]:
-        feed = group.feed()
-        try:
-            await feed.after(0)
-            first = await feed.after(1, calls=True)
-            return (await feed.after(first.number + 5, calls=True)).calls or []
-        finally:
-            await feed.close()
-
-    (row,) = asyncio.run(look())
-    assert row["method"] == "Store/get"
-    assert row["rate"] > 0
-    assert "metrics" not in group.asked[0]
-    assert "metrics" in group.asked[-1]
-
-
 def test_an_unreachable_group_is_reported_until_it_answers_again() -> None:
     group = FakeGroup(problem="no group has answered")
 
@@ -195,17 +176,12 @@ def test_an_unreachable_group_is_reported_until_it_answers_again() -> None:
 
 
 @pytest.mark.prints("the group could not be queried")
-def test_a_failed_query_of_the_group_ends_the_wait_of_clients_with_a_problem(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: object) -> dict[str, Any]:
+def test_a_failed_query_of_the_group_ends_the_wait_of_clients_with_a_problem() -> None:
+    def fail(parts: list[str], begin: dict[str, int] | None = None) -> GroupLook:
         raise ZeroDivisionError("by zero")
 
-    monkeypatch.setattr(payloads, "now", fail)
-    group = FakeGroup()
-
     async def look() -> FeedLook:
-        feed = group.feed()
+        feed = Feed(fail, FakeGroup().groups, 0.01)
         try:
             return await feed.after(1)
         finally:

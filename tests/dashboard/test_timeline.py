@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from actorrpc.cli.dashboard.timeline import timeline
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
 from actorrpc.observe.assemble import Silent
@@ -89,25 +86,3 @@ def test_functions_notes_and_silent_workers_are_shown() -> None:
     assert found["texts"] == ["get", f"restart {SCRIPT}"]
     assert found["missing"] == ["w2: a signal has stopped it"]
     assert timeline([], 30.0)["slices"] == []
-
-
-_moment = st.floats(0, 50)
-_rows = st.lists(
-    st.tuples(_moment, _moment, _moment).map(
-        lambda each: (lambda a, b, c: executed(0, a, b, c, 1))(*sorted(each))
-    ),
-    max_size=30,
-)
-
-
-@given(_rows, st.floats(0.1, 60))
-def test_slices_of_a_lane_do_not_overlap_below_the_limit_of_lanes(
-    rows: list[list[Any]], seconds: float
-) -> None:
-    found = timeline([_recording("w1", rows)], seconds)
-    ends: dict[int, int] = {}
-    for each in found["slices"]:
-        assert 0 <= each[_BEGUN] <= each[_ENDED]
-        if len(found["lanes"]) < 10:
-            assert each[_BEGUN] >= ends.get(each[_LANE], 0) - 1  # times are rounded
-        ends[each[_LANE]] = max(ends.get(each[_LANE], 0), each[_ENDED])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 
 import pytest
@@ -25,7 +26,7 @@ def test_a_data_only_worker_holds_no_call(caplog: pytest.LogCaptureFixture) -> N
     with InProcessCluster(data_only=True) as cluster, cluster["worker0"]:
         worker = current_worker()
         assert worker is not None
-        worker.debugger.breakpoint(sys._getframe(), None)
+        worker.debugger.breakpoint(inspect.currentframe(), None)
         assert not worker.debugger.sessions()
         assert sys.gettrace() is None
     assert "is ignored on worker 'worker0': it takes data only" in caplog.text

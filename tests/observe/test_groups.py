@@ -51,21 +51,25 @@ def test_a_group_can_be_observed_and_its_file_does_not_contain_a_given_key(
     assert rpc_group(_look, 2) == [(everybody, ["worker0", "worker1"], 0o600, given)] * 2
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
+def _warnings() -> list[str]:
+    """Collect the warnings about calls in a list from now on."""
+    texts: list[str] = []
+    logger = logging.getLogger("actorrpc.calls")
+    logger.addFilter(lambda record: texts.append(record.getMessage()) is not None)
+    return texts
 
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+
+def _reported(kind: str) -> str:
+    """Wait for a finding of this kind; return its text."""
+    until(lambda: any(each.kind == kind for each in actorrpc.state(30).findings))
+    (reported,) = [each.what for each in actorrpc.state(30).findings if each.kind == kind]
+    return reported
 
 
 def _blocked(rank: int, world_size: int, gates: list[str]) -> list[str]:
     if rank:
         return []
-    logger, lines = logging.getLogger("actorrpc.calls"), _Lines()
-    logger.propagate = False
-    logger.addHandler(lines)
+    lines = _warnings()
     ballast = torch.zeros(1 << 16)
     calls = [rpc.rpc_async("worker1", pass_gate, (each,), timeout=0) for each in gates]
     sender = threading.Thread(
@@ -74,16 +78,15 @@ def _blocked(rank: int, world_size: int, gates: list[str]) -> list[str]:
         )
     )
     sender.start()
-    until(lambda: any(each.kind == "window" for each in actorrpc.state(30).findings))
-    (reported,) = [each.what for each in actorrpc.state(30).findings if each.kind == "window"]
-    until(lambda: lines.texts)
+    reported = _reported("window")
+    until(lambda: lines)
     for each in gates:
         open_gate(Path(each))
     sender.join()
     for call in calls:
         call.wait()
     assert not any(each.blocked for each in actorrpc.state(30).workers[0].connections)
-    return [reported, *lines.texts]
+    return [reported, *lines]
 
 
 def test_calls_blocked_by_the_window_are_logged_and_reported(tmp_path: Path) -> None:
@@ -102,9 +105,7 @@ def test_calls_blocked_by_the_window_are_logged_and_reported(tmp_path: Path) -> 
 def _stalled(rank: int, world_size: int) -> list[str]:
     if rank:
         return []
-    logger, lines = logging.getLogger("actorrpc.calls"), _Lines()
-    logger.propagate = False
-    logger.addHandler(lines)
+    lines = _warnings()
     pid = rpc.rpc_sync("worker1", os.getpid)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -114,15 +115,14 @@ def _stalled(rank: int, world_size: int) -> list[str]:
             target=lambda: calls.append(rpc.rpc_async("worker1", torch.numel, (large,), timeout=0))
         )
         sender.start()
-        until(lambda: any(each.kind == "stalled" for each in actorrpc.state(30).findings))
-        (reported,) = [each.what for each in actorrpc.state(30).findings if each.kind == "stalled"]
-        until(lambda: lines.texts)
+        reported = _reported("stalled")
+        until(lambda: lines)
     finally:
         os.kill(pid, signal.SIGCONT)
     sender.join()
     assert calls[0].wait() == 16 << 20
     assert not any(each.stalled for each in actorrpc.state(30).workers[0].connections)
-    return [reported, *lines.texts]
+    return [reported, *lines]
 
 
 def test_unread_large_messages_are_logged_and_reported() -> None:

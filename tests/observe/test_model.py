@@ -61,34 +61,6 @@ def _record(name: str, rank: int) -> WorkerRecord:
 _DRIVER, _WORKER = _record("driver", 0), _record("w", 1)
 
 
-def _answers(worker: Any) -> list[tuple[WorkerRecord, Any]]:
-    row = {
-        "actor_id": "0a",
-        "instance": "0b",
-        "class_name": "C",
-        "state": "ALIVE",
-        "worker": "w",
-        "restarts": 2,
-    }
-    return [(_WORKER, worker), (_DRIVER, {"supervised": [row], "actors": []})]
-
-
-def test_an_actor_reported_by_its_supervisor_and_its_worker_is_listed_once() -> None:
-    life = {"actor_id": "0a", "instance": "0b", "title": "C#000a", "state": "alive", "calls_done": 7}
-    state = assemble(_answers({"actors": [life]}))
-    (actor,) = state.actors
-    assert [each.name for each in state.workers] == ["driver", "w"]
-    assert (actor.title, actor.state, actor.restarts, actor.calls_done) == ("C#000a", "ALIVE", 2, 7)
-    assert (actor.worker, actor.pid, actor.answered) == ("w", 101, True)
-
-
-def test_an_actor_of_a_silent_worker_is_listed() -> None:
-    state = assemble(_answers(Silent("stopped", "by a signal")))
-    (actor,) = state.actors
-    assert (actor.title, actor.state, actor.answered) == ("C#0a", "ALIVE", False)
-    assert state.workers[1].state == "stopped"
-
-
 def test_the_finding_about_a_silent_worker_names_the_calls_to_it() -> None:
     def calls(number: int, method: str, oldest: float) -> dict[str, Any]:
         made = {"worker": "w", "calls_out": number, "oldest_call": method, "oldest": oldest}
@@ -151,10 +123,3 @@ def test_each_kind_of_fault_is_a_finding() -> None:
         ("mailbox", True)
     ]
     assert _kinds(actors=(ObservedActor(running=(ObservedCall(left=-5.0),)),)) == [("deadline", True)]
-
-
-def test_intended_deaths_are_not_findings() -> None:
-    meant = ObservedActor(state="DEAD", death_cause="C#0a is dead: its last handle is gone")
-    crashed = ObservedActor(state="DEAD", death_cause="C#0b is dead: the process was ended by SIGKILL")
-    found = findings(GroupState(actors=(meant, crashed)))
-    assert found == [Finding(kind="actor", wrong=True, what=crashed.death_cause)]

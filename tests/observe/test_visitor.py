@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -22,10 +23,9 @@ from actorrpc.agent.context import current_worker
 from actorrpc.cli.commands import main
 from actorrpc.cli.profile import Sampler
 from actorrpc.errors import AuthenticationError
-from actorrpc.observe.assemble import Silent
-from actorrpc.observe.outside import FoundGroup, find_groups, look
+from actorrpc.observe.outside import FoundGroup, GroupLook, find_groups, look
 from actorrpc.observe.processes import why_silent
-from actorrpc.observe.visitor import KeptVisits, Target, Visit
+from actorrpc.observe.visitor import KeptVisits, Visit
 from actorrpc.wire.handshake import Acceptor, Refusal
 from actorrpc.wire.identity import new_incarnation
 from actorrpc.wire.keys import Key
@@ -34,6 +34,18 @@ from tests.actors.e2e.kit import until
 from tests.ports import free_port
 
 _KEY = "a key of more than sixteen characters"
+
+
+@contextlib.contextmanager
+def _alone(**settings: Any) -> Iterator[FoundGroup]:
+    """Run a worker in this process, as found in the private directory."""
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", **settings)
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        (group,) = find_groups(os.getpid())
+        yield group
+    finally:
+        rpc.shutdown()
 
 
 @pytest.fixture(params=["plain", "sealed", "tls"])
@@ -46,25 +58,16 @@ def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "tls":
         for name, value in certificates.files().environment.items():
             monkeypatch.setenv(name, value)
-    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", **settings)
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    try:
+    with _alone(**settings):
         host, port = _agent().record.tcp[0]
         yield f"tcp://{host}:{port}"
-    finally:
-        rpc.shutdown()
 
 
 @pytest.fixture
 def worker() -> Iterator[FoundGroup]:
     """A worker with a generated key, as found in the private directory."""
-    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    try:
-        (group,) = find_groups(os.getpid())
+    with _alone() as group:
         yield group
-    finally:
-        rpc.shutdown()
 
 
 def _agent() -> Any:
@@ -91,9 +94,6 @@ def test_inspecting_a_worker_from_outside_leaves_nothing_behind(
     until(lambda: not agent.peers() or all(each.is_self for each in agent.peers()))
     remove()
     assert changes == []
-    group, references = current_worker().group, current_worker().references  # type: ignore[union-attr]
-    assert group.barrier._gone == set()
-    assert references.table._deaths == {}
     assert [each.name for each in rpc.workers()] == ["alone"]
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
@@ -134,11 +134,10 @@ def test_logs_of_a_group_without_a_driver_say_where_the_output_goes(
 
 @pytest.mark.prints("did not prove to worker 'alone'", "more connections were refused")
 def test_a_wrong_key_is_refused(worker: FoundGroup) -> None:
-    (target,) = worker.targets
-    target.key = Key.from_text(_KEY)
+    wrong = Key.from_text(_KEY)
     with pytest.raises(AuthenticationError):
-        Visit(target, time.monotonic() + 30)
-    (finding,) = look(FoundGroup(targets=[target], key=target.key), ["process"], 30.0).state.findings
+        Visit(replace(worker.targets[0], key=wrong), time.monotonic() + 30)
+    (finding,) = _look(worker, key=wrong).state.findings
     assert "is refused: " in finding.what
     assert "ACTORRPC_KEY" in finding.remedy
     assert "network" not in finding.remedy
@@ -148,9 +147,7 @@ def test_inspecting_a_group_with_a_given_key_requires_that_key(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
-    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}")
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    try:
+    with _alone():
         assert main(["status", "--pid", str(os.getpid()), "--timeout", "30"]) == 0
         assert "1 worker, 0 actors" in capsys.readouterr().out
         monkeypatch.delenv("ACTORRPC_KEY")
@@ -158,40 +155,33 @@ def test_inspecting_a_group_with_a_given_key_requires_that_key(
         error = capsys.readouterr().err
         assert "was given a key, which this process has not: set ACTORRPC_KEY" in error
         assert _KEY not in error
-    finally:
-        rpc.shutdown()
+
+
+def _look(
+    worker: FoundGroup, timeout: float = 30.0, silence: float = float("inf"), **changes: Any
+) -> GroupLook:
+    """Look at the worker with changes of its target."""
+    target = replace(worker.targets[0], **changes)
+    return look(FoundGroup(targets=[target], key=target.key), ["process"], timeout, silence=silence)
 
 
 def test_a_worker_that_cannot_be_reached_is_reported_as_silent(worker: FoundGroup, tmp_path: Path) -> None:
-    (target,) = worker.targets
-    missing = Target(
-        record=target.record,
-        addresses=[str(tmp_path / "missing.sock")],
-        key=target.key,
-        settings=target.settings,
-    )
-    (answer,) = look(FoundGroup(targets=[missing], key=target.key), ["process"], 30.0).answers.values()
-    assert isinstance(answer[1], Silent)
-    assert (answer[1].state, "cannot be reached" in answer[1].reason) == ("silent", True)
+    (seen,) = _look(worker, addresses=[str(tmp_path / "missing.sock")]).state.workers
+    assert (seen.state, "cannot be reached" in seen.reason) == ("silent", True)
 
 
 def test_a_worker_that_sends_nothing_is_given_up_after_the_silence_limit(
     worker: FoundGroup, tmp_path: Path
 ) -> None:
-    (target,) = worker.targets
     path = str(tmp_path / "mute.sock")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
-        silent = Target(record=target.record, addresses=[path], key=target.key, settings=target.settings)
-        found = FoundGroup(targets=[silent], key=target.key)
-        (answer,) = look(found, ["process"], 1e6, silence=0.05).answers.values()
-    assert isinstance(answer[1], Silent)
-    assert answer[1].state == "busy"
+        (seen,) = _look(worker, 1e6, silence=0.05, addresses=[path]).state.workers
+    assert seen.state == "busy"
 
 
 def test_a_worker_of_another_version_is_reported_as_incompatible(worker: FoundGroup, tmp_path: Path) -> None:
-    (target,) = worker.targets
     path = str(tmp_path / "other.sock")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -205,8 +195,7 @@ def test_a_worker_of_another_version_is_reported_as_incompatible(worker: FoundGr
 
         other = threading.Thread(target=refuse)
         other.start()
-        changed = Target(record=target.record, addresses=[path], key=target.key, settings=target.settings)
-        (finding,) = look(FoundGroup(targets=[changed], key=target.key), ["process"], 30.0).state.findings
+        (finding,) = _look(worker, addresses=[path]).state.findings
         other.join()
     assert "is incompatible: it runs another version of actorrpc than this process" in finding.what
     assert "it speaks versions 250; install the same version of actorrpc on both sides" in finding.what
@@ -214,11 +203,9 @@ def test_a_worker_of_another_version_is_reported_as_incompatible(worker: FoundGr
 
 
 def test_a_restarted_worker_at_the_same_address_is_not_reported_as_a_wrong_key(worker: FoundGroup) -> None:
-    (target,) = worker.targets
-    assert target.record is not None
-    before = replace(target.record, incarnation=new_incarnation())
-    changed = Target(record=before, addresses=target.addresses, key=target.key, settings=target.settings)
-    (finding,) = look(FoundGroup(targets=[changed], key=target.key), ["process"], 30.0).state.findings
+    record = worker.targets[0].record
+    assert record is not None
+    (finding,) = _look(worker, record=replace(record, incarnation=new_incarnation())).state.findings
     assert "the intended worker has ended or restarted" in finding.what
     assert "ACTORRPC_KEY" not in finding.remedy
 
@@ -228,18 +215,12 @@ def test_a_data_only_worker_can_be_inspected_only_from_its_own_host(
     far: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
-    settings: dict[str, Any] = {"transport": "tcp" if far else "unix", "data_only": True}
-    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", **settings)
-    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
-    try:
-        (group,) = find_groups(os.getpid())
+    with _alone(transport="tcp" if far else "unix", data_only=True) as group:
         (seen,) = look(group, ["process", "threads"], 30.0).state.workers
         assert seen.state == "alive"
         assert ("takes data only" in seen.reason) == far
         assert bool(seen.threads) == (not far)
         assert bool(seen.memory) == (not far)
-    finally:
-        rpc.shutdown()
 
 
 _DRIVER = """

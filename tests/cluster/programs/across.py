@@ -17,7 +17,7 @@ from typing import Any
 import ours
 import rnn
 import torch
-from ours import Keeper, Layer, OwnError, Part
+from ours import Layer, OwnError, Part
 from torch.nn.functional import cross_entropy
 
 import actorrpc
@@ -87,34 +87,19 @@ def gradients(parts: list[Any]) -> None:
     for layer in own:
         value = layer(value)
     value.square().sum().backward()
-    held = [rpc.remote(name, ours.parameter, (2.0,)) for name in ("b", "c")]
     with autograd.context() as number:
         value = there
         for part in parts:
             value = actorrpc.get(part.forward.remote(value))
         autograd.backward(number, [value.square().sum()])
         assert torch.equal(autograd.get_gradients(number)[there], here.grad)
-    optimizer = DistributedOptimizer(torch.optim.SGD, held, lr=0.5)
-    with autograd.context() as number:
-        # Worker c uses the parameter of b, and b the parameter of c.
-        value = rpc.rpc_sync("c", ours.times, (held[0], torch.ones(4)))
-        value = rpc.rpc_sync("b", ours.times, (held[1], value))
-        autograd.backward(number, [value.sum()])
-        optimizer.step(number)
-    for each in held:
-        assert torch.equal(each.to_here().detach(), torch.full((4,), 1.0))
     say("differentiated")
 
 
 def together(parts: list[Any]) -> Any:
-    """Reduce tensors and train in a collective of the three actors."""
+    """Reduce tensors in a collective of the three actors."""
     collective = actorrpc.collective(parts, timeout=60)
     assert actorrpc.get(collective.call("total")) == [6.0] * 3
-    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(5))
-    model = Layer(7)
-    ours.descend(model, x, 3)
-    for found in actorrpc.get(collective.call("train", x, 3)):
-        torch.testing.assert_close(found, [each.detach() for each in model.parameters()])
     say("collective")
     return collective
 
@@ -234,16 +219,6 @@ def losing(parts: list[Any]) -> None:
     say("rebuilt")
 
 
-def moving() -> None:
-    """Drain worker c: its actor with a checkpoint moves to this host."""
-    keeper = on("c", lambda: Keeper.options(spread=True).remote())
-    assert [actorrpc.get(keeper.add.remote()) for _ in range(3)] == [1, 2, 3]
-    actorrpc.drain("c")
-    assert actorrpc.get(keeper.add.remote()) == 4
-    assert actorrpc.get(keeper.where.remote())[0] == "a"
-    say("drained")
-
-
 def main() -> None:
     """Run all parts."""
     settings = {name: json.loads(value) for name, _, value in (each.partition("=") for each in sys.argv[2:])}
@@ -253,7 +228,6 @@ def main() -> None:
         calls(parts)
         gradients(parts)
         losing(parts)
-        moving()
     say("done")
 
 

@@ -1,10 +1,9 @@
-"""A program that a launcher starts on three hosts: rank 0 drives, other ranks serve. With "lose", one rank exits."""
+"""A program that torchrun starts on three hosts: rank 0 drives, other ranks serve. In the first run, one rank exits."""
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 from pathlib import Path
 
@@ -49,7 +48,7 @@ def main() -> None:
         totals = actorrpc.get(actorrpc.collective(halves, timeout=60).call("total"))
         Path("begun").touch()
         print("ran", socket.gethostname(), len(rpc.workers()), hosts, gradient, totals, flush=True)
-        if "lose" in sys.argv and first:
+        if first:
             worker = actorrpc.get(actorrpc.call(halves[1], lambda _: rpc.get_worker_info().name))
             try:
                 rpc.rpc_sync(worker, os._exit, (3,))

@@ -32,18 +32,9 @@ ADD, ADD_TENSOR = torch.ops.aten.add, torch.ops.aten.add.Tensor
 
 
 @case
-def backends() -> Any:
-    return BACKENDS is torch.backends and MKLDNN is torch.backends.mkldnn and CLASSES is torch.classes
-
-
-@case
-def configuration() -> Any:
-    return DYNAMO is torch._dynamo.config
-
-
-@case
-def operators() -> Any:
-    same = OPS is torch.ops and ATEN is torch.ops.aten
+def modules_of_torch() -> Any:
+    same = BACKENDS is torch.backends and MKLDNN is torch.backends.mkldnn and CLASSES is torch.classes
+    same = same and OPS is torch.ops and ATEN is torch.ops.aten and DYNAMO is torch._dynamo.config
     return same and ADD is torch.ops.aten.add and ADD_TENSOR is torch.ops.aten.add.Tensor
 
 
@@ -194,12 +185,7 @@ def custom_operator() -> Any:
     y = cube(x)
     y.backward()
     assert x.grad is not None
-    return [y.item(), x.grad.item()]
-
-
-@case
-def custom_overload() -> Any:
-    return CUBE(torch.full((1,), 3.0)).item()
+    return [y.item(), x.grad.item(), CUBE(torch.full((1,), 3.0)).item()]
 
 
 # -- bodies of classes ---------------------------------------------------------------------------------------------
@@ -311,22 +297,6 @@ def argument_changes() -> Any:
     return found
 
 
-@actorrpc.remote
-class Growing:
-    def method(self) -> Any:
-        return "old"
-
-
-def methods_change() -> Any:
-    """Replace a method and add one between the creations of two actors."""
-    first = Growing.remote()
-    Growing.method = lambda _self, new: new
-    Growing.added = lambda _self: "added"
-    second = Growing.remote()
-    there = [first.method.remote(), second.method.remote("new"), second.added.remote()]
-    return [*actorrpc.get(there), hasattr(first, "added")]
-
-
 def main() -> None:
     found: dict[str, Any] = {}
     with actorrpc.init(num_cpus=8):
@@ -337,7 +307,6 @@ def main() -> None:
                 found[name] = f"{type(error).__name__}: {error}"
         found["changes"] = changes()
         found["argument_changes"] = argument_changes()
-        found["methods_change"] = methods_change()
         found["arguments"] = actorrpc.get(actorrpc.remote(lambda: sys.argv).remote(), timeout=60)
     print(json.dumps(found))
 

@@ -1,13 +1,10 @@
-"""The fork server: its death, failed imports, its messages, and the secrecy of the key."""
+"""The fork server: its death, failed imports, and the secrecy of the key."""
 
 from __future__ import annotations
 
-import gc
 import operator
 import os
 import signal
-import socket
-import sys
 from pathlib import Path
 
 import psutil
@@ -16,8 +13,6 @@ import pytest
 from actorrpc import rpc
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.cluster import init
-from actorrpc.cluster.provisioners import fork_server
-from actorrpc.cluster.provisioners.fork_protocol import MessageReader, send
 from actorrpc.errors import PeerDiedError
 from tests.cluster.drive import cluster, engine, script, until, workers
 
@@ -61,7 +56,7 @@ def test_a_fork_server_whose_import_fails_reports_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('this is not torch')")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.syspath_prepend(str(tmp_path))
     says = r"(?s)'Unlucky' could not be started.*this is not torch"
     with init(), pytest.raises(PeerDiedError, match=says):
         cluster().start(ProcessSpec(label="Unlucky")).wait(30)
@@ -91,45 +86,3 @@ def test_the_key_is_in_no_command_line_and_the_server_has_one_thread(tmp_path: P
         out, err = process.communicate()
         assert process.returncode == 0, err
     assert "/dev/null" in out
-
-
-def test_messages_of_any_size_arrive_whole_with_their_descriptors() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        reader = MessageReader(theirs)
-        first = [os.open("/dev/null", os.O_RDONLY) for _ in range(2)]
-        second = [os.open("/dev/null", os.O_RDONLY)]
-        send(ours, {"fds": 2, "n": 1}, tuple(first))
-        send(ours, {"fds": 0, "n": 2, "odd": "\udcff"})
-        send(ours, {"fds": 1, "n": 3, "big": "x" * 100_000}, tuple(second))
-        ours.shutdown(socket.SHUT_WR)
-        found = []
-        while (messages := reader.feed()) is not None:
-            found.extend(messages)
-        assert [message["n"] for message, _ in found] == [1, 2, 3]
-        assert found[1][0]["odd"] == "\udcff"
-        assert len(found[2][0]["big"]) == 100_000
-        assert [len(fds) for _, fds in found] == [2, 0, 1]
-        for fd in [*first, *second, *(fd for _, fds in found for fd in fds)]:
-            os.close(fd)
-        reader.close()
-
-
-def test_the_fork_server_checks_for_messages_between_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise an import of seconds would delay the shutdown of a cluster."""
-    for name, text in {"slow_a": "import slow_b", "slow_b": "import slow_c", "slow_c": "done = True"}.items():
-        (tmp_path / f"{name}.py").write_text(text)
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(fork_server, "_LATER", ("slow_a",))
-    for name in ("collect", "disable", "freeze"):  # this process continues after the test
-        monkeypatch.setattr(gc, name, lambda: None)
-    finders = list(sys.meta_path)
-    seen: list[list[str]] = []
-    fork_server._prepare(lambda: seen.append([name for name in sys.modules if name.startswith("slow_")]))
-    assert seen == [[], ["slow_a"], ["slow_a", "slow_b"]]
-    assert sys.meta_path == finders
-    for name in ("slow_a", "slow_b", "slow_c"):
-        monkeypatch.delitem(sys.modules, name)
