@@ -62,7 +62,8 @@ class Coordinator:
         """Run the pass, and wait on this thread for the futures that :meth:`steps` yields.
 
         Raises:
-            Exception: the pass has failed, or a signal handler interrupted the wait. The pass has no effect on any worker.
+            Exception: the pass has failed, or a signal handler interrupted the wait. The pass has no
+                effect on any worker, unless the handler interrupted the wait after the verdict.
         """
         transport = self._participant.transport
         outer = transport.begin_wait(self._part)
@@ -144,7 +145,7 @@ class Coordinator:
             future.acknowledge()
 
     def give_up(self, error: BaseException) -> None:
-        """End the pass with an error; it has no effect on any worker."""
+        """End the pass with an error. The pass then has no effect on any worker, unless its verdict was decided before."""
         part = self._part
         with self._context.lock:
             if part.error is None:

@@ -135,7 +135,7 @@ class RecvFunction(torch.autograd.Function):
     """Makes received tensors the outputs of one node. The tensors are passed in a list, so torch does not treat them as inputs.
     Therefore the outputs are the same objects as the received tensors, are not views, and may be changed in place.
 
-    A backward pass puts an empty list into the node's attribute ``box`` before it runs the engine; the node adds the gradients.
+    :func:`run` puts an empty list into the node's attribute ``box`` before it runs the engine; the node adds the gradients.
     """
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 A stratum is a set of messages whose gradients are processed in one call of the engine (see planner.py). A gradient may arrive on
 any thread, in any order, several times, and before the plan. Strata run one at a time, in order, each on the thread that finds
-the stratum ready. The context's lock guards a part, except the fields that only the thread that runs a stratum uses. No user code
+the stratum ready. The context's lock guards a part, except the fields that one thread at a time uses. No user code
 runs under this lock. The *verdict* is the decision, by the worker where the pass began, whether the pass has succeeded. Until the
 verdict, sums and results are stored in the part only.
 
@@ -230,7 +230,8 @@ class LocalPass:
         self._received: dict[tuple[int, Contribution], Gradients] = {}
         self._next = 0
         self._busy = False
-        # These fields are used only by the thread that begins the part, and then by the thread that runs a stratum.
+        # One thread at a time uses these fields, without the lock: the thread that begins the part, then each thread that runs a
+        # stratum, and at last the thread that commits or drops the part.
         self._edges: dict[int, tuple[GradientEdge, ...]] = {}
         self._reaches: dict[int, ReachableGraph] = {}
         self._receipts: dict[Node, Receipt] = {}

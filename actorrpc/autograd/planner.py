@@ -42,7 +42,7 @@ def levels(answers: Mapping[Send, Sequence[Sink]]) -> dict[Send, int]:
             if each in sends:
                 continue
             if each not in before:
-                raise RpcError(f"{_name(send)} leads to {_name(each)}, about which no worker was asked")
+                raise RpcError(f"{_name(send)} leads to {_name(each)}, about which no answer says anything")
             sends[each] = None
             before[each] += 1
     found: dict[Send, int] = {}

@@ -1,4 +1,4 @@
-"""Sends and receives the messages of backward passes, as calls and notices of the agent."""
+"""Sends and receives the messages of backward passes, as calls, casts and notices of the agent."""
 
 from __future__ import annotations
 

@@ -458,8 +458,8 @@ class RemoteModule(nn.Module):
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RRefError(
-            f"a RemoteModule is a reference: deepcopy would not copy the module, which is on {self.on!r}; make another one "
-            "there and load its state_dict() into it"
+            f"a RemoteModule is a reference: deepcopy would not copy the module, which is on {self.on!r}; make a second "
+            "RemoteModule there, and load the state_dict() of this one into the second"
         )
 
 
@@ -473,7 +473,9 @@ def _arguments(module_cls: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...]
                 f"instance of {module_cls}."
             )
     elif not callable(module_cls):
-        raise TypeError(f"module_cls must be a class of modules, not {module_cls!r}")
+        raise TypeError(
+            f"module_cls must be a class of modules, or a function that returns a module, not {module_cls!r}"
+        )
     if args is None:
         args = ()
     elif isinstance(args, (str, bytes)) or not isinstance(args, Sequence):

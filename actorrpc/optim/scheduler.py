@@ -100,7 +100,7 @@ class DistributedLRScheduler:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state from :meth:`state_dict`. As with torch, the optimizer's state, not this state, has the learning rates."""
+        """Load a state from :meth:`state_dict`. The optimizer's learning rates are in the optimizer's state."""
         self._scheduler.load_state_dict(copy.deepcopy(state_dict))
 
     def __repr__(self) -> str:

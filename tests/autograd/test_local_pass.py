@@ -233,7 +233,7 @@ def test_a_message_with_a_wrong_number_of_gradients_raises_an_error() -> None:
 @pytest.mark.parametrize(
     ("answers", "text"),
     [
-        ({(A, ROOTS): [Sink(B, 1, 1)]}, "message 1 of worker 1, about which no worker was asked"),
+        ({(A, ROOTS): [Sink(B, 1, 1)]}, "message 1 of worker 1, about which no answer says anything"),
         (
             {(A, ROOTS): [Sink(B, 1, 1)], (B, 1): [Sink(C, 2, 1)], (C, 2): [Sink(B, 1, 1)]},
             r"in a circle: message 1 of worker 1, message 2 of worker 2",

@@ -7,10 +7,11 @@ state             source              how the state ends
 ================  ==================  =====================================================================================
 queued            PendingCall         the actor's worker is known: the call is sent; or the call is cancelled or times out; or the
                                       actor dies
-in flight         Call                the answer arrives; or the agent cancels or times out the call; or the actor fails or moves:
-                                      :meth:`CallQueue.caught` queues the call again if it did not run or may be retried, and
-                                      otherwise lets it await the verdict
-awaiting verdict  AwaitingVerdict     the supervisor answers that the actor is dead, or restarts: the call fails with this error
+in flight         Call                the answer arrives; or the agent cancels or times out the call; or the actor fails or moves;
+                                      or an exception is retried: :meth:`CallQueue.caught` queues the call again if it did not
+                                      run or may be retried, and otherwise lets it await the verdict
+awaiting verdict  AwaitingVerdict     the supervisor answers that the actor is dead or restarts: the call fails with
+                                      ActorDiedError or ActorUnavailableError; or the call is cancelled
 done              (any)               the future has a value or an error
 ================  ==================  =====================================================================================
 

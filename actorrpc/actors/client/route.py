@@ -271,7 +271,7 @@ class Route:
     ) -> Again | None:
         """Return a function that repeats a call after its stream has failed before the first item; None without retries.
 
-        A call is repeated after the death of the actor's process, or an exception that ``retry_exceptions`` names.
+        A call is repeated after the end of the actor or of its process, or an exception that ``retry_exceptions`` names.
 
         Raises:
             SerializationError: an argument cannot be sent.

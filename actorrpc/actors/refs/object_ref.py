@@ -395,7 +395,9 @@ class ObjectRef(Generic[T_co]):
             del self  # an error's traceback has this frame: see wait.get()
 
     def _value(self, found: Any, copy: bool | None = None, sole: bool = False) -> Any:
-        """Return a value that no other reader has, made from ``found``, the value of the future that :meth:`_settled` returned.
+        """Return a value that no other reader has; :func:`replace` names exceptions.
+
+        It is made from ``found``, the value of the future that :meth:`_settled` returned.
 
         Args:
             copy: see :func:`get`.

@@ -26,7 +26,7 @@ class ResultPolicy(Protocol):
     """Decides whether further large results of a method are sent with the reply, or kept on the worker that made them."""
 
     def fetched(self) -> None:
-        """Record that the caller has read a result of the method itself."""
+        """Record that the caller reads a result of the method, instead of only passing its ObjectRef on."""
 
     def handed_on(self) -> None:
         """Record that the caller has passed an ObjectRef of a result on to another worker."""
@@ -77,7 +77,8 @@ def replace(value: Any, futures: Iterable[Future[Any]]) -> tuple[Any, bool]:
     with _lock:
         having = [each for each in futures if each.value_or_none is value]
         if not having:
-            # Another thread has replaced the object, and its reader may have changed the object while this thread copied it.
+            # Another thread has replaced the object by a Snapshot and given it to a reader, which may have changed it while this
+            # thread copied it.
             return next(
                 (each.value_or_none for each in futures if type(each.value_or_none) is Snapshot), value
             ), False

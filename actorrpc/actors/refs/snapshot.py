@@ -168,7 +168,7 @@ class Snapshot:
         return self._decode(buffers)
 
     def open_once(self) -> Any:
-        """Make the object from the snapshot's own memory, without a copy; the snapshot cannot be opened again.
+        """Make the object from the snapshot's own memory, without a copy; the snapshot must not be opened again.
 
         Raises: as :meth:`open`.
         """

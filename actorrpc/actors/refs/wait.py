@@ -121,7 +121,9 @@ def _short(item: object) -> str:
 
 
 def future_of(item: Any, what: str) -> Future[Any]:
-    """Return a future of a value that no other reader shares. A value on another worker is fetched. Raises as :func:`get`.
+    """Return a future of an item's value. The value of an ObjectRef is made for this reader alone; a Future is returned itself.
+
+    A value on another worker is fetched. Raises as :func:`get`.
 
     Args:
         what: the name of the function whose argument ``item`` is, for messages.
@@ -159,7 +161,7 @@ def time_left(until: float) -> float | None:
 
 
 def _time_is_over() -> bool:
-    """Return whether the deadline of the call that waits has passed. Failures of the awaited calls are then not logged."""
+    """Say whether the call that this thread executes has reached its deadline; then failures of awaited calls are not logged."""
     execution = CURRENT.get()
     return execution is not None and execution.deadline <= _time.now()
 
@@ -751,7 +753,7 @@ class _Registered(_Collector):
             self.wait_until(until, count - len(ended), f"wait() for {count} of {of}", count == of)
 
     def cover(self) -> None:
-        """Do not log failures of these results, because the call that waits for them has timed out."""
+        """Do not log failures of these results: the call that this thread executes has reached its deadline in ``wait()``."""
         items = list(self.items.values())
         cover(items, [*self.futures, *(each for each in items if isinstance(each, Future))])
 

@@ -250,7 +250,9 @@ ObjectRefStreamEndOfStreamError = _unraised(
     "ObjectRefStreamEndOfStreamError", "A stream has ended; here, StopIteration is raised."
 )
 OutOfDiskError = _unraised("OutOfDiskError", "The disk is full; here, an ObjectStoreFullError.", *_LIMIT)
-OutOfMemoryError = _unraised("OutOfMemoryError", "A node ran out of memory. Processes crash.", *_LIMIT)
+OutOfMemoryError = _unraised(
+    "OutOfMemoryError", "A node ran out of memory; here, the process crashes.", *_LIMIT
+)
 PlasmaObjectNotAvailable = _unraised("PlasmaObjectNotAvailable", "An object is not in the object store.")
 RayChannelError = _unraised("RayChannelError", "A channel of a compiled graph failed.")
 RayChannelTimeoutError = _unraised(
@@ -362,7 +364,8 @@ def _as(kind: type[RayError], error: errors.RpcError) -> RayError:
 
 
 def _task_error(error: errors.RemoteError, cause: BaseException) -> errors.RpcError:
-    # The task has raised the RayTaskError of a task that it had called, and the two error classes could not be combined.
+    # The task has raised the RayTaskError of a task that it had called. Such an error is sent as a RayTaskError only if its class
+    # is not a combination with the class of the user's exception.
     if isinstance(cause, RayTaskError):
         return _rebuild_task_error(
             str(cause.args[0]), cause.type_name, error.traceback, cause.cause, cause.worker

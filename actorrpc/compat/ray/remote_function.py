@@ -80,7 +80,8 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
         def remote(self, *args, **kwargs):
             """Run the function in another process; return an ObjectRef, a list of them or an ObjectRefGenerator at once.
 
-            ObjectRefs among the arguments are replaced by their values. Starts the embedded cluster outside of a group.
+            ObjectRefs among the arguments are replaced by their values. Starts the embedded cluster if this
+            process is in no group.
 
             Raises:
                 TypeError: the function does not take these arguments, or an argument cannot be sent.
