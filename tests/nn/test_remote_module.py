@@ -85,7 +85,7 @@ def test_creating_an_object_that_is_no_module_raises() -> None:
         RemoteModule("w0", things.NotAModule, (1,), {"second": 2})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=_EXPECTED + r".*<class 'int'>"):  # only noticed at the owner
         RemoteModule("w0", lambda: 3).forward()
-    with pytest.raises(TypeError, match="module_cls must be a class of modules, .*, not 3"):
+    with pytest.raises(TypeError, match=r"module_cls must be a class of modules, .*, not 3"):
         RemoteModule("w0", 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"write args=\(x,\)"):
         RemoteModule("w0", nn.Linear, "ab")
