@@ -23,7 +23,10 @@ _PIDS: Final = "/sys/fs/cgroup"
 def explain_threads() -> str:
     """Return an error message: this process cannot start another thread; with the limits that the system sets."""
     known = [f"{_count_threads()} run in it", *_limits()]
-    return f"process {os.getpid()} cannot start another thread: {', '.join(known)}. Raise the limit, or run less in it"
+    return (
+        f"process {os.getpid()} cannot start another thread: {', '.join(known)}. Raise the limit that is reached, or run fewer "
+        "threads and processes under it"
+    )
 
 
 def start_thread(thread: threading.Thread) -> None:

@@ -36,6 +36,9 @@ __all__ = [
 KEPT: Final = 32768
 """The number of records in the ring: 2.9 MB in all, which the kernel allocates as the ring fills."""
 
+# In all records: ``number`` counts the records in the order of writing; ``id`` is the number of the call between the two workers;
+# ``chain`` is the number of the chain of nested calls to which the call belongs; ``thread`` is the thread that made or ran it.
+
 CALLED: Final = 0
 """``(number, CALLED, made, answered, id, callee, chain, method, thread, failed, waits, bytes out, bytes in)``; ``waits``: True
 if the call was synchronous: the thread that made the call waited for it."""

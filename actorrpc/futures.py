@@ -104,7 +104,7 @@ class Progress:
         """Work towards completion on the calling thread, which waits for the future, at most until the deadline."""
 
     def flush(self) -> None:
-        """Send messages whose sending was delayed, because a thread is about to wait without calling :meth:`drive`."""
+        """Send delayed messages now: a thread is about to wait without calling :meth:`drive`."""
 
     def listen(self) -> None:
         """Let the pool read the reply, because the thread that polls the future does not read it."""
@@ -208,7 +208,7 @@ def forked() -> None:
 
 
 def generation() -> int:
-    """Return a number that differs between this process and its forks."""
+    """Return a number that changes in a fork of a process that is in a group."""
     return _generation
 
 

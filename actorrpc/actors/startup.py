@@ -23,7 +23,7 @@ __all__ = ["start"]
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
-    """Start the actor layer of a worker; return the function that ends the layer."""
+    """Start the actor layer of a worker; return the function that ends the layer, with an argument ``graceful``."""
     agent = worker.agent
     made = Runtime(agent, worker.references)
     made.names = Names(made, api.namespace())

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["MAX_RUNNERS", "ActorThread", "ActorThreads"]
 
 MAX_RUNNERS: Final = 128
-_AT_ONCE: Final = 1  # runners that have a turn at a time, if calls are short
-_WIDE: Final = 32  # runners that have a turn at a time, if calls are long
+_AT_ONCE: Final = 1  # how many runners may run calls at a time (see "Turns" above), if calls are short
+_WIDE: Final = 32  # how many runners may run calls at a time, if calls are long
 _STALLED_S: Final = 2e-3  # a longer turn does not count against the limit any more
 _SHORT_S: Final = 60e-6  # calls are long if they take longer than this on average
 _COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the GIL
@@ -217,9 +217,9 @@ class ActorThreads:
         return True
 
     def close(self) -> None:
-        """End the shared threads when they are idle, and give all runners a turn now, because no tick follows.
+        """End the shared threads when they are idle, and wake all runners in ``ready``, because the tick will wake none later.
 
-        Runners in ``ready`` are woken here; a runner that is added later is woken by the thread that adds it.
+        A runner that is added later is woken by the thread that adds it.
         """
         with self._lock:
             self._closed = True

@@ -44,7 +44,9 @@ _log = logging.getLogger("actorrpc.actors")
 _GATHERED: Final = 32
 _GATHER_S: Final = 1e-3
 _FLYING: Final = 2  # checkpoints of one actor that are sent and not confirmed
-LAST: Final = 1 << 62  # the number of the last state of an actor that has ended
+#: The number of the state that an actor leaves when it moves. It is larger than the numbers of checkpoints, so that no late
+#: checkpoint replaces this state.
+LAST: Final = 1 << 62
 
 
 class Checkpoints:

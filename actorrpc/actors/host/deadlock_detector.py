@@ -177,7 +177,10 @@ def _awaited_arguments(entry: Envelope) -> Sequence[_Target]:
 
 
 def _blocked(hosted: HostedActor) -> list[tuple[Entry | None, list[Call | Stall]]]:
-    """Return the executions of an actor that wait while calls wait for them (a serial method, a loop), with their targets."""
+    """Return the executions of an actor that wait and hold back other calls, each with the calls and streams that it waits for.
+
+    These are the method or coroutine of a serial queue, and the call that blocks an event loop (None if it is not known).
+    """
     runners: list[Runner | EventLoop] = []
     queue = hosted.mailbox.queues[""]
     if _is_serial(queue) and queue.waiting:

@@ -148,7 +148,10 @@ class GroupQueue:
         return running >= self.limit
 
     def _put_before(self, entry: Entry) -> None:
-        """Give a repeated entry the number of the first of its caller's later entries, so that it is dequeued before them."""
+        """Give a repeated entry the number of the first of its caller's later entries, so that it is dequeued before them.
+
+        Of entries with equal numbers, the entry with the lower ``place`` is dequeued first.
+        """
         for each in self.entries():
             if (
                 each.caller == entry.caller

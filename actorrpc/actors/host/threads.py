@@ -89,12 +89,13 @@ class Interrupted(KeyboardInterrupt):
 
 
 def bears_interruption(frame: FrameType | None) -> bool:
-    """Tell whether a thread with this stack may be interrupted: it runs no code of this package, and the exception is raised.
+    """Tell whether a thread with this stack may be interrupted: it runs no code of this package, and the method would get it.
 
     It may not be interrupted in these cases:
 
     * An import runs: a module that was imported by half can often not be imported again.
-    * A ``__del__`` or the callback of a weak collection runs: the interpreter would print the exception, and continue the method.
+    * A ``__del__`` or the callback of a weak collection runs: the interpreter would print the exception, and the
+      method would continue.
     * ``Thread.start`` runs: until a new thread runs, CPython 3.11 gives its state the id of the thread that starts it. An
       exception that is set for this id meanwhile would end the new thread before its first line.
     * asyncio holds a coroutine that no task runs yet, as at the end of ``asyncio.run``. The coroutine would never be awaited, and

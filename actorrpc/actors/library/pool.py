@@ -276,7 +276,7 @@ class ActorPool(Generic[A]):
         return next(iter(self._ready.values()), None)
 
     def _remove(self, task: _Task) -> None:
-        """Remove a task whose result is fetched; its actor becomes free."""
+        """Remove a task whose result was fetched, or which was abandoned. Its actor becomes free when its call has ended."""
         self._tasks.pop(task.index, None)
         self._ready.pop(task.index, None)
         self._next_return = max(self._next_return, task.index + 1)

@@ -225,14 +225,14 @@ class RunnerPools:
             return [each.handle for each in pool.runners]
 
     def lease(self, options: TaskOptions) -> Future[None] | None:
-        """Request one more runner from rank 0 if all runners that this process knows are busy, and the limit allows one more.
+        """Request one more runner from rank 0 if all runners that this process knows are busy, and the pool allows one more.
 
         Does not block. Rank 0, processes without an embedded cluster, and tasks with ``worker=`` need no request:
         :meth:`assign` makes their runners.
 
         Returns:
             None if :meth:`assign` can be called at once. Otherwise a future that completes when rank 0 has answered, and fails if
-            the request does. If ``limit`` requests are under way already, the last one's future.
+            the request does. If ``_RunnerPool.limit`` requests are under way already, the future of the last request.
         """
         if self.runtime.spawner is None or options.worker is not None or self._is_first:
             return None

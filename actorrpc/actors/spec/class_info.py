@@ -472,7 +472,7 @@ class ClassInfo:
         if blob is None:
             packed = self._packed()
             if any(isinstance(each.given.get("retry_exceptions"), tuple) for each in self.methods.values()):
-                # Pickled with the message, because the exception classes may be sent by value.
+                # The message's pickler pickles the fields, because only it can send exception classes by value.
                 return _rebuild, packed
             blob = self._blob = zlib.compress(pickle.dumps(packed, 5), 9)
         return _open, (blob,)

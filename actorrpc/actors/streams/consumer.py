@@ -131,7 +131,9 @@ class _Consumer(Stall, Progress):
                 step = claim[0][0]
             except IndexError:
                 return
-            if signal.completed:  # the item has arrived, and the step in `claim` is for a later item
+            if (
+                signal.completed
+            ):  # since the loop's condition was tested; the step in `claim` may be for a later item
                 return
             step.drive(deadline)
             if not step.completed:
@@ -173,7 +175,11 @@ class _Consumer(Stall, Progress):
                 self._pull()
 
     def _wants(self) -> bool:
-        """Whether to pull now, because the items that are here fill at most half of the window. The lock is held."""
+        """Whether to pull now. The lock is held.
+
+        That is so if the stream is open, no pull is under way, and either a thread waits for all items, or the items that have
+        arrived fill at most half of the window.
+        """
         ticket = self._ticket
         return (
             ticket is not None

@@ -338,7 +338,10 @@ class Producer(Stall):
             asked.try_fail(error or _gone(self.stream))
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
-        """Close the stream, because its call was cancelled or has timed out, or because the consumer's worker has ended."""
+        """Close the stream, because its call was cancelled or has timed out, or because the consumer's worker has ended.
+
+        ``stop`` and ``late`` are parameters of ``Execution.cancel``; a stream ignores them.
+        """
         self.close()
 
     def check(self) -> None:
@@ -412,7 +415,7 @@ class Producer(Stall):
 
 
 class Streams:
-    """The streams that are produced in this process. Thread-safe: the table changes by single atomic steps."""
+    """The streams that are produced or read in this process. Thread-safe: the tables change by atomic steps."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent

@@ -64,6 +64,8 @@ class RestartOrder:
 class RestartStrategy:
     """Decides for the children of one group. Not thread-safe.
 
+    Methods that record an event, or an order of the owner, return the orders that the owner has to carry out next.
+
     Args:
         states: the states of the children at the beginning: ``"up"`` or ``"making"``.
         restarts: how many restarts are allowed, and when.
