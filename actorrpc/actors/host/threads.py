@@ -89,9 +89,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 def bears_interruption(frame: FrameType | None) -> bool:
-    """Tell whether a thread with this stack may be interrupted: it runs no code of this package, and the method would get it.
+    """Tell whether a thread with this stack may be interrupted.
 
-    It may not be interrupted in these cases:
+    It may not be if it runs code of this package, nor in these cases:
 
     * An import runs: a module that was imported by half can often not be imported again.
     * A ``__del__`` or the callback of a weak collection runs: the interpreter would print the exception, and the
