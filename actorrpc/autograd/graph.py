@@ -416,12 +416,11 @@ def add_to(total: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return total.add_(other)
 
 
-def accumulate(gradients: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Add gradients to the ``.grad`` of their leaves, in place if a local backward pass would do so. Each leaf occurs once."""
-    with Borrowed([leaf for leaf, _ in gradients]) as grads:
-        for index, (_, gradient) in enumerate(gradients):
-            before = grads[index]
-            grads[index] = gradient if before is None else add_to(before, gradient)
+def accumulate(grads: list[torch.Tensor | None], gradients: Iterable[torch.Tensor]) -> None:
+    """Add gradients to the ``.grad`` that :class:`Borrowed` gave, in place if a local backward pass would do so."""
+    for index, gradient in enumerate(gradients):
+        before = grads[index]
+        grads[index] = gradient if before is None else add_to(before, gradient)
 
 
 # -- running as a local pass does --------------------------------------------------------------------------------------

@@ -495,12 +495,19 @@ class LocalPass:
 
     # -- the verdict: on one thread, without the lock -------------------------------------------------------------
 
-    def commit(self) -> None:
-        """Add the results of this part to the context, or to ``.grad``."""
+    def reserve(self) -> graph.Borrowed | None:
+        """Return the reservation of the leaves' ``.grad`` for :meth:`commit`; None if the results are for the context."""
+        assert self.terms is not None
+        return (
+            graph.Borrowed([leaf for leaf, _ in self._results]) if self.terms.accumulate == "grad" else None
+        )
+
+    def commit(self, grads: list[torch.Tensor | None] | None) -> None:
+        """Add the results of this part to ``grads``, which is from :meth:`reserve`, or to the context if it is None."""
         terms, context = self.terms, self.context
         assert terms is not None
-        if terms.accumulate == "grad":
-            graph.accumulate(self._results)
+        if grads is not None:
+            graph.accumulate(grads, [gradient for _, gradient in self._results])
         else:
             self._add_to_context()
         if not (terms.retain_graph or terms.create_graph):

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -461,12 +462,24 @@ class Participant:
             part.over = True
             counts = commit and part.finished and part.error is None
             notified = part.notified
-        for worker in sorted(notified):
-            self.transport.notify(worker, Verdict(context.id, part.id, counts))
+        reserved = ExitStack()
         try:
+            grads = None
+            try:
+                # Before the verdict is sent: a signal handler may interrupt the wait for other users of ``.grad``.
+                reservation = part.reserve() if counts else None
+                if reservation is not None:
+                    grads = reserved.enter_context(reservation)
+            except BaseException:
+                counts = False
+                raise
+            finally:
+                for worker in sorted(notified):
+                    self.transport.notify(worker, Verdict(context.id, part.id, counts))
             if counts:
-                part.commit()
+                part.commit(grads)
         finally:
+            reserved.close()
             with context.lock:
                 context.passes.pop(part.id, None)
                 context.ended.put(part.id, None)

@@ -279,7 +279,8 @@ def test_accumulate_works_in_place_where_torch_does() -> None:
     a.grad = kept = torch.ones(3, dtype=torch.float64)
     c.grad = _sparse(1)
     new = torch.full((3,), 2.0, dtype=torch.float64)
-    graph.accumulate([(a, new), (b, new.clone()), (c, new.clone())])
+    with graph.Borrowed([a, b, c]) as grads:
+        graph.accumulate(grads, [new, new.clone(), new.clone()])
     assert a.grad is kept
     assert torch.equal(kept, new + 1)
     assert torch.equal(b.grad, new)  # type: ignore[arg-type]
