@@ -1,23 +1,19 @@
-"""Hosted actors: messages that arrive in chunks, the cost of ending an actor, and arguments of cancelled calls."""
+"""Hosted actors: messages that arrive in chunks, the end of a draining actor, and checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
-import tracemalloc
 from collections.abc import Iterator
 from contextvars import Context
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.actors import host
 from actorrpc.actors.context import runtime
 from actorrpc.actors.host import registry
 from actorrpc.actors.host.mailbox import Mailbox
@@ -130,86 +126,6 @@ def test_a_call_that_is_cancelled_after_its_first_chunk_never_runs(
         assert part_is_sent.is_set()
         assert _sent.wait(30)
         assert actorrpc.get(nester.count.remote(keeper), timeout=30) == 0
-
-
-_FOLDER = os.path.dirname(str(host.__file__))
-
-
-def _lines_of_an_end(folder: Path, count: int) -> float:
-    """Return how many lines of the package run per end of an actor, with ``count`` actors and calls in progress."""
-    lines: list[None] = []
-
-    def step(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
-            lines.append(None)
-        return step
-
-    def enter(frame: FrameType, event: str, _: Any) -> Any:
-        return step if frame.f_code.co_filename.startswith(_FOLDER) else None
-
-    folder.mkdir()
-    before = threading.gettrace()
-    threading.settrace(enter)
-    try:
-        with alone(folder) as runtime:
-            keepers = [Keeper.options(worker="w0").remote([]) for _ in range(count + 1)]
-            unanswered = [keepers[0].later.remote() for _ in range(count)]
-            actorrpc.get([each.count.remote() for each in keepers], timeout=30)
-            hosted = runtime.registry.all()[1:]
-            lines.clear()
-            for each in hosted:
-                each.stop("now", "the test ends it").wait(30)
-            found = len(lines) / count
-            actorrpc.kill(keepers[0])
-            for call in unanswered:
-                with pytest.raises(actorrpc.ActorDiedError):  # no answer will come
-                    actorrpc.get(call, timeout=30)
-            del keepers, unanswered, hosted, each, call
-    finally:
-        threading.settrace(before)  # type: ignore[arg-type]
-    return found
-
-
-def test_the_cost_of_ending_an_actor_does_not_grow_with_other_actors_and_calls(
-    tmp_path: Path,
-) -> None:
-    few, many = (_lines_of_an_end(tmp_path / f"{count}", count) for count in (10, 150))
-    assert 0 < many < 1.5 * few
-
-
-@actorrpc.remote
-class Waiter:
-    def __init__(self) -> None:
-        self.waiting = 0
-
-    async def wait(self, data: bytes) -> None:
-        self.waiting += 1
-        await asyncio.Event().wait()
-
-    async def count(self, _data: bytes = b"") -> int:
-        return self.waiting
-
-
-@pytest.mark.limit(10)
-def test_a_cancelled_call_releases_its_arguments_when_it_ends() -> None:
-    count, data = 400, bytes(10_000)
-    with InProcessCluster(2):  # its clock is stopped, so a timer would keep its call
-        waiter = Waiter.options(worker="worker1").remote()
-        actorrpc.get(waiter.count.remote(data))
-        tracemalloc.start()
-        try:
-            refs = [waiter.wait.remote(data) for _ in range(count)]
-            until(lambda: actorrpc.get(waiter.count.remote()) == count)
-            assert tracemalloc.get_traced_memory()[0] > count * len(data)
-            assert actorrpc.cancel(refs)
-            for ref in refs:
-                with pytest.raises(actorrpc.CancelledError):
-                    actorrpc.get(ref)
-            refs.clear()
-            del ref
-            until(lambda: tracemalloc.get_traced_memory()[0] < count * len(data) // 2)
-        finally:
-            tracemalloc.stop()
 
 
 _may_end = threading.Event()
