@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,13 +39,6 @@ def test_the_delay_is_not_reset_if_the_actor_never_came_to_life() -> None:
     assert [policy.next(at) for at in (0.0, 100.0, 200.0)] == [0.0, 0.1, 0.2]
 
 
-@given(_times, st.integers(0, 5))
-def test_without_a_window_restarts_never_exceed_the_limit(lives: list[float], limit: int) -> None:
-    found = _play(RestartPolicy(limit), lives)
-    given_waits = [wait for _, wait in found if wait is not None]
-    assert len(given_waits) == min(limit, len(lives))
-
-
 @given(_times, st.integers(1, 4), st.floats(0.5, 60))
 def test_restarts_within_any_window_never_exceed_the_limit(
     lives: list[float], limit: int, window: float
@@ -59,21 +51,6 @@ def test_restarts_within_any_window_never_exceed_the_limit(
     if found[-1][1] is None:  # refused only if the window is full
         assert len([at for at in times if at > found[-1][0] - window]) == limit
         assert f"within {window:g} s" in policy.why_not()
-
-
-@given(_times)
-def test_a_limit_of_minus_1_is_unlimited(lives: list[float]) -> None:
-    found = _play(RestartPolicy(-1, 1.0), lives)
-    assert len(found) == len(lives)
-    assert all(wait is not None for _, wait in found)
-
-
-@given(st.lists(st.floats(0, 8), min_size=2, max_size=100), st.floats(0, 20))
-def test_delays_never_shrink_and_are_bounded(lives: list[float], backoff: float) -> None:
-    waits = [wait for _, wait in _play(RestartPolicy(-1, None, backoff), lives)]
-    assert waits[0] == 0.0
-    assert all(before <= after for before, after in pairwise(waits))  # type: ignore[operator]
-    assert max(waits) <= max(MAX_BACKOFF_S, backoff)  # type: ignore[type-var, operator]
 
 
 @given(_times, st.floats(0.1, 5), st.lists(st.floats(0, 1), min_size=1))

@@ -71,31 +71,6 @@ class Model:
         return self.done
 
 
-def test_a_death_of_an_earlier_child_during_a_restart_extends_the_restart() -> None:
-    model = Model(3, "rest_for_one")
-    model.die(2)
-    assert model.done == ["died 2", "make 2"]
-    model.die(0)
-    assert model.settle() == ["died 2", "make 2", "died 0", "end 2", "end 1", "make 0", "make 1", "make 2"]
-
-
-def test_a_group_is_up_only_when_all_children_are_up() -> None:
-    model = Model(2, "one_for_one", backoff=3.0)
-    model.carry_out(model.siblings.bring_down(0.0))
-    model.settle()
-    model.done.clear()
-    model.carry_out(model.siblings.bring_up(0.0, RestartPolicy(3, 60.0, 3.0)))
-    for _ in range(2):
-        model.todo = [order for order in model.todo if order.child != 0]
-        model.lives[0] = True
-        model.die(0)
-    model.obey()
-    assert model.siblings.states == ("down", "up")
-    assert "up" not in model.done
-    assert model.settle()[-1] == "up"
-    assert model.siblings.states == ("up", "up")
-
-
 @given(st.integers(0, 1 << 32), st.sampled_from(STRATEGIES), st.integers(1, 5))
 def test_after_random_deaths_all_children_are_up_or_the_group_has_failed(
     seed: int, strategy: Strategy, size: int
