@@ -107,9 +107,6 @@ class Worker:
     def numbers(self) -> Iterator[int]:
         yield self.rank
 
-    def on_stop(self) -> None:
-        _gates["stopped", self.rank].set()
-
 
 @pytest.fixture
 def workers(one_worker: None) -> Iterator[ActorGroup[Any]]:

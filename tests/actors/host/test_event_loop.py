@@ -172,9 +172,6 @@ class Stubborn:
                     return f"again: {error}"
         return "never"
 
-    async def sleep(self) -> None:
-        await asyncio.sleep(3600)
-
     async def has_begun(self) -> None:
         await self.begun.wait()
 

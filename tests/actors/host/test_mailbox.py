@@ -12,12 +12,6 @@ from actorrpc.actors.host.mailbox import Entry, GroupQueue, Mailbox, Wakeups
 from tests.actors.entries import Call
 
 
-def _configured(limits: dict[str, int], **how: bool) -> Mailbox:
-    mailbox = Mailbox()
-    mailbox.configure(limits, {}, loose=False, **how)
-    return mailbox
-
-
 class SimulatedRunner:
     """A runner that the simulator steps."""
 
@@ -276,7 +270,8 @@ def test_a_ready_call_releases_the_later_calls_up_to_the_next_pending_one() -> N
 
 
 def test_glance_shows_the_oldest_waiting_call_of_each_queue() -> None:
-    mailbox = _configured({"": 1, "io": 1})
+    mailbox = Mailbox()
+    mailbox.configure({"": 1, "io": 1}, {}, loose=False)
     queue = mailbox.queues[""]
     first, blocked, urgent = Call("a"), Call("b", ready=False), Call("c", priority=5)
     for entry in (first, blocked, urgent):

@@ -168,7 +168,10 @@ def test_a_reference_to_an_earlier_incarnation_of_a_worker_is_not_loaded(cluster
     with pytest.raises(errors.PeerDiedError, match="it cannot be loaded"):
         pickles.find(wrong, "it")
     other = pickles.Address(
-        address.group, address.worker, address.name, RRefId(address.value.created_on, address.value.local_id, "0" * 32)
+        address.group,
+        address.worker,
+        address.name,
+        RRefId(address.value.created_on, address.value.local_id, "0" * 32),
     )
     with pytest.raises(errors.RRefError, match="it was freed"):
         pickles.find(other, "it")

@@ -101,8 +101,8 @@ def test_a_placement_on_a_dead_worker_is_repeated_without_counting_as_restart(
         return slot
 
     given_back: list[int] = []
-    monkeypatch.setattr(world.spawner, "spawn", spawn)
-    monkeypatch.setattr(world.spawner, "give_back", given_back.append, raising=False)
+    world.spawner.spawn = spawn  # type: ignore[method-assign]
+    world.spawner.give_back = given_back.append  # type: ignore[attr-defined]
     route = world.create(driver, max_restarts=1)
     world.settle()
     assert _state(driver).worker == first.record.name
