@@ -47,7 +47,6 @@ class Counter:
     def __init__(self, start: int = 0, *, step: int = STEP) -> None:
         self.n = start
         self.step = step
-        self.parts: list[Any] = []
 
     def add(self, times: int = 1) -> int:
         self.n += times * self.step
@@ -99,9 +98,6 @@ class Counter:
 
     def call(self, other: Any) -> int:
         return int(other.rpc_sync().add(10))
-
-    def parts_themselves(self) -> list[Any]:
-        return self.parts
 
     def __call__(self, x: int) -> int:
         return x + 1

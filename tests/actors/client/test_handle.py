@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import operator
 import pickle
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 
 import actorrpc
 from actorrpc import ActorHandle, Future, ObjectRef, RRef, get
-from actorrpc.actors.client.handle import ActorMethod
 from actorrpc.errors import (
     ActorDiedError,
     ConfigError,
@@ -43,16 +40,6 @@ def counter(one_worker: None) -> Handle:
 
 
 # -- Ray's interface -------------------------------------------------------------------------------------------------
-
-
-def test_a_remote_call_returns_an_object_ref(counter: Handle) -> None:
-    ref = counter.add.remote(2)
-    assert isinstance(ref, ObjectRef)
-    assert get(ref) == 5
-    assert get(counter.add.remote(times=1)) == 6
-    assert isinstance(counter.add, ActorMethod)
-    assert counter.add is counter.add
-    assert repr(counter.add).startswith("<remote method Counter.add of Counter#")
 
 
 def test_wrong_arguments_raise_at_the_call_and_do_not_run(counter: Handle) -> None:
@@ -103,10 +90,14 @@ def test_num_returns_gives_one_reference_per_result(counter: Handle) -> None:
         get(three[2])
 
 
-def test_timeout_of_one_call_and_unknown_call_options(counter: Handle) -> None:
+def test_timeouts_of_calls_and_handles_and_unknown_call_options(counter: Handle) -> None:
     blocked = counter.wait.remote()
+    hurried = counter.options(timeout=0.01)
+    for call in (counter.add.options(timeout=0.01).remote, hurried.add.remote):
+        with pytest.raises(RpcTimeoutError):
+            get(call())
     with pytest.raises(RpcTimeoutError):
-        get(counter.add.options(timeout=0.01).remote())
+        hurried.rpc_sync().add()
     things.Counter.gate.set()
     assert get(blocked)
     assert get(counter.add.remote(0)) == 3  # the call that timed out was not started
@@ -114,19 +105,6 @@ def test_timeout_of_one_call_and_unknown_call_options(counter: Handle) -> None:
         counter.add.options(max_restarts=1)
     with pytest.raises(ConfigError, match="has no concurrency group 'io'; it has: none"):
         counter.add.options(concurrency_group="io")
-
-
-def test_handle_options_apply_to_all_its_calls(counter: Handle) -> None:
-    blocked = counter.wait.remote()
-    hurried = counter.options(timeout=0.01)
-    assert hurried == counter
-    with pytest.raises(RpcTimeoutError):
-        get(hurried.add.remote())
-    with pytest.raises(RpcTimeoutError):
-        hurried.rpc_sync().add()
-    things.Counter.gate.set()
-    assert get(blocked)
-    assert get(hurried.options(timeout=20).add.remote(0)) == 3
 
 
 def test_top_level_references_are_replaced_by_values_and_nested_ones_are_not(counter: Handle) -> None:
@@ -222,14 +200,6 @@ def test_calls_through_an_rref_and_a_handle_keep_the_order_of_their_caller(one_w
     assert get(actor.recorded.remote()) == list(range(40))
 
 
-def test_rref_remote_leaves_the_result_on_the_worker_of_the_actor(counter: Handle) -> None:
-    rref = counter.rref
-    parts = rref.remote().parts_themselves()
-    assert parts.owner() == rref.owner()
-    assert parts.local_value() is rref.local_value().parts
-    assert rref.remote().add(counter.add.remote()).to_here() == 8  # a reference is replaced by its value
-
-
 def test_calls_through_an_rref_raise_errors_of_the_method_timeouts_and_death(counter: Handle) -> None:
     rref = counter.rref
     for style in _STYLES:
@@ -285,14 +255,9 @@ def test_handles_of_the_same_actor_are_equal(counter: Handle) -> None:
     assert counter != other
     assert counter != 3
     assert len({counter, other, counter.options(timeout=1)}) == 2
+    assert repr(counter) == f"<ActorHandle of Counter {counter.actor_id:016x}>"
     assert copy.copy(counter) is counter
     assert copy.deepcopy([counter])[0] is counter
-
-
-def test_repr_shows_class_name_and_actor_id(one_worker: None) -> None:
-    named = things.Counter.options(name="one").remote()
-    assert repr(named) == f"<ActorHandle of Counter 'one' {named.actor_id:016x}>"
-    assert repr(things.Counter.remote()).startswith("<ActorHandle of Counter ")
 
 
 # -- pickling and lifetime -----------------------------------------------------------------------------------------------
@@ -314,17 +279,3 @@ def test_handles_and_their_methods_can_be_arguments_and_results(counter: Handle)
     method: Any = get(counter.echo.remote(other.add))
     assert get(method.remote()) == 111
     assert actorrpc.rpc_sync("w0", operator.eq, (counter, counter))
-
-
-def test_the_actor_ends_with_its_last_handle(one_worker: None) -> None:
-    counter = things.Counter.remote()
-    ended = actorrpc.monitor(counter)
-    method = counter.add
-    weak = weakref.ref(counter)
-    del counter
-    assert weak() is None  # at once: methods and proxies form no cycle with the handle
-    assert get(method.remote()) == 1  # a method keeps the actor alive as well
-    assert not ended.done()
-    del method
-    gc.collect()
-    assert isinstance(ended.wait(20), ActorDiedError)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from actorrpc.actors.client import supervisor_client
-from actorrpc.actors.client.call_queue import CallQueue
-from actorrpc.actors.client.pending_call import PendingCall, ResultFuture
+from actorrpc.actors.client.pending_call import ResultFuture
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.agent.context import set_worker
@@ -74,47 +73,6 @@ def test_a_call_to_an_actor_under_construction_times_out_as_not_executed(
 
 
 # -- deaths ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("moment", ["before the takeover", "during the takeover", "after the takeover"])
-def test_a_call_that_is_cancelled_while_its_actor_dies_is_not_repeated(
-    monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    world = World(monkeypatch, 12)
-    driver = world.workers[0]
-    route = world.create(driver, max_restarts=1, max_task_retries=1)
-    world.behaviour = lambda hosted, header, args: hosted.worker.die() or 0
-    future = world.call(driver, route, 1)
-    caught, rest = CallQueue.caught, PendingCall.rest
-    cancelled: list[bool] = []
-
-    def catching(queue: CallQueue, failed: ResultFuture, error: BaseException) -> bool:
-        if moment == "before the takeover":
-            cancelled.append(failed.cancel())
-        monkeypatch.setattr(PendingCall, "rest", resting)
-        found = caught(queue, failed, error)
-        if moment == "after the takeover":
-            cancelled.append(failed.cancel())
-        return found
-
-    def resting(pending: PendingCall) -> None:
-        rest(pending)
-        if moment == "during the takeover":
-            assert pending.future is not None
-            cancelled.append(pending.future.cancel())
-
-    monkeypatch.setattr(CallQueue, "caught", catching)
-    world.settle()
-    assert cancelled == [True]
-    error = _outcome(future)
-    assert isinstance(error, CancelledError)
-    assert error.maybe_executed
-    assert [entry[3] for entry in world.log] == [1]
-    world.behaviour = lambda hosted, header, args: args[0]
-    assert route.pending == 0
-    later = world.call(driver, route, 2)
-    world.settle()
-    assert _outcome(later) == 2  # the queue still works
 
 
 def test_actor_errors_keep_their_attributes_on_the_wire() -> None:

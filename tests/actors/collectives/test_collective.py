@@ -38,14 +38,6 @@ def make_generations() -> tuple[Generations, Any]:
 
 
 class TestMeetings:
-    def test_gather_gives_every_rank_the_values_of_all(self) -> None:
-        generations, _ = make_generations()
-        generation = generations.open("it", 3)
-        early = [generations.gather(generation.key, rank, SLOTS[rank], f"from {rank}") for rank in (2, 0)]
-        assert not any(each.done() for each in early)
-        late = generations.gather(generation.key, 1, SLOTS[1], "from 1")
-        assert [each.value() for each in (*early, late)] == [["from 0", "from 1", "from 2"]] * 3
-
     def test_take_waits_until_all_keys_are_set(self) -> None:
         generations, _ = make_generations()
         key = generations.open("it", 1).key

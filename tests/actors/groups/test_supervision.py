@@ -1,7 +1,8 @@
-"""Supervision groups in a simulation that follows a seed: order of restarts, deaths, monitors, and refused children."""
+"""Supervision groups in a simulation that follows a seed: restarts, deaths, ends, monitors, and refused children."""
 
 from __future__ import annotations
 
+import gc
 import pickle
 from collections.abc import Iterator
 from functools import partial
@@ -11,16 +12,16 @@ import pytest
 
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.client.route import Route
-from actorrpc.actors.groups.supervision import supervise
+from actorrpc.actors.groups.supervision import Supervision, supervise
 from actorrpc.actors.supervision.strategies import STRATEGIES
 from actorrpc.agent.context import set_worker
 from actorrpc.errors import (
     ActorDiedError,
-    ActorUnavailableError,
     ConfigError,
     SupervisionError,
     WrongTypeError,
 )
+from tests.actors.fleet import World
 from tests.actors.scene import Scene, error_of
 
 
@@ -55,64 +56,6 @@ def test_each_strategy_ends_and_restarts_children_in_its_order(
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_death_of_a_process_restarts_children_by_the_strategy(
-    monkeypatch: pytest.MonkeyPatch, strategy: Any
-) -> None:
-    scene = Scene(monkeypatch, 3, spawner=True)
-    group = scene.group(0, 1, 2, strategy=strategy)
-    scene.resident(1).worker.die()
-    scene.world.settle()
-    assert scene.living() == [0, 1, 2]
-    assert group.restarts == {"one_for_one": 1, "one_for_all": 3, "rest_for_one": 2}[strategy]
-    rows = {scene.names[row.actor_id]: row for row in scene.driver.runtime.supervisor.states()}
-    assert rows[1].restarts == 1
-    assert rows[0].restarts == (1 if strategy == "one_for_all" else 0)
-    if strategy == "rest_for_one":
-        assert "was ended with the other children of supervision group" in rows[2].death_cause
-
-
-def test_calls_made_during_a_restart_run_on_the_next_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(30):
-        scene = Scene(monkeypatch, 2, seed, spawner=seed % 2 == 0)
-        scene.group(0, 1, strategy="one_for_all", backoff=1.0)
-        scene.kill(0)
-        for _ in range(seed):
-            scene.world.step()
-        futures = [scene.world.call(scene.driver, scene.routes[1], number) for number in range(4)]
-        scene.world.settle()
-        for number, future in enumerate(futures):
-            error = future.exception()
-            if error is None:
-                assert future.value() == number
-            else:
-                assert isinstance(error, ActorUnavailableError), error
-        late = scene.world.call(scene.driver, scene.routes[1], 9)
-        scene.world.settle()
-        assert late.value() == 9
-        monkeypatch.undo()
-
-
-def test_the_back_off_of_a_group_doubles_and_is_jittered(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: dict[float, list[float]] = {}
-    for jitter in (0.0, 1.0):
-        scene = Scene(monkeypatch, 1)
-        scene.world.jitter = jitter
-        scene.group(0, max_restarts=10, backoff=1.0)
-        for _ in range(4):
-            began = scene.world.clock.now()
-            scene.kill(0)
-            while "+0" not in scene.events:
-                if not scene.world.step():
-                    scene.world.clock.advance(0.05)
-            scene.events.clear()
-            waits.setdefault(jitter, []).append(round(scene.world.clock.now() - began, 1))
-            while scene.world.step():
-                pass
-        monkeypatch.undo()
-    assert waits == {0.0: [0.0, 1.0, 2.0, 4.0], 1.0: [0.0, 0.5, 1.0, 2.0]}
-
-
 def test_children_that_die_together_are_each_restarted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A late action that ends a dead incarnation must not end the next one."""
     for seed in range(60):
@@ -124,25 +67,6 @@ def test_children_that_die_together_are_each_restarted_once(monkeypatch: pytest.
         scene.world.settle()
         assert scene.living() == [0, 1, 2]
         assert group.restarts == 3
-        monkeypatch.undo()
-
-
-def test_a_restart_planned_before_the_group_existed_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The restart runs once and in the order of the group."""
-    for seed in range(20):
-        scene = Scene(monkeypatch, 2, seed, spawner=seed % 2 == 0, restart_backoff_s=5.0)
-        for _ in range(2):
-            scene.kill(1)
-            scene.world.settle(1.0)
-        assert scene.living() == [0]
-        scene.events.clear()
-        group = scene.group(0, 1, strategy="one_for_all", backoff=0.0)
-        for _ in range(seed):
-            scene.world.step()
-        scene.kill(0)
-        assert scene.settled_events() == ["-0", "+0", "+1"]
-        assert scene.living() == [0, 1]
-        assert group.state == "up"
         monkeypatch.undo()
 
 
@@ -224,6 +148,190 @@ def test_monitors_of_children_and_group_fire_exactly_once_when_it_gives_up(
         scene.routes[0].watch().add_done_callback(partial(_note, fired))
         assert len(fired) == 8  # at once
         monkeypatch.undo()
+
+
+# -- giving up ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.prints(r"supervision group .*: it has given up after .* its constructor raised")
+def test_a_constructor_that_raises_during_a_restart_counts_as_a_death(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, 2)
+    group = scene.group(0, 1, max_restarts=4)
+    errors = [ValueError("not yet"), ValueError("nor now")]
+    scene.refuse = lambda number: errors.pop(0) if errors else None
+    scene.kill(1)
+    assert scene.settled_events() == ["-1", "!1", "!1", "+1"]
+    assert group.state == "up"
+    scene.refuse = lambda number: ValueError("never again")
+    scene.kill(1)
+    over = group.monitor()
+    scene.world.settle()
+    error = over.value()
+    assert isinstance(error, SupervisionError)
+    assert "its constructor raised ValueError: never again" in str(error)
+    assert "its constructor raised ValueError: not yet" in str(error)
+    assert scene.living() == []
+
+
+@pytest.mark.prints(
+    r"supervision group #\d+: it has given up: .* its constructor raised ValueError: wrong arguments"
+)
+def test_a_group_fails_if_the_first_construction_of_a_child_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 2)
+    scene.refuse = lambda number: ValueError("wrong arguments") if number == 2 else None
+    scene.routes.append(scene.world.create(scene.driver, max_restarts=-1))
+    scene.names[scene.routes[2].actor_id] = 2
+    group = scene.group(0, 1, 2)
+    assert scene.settled_events() == ["!2", "-1", "-0"]
+    error = group.monitor().value()
+    assert error is not None
+    assert isinstance(error.cause, ValueError)
+    assert "wrong arguments" in str(error)
+    late = scene.world.call(scene.driver, scene.routes[0], 1)
+    scene.world.settle()
+    assert isinstance(error_of(late), ActorDiedError)
+
+
+# -- nested -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.prints("supervision group 'outer': it has given up after 2 restarts within 60 s")
+def test_an_inner_group_that_gives_up_is_restarted_by_its_outer_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for spawner in (False, True):
+        scene = Scene(monkeypatch, 5, spawner=spawner)
+        inner = scene.group(1, 2, strategy="one_for_all", max_restarts=1, name="inner")
+        deep = scene.group(3, max_restarts=0, name="deep")
+        outer = scene.group(0, inner, deep, 4, strategy="rest_for_one", max_restarts=2, name="outer")
+        scene.kill(2)
+        assert scene.settled_events() == ["-2", "-1", "+1", "+2"]
+        assert (inner.restarts, outer.restarts) == (2, 0)
+        scene.kill(1)  # The inner group gives up; the outer group restarts it and all later children.
+        assert scene.settled_events() == ["-1", "-2", "-4", "-3", "+1", "+2", "+3", "+4"]
+        scene.kill(1)  # the restart count of the inner group was reset
+        assert scene.settled_events() == ["-1", "-2", "+1", "+2"]
+        scene.kill(3)
+        assert scene.settled_events() == ["-3", "-4", "+3", "+4"]
+        assert {group.state for group in (inner, deep, outer)} == {"up"}
+        scene.kill(3)
+        assert scene.settled_events() == ["-3", "-4", "-2", "-1", "-0"]
+        assert {group.state for group in (inner, deep, outer)} == {"failed"}
+        error = outer.monitor().value()
+        assert error is not None
+        assert inner.monitor().value() is error
+        assert "supervision group 'deep': it has given up after no restart within 60 s" in str(error)
+        monkeypatch.undo()
+
+
+@pytest.mark.prints(r"supervision group #\d+: it has given up: .* worker= has put it there")
+def test_all_enclosing_groups_fail_if_the_worker_of_a_placed_child_dies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = Scene(monkeypatch, 2)
+    scene.routes.append(scene.world.create(scene.driver, max_restarts=-1, worker="w2"))
+    scene.names[scene.routes[2].actor_id] = 2
+    scene.world.settle()
+    inner = scene.group(1, 2)
+    outer = scene.group(0, inner)
+    scene.world.workers[2].die()
+    scene.world.settle()
+    assert (inner.state, outer.state) == ("failed", "failed")
+    assert "worker= has put it there" in str(outer.monitor().value())
+    assert scene.living() == []
+
+
+# -- leaving and ending -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+def test_a_child_that_exits_or_is_killed_leaves_its_group(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    scene = Scene(monkeypatch, 3)
+    group = scene.group(0, 1, 2, strategy="one_for_all")
+    if how == "kill":
+        scene.routes[1].kill()
+    else:
+        scene.driver.runtime.supervisor.note_ended(scene.routes[1].actor_id, 0, "exit", "exit_actor()")
+    scene.world.settle()
+    scene.events.clear()
+    assert group.state == "up"
+    del scene.routes[1]
+    scene.kill(0)
+    assert scene.settled_events() == ["-0", "-2", "+0", "+2"]
+    for route in scene.routes:
+        route.kill()
+    scene.world.settle()
+    assert group.state == "ended"
+    assert group.monitor().value() is None
+
+
+def test_end_stops_all_children_in_reverse_order_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(20):
+        scene = Scene(monkeypatch, 4, seed, spawner=seed % 2 == 0)
+        failures: list[Any] = []
+        inner = scene.group(2, 3)
+        group = scene.group(0, 1, inner, on_failure=failures.append)
+        with pytest.raises(ConfigError, match="is a child of"):
+            inner.end()
+        if seed % 3 == 0:
+            scene.kill(1)
+            for _ in range(seed):
+                scene.world.step()
+        monkeypatch.setattr(Supervision, "monitor", partial(_settles, scene.world))
+        scene.world.on(scene.driver)
+        with group:
+            pass
+        if seed % 3:
+            assert scene.events == ["-3", "-2", "-1", "-0"]
+        assert scene.living() == []
+        assert (group.state, inner.state) == ("ended", "ended")
+        group.end()
+        late = scene.world.call(scene.driver, scene.routes[2], 1)
+        scene.world.settle()
+        assert "which it belongs to, was ended" in str(error_of(late))
+        assert not failures
+        monkeypatch.undo()
+
+
+def _settles(world: World) -> _Settles:
+    return _Settles(world)
+
+
+class _Settles:
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def wait(self, timeout: float) -> None:
+        self._world.settle()
+
+
+def test_shutdown_of_the_supervisor_ends_the_group_without_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 2)
+    failures: list[Any] = []
+    group = scene.group(0, 1, strategy="one_for_all", on_failure=failures.append)
+    monkeypatch.setattr(
+        "actorrpc.actors.supervision.supervisor.collect_all", lambda futures: _Settles(scene.world)
+    )
+    scene.driver.runtime.supervisor.close(True)
+    scene.world.settle()
+    assert group.monitor().value() is None
+    assert (scene.living(), failures) == ([], [])
+
+
+def test_a_group_keeps_its_children_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch, 2)
+    group = scene.group(0, 1)
+    scene.routes.clear()
+    gc.collect()
+    scene.world.settle()
+    assert scene.living() == [0, 1]
+    assert len(group.children) == 2
+    del group
+    gc.collect()
+    scene.world.settle()
+    assert scene.living() == []
 
 
 # -- invalid groups ------------------------------------------------------------------------------------------------

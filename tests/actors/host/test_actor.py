@@ -1,30 +1,29 @@
-"""Hosted actors: messages that arrive in chunks, the cost of ending an actor, and arguments of cancelled calls."""
+"""Calls in one process: in chunks, cancelled, with pending arguments, and of actors that drain or restart."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
-import tracemalloc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextvars import Context
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
 import actorrpc
-from actorrpc import rpc
-from actorrpc.actors import host
+from actorrpc import errors, rpc
+from actorrpc.actors.client.pending_call import ResultFuture
 from actorrpc.actors.context import runtime
 from actorrpc.actors.host import registry
 from actorrpc.actors.host.mailbox import Mailbox
 from actorrpc.actors.host.registry import ActorRegistry
+from actorrpc.agent.calls import Call
+from actorrpc.agent.context import current_worker
 from actorrpc.errors import ActorUnavailableError
-from actorrpc.futures import Future
-from actorrpc.rpc.functions import async_execution
 from actorrpc.testing import InProcessCluster
 from actorrpc.transport.writer import Writer
 from tests.actors.alone import alone
@@ -41,10 +40,6 @@ class Keeper:
 
     def count(self) -> int:
         return len(self.given)
-
-    @async_execution
-    def later(self) -> Future[int]:
-        return Future()
 
 
 def test_an_actor_is_created_if_its_large_request_arrives_after_its_thread_has_polled(
@@ -132,86 +127,6 @@ def test_a_call_that_is_cancelled_after_its_first_chunk_never_runs(
         assert actorrpc.get(nester.count.remote(keeper), timeout=30) == 0
 
 
-_FOLDER = os.path.dirname(str(host.__file__))
-
-
-def _lines_of_an_end(folder: Path, count: int) -> float:
-    """Return how many lines of the package run per end of an actor, with ``count`` actors and calls in progress."""
-    lines: list[None] = []
-
-    def step(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line":
-            lines.append(None)
-        return step
-
-    def enter(frame: FrameType, event: str, _: Any) -> Any:
-        return step if frame.f_code.co_filename.startswith(_FOLDER) else None
-
-    folder.mkdir()
-    before = threading.gettrace()
-    threading.settrace(enter)
-    try:
-        with alone(folder) as runtime:
-            keepers = [Keeper.options(worker="w0").remote([]) for _ in range(count + 1)]
-            unanswered = [keepers[0].later.remote() for _ in range(count)]
-            actorrpc.get([each.count.remote() for each in keepers], timeout=30)
-            hosted = runtime.registry.all()[1:]
-            lines.clear()
-            for each in hosted:
-                each.stop("now", "the test ends it").wait(30)
-            found = len(lines) / count
-            actorrpc.kill(keepers[0])
-            for call in unanswered:
-                with pytest.raises(actorrpc.ActorDiedError):  # no answer will come
-                    actorrpc.get(call, timeout=30)
-            del keepers, unanswered, hosted, each, call
-    finally:
-        threading.settrace(before)  # type: ignore[arg-type]
-    return found
-
-
-def test_the_cost_of_ending_an_actor_does_not_grow_with_other_actors_and_calls(
-    tmp_path: Path,
-) -> None:
-    few, many = (_lines_of_an_end(tmp_path / f"{count}", count) for count in (10, 150))
-    assert 0 < many < 1.5 * few
-
-
-@actorrpc.remote
-class Waiter:
-    def __init__(self) -> None:
-        self.waiting = 0
-
-    async def wait(self, data: bytes) -> None:
-        self.waiting += 1
-        await asyncio.Event().wait()
-
-    async def count(self, _data: bytes = b"") -> int:
-        return self.waiting
-
-
-@pytest.mark.limit(10)
-def test_a_cancelled_call_releases_its_arguments_when_it_ends() -> None:
-    count, data = 400, bytes(10_000)
-    with InProcessCluster(2):  # its clock is stopped, so a timer would keep its call
-        waiter = Waiter.options(worker="worker1").remote()
-        actorrpc.get(waiter.count.remote(data))
-        tracemalloc.start()
-        try:
-            refs = [waiter.wait.remote(data) for _ in range(count)]
-            until(lambda: actorrpc.get(waiter.count.remote()) == count)
-            assert tracemalloc.get_traced_memory()[0] > count * len(data)
-            assert actorrpc.cancel(refs)
-            for ref in refs:
-                with pytest.raises(actorrpc.CancelledError):
-                    actorrpc.get(ref)
-            refs.clear()
-            del ref
-            until(lambda: tracemalloc.get_traced_memory()[0] < count * len(data) // 2)
-        finally:
-            tracemalloc.stop()
-
-
 _may_end = threading.Event()
 
 
@@ -228,6 +143,7 @@ def _states() -> list[Any]:
 
 
 def test_a_draining_actor_ends_when_its_last_call_is_cancelled() -> None:
+    _may_end.clear()
     with InProcessCluster(2, clock="real"):
         source = Source.options(worker="worker0").remote()
         keeper = Keeper.options(worker="worker1").remote([])
@@ -288,3 +204,116 @@ def test_a_restarted_actor_has_the_state_of_all_answered_calls_and_streams(tmp_p
         actorrpc.kill(actor, no_restart=False)
         assert _add_after_restart(actor) == 45
         del actor, refs
+
+
+# -- calls with pending arguments that end while they are sent --------------------------------------------------
+
+_pickling: list[Callable[[], object]] = []
+_values: weakref.WeakSet[Value] = weakref.WeakSet()
+
+
+class Target:
+    def note(self, value: Any, *others: Any) -> Any:
+        return value
+
+
+def test_a_call_with_a_pending_argument_fails_as_not_executed_if_its_connection_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _may_end.clear()
+    with InProcessCluster(2, clock="real"):
+        source = Source.options(worker="worker0").remote()
+        target: Any = actorrpc.remote(Target).options(worker="worker1").remote()
+        assert actorrpc.get(target.note.remote(1), timeout=20) == 1
+        worker = current_worker()
+        assert worker is not None
+        agent = worker.agent
+        held: list[partial[None]] = []
+        closed = threading.Event()
+
+        def hold(conn: Any, error: BaseException | None, lost: Any = agent.lost) -> None:
+            held.append(partial(lost, conn, error))
+            closed.set()
+
+        monkeypatch.setattr(agent, "lost", hold)
+        argument = source.later.remote()
+        call = target.note.remote(argument)
+        conn = agent.peer("worker1").conn
+        assert conn is not None
+        conn.close()
+        assert closed.wait(20)
+        _may_end.set()
+        future = call._future
+        assert isinstance(future, ResultFuture)
+        until(lambda: not isinstance(future.source, Call))
+        monkeypatch.undo()
+        for lost in held:
+            lost()
+        with pytest.raises(errors.ActorDiedError) as caught:
+            actorrpc.get(call, timeout=20)
+        assert caught.value.maybe_executed is False
+        del source, target, call, argument
+
+
+class Pickled:
+    """An argument that is pickled when its call is made and again when the call is sent."""
+
+    def __reduce__(self) -> Any:
+        for each in _pickling:
+            each()
+        return Pickled, ()
+
+
+class Value:
+    def __init__(self) -> None:
+        _values.add(self)
+
+
+@pytest.mark.parametrize("where", ["worker0", "worker1"])
+def test_a_call_that_is_cancelled_while_it_is_sent_releases_its_arguments(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. Thread A encodes the message. 2. Thread B cancels the call. 3. A notices this and does not send. 4. B finishes."""
+    _may_end.clear()
+    encoding, taken, unsent = threading.Event(), threading.Event(), threading.Event()
+    withdraw = Call.withdraw
+
+    def withdraw_later(call: Call) -> bool:
+        taken.set()
+        assert unsent.wait(20)
+        return withdraw(call)
+
+    with InProcessCluster(3, clock="real"):
+        source = Source.options(worker="worker2").remote()
+        target: Any = actorrpc.remote(Target).options(worker=where).remote()
+        assert actorrpc.get(target.note.remote(1), timeout=20) == 1
+        value = rpc.remote("worker2", Value)
+        worker = current_worker()
+        assert worker is not None
+        agent = worker.agent
+        send = agent.send
+
+        def send_and_note(call: Call, *args: Any) -> None:
+            again = call.id != 0  # the call has reserved its place in the order
+            try:
+                send(call, *args)
+            finally:
+                if again:
+                    unsent.set()
+
+        argument = source.later.remote()
+        call = target.note.remote(argument, Pickled(), value)
+        monkeypatch.setattr(agent, "send", send_and_note)
+        monkeypatch.setattr(Call, "withdraw", withdraw_later)
+        _pickling[:] = [encoding.set, partial(taken.wait, 20)]
+        _may_end.set()
+        assert encoding.wait(20)
+        actorrpc.cancel(call)
+        monkeypatch.undo()
+        _pickling.clear()
+        with pytest.raises(errors.CancelledError):
+            actorrpc.get(call, timeout=20)
+        assert actorrpc.get(target.note.remote(2), timeout=20) == 2
+        del value, call
+        until(lambda: not _values)
+        del source, target, argument

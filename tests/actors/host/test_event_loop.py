@@ -1,4 +1,4 @@
-"""The event loop of an actor: log messages about blocking, loops of groups, and the grace period of cancelled coroutines."""
+"""The event loop of an actor: log messages about blocking, loops of groups, and cancelled coroutines that do not end."""
 
 from __future__ import annotations
 
@@ -128,29 +128,6 @@ def test_a_blocking_get_on_the_event_loop_is_logged_once(caplog: pytest.LogCaptu
 # -- event loops of groups -------------------------------------------------------------------------------------
 
 
-def _loops() -> set[threading.Thread]:
-    """Return the threads of the event loops of this process's actors."""
-    return {each for each in threading.enumerate() if each.name.startswith("actorrpc-loop-")}
-
-
-@pytest.mark.usefixtures("runtime")
-def test_event_loop_threads_end_with_their_actor_while_coroutines_wait() -> None:
-    before = _loops()
-    actor = Stubborn.options(concurrency_groups={"io": 2}).remote()
-    refs = [actor.sleep.options(concurrency_group=group).remote() for group in (None, "io")]
-    actorrpc.get([actor.tick.options(concurrency_group=group).remote() for group in (None, "io")])
-    ours = _loops() - before
-    assert len(ours) == 2
-    actor.kill()
-    for ref in refs:
-        with pytest.raises(actorrpc.ActorDiedError):
-            actorrpc.get(ref)
-    for thread in ours:
-        thread.join(20)
-        assert not thread.is_alive()
-    del refs, ref
-
-
 @pytest.mark.usefixtures("runtime")
 def test_a_call_is_refused_if_the_event_loop_of_its_group_cannot_be_created(
     monkeypatch: pytest.MonkeyPatch,
@@ -194,9 +171,6 @@ class Stubborn:
                 except actorrpc.CancelledError as error:
                     return f"again: {error}"
         return "never"
-
-    async def sleep(self) -> None:
-        await asyncio.sleep(3600)
 
     async def has_begun(self) -> None:
         await self.begun.wait()

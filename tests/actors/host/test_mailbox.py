@@ -12,12 +12,6 @@ from actorrpc.actors.host.mailbox import Entry, GroupQueue, Mailbox, Wakeups
 from tests.actors.entries import Call
 
 
-def _configured(limits: dict[str, int], **how: bool) -> Mailbox:
-    mailbox = Mailbox()
-    mailbox.configure(limits, {}, loose=False, **how)
-    return mailbox
-
-
 class SimulatedRunner:
     """A runner that the simulator steps."""
 
@@ -258,84 +252,6 @@ def _run_all(mailbox: Mailbox, queue: GroupQueue) -> list[Any]:
         mailbox.done(queue)
 
 
-def test_a_pending_argument_holds_up_only_the_calls_of_its_caller() -> None:
-    mailbox = Mailbox()
-    queue = mailbox.queues[""]
-    slow = Call("a", "a1", ready=False)
-    for entry in (slow, Call("a", "a2"), Call("b", "b1")):
-        mailbox.put(entry, queue)
-    assert queue.has_ready
-    assert _run_all(mailbox, queue) == ["b1"]
-    # The two waiting calls are not ready: otherwise a runner would poll the queue again and again.
-    assert (queue.waiting, queue.has_ready) == (2, False)
-    mailbox.put(Call("a", "a3"), queue)
-    mailbox.ready(slow)
-    assert queue.has_ready
-    assert _run_all(mailbox, queue) == ["a1", "a2", "a3"]
-
-
-class _Counted(Call):
-    """A call that counts the comparisons of all such calls."""
-
-    compared = 0
-
-    def __lt__(self, other: Entry) -> bool:
-        _Counted.compared += 1
-        return super().__lt__(other)
-
-
-def test_calls_that_become_ready_one_by_one_need_few_comparisons() -> None:
-    mailbox = Mailbox()
-    queue = mailbox.queues[""]
-    entries = [_Counted("a", number, ready=False) for number in range(2000)]
-    for entry in entries:
-        mailbox.put(entry, queue)
-    before = _Counted.compared
-    for entry in entries:
-        mailbox.ready(entry)
-        assert _run_all(mailbox, queue) == [entry.payload]
-    assert _Counted.compared - before < 40 * len(entries)
-
-
-def test_close_if_idle_closes_only_if_no_call_waits_or_runs() -> None:
-    mailbox = Mailbox()
-    queue = mailbox.queues[""]
-    mailbox.put(Call("a", 1), queue)
-    assert not mailbox.close_if_idle()  # the call waits
-    entry, _ = mailbox.dequeue(queue)
-    assert entry is not None
-    assert not mailbox.close_if_idle()  # the call runs
-    assert mailbox.put(Call("a", 2), queue) is not None
-    assert mailbox.dequeue(queue)[0] is None
-    mailbox.done(queue)
-    assert not mailbox.close_if_idle()
-    assert mailbox.dequeue(queue)[0] is not None
-    mailbox.done(queue)
-    assert mailbox.close_if_idle()
-    assert mailbox.put(Call("a", 3), queue) is None
-
-
-def test_a_runner_that_polled_the_queue_is_not_woken_for_other_calls() -> None:
-    """A runner may poll the queue without having been woken, and get a call for which another runner was woken."""
-    mailbox = _configured({"": 3})
-    queue = mailbox.queues[""]
-    first, second = object(), object()
-    for runner in (first, second):
-        assert mailbox.dequeue(queue, runner) == (None, None)
-    todo = mailbox.put(Call("a", "a1"), queue)
-    assert todo is not None
-    assert todo.wake == (second,)
-    entry, _ = mailbox.dequeue(queue, first)
-    assert entry is not None
-    assert mailbox.dequeue(queue, second) == (None, None)
-    for number in range(2):
-        todo = mailbox.put(Call("b", number), queue)
-        assert todo is not None
-        assert first not in todo.wake
-        assert bool(todo.wake) != bool(todo.start)
-        mailbox.dequeue(queue, second if todo.wake else object())
-
-
 def test_a_ready_call_releases_the_later_calls_up_to_the_next_pending_one() -> None:
     mailbox = Mailbox()
     queue = mailbox.queues[""]
@@ -354,7 +270,8 @@ def test_a_ready_call_releases_the_later_calls_up_to_the_next_pending_one() -> N
 
 
 def test_glance_shows_the_oldest_waiting_call_of_each_queue() -> None:
-    mailbox = _configured({"": 1, "io": 1})
+    mailbox = Mailbox()
+    mailbox.configure({"": 1, "io": 1}, {}, loose=False)
     queue = mailbox.queues[""]
     first, blocked, urgent = Call("a"), Call("b", ready=False), Call("c", priority=5)
     for entry in (first, blocked, urgent):

@@ -44,22 +44,8 @@ class _Simulation:
         if steps:
             self.loop.run_until_complete(turn())
 
-    def do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self.loop.run_until_complete(coroutine)
-
     def ticket(self) -> Ticket:
         return (1, next(self.tickets))
-
-    def put(self, item: Any, timeout: float | None = None) -> asyncio.Task[bool]:
-        return self.start(self.queue.put(item, self.ticket(), timeout), 5)
-
-    def get(self, timeout: float | None = None) -> asyncio.Task[tuple[Any] | None]:
-        return self.start(self.queue.get(self.ticket(), timeout, ()), 5)
-
-    def rest(self) -> list[Any]:
-        """Remove and return all items."""
-        count = self.do(self.queue.qsize())
-        return list(self.do(self.queue.get_batch(count, self.ticket(), ())))
 
     def close(self) -> None:
         for task in asyncio.all_tasks(self.loop):
@@ -68,62 +54,9 @@ class _Simulation:
         self.loop.close()
 
 
-@pytest.fixture
-def simulation(request: pytest.FixtureRequest) -> Iterator[_Simulation]:
-    simulation = _Simulation(getattr(request, "param", 0))
-    yield simulation
-    simulation.close()
-
-
-_room_for_one = pytest.mark.parametrize("simulation", [1], indirect=True)
-
-
 # -- inside the actor ---------------------------------------------------------------------------------------
 
 
-@_room_for_one
-def test_a_later_put_does_not_overtake_waiting_puts(simulation: _Simulation) -> None:
-    simulation.put(0)
-    waiting = simulation.put(1)
-    simulation.start(simulation.queue.get(simulation.ticket(), None, ()))
-    simulation.put(2)
-    assert waiting.result() is True
-    assert [simulation.get().result() for _ in range(2)] == [(1,), (2,)]
-
-
-def test_an_item_put_at_the_deadline_of_a_get_is_not_lost(simulation: _Simulation) -> None:
-    task = simulation.get(timeout=5)
-    # In one iteration of the loop, the item is handed to the waiting get and its deadline passes.
-    simulation.start(simulation.queue.put("a", simulation.ticket(), None))
-    simulation.now += 6
-    simulation.step()
-    assert task.result() == ("a",) or simulation.rest() == ["a"]
-
-
-def test_an_item_for_a_cancelled_get_goes_to_the_next_one(simulation: _Simulation) -> None:
-    first, second = simulation.get(), simulation.get()
-    simulation.do(
-        simulation.queue.put("a", simulation.ticket(), None)
-    )  # the future of the first get has it, but its task has not run
-    first.cancel()
-    simulation.step()
-    assert first.cancelled()
-    assert second.result() == ("a",)
-
-
-def test_withdrawn_items_return_to_their_position(simulation: _Simulation) -> None:
-    simulation.do(simulation.queue.put_batch(list(range(5))))
-    tickets = [simulation.ticket() for _ in range(4)]
-    for ticket in tickets:
-        simulation.do(simulation.queue.get(ticket, None, ()))
-    simulation.do(simulation.queue.withdraw(tickets[2]))
-    simulation.do(simulation.queue.withdraw(tickets[0]))
-    simulation.do(simulation.queue.withdraw(tickets[0]))  # has no effect
-    simulation.do(simulation.queue.withdraw(tickets[3]))
-    assert simulation.rest() == [0, 2, 3, 4]
-
-
-@pytest.mark.slow
 @given(st.data(), st.integers(0, 3))
 def test_every_item_is_in_the_queue_or_with_exactly_one_caller(data: st.DataObject, maxsize: int) -> None:
     simulation = _Simulation(maxsize)
@@ -180,20 +113,23 @@ def _play(data: st.DataObject, simulation: _Simulation, maxsize: int) -> None:
         simulation.step(data.draw(st.integers(0, 3), label="turns"))
     simulation.step(10)
 
-    inside = [item for _, item in queue._items]
-    numbers = [number for number, _ in queue._items]
-    assert numbers == sorted(numbers)
-    assert not (queue._items and queue._getters)
-    assert not (queue._putters and queue._room())
+    run = simulation.loop.run_until_complete
+    size, (getters, putters) = run(queue.qsize()), run(queue.waiting())
+    assert not (size and getters)
+    assert not (putters and not run(queue.full()))
     with_callers = [
         task.result()[0]
         for ticket, task in gets.items()
         if ticket not in given_up and task.done() and task.result() is not None
     ]
     accepted = [item for item, task in puts.values() if task.done() and task.result()]
+    assert putters == sum(not task.done() for _, task in puts.values())
+    assert getters == sum(not task.done() for task in gets.values())
+    inside = run(queue.get_batch(size, simulation.ticket(), ()))
+    assert inside == sorted(
+        inside
+    )  # no put overtakes a waiting put, and withdrawn items return to their position
     assert sorted(inside + with_callers) == sorted(accepted)
-    assert len(queue._putters) == sum(not task.done() for _, task in puts.values())
-    assert len(queue._getters) == sum(not task.done() for task in gets.values())
 
 
 async def _true() -> bool:
@@ -272,6 +208,8 @@ def test_putting_into_a_full_queue_raises_full(queue: Queue[Any]) -> None:
         with pytest.raises(Full) as caught:
             full()
         assert isinstance(caught.value, standard.Full)
+    with pytest.raises(Empty, match="3 items from a queue of size 2"):
+        queue.get_nowait_batch(3)
     assert queue.get_nowait_batch(2) == [1, 2]
 
 
@@ -288,17 +226,6 @@ def test_getting_from_an_empty_queue_raises_empty(queue: Queue[Any]) -> None:
             empty()
         assert isinstance(caught.value, standard.Empty)
     assert queue.get_nowait_batch(0) == []
-
-
-@_small
-def test_batches_are_put_and_taken_completely_or_not_at_all(queue: Queue[Any]) -> None:
-    with pytest.raises(Full, match="3 items to a queue of size 0 and maxsize 2"):
-        queue.put_nowait_batch(range(3))
-    assert queue.empty()
-    queue.put_nowait_batch(iter([1, 2]))
-    with pytest.raises(Empty, match="3 items from a queue of size 2"):
-        queue.get_nowait_batch(3)
-    assert queue.qsize() == 2
 
 
 def test_wrong_arguments_of_a_queue_are_refused_and_change_nothing(queue: Queue[Any]) -> None:
@@ -327,26 +254,6 @@ def test_more_callers_can_wait_than_the_default_max_concurrency(queue: Queue[Any
         return await asyncio.gather(*gets)
 
     assert sorted(asyncio.run(main())) == list(range(1200))
-
-
-def test_no_item_is_lost_if_coroutines_that_wait_for_it_are_cancelled(queue: Queue[Any]) -> None:
-    async def main() -> list[Any]:
-        waits = [asyncio.ensure_future(queue.get_async()) for _ in range(3)]
-        await asyncio.sleep(0)
-        # An item may be in flight to a coroutine while it is cancelled.
-        await queue.put_async("a")
-        for each in waits[:2]:
-            each.cancel()
-        await queue.put_async("b")
-        await queue.put_async("c")
-        done = await asyncio.gather(*waits, return_exceptions=True)
-        got = [each for each in done if isinstance(each, str)]
-        while len(got) < 3:
-            got.append(await queue.get_async())
-        return got
-
-    assert sorted(asyncio.run(main())) == ["a", "b", "c"]
-    assert queue.empty()
 
 
 @pytest.mark.parametrize("users", [User, AsyncUser], ids=["thread", "loop"])

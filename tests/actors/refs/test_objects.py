@@ -206,18 +206,6 @@ def test_views_of_the_same_memory_stay_views_of_the_same_memory() -> None:
     assert part[0] == -1
 
 
-def test_each_get_of_a_small_value_returns_a_separate_value() -> None:
-    ref = put([1, 2])
-    get(ref).append(3)
-    assert get(ref) == [1, 2]
-    assert get([ref, ref]) == [[1, 2], [1, 2]]
-    first, second = get([ref, ref])
-    assert first is not second
-    (arrived,) = _send(ref)
-    get(arrived).append(4)
-    assert get(ref) == get(arrived) == [1, 2]
-
-
 def test_an_immutable_value_is_not_copied() -> None:
     text = "x" * LARGE
     assert get(put(text)) is text

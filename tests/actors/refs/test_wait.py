@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import re
-import subprocess
 import sys
 import threading
 import weakref
@@ -21,7 +20,6 @@ import tqdm
 from hypothesis import given, settings
 
 from actorrpc import errors, rpc
-from actorrpc.actors.refs.arguments import pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.results import StoredResult
 from actorrpc.actors.refs.snapshot import Snapshot
@@ -29,7 +27,6 @@ from actorrpc.actors.refs.wait import GetTimeoutError, as_completed, gather, get
 from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.agent.context import current_worker
 from actorrpc.futures import Future, Progress
-from actorrpc.rpc.refcount.messages import RRefId
 from tests.actors.bare import alone
 from tests.actors.e2e.kit import until
 from tests.reports import LAST, Reports
@@ -60,77 +57,6 @@ class _Work:
 
 def _stored(value: Any) -> StoredResult:
     return StoredResult(rpc.RRef(Snapshot.of(value)))
-
-
-@pytest.fixture
-def frequent_switches() -> Iterator[None]:
-    """Make the interpreter switch threads as often as possible."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-@pytest.mark.parametrize("others", [0, 1])
-def test_a_large_result_that_arrives_as_get_checks_for_it_is_fetched(
-    frequent_switches: None, others: int
-) -> None:
-    for _ in range(50):
-        late: Future[Any] = Future()
-        thread = _start_thread(partial(late.set_result, _stored([7] * 3)))
-        assert get([ObjectRef.of(1)] * others + [ObjectRef(late)]) == [1] * others + [[7] * 3]
-        thread.join()
-
-
-class _Fetched:
-    """A fake RRef of a value on another worker."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    @property
-    def _references(self) -> Any:
-        return self
-
-    @property
-    def agent(self) -> Any:
-        return self
-
-    @property
-    def _handle(self) -> Any:
-        return self
-
-    @property
-    def rref_id(self) -> RRefId:
-        return RRefId(1, id(self), "made up")
-
-    def is_owner(self) -> bool:
-        return False
-
-    def _to_future(self, fetch: Any, more: Any) -> Future[Any]:
-        return self._future
-
-    def flush(self) -> None: ...
-
-    def submit(self, task: Any) -> None:
-        _start_thread(task)
-
-
-@pytest.mark.parametrize("wanted", [get, lambda refs: gather(refs, "all").wait()], ids=["get", "gather"])
-def test_a_large_result_given_several_times_is_complete_when_it_has_been_fetched(wanted: Any) -> None:
-    work, fetch = _Work(3), Future()
-    found: list[Any] = []
-    again = ObjectRef(work.futures[0])  # the same result with a fetch of its own
-    refs = [work.refs[0], work.refs[1], work.refs[0], again, work.refs[2]]
-    thread = _start_thread(lambda: found.append(wanted(refs)))
-    until(lambda: all(future._parked or future.callbacks for future in work.futures))
-    work.futures[0].set_result(StoredResult(_Fetched(fetch)))
-    work.end(1, 2)
-    until(lambda: bool(again._fetched) or found)
-    assert not found
-    fetch.set_result("large")
-    thread.join()
-    assert found == [["large", 1, "large", "large", 2]]
 
 
 def _start_thread(target: Any) -> threading.Thread:
@@ -174,28 +100,13 @@ def test_get_and_wait_accept_torch_futures_futures_and_rrefs() -> None:
     with pytest.raises(ValueError, match="theirs"):
         get(broken)
     assert wait([mine, theirs, rref], num_returns=3) == ([mine, theirs, rref], [])
+    assert set(as_completed([mine, theirs, rref])) == {mine, theirs, rref}
 
 
 @pytest.mark.parametrize("wrong", [1, "text", None, {"a": 1}, [1], [[[]]], (None,), b""])
 def test_get_refuses_other_objects(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"get\(\) takes ObjectRefs"):
         get(wrong)
-
-
-def test_get_raises_the_first_failure_without_waiting_for_the_rest() -> None:
-    work = _Work(3)
-
-    def fail() -> None:
-        _until_watched(work.futures[2])
-        work.futures[2].set_exception(ValueError("third"))
-
-    thread = _start_thread(fail)
-    with pytest.raises(ValueError, match="third"):
-        get(work.refs)
-    thread.join()
-    with pytest.raises(ValueError, match="third"):
-        get(work.refs)
-    work.end(0, 1)
 
 
 @pytest.fixture
@@ -275,26 +186,6 @@ def test_failures_of_references_given_to_a_failed_get_are_not_reported(when: str
     assert reports.so_far() == []
 
 
-def _fail_a_fetch() -> None:
-    """Make the fetch of a result fail after a get() of it has already failed."""
-    work = _Work(2)
-    fetch: Future[Any] = Future()
-    kept = StoredResult(_Fetched(fetch))  # type: ignore[arg-type]
-    work.futures[1].set_exception(ValueError("number 1"))
-    with contextlib.suppress(ValueError):
-        get(work.refs)
-    work.futures[0].set_result(kept)
-    found = work.refs[0].future()
-    fetch.set_exception(ValueError("lost"))
-    assert found.error is not None
-
-
-@pytest.mark.prints(LAST)
-def test_a_failed_fetch_for_a_failed_get_is_not_reported(reports: Reports) -> None:
-    _fail_a_fetch()
-    assert reports.so_far() == []
-
-
 @pytest.mark.prints(LAST)
 def test_only_the_first_failed_argument_of_a_call_is_raised_and_none_is_reported(reports: Reports) -> None:
     work = _Work(2)
@@ -304,18 +195,6 @@ def test_only_the_first_failed_argument_of_a_call_is_raised_and_none_is_reported
     with pytest.raises(ValueError, match="number 0"):
         values.wait()
     del work, values
-    assert reports.so_far() == []
-
-
-@pytest.mark.prints(LAST)
-def test_packing_arguments_raises_the_first_failure_and_reports_none(reports: Reports) -> None:
-    before, later = _Work(1), _Work(1)
-    before.futures[0].set_exception(ValueError("of the second"))
-    for other in (before, later):
-        with pytest.raises(LookupError, match="argument"):
-            pack_arguments((ObjectRef.failed(LookupError("argument")),), {"a": other.refs[0]})
-    later.futures[0].set_exception(ValueError("of the second"))
-    del before, later, other
     assert reports.so_far() == []
 
 
@@ -375,21 +254,6 @@ def test_invalid_timeouts_are_refused(wrong: Any) -> None:
     for call in (lambda: get([], timeout=wrong), lambda: wait([], timeout=wrong)):
         with pytest.raises((TypeError, ValueError), match="timeout"):
             call()
-
-
-def test_get_and_wait_end_with_the_time_of_the_running_call() -> None:
-    work = _Work(2)
-    worker = current_worker()
-    assert worker is not None
-    token = CURRENT.set(Execution(None, worker.agent.self_peer, 1, 0.0, 1))
-    try:
-        for refs in (work.refs, work.refs[0]):
-            with pytest.raises(errors.RpcTimeoutError, match="the time of the call"):
-                get(refs)
-        assert wait(work.refs) == ([], work.refs)
-    finally:
-        CURRENT.reset(token)
-    work.end(0, 1)
 
 
 @given(st.data())
@@ -464,48 +328,6 @@ def test_wait_refuses_duplicates_other_objects_and_wrong_counts() -> None:
         wait(work.refs, num_returns="1")  # type: ignore[arg-type]
 
 
-def _steps(run: Callable[[], Any]) -> int:
-    """Return the number of profiler events of a call on this thread."""
-    steps = 0
-
-    def count(*_: Any) -> None:
-        nonlocal steps
-        steps += 1
-
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return steps
-
-
-@pytest.mark.parametrize("ended", [True, False])
-def test_wait_in_a_loop_checks_only_new_references(ended: bool) -> None:
-    work = _Work(2000)
-    if ended:
-        work.end(*range(2000))
-    else:
-        work.end(0)
-    rest = wait(work.refs)[1]
-    found: list[Any] = []
-
-    def again() -> None:
-        nonlocal rest
-        work.futures.append(Future())
-        rest.append(ObjectRef(work.futures[-1]))
-        ready, rest = wait(rest, timeout=0)
-        found.extend(ready)
-
-    for number in range(1, 20):
-        if not ended:
-            work.end(2000 - number)
-        again()
-    assert _steps(again) < 300
-    order = range(1, 21) if ended else range(1999, 1980, -1)
-    assert found == [work.refs[number] for number in order]
-
-
 @settings(deadline=None)
 @given(st.data())
 def test_wait_in_a_loop_returns_each_reference_once_while_the_list_changes(data: st.DataObject) -> None:
@@ -544,18 +366,6 @@ def test_wait_in_a_loop_returns_each_reference_once_while_the_list_changes(data:
             assert (ready, rest) == (expected, left)
 
 
-def test_a_list_that_wait_refused_can_be_corrected_and_used_again() -> None:
-    work = _Work(5)
-    work.end(0)
-    rest = wait(work.refs[:4])[1]
-    rest.extend([work.refs[4], work.refs[4]])
-    with pytest.raises(ValueError, match="twice"):
-        wait(rest)
-    rest.pop()
-    work.end(1, 2, 3, 4)
-    assert wait(rest, num_returns=4) == (work.refs[1:], [])
-
-
 # -- as_completed --------------------------------------------------------------------------------------------
 
 
@@ -575,15 +385,6 @@ def test_as_completed_yields_references_in_order_of_completion() -> None:
     assert list(completed) == []
 
 
-def test_as_completed_accepts_futures_and_fetches_large_values() -> None:
-    mine: Future[int] = Future()
-    mine.set_result(2)
-    ref: ObjectRef[Any] = ObjectRef.of(_stored(torch.ones(50_000)))
-    assert set(as_completed([mine, ref])) == {mine, ref}
-    assert "fetched" in repr(ref)
-    assert list(as_completed([])) == []
-
-
 def test_as_completed_raises_at_its_timeout_and_can_continue() -> None:
     work = _Work(2)
     work.end(0)
@@ -595,54 +396,6 @@ def test_as_completed_raises_at_its_timeout_and_can_continue() -> None:
         asyncio.run(anext(completed))  # type: ignore[arg-type]
     work.end(1)
     assert next(completed) is work.refs[1]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_as_completed_yields_each_reference_once_with_concurrent_completions(asynchronous: bool) -> None:
-    work = _Work(200)
-
-    def end(start: int) -> None:
-        for number in range(start, 200, 4):
-            work.end(number)
-
-    async def gathered() -> list[Any]:
-        return [ref async for ref in as_completed(work.refs)]
-
-    threads = [_start_thread(lambda start=start: end(start)) for start in range(4)]
-    found = asyncio.run(gathered()) if asynchronous else list(as_completed(work.refs))
-    for thread in threads:
-        thread.join()
-    assert len(found) == 200
-    assert set(found) == set(work.refs)
-
-
-def test_leaving_as_completed_early_removes_its_waiters() -> None:
-    work = _Work(2)
-    work.end(0)
-    for _ in range(3):
-        with pytest.raises(errors.RpcTimeoutError):
-            for _ in as_completed(work.refs, timeout=_TINY):
-                pass
-    for _ in as_completed(work.refs):
-        break
-    gc.collect()
-    assert not work.futures[1]._parked
-
-
-@pytest.mark.parametrize(
-    "waits", [wait, lambda refs, timeout: next(as_completed(refs, timeout=timeout), None)]
-)
-def test_a_timed_out_wait_leaves_no_reference_cycles(waits: Callable[..., Any]) -> None:
-    gc.disable()
-    try:
-        future: Future[int] = Future()
-        with contextlib.suppress(errors.RpcTimeoutError):
-            waits([future], timeout=0.01)
-        left = weakref.ref(future)
-        del future
-        assert left() is None
-    finally:
-        gc.enable()
 
 
 # -- progress bars -------------------------------------------------------------------------------------------
@@ -707,24 +460,6 @@ def test_progress_of_an_empty_list_shows_a_bar(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.count("\n") == 2
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_as_completed_can_show_a_progress_bar(asynchronous: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    futures, refs = _refs(2)
-    for number in (1, 0):
-        futures[number].set_result(number)
-
-    async def taken() -> list[Any]:
-        return [get(ref) async for ref in as_completed(refs, progress=True)]
-
-    if asynchronous:
-        assert sorted(asyncio.run(taken())) == [0, 1]
-    else:
-        assert sorted(map(get, as_completed(refs, progress=True))) == [0, 1]
-    assert re.search(r"100%\|.*\| 2/2 \[.*\n$", capsys.readouterr().err)
-    list(as_completed(refs))
-    assert capsys.readouterr().err == ""
-
-
 def test_progress_without_tqdm_raises_and_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     futures, refs = _refs(1)
@@ -732,12 +467,3 @@ def test_progress_without_tqdm_raises_and_names_the_extra(monkeypatch: pytest.Mo
     for waits in (progress, lambda items: as_completed(items, progress=True)):
         with pytest.raises(errors.ConfigError, match=r"pip install 'actorrpc\[progress\]'"):
             waits(refs)
-
-
-@pytest.mark.slow
-def test_importing_the_package_does_not_import_tqdm_auto() -> None:
-    program = "import sys, actorrpc; print('tqdm.auto' in sys.modules)"  # torch imports tqdm
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert ran.stdout == "False\n"

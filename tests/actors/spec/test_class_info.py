@@ -298,20 +298,6 @@ def test_pickled_class_info_keeps_the_exceptions_to_retry() -> None:
     assert found.methods["m"].options.retry_exceptions == (KeyError,)
 
 
-def test_class_info_does_not_keep_its_class_alive() -> None:
-    import gc
-    import weakref
-
-    class Actor:
-        def m(self) -> None: ...
-
-    ClassInfo.of(Actor)
-    watch = weakref.ref(Actor)
-    del Actor
-    gc.collect()
-    assert watch() is None
-
-
 def test_thread_true_marks_plain_methods_and_is_refused_for_coroutines() -> None:
     class Both:
         @method(thread=True)

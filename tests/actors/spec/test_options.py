@@ -8,8 +8,6 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from actorrpc.actors.spec.options import NEW_PROCESS, ActorOptions, CallOptions, TaskOptions
 from actorrpc.errors import ConfigError, WrongTypeError
@@ -38,18 +36,6 @@ def test_an_option_of_another_kind_raises_and_names_that_kind() -> None:
         ActorOptions().merged(max_retries=3)
     with pytest.raises(ConfigError, match="not an option of a method"):
         CallOptions().merged(lifetime="detached")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["scheduling_strategy", "memory", "accelerator_type", "object_store_memory", "max_calls"],
-)
-@pytest.mark.parametrize("options", _KINDS, ids=lambda each: type(each).__name__)
-def test_unsupported_options_of_ray_raise_with_advice(options: Any, name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{name!r} is an option of Ray's that makes no sense here: .{{10}}"
-    ):
-        options.merged(**{name: 1})
 
 
 _RIGHT: list[tuple[Any, str, Any, Any]] = [
@@ -203,26 +189,6 @@ def test_options_of_actors_and_tasks_are_the_defaults_of_their_calls() -> None:
     assert ActorOptions(allow_out_of_order_execution=True).for_calls().allow_out_of_order
     task = TaskOptions(max_retries=1, timeout=2, name="t")
     assert task.for_calls() == CallOptions(max_task_retries=1, timeout=2, name="t")
-
-
-@given(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "name": st.text(min_size=1),
-            "max_restarts": st.integers(-1, 100),
-            "timeout": st.none() | st.floats(0, 1e6),
-            "reentrant": st.booleans(),
-            "retry_exceptions": st.booleans() | st.just([ValueError, OSError]),
-            "concurrency_groups": st.dictionaries(st.text(min_size=1), st.integers(1, 9)),
-            "num_cpus": st.none() | st.integers(0, 99),
-        },
-    )
-)
-def test_options_can_be_pickled(options: dict[str, Any]) -> None:
-    made = ActorOptions().merged(**options)
-    assert pickle.loads(pickle.dumps(made)) == made
-    assert made.merged() is made
 
 
 def test_pickled_options_keep_values_that_compare_equal_to_the_default() -> None:

@@ -11,12 +11,9 @@ import pytest
 
 import actorrpc
 from actorrpc.actors.context import Runtime
-from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.executor import ActorExecutor
 from actorrpc.actors.host.mailbox import Mailbox
-from actorrpc.actors.host.registry import ActorRegistry
 from actorrpc.actors.supervision.migration import hand_over
-from actorrpc.agent import hooks
 from actorrpc.agent.executor import Executor
 from actorrpc.errors import RpcError
 from tests.actors.alone import alone
@@ -90,45 +87,6 @@ def test_a_call_that_arrives_as_the_idle_actor_is_closed_runs_once_on_the_new_ac
     _gate.set()
     assert actorrpc.get(call, timeout=20) == 2
     del actor, call
-
-
-def test_a_call_that_finds_the_mailbox_closed_is_refused_as_not_executed(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another thread sends the refusal, possibly after the last step of the actor's end."""
-    ending, refused = threading.Event(), threading.Event()
-    held: list[Any] = []
-    forget, reach, refuse = ActorRegistry.forget, hooks.reach, ActorExecutor.refuse
-
-    def delayed(registry: ActorRegistry, hosted: HostedActor) -> None:
-        ending.set()
-        assert refused.wait(20)
-        forget(registry, hosted)
-
-    def wait_for_refusal(point: str, *given: Any) -> None:
-        if point == "actor.ending":
-            assert refused.wait(20)
-        reach(point, *given)
-
-    def note_refusal(*given: Any) -> None:
-        held.append(given)
-        refused.set()
-
-    actor = Counter.remote()
-    assert actorrpc.get(actor.add.remote()) == 1
-    monkeypatch.setattr(ActorRegistry, "forget", delayed)
-    monkeypatch.setattr(hooks, "reach", wait_for_refusal)
-    monkeypatch.setattr(ActorExecutor, "refuse", note_refusal)
-    moved = _move(runtime)
-    assert ending.wait(20)
-    call = actor.add.remote()
-    moved.wait(20)
-    monkeypatch.undo()
-    for given in held:
-        refuse(*given)
-    assert actorrpc.get(call, timeout=20) == 2
-    held.clear()
-    del actor, call, given
 
 
 def test_a_call_counts_as_running_on_its_worker_until_it_was_refused(
