@@ -38,7 +38,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True, "show-inheritance": True}
-# A dataclass of options says what its fields mean in its docstring; its constructor is made by its class methods.
+# The docstring of a dataclass of options describes its fields. The signature of the constructor is shown at the class.
 autodoc_class_signature = "mixed"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True

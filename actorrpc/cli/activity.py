@@ -22,7 +22,7 @@ __all__ = [
 
 
 def rates(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[str, float]:
-    """Return the calls per second of each actor, by its id; without actors that are not in ``before``."""
+    """Return the calls per second of each actor, by its id; without actors that are new or were restarted since ``before``."""
     old = {each.actor_id: each for state in before for each in state.actors}
     found = {}
     for state in after:

@@ -377,7 +377,7 @@ def _join_rank_0(
 
 
 class _Driver:
-    """Makes this process the driver of a cluster, by the functions that :func:`api.install` calls.
+    """Makes this process the driver of a cluster: :func:`api.install` calls the methods ``_enter``, ``_ready`` and ``_stop``.
 
     Args:
         listen: where others may join; None for this machine alone, or for the engine's address.

@@ -456,7 +456,8 @@ class Cluster:
                     labels=dict(facts["labels"]),
                     scaled=isinstance(self.engine, LaunchedEngine) and record.name in self.engine.pool,
                 )
-        if not self._is_alive(record.name):  # _peer_ended() ran too early to remove these entries
+        # The worker may have ended already, and `_peer_ended()` may have run before the entries above were added.
+        if not self._is_alive(record.name):
             with self._lock:
                 self._drop(record)
             raise PeerDiedError(
@@ -490,7 +491,7 @@ class Cluster:
             self._drop(record)
         self._started.pop(worker, None)
         self._end_creations(worker, report.exit_code == 0)
-        self._try_again()  # a queued request may get the CUDA devices of the process now
+        self._try_again()  # the CUDA devices of the ended process are free now: a queued request may get them
 
     def _end_creations(self, creator: str, gently: bool = False) -> None:
         """Fail the queued requests of an ended worker, and end the processes that it requested: their supervisor has ended."""

@@ -292,7 +292,10 @@ class LaunchMeeting:
         return self._get("address", "its address")
 
     def renew(self, stale: str, deadline: float) -> None:
-        """Wait at most 1 s for another address than ``stale``, at which joining has failed; read the key again."""
+        """Wait at most 1 s until rank 0 has published another address than ``stale``; read the key again.
+
+        Joining at ``stale`` has failed.
+        """
         self._deadline = deadline
         poll(lambda: self.address() != stale, min(deadline, _time.now() + _AGAIN_S))
         self.secret = self._agree()

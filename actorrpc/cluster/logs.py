@@ -419,7 +419,10 @@ class Logs:
         self._emit(pipe.is_error, shown)
 
     def _unfold(self, now: float) -> None:
-        """Show how often lines were repeated, for the lines that were first shown more than ``_WINDOW_S`` ago."""
+        """Show how often lines were repeated, for the lines that were first shown more than ``_WINDOW_S`` ago.
+
+        If more than ``_FOLDS`` lines are remembered, also for the oldest of the others.
+        """
         shown: dict[bool, list[str]] = {}
         for key, fold in list(self._folds.items()):
             if fold.due > now and len(self._folds) <= _FOLDS:

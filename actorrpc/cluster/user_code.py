@@ -65,7 +65,10 @@ def _register(name: str) -> None:
 
 
 class _ModuleWatch(MetaPathFinder):
-    """An import hook that finds no module: it only registers modules in the directory of the script before their import."""
+    """An import hook that finds no module. Before a module in the script's directory is imported, it registers the module by value.
+
+    That is, cloudpickle will send the functions and classes of the module by value.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

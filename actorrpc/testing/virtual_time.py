@@ -37,7 +37,9 @@ _FORWARD = "a number of seconds of at least 0, finite: time never runs backwards
 _BY_ITSELF_S: Final = 0.1
 _SLICE_S: Final = 0.02  # real: a thread that waits for a socket reads the time at this interval
 _STALE_S: Final = 0.05  # real: a thread that is late by this much counts as no longer waiting
-_NAP_S: Final = 0.0004  # real: if no thread runs during this time, all threads wait
+_NAP_S: Final = (
+    0.0004  # real: if other threads use no processor time during this pause, they count as waiting
+)
 _REST_S: Final = 0.004  # real: longest pause between two checks whether threads run
 _SOON_S: Final = 0.0002  # real: shortest pause
 _RAN_S: Final = 5e-6  # processor time: if other threads use more during a check, a thread runs

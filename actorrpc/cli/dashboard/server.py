@@ -179,7 +179,7 @@ class _Api:
     Args:
         secure: the page is served over TLS.
         logged_in: called when a browser has used the link to log in.
-        ends: returns whether the server is shutting down; then no more looks are sent to pages.
+        ends: returns whether the server is shutting down; then the server sends no more states to the pages.
     """
 
     def __init__(

@@ -351,7 +351,7 @@ class LocalCluster(Engine):
     # -- ends --------------------------------------------------------------------------------------------------
 
     def stop(self, worker: str) -> None:
-        """Kill a process (SIGKILL), and the processes that it has started."""
+        """Kill a worker's process and its process group (SIGKILL). Children that have left the group survive."""
         with self._lock:
             process = self._workers.get(worker)
             if process is not None and process.pid and process.server is not None:

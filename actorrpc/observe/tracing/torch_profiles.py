@@ -29,7 +29,9 @@ _KEPT_BYTES: Final = 64 << 20  # most bytes of compressed profiles; beyond, the 
 _KEPT: Final = 100  # profiles
 _PIECE: Final = 1 << 20  # bytes of a compressed profile in one answer
 _MOST: Final = 1 << 30  # bytes of the uncompressed text of one profile
-_FIRST: Final = 20_000_000  # first number of torch's processes and threads; above all numbers of workers
+_FIRST: Final = (
+    20_000_000  # first number of torch's processes and threads in a trace; workers have lower numbers
+)
 #: the phases (``ph``) of events whose ``id`` refers to another event of the same profile
 _NUMBERED: Final = frozenset("stfbenOND")
 
