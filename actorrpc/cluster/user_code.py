@@ -65,9 +65,9 @@ def _register(name: str) -> None:
 
 
 class _ModuleWatch(MetaPathFinder):
-    """An import hook that finds no module. Before a module in the script's directory is imported, it registers the module by value.
+    """An import hook that finds no module. It registers each module in the script's directory before its import.
 
-    That is, cloudpickle will send the functions and classes of the module by value.
+    Cloudpickle then sends the functions and classes of the module by value.
     """
 
     def find_spec(

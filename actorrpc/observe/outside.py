@@ -318,7 +318,7 @@ class _Search:
                     self.query(each)
 
     def add_answer(self, target: Target, found: dict[str, Any] | Silent) -> None:
-        """Store the result of a query. Query the members that an answer names, or the child processes of a worker without an answer."""
+        """Store the result of a query. Query the members that an answer names, or the children of a worker without an answer."""
         record = target.record or _record_of(target, found)
         if record is None:
             return
