@@ -3,8 +3,8 @@
 Every worker registers ``faulthandler`` for one signal. When the signal arrives, ``faulthandler`` writes the stacks of all threads
 into a memfd of the worker; the handler needs neither a lock nor the GIL. If a worker does not answer, an observer of the same
 user on the same host sends it the signal and reads the memfd through ``/proc``. The signal would kill a process that has no
-handler for it. Therefore the observer sends it through a pidfd, and only to a process with such a memfd and a handler. ``faulthandler``
-dumps at most 100 threads and 100 frames of each.
+handler for it. Therefore the observer sends it through a pidfd, and only to a process with such a memfd and a handler.
+``faulthandler`` dumps at most 100 threads and 100 frames of each.
 """
 
 from __future__ import annotations
