@@ -374,22 +374,6 @@ def test_a_cancelled_method_in_c_code_blocks_its_actor_until_it_returns(gate: Pa
     assert actorrpc.get(actor.note.remote("after")) == "after"
 
 
-@pytest.mark.prints("has held the event loop")
-def test_a_call_that_is_cancelled_in_the_queue_of_an_event_loop_never_runs(gate: Path) -> None:
-    actor = BusyOnLoop.remote()
-    actorrpc.get(actor.note.remote("before"))
-    busy = actor.block_in_c.remote(str(gate))
-    waiting = actor.note.remote("never")
-    until(lambda: row_of(actor).pending_calls == 1)
-    assert actorrpc.cancel(waiting)
-    until(lambda: row_of(actor).pending_calls == 0)
-    open_gate(gate)
-    assert actorrpc.get(busy) == "passed"
-    with pytest.raises(actorrpc.CancelledError):
-        actorrpc.get(waiting)
-    assert actorrpc.get(actor.all.remote()) == ["before", "block_in_c", "passed"]
-
-
 def test_a_call_that_is_cancelled_in_the_queue_never_runs(gate: Path) -> None:
     actor = Busy.remote()
     busy = actor.block_in_c.remote(str(gate))
