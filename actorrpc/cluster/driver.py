@@ -500,7 +500,7 @@ class Cluster:
                 self._requests.remove(request)
                 request.timer.cancel()
                 self._fail(request, ShutdownError(f"worker {creator!r} has ended", maybe_executed=False))
-        for name in [name for name, (_, by) in list(self._started.items()) if by == creator]:
+        for name in [name for name, (_, by) in self._started.copy().items() if by == creator]:
             if gently:
                 self.release(name)  # the process may end by itself; otherwise it is killed after _LEAVE_S
                 self._end_soon(name)

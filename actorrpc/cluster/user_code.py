@@ -96,7 +96,7 @@ def watch() -> None:
     if _watch not in sys.meta_path:
         sys.meta_path.insert(0, _watch)
     place = directory()
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         path = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
         if place is not None and isinstance(path, str) and _is_the_programs(name, path, place):
             _register(str(module.__name__))  # cloudpickle looks up this name

@@ -124,7 +124,7 @@ class _Root(_Other):
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
-        for name, found in list(sys.modules.items()):
+        for name, found in sys.modules.copy().items():
             if name.startswith(self._prefix):
                 sys.modules[self._other_prefix + name.removeprefix(self._prefix)] = found
 

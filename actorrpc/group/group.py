@@ -199,7 +199,7 @@ class MemberDirectory(Membership):
 
     def members(self) -> list[WorkerRecord]:
         """Return the records of all workers, by rank."""
-        found = [each for key, each in list(self.records.items()) if isinstance(key, str)]
+        found = [each for key, each in self.records.copy().items() if isinstance(key, str)]
         return sorted(found, key=lambda each: each.rank)
 
 

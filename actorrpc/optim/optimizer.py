@@ -245,7 +245,7 @@ class DistributedOptimizer:
         own: list[tuple[str, RRef[LocalOptimizer], LocalOptimizer]] = []
         token = None if context is None else recorder.enter(context)
         try:
-            for name, rref in list(self._optimizers.items()):
+            for name, rref in self._optimizers.items():
                 local = value_here(rref) if here else None
                 if local is not None and local.is_plain():
                     calls[name] = None

@@ -390,7 +390,7 @@ class CallQueue:
             return  # known already
         self._hold_back()
         self.place = self._hint = None
-        templates = {each: future.template for each, future in list(self.in_flight.items())}
+        templates = {each: future.template for each, future in self.in_flight.copy().items()}
         in_flight = {
             each: found for each, found in templates.items() if found is not None and found.epoch <= epoch
         }
