@@ -8,15 +8,16 @@ If calls wait for an actor, and the actor itself has waited for a call for a sec
 * a call that waits for the running method of a serial actor, for a blocked event loop, for its arguments, or for an earlier call
   of its caller that waits for its arguments.
 
-If the search comes back to its beginning twice in a row, none of the waits can ever end. The call that closes the circle then
-fails with a DeadlockError that names all of them.
+If the search comes back to its beginning, and does so again at least ``_AGAIN_S`` later, none of the waits can end, except by a
+time-out or a cancellation. The call that closes the circle then fails with a DeadlockError that names all calls in it.
 
 A stream can block an actor, too. Its generator pauses while the reader does not take items, and still holds a place: it counts as
 one of the calls that the actor runs at a time. If other calls wait, and waiting calls hold all places, a search begins at each
 place. A search also begins at the pause of a generator that runs nested on its reader's thread. From a pause, the search
 continues with the wait of the reader, a thread or a coroutine (see ``stalls.py``). If the searches from all places find the same
-call, which waits for a place, this call fails. If a search comes back to its generator, the stream fails. While another thread
-may begin to read the stream, the search ends at the reader, until no thread has requested an item for ``PATIENCE_S``.
+call, which waits for a place, this call fails. If a search comes back to the generator where it began, the stream fails. While
+another thread may begin to read the stream, the search ends at the reader, until no thread has requested an item for
+``stalls.PATIENCE_S``.
 
 The search runs on the clock's thread and on pool threads, and takes no lock of its own.
 """
@@ -59,7 +60,7 @@ __all__ = ["DeadlockDetector", "Probe", "Searched"]
 _LOOK_S: Final = 1.0
 _MOST_HOPS: Final = 64
 _BRANCHES: Final = 4  # greatest number of targets of one wait that a search follows
-# A circle counts if it is found again after this time: before, a message in transit may have resolved it.
+# A circle counts if it is found again after this many seconds: before that, a message in transit may have resolved it.
 _AGAIN_S: Final = 0.5
 _MIB: Final = 1 << 20
 _KEPT: Final = 20  # errors of recent circles that are kept
@@ -196,7 +197,7 @@ def _blocked(hosted: HostedActor) -> list[tuple[Entry | None, list[Call | Stall]
 
 
 def _pausing_streams(runtime: Searched) -> Iterator[_Wait]:
-    """Yield the pauses of generators, and, if calls wait for places of their queues, the waits that hold the other places."""
+    """Yield pauses of nested generators; for a queue with pausing generators and waiting calls, all waits that hold places."""
     looked: set[GroupQueue] = set()
     for producer in runtime.streams.pausing():
         entry, pause = producer.entry, producer.pause
@@ -219,7 +220,7 @@ def _pausing_streams(runtime: Searched) -> Iterator[_Wait]:
 def _holders(
     runtime: Searched, hosted: HostedActor, queue: GroupQueue
 ) -> dict[int, tuple[str, list[Call | Stall]]] | None:
-    """Return the executions that hold the places of a queue, and the targets of their waits; None if one does not wait."""
+    """Return the executions that hold the places of a queue, and the targets of their waits; None if not all wait."""
     found: dict[int, tuple[str, list[Call | Stall]]] = {}
     if queue.yielding:
         return None  # a waiting call holds no place
@@ -481,7 +482,7 @@ def _end_stream(producer: Producer, probe: Probe) -> None:
 
 
 def _verdict(hosted: HostedActor, entry: Envelope, probe: Probe, behind: Envelope | None = None) -> None:
-    """Break the circle if it was found for the second time: a message in transit may have resolved it meanwhile.
+    """Break the circle if it was also found ``_AGAIN_S`` earlier: a message in transit may resolve a circle that is found once.
 
     ``behind``: the earlier call of the same caller that the entry waits for.
     """

@@ -1,22 +1,23 @@
 """The mailbox: decides which call of an actor runs next, and where. A state machine that runs no calls itself.
 
-A :class:`Mailbox` has a :class:`GroupQueue` for each concurrency group, and one more for each group's ``async def`` methods;
-the async queue of the default group also has the plain methods of an actor that has async ones, which run on its event loop.
-A queue hands out its entries in order:
+A :class:`Mailbox` has a :class:`GroupQueue` for each concurrency group; that of an actor with ``async def`` methods has one more
+queue per group, for these methods. The async queue of the default group also gets the actor's plain methods, which run on its
+event loop, unless they have ``thread=True`` or a concurrency group. A queue hands out its entries in order:
 
 * higher priority first; within a priority, in the order of arrival;
-* the calls of one caller with one priority never overtake each other. If the arguments of a call are not complete, only the later
+* the calls of one caller with one priority do not overtake each other: if the arguments of a call are not complete, the later
   calls of its caller wait. A queue that runs several calls at a time is usually ``loose``: its ready calls do not wait;
 * a call that is sent again comes before the later calls of its caller;
-* at most ``limit`` at a time. In a yielding queue, each wait of any thread makes room for one more.
+* at most ``limit`` at a time, apart from descendants. In a yielding queue, each wait of any thread makes room for one more.
 
-**Descendants.** An entry that descends from an execution which is under way here (its id is in the entry's path)
-does not wait in the queue: it is passed to the runner of that execution, which runs it nested while it waits. Entries that the
-runner has not run when the execution ends return to the queue, in order.
+**Descendants** of a reentrant actor. If an entry descends from an execution which is under way here (the execution's id is in the
+entry's path) and no other thread can run it, it does not wait in the queue: it is passed to the runner of that execution, which
+runs it nested while it waits. Entries that the runner has not run when the execution ends return to the queue, in order. In an
+async queue, descendants start without regard to the limit.
 
-Each method that changes the state returns :class:`Wakeups`: the runners to wake, and the queues that need a further runner, after
-the lock was released. The lock guards everything here. It is re-entrant, because the garbage collector may run a finaliser that
-calls this very actor at any allocation, and it is a leaf.
+A method after which further entries can run returns :class:`Wakeups`: the runners to wake, and the queues that need a further
+runner, after the lock was released. The lock guards everything here. It is re-entrant, because the garbage collector may run a
+finaliser that calls this very actor at any allocation, and it is a leaf.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class GroupQueue:
             self._of_chain.setdefault(execution, {})[entry] = None
 
     def removed(self, entry: Entry) -> None:
-        """Record that an entry was dequeued or cancelled."""
+        """Record that an entry was dequeued, cancelled or passed to a runner."""
         self.waiting -= 1
         for execution in entry.path:
             rest = self._of_chain.get(execution)
@@ -231,7 +232,7 @@ class GroupQueue:
     def release(self, entry: Entry) -> None:
         """Record that an entry whose arguments were missing is ready, or was cancelled.
 
-        The entries that it held back are released, up to the next one that is not ready.
+        The entries that it held back are released, up to the next entry that is not ready.
         """
         key = (entry.caller, entry.priority)
         held = self._held.get(key)
@@ -375,7 +376,7 @@ class Mailbox:
             return todo
 
     def _slot_of(self, entry: Entry, queue: GroupQueue) -> ThreadSlot | None:
-        """Return the runner of an execution from which the entry descends."""
+        """Return the runner of an execution from which the entry descends; None if there is none, or another thread is free."""
         if queue.is_async or (queue.running + queue.waiting < queue.limit):
             return None  # the loop, or another thread of the actor, can run the entry
         for execution in reversed(entry.path):
@@ -435,9 +436,9 @@ class Mailbox:
             todo.start = (*todo.start, queue)
 
     def dequeue(self, queue: GroupQueue, slot: Any = None) -> tuple[Entry | None, Wakeups | None]:
-        """Dequeue the next entry for a runner (or for the event loop); None: no entry can run now.
+        """Return the next entry for a runner (or for the event loop), or None if no entry can run now; and runners to wake.
 
-        A runner that gets None is idle from then on, and a later ``Wakeups.wake`` names it.
+        A runner that gets no entry is idle from then on, and a later ``Wakeups.wake`` names it.
         """
         with self._lock:
             if queue.waiting and (queue.running < queue.limit or (queue.yielding and not queue.full)):
@@ -568,7 +569,8 @@ class Mailbox:
     def no_thread(self, queue: GroupQueue) -> list[Entry]:
         """Record that no runner could be started for a queue; return the entries to refuse.
 
-        If the queue has other runners, only its first entry is returned, for which they may wait; they run the other entries.
+        If the queue has other runners, only its first entry is returned, because calls on these runners may wait for it; they run
+        the other entries.
         """
         with self._lock:
             queue.slots -= 1

@@ -5,9 +5,9 @@ event loops must be used in the thread that made them. While a runner is in one 
 from its own call, nested on the same thread. If a method runs an event loop itself (``asyncio.run()``), the loop runs such calls
 between the steps of its coroutines, whatever the coroutines await.
 
-``carriers.py`` decides which thread serves a runner, where it sleeps, and when it is woken: the first ``MAX_RUNNERS`` runners of
-a worker have their own threads, further ones share threads. Between two calls, a runner without its own thread keeps its context
-variables and the mode of autograd; other thread-local state is as another actor has left it.
+``carriers.py`` decides which thread serves a runner, where the thread sleeps, and when it is woken: at most ``MAX_RUNNERS``
+runners of a worker have their own threads, further runners share threads. Between two calls, a runner without its own thread
+keeps its context variables and the mode of autograd; other thread-local state is as another actor has left it.
 """
 
 from __future__ import annotations
@@ -526,7 +526,7 @@ class ForeignThreads:
     """The threads without a runner in a worker that executes tasks. Tasks may have started them.
 
     While such a thread waits, one more task may run, as if a task were waiting, because any task may have started the thread.
-    ``_lock`` guards the number and the table. It is a leaf, and re-entrant, because the garbage collector may run under it.
+    ``_lock`` guards ``waiting`` and the table. It is a leaf, and re-entrant, because the garbage collector may run under it.
     """
 
     work: Any = ()
