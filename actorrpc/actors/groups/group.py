@@ -184,8 +184,8 @@ class GroupMethod(Generic[P, R]):
         """Return the method with other options of its calls.
 
         Args:
-            return_exceptions: :meth:`call` waits for all members and never fails: the error of a member that failed takes
-                its place among the results.
+            return_exceptions: True: :meth:`call` waits for all members, and the error of a member that failed takes the
+                member's place among the results. False: see :meth:`call`. None: as before.
             options: as for ``handle.method.options(...)``: ``timeout``, ``priority`` and so on.
 
         Raises:

@@ -318,7 +318,7 @@ class ActorThreads:
     # -- shared threads -------------------------------------------------------------------------
 
     def next_shared(self) -> Runner | None:
-        """Return the next shared runner, with a turn; None if no turn is free. Wake earlier runners that have their own threads."""
+        """Return the next shared runner, with a turn; None if no turn is free. Wake earlier runners that have own threads."""
         ready, on = self.ready, self.on
         found: Runner | None = None
         while found is None and ready and len(on) < self._width:

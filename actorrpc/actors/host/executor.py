@@ -487,7 +487,7 @@ class ActorExecutor:
             self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
 
     def answer(self, entry: Envelope, value: Any, *, keep: bool = True) -> bool:
-        """Send the result of a call (with ``keep``, maybe a reference to it); send nothing and return False if it was answered."""
+        """Send the result of a call (with ``keep``, maybe a reference to it); send nothing, return False if it was answered."""
         if not self._claim(entry):
             return False
         header = entry.header

@@ -69,8 +69,8 @@ class ActorPool(Generic[A]):
     """Distributes tasks to actors, each of which executes one at a time.
 
     A task is a function that is called with an actor and a value, and returns the ObjectRef of the call that it makes. The actor
-    is busy until that call has ended; an actor that has died leaves the pool. If there are more tasks than actors, the others
-    wait; the thread that waits for a result starts them as actors become free.
+    is busy until the result of that call was fetched, or the call has ended and a waiting task needs the actor. An actor that has
+    died leaves the pool. If there are more tasks than actors, the others wait; the thread that waits for a result starts them.
 
     For one thread (or one task of an event loop) at a time, like an iterator.
 
@@ -235,7 +235,7 @@ class ActorPool(Generic[A]):
 
         Args:
             timeout: seconds to wait at most; None: without limit.
-            ignore_if_timedout: abandon the task after the time-out. Its actor becomes free when the call ends.
+            ignore_if_timedout: after the time-out, also abandon the task. Its actor becomes free when the call ends.
 
         Raises:
             StopIteration: there is no task left.

@@ -374,7 +374,7 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
         concurrency_groups: limits for the methods of each group, which run independently of other groups: plain methods in
             threads of the group, ``async def`` methods on its event loop, which has a thread of its own and is made for the first
             call. A blocked loop does not block other groups. asyncio's locks and events work within one group only.
-        max_pending_calls: further calls of one caller are refused; -1: no limit.
+        max_pending_calls: if so many calls of one process have not ended, its further calls are refused; -1: no limit.
         max_restarts: how often it is restarted when it dies; -1: without limit. In a supervision group (:func:`supervise`),
             the group's limit, window and back-off apply; ``max_restarts`` must not be 0 then.
         restart_window_s: only restarts within this time count, in seconds; None: all restarts.

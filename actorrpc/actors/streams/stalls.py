@@ -77,7 +77,7 @@ _WAITS: Final = {each.__code__ for each in (Call.drive, Future.wait, Future.park
 
 
 def waited_for_on(frame: FrameType | None) -> Call | Future[Any] | None:
-    """Return the call or future for which a thread waits. It is found in the thread's stack, because no table contains it."""
+    """Return the call or future for which a thread waits, or None. The thread's stack is searched: no table contains it."""
     while frame is not None and frame.f_code not in _WAITS:
         frame = frame.f_back
     return None if frame is None else _stacks.local(frame, "self")

@@ -70,7 +70,7 @@ class Incarnation:
 
     Attributes:
         id: its unique number.
-        worker, worker_name: where it lives or is being made.
+        worker, worker_name: where it lives or is being made; None and empty until the worker is known.
         process: the name of its worker, if it is alone in the worker's process; otherwise None.
         location: where it lives; None while it is being made.
         state_number: the number of its last checkpoint; 0 if there is none.
@@ -78,7 +78,7 @@ class Incarnation:
         ended_by_group: why its supervision group ends it; empty if the group does not.
         drained: why its worker was asked to leave, if the actor stays on that worker; otherwise empty.
         moving: its worker was asked to leave, so the next incarnation begins on another worker; this is not counted as a restart.
-        over: its end was processed, or it was never made.
+        over: its end was processed, or it was postponed and never made.
     """
 
     def __init__(self, id: int) -> None:
@@ -99,10 +99,11 @@ class ActorRecord:
         place: where it should live: the result of Placements.place().
         epoch: how many incarnations have ended; also the number of the present incarnation.
         last_life: the present incarnation, or the last one if there is none now; None before the first.
-        orphaned: its last handle was freed: an incarnation ends as soon as it was made, and no other follows.
+        orphaned: its last handle was freed: its incarnation ends after its waiting calls, or once it is made, and no other
+            follows.
         postponed_since: when the next incarnation was first postponed; None if it was not.
         state: the state with which the next incarnation starts; None if no checkpoint was received.
-        family: the supervision group that decides about its restarts, and ``index`` its place there.
+        family, index: the supervision group that decides about its restarts (or None), and its place there.
         held: its next incarnation only begins when the group orders it.
     """
 
