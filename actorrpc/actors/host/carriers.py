@@ -44,11 +44,11 @@ _WIDE: Final = 32  # how many runners may run calls at a time, if calls are long
 _STALLED_S: Final = 2e-3  # a turn of about this many seconds does not count against the limit any more
 _SHORT_S: Final = 60e-6  # calls are long if they take longer than this on average
 _COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the GIL
-_KEPT: Final = 8  # how many idle shared threads are kept; further ones end
+_KEPT: Final = 8  # how many idle shared threads are kept; further idle threads end
 
 
 class ActorThread:
-    """A thread that serves runners. See connection.ReadWaiter.
+    """A thread that serves runners. Implements connection.ReadWaiter.
 
     Args:
         runner: the runner that the thread serves first.
@@ -289,7 +289,7 @@ class ActorThreads:
             thread.wake()
 
     def took(self, seconds: float) -> None:
-        """Record the duration of a call, measured while other runners were ready."""
+        """Record the duration of a call, measured while other runners were ready, and set how many runners may have a turn."""
         # Bounded, so that a single call that was preempted by other processes makes little difference.
         self._mean += 0.125 * (min(seconds, 4 * _SHORT_S) - self._mean)
         self._width = _WIDE if self._mean > _SHORT_S and not self._crowded else _AT_ONCE

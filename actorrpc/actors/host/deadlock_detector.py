@@ -288,7 +288,7 @@ def _say_pause(producer: Producer) -> str:
 
 
 def _follow(runtime: Searched, targets: Sequence[Any], probe: Probe) -> None:
-    """Continue at each of the targets; the last entry of the probe's trail waits for all of them."""
+    """Continue a search at each of the targets; the last entry of the probe's trail waits for all of them."""
     for target in targets[:_BRANCHES]:
         if isinstance(target, Call):
             if target.done or len(probe.trail) > _MOST_HOPS:
@@ -366,7 +366,7 @@ def _search_here(kind: str, key: Any, probe: Probe) -> None:
 
 
 def _at_function(runtime: Searched, execution: Execution, probe: Probe) -> None:
-    """Continue at a plain function, if it has made a single call that has not ended, and a thread waits for that call."""
+    """Continue a search at a plain function, if exactly one call that it made has not ended, and a thread waits for that call."""
     left = [call for call in list(execution.nested) if isinstance(call, Call) and not call.done]
     if len(left) == 1 and (left[0].polling is not None or left[0].lock is not None):
         _follow(runtime, left, probe.past(f"a function on {runtime.agent.name!r}"))
@@ -413,13 +413,13 @@ def _at_call(runtime: Searched, entry: Envelope, hosted: HostedActor, probe: Pro
 
 
 def _at_task(runtime: Searched, entry: Envelope, probe: Probe) -> None:
-    """Continue with the targets that a call awaits, if it is a coroutine."""
+    """Continue a search with the calls and streams that a call awaits, if it is a coroutine."""
     if entry.task is not None:
         _follow(runtime, awaited_by(entry.task), probe.past(entry.title))
 
 
 def _at_generator(runtime: Searched, producer: Producer | None, probe: Probe) -> None:
-    """Continue with the targets for which a stream's generator waits."""
+    """Continue a search with the calls and streams for which the generator of a stream waits."""
     entry = None if producer is None else producer.entry
     # If the generator pauses, the reader has items to take, and does not wait for the generator.
     if producer is None or entry is None or entry.hosted is None or producer.pause:
@@ -431,7 +431,7 @@ def _at_generator(runtime: Searched, producer: Producer | None, probe: Probe) ->
 
 
 def _at_reader(runtime: Searched, consumer: Any, probe: Probe) -> None:
-    """Continue with the targets for which a stream's reader waits."""
+    """Continue a search with the calls and streams for which the reader of a stream waits."""
     if consumer is None or consumer.over:
         return
     reader: StreamReader = consumer.reader

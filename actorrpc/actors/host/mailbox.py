@@ -58,7 +58,7 @@ class Entry:
         again: it repeats the call that had its ``place``, and comes before its caller's later calls.
         path: the executions that it descends from.
         ready: its arguments are complete.
-        loose: while its arguments are not complete, it may overtake, and be overtaken by, other calls of its caller.
+        loose: it may overtake calls of its caller whose arguments are missing, and be overtaken while its own are missing.
     """
 
     # Class attributes are the defaults: an entry is made for each call, and most set few of these.
@@ -459,7 +459,7 @@ class Mailbox:
             return None, None
 
     def turn(self, queue: GroupQueue, slot: ThreadSlot) -> tuple[Entry | None, Wakeups | None]:
-        """Call :meth:`done` and :meth:`dequeue` in one step, for a runner that has run an entry."""
+        """Call :meth:`done` and :meth:`dequeue` in one step, for a runner that has run an entry; return as :meth:`dequeue`."""
         with self._lock:
             left: Wakeups | None = None
             if slot.work:

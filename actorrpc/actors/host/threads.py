@@ -287,7 +287,7 @@ class Runner:
         self._serve_on(awaits[0] if loop is None and awaits else loop)
 
     def stop(self) -> None:
-        """End the runner if it is idle, because its mailbox is closed. A busy runner ends after its call."""
+        """The mailbox was closed: wake the runner if it is idle, so that it ends. A busy runner ends after its call."""
         self._threads.call(self)
 
     def run_on(self, thread: ActorThread) -> bool:
@@ -354,7 +354,7 @@ class Runner:
         self._wakers.pop()
         if not self._wakers:
             self._resume()
-            if self.depth:  # a call runs; the actor's last hooks have no turn
+            if self.depth:  # a call runs; on_stop(), which may also wait, has no turn
                 self._threads.on[self] = _time.now()
 
     def begin_await(self) -> None:

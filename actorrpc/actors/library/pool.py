@@ -165,7 +165,7 @@ class ActorPool(Generic[A]):
         """Process the tasks that have ended, and start waiting tasks.
 
         Args:
-            free: actors of ended tasks become free even if the results were not fetched.
+            free: if tasks wait, actors of ended tasks become free even if the results were not fetched.
         """
         while self._over:
             task = self._over.popleft()

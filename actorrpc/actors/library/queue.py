@@ -225,7 +225,7 @@ class QueueActor:
 
 
 def _check_timeout(block: bool, timeout: Any) -> float | None:
-    """Return the time-out to send to the actor, after checking it. 0: do not wait."""
+    """Return the time-out to send to the actor, after checking it: seconds; 0: do not wait; None: wait without limit."""
     if not block:
         return 0
     if timeout is None:

@@ -85,7 +85,7 @@ class DeathReport:
     uptime: float = 0.0
 
     def describe(self) -> str:
-        """Return a line that describes it, followed by the last lines of standard error if there are any."""
+        """Return a line that describes the process's end, followed by the last lines of standard error if there are any."""
         who = f"the process of worker {self.worker!r}" + (f" (pid {self.pid})" if self.pid else "")
         if self.signal is not None:
             try:
@@ -128,7 +128,7 @@ class Spawner(Protocol):
         """End a process at once (SIGKILL)."""
 
     def report(self, worker: str) -> Future[DeathReport]:
-        """Return a future of the report on a process's end. It fails with UnknownWorkerError if this spawner did not start it."""
+        """Return a future of the report on a process's end; it fails with UnknownWorkerError for a process of another spawner."""
 
     def owns(self, worker: str) -> bool:
         """Say whether this spawner has started the worker."""

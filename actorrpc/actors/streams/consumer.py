@@ -45,11 +45,11 @@ __all__ = ["Again", "ObjectRefGenerator", "Translate"]
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Returns the error to raise, or a future that fails with this error, for an error that ended the call, or a pull from a worker
-#: (None before the first pull).
+#: Returns the error to raise, or a future that fails with this error, for an error that ended a pull from the given worker (None:
+#: the worker was not found).
 Translate = Callable[[BaseException, "Peer | None"], "BaseException | Future[Any]"]
 
-#: Repeats a call that failed with an error before its first item arrived; returns None if the call is not repeated.
+#: Repeats the call of a stream that failed with an error before its first item; returns None if the call is not repeated.
 Again = Callable[[BaseException], "Future[Any] | None"]
 
 _INFINITE = float("inf")
@@ -546,7 +546,7 @@ class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
         future: the call; completes with a StreamTicket.
         label: the name of the stream in messages; by default the label of the call.
         translate: returns the error to raise for an error that ended the stream; by default the same error.
-        again: repeats the call if it has failed before its first item arrived; by default it is not repeated.
+        again: repeats the call if the stream has failed before its first item arrived; by default the call is not repeated.
     """
 
     __slots__ = ("__weakref__",)

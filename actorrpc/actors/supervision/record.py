@@ -218,7 +218,7 @@ class ActorRecord:
         life.location = Location(life.worker, life.worker_name, life.id, self.epoch, pid)
         self.restarts.note_alive(now)
         if not self.options.max_restarts and not self.descriptor.info.has_checkpoint:
-            self.cls = self.arguments = None  # no longer needed; frees the objects in them
+            self.cls = self.arguments = None  # no incarnation follows: free the objects in them
 
     def verdict(self, life: Incarnation, now: float, text: str, bound: str) -> RestartVerdict:
         """Decide what follows after an unexpected end of an incarnation. Call this once for each incarnation.
@@ -247,7 +247,7 @@ class ActorRecord:
         self.held = self.family is not None
 
     def answer(self, after: int, wait: bool) -> Location | Restarting | None:
-        """Return the answer to a query for the location after incarnation ``after``; None if there is none yet."""
+        """Return the answer to a query for the location after incarnation ``after``; None if the query has to wait."""
         if self.epoch <= after:
             return None  # the supervisor has not noticed the death yet
         location = None if self.life is None else self.life.location
