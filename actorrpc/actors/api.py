@@ -87,7 +87,8 @@ class ActorInfo:
     Attributes:
         actor_id: the actor's id, which stays the same after restarts.
         state: ``"PENDING"``, ``"ALIVE"``, ``"RESTARTING"`` or ``"DEAD"``.
-        worker, pid: the worker (empty if it is dead) and process (0 if it does not live now) where it lives, or lived last.
+        worker: the worker where it lives, or has lived before its restart; empty if it is dead.
+        pid: its process; 0 if it does not live now.
         pending_calls, running_calls: calls that wait in its mailbox, and calls that are being executed; -1 if it lives nowhere,
             or its worker did not answer.
         restarts: how often it was restarted.

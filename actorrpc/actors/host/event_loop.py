@@ -214,7 +214,7 @@ class EventLoop:
 
     @property
     def current(self) -> Envelope | None:
-        """The call whose own code is running on the thread; None if nothing runs, or a task that a call has started."""
+        """The call whose own code is running on the thread; None if no code runs, or that of a task that a call started."""
         if self.plain is not None:
             return self.plain
         task = asyncio.current_task(self._loop)

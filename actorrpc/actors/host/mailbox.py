@@ -558,7 +558,7 @@ class Mailbox:
             queue.resting -= 1
 
     def remove_slot(self, queue: GroupQueue, slot: Any) -> bool:
-        """Remove an idle runner, which ends; return False if the runner is not idle."""
+        """Remove an idle runner, because it ends; return False if the runner is not idle."""
         with self._lock:
             if slot not in queue.idle:
                 return False

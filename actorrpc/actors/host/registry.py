@@ -234,7 +234,7 @@ class ActorRegistry:
                 _ = hosted.stop("now", f"its creator, worker {peer.name!r}, has ended")
 
     def close(self, graceful: bool, patience: float = _END_S) -> None:
-        """End all actors here. Wait for their on_stop() for at most ``patience`` (0.25 to 5) s, or 0.25 s if not ``graceful``."""
+        """End all actors here; wait for their on_stop(): ``patience`` s, bounded to 0.25 to 5 s; 0.25 s if not ``graceful``."""
         with self._lock:
             self._closed = True
         over: list[Future[None]] = [

@@ -450,7 +450,7 @@ class Streams:
             peer: the consumer's worker; the stream is closed when it ends. By default the worker that called the current
                 execution.
             owner: the argument with which :meth:`abort` ends the stream.
-            entry: the call in which the generator runs.
+            entry: the actor's call in which the generator runs; None: no actor runs it.
         """
         if peer is None:
             execution = CURRENT.get()

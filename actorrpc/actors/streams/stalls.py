@@ -136,7 +136,8 @@ class StreamReader:
     def __init__(self) -> None:
         self.swept = 0
         self.note()
-        # The threads that existed when the stream was made: its maker may pass it to a newer one. None after the first request.
+        # The threads that existed when the stream was made: its maker may pass it to a newer thread. None after the first
+        # request.
         self._threads: frozenset[threading.Thread] | None = frozenset(threading.enumerate())
 
     def note(self) -> None:

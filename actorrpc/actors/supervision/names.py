@@ -131,7 +131,7 @@ class Names:
         self._runtime.agent.submit(delete)
 
     def lookup(self, name: str, namespace: str | None = None) -> ActorDescriptor:
-        """Return a descriptor, which keeps no actor alive, of the actor with a name; waits for rank 0, at most 30 s.
+        """Return the descriptor of the actor with a name, without an anchor; waits for rank 0, at most 30 s.
 
         Raises:
             UnknownActorError: no actor has the name; the message lists similar names.

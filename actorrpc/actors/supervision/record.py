@@ -33,7 +33,7 @@ _SHOWN: Final = {
 
 
 class LifetimeToken:
-    """The value of an RRef that all handles of an actor refer to, so that the token is freed after the last handle.
+    """The value of an RRef that all handles of an actor refer to, except weak handles; freed after the last of these handles.
 
     Args:
         drop: called with the actor's id when the token is freed. It only queues the id, because any thread may free the token.

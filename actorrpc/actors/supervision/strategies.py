@@ -151,7 +151,7 @@ class RestartStrategy:
         return self._fail(now, why)
 
     def due(self, plan: RestartPlan, now: float) -> list[RestartOrder]:
-        """Record that the back-off of a plan has ended."""
+        """Record that the back-off of a plan has ended, after the time of its order ``"wait"``."""
         plan.held = False
         return self._go(now)
 

@@ -445,7 +445,7 @@ class Supervisor:
         final: bool = False,
         wanted: bool = False,
     ) -> None:
-        """Record the end of an incarnation, and begin the next one if one follows.
+        """Record the end of an incarnation, and order another incarnation or mark the actor dead.
 
         Args:
             final: no incarnation follows.
@@ -724,7 +724,7 @@ class Supervisor:
             return [each.row(self._agent.name) for each in found[:most]], len(found) > most
 
     def close(self, graceful: bool = True, patience: float = _END_S) -> None:
-        """End all actors at once. Wait for them for at most ``patience`` (0.25 to 5) s, or 0.25 s if not ``graceful``."""
+        """End all actors at once; wait for them: ``patience`` s, bounded to 0.25 to 5 s; 0.25 s if not ``graceful``."""
         with self.lock:
             self._closed = True
             actors = list(self._actors.values())
