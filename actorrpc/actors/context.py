@@ -80,7 +80,7 @@ def set_autostart(start: Callable[[], None] | None) -> Callable[[], None] | None
 
 
 def current() -> Runtime | None:
-    """Return the runtime in force, if there is one."""
+    """Return the runtime in force; None if this process is in no group."""
     worker = current_worker()
     return None if worker is None else worker.actors
 

@@ -10,8 +10,8 @@ generations. When a member dies or an operation fails, the whole present generat
 in other members raise CollectiveError. The collective stays broken until this process rebuilds it
 by :meth:`Collective.rebuild` or the next :meth:`Collective.call`. Both wait until supervision has restarted the member
 (``max_restarts``), and let all members join a new generation. Members join through their mailboxes. Therefore calls that this
-process made before the rebuilding belong to the old generation, whose operations fail, and later calls belong to the new one. If
-each member rejoined by itself, a member could be one step ahead of another.
+process made before the rebuilding belong to the old generation, whose operations fail, and later calls belong to the new
+generation. If each member rejoined by itself, a member could be one step ahead of another.
 
 The members meet on the worker that made the collective. When that worker ends, the collective ends, too.
 """

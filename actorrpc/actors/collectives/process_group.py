@@ -92,7 +92,7 @@ class CallStore(Store):
         return self
 
     def delete_key(self, key: str) -> bool:
-        """Remove a value; say whether there was one."""
+        """Remove a value; say whether there was a value."""
         self.seen.pop(key, None)
         return bool(self._query("drop", key))
 

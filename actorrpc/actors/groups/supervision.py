@@ -152,7 +152,7 @@ def supervise(
 
     When the group gives up, its children end, the last first. A group above it treats this as the death of a child, and makes the
     group with its children again if it can. Otherwise calls of the actors fail with an ActorDiedError that lists the deaths.
-    Use ``strategy="one_for_all"`` and ``max_restarts=0`` for actors that must all end when one dies.
+    Use ``strategy="one_for_all"`` and ``max_restarts=0`` for actors that must all end when an actor dies.
 
     Args:
         children: handles of actors that this process has made, other groups, and ActorGroups, which count as their members.

@@ -125,7 +125,7 @@ class HostedActor:
 
     Attributes:
         on_imported: called after the class is imported and before the constructor, in a process that holds one actor only.
-        on_shown: called with the ``repr`` of an actor that has its own process, if its class defines one.
+        on_shown: called with the ``repr`` of an actor that has its own process, if the class defines ``__repr__``.
     """
 
     on_imported: ClassVar[Callable[[], None] | None] = None
@@ -514,7 +514,7 @@ class HostedActor:
         with self._lock:
             if self.state == "constructing":
                 self.state = "alive"
-            # Set _intake to None last, so that later messages are queued behind the earlier ones.
+            # Set _intake to None last, so that later messages are queued behind the earlier messages.
             for entry in self._intake or ():
                 self.enqueue(entry, held=True)
             self._intake = None
@@ -608,7 +608,7 @@ class HostedActor:
         self._wind_up()
 
     def _close(self) -> list[Envelope]:
-        """Refuse the waiting calls, and all later ones; return the running calls."""
+        """Refuse the waiting calls and all later calls; return the running calls."""
         FOREIGN_THREADS.unregister(self)
         loops = list(self.loops.values())  # copied first, because _wind_up() empties the table
         entries, runners = self.mailbox.close()

@@ -72,7 +72,7 @@ class ActorThread:
         self._parked.acquire()
 
     def start(self) -> None:
-        """Start the thread. If the system cannot start one, the calls that wait for it are refused."""
+        """Start the thread. If the system cannot start a thread, the calls that wait for this thread are refused."""
         runner = self._own or self.given
         assert runner is not None
         try:
@@ -170,7 +170,7 @@ class ActorThreads:
     ``_lock`` guards the tables of runners and of idle shared threads. It is a leaf, and re-entrant, because the garbage collector
     may run while it is held. Turns need no lock: each operation on ``ready`` and ``on`` is atomic. A thread that adds a runner to
     ``ready`` checks ``on`` afterwards, and a thread that removes its runner from ``on`` checks ``ready`` afterwards. Therefore at
-    least one of them wakes the next runner. If both do, one runner too many runs for a moment.
+    least one of them wakes the next runner. If both threads do, one runner too many runs for a moment.
 
     Attributes:
         ready: runners that have calls to run and were not woken yet, in order.

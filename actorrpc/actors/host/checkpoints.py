@@ -10,8 +10,8 @@ wait, the thread runs the next call until the state is stored (:meth:`Checkpoint
 A checkpoint gets its number before the actor's ``checkpoint()`` is called: threads and coroutines of one actor make checkpoints
 at the same time, and the supervisor may receive them in any order. A checkpoint that was received confirms all lower numbers,
 because it contains their state. Therefore at most ``_FLYING`` checkpoints are sent at a time, and of the checkpoints that are
-made meanwhile only the last is sent: when an earlier one was confirmed, when ``_GATHERED`` answers wait for it, when no call
-waits for the thread, or after a millisecond.
+made meanwhile only the last is sent: when an earlier checkpoint was confirmed, when ``_GATHERED`` answers wait for it, when no
+call waits for the thread, or after a millisecond.
 """
 
 from __future__ import annotations

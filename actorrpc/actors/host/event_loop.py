@@ -62,7 +62,7 @@ class EventLoop:
         due: the plain methods that wait for their turn on the loop, in order. Any thread may remove an entry, and has to run or
             answer it then.
         plain: the innermost plain method that is running.
-        depth: how many plain methods are running, each within the wait of the one before.
+        depth: how many plain methods are running, each within the wait of the method before.
         ident: the thread's id; 0 before it has started.
     """
 

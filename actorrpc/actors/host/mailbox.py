@@ -81,7 +81,7 @@ class Entry:
 
     def __lt__(self, other: Entry) -> bool:
         if self.number == other.number and self.priority == other.priority:
-            return self.place < other.place  # one of them is a repetition
+            return self.place < other.place  # one of the two entries is a repetition
         return (-self.priority, self.number) < (-other.priority, other.number)
 
 
@@ -110,7 +110,7 @@ class GroupQueue:
     Args:
         limit: how many of its calls run at a time.
         yielding: calls that are in one of actorrpc's waits do not count.
-        loose: all ready entries may run; calls of one caller keep their order among the ready ones.
+        loose: all ready entries may run; the ready calls of one caller keep their order.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class GroupQueue:
         self.idle: list[Any] = []
         self.fresh: deque[Entry] = deque()  # entries in the order of arrival; Mailbox.put adds to it
         self._heap: list[Entry] = []  # entries that are not in the order of arrival
-        # By caller and priority, in order: the first entry is not ready, and holds back the caller's later ones.
+        # By caller and priority, in order: the first entry is not ready, and holds back the caller's later entries.
         self._held: dict[tuple[object, int], deque[Entry]] = {}
         self._parked: set[Entry] = set()
         self.waiting = 0  # entries here that were neither dequeued nor cancelled
@@ -295,7 +295,7 @@ class Mailbox:
     Attributes:
         queues: by concurrency group; ``""`` is the default group.
         async_lanes: the queues for ``async def`` methods; empty for an actor that has none.
-        reentrant: calls that descend from a running one run within it.
+        reentrant: a call that descends from a running call runs within it.
         running: execution -> its runner; None: it runs on an event loop. Single operations are atomic and need no lock.
     """
 

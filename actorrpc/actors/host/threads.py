@@ -129,7 +129,7 @@ def _has_begun(task: object) -> bool:
 def _interrupt_at(ident: int, place: object) -> bool:
     """Set :class:`Interrupted` for a thread if it is still at ``place``; return whether the exception was set.
 
-    While this thread inspects the other one, the interpreter may run the other thread, which may enter code of this package
+    While this thread inspects the other thread, the interpreter may run the other thread, which may enter code of this package
     meanwhile. Therefore functions in C that call one another compare the place again and set the exception: the interpreter
     switches no threads between them.
     """
@@ -160,8 +160,8 @@ def _module(frame: FrameType) -> str:
 def _watch_what_is_lost() -> None:
     """Retry interruptions that are raised where the interpreter ignores exceptions, instead of printing them.
 
-    Such places are finalisers, and the callbacks of the collector and of weak references: a thread may enter one after its stack
-    was inspected. The earlier ``sys.unraisablehook`` is called for all other exceptions.
+    Such places are finalisers, and the callbacks of the collector and of weak references: a thread may enter such a place after
+    its stack was inspected. The earlier ``sys.unraisablehook`` is called for all other exceptions.
     """
     previous = sys.unraisablehook
     if getattr(previous, "func", None) is _note_unraisable:

@@ -66,7 +66,7 @@ class _Task:
 
 
 class ActorPool(Generic[A]):
-    """Distributes tasks to actors, each of which executes one at a time.
+    """Distributes tasks to actors; an actor executes one task at a time.
 
     A task is a function that is called with an actor and a value, and returns the ObjectRef of the call that it makes. The actor
     is busy until the result of that call was fetched, or the call has ended and a waiting task needs the actor. An actor that has
@@ -94,7 +94,7 @@ class ActorPool(Generic[A]):
     # -- submitting tasks ------------------------------------------------------------------------------
 
     def submit(self, fn: Callable[[A, V], Any], value: V) -> None:
-        """Call ``fn(actor, value)``: at once if an actor is free, otherwise when one is.
+        """Call ``fn(actor, value)``: at once if an actor is free, otherwise later, when an actor becomes free.
 
         Raises:
             WrongTypeError: ``fn`` was called at once and did not return an ObjectRef.

@@ -70,7 +70,7 @@ class SupervisionGroup:
         title: the group's name in messages.
 
     Attributes:
-        parent: the group of which this one is a child.
+        parent: the group of which this group is a child; None for an outermost group.
         over: completes when all children have ended for good: with the SupervisionError if the group has given up, with None
             if it was ended on purpose.
         restarts: how often children were restarted, also because of the death of another child.

@@ -142,7 +142,7 @@ class Names:
         return found
 
     def list(self, namespace: str | None = None) -> Sequence[tuple[str, str]]:
-        """Return ``(namespace, name)`` of all actors that have names, or of the named actors in one namespace."""
+        """Return ``(namespace, name)`` of all named actors, or of those in ``namespace`` if that is given; waits for rank 0."""
         found = self._query("find_all", namespace)
         return cast(Sequence[tuple[str, str]], found)
 

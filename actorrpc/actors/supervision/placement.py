@@ -120,7 +120,7 @@ class Placements:
         return None if isinstance(worker, SharedSlot) else worker.name
 
     def departed(self, instance_id: int) -> None:
-        """Give the booking of an incarnation, if it has one, back to the spawner. Idempotent."""
+        """Return the booking of an incarnation, if there is a booking, to the spawner. Idempotent."""
         if instance_id in self._booked:
             self._booked.discard(instance_id)
             if self._runtime.spawner is not None:

@@ -98,7 +98,7 @@ class ActorRecord:
     Attributes:
         place: where it should live: the result of Placements.place().
         epoch: how many incarnations have ended; also the number of the present incarnation.
-        last_life: the present incarnation, or the last one if there is none now; None before the first.
+        last_life: the present incarnation, or else the last incarnation; None before the first incarnation.
         orphaned: its last handle was freed: its incarnation ends after its waiting calls, or once it is made, and no other
             follows.
         postponed_since: when the next incarnation was first postponed; None if it was not.
@@ -147,7 +147,7 @@ class ActorRecord:
 
     @property
     def worker_name(self) -> str:
-        """The worker where the present incarnation, or the one before, lives or was being made; may be empty."""
+        """The name of the worker where the present or last incarnation lives, lived or was being made; may be empty."""
         return "" if self.last_life is None else self.last_life.worker_name
 
     @property
@@ -239,7 +239,7 @@ class ActorRecord:
         return RestartVerdict(again=True, wait_s=wait)
 
     def lose(self, last: Restarting) -> None:
-        """Record that the present incarnation has ended, and another one will follow."""
+        """Record that the present incarnation has ended, and that another incarnation will follow."""
         self.phase = "restarting"
         self.epoch += 1
         self.postponed_since = None

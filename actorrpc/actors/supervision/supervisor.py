@@ -705,7 +705,7 @@ class Supervisor:
             return actor is not None and actor.keep(epoch, number, state)
 
     def states(self) -> list[ActorState]:
-        """Return the states of this supervisor's actors, dead ones last."""
+        """Return the states of this supervisor's actors, dead actors last."""
         with self.lock:
             return [each.row(self._agent.name) for each in (*self._actors.values(), *self._dead.values())]
 
