@@ -87,9 +87,10 @@ class ActorInfo:
     Attributes:
         actor_id: the actor's id, which stays the same after restarts.
         state: ``"PENDING"``, ``"ALIVE"``, ``"RESTARTING"`` or ``"DEAD"``.
-        worker, pid: the worker and process where it lives; empty and 0 if it lives nowhere.
-        pending_calls, running_calls: calls that wait in its mailbox, and calls that are being executed; -1 if its worker
-            did not answer.
+        worker: the worker where it lives, or has lived before its restart; empty if it is dead.
+        pid: its process; 0 if it does not live now.
+        pending_calls, running_calls: calls that wait in its mailbox, and calls that are being executed; -1 if it lives nowhere,
+            or its worker did not answer.
         restarts: how often it was restarted.
         death_cause: the reason of its death, or of its last restart; empty if it has never died.
     """
@@ -172,7 +173,7 @@ def cancel(ref: Any, *, force: bool = False, recursive: bool = True) -> bool:
     has ended, or after that time. All other calls end at once.
 
     Args:
-        ref: the ObjectRef or stream that ``remote(...)`` returned, or a Future.
+        ref: the ObjectRef or stream that ``remote(...)`` returned, or a Future; or a list: False if all calls had already ended.
         force: for a task: end the process that executes it if the task cannot be interrupted. Other tasks in that process are
             repeated according to their ``max_retries``. Not for actors: use ``kill()``.
         recursive: must be True: the calls that the call waits for are cancelled, too.
@@ -318,7 +319,7 @@ class _Class(Protocol[P, C_co]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> C_co: ...
 
 
-# The overloads for classes come first: type checkers use the first that fits, and a class fits those for functions, too.
+# The overloads for classes come first: type checkers use the first that fits, and a class also fits the overloads for functions.
 
 
 class _Remote(Protocol):

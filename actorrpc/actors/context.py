@@ -1,7 +1,7 @@
 """The runtime: the parts of the actor layer that are in force in this process.
 
-``startup.py`` fills it when the process joins a group and empties it when it leaves. Packages get the parts of higher
-packages from it, so that they need not import them.
+``startup.py`` makes it when the process joins a group, and removes it when the process leaves. A package gets the parts of higher
+packages from it, and so need not import these packages.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Runtime:
         registry: the actors that live in this process.
         routes: the routes to the actors that this process calls.
         supervisor: supervises the actors that this process created.
-        names: the table of named actors; only that of rank 0 is used.
-        streams: the streams of generator methods that run in this process.
+        names: the access to the table of named actors, which rank 0 has.
+        streams: the streams of generators that are produced or read in this process.
         host_copies: the values that were fetched from other hosts.
         generations, members: the collectives that this process made, and its actors that are members of collectives.
         task_pools: the runners that execute the tasks of this process.
@@ -80,7 +80,7 @@ def set_autostart(start: Callable[[], None] | None) -> Callable[[], None] | None
 
 
 def current() -> Runtime | None:
-    """Return the runtime in force, if there is one."""
+    """Return the runtime in force; None if this process is in no group."""
     worker = current_worker()
     return None if worker is None else worker.actors
 

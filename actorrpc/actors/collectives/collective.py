@@ -10,8 +10,8 @@ generations. When a member dies or an operation fails, the whole present generat
 in other members raise CollectiveError. The collective stays broken until this process rebuilds it
 by :meth:`Collective.rebuild` or the next :meth:`Collective.call`. Both wait until supervision has restarted the member
 (``max_restarts``), and let all members join a new generation. Members join through their mailboxes. Therefore calls that this
-process made before the rebuilding belong to the old generation and fail, and later calls belong to the new one. If each member
-rejoined by itself, a member could be one step ahead of another.
+process made before the rebuilding belong to the old generation, whose operations fail, and later calls belong to the new
+generation. If each member rejoined by itself, a member could be one step ahead of another.
 
 The members meet on the worker that made the collective. When that worker ends, the collective ends, too.
 """
@@ -94,9 +94,9 @@ def collective(
 
     Raises:
         ConfigError: there are no actors, an actor occurs twice or is async, the backend is unknown or not available here or
-            at an actor, or a time-out is not a positive number. Nothing was started.
+            at an actor, or a time-out is not a positive number.
         TypeError: an item is not the handle of an actor.
-        NameTakenError: one of the actors is in a collective of this name.
+        NameTakenError: one of the actors is in a collective of this name that this process made.
         ActorDiedError: one of the actors is dead.
         RpcTimeoutError: not all members have joined in time.
         CollectiveError: torch could not connect the members.
@@ -206,7 +206,7 @@ class Collective:
 
         Raises:
             CollectiveError: the collective was destroyed.
-            Exception: any exception of :meth:`rebuild`, or of a call of a member's method.
+            Exception: any exception of :meth:`rebuild`, or of ``remote()``, for example for wrong arguments.
         """
         with self._making:
             if self.broken or self._has_lost_some():

@@ -1,8 +1,8 @@
 """Members: an actor's part in a collective, in the actor's process.
 
 A member joins through its actor's mailbox, in order with the actor's other calls. The calls :func:`cut` and :func:`remove` do not
-use the mailbox, because the actor may be blocked in an operation that the other members have left. When an operation fails, or
-the actor ends, and the member with it, the member reports this to the worker that made the collective.
+use the mailbox, because the actor may be blocked in an operation that the other members have left. When an operation fails or the
+actor ends, this process reports that to the worker that made the collective.
 
 ``_lock`` guards the tables and the members in them. No other module is called under it. It is re-entrant, because the garbage
 collector may run while it is held.
@@ -253,7 +253,7 @@ class Members:
         return group
 
     def _explained(self, instance_id: int, error: BaseException) -> BaseException:
-        """Return the exception to send to the caller for the exception that a method has raised."""
+        """Return the exception to send to the caller of a call that fails with ``error``: see HostedActor.on_error."""
         if isinstance(error, ValueError) and _GONE in str(error):
             return self._explained_as_gone(instance_id, error)
         if not isinstance(error, RuntimeError) or isinstance(error, RpcError):

@@ -80,7 +80,7 @@ class CallStore(Store):
         return int(self._query("add", key, int(value)))
 
     def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
-        """Replace a value if it equals the expected one; return the value after that."""
+        """Replace a value if it equals the expected value; return the value after that (the expected value if there is none)."""
         old, new = (
             each.encode() if isinstance(each, str) else bytes(each)
             for each in (expected_value, desired_value)
@@ -92,7 +92,7 @@ class CallStore(Store):
         return self
 
     def delete_key(self, key: str) -> bool:
-        """Remove a value; say whether there was one."""
+        """Remove a value; say whether there was a value."""
         self.seen.pop(key, None)
         return bool(self._query("drop", key))
 
@@ -210,7 +210,7 @@ def cut(group: dist.ProcessGroup | None, store: CallStore | None, backend: str) 
     """End running and later operations of a group, here and at its peers. Idempotent.
 
     Returns:
-        How many sockets were shut down.
+        How many sockets were shut down; 0 for NCCL, which aborts operations itself.
     """
     if backend == "nccl":
         if group is not None:

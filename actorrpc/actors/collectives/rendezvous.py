@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Generation", "Generations", "MemberSlot", "report_loss", "serve"]
 
 _GONE: Final = "it has been destroyed, or rebuilt"
-# When a member reports a failed operation, the end of another member, as the reason, is known at most this much later.
+# For so many seconds, the report of a failed operation waits for the news that a member has ended, which is then the reason.
 _REASON_S: Final = 0.5
 _CUT_S: Final = 10.0  # the time-out of the call that ends a member's operations
 
@@ -107,7 +107,7 @@ class Generations:
             self.close(generation, "the worker that made it has left")
 
     def break_up(self, generation: Generation, why: str, *, but: int = -1, known: bool = True) -> None:
-        """Break a generation, once: fail waiting members, and tell all members except rank ``but``, whose failure broke it."""
+        """Break a generation, once: fail waiting members, and tell all members but rank ``but``. ``known``: see Generation."""
         with self._lock:
             first = not generation.why
             if first or (known and not generation.known):

@@ -46,7 +46,7 @@ _LOOKED_AT: Final = 1000  # the most items that are examined to compute the size
 
 
 def weight_of(value: Any) -> int:
-    """Return the approximate number of bytes of tensors, arrays and strings in an argument; 0 if it must be sent directly.
+    """Return the approximate number of bytes of tensors, arrays and strings in an argument; 0 if it has to be sent directly.
 
     Looks into lists, tuples, sets and dicts, at most at 1 000 items. An argument with a tensor that requires gradients, or with a
     module, must be sent directly, because workers of the tree pass on copies.
@@ -95,7 +95,7 @@ def share(
         located: the location of each receiver, as a future.
 
     Returns:
-        None if there are few receivers, or no large argument.
+        None if there are at most :data:`DIRECT` receivers, or no argument of at least :data:`LARGE` bytes.
 
     Raises:
         SerializationError: an argument cannot be sent.
@@ -124,9 +124,9 @@ def share(
 def broadcast(ref: ObjectRef[T], actors: Iterable[ActorHandle[Any]]) -> list[ObjectRef[T]]:
     """Copy a value to the hosts on which actors live; return at once, with an ObjectRef for each actor to the copy on its host.
 
-    A host that has the value gets no copy. Each other host gets it once, however many actors live there, from the host of
-    the value or from a host that already has it. Each ObjectRef completes when the host has the value, and keeps that copy alive.
-    Pass it to calls of its actor::
+    The host of the value gets no copy. Each other host gets the value once, however many actors live there, from the host of
+    the value or from a host that already has a copy. Each ObjectRef completes when the host has the value, and keeps that copy
+    alive. Pass it to calls of its actor::
 
         refs = actorrpc.broadcast(weights, workers)
         get([worker.load.remote(ref) for worker, ref in zip(workers, refs)])
@@ -214,7 +214,7 @@ def _copy_along_tree(
 
 
 def _complete_copy(future: Future[Any], copy: RRef[Any], root: RRef[Any], made: Future[None]) -> None:
-    """Complete a receiver's future with a reference to its copy, or to the root if the worker of the copy has ended."""
+    """Complete a receiver's future with a reference to its copy, or to the root if the copy could not be made."""
     future.set_result(StoredResult(copy if made.error is None else root))
 
 

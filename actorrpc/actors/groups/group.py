@@ -84,7 +84,7 @@ class _Members(Generic[C]):
 
 @dataclass(frozen=True, slots=True)
 class _View(Generic[C]):
-    """A group, or a slice of one: its members, their places, and the options of their calls.
+    """A group, or a slice of a group: its members, their places, and the options of their calls.
 
     Methods of the members' class may hide attributes of :class:`ActorGroup`, but not attributes of this class.
     """
@@ -184,8 +184,8 @@ class GroupMethod(Generic[P, R]):
         """Return the method with other options of its calls.
 
         Args:
-            return_exceptions: :meth:`call` waits for all members and never fails: the error of a member that failed takes
-                its place among the results.
+            return_exceptions: True: :meth:`call` waits for all members, and the error of a member that failed takes the
+                member's place among the results. False: see :meth:`call`. None: as before.
             options: as for ``handle.method.options(...)``: ``timeout``, ``priority`` and so on.
 
         Raises:
@@ -550,9 +550,9 @@ class ActorGroup(Generic[C]):
         return ActorGroup(self._view.with_options(return_exceptions, options))
 
     def restart(self, rank: int | None = None, **coords: int) -> ActorHandle[C]:
-        """Replace a member: kill its actor, and make another one, in this group and in all slices.
+        """Replace a member: kill its actor, and make another actor, in this group and in all slices.
 
-        The new actor is made like the old one; functions ``per_rank`` and ``options`` are called again. Calls of the old actor
+        The new actor is made like the old actor; functions ``per_rank`` and ``options`` are called again. Calls of the old actor
         fail with ActorDiedError. Handles of the old actor, and groups that were sent to other workers, still refer to it.
 
         Args:

@@ -26,7 +26,7 @@ S = TypeVar("S")
 
 _Slice: TypeAlias = slice  # in the bodies of the classes, `slice` is a method
 
-# A larger extent is probably a mistake, and a mesh keeps a tuple of its ranks.
+# A larger mesh is probably a mistake, and a mesh keeps a tuple of its ranks.
 _MAX_SIZE = 1 << 24
 
 
@@ -120,7 +120,7 @@ class Mesh:
 
     Raises:
         WrongTypeError: a name is not a str, or an extent is not a whole number.
-        ConfigError: an extent is below 1, or there would be more than 16 777 216 places.
+        ConfigError: a name is empty, an extent is below 1, or there would be more than 16 777 216 places.
     """
 
     __slots__ = ("_extents", "_origin")

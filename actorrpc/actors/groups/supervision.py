@@ -4,7 +4,7 @@
     front = Front.options(max_restarts=-1).remote(store)
     tree = supervise([store, front], strategy="rest_for_one", max_restarts=3, period=60)
 
-When a child dies, the group makes it again, alone or with other children (``strategy``), where it lived and with the same
+When a child dies, the group makes it again, alone or with other children (``strategy``), where it was placed and with the same
 arguments; handles stay valid. After too many deaths, the group gives up: all of its children end, and the group above it, if
 there is one, treats it as a dead child.
 
@@ -36,10 +36,10 @@ _END_S: Final = 60.0
 
 
 class Supervision:
-    """A supervision group, as :func:`supervise` makes it. Thread-safe; stays in the process that made it.
+    """A supervision group, as :func:`supervise` makes it. Thread-safe; cannot be sent to other processes.
 
     This object keeps the children alive, as their handles do. The group exists as long as it has living children, even if this
-    object was freed. As a context manager, it ends the group.
+    object was freed. The end of a ``with`` block of this object ends the group.
     """
 
     def __init__(self, family: SupervisionGroup, children: tuple[Any, ...], here: Runtime) -> None:
@@ -77,7 +77,7 @@ class Supervision:
         its children were ended, or this process leaves.
 
         Args:
-            callback: called with the SupervisionError, on a worker thread; not called for None.
+            callback: called with the SupervisionError, on a pool thread; not called for None.
         """
         if callback is not None and not callable(callback):
             raise TypeError(f"callback must be callable, not a {type(callback).__name__}")
@@ -96,12 +96,13 @@ class Supervision:
         return watched
 
     def end(self, timeout: float = _END_S) -> None:
-        """End all children for good, the last first, each when the one after it has ended. Idempotent.
+        """End all children for good, the last first, each when the child after it has ended. Idempotent.
 
-        ``on_stop`` runs in children that are not busy. A child that takes more than 5 s is killed. Calls raise ActorDiedError.
+        ``on_stop`` runs in children that are not busy. If a child with a process of its own takes more than 5 s, the process is
+        killed. Calls that have not ended raise ActorDiedError.
 
         Args:
-            timeout: seconds to wait. The group ends in any case.
+            timeout: how many seconds to wait for the end. After that, the group continues to end.
 
         Raises:
             ConfigError: this group is a child of another group: end that group.
@@ -151,7 +152,7 @@ def supervise(
 
     When the group gives up, its children end, the last first. A group above it treats this as the death of a child, and makes the
     group with its children again if it can. Otherwise calls of the actors fail with an ActorDiedError that lists the deaths.
-    Use ``strategy="one_for_all"`` and ``max_restarts=0`` for actors that must all end when one dies.
+    Use ``strategy="one_for_all"`` and ``max_restarts=0`` for actors that must all end when an actor dies.
 
     Args:
         children: handles of actors that this process has made, other groups, and ActorGroups, which count as their members.
@@ -162,7 +163,7 @@ def supervise(
         period: the length of that time, in seconds.
         backoff: seconds before the second restart in a row, doubled up to 10 s, and shortened at random by up to a half.
         name: the name of the group in messages.
-        on_failure: called with the SupervisionError, on a worker thread, when this group or a group above it has given up.
+        on_failure: called with the SupervisionError, on a pool thread, when this group or a group above it has given up.
 
     Raises:
         TypeError: a child cannot be supervised.

@@ -69,13 +69,13 @@ def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
 _AGAIN_S: Final = 0.02
 _BLOCKED_S: Final = 5.0
 _MOST_SHOWN: Final = 100
-# Modules whose `__repr__` methods list all contents of an object, which is too long to show.
+# Packages whose classes have a `__repr__` that lists all contents of an object, which is too long to show.
 _NOT_THEIR_OWN: Final = frozenset({"builtins", "collections", "torch", "typing"})
 _ASYNC_LIMIT: Final = 1000  # default limit of concurrent coroutines of one actor, as in Ray
 
 
 def _shown(instance: Any) -> str:
-    """Return ``repr(instance)``, cut and on one line; empty if the method is object's, from ``_NOT_THEIR_OWN``, or raises."""
+    """Return ``repr(instance)``, cut, on one line; empty if ``__repr__`` is object's, is from ``_NOT_THEIR_OWN``, or raises."""
     says: Any = type(instance).__repr__
     if says is object.__repr__:
         return ""
@@ -120,12 +120,12 @@ class Registry(Protocol):
 class HostedActor:
     """One actor that lives in this worker. Thread-safe.
 
-    ``_lock`` guards the state, and the messages that came before the actor was constructed. The locks of the mailbox, of the
-    tables of threads and of the thread pool are taken under it.
+    ``_lock`` guards the state, and the messages that came before the actor was constructed. Other locks are taken under it: of
+    the mailbox, the tables of threads, the thread pool and the clock.
 
     Attributes:
         on_imported: called after the class is imported and before the constructor, in a process that holds one actor only.
-        on_shown: called with the ``repr`` of an actor that has its own process, if its class defines one.
+        on_shown: called with the ``repr`` of an actor that has its own process, if the class defines ``__repr__``.
     """
 
     on_imported: ClassVar[Callable[[], None] | None] = None
@@ -158,7 +158,7 @@ class HostedActor:
         self._intake: list[Envelope] | None = []
         # The event loops of an async actor, by concurrency group. Entries are added under _lock, and never replaced.
         self.loops: dict[str, EventLoop] = {}
-        # Returns the exception to send to callers for an exception that a method has raised (used by collectives).
+        # Returns the exception to send to the caller of a call that fails with the given exception (used by collectives).
         self.on_error: Callable[[BaseException], BaseException] | None = None
         self._plans: dict[str, GroupQueue] = {}
 
@@ -332,7 +332,7 @@ class HostedActor:
         return self.loops.get(queue.name) if queue is not None and queue.is_async else None
 
     def finished(self, todo: Wakeups) -> None:
-        """Wake and start runners for the next entries after one entry has ended, and end an actor that has become idle."""
+        """Wake and start runners for the next entries after an entry has ended, and end the actor if it is idle and "ending"."""
         if todo is not NOTHING:
             self.carry_out(todo)
         self.end_if_idle()
@@ -357,9 +357,9 @@ class HostedActor:
             self.broken(error, entry)
 
     def broken(self, error: BaseException, entry: Entry | None = None) -> None:
-        """End the actor because one of its threads has ended unexpectedly; ``entry``: the call that the thread was running.
+        """End the actor, because one of its threads has raised unexpectedly; ``entry``: the call that the thread was running.
 
-        Its supervisor treats this as a death, and may restart the actor.
+        The supervisor treats this as a death, and may restart the actor.
         """
         why = f"a thread of it ended unexpectedly, because of {line_of(error)}"
         report(_log, error, "actor %s is ended: a thread of it ended unexpectedly", self.title)
@@ -370,9 +370,10 @@ class HostedActor:
             send_ended(self.runtime, self.spec, "broken", why)
 
     def _look_after(self, entry: Envelope, elapsed: float) -> None:
-        """Log a warning if a call cannot run because its ancestor blocks a runner outside of actorrpc's waits.
+        """Log a warning if a call has waited for ``_BLOCKED_S`` because its ancestor blocks a runner outside of actorrpc's waits.
 
-        Until then wake the runner now and then: a method that runs an event loop by now can run the call. On the clock's thread.
+        Before that, wake the runner at growing intervals: if the ancestor has started an event loop meanwhile, the loop can run
+        the call. Runs on the clock's thread.
         """
         slot: Any = entry.slot
         if entry.state != "new" or slot is None or slot.waiting:
@@ -396,9 +397,9 @@ class HostedActor:
     # -- cancellation -----------------------------------------------------------------------------------
 
     def cancel(self, entry: Envelope, stop: bool, late: bool) -> None:
-        """Cancel a call: a waiting call never runs; a running method is interrupted if ``stop``.
+        """Cancel a call: a waiting call never runs; a coroutine is cancelled; a method in a thread is interrupted if ``stop``.
 
-        ``late``: see :class:`Execution`.
+        A plain method on an event loop continues. ``late``: see :class:`Execution`.
         """
         queue = entry.queue
         # Set these first: a thread that has dequeued the call reads both before it runs the method.
@@ -432,7 +433,7 @@ class HostedActor:
             loop.submit(partial(self.executor.stop, entry, True))
 
     def withdraw(self, entry: Envelope, error: RpcError) -> bool:
-        """End a waiting call with an error. Returns False, and does nothing, if it was dequeued."""
+        """End a waiting call with an error; return True. If it was dequeued or cancelled before, do nothing and return False."""
         todo = self.mailbox.cancel(entry)
         if todo is not None:
             self.executor.refuse(entry, error)
@@ -513,7 +514,7 @@ class HostedActor:
         with self._lock:
             if self.state == "constructing":
                 self.state = "alive"
-            # Set _intake to None last, so that later messages are queued behind the earlier ones.
+            # Set _intake to None last, so that later messages are queued behind the earlier messages.
             for entry in self._intake or ():
                 self.enqueue(entry, held=True)
             self._intake = None
@@ -535,9 +536,9 @@ class HostedActor:
             self.agent.submit(partial(send_ended, self.runtime, self.spec, kind, why))
 
     def on_exit_actor(self, execution: Execution, why: str) -> None:
-        """End the actor if exit_actor() was called in a task or thread that a call has started.
+        """End the actor if exit_actor() was called in a task or thread that the call ``execution`` has started.
 
-        Otherwise the call's own code has called it; its exception then reaches the executor, which ends the actor.
+        Otherwise the call's own code has called exit_actor(), whose exception reaches the executor, which ends the actor.
         """
         runner: Any = WAITING.runner
         entry: Any = None
@@ -551,7 +552,8 @@ class HostedActor:
     def stop(self, how: str, why: str) -> Future[None]:
         """End the actor: with ``"drain"`` after its waiting calls have run, with ``"now"`` without running them.
 
-        The future completes when the actor has ended. ``"move"`` is like ``"drain"``; the value is then the last state, if any.
+        The future completes when the actor has ended; if calls are running that ``"now"`` interrupts, it completes at once.
+        ``"move"`` is like ``"drain"``; the future's value is then the last state, if any.
         """
         self.moving = self.moving or how == "move"
         how = "drain" if how == "move" else how
@@ -600,13 +602,13 @@ class HostedActor:
             self.over.try_complete(None)
 
     def runner_ended(self, runner: Runner) -> None:
-        """Remove a runner that has ended. If it was the last runner, finish the end of the actor in this thread."""
+        """Remove a runner that has ended. If it was the last runner of a closing actor, finish the actor's end in this thread."""
         with self._lock:
             self.runners.remove(runner)
         self._wind_up()
 
     def _close(self) -> list[Envelope]:
-        """Refuse the waiting calls, and all later ones; return the running calls."""
+        """Refuse the waiting calls and all later calls; return the running calls."""
         FOREIGN_THREADS.unregister(self)
         loops = list(self.loops.values())  # copied first, because _wind_up() empties the table
         entries, runners = self.mailbox.close()
@@ -658,7 +660,7 @@ class HostedActor:
                 return
             self.state = "over"
             for each in list(self.executor.answered_later):
-                # No other code will answer these calls. Calls that were not dequeued are refused elsewhere, as not executed.
+                # No other code will answer these calls. _close() has refused the calls that were not dequeued, as not executed.
                 self.executor.fail(each, died(self, self.why))
                 if each.begun:
                     each.give_up()
@@ -667,7 +669,7 @@ class HostedActor:
         over()
 
     def _last_state(self, instance: Any) -> Snapshot | None:
-        """Return the state with which the next incarnation, on another worker, starts."""
+        """Return the state with which the next incarnation, on another worker, starts; None if ``checkpoint()`` gives none."""
         if self.spec is None or not self.spec.info.has_checkpoint:
             return None
         try:

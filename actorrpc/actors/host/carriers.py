@@ -3,15 +3,15 @@
 **Turns.** The interpreter runs one thread at a time. If a read brings calls for many actors and a thread is woken for each, all
 of them wait for the GIL: each call costs several thread switches, and each waiting thread wakes two hundred times a second to
 request the GIL. So :class:`ActorThreads` wakes few runners at a time (``_AT_ONCE``), and a runner that has run its calls wakes
-the next. A runner in one of actorrpc's waits passes its turn on at once. A runner that blocks elsewhere is found by a tick within
-milliseconds, and its turn no longer counts. Each tick that finds such runners wakes up to twice as many runners as the tick
-before. If calls are long on average, more runners have a turn at a time (``_WIDE``), unless the clock's thread is late, which
-shows that threads are waiting for the GIL rather than for something else.
+the next. A runner in one of actorrpc's waits passes its turn on at once. A runner that blocks elsewhere is found within
+milliseconds by ``_look()``, which the clock's thread calls, and its turn no longer counts. Each look that finds such runners
+wakes up to twice as many runners as the look before. If calls are long on average, more runners may have a turn at the same time
+(``_WIDE``), unless the clock's thread is late, which shows that threads are waiting for the GIL rather than for something else.
 
-**Threads.** Each of the first ``MAX_RUNNERS`` runners of a worker has its own :class:`ActorThread` for its whole life. Further
-runners share threads: a shared :class:`ActorThread` serves the runners that have a turn, one after the other. An actor with its
-own thread may use thread-local data, but every call costs a thread switch (1 000 actors of one worker in turn: 13 000 calls/s if
-each has a thread; 40 000 if all but eight share threads).
+**Threads.** At most ``MAX_RUNNERS`` runners of a worker have an :class:`ActorThread` of their own, for their whole life. Runners
+that are made while so many exist share threads: a shared :class:`ActorThread` serves the runners that have a turn, one after the
+other. An actor with its own thread may use thread-local data, but every call costs a thread switch (1 000 actors of one worker in
+turn: 13 000 calls/s if each has a thread; 40 000 if all but eight share threads).
 
 An actor's thread sleeps on the connection of its last caller, and so reads the next call itself. If another thread reads that
 connection, the actor's thread sleeps on a lock of its own.
@@ -41,14 +41,14 @@ __all__ = ["MAX_RUNNERS", "ActorThread", "ActorThreads"]
 MAX_RUNNERS: Final = 128
 _AT_ONCE: Final = 1  # how many runners may run calls at a time (see "Turns" above), if calls are short
 _WIDE: Final = 32  # how many runners may run calls at a time, if calls are long
-_STALLED_S: Final = 2e-3  # a longer turn does not count against the limit any more
+_STALLED_S: Final = 2e-3  # a turn of about this many seconds does not count against the limit any more
 _SHORT_S: Final = 60e-6  # calls are long if they take longer than this on average
 _COMPETED_S: Final = 300e-6  # a tick that is later than this had to wait for the GIL
-_KEPT: Final = 8  # how many idle shared threads are kept; further ones end
+_KEPT: Final = 8  # how many idle shared threads are kept; further idle threads end
 
 
 class ActorThread:
-    """A thread that serves runners. See connection.ReadWaiter.
+    """A thread that serves runners. Implements connection.ReadWaiter.
 
     Args:
         runner: the runner that the thread serves first.
@@ -72,7 +72,7 @@ class ActorThread:
         self._parked.acquire()
 
     def start(self) -> None:
-        """Start the thread. If the system cannot start one, the calls that wait for it are refused."""
+        """Start the thread. If the system cannot start a thread, the calls that wait for this thread are refused."""
         runner = self._own or self.given
         assert runner is not None
         try:
@@ -168,9 +168,9 @@ class ActorThreads:
     """All runners of this worker, the threads that they have, and the order of their turns. Thread-safe.
 
     ``_lock`` guards the tables of runners and of idle shared threads. It is a leaf, and re-entrant, because the garbage collector
-    may run while it is held. Turns take no lock: each operation on ``ready`` and ``on`` is atomic. A thread that adds a runner to
+    may run while it is held. Turns need no lock: each operation on ``ready`` and ``on`` is atomic. A thread that adds a runner to
     ``ready`` checks ``on`` afterwards, and a thread that removes its runner from ``on`` checks ``ready`` afterwards. Therefore at
-    least one of them wakes the next runner. If both do, one runner too many runs for a moment.
+    least one of them wakes the next runner. If both threads do, one runner too many runs for a moment.
 
     Attributes:
         ready: runners that have calls to run and were not woken yet, in order.
@@ -189,7 +189,7 @@ class ActorThreads:
         self._owners = 0  # runners that have their own thread
         self._most = most
         self._idle: dict[ActorThread, None] = {}
-        self._reading: set[int] = set()  # shared threads that sleep or read; each checks ``ready`` afterwards
+        self._reading: set[int] = set()  # ids of shared threads that sleep or read, and then check `ready`
         self._crowded = False
         self._burst = 1
         self._to_start: deque[Runner] = deque()
@@ -217,9 +217,9 @@ class ActorThreads:
         return True
 
     def close(self) -> None:
-        """End the shared threads when they are idle, and wake all runners in ``ready``, because the tick will wake none later.
+        """End the shared threads when they are idle, and wake all runners in ``ready``, because the clock will wake none later.
 
-        A runner that is added later is woken by the thread that adds it.
+        A runner that is added to ``ready`` later is woken by the thread that adds it.
         """
         with self._lock:
             self._closed = True
@@ -289,13 +289,13 @@ class ActorThreads:
             thread.wake()
 
     def took(self, seconds: float) -> None:
-        """Record the duration of a call, measured while other runners were ready."""
-        # Bounded, so that a single call that was preempted by other processes makes no difference.
+        """Record the duration of a call, measured while other runners were ready, and set how many runners may have a turn."""
+        # Bounded, so that a single call that was preempted by other processes makes little difference.
         self._mean += 0.125 * (min(seconds, 4 * _SHORT_S) - self._mean)
         self._width = _WIDE if self._mean > _SHORT_S and not self._crowded else _AT_ONCE
 
     def _look(self) -> bool:
-        """Find runners whose turn has stalled. Runs on the clock's thread."""
+        """Find runners whose turn has stalled, and wake others; return whether to look again. Runs on the clock's thread."""
         self._crowded = self._tick.late > _COMPETED_S
         ready, on = self.ready, self.on
         long_ago = _time.now() - 0.75 * _STALLED_S
@@ -308,7 +308,7 @@ class ActorThreads:
                     self._wake(ready.popleft())
                 except IndexError:
                     break
-            # If the clock's thread is late, too, turns are long because threads compete for the GIL: do not wake more of them.
+            # If the clock's thread is late, too, turns are long because threads compete for the GIL: do not wake more threads.
             self._burst = 1 if self._crowded else min(2 * self._burst, _WIDE)
         else:
             self._burst = 1
@@ -318,7 +318,7 @@ class ActorThreads:
     # -- shared threads -------------------------------------------------------------------------
 
     def next_shared(self) -> Runner | None:
-        """Return the next shared runner, and give it a turn; wake ready runners with own threads that come before it."""
+        """Return the next shared runner, with a turn; None if no turn is free. Wake earlier runners that have own threads."""
         ready, on = self.ready, self.on
         found: Runner | None = None
         while found is None and ready and len(on) < self._width:

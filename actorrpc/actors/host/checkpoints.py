@@ -1,16 +1,17 @@
 """Checkpoints: the state that an actor's worker sends to the supervisor, and with which the actor's next incarnation starts.
 
 The answer of a call is sent after the supervisor has stored the actor's state after the call (with ``checkpoint_every=n``: after
-every n-th call). So the effect of an answered call survives the death of the actor. That costs a call a round trip to the
-supervisor's worker, unless the actor lives on the supervisor's worker.
-The answers of coroutines, and of calls behind which other calls wait for the actor's thread, are sent when the state is stored,
-and the thread runs the next call meanwhile (:meth:`Checkpoints.hold`). Otherwise the thread waits (:meth:`Checkpoints.save`).
+every n-th call). So, without ``checkpoint_every``, the effect of an answered call survives the death of the actor. That costs a
+call a round trip to the supervisor's worker, unless the actor lives on the supervisor's worker.
+After a call on an event loop, a call that returns a future, or a call with an immutable result while other calls or checkpoints
+wait, the thread runs the next call until the state is stored (:meth:`Checkpoints.hold`). After all other calls, the thread waits
+(:meth:`Checkpoints.save`).
 
 A checkpoint gets its number before the actor's ``checkpoint()`` is called: threads and coroutines of one actor make checkpoints
 at the same time, and the supervisor may receive them in any order. A checkpoint that was received confirms all lower numbers,
 because it contains their state. Therefore at most ``_FLYING`` checkpoints are sent at a time, and of the checkpoints that are
-made meanwhile only the last is sent: when an earlier one was confirmed, when ``_GATHERED`` answers wait for it, when no call
-waits for the thread, or after a millisecond.
+made meanwhile only the last is sent: when an earlier checkpoint was confirmed, when ``_GATHERED`` answers wait for it, when no
+call waits for the thread, or after a millisecond.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ LAST: Final = 1 << 62
 class Checkpoints:
     """The checkpoints of one actor. Thread-safe.
 
-    If the state cannot be sent to the supervisor, the error is only logged, because there is no next incarnation without a
-    supervisor. The methods raise other errors, which are sent to the callers:
+    If the state cannot be sent to the supervisor, the error is only logged and the call is answered, because there is no next
+    incarnation without a supervisor. The methods raise other errors, which are sent to the callers:
 
         CheckpointError: ``checkpoint()`` failed. The supervisor keeps the state before the call.
         HostedActorGoneError: the supervisor considers this incarnation dead, and does not store its state.
@@ -67,7 +68,7 @@ class Checkpoints:
         self._in_flight = 0  # checkpoints that were sent and not confirmed
         self._next: tuple[int, Snapshot] | None = None  # the last checkpoint made, if it was not sent
         #: Number of a checkpoint -> the function to call when it is confirmed, with None or the error for the call that waits
-        #: for it. The function returns the connection of the call's answer.
+        #: for it. The function returns the connection of the call's answer, which is then flushed, or None.
         self.waiting: dict[int, Callable[[BaseException | None], Connection | None]] = {}
         self._tick = Tick(hosted.agent.clock, _GATHER_S, self._gathered)
 
@@ -88,7 +89,7 @@ class Checkpoints:
             kept.wait()
 
     def _begin(self) -> Future[None] | None:
-        """Make a checkpoint, if one is due; return a future that completes when it is stored."""
+        """Make a checkpoint, and return a future that completes when the checkpoint is stored; None if no checkpoint is due."""
         made = self._make()
         if made is None:
             return None
@@ -107,8 +108,8 @@ class Checkpoints:
         """Save the state, if a checkpoint is due, and call ``answer()`` when it is stored. Does not wait.
 
         Args:
-            answer: sends the answer; called in any thread. If the state cannot be stored, the call fails instead.
-            more: other calls wait for the thread that has run this call; their checkpoint may be sent for all of them.
+            answer: sends the answer; called in any thread. If the supervisor considers the actor dead, the call fails instead.
+            more: other calls wait for the thread that has run this call; the checkpoint of a later call may be sent for all.
 
         Returns:
             False if no checkpoint is due; then ``answer`` is not called.
@@ -254,7 +255,7 @@ class Checkpoints:
         return kept
 
     def _confirmed(self, number: int, done: Future[bool]) -> None:
-        """Answer the calls that wait for this checkpoint or an earlier one: the state is stored, or lost."""
+        """Answer the calls that wait for this or an earlier checkpoint; fail them if the supervisor considers the actor dead."""
         done.acknowledge()
         with self._lock:
             later, self._next = self._next, None

@@ -8,15 +8,16 @@ If calls wait for an actor, and the actor itself has waited for a call for a sec
 * a call that waits for the running method of a serial actor, for a blocked event loop, for its arguments, or for an earlier call
   of its caller that waits for its arguments.
 
-If the search comes back to its beginning twice in a row, none of the waits can ever end. The call that closes the circle then
-fails with a DeadlockError that names all of them.
+If the search comes back to its beginning, and does so again at least ``_AGAIN_S`` later, none of the waits can end, except by a
+time-out or a cancellation. The call that closes the circle then fails with a DeadlockError that names all calls in it.
 
 A stream can block an actor, too. Its generator pauses while the reader does not take items, and still holds a place: it counts as
 one of the calls that the actor runs at a time. If other calls wait, and waiting calls hold all places, a search begins at each
 place. A search also begins at the pause of a generator that runs nested on its reader's thread. From a pause, the search
 continues with the wait of the reader, a thread or a coroutine (see ``stalls.py``). If the searches from all places find the same
-call, which waits for a place, this call fails. If a search comes back to its generator, the stream fails. While another thread
-may begin to read the stream, the search ends at the reader, until no thread has requested an item for ``PATIENCE_S``.
+call, which waits for a place, this call fails. If a search comes back to the generator where it began, the stream fails. While
+another thread may begin to read the stream, the search ends at the reader, until no thread has requested an item for
+``stalls.PATIENCE_S``.
 
 The search runs on the clock's thread and on pool threads, and takes no lock of its own.
 """
@@ -59,7 +60,7 @@ __all__ = ["DeadlockDetector", "Probe", "Searched"]
 _LOOK_S: Final = 1.0
 _MOST_HOPS: Final = 64
 _BRANCHES: Final = 4  # greatest number of targets of one wait that a search follows
-# A circle counts if it is found again after this time: before, a message in transit may have resolved it.
+# A circle counts if it is found again after this many seconds: before that, a message in transit may have resolved it.
 _AGAIN_S: Final = 0.5
 _MIB: Final = 1 << 20
 _KEPT: Final = 20  # errors of recent circles that are kept
@@ -196,7 +197,7 @@ def _blocked(hosted: HostedActor) -> list[tuple[Entry | None, list[Call | Stall]
 
 
 def _pausing_streams(runtime: Searched) -> Iterator[_Wait]:
-    """Yield the pauses of generators, and, if calls wait for places of their queues, the waits that hold the other places."""
+    """Yield pauses of nested generators; for a queue with pausing generators and waiting calls, all waits that hold places."""
     looked: set[GroupQueue] = set()
     for producer in runtime.streams.pausing():
         entry, pause = producer.entry, producer.pause
@@ -219,7 +220,7 @@ def _pausing_streams(runtime: Searched) -> Iterator[_Wait]:
 def _holders(
     runtime: Searched, hosted: HostedActor, queue: GroupQueue
 ) -> dict[int, tuple[str, list[Call | Stall]]] | None:
-    """Return the executions that hold the places of a queue, and the targets of their waits; None if one does not wait."""
+    """Return the executions that hold the places of a queue, and the targets of their waits; None if not all wait."""
     found: dict[int, tuple[str, list[Call | Stall]]] = {}
     if queue.yielding:
         return None  # a waiting call holds no place
@@ -287,7 +288,7 @@ def _say_pause(producer: Producer) -> str:
 
 
 def _follow(runtime: Searched, targets: Sequence[Any], probe: Probe) -> None:
-    """Continue at each of the targets; the last entry of the probe's trail waits for all of them."""
+    """Continue a search at each of the targets; the last entry of the probe's trail waits for all of them."""
     for target in targets[:_BRANCHES]:
         if isinstance(target, Call):
             if target.done or len(probe.trail) > _MOST_HOPS:
@@ -365,7 +366,7 @@ def _search_here(kind: str, key: Any, probe: Probe) -> None:
 
 
 def _at_function(runtime: Searched, execution: Execution, probe: Probe) -> None:
-    """Continue at a plain function, if it has made a single call that has not ended, and a thread waits for that call."""
+    """Continue a search at a plain function, if exactly one call that it made has not ended, and a thread waits for that call."""
     left = [call for call in list(execution.nested) if isinstance(call, Call) and not call.done]
     if len(left) == 1 and (left[0].polling is not None or left[0].lock is not None):
         _follow(runtime, left, probe.past(f"a function on {runtime.agent.name!r}"))
@@ -412,13 +413,13 @@ def _at_call(runtime: Searched, entry: Envelope, hosted: HostedActor, probe: Pro
 
 
 def _at_task(runtime: Searched, entry: Envelope, probe: Probe) -> None:
-    """Continue with the targets that a call awaits, if it is a coroutine."""
+    """Continue a search with the calls and streams that a call awaits, if it is a coroutine."""
     if entry.task is not None:
         _follow(runtime, awaited_by(entry.task), probe.past(entry.title))
 
 
 def _at_generator(runtime: Searched, producer: Producer | None, probe: Probe) -> None:
-    """Continue with the targets for which a stream's generator waits."""
+    """Continue a search with the calls and streams for which the generator of a stream waits."""
     entry = None if producer is None else producer.entry
     # If the generator pauses, the reader has items to take, and does not wait for the generator.
     if producer is None or entry is None or entry.hosted is None or producer.pause:
@@ -430,7 +431,7 @@ def _at_generator(runtime: Searched, producer: Producer | None, probe: Probe) ->
 
 
 def _at_reader(runtime: Searched, consumer: Any, probe: Probe) -> None:
-    """Continue with the targets for which a stream's reader waits."""
+    """Continue a search with the calls and streams for which the reader of a stream waits."""
     if consumer is None or consumer.over:
         return
     reader: StreamReader = consumer.reader
@@ -481,7 +482,7 @@ def _end_stream(producer: Producer, probe: Probe) -> None:
 
 
 def _verdict(hosted: HostedActor, entry: Envelope, probe: Probe, behind: Envelope | None = None) -> None:
-    """Break the circle if it was found for the second time: a message in transit may have resolved it meanwhile.
+    """Break the circle if it was also found ``_AGAIN_S`` earlier: a message in transit may resolve a circle that is found once.
 
     ``behind``: the earlier call of the same caller that the entry waits for.
     """

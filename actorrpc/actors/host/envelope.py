@@ -36,8 +36,8 @@ class Envelope(Entry, Execution):
 
     Attributes:
         frame: the message; :meth:`claim_frame` removes the attribute.
-        whole: the whole message has arrived; if False, only its beginning has, and ``receive_rest`` gets the rest.
-        opened: ``(args, kwargs)`` if they were decoded before the call's turn, or the error of an argument.
+        whole: the whole message has arrived; if False, only its beginning has: see HostedActor.receive_rest.
+        opened: ``(args, kwargs)`` if they were decoded before the call's turn, or the error of an argument; otherwise None.
     """
 
     # Class attributes are the defaults: an envelope is made for each call, and most calls set few of these.
@@ -47,7 +47,7 @@ class Envelope(Entry, Execution):
     whole = True
     opened: Any = None
     task: asyncio.Task[Any] | None = None
-    start_forbidden = False  # the call was cancelled before it began, and must not begin
+    start_forbidden = False  # the call was cancelled: if it has not begun, it must not begin
     unwanted = False  # the caller has cancelled the call
     grace: Timer | None = None  # after the coroutine was cancelled: the time to its second cancellation
     sole = False  # only this package refers to the result
@@ -112,8 +112,8 @@ class Envelope(Entry, Execution):
     def cancel(self, stop: bool = False, late: bool = False) -> None:
         """Cancel the call for its caller. Runs on a pool thread.
 
-        ``stop``: a running method is interrupted. Without it, the method continues: if only the caller's time-out has passed
-        or the caller has ended, no user has asked for the method to be interrupted.
+        ``stop``: a method that runs in a thread is interrupted. Without ``stop`` it continues: if only the caller's time-out has
+        passed or the caller has ended, no user has asked for an interruption. A coroutine is cancelled in both cases.
         """
         # Set before `running` is read: the thread that replaces the call in `running` by its stream reads `unwanted` afterwards.
         self.unwanted = True

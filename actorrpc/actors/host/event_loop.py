@@ -1,8 +1,8 @@
 """The event loops of an actor that has ``async def`` methods.
 
 There is one loop for each concurrency group, including the default group, so that a blocked loop does not block other groups. The
-coroutines of the group run on it. The loop of the default group also runs the actor's plain methods, which block it. A watch
-logs the name of each method that holds the loop for longer than a second.
+coroutines of the group run on it. The loop of the default group also runs the actor's plain methods, which block it, unless they
+have ``thread=True`` or a concurrency group. A watch logs each method that holds the loop for longer than a second, once.
 
 A ``get()`` on the loop's thread blocks the loop, and so all coroutines of its concurrency group. So that such a wait can end,
 the thread runs plain methods of the loop within the wait, if they descend from the waiting call or this call waits for them.
@@ -62,7 +62,7 @@ class EventLoop:
         due: the plain methods that wait for their turn on the loop, in order. Any thread may remove an entry, and has to run or
             answer it then.
         plain: the innermost plain method that is running.
-        depth: how many plain methods are running, each within the wait of the one before.
+        depth: how many plain methods are running, each within the wait of the method before.
         ident: the thread's id; 0 before it has started.
     """
 
@@ -154,7 +154,7 @@ class EventLoop:
             self._loop.stop()
 
     def close(self) -> Future[None]:
-        """End the loop and its tasks; the returned future completes when its thread has ended."""
+        """End the loop and its tasks; the returned future completes when the loop's thread has ended, or after 5 s."""
         over: Future[None] = Future()
         with self._lock:
             self._closed = True
@@ -214,7 +214,7 @@ class EventLoop:
 
     @property
     def current(self) -> Envelope | None:
-        """The call whose own code is running on the thread; None while a task runs that a call has started."""
+        """The call whose own code is running on the thread; None if no code runs, or that of a task that a call started."""
         if self.plain is not None:
             return self.plain
         task = asyncio.current_task(self._loop)
@@ -377,7 +377,7 @@ class EventLoop:
 
 
 def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an exception that was never retrieved, unless the exception has ended the actor."""
+    """Log an exception of a callback, or of a task that no code retrieved, unless the exception has ended the actor."""
     if not is_a(context.get("exception"), (ActorExit, SystemExit)):
         loop.default_exception_handler(context)
 
@@ -410,7 +410,7 @@ class _LoopWatch:
             selector.select = self._selected
 
     def _selected(self, timeout: float | None = None) -> Any:
-        """Select for the loop, and count an iteration."""
+        """Select for the loop, count an iteration, and wake the watch."""
         self._sleeps = True
         try:
             return self._select(timeout)

@@ -73,8 +73,8 @@ class ActorExecutor:
         self.checkpoints = Checkpoints(hosted)
         self._instance_rref: Any = None
         self._numbers = hosted.registry.executions
-        self.keeps_state = False  # the actor has checkpoints
-        #: Calls that the thread which has dequeued them does not answer: a coroutine, future or checkpoint answers them later.
+        self.keeps_state = False  # whether the actor has checkpoints
+        #: Dequeued calls that are answered later: by a coroutine or a callback of an event loop, a future or a checkpoint.
         self.answered_later: dict[Envelope, None] = {}
 
     def run(self, entry: Any, runner: Runner) -> None:
@@ -381,7 +381,7 @@ class ActorExecutor:
     def stop(self, entry: Envelope, stop: bool) -> None:
         """Cancel the coroutine of a call that was cancelled (``stop``: see Execution.give_up). Runs on the loop.
 
-        The coroutine's handlers may still make calls. The call is answered when the coroutine has ended, or after GRACE_S.
+        The coroutine's handlers may still make calls. The call is answered when the coroutine has ended, or after ``GRACE_S``.
         """
         task = entry.task
         if task is None or entry.grace is not None:
@@ -487,7 +487,7 @@ class ActorExecutor:
             self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
 
     def answer(self, entry: Envelope, value: Any, *, keep: bool = True) -> bool:
-        """Send the result of a call; return False, and send nothing, if the call was answered before."""
+        """Send the result of a call (with ``keep``, maybe a reference to it); send nothing, return False if it was answered."""
         if not self._claim(entry):
             return False
         header = entry.header
@@ -575,7 +575,7 @@ class ActorExecutor:
 
 
 def _explain_missing_name(error: NameError) -> None:
-    """Add a note to a NameError in code that was sent by value: the code uses copies of the globals at that time."""
+    """Add a note to a NameError in code that was sent by value: the code uses copies of the globals, made when it was sent."""
     spaces = [frame.f_globals for frame, _ in walk_tb(error.__traceback__)]
     module = sys.modules.get(spaces[-1].get("__name__", "")) if spaces else None
     if spaces and (module is None or vars(module) is not spaces[-1]):
@@ -606,9 +606,9 @@ def _keep_itself(value: Any, size: int, peer: Peer) -> Any:
 
 
 def _has_own_memory(tensor: torch.Tensor) -> bool:
-    """Say whether certainly no other object uses the memory of this tensor."""
+    """Return True only if it is certain that no other object uses the memory of this tensor."""
     if tensor.device.type != "cpu" or tensor.requires_grad or tensor.layout is not torch.strided:
         return False
     storage = tensor.untyped_storage()
-    # Two: the tensor and ``storage``. Memory from elsewhere (numpy, shared memory) cannot be resized.
+    # A use count of two: the tensor and ``storage``. Memory from elsewhere (numpy, shared memory) cannot be resized.
     return storage.resizable() and _use_count is not None and _use_count(storage._cdata) == 2

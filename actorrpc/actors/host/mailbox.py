@@ -1,22 +1,23 @@
 """The mailbox: decides which call of an actor runs next, and where. A state machine that runs no calls itself.
 
-A :class:`Mailbox` has a :class:`GroupQueue` for each concurrency group, and one more for each group's ``async def`` methods;
-the async queue of the default group also has the plain methods of an actor that has async ones, which run on its event loop.
-A queue hands out its entries in order:
+A :class:`Mailbox` has a :class:`GroupQueue` for each concurrency group; that of an actor with ``async def`` methods has one more
+queue per group, for these methods. The async queue of the default group also gets the actor's plain methods, which run on its
+event loop, unless they have ``thread=True`` or a concurrency group. A queue hands out its entries in order:
 
 * higher priority first; within a priority, in the order of arrival;
-* the calls of one caller with one priority never overtake each other. If the arguments of a call are not complete, only the later
+* the calls of one caller with one priority do not overtake each other: if the arguments of a call are not complete, the later
   calls of its caller wait. A queue that runs several calls at a time is usually ``loose``: its ready calls do not wait;
 * a call that is sent again comes before the later calls of its caller;
-* at most ``limit`` at a time. In a yielding queue, each wait of any thread makes room for one more.
+* at most ``limit`` at a time, apart from descendants. In a yielding queue, each wait of any thread makes room for one more.
 
-**Descendants.** An entry that descends from an execution which is under way here (its id is in the entry's path)
-does not wait in the queue: it is passed to the runner of that execution, which runs it nested while it waits. Entries that the
-runner has not run when the execution ends return to the queue, in order.
+**Descendants** of a reentrant actor. If an entry descends from an execution which is under way here (the execution's id is in the
+entry's path) and no other thread can run it, it does not wait in the queue: it is passed to the runner of that execution, which
+runs it nested while it waits. Entries that the runner has not run when the execution ends return to the queue, in order. In an
+async queue, descendants start without regard to the limit.
 
-Each method that changes the state returns :class:`Wakeups`: the runners to wake, and the queues that need a further runner, after
-the lock was released. The lock guards everything here. It is re-entrant, because the garbage collector may run a finaliser that
-calls this very actor at any allocation, and it is a leaf.
+A method after which further entries can run returns :class:`Wakeups`: the runners to wake, and the queues that need a further
+runner, after the lock was released. The lock guards everything here. It is re-entrant, because the garbage collector may run a
+finaliser that calls this very actor at any allocation, and it is a leaf.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Entry:
         again: it repeats the call that had its ``place``, and comes before its caller's later calls.
         path: the executions that it descends from.
         ready: its arguments are complete.
-        loose: while its arguments are not complete, it may overtake, and be overtaken by, other calls of its caller.
+        loose: it may overtake calls of its caller whose arguments are missing, and be overtaken while its own are missing.
     """
 
     # Class attributes are the defaults: an entry is made for each call, and most set few of these.
@@ -80,7 +81,7 @@ class Entry:
 
     def __lt__(self, other: Entry) -> bool:
         if self.number == other.number and self.priority == other.priority:
-            return self.place < other.place  # one of them is a repetition
+            return self.place < other.place  # one of the two entries is a repetition
         return (-self.priority, self.number) < (-other.priority, other.number)
 
 
@@ -109,7 +110,7 @@ class GroupQueue:
     Args:
         limit: how many of its calls run at a time.
         yielding: calls that are in one of actorrpc's waits do not count.
-        loose: all ready entries may run; calls of one caller keep their order among the ready ones.
+        loose: all ready entries may run; the ready calls of one caller keep their order.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class GroupQueue:
         self.idle: list[Any] = []
         self.fresh: deque[Entry] = deque()  # entries in the order of arrival; Mailbox.put adds to it
         self._heap: list[Entry] = []  # entries that are not in the order of arrival
-        # By caller and priority, in order: the first entry is not ready, and holds back the caller's later ones.
+        # By caller and priority, in order: the first entry is not ready, and holds back the caller's later entries.
         self._held: dict[tuple[object, int], deque[Entry]] = {}
         self._parked: set[Entry] = set()
         self.waiting = 0  # entries here that were neither dequeued nor cancelled
@@ -176,7 +177,7 @@ class GroupQueue:
             self._of_chain.setdefault(execution, {})[entry] = None
 
     def removed(self, entry: Entry) -> None:
-        """Record that an entry was dequeued or cancelled."""
+        """Record that an entry was dequeued, cancelled or passed to a runner."""
         self.waiting -= 1
         for execution in entry.path:
             rest = self._of_chain.get(execution)
@@ -231,7 +232,7 @@ class GroupQueue:
     def release(self, entry: Entry) -> None:
         """Record that an entry whose arguments were missing is ready, or was cancelled.
 
-        The entries that it held back are released, up to the next one that is not ready.
+        The entries that it held back are released, up to the next entry that is not ready.
         """
         key = (entry.caller, entry.priority)
         held = self._held.get(key)
@@ -294,7 +295,7 @@ class Mailbox:
     Attributes:
         queues: by concurrency group; ``""`` is the default group.
         async_lanes: the queues for ``async def`` methods; empty for an actor that has none.
-        reentrant: calls that descend from a running one run within it.
+        reentrant: a call that descends from a running call runs within it.
         running: execution -> its runner; None: it runs on an event loop. Single operations are atomic and need no lock.
     """
 
@@ -375,7 +376,7 @@ class Mailbox:
             return todo
 
     def _slot_of(self, entry: Entry, queue: GroupQueue) -> ThreadSlot | None:
-        """Return the runner of an execution from which the entry descends."""
+        """Return the runner of an execution from which the entry descends; None if there is none, or another thread is free."""
         if queue.is_async or (queue.running + queue.waiting < queue.limit):
             return None  # the loop, or another thread of the actor, can run the entry
         for execution in reversed(entry.path):
@@ -435,9 +436,9 @@ class Mailbox:
             todo.start = (*todo.start, queue)
 
     def dequeue(self, queue: GroupQueue, slot: Any = None) -> tuple[Entry | None, Wakeups | None]:
-        """Dequeue the next entry for a runner (or for the event loop); None: no entry can run now.
+        """Return the next entry for a runner (or for the event loop), or None if no entry can run now; and runners to wake.
 
-        A runner that gets None is idle from then on, and a later ``Wakeups.wake`` names it.
+        A runner that gets no entry is idle from then on, and a later ``Wakeups.wake`` names it.
         """
         with self._lock:
             if queue.waiting and (queue.running < queue.limit or (queue.yielding and not queue.full)):
@@ -458,7 +459,7 @@ class Mailbox:
             return None, None
 
     def turn(self, queue: GroupQueue, slot: ThreadSlot) -> tuple[Entry | None, Wakeups | None]:
-        """Call :meth:`done` and :meth:`dequeue` in one step, for a runner that has run an entry."""
+        """Call :meth:`done` and :meth:`dequeue` in one step, for a runner that has run an entry; return as :meth:`dequeue`."""
         with self._lock:
             left: Wakeups | None = None
             if slot.work:
@@ -557,7 +558,7 @@ class Mailbox:
             queue.resting -= 1
 
     def remove_slot(self, queue: GroupQueue, slot: Any) -> bool:
-        """Remove an idle runner, which ends; return False if the runner is not idle."""
+        """Remove an idle runner, because it ends; return False if the runner is not idle."""
         with self._lock:
             if slot not in queue.idle:
                 return False
@@ -568,7 +569,8 @@ class Mailbox:
     def no_thread(self, queue: GroupQueue) -> list[Entry]:
         """Record that no runner could be started for a queue; return the entries to refuse.
 
-        If the queue has other runners, only its first entry is returned, for which they may wait; they run the other entries.
+        If the queue has other runners, only its first entry is returned, because calls on these runners may wait for it; they run
+        the other entries.
         """
         with self._lock:
             queue.slots -= 1

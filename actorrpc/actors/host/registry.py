@@ -1,7 +1,7 @@
 """The registry of a worker: the actors that live here, and the router that puts messages into their mailboxes.
 
-The router runs under the read lock of the connection that has received a message. It decodes the header, but never the pickle,
-and leaves all other work to the pool. ``_lock`` guards the table of actors, and is a leaf.
+The router runs under the read lock of the connection that has received a message. It decodes the header and queues the call, but
+never decodes the pickle or runs a call. ``_lock`` guards the table of actors, and is a leaf.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ActorRegistry:
         if not isinstance(header.get("mailbox"), int):
             raise ProtocolError("a message names no actor")
         if len(frame.extra) < _SHORT and not frame.flags & ~MAIL:
-            # Calls of one method have equal headers, which are never changed.
+            # Most calls of one method have equal headers, which are never changed.
             if len(self._headers) >= _HEADERS:
                 self._headers.clear()
             self._headers[frame.extra] = header
@@ -234,7 +234,7 @@ class ActorRegistry:
                 _ = hosted.stop("now", f"its creator, worker {peer.name!r}, has ended")
 
     def close(self, graceful: bool, patience: float = _END_S) -> None:
-        """End all actors here. Wait for their on_stop(): at most ``patience`` or 5 s, or 0.25 s if not ``graceful``."""
+        """End all actors here; wait for their on_stop(): ``patience`` s, bounded to 0.25 to 5 s; 0.25 s if not ``graceful``."""
         with self._lock:
             self._closed = True
         over: list[Future[None]] = [
@@ -252,7 +252,7 @@ class ActorRegistry:
 
 
 def stop(instance_id: int, how: str, why: str) -> Any:
-    """End an actor here; the answer is sent when it has ended. ``how`` and the answer: see :meth:`HostedActor.stop`."""
+    """End an actor here. ``how`` and the answer: see :meth:`HostedActor.stop`; None at once if the actor does not live here."""
     found = current()
     hosted: HostedActor | None = found.registry.get(instance_id) if found is not None else None
     if hosted is None:

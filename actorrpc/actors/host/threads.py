@@ -5,9 +5,9 @@ event loops must be used in the thread that made them. While a runner is in one 
 from its own call, nested on the same thread. If a method runs an event loop itself (``asyncio.run()``), the loop runs such calls
 between the steps of its coroutines, whatever the coroutines await.
 
-``carriers.py`` decides which thread serves a runner, where it sleeps, and when it is woken: the first ``MAX_RUNNERS`` runners of
-a worker have their own threads, further ones share threads. Between two calls, a runner without its own thread keeps its context
-variables and the mode of autograd; other thread-local state is as another actor has left it.
+``carriers.py`` decides which thread serves a runner, where the thread sleeps, and when it is woken: at most ``MAX_RUNNERS``
+runners of a worker have their own threads, further runners share threads. Between two calls, a runner without its own thread
+keeps its context variables and the mode of autograd; other thread-local state is as another actor has left it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _has_begun(task: object) -> bool:
 def _interrupt_at(ident: int, place: object) -> bool:
     """Set :class:`Interrupted` for a thread if it is still at ``place``; return whether the exception was set.
 
-    While this thread inspects the other one, the interpreter may run the other thread, which may enter code of this package
+    While this thread inspects the other thread, the interpreter may run the other thread, which may enter code of this package
     meanwhile. Therefore functions in C that call one another compare the place again and set the exception: the interpreter
     switches no threads between them.
     """
@@ -160,8 +160,8 @@ def _module(frame: FrameType) -> str:
 def _watch_what_is_lost() -> None:
     """Retry interruptions that are raised where the interpreter ignores exceptions, instead of printing them.
 
-    Such places are finalisers, and the callbacks of the collector and of weak references: a thread may enter one after its stack
-    was inspected. The earlier ``sys.unraisablehook`` is called for all other exceptions.
+    Such places are finalisers, and the callbacks of the collector and of weak references: a thread may enter such a place after
+    its stack was inspected. The earlier ``sys.unraisablehook`` is called for all other exceptions.
     """
     previous = sys.unraisablehook
     if getattr(previous, "func", None) is _note_unraisable:
@@ -287,7 +287,7 @@ class Runner:
         self._serve_on(awaits[0] if loop is None and awaits else loop)
 
     def stop(self) -> None:
-        """End the runner if it is idle, because its mailbox is closed. A busy runner ends after its call."""
+        """The mailbox was closed: wake the runner if it is idle, so that it ends. A busy runner ends after its call."""
         self._threads.call(self)
 
     def run_on(self, thread: ActorThread) -> bool:
@@ -354,7 +354,7 @@ class Runner:
         self._wakers.pop()
         if not self._wakers:
             self._resume()
-            if self.depth:  # a call runs; the actor's last hooks have no turn
+            if self.depth:  # a call runs; on_stop(), which may also wait, has no turn
                 self._threads.on[self] = _time.now()
 
     def begin_await(self) -> None:
@@ -526,7 +526,7 @@ class ForeignThreads:
     """The threads without a runner in a worker that executes tasks. Tasks may have started them.
 
     While such a thread waits, one more task may run, as if a task were waiting, because any task may have started the thread.
-    ``_lock`` guards the number and the table. It is a leaf, and re-entrant, because the garbage collector may run under it.
+    ``_lock`` guards ``waiting`` and the table. It is a leaf, and re-entrant, because the garbage collector may run under it.
     """
 
     work: Any = ()

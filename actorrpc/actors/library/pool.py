@@ -66,11 +66,11 @@ class _Task:
 
 
 class ActorPool(Generic[A]):
-    """Distributes tasks to actors, each of which executes one at a time.
+    """Distributes tasks to actors; an actor executes one task at a time.
 
     A task is a function that is called with an actor and a value, and returns the ObjectRef of the call that it makes. The actor
-    is busy until that call has ended; an actor that has died leaves the pool. If there are more tasks than actors, the others
-    wait; the thread that waits for a result starts them as actors become free.
+    is busy until the result of that call was fetched, or the call has ended and a waiting task needs the actor. An actor that has
+    died leaves the pool. If there are more tasks than actors, the others wait; the thread that waits for a result starts them.
 
     For one thread (or one task of an event loop) at a time, like an iterator.
 
@@ -94,7 +94,7 @@ class ActorPool(Generic[A]):
     # -- submitting tasks ------------------------------------------------------------------------------
 
     def submit(self, fn: Callable[[A, V], Any], value: V) -> None:
-        """Call ``fn(actor, value)``: at once if an actor is free, otherwise when one is.
+        """Call ``fn(actor, value)``: at once if an actor is free, otherwise later, when an actor becomes free.
 
         Raises:
             WrongTypeError: ``fn`` was called at once and did not return an ObjectRef.
@@ -165,7 +165,7 @@ class ActorPool(Generic[A]):
         """Process the tasks that have ended, and start waiting tasks.
 
         Args:
-            free: actors of ended tasks become free even if the results were not fetched.
+            free: if tasks wait, actors of ended tasks become free even if the results were not fetched.
         """
         while self._over:
             task = self._over.popleft()
@@ -235,7 +235,7 @@ class ActorPool(Generic[A]):
 
         Args:
             timeout: seconds to wait at most; None: without limit.
-            ignore_if_timedout: abandon the task after the time-out. Its actor becomes free when the call ends.
+            ignore_if_timedout: after the time-out, also abandon the task. Its actor becomes free when the call ends.
 
         Raises:
             StopIteration: there is no task left.

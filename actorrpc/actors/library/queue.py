@@ -1,6 +1,6 @@
 """A first-in, first-out queue that lives in an actor and that any number of processes may use.
 
-The interface of ``ray.util.queue.Queue``. The actor's methods are coroutines, so that any number of callers can wait. The actor
+The interface of ``ray.util.queue.Queue``. The actor's methods are coroutines, so that up to a million callers can wait. The actor
 applies their time-outs itself: an item is given to a caller that still waits, or it stays in the queue.
 
 No item is lost when a caller gives up. Each ``get`` has a ticket. A caller that gives up (asyncio cancellation, Ctrl-C, the
@@ -69,7 +69,7 @@ class _Waiter:
 
 
 class QueueActor:
-    """The class of the queue's actor. All methods are coroutines, so they run on one thread, one step at a time.
+    """The class of the queue's actor. All public methods are coroutines, so they run on one thread, one step at a time.
 
     Items have numbers in the order in which they were put in, so that a returned item goes to its old place.
     """
@@ -225,7 +225,7 @@ class QueueActor:
 
 
 def _check_timeout(block: bool, timeout: Any) -> float | None:
-    """Return the time-out to send to the actor, after checking it. 0: do not wait."""
+    """Return the time-out to send to the actor, after checking it: seconds; 0: do not wait; None: wait without limit."""
     if not block:
         return 0
     if timeout is None:
@@ -286,7 +286,7 @@ class Queue(Generic[T]):
         return self._client, next(self._tickets)
 
     def _received_tickets(self) -> tuple[Ticket, ...]:
-        """Return the tickets of items that this object has received since the last ``get``, which confirms them."""
+        """Remove and return the tickets of received items that no ``get`` has confirmed yet; the next ``get`` confirms them."""
         found = []
         while self._received:
             try:

@@ -1,9 +1,9 @@
 """Tasks: the result of ``@remote`` above a function. ``f.remote(...)`` runs it in another process.
 
-Tasks are executed by internal actors, the runners. In an embedded cluster, a runner is a process, started when it is needed;
-there are at most as many runners as CPUs, and all workers share them. In a group made by ``init_rpc``, each other worker
-has a runner; after the end of such a worker, its runner moves to another one. While a task waits for others, its runner executes
-other tasks, so nested tasks cannot block each other.
+Tasks are executed by internal actors, the runners. In an embedded cluster, each runner has a process, started when it is needed.
+For tasks with equal options of the process, there are at most as many runners as CPUs, and all workers share them. In a group
+made by ``init_rpc``, each process that calls tasks makes a runner on each other worker; if such a worker ends, its runner moves
+to another worker. While a task waits in actorrpc, its runner executes other tasks, so nested tasks cannot block each other.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _THREADS: Final = 8  # how many tasks a runner on a worker of the group executes
 
 
 class TaskRunner:
-    """The actor that executes tasks: one at a time, or 8 on a worker of the group. Tasks that wait do not count."""
+    """The actor that executes tasks: one at a time, or 8 on a worker of the group. Tasks that wait in actorrpc do not count."""
 
     __actorrpc_name__ = TASKS  # its name in messages
 
@@ -423,7 +423,7 @@ class TaskFuture(InnerFuture[Any]):
             )
 
     def kill(self) -> Future[None] | None:
-        """End the process that executes the task; return None if no process does."""
+        """End the process that executes the task. Return the future of :meth:`Route.kill`; None if no process executes it."""
         runner = self._runner
         return None if runner is None else runner.route.kill(False)
 

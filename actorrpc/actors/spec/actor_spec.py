@@ -25,7 +25,7 @@ _code_of: Final[Callable[[SystemExit], Any]] = SystemExit.__dict__[
 
 
 class ActorExit(BaseException):
-    """Raised by ``exit_actor()`` in a method: the actor catches it and ends the actor without a restart.
+    """Raised by ``exit_actor()`` in a method. The executor of the actor catches it, and ends the actor without a restart.
 
     Not an Exception, so that ``except Exception`` in a method does not catch it.
     """
@@ -118,7 +118,7 @@ class ActorSpec:
         epoch: the number of the incarnation, from 0.
         cls, arguments: Snapshots of the class and of ``(args, kwargs)`` of its constructor. Both are None after the actor
             was made; ``arguments`` is also None if the constructor gets none.
-        state: Snapshot of the last result of ``checkpoint()``; None in the first incarnation.
+        state: Snapshot of the last result of ``checkpoint()``; None if there is none, or after the actor was made.
         descriptor: the actor's descriptor without an anchor, for ``current_actor()``.
         alone: the process was started for this actor and ends with it.
     """

@@ -1,7 +1,7 @@
 """What callers know about an actor's class: its methods, their arguments, and how they are called.
 
 A :class:`ClassInfo` is sent with every handle, so that wrong calls raise at the caller, even if it cannot import the class. It
-does not contain default values and annotations, and is sent compressed.
+does not contain default values and annotations, and is usually sent compressed.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class ProcessSpec:
         env: environment variables, which override the driver's.
         working_dir: its working directory; None for the driver's directory.
         host, labels, resources, spread: see :class:`~actorrpc.actors.spec.options.ActorOptions`; for its placement.
-        wait_s: how long it may wait for a worker that has the resources.
+        wait_s: how many seconds it may wait for a worker that has the resources; None: see ``ActorOptions.placement_timeout``.
         booking: the number of its booking; 0 if it books no resources.
         own: whether it must be a process of its own, not a slot in a shared worker.
         rank: the rank of the worker on which the slot must be; None: any worker.
@@ -85,7 +85,7 @@ class DeathReport:
     uptime: float = 0.0
 
     def describe(self) -> str:
-        """Return a line that describes it, followed by the last lines of standard error if there are any."""
+        """Return a line that describes the process's end, followed by the last lines of standard error if there are any."""
         who = f"the process of worker {self.worker!r}" + (f" (pid {self.pid})" if self.pid else "")
         if self.signal is not None:
             try:
@@ -119,7 +119,7 @@ class Spawner(Protocol):
         """
 
     def give_back(self, booking: int) -> None:
-        """Return a slot. Idempotent."""
+        """Free the resources, or the slot, of a booking. Idempotent."""
 
     def release(self, worker: str) -> None:
         """Let a process end when no object that lives in it is referenced any longer."""
@@ -128,7 +128,7 @@ class Spawner(Protocol):
         """End a process at once (SIGKILL)."""
 
     def report(self, worker: str) -> Future[DeathReport]:
-        """Return a future of the report on a process's end. It fails with UnknownWorkerError if this spawner did not start it."""
+        """Return a future of the report on a process's end; it fails with UnknownWorkerError for a process of another spawner."""
 
     def owns(self, worker: str) -> bool:
         """Say whether this spawner has started the worker."""
@@ -142,7 +142,7 @@ IN_RESTORE: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarting:
-    """An actor's incarnation has ended, and another one is being made.
+    """The answer of a supervisor that an actor's incarnation has ended, and that another incarnation will be made.
 
     Attributes:
         text: how the incarnation ended, in words.
@@ -162,11 +162,11 @@ class ActorState:
     Attributes:
         state: ``"PENDING_CREATION"``, ``"ALIVE"``, ``"RESTARTING"``, ``"ENDING"`` or ``"DEAD"`` (Ray's words, except for
             ENDING: its last handle was freed, and its last calls are running).
-        worker: the name of the worker where it lives; empty if it lives nowhere.
+        worker: the name of the worker where it lives or is being made, or has lived before its restart; empty if it is dead.
         restarts: how often it was restarted.
         death_cause: why it is dead, or how it died last; empty if it has never died.
         supervisor: the name of the worker that supervises it.
-        instance_id: the number of its present incarnation.
+        instance_id: the number of its present incarnation; 0 if there is none.
         pending: how many calls wait in its mailbox; -1 if unknown.
     """
 

@@ -367,14 +367,14 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
     Attributes:
         name, namespace: the name for ``get_actor``; it is unique in its namespace.
         get_if_exists: return the actor that already has the name, if there is one.
-        lifetime: None: it ends with its last handle; ``"detached"``: when it is killed, or when the group ends.
+        lifetime: None: it ends with its last handle, or with the process that made it; ``"detached"``: it outlives both.
         worker: where it lives: a worker's name, rank or WorkerInfo, or another actor's handle (it lives on the same worker), or
             ``"new process"``. None: in a process of its own in an embedded cluster, otherwise on the group's workers in turn.
         max_concurrency: how many calls may run at a time; None: one, or 1000 if it has async methods.
         concurrency_groups: limits for the methods of each group, which run independently of other groups: plain methods in
             threads of the group, ``async def`` methods on its event loop, which has a thread of its own and is made for the first
             call. A blocked loop does not block other groups. asyncio's locks and events work within one group only.
-        max_pending_calls: further calls of one caller are refused; -1: no limit.
+        max_pending_calls: if so many calls of one process have not ended, its further calls are refused; -1: no limit.
         max_restarts: how often it is restarted when it dies; -1: without limit. In a supervision group (:func:`supervise`),
             the group's limit, window and back-off apply; ``max_restarts`` must not be 0 then.
         restart_window_s: only restarts within this time count, in seconds; None: all restarts.
@@ -396,13 +396,14 @@ class ActorOptions(_Options, _MethodOptions, _ProcessOptions):
         allow_out_of_order_execution: calls may overtake calls of the same caller whose arguments are still being fetched. None:
             only if several calls run at a time (in threads, or as coroutines).
         reentrant: calls that descend from a running call may run while that call waits.
-        checkpoint_every: after how many calls that have not raised ``checkpoint()`` is called, if the class has it and
+        checkpoint_every: of the calls that do not raise, ``checkpoint()`` is called after every n-th, if the class has it and
             ``restore(state)``. Its result is copied, and passed to ``restore`` of the next incarnation after the constructor. The
             answer of such a call (of a generator: its end) is sent after the process that made the actor has received the state.
             So with 1, the effect of an answered call is not lost with the actor. If ``checkpoint()`` raises, the call fails with
             CheckpointError, and the previous state is kept; an error of ``restore`` is treated like an error of the constructor.
-        on_error: ``"debug"``: a method that has raised is held, with its frames, until a debugger continues it (``actorrpc
-            debug``), or no debugger has attached for ACTORRPC_DEBUG_WAIT seconds; its caller gets the error after that.
+        on_error: ``"raise"``: the caller gets the error at once. ``"debug"``: a method that has raised is held, with its frames,
+            until a debugger continues it (``actorrpc debug``), or no debugger has attached for ACTORRPC_DEBUG_WAIT seconds; its
+            caller gets the error after that.
         timeout, priority, concurrency_group, max_buffered_items: see :class:`CallOptions`; for all of its methods.
         yielding: internal: calls that wait in actorrpc do not count as running.
         movable: internal: ``worker=`` is only the first place; if that worker has ended, the actor restarts on another worker.

@@ -45,10 +45,11 @@ __all__ = ["Again", "ObjectRefGenerator", "Translate"]
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Returns the error to raise, or a future that fails with this error, for an error that ended a pull from a worker.
+#: Returns the error to raise, or a future that fails with this error, for an error that ended a pull from the given worker (None:
+#: the worker was not found).
 Translate = Callable[[BaseException, "Peer | None"], "BaseException | Future[Any]"]
 
-#: Repeats a call that failed with an error before its first item arrived; returns None if the call is not repeated.
+#: Repeats the call of a stream that failed with an error before its first item; returns None if the call is not repeated.
 Again = Callable[[BaseException], "Future[Any] | None"]
 
 _INFINITE = float("inf")
@@ -59,7 +60,7 @@ class _Over(Exception):
 
 
 class _EndOfStream(Stall):
-    """The target of a wait for the end of a stream. The waiting thread does not have to take the items."""
+    """The target of a wait for the end of a stream, which may come although the waiting thread takes no items: see ``look()``."""
 
     __slots__ = ("consumer",)
 
@@ -102,7 +103,7 @@ class _Consumer(Stall, Progress):
         self._generation = generation()
         self._arrival: Future[None] | None = None  # completes when pop_item() no longer returns None
         self._finished: Future[None] | None = None
-        # The execution of pulls: they must not be nested calls of the call that takes an item.
+        # The execution in which pulls are made: they must not be nested calls of the call that takes an item.
         self._apart = Execution(None, self._agent.self_peer, 0, _INFINITE, 0)
         self._follow(call, self._called)
 
@@ -314,7 +315,7 @@ class _Consumer(Stall, Progress):
             return self._ended and not self._items and self._error is None
 
     def pop_item(self) -> tuple[Any, BaseException | None] | None:
-        """Return the next item, packed as received, or the stream's error. If it returns None, wait for :meth:`arrival` first.
+        """Return the next item, packed as received, or the stream's error; None: nothing has arrived, wait for :meth:`arrival`.
 
         Raises:
             _Over: there are no more items.
@@ -408,7 +409,7 @@ class _Consumer(Stall, Progress):
             self._call_producer(closed, close_stream, ticket.stream)
 
     def finished(self) -> Future[None]:
-        """Return a future that completes when the end of the generator was received; it fails if the stream has failed."""
+        """Return a future that completes when the generator's end was received; it fails if the stream failed or was closed."""
         with self._lock:
             finished = self._finished
             if finished is None:
@@ -431,7 +432,7 @@ class _Consumer(Stall, Progress):
     def look(self) -> None:
         """Fail the future of :meth:`finished` if the reader waits for it, and would have to take items before the end can come.
 
-        The search for deadlocks calls this once a second. The future fails if two calls find the same state.
+        The search for deadlocks calls this once a second. The future fails if two calls in a row find the same state.
         """
         reader = self.reader
         waits = any(isinstance(each, _EndOfStream) and each.consumer is self for each in reader.waits_for())
@@ -459,7 +460,7 @@ class _Consumer(Stall, Progress):
             if self._closed:
                 error = CancelledError(f"{self.label} was closed before its end", maybe_executed=True)
             finished.conclude(None, error)
-            finished.acknowledge()  # the reader that takes the items gets the error, too
+            finished.acknowledge()  # do not log: the reader of the items gets it
 
 
 def _look_away(done: Future[Any]) -> None:
@@ -545,7 +546,7 @@ class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
         future: the call; completes with a StreamTicket.
         label: the name of the stream in messages; by default the label of the call.
         translate: returns the error to raise for an error that ended the stream; by default the same error.
-        again: repeats the call if it has failed before its first item arrived; by default it is not repeated.
+        again: repeats the call if the stream has failed before its first item arrived; by default the call is not repeated.
     """
 
     __slots__ = ("__weakref__",)
@@ -587,7 +588,7 @@ class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
         """Wait for the next item, and return its ObjectRef, which is complete.
 
         Args:
-            timeout: seconds; None: as long as the actor lives.
+            timeout: seconds; None: as long as the actor lives, within the deadline of the call that this thread executes.
 
         Raises:
             StopIteration: there are no more items.
@@ -611,7 +612,8 @@ class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
     def completed(self) -> ObjectRef[None]:
         """Return an ObjectRef that completes when the generator has ended and its last item was received.
 
-        It raises the generator's error, and CancelledError if the stream was closed before its end.
+        It raises the generator's error; CancelledError if the stream was closed before its end; DeadlockError if it can never
+        end.
         """
         return ObjectRef(self._consumer.finished(), label=f"the end of {self._consumer.label}")
 

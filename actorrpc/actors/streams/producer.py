@@ -8,7 +8,8 @@ that have arrived. An item is packed when it is yielded: later changes of the ob
 pool threads execute, so they never wait for the actor.
 
 An item counts against the window, with its size and the overhead of an object, from when it is packed until a pull tells the
-producer that the item was taken. So both workers together keep at most one window of items, and one more item, per stream.
+producer that the item was taken. So both workers together keep at most one window of items, and one more item, per stream, unless
+the reader waits for all items.
 
 When an :class:`ObjectRefGenerator` is closed or freed, its worker tells the producer, and the generator is closed (its yield
 raises GeneratorExit). The end of the consumer's worker has the same effect.
@@ -180,7 +181,7 @@ class Producer(Stall):
 
     @property
     def closed(self) -> bool:
-        """Whether the stream was closed."""
+        """Whether the stream accepts no more items: it was closed or aborted, or its end was sent."""
         return self._stopped
 
     @property
@@ -446,9 +447,10 @@ class Streams:
 
         Args:
             limit: how many items may be produced and not yet taken; 0: only their size is limited.
-            peer: the consumer's worker; the stream is closed when it ends. By default the caller of the current execution.
+            peer: the consumer's worker; the stream is closed when it ends. By default the worker that called the current
+                execution.
             owner: the argument with which :meth:`abort` ends the stream.
-            entry: the call in which the generator runs.
+            entry: the actor's call in which the generator runs; None: no actor runs it.
         """
         if peer is None:
             execution = CURRENT.get()
@@ -563,7 +565,7 @@ def _as_it_is(error: BaseException) -> BaseException:
 def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Explain = _as_it_is) -> None:
     """Run a generator in this thread until it ends or its stream is closed; its exception is sent to the consumer.
 
-    While the thread waits for room, it runs the calls that descend from this call.
+    While the thread of a reentrant actor waits for room, it runs the calls that descend from this call.
 
     Raises:
         ShutdownError: this worker shuts down.

@@ -28,8 +28,9 @@ def for_each_item(
     """Call ``item`` for each item of a stream: now, in this thread, for items that are here; later in the receiving threads.
 
     Args:
-        item: called with the ObjectRef of each item. If it returns False, the stream is closed.
-        end: called after the last item, if the stream has ended without an error.
+        item: called with the ObjectRef of each item, and of the error if the stream fails. If it returns False, the stream is
+            closed.
+        end: called when the stream has ended, also after an error; not called if ``item`` has returned False.
     """
     while True:
         arrival = stream._arrival()
@@ -121,7 +122,7 @@ class _Parts(Progress):
 
 
 def spread(stream: ObjectRefGenerator[T], count: int) -> list[ObjectRef[T]]:
-    """Return ObjectRefs of the first ``count`` items of a stream, without waiting. Each completes when its item arrives.
+    """Return ObjectRefs of the first ``count`` items of a stream, without waiting. An ObjectRef completes when its item arrives.
 
     If the generator raises an exception, the ObjectRefs without an item raise this exception. If the generator ends before
     ``count`` items, they raise a ValueError. If it yields more items, item ``count + 1`` is discarded and the stream closed.

@@ -77,7 +77,7 @@ _WAITS: Final = {each.__code__ for each in (Call.drive, Future.wait, Future.park
 
 
 def waited_for_on(frame: FrameType | None) -> Call | Future[Any] | None:
-    """Return the call or future for which a thread waits. It is found in the thread's stack, because no table contains it."""
+    """Return the call or future for which a thread waits, or None. The thread's stack is searched: no table contains it."""
     while frame is not None and frame.f_code not in _WAITS:
         frame = frame.f_back
     return None if frame is None else _stacks.local(frame, "self")
@@ -136,7 +136,8 @@ class StreamReader:
     def __init__(self) -> None:
         self.swept = 0
         self.note()
-        # The threads that existed when the stream was made: its maker may pass it to a newer one. None after the first request.
+        # The threads that existed when the stream was made: its maker may pass it to a newer thread. None after the first
+        # request.
         self._threads: frozenset[threading.Thread] | None = frozenset(threading.enumerate())
 
     def note(self) -> None:

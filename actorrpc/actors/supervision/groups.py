@@ -1,8 +1,8 @@
 """Supervision groups in the supervisor. They carry out the decisions of :mod:`actorrpc.actors.supervision.strategies`.
 
-The supervisor calls a group's methods for the events of its children. It holds its lock then, which guards the state of all
-groups. Methods of a group return actions, which the supervisor runs after releasing the lock. No method blocks. Only callbacks
-of the future ``over``, which an action completes, call user code.
+The supervisor calls a group's methods for the events of the group's children. It holds its lock meanwhile, which guards the state
+of all groups. Methods of a group return actions, which the supervisor runs after releasing the lock. No method blocks. Only
+callbacks of the future ``over``, which an action completes, call user code.
 
 Groups keep no actor alive: their children are records, not handles.
 """
@@ -66,13 +66,14 @@ class SupervisionGroup:
     Args:
         children: actors of this supervisor and other groups, in the order in which they start. None of them is in a group yet;
             the supervisor's lock is held.
+        limit, period_s, backoff_s: the first three arguments of :class:`RestartPolicy`.
         title: the group's name in messages.
 
     Attributes:
-        parent: the group of which this one is a child.
+        parent: the group of which this group is a child; None for an outermost group.
         over: completes when all children have ended for good: with the SupervisionError if the group has given up, with None
             if it was ended on purpose.
-        restarts: how often children were restarted because of a death.
+        restarts: how often children were restarted, also because of the death of another child.
     """
 
     def __init__(
@@ -274,7 +275,7 @@ class SupervisionGroup:
             return
 
         def over(_: object = None) -> None:
-            # If the actor has a process of its own, end the process: its resources must be free before the next one starts.
+            # If the actor has a process of its own, end the process: its resources must be free before the next process starts.
             spawner = self._runtime.spawner
             if process is None or spawner is None:
                 supervisor.ended(actor, life, why)

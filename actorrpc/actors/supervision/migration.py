@@ -27,7 +27,7 @@ def hand_over(rank: int, incarnation: str, why: str) -> Any:
     """Move the actors that this process supervises, and that live on a worker, to other workers. Answers with their number.
 
     Actors that are being made, that have no ``checkpoint()``, or that are in a supervision group, stay; their later death errors
-    contain ``why``. The answer is sent when all moving actors have ended on the worker, and their next incarnations have begun.
+    contain ``why``. The answer is sent when all moving actors have ended on the worker, and their next incarnations were ordered.
     Called by RPC on each worker.
     """
     found = current()

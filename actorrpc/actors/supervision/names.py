@@ -1,4 +1,4 @@
-"""Named actors. Rank 0 has the table of names, the registrar; every other worker asks rank 0.
+"""Named actors. Rank 0 is the registrar: it has the table of names. Every other worker asks rank 0.
 
 Rank 0 gives a name to an actor in one step, under a lock: if several workers request a name at the same time, one worker gets it,
 and with ``get_if_exists`` the others get the descriptor of its actor. A name is free again when its actor is dead for good. A
@@ -67,10 +67,10 @@ class Names:
     # -- on every worker -----------------------------------------------------------------------------------
 
     def register(self, descriptor: ActorDescriptor, *, get_if_exists: bool = False) -> ActorDescriptor | None:
-        """Give ``descriptor.name`` in ``descriptor.namespace`` to the actor; waits for rank 0, at most 30 s.
+        """Give ``descriptor.name`` in ``descriptor.namespace`` to the actor; waits for each answer of rank 0 for at most 30 s.
 
         If another actor has the name and is about to end (its last handle was dropped, or it was killed), this waits for the end,
-        within the same 30 s.
+        until 30 s after the beginning.
 
         Returns:
             None if the actor has got the name; with ``get_if_exists``, the other actor's descriptor, which keeps no actor alive.
@@ -131,7 +131,7 @@ class Names:
         self._runtime.agent.submit(delete)
 
     def lookup(self, name: str, namespace: str | None = None) -> ActorDescriptor:
-        """Return the descriptor of the actor with a name, which does not keep it alive; waits for rank 0, at most 30 s.
+        """Return the descriptor of the actor with a name, without an anchor; waits for rank 0, at most 30 s.
 
         Raises:
             UnknownActorError: no actor has the name; the message lists similar names.
@@ -142,7 +142,7 @@ class Names:
         return found
 
     def list(self, namespace: str | None = None) -> Sequence[tuple[str, str]]:
-        """Return ``(namespace, name)`` of all actors that have names, or of the named actors in one namespace."""
+        """Return ``(namespace, name)`` of all named actors, or of those in ``namespace`` if that is given; waits for rank 0."""
         found = self._query("find_all", namespace)
         return cast(Sequence[tuple[str, str]], found)
 

@@ -108,7 +108,7 @@ class Placements:
         )
 
     def note_placed(self, instance_id: int, worker: WorkerInfo, options: ActorOptions) -> str | None:
-        """Record which worker the spawner has chosen; return the worker's name if the actor is alone in its process."""
+        """Record which worker the spawner has chosen; return its name if the actor is alone in its process, else None."""
         if (
             isinstance(worker, SharedSlot)
             or options.host
@@ -120,7 +120,7 @@ class Placements:
         return None if isinstance(worker, SharedSlot) else worker.name
 
     def departed(self, instance_id: int) -> None:
-        """Give the booking of an incarnation, if it has one, back to the spawner. Idempotent."""
+        """Return the booking of an incarnation, if there is a booking, to the spawner. Idempotent."""
         if instance_id in self._booked:
             self._booked.discard(instance_id)
             if self._runtime.spawner is not None:
@@ -176,7 +176,7 @@ class Placements:
             return ""
 
     def report(self, worker: str, go: Callable[[DeathReport | None], None]) -> None:
-        """Call ``go``, in a pool thread, with the report on a process's end; with None if there is no report after a second."""
+        """Call ``go``, in a pool thread, with the report on a process's end, or with None after at most a second."""
         spawner = self._runtime.spawner
         submit = self._agent.submit
         if spawner is None or not spawner.owns(worker):

@@ -33,7 +33,7 @@ _SHOWN: Final = {
 
 
 class LifetimeToken:
-    """The value of an RRef that all handles of an actor refer to, so that the token is freed after the last handle.
+    """The value of an RRef that all handles of an actor refer to, except weak handles; freed after the last of these handles.
 
     Args:
         drop: called with the actor's id when the token is freed. It only queues the id, because any thread may free the token.
@@ -70,7 +70,7 @@ class Incarnation:
 
     Attributes:
         id: its unique number.
-        worker, worker_name: where it lives or is being made.
+        worker, worker_name: where it lives or is being made; None and empty until the worker is known.
         process: the name of its worker, if it is alone in the worker's process; otherwise None.
         location: where it lives; None while it is being made.
         state_number: the number of its last checkpoint; 0 if there is none.
@@ -78,7 +78,7 @@ class Incarnation:
         ended_by_group: why its supervision group ends it; empty if the group does not.
         drained: why its worker was asked to leave, if the actor stays on that worker; otherwise empty.
         moving: its worker was asked to leave, so the next incarnation begins on another worker; this is not counted as a restart.
-        over: its end was processed, or it was never made.
+        over: its end was processed, or it was postponed and never made.
     """
 
     def __init__(self, id: int) -> None:
@@ -98,11 +98,12 @@ class ActorRecord:
     Attributes:
         place: where it should live: the result of Placements.place().
         epoch: how many incarnations have ended; also the number of the present incarnation.
-        last_life: the present incarnation, or the last one if there is none now; None before the first.
-        orphaned: its last handle was freed: an incarnation ends as soon as it was made, and no other follows.
+        last_life: the present incarnation, or else the last incarnation; None before the first incarnation.
+        orphaned: its last handle was freed: its incarnation ends after its waiting calls, or once it is made, and no other
+            follows.
         postponed_since: when the next incarnation was first postponed; None if it was not.
         state: the state with which the next incarnation starts; None if no checkpoint was received.
-        family: the supervision group that decides about its restarts, and ``index`` its place there.
+        family, index: the supervision group that decides about its restarts (or None), and its place there.
         held: its next incarnation only begins when the group orders it.
     """
 
@@ -146,7 +147,7 @@ class ActorRecord:
 
     @property
     def worker_name(self) -> str:
-        """The worker where the present incarnation, or the one before, lives or was being made; may be empty."""
+        """The name of the worker where the present or last incarnation lives, lived or was being made; may be empty."""
         return "" if self.last_life is None else self.last_life.worker_name
 
     @property
@@ -217,7 +218,7 @@ class ActorRecord:
         life.location = Location(life.worker, life.worker_name, life.id, self.epoch, pid)
         self.restarts.note_alive(now)
         if not self.options.max_restarts and not self.descriptor.info.has_checkpoint:
-            self.cls = self.arguments = None  # no longer needed; frees the objects in them
+            self.cls = self.arguments = None  # no incarnation follows: free the objects in them
 
     def verdict(self, life: Incarnation, now: float, text: str, bound: str) -> RestartVerdict:
         """Decide what follows after an unexpected end of an incarnation. Call this once for each incarnation.
@@ -238,7 +239,7 @@ class ActorRecord:
         return RestartVerdict(again=True, wait_s=wait)
 
     def lose(self, last: Restarting) -> None:
-        """Record that the present incarnation has ended, and another one will follow."""
+        """Record that the present incarnation has ended, and that another incarnation will follow."""
         self.phase = "restarting"
         self.epoch += 1
         self.postponed_since = None
@@ -246,7 +247,7 @@ class ActorRecord:
         self.held = self.family is not None
 
     def answer(self, after: int, wait: bool) -> Location | Restarting | None:
-        """Return the answer to a query for the location after incarnation ``after``; None if there is none yet."""
+        """Return the answer to a query for the location after incarnation ``after``; None if the query has to wait."""
         if self.epoch <= after:
             return None  # the supervisor has not noticed the death yet
         location = None if self.life is None else self.life.location

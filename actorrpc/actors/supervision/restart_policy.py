@@ -1,9 +1,9 @@
 """Decides when a dead actor is restarted. Pure computation: the caller passes the time, and carries out the decision.
 
 Restarts are counted in a sliding window. The first restart in a row is immediate. Each further restart waits, at first
-``backoff_s`` and then twice as long each time, up to :data:`MAX_BACKOFF_S`. A row ends when the actor has lived longer than
-:data:`QUIET_S` and than the last wait. Waits are shortened at random, by up to the fraction :data:`JITTER`, so that actors that
-died together do not restart at the same moment.
+``backoff_s`` and then twice as long each time, up to :data:`MAX_BACKOFF_S` (or ``backoff_s``, if it is longer). A row ends when
+the actor has lived longer than :data:`QUIET_S` and than the last wait. Waits are shortened at random, by up to the fraction
+:data:`JITTER`, so that actors that died together do not restart at the same moment.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ __all__ = ["STRATEGIES", "RestartOrder", "RestartPlan", "RestartStrategy", "Stra
 Strategy = Literal["one_for_one", "one_for_all", "rest_for_one"]
 STRATEGIES: Final = ("one_for_one", "one_for_all", "rest_for_one")
 # "up" and "making": the child has an incarnation, whose end will be reported once; "ending": the child's end was ordered;
-# "down": the child has no incarnation and should get one; "departed": the child has left the group for good.
+# "down": the child has no incarnation and should get another; "departed": the child has left the group for good.
 State = Literal["up", "making", "ending", "down", "departed"]
 
 
@@ -151,7 +151,7 @@ class RestartStrategy:
         return self._fail(now, why)
 
     def due(self, plan: RestartPlan, now: float) -> list[RestartOrder]:
-        """Record that the back-off of a plan has ended."""
+        """Record that the back-off of a plan has ended, after the time of its order ``"wait"``."""
         plan.held = False
         return self._go(now)
 

@@ -1,7 +1,8 @@
 """The supervisor: makes the actors that this process creates, restarts them, records why they died, and ends them.
 
-It only reacts to events: calls, answers of workers, ends of workers. It blocks no thread: callbacks of futures and timers
-continue operations that take time. Events of an incarnation that is not the present one are stale and are ignored.
+It only reacts to events: calls, answers of workers, ends of workers. Callbacks of futures and timers continue operations that
+take time. Threads only block while they connect to a worker, register a name or a detached actor, or close the supervisor. Events
+of an incarnation that is not the present one are stale and are ignored.
 
 ``lock`` guards the table, every :class:`ActorRecord` in it, and their supervision groups (``groups.py``). No foreign code is
 called under it. It is re-entrant, because the garbage collector may run while it is held. ``LifetimeToken.__del__`` only appends
@@ -57,7 +58,7 @@ __all__ = ["Supervisor"]
 _REMEMBERED: Final = 10_000  # dead actors that are kept
 _UNSEEN_S: Final = 30.0  # how long a caller may consider an actor dead that this worker considers alive
 _AGAIN_S: Final = 0.1  # time until another place is requested, if the worker of the chosen place has ended
-_END_S: Final = 5.0  # how long actors may take to end when this process leaves
+_END_S: Final = 5.0  # how many seconds actors may take to end when this process leaves
 
 
 # Numbers of actors and incarnations start at random. They grow in steps that are odd, so that no number occurs twice, and large,
@@ -85,7 +86,7 @@ class Supervisor:
     """Supervises the actors that this process created; the supervisor of rank 0 also supervises detached actors. Thread-safe.
 
     Args:
-        draw: returns random numbers from 0 to 1, for the waits before restarts.
+        draw: returns random numbers from 0 to 1, which shorten the waits before restarts.
     """
 
     def __init__(self, runtime: Runtime, draw: Callable[[], float] = random.random) -> None:
@@ -126,7 +127,7 @@ class Supervisor:
         Raises:
             NameTakenError: another actor has the name.
             SerializationError: the class or an argument cannot be sent.
-            UnknownWorkerError, PeerDiedError: ``worker=`` is not in the group, or is dead.
+            UnknownWorkerError, PeerDiedError, ConfigError, PlacementError: it cannot live there: see :meth:`Placements.place`.
             ShutdownError: this process is leaving the group.
         """
         agent = self._agent
@@ -249,7 +250,7 @@ class Supervisor:
         )
 
     def begin(self, actor: ActorRecord, near: Peer | None = None) -> None:
-        """Make the next incarnation, unless it is being made or has to wait. May block, unless ``near`` is given.
+        """Order the next incarnation, unless it is being made or has to wait. May block, unless ``near`` is given.
 
         Args:
             near: the worker where the incarnation is made; the order is sent soon, together with other messages.
@@ -319,7 +320,7 @@ class Supervisor:
         *,
         flushes: bool = True,
     ) -> bool:
-        """Order a worker to make an incarnation; return False if the incarnation's end was ordered, or the worker has ended."""
+        """Order a worker to make an incarnation; return False if its end was ordered, or if it is postponed."""
         with self.lock:
             if actor.life is not life or actor.phase == "dead" or life.killed or life.ended_by_group:
                 return False
@@ -444,7 +445,7 @@ class Supervisor:
         final: bool = False,
         wanted: bool = False,
     ) -> None:
-        """Record the end of an incarnation, and begin the next one if one follows.
+        """Record the end of an incarnation, and order another incarnation or mark the actor dead.
 
         Args:
             final: no incarnation follows.
@@ -564,13 +565,13 @@ class Supervisor:
         self.end_there(life, "drain", why).add_done_callback(lambda _: self.ended(actor, life, why))
 
     def end_there(self, life: Incarnation, how: str, why: str) -> Future[Any]:
-        """End an incarnation on its worker (``how``: see HostedActor.stop). The future completes when it has ended, or fails."""
+        """End an incarnation on its worker (``how`` and the future: HostedActor.stop). The future fails if the worker ends."""
         agent, worker = self._agent, life.worker
         assert worker is not None
         return call_quietly(agent, lambda: peer_of(agent, worker), registry.stop, (life.id, how, why))
 
     def kill(self, actor_id: int, no_restart: bool = True) -> Future[None]:
-        """End an actor at once. The future completes when its end was ordered. Does nothing to a dead actor."""
+        """Order the end of an actor at once, and return a completed future. Does nothing to a dead actor."""
         done: Future[None] = Future()
         with self.lock:
             actor = self._actors.get(actor_id)
@@ -601,7 +602,8 @@ class Supervisor:
             wait: True: the future completes when the actor lives. False: if the actor will be restarted, the future completes
                 before, with :class:`Restarting`.
 
-        The future fails with ActorDiedError if the actor is dead.
+        The future fails with ActorDiedError if the actor is dead; with ActorUnavailableError if this worker has still not noticed
+        the end of incarnation ``after`` 30 s later.
         """
         future: Future[Any] = Future()
         future.label = "the location of an actor"
@@ -667,7 +669,7 @@ class Supervisor:
         return future
 
     def ends(self, actor_id: int) -> Future[bool]:
-        """Return a future whose value is False if an actor is not about to end, or True, as soon as the actor is dead."""
+        """Return a future: False, at once, if the actor is not about to end; otherwise True, as soon as the actor is dead."""
         # Process the handles that were just freed.
         self._runtime.references.collect()
         self._sweep()
@@ -703,7 +705,7 @@ class Supervisor:
             return actor is not None and actor.keep(epoch, number, state)
 
     def states(self) -> list[ActorState]:
-        """Return the states of this supervisor's actors, dead ones last."""
+        """Return the states of this supervisor's actors, dead actors last."""
         with self.lock:
             return [each.row(self._agent.name) for each in (*self._actors.values(), *self._dead.values())]
 
@@ -722,7 +724,7 @@ class Supervisor:
             return [each.row(self._agent.name) for each in found[:most]], len(found) > most
 
     def close(self, graceful: bool = True, patience: float = _END_S) -> None:
-        """End all actors at once. Wait for them: at most ``patience`` or 5 s, or 0.25 s if not ``graceful``."""
+        """End all actors at once; wait for them: ``patience`` s, bounded to 0.25 to 5 s; 0.25 s if not ``graceful``."""
         with self.lock:
             self._closed = True
             actors = list(self._actors.values())
