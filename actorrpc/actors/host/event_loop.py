@@ -169,7 +169,7 @@ class EventLoop:
             pass
 
         def wait() -> None:
-            if thread is not threading.current_thread() and thread.ident is not None:
+            if thread.ident is not None:
                 thread.join(5.0)
             over.set_result(None)
 
