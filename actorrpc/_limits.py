@@ -47,7 +47,7 @@ def explain_fork(error: OSError) -> str:
 
 
 def explain_memory() -> str:
-    """Return an error message: the limit of this process's memory, and how much memory it uses."""
+    """Return an error message: the limit of this process's memory and its usage, or, without a limit, that memory is full."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return "the system has no more memory"
@@ -59,7 +59,7 @@ def explain_memory() -> str:
 
 
 def memory_limit() -> int:
-    """Return how many bytes of memory this process may use: the host's memory, or less if a control group limits it."""
+    """Return how many bytes of memory this process may use: the host's memory, or less if a control group (v2) limits it."""
     least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

@@ -17,7 +17,7 @@ from actorrpc.validation import check_fields, choice, flag, integer, number, opt
 
 __all__ = ["ENVIRONMENT", "Settings", "host_and_port"]
 
-# Environment variables and their meanings. ACTORRPC_PORT sets Settings.port; a few (ACTORRPC_KEY) set no field of Settings.
+# Environment variables and their meanings. ACTORRPC_PORT sets Settings.port; a few, like ACTORRPC_KEY, set no field of Settings.
 ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_KEY": "the group's shared key (any text); required if the workers are on several hosts",
     "ACTORRPC_KEY_FILE": "a file, readable by its owner only, that holds the key",
@@ -84,7 +84,7 @@ def _address(name: str, value: Any) -> Any:
 
 
 def _directory(name: str, value: Any) -> Any:
-    """Check a directory in which files will be created."""
+    """Check a directory in which the package will create files."""
     if text(name, value, none=True) is not None and not (os.path.isdir(value) and os.access(value, os.W_OK)):
         raise ConfigError(f"{name} must be a directory that this process can write to, not {value!r}")
     return value

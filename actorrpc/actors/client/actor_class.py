@@ -47,7 +47,7 @@ def offer_class(name: str, function: Any) -> None:
 def is_importable(obj: Any) -> bool:
     """Return whether other processes can import an object by its module and qualified name.
 
-    They cannot import an object of the main module, which may be another script there, or of a module that is sent by value.
+    Objects of the main module, which may be another script there, and of modules that are sent by value cannot be imported.
     """
     module, name = obj.__module__, getattr(obj, "__qualname__", None)  # a partial() has no __qualname__
     if module in MAIN or name is None or goes_by_value(obj):
@@ -182,7 +182,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
             """Make an actor of the class; returns at once. Starts the embedded cluster if this process is in no group.
 
             The options say where the actor is made, and how it is supervised. If the constructor raises an exception, every call
-            raises an ActorDiedError with this exception as its cause.
+            fails with an ActorDiedError that has this exception as its cause.
 
             Returns:
                 The actor's handle.

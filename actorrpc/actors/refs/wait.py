@@ -70,7 +70,7 @@ class Arrivals(Generic[T]):
 
     @abstractmethod
     def next(self, *, timeout: float | None = None) -> ObjectRef[T]:
-        """Remove and return the next result."""
+        """Remove and return the next result. Raises StopIteration at the end, RpcTimeoutError after ``timeout`` seconds."""
 
     @abstractmethod
     def _whole(self) -> AbstractContextManager[Future[None]]:
@@ -203,7 +203,7 @@ def _behind(items: Iterable[Any], futures: Iterable[Future[Any]]) -> list[Future
 
 
 def _flush(futures: Iterable[Future[Any]]) -> None:
-    """Send the gathered messages, and let pool threads read the replies, because this thread will wait for another future."""
+    """Send the delayed messages, and let pool threads read the replies, because this thread will wait for another future."""
     conns = set()
     for future in futures:
         source = future.source
@@ -361,7 +361,7 @@ class _Gathering(Progress):
         self.future.try_complete(self._make(values))
 
     def drive(self, _deadline: float | None) -> None:
-        """Send the gathered messages. The waiting thread does not read replies: while it reads one, another call could fail."""
+        """Send the delayed messages. This thread does not read replies: while it reads a reply, another call could fail."""
         self.flush()
 
     def flush(self) -> None:
@@ -687,7 +687,7 @@ class _Registered(_Collector):
         self.lasts = True
         self._next = 0
         self._ended: list[int] = []  # the numbers of the results that have ended, a heap
-        self._different: set[Any] | None = None  # the set of all items; None until a call adds items
+        self._different: set[Any] | None = None  # the set of all items; None until a later wait() adds items
         self._born = generation()
 
     def begins(self, refs: Sequence[Any], fetch: bool) -> bool:

@@ -299,7 +299,7 @@ def wait(
         ray_waitables: a list of different ObjectRefs and ObjectRefGenerators.
         num_returns: how many results to wait for.
         timeout: seconds; None: no limit; 0: do not wait.
-        fetch_local: a large result on another worker counts only when it was fetched.
+        fetch_local: True: a large result on another worker counts when it was fetched; False: as soon as it exists.
 
     Returns:
         The ready items, at most ``num_returns``, and the other items, both in the order of the list.

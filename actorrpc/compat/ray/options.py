@@ -41,12 +41,12 @@ IGNORED: Final = {
     "_metadata": "only Ray's own libraries use it",
     "accelerator_type": "num_gpus= sets the number of devices; labels= selects a worker by its kind of device",
     "enable_task_events": "there is no event store",
-    "enable_tensor_transport": "tensors go through shared memory, always",
+    "enable_tensor_transport": "tensors go through shared memory, and between hosts through TCP",
     "fallback_strategy": "if no worker has the required labels, an error is raised",
     "max_calls": "processes that run tasks are kept",
     "memory": "no memory is reserved",
-    "object_store_memory": "there is no object store",
-    "tensor_transport": "tensors go through shared memory, always",
+    "object_store_memory": "init(object_memory=...) limits the memory of large objects of a host",
+    "tensor_transport": "tensors go through shared memory, and between hosts through TCP",
 }
 _NO_CHECKPOINTS: Final = 1 << 62
 _NOT_SAID: Final = (None, "DEFAULT", "default")

@@ -203,7 +203,7 @@ def _elsewhere(
     machines: Mapping[str, Mapping[str, float]],
     chosen: Sequence[str],
 ) -> list[str] | None:
-    """If all bundles must be on one machine, try the machines other than the chosen one; None if this fails, too."""
+    """If all bundles must be on one machine, and it is not ``chosen[0]``, try the other machines; None if no machine fits."""
     if strategy != "STRICT_PACK" or not chosen:
         return None
     rest = {name: each for name, each in machines.items() if name != chosen[0]}
