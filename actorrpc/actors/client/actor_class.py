@@ -190,6 +190,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
             Raises:
                 TypeError: the constructor does not take these arguments. Nothing was sent.
                 ConfigError: the options contradict each other.
+                PlacementError: this process knows that no worker has the resources in the options.
                 NameTakenError: an actor has the name in the options.
                 SerializationError: the class, or an argument, cannot be sent.
                 UnknownWorkerError: the group has no worker with the name in the options.

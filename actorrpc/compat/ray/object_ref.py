@@ -263,8 +263,8 @@ def get(object_refs: Any, *, timeout: float | None = None, **_ignored: Any) -> A
 
     Raises:
         GetTimeoutError: not all results were ready in time. The calls are not cancelled.
-        RayTaskError: a call raised an exception; the error is also an instance of the exception's class.
-        RayError: a call failed for another reason.
+        RayTaskError: a call raised an exception; if possible, the error is also an instance of the exception's class.
+        RayError: a call failed for another reason. Errors for which Ray has no class, like SerializationError, stay actorrpc's.
         WrongTypeError: the argument is neither an ObjectRef nor a list of them (a ValueError and a TypeError).
     """
     with rays_words:

@@ -59,7 +59,7 @@ class Extras:
     Attributes:
         env: the option ``runtime_env``; None if it was not given.
         resources: the resources that a task requests. A node must have them, but they are not booked.
-        group: the placement group; None for none.
+        group: the placement group; None: the group of the process that starts the actor or task, if it captures them.
         bundle: the index of the bundle in the group; -1 for any.
         captures: whether the actors and tasks that this actor or task starts are in the group, too.
     """
@@ -188,7 +188,7 @@ def for_tasks(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any],
     options, extras = _common(given)
     if options.get("resources"):
         extras["resources"] = tuple(sorted(_resources(options["resources"]).items()))
-    for name in ("resources", "spread"):  # tasks share processes, so these options have no effect
+    for name in ("resources", "spread"):  # tasks share processes: these options reserve and place nothing
         options.pop(name, None)
     host = options.pop("host", None)
     labels = options.pop("labels", None)
