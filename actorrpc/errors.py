@@ -3,7 +3,7 @@
 All errors that are raised are of :class:`RpcError` (a ``RuntimeError``, as torch's errors are) or its subclasses. An
 error that ends a call also says whether the call *may have run* on the other worker:
 ``maybe_executed`` is ``False`` if it certainly has not (it is safe to call again), ``True`` if it
-may have, and ``None`` if the question does not apply.
+may have, and ``None`` if that is not known, or no call was made.
 
 This module imports nothing else of the package, and only defines classes.
 """

@@ -878,7 +878,7 @@ def monitor(
 
 
 def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
-    """End an actor at once. Its calls that run or wait fail, or may be repeated if the actor restarts. Idempotent.
+    """End an actor at once: its running and waiting calls fail, or are repeated after a restart if they may be. Idempotent.
 
     If the actor has a process of its own, its hooks (``on_stop``, ``__del__``) do not run.
 
