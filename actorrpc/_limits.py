@@ -21,7 +21,7 @@ _PIDS: Final = "/sys/fs/cgroup"
 
 
 def explain_threads() -> str:
-    """Return an error message: this process cannot start another thread; with the limits that the system sets."""
+    """Return the error message of a process that cannot start another thread. It lists the limits that the system sets."""
     known = [f"{_count_threads()} run in it", *_limits()]
     return (
         f"process {os.getpid()} cannot start another thread: {', '.join(known)}. Raise the limit that is reached, or run fewer "
@@ -42,7 +42,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def explain_fork(error: OSError) -> str:
-    """Return an error message: why ``fork()`` failed; with the limits that the system sets."""
+    """Return the error message for a failed ``fork()``: the reason, and the limits that the system sets."""
     return f"cannot fork: {error.strerror} ({', '.join(_limits()) or 'no limit of threads or memory is set'})"
 
 

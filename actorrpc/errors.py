@@ -371,7 +371,7 @@ class LimitError(RpcError, ValueError):
 
 class ObjectStoreFullError(LimitError, MemoryError):
     """The memory that the group's processes on this host may use for large objects is full, and not enough of it was freed in
-    time. The message says which processes use how much. If a call raises this, its function ran, and its result had no room.
+    time. The message says which processes use how much. ``maybe_executed`` is True if a function ran, and its result had no room.
 
     Remedy: delete references and values, raise ``object_memory``, or set ``spill_dir`` to a directory on a disk.
     """

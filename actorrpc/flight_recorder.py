@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 KEPT: Final = 32768
-"""The number of records in the ring: 2.9 MB in all, which the kernel allocates as the ring fills."""
+"""The number of records in the ring: 2.5 MB in all, which the kernel allocates as the ring fills."""
 
 # In all records: ``number`` counts the records in the order of writing; ``id`` is the number of the call between the two workers;
 # ``chain`` is the number of the chain of nested calls to which the call belongs; ``thread`` is the thread that made or ran it.

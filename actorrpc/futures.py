@@ -684,7 +684,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
                     f"{self.label} was not complete within {say(timeout)} s; it is still running: wait() again or cancel() it",
                     maybe_executed=None,
                 )
-            if INTERRUPTED:  # cancelling this thread's call also cancels the calls it awaits
+            if INTERRUPTED:  # a cancellation of this thread's call has also cancelled the awaited call
                 interruption_point()
         if self.error is None and not self._devices:
             return self.value_or_none  # type: ignore[no-any-return]  # it is complete

@@ -203,7 +203,7 @@ class CallQueue:
         seconds: float,
         unresolved: bool,
     ) -> None:
-        """Send a call at once; if results among its arguments are pending, reserve its place in the actor's mailbox.
+        """Send a call at once; if results among the arguments are pending, reserve the call's place in the actor's mailbox.
 
         Args:
             unresolved: there are ObjectRefs among the arguments.
@@ -308,7 +308,7 @@ class CallQueue:
             self._send_waiting()
 
     def remove_ended(self, number: int) -> None:
-        """Record that a call in the queue has ended."""
+        """Remove a call that has ended from the queue, if it is there."""
         with self._lock:
             self._waiting.discard(number)
 

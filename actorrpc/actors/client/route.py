@@ -206,7 +206,7 @@ class Route:
                 queue.dropped(future)
             if span is not None:
                 span.close()
-            queue.agent.check_process()  # raises the error of a call in a forked process
+            queue.agent.check_process()  # in a forked process, this raises the error that explains the fork
             if isinstance(error, SerializationError):
                 method.signature.name_argument(error)
             raise

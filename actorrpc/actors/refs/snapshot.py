@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["LARGE", "Snapshot"]
 
 LARGE: Final = 256 << 10
-"""Objects with at least this many bytes of tensors, arrays and buffers are put into memory that all processes of a host share."""
+"""A snapshot of at least this many bytes of tensors, arrays and buffers is put into memory that processes of a host share."""
 
 _OUT_OF_BAND: Final = 4096  # the codec leaves buffers of up to this many bytes in the pickle
 _ATTEMPTS: Final = 4

@@ -55,11 +55,11 @@ __all__ = [
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
-_WITHDRAWAL_S = 10.0
+_WITHDRAWAL_S = 10.0  # how long the leader may take to answer a withdrawal
 _LOOK_S = 0.2  # a worker that waits for others checks at this interval whether they are alive
 _QUERY_S: Final = 5.0  # how long a worker may take to answer a query about rounds
 _ASKED: Final = 5  # how many missing workers are queried, at most, whether they wait for this worker
-_LEAST_PATIENCE_S: Final = 10.0
+_LEAST_PATIENCE_S: Final = 10.0  # the least value of _Round.patience
 
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
