@@ -33,7 +33,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_TLS_MIN_VERSION": "1.3 (default) or 1.2: the oldest version of TLS that is accepted",
     "ACTORRPC_DATA_ONLY": "1 to accept only data, and calls of exposed functions, from peers (see SECURITY.md)",
     "ACTORRPC_SPIN_US": "microseconds for which a thread polls for input before it sleeps (default 100; 0: it sleeps at once)",
-    "ACTORRPC_MAX_THREADS": "the most worker threads in one process (default 512)",
+    "ACTORRPC_MAX_THREADS": "the most pool threads in one process (default 512)",
     "ACTORRPC_WINDOW": "bytes of calls that a peer may leave unread before further calls to it wait (default 64 MiB)",
     "ACTORRPC_LANE": "0: do not send tensors through shared memory (default 1)",
     "ACTORRPC_LANE_BYTES": "the most bytes of shared memory in which this process sends tensors to one peer (default 1 GiB)",

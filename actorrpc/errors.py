@@ -422,9 +422,9 @@ class ConfigError(RpcError, ValueError):
 
 
 class PlacementError(ConfigError):
-    """No worker has the requested resources, or they did not become free in time. The message lists both.
+    """No worker has the requested resources, or they did not become free in time.
 
-    Remedy: request less, add a worker that has them, or wait longer with ``placement_timeout``.
+    Remedy: compare the needs and the resources in the message. Request less, add a worker that has them, or wait longer with ``placement_timeout``.
     """
 
 

@@ -257,7 +257,7 @@ def _twin(error: BaseException, twins: dict[int, BaseException] | None = None) -
         if cause is not None:
             twin.__cause__ = of(cause)
     except BaseException:
-        twin = RuntimeError(type_name(cls))  # no code of the class is run here, not even its repr
+        twin = RuntimeError(type_name(cls))  # do not call repr(), which the class may define
     return twin
 
 
@@ -762,7 +762,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
         """Call ``callback(self)`` when the future is complete: at once, on this thread, if it is complete already.
 
-        Callbacks of a call run on a worker thread of this process, never on a thread that waits for the call.
+        Callbacks of a call run on a pool thread of this process, never on a thread that waits for the call.
         They may make calls and wait for them. Exceptions that the callbacks raise are logged.
 
         Raises:

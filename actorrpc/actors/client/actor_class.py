@@ -160,7 +160,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
     # These are only annotations, because class attributes would hide attributes of the user's class: see _own() for the values.
     __actor_class__: type[C]
     _actorrpc_options: ActorOptions
-    #: The actor class to which ``@remote`` may have bound the name of the user's class; None for subclasses of ``actorrpc.Actor``.
+    #: The actor class to which ``@remote`` may have bound the user's class's name; None for a subclass of ``actorrpc.Actor``.
     _actorrpc_first: ActorClass[..., Any] | None
     _actorrpc_alias: Any
     _actorrpc_info: ClassInfo | None  # None until the class and the options were checked

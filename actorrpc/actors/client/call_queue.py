@@ -134,7 +134,7 @@ class CallQueue:
         self.barrier: set[int] | None = None
         self.fate = Fate(descriptor)
         self.place: Place | None = None
-        self._hint = descriptor.location  # came with the handle; _take_hint() uses it
+        self._hint = descriptor.location  # the handle's location, until _take_hint() uses it
         self._lock = threading.RLock()
         self._unplaced: dict[tuple[str, bool], CallTemplate] = {}
         self._waiting = _WaitingCalls()

@@ -436,7 +436,7 @@ class ActorHandle(Generic[C_co]):
     handle that keeps the actor alive waits for the actor's supervisor, and raises ActorDiedError after the actor's end.
     """
 
-    _is_actor_handle = True  # for modules that cannot import this module
+    _is_actor_handle = True  # read by modules that cannot import this module
 
     def __init__(
         self, descriptor: ActorDescriptor, route: Route, given: dict[str, Any] | None = None
@@ -803,7 +803,7 @@ def _rref(handle: ActorHandle[Any]) -> Any:
 
 
 def as_handle(given: Any, what: str) -> ActorHandle[Any]:
-    """Return ``given`` if it is a handle. ``what``: the name of the function whose argument ``given`` is, for the error.
+    """Return ``given`` if it is a handle. ``what``: the function that has the argument ``given``, for the error message.
 
     Raises:
         TypeError: ``given`` is not a handle.
@@ -863,7 +863,7 @@ def monitor(
     The future does not keep the actor alive.
 
     Args:
-        callback: called with the ActorDiedError, in a pool thread or, if the future completes at once, in this thread.
+        callback: called with the ActorDiedError, in a pool thread or in the thread that calls ``kill`` or ``monitor``.
 
     Returns:
         A Future whose value is the ActorDiedError.

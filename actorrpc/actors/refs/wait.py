@@ -145,7 +145,7 @@ def _adopted(other: Any) -> Future[Any]:
 
 
 def deadline_of(timeout: float | None) -> float:
-    """Return the time, on the monotonic clock, at which a wait must end: its time-out, or the deadline of the waiting call.
+    """Return the time, as of ``_time.now()``, at which a wait must end: its time-out, or the deadline of the waiting call.
 
     Raises:
         WrongTypeError, ConfigError: ``timeout`` is not a number of seconds, or negative.
@@ -448,8 +448,8 @@ def get(
             ``get(handle.method.remote())``, you have no reference to cancel.) None: only in a notebook or a session of IPython.
 
     Returns:
-        The result, or a list of results in the order of ``refs``. Each ``get`` makes values of its own: changes to them are not
-        visible to other readers.
+        The result, or a list of results in the order of ``refs``. Each ``get`` of an ObjectRef makes a value of its own: changes
+        are not visible to other readers. Only a small value that has a gradient history or cannot be copied is shared.
         The result of an ObjectRefGenerator is a list of all values that were not taken from it before. If the generator raises,
         or the time is up, the values stay in the ObjectRefGenerator and can be taken one by one.
 
