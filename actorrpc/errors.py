@@ -424,7 +424,7 @@ class ConfigError(RpcError, ValueError):
 class PlacementError(ConfigError):
     """No worker has the requested resources, or they did not become free in time.
 
-    Remedy: compare the needs and the resources in the message. Request less, add a worker that has them, or wait longer with ``placement_timeout``.
+    Remedy: the message lists the workers' resources. Request less, add a worker, or wait longer with ``placement_timeout``.
     """
 
 
