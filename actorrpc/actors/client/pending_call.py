@@ -184,7 +184,7 @@ class PendingCall(Progress):
         may_have_run: an earlier try may have run.
         unwanted: the call was cancelled. If another thread is sending the call meanwhile, that thread ends the call.
         place: the id of the first failed try in an incarnation that lives, and that incarnation; None: no such try. A repetition
-            takes the place of this try in the incarnation's mailbox, because later calls of the same caller may wait for it.
+            takes the place of this try in the incarnation's mailbox, because later calls of the caller may wait for this place.
         context: the caller's context variables.
     """
 

@@ -334,7 +334,7 @@ class Route:
     # -- queries to the supervisor --------------------------------------------------------------------------
 
     def located(self) -> Future[Location]:
-        """Return a future of the actor's location, which completes when the (last) constructor of the actor has returned.
+        """Return a future of the actor's location, which completes when the constructor has returned, also after a restart.
 
         The future fails with ActorDiedError if the actor is dead; an error of the constructor is the ``cause``.
         """
