@@ -2,12 +2,13 @@
 
 The thread that executed the call makes the text. Any user's class is allowed: a ``str`` that raises or returns 100 MB, a
 chain that is a circle, a recursion a thousand deep. The text has Python's format. Python's formatter takes longer than all other
-steps of a failing call; it formats only syntax errors and exception groups. The only files that are read are source files.
+steps of a failing call, and is used only for syntax errors and exception groups. The only files that are read are source files.
 
 A user's class may define properties with the names of an exception's attributes or a ``__getattribute__`` that raises, or refuse
 every assignment (as a frozen dataclass does). The attributes are therefore read and set through the descriptors of
-``BaseException``. The user's code is run only by ``str`` and ``repr`` in :func:`say`, and by Python's formatter. The functions
-raise nothing, except that :func:`say` passes on the exception of a signal handler that runs meanwhile.
+``BaseException``. Only :func:`say` (``str`` and ``repr``), :func:`type_name` (a metaclass), the search for source lines (a
+module's loader) and Python's formatter can run the user's code. The functions raise nothing, except that :func:`say` passes on
+the exception of a signal handler that runs meanwhile.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def cut_frames(error: BaseException, file: str) -> None:
 
 
 def let_frames_go(error: BaseException) -> None:
-    """Remove the tracebacks of an error that has been sent.
+    """Remove the tracebacks of an error that has been sent, and of the errors in its chain.
 
     The future that raised the error refers to the error, the traceback refers to frames, and the frames refer to the future:
     only the garbage collector frees this cycle, and in an idle process it never runs. Handles in the frames keep actors alive.
@@ -113,7 +114,7 @@ def let_frames_go(error: BaseException) -> None:
 
 
 def _is_handled_here(error: BaseException) -> bool:
-    """Say whether a frame that has caught the exception still runs in this thread."""
+    """Say whether the outermost frame in the exception's traceback still runs in this thread."""
     caught = TRACEBACK.__get__(error)
     frame = None if caught is None else sys._getframe()
     while frame is not None and frame is not caught.tb_frame:
@@ -187,7 +188,7 @@ def notes_of(error: BaseException) -> list[str]:
 def format_error(
     error: BaseException, message: str, worker: str, remote_of: Callable[[BaseException], Any]
 ) -> str:
-    """Format an exception and its chain as Python does. ``remote_of`` returns the record of another worker's error, or None."""
+    """Format an exception, whose text is ``message``, and its chain. ``remote_of`` returns a remote error's record, or None."""
     heading = f"On worker {worker}:\n"
     because = "\nThe above exception was the direct cause of the following exception:\n\n"
     blocks: list[str] = []  # in reverse order

@@ -21,7 +21,7 @@ _PIDS: Final = "/sys/fs/cgroup"
 
 
 def explain_threads() -> str:
-    """Return an error message: this process cannot start another thread; with the limits that the system sets."""
+    """Return the error message of a process that cannot start another thread. It lists the limits that the system sets."""
     known = [f"{_count_threads()} run in it", *_limits()]
     return (
         f"process {os.getpid()} cannot start another thread: {', '.join(known)}. Raise the limit that is reached, or run fewer "
@@ -42,12 +42,12 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def explain_fork(error: OSError) -> str:
-    """Return an error message: why ``fork()`` failed; with the limits that the system sets."""
+    """Return the error message for a failed ``fork()``: the reason, and the limits that the system sets."""
     return f"cannot fork: {error.strerror} ({', '.join(_limits()) or 'no limit of threads or memory is set'})"
 
 
 def explain_memory() -> str:
-    """Return an error message: the limit of this process's memory, and how much memory it uses."""
+    """Return an error message: the limit of this process's memory and its usage, or, without a limit, that memory is full."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft == resource.RLIM_INFINITY:
         return "the system has no more memory"
@@ -59,7 +59,7 @@ def explain_memory() -> str:
 
 
 def memory_limit() -> int:
-    """Return how many bytes of memory this process may use: the host's memory, or less if a control group limits it."""
+    """Return how many bytes of memory this process may use: the host's memory, or less if a control group (v2) limits it."""
     least = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

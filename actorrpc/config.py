@@ -17,7 +17,7 @@ from actorrpc.validation import check_fields, choice, flag, integer, number, opt
 
 __all__ = ["ENVIRONMENT", "Settings", "host_and_port"]
 
-# Environment variables and their meanings. ACTORRPC_PORT sets Settings.port; a few (ACTORRPC_KEY) set no field of Settings.
+# Environment variables and their meanings. ACTORRPC_PORT sets Settings.port; a few, like ACTORRPC_KEY, set no field of Settings.
 ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_KEY": "the group's shared key (any text); required if the workers are on several hosts",
     "ACTORRPC_KEY_FILE": "a file, readable by its owner only, that holds the key",
@@ -33,7 +33,7 @@ ENVIRONMENT: dict[str, str] = {
     "ACTORRPC_TLS_MIN_VERSION": "1.3 (default) or 1.2: the oldest version of TLS that is accepted",
     "ACTORRPC_DATA_ONLY": "1 to accept only data, and calls of exposed functions, from peers (see SECURITY.md)",
     "ACTORRPC_SPIN_US": "microseconds for which a thread polls for input before it sleeps (default 100; 0: it sleeps at once)",
-    "ACTORRPC_MAX_THREADS": "the most worker threads in one process (default 512)",
+    "ACTORRPC_MAX_THREADS": "the most pool threads in one process (default 512)",
     "ACTORRPC_WINDOW": "bytes of calls that a peer may leave unread before further calls to it wait (default 64 MiB)",
     "ACTORRPC_LANE": "0: do not send tensors through shared memory (default 1)",
     "ACTORRPC_LANE_BYTES": "the most bytes of shared memory in which this process sends tensors to one peer (default 1 GiB)",
@@ -84,7 +84,7 @@ def _address(name: str, value: Any) -> Any:
 
 
 def _directory(name: str, value: Any) -> Any:
-    """Check a directory in which files will be created."""
+    """Check a directory in which the package will create files."""
     if text(name, value, none=True) is not None and not (os.path.isdir(value) and os.access(value, os.W_OK)):
         raise ConfigError(f"{name} must be a directory that this process can write to, not {value!r}")
     return value

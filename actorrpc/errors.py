@@ -1,9 +1,9 @@
 """Every error a user of actorrpc can catch.
 
-Two levels: :class:`RpcError` (a ``RuntimeError``, as torch's errors are) and its subclasses. An
+All errors that are raised are of :class:`RpcError` (a ``RuntimeError``, as torch's errors are) or its subclasses. An
 error that ends a call also says whether the call *may have run* on the other worker:
 ``maybe_executed`` is ``False`` if it certainly has not (it is safe to call again), ``True`` if it
-may have, and ``None`` if the question does not apply.
+may have, and ``None`` if that is not known, or no call was made.
 
 This module imports nothing else of the package, and only defines classes.
 """
@@ -155,7 +155,7 @@ class RpcTimeoutError(_CallEnded, TimeoutError):
 
 
 class CancelledError(_CallEnded, concurrent.futures.CancelledError):
-    """The caller cancelled the call before it ended.
+    """The caller cancelled the call before the call ended.
 
     Remedy: no action is needed if the program cancelled it, or cancelled the call in which this call was nested.
     """
@@ -268,6 +268,8 @@ class ActorDiedError(ActorError):
 class ActorUnavailableError(ActorError):
     """The actor cannot be reached now, because it is being restarted.
 
+    Also raised if it was restarted and this call is not repeated, or if the caller has no connection to the actor's worker.
+
     Remedy: call again later, or omit ``max_task_retries=0``, so that calls wait for the actor.
     """
 
@@ -342,7 +344,7 @@ class UnknownWorkerError(RpcError):
 class SerializationError(RpcError, TypeError):
     """An argument, a result or a function cannot be sent.
 
-    Raised before anything is sent. The message names the part that cannot be sent.
+    For an argument or a function, raised before anything is sent. The message names the part that cannot be sent.
 
     Remedy: send the data from which the other worker can create the object; or keep the object in an actor, and send the handle.
     """
@@ -369,7 +371,7 @@ class LimitError(RpcError, ValueError):
 
 class ObjectStoreFullError(LimitError, MemoryError):
     """The memory that the group's processes on this host may use for large objects is full, and not enough of it was freed in
-    time. The message says which processes use how much. If a call raises this, its function ran, and its result had no room.
+    time. The message says which processes use how much. ``maybe_executed`` is True if a function ran, and its result had no room.
 
     Remedy: delete references and values, raise ``object_memory``, or set ``spill_dir`` to a directory on a disk.
     """
@@ -420,9 +422,9 @@ class ConfigError(RpcError, ValueError):
 
 
 class PlacementError(ConfigError):
-    """No worker has the requested resources, or they did not become free in time. The message lists both.
+    """No worker has the requested resources, or they did not become free in time.
 
-    Remedy: request less, add a worker that has them, or wait longer with ``placement_timeout``.
+    Remedy: the message lists the workers' resources. Request less, add a worker, or wait longer with ``placement_timeout``.
     """
 
 

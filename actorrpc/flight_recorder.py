@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 KEPT: Final = 32768
-"""The number of records in the ring: 2.9 MB in all, which the kernel allocates as the ring fills."""
+"""The number of records in the ring: 2.5 MB in all, which the kernel allocates as the ring fills."""
 
 # In all records: ``number`` counts the records in the order of writing; ``id`` is the number of the call between the two workers;
 # ``chain`` is the number of the chain of nested calls to which the call belongs; ``thread`` is the thread that made or ran it.
@@ -101,7 +101,7 @@ package. Each call evaluates this, so the answers are kept in a table."""
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a called function. Another callable gets the name of its class: its attributes may raise."""
+    """Return the name of a called function or class. For other callables, whose attributes may raise, return the class's name."""
     if type(function) is FunctionType and OWN_MODULES[function.__module__]:
         return f"{OWN}{function.__qualname__}"
     return str(function.__qualname__ if type(function) in _NAMED else type(function).__qualname__)
@@ -221,7 +221,7 @@ class FlightRecorder:
     @property
     def total(self) -> int:
         """How many records were written, overwritten records included."""
-        # Threads set ``_last`` without a lock, so a slower thread may have replaced a higher number. Records after it count, too.
+        # Threads set ``_last`` without a lock, so a slower thread may have replaced a higher number: look for later records.
         number = self._last
         while self._at(number + 1) == number + 1:
             number += 1

@@ -5,7 +5,7 @@ keeps its own state in Python: Ctrl-C interrupts its waits, waits take a time-ou
 Futures of this class, and a failure that was never retrieved is logged. "torch's half" of a future is the C++ object of its
 base class.
 
-A future has no lock. Completion is claimed by deleting a slot, which is one atomic step in CPython;
+A future (except ConcurrentFuture) has no lock. Completion is claimed by deleting a slot, which is one atomic step in CPython;
 callbacks and waiters are in lists, whose ``append`` and ``pop`` are atomic, too. So completing a
 future is safe in a ``__del__``, in a signal handler and under any lock, apart from the callbacks it runs.
 """
@@ -257,7 +257,7 @@ def _twin(error: BaseException, twins: dict[int, BaseException] | None = None) -
         if cause is not None:
             twin.__cause__ = of(cause)
     except BaseException:
-        twin = RuntimeError(type_name(cls))  # no code of the class is run here, not even its repr
+        twin = RuntimeError(type_name(cls))  # do not call repr(), which the class may define
     return twin
 
 
@@ -292,7 +292,7 @@ or waits. The depth of the stack is therefore limited for chains of any length.
 
 
 def run_queued_callbacks() -> None:
-    """Run the callbacks that this thread has queued. Called before a thread waits, which may wait for their effect."""
+    """Run the callbacks that this thread has queued. Called before this thread waits, because the wait may need their effects."""
     queued = QUEUED.pop(get_ident(), None)
     if queued is not None:
         _run_callbacks_of(queued)
@@ -301,7 +301,7 @@ def run_queued_callbacks() -> None:
 def _run_callbacks_of(completed: list[Future[Any]]) -> None:
     """Run the callbacks of completed futures in order. After each callback, run the callbacks of futures that it completed.
 
-    An exception that a signal handler raises in a callback is raised after all callbacks: threads may wait for their effects.
+    An exception of a signal handler in a callback is raised after all callbacks, because threads may wait for their effects.
     """
     completed.reverse()
     raised: BaseException | None = None
@@ -349,8 +349,8 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         source: the operation that a waiting thread advances; None once the future is complete. Its producer sets it.
         callbacks: the functions to call when the future is complete; :meth:`add_done_callback` adds to it.
         completed: whether the future is complete. Unlike :meth:`done`, reading it makes no progress. Only the future sets it.
-        error: the error of the future; None while it is pending. Reading it does not acknowledge the failure. Only the future
-            sets it.
+        error: the error of the future; None while it is pending, and if it has a value. Reading it does not acknowledge the
+            failure. Only the future sets it.
         value_or_none: the value of the future; None while it is pending, and if it has failed. Only the future sets it.
         covered: whether :meth:`cover` was called.
         torch_has_outcome: set by a class: whether torch's half of its futures gets the value or the error, too.
@@ -504,7 +504,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
         return True
 
     def replace_value(self, value: T) -> None:
-        """Replace the value of a completed future: later waits return the new one."""
+        """Replace the value of a completed future: later waits return the new value."""
         self.value_or_none = value
 
     def _wake(self) -> None:
@@ -623,7 +623,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             self._report.seen = True
 
     def cover(self) -> None:
-        """Acknowledge the failure of the future, also if it fails later."""
+        """Acknowledge the failure of the future, even if the future fails later."""
         self.covered = True
         self.acknowledge()
 
@@ -643,7 +643,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
             del self  # see _outcome()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait, then return the error; ``None`` if the future has a value."""
+        """Wait, then return the error; ``None`` if the future has a value. Raises RpcTimeoutError after ``timeout`` seconds."""
         try:
             self.wait(timeout)
         except BaseException as error:
@@ -684,7 +684,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
                     f"{self.label} was not complete within {say(timeout)} s; it is still running: wait() again or cancel() it",
                     maybe_executed=None,
                 )
-            if INTERRUPTED:  # cancelling this thread's call also cancels the calls it awaits
+            if INTERRUPTED:  # a cancellation of this thread's call has also cancelled the awaited call
                 interruption_point()
         if self.error is None and not self._devices:
             return self.value_or_none  # type: ignore[no-any-return]  # it is complete
@@ -696,7 +696,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     result = wait  # the name in concurrent.futures
 
     def park(self, deadline: float | None) -> bool:
-        """Sleep until completion or the deadline, without making progress; say whether the future is complete.
+        """Sleep until completion or the deadline, without calling :meth:`drive`; say whether the future is complete.
 
         On the main thread, signals interrupt the sleep.
         """
@@ -762,8 +762,8 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
     def add_done_callback(self, callback: Callable[[Future[T]], Any]) -> None:
         """Call ``callback(self)`` when the future is complete: at once, on this thread, if it is complete already.
 
-        Callbacks of a call run on a worker thread of this process, never on a thread that waits for the call.
-        They may make calls and wait for them. Exceptions that they raise are logged.
+        Callbacks of a call run on a pool thread of this process, never on a thread that waits for the call.
+        They may make calls and wait for them. Exceptions that the callbacks raise are logged.
 
         Raises:
             NotInitializedError: the future was pending when this process was forked.
@@ -927,8 +927,8 @@ class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[ty
 def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[Any]]:
     """Return a future that completes, with the list of the given futures, when all of them are complete.
 
-    As ``torch.futures.collect_all``, but it can be awaited, and Ctrl-C interrupts its waits. It never fails: check each of
-    the given futures.
+    As ``torch.futures.collect_all``, but it can be awaited, and Ctrl-C interrupts its waits. It fails only if it is
+    cancelled: check each of the given futures.
     """
     given = list(futures)
     everything: Future[list[Any]] = Future()

@@ -51,7 +51,7 @@ _METHOD: Final = "actorrpc.actors.ActorMethod"
 _CLASS: Final = "actorrpc.actors.ActorClass"
 _REF: Final = "actorrpc.actors.ObjectRef"
 _STREAM: Final = "actorrpc.actors.ObjectRefGenerator"
-# What `@method` returns, and the same bound to an instance. The last type argument is the type of `remote`.
+# The types of a method below `@method`, on the class and on an instance. Their last type argument is the type of `remote`.
 _MARKED: Final = "actorrpc.actors.client.typed_methods.Method"
 _BOUND: Final = "actorrpc.actors.client.typed_methods.BoundMethod"
 _REMOTE: Final = frozenset({"actorrpc.remote", "actorrpc.actors.remote", "actorrpc.actors.api.remote"})

@@ -43,7 +43,7 @@ __all__ = [
 Check: TypeAlias = Callable[[str, Any], Any]
 
 MOST: Final = sys.float_info.max
-"""The largest finite number: no wait accepts a longer time."""
+"""The largest finite number. A wait with a larger time-out has no limit."""
 
 
 def option(default: Any, check: Check, **more: Any) -> Any:
@@ -58,7 +58,7 @@ def checks_of(cls: type[Any]) -> dict[str, Check]:
 
 
 def check_fields(options: Any) -> None:
-    """Check the declared fields of a frozen dataclass, and store the results. For its ``__post_init__``."""
+    """Check the declared fields of a frozen dataclass, and store the results. Its ``__post_init__`` calls this function."""
     for name, check in checks_of(type(options)).items():
         object.__setattr__(options, name, check(name, getattr(options, name)))
 
@@ -187,7 +187,7 @@ def number(
 
 
 def _plain(value: Any) -> int | float:
-    """Return a number of any class as an int or float; it becomes infinite if it is too large for a float, as ``1e999`` is."""
+    """Return a whole number as an int, another number as a float, which is infinite if the number is too large for a float."""
     if isinstance(value, numbers.Integral):
         return int(value)
     try:
@@ -197,7 +197,7 @@ def _plain(value: Any) -> int | float:
 
 
 def wait_limit(value: Any, name: str = "timeout", *, least: float = 0.0) -> float:
-    """Check how many seconds a wait may take; None, and a number that is too large for a wait, become infinite."""
+    """Check how many seconds a wait may take; None, and a number above :data:`MOST`, become infinite."""
     found = number(name, value, unit="seconds", least=least, most=math.inf, none=True)
     if found is None or found > MOST:
         return math.inf

@@ -1,8 +1,8 @@
 """``python -m actorrpc.compat script.py args...``: run an unchanged program of torch's RPC on actorrpc.
 
-The program replaces this process and runs as with ``python script.py args...``, with all options of the interpreter. ``-m
-module`` instead of the script runs a module (``-m torch.distributed.run ...``). Interpreters that the program starts also run
-on actorrpc.
+The program replaces this process and runs as with ``python script.py args...``, with the options of the interpreter, except
+``-E``, ``-I`` and ``-S``. ``-m module`` instead of the script runs a module (``-m torch.distributed.run ...``). Interpreters
+that the program starts also run on actorrpc.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def _bind_optim(package: Any) -> None:
 def install() -> None:
     """Replace torch's modules by actorrpc's, in this process and in processes that it starts. Idempotent. Thread-safe.
 
-    Groups that are joined from now on are groups of actorrpc, whether a program uses torch's names or actorrpc's.
+    From now on, torch's names join groups of actorrpc. A group of torch that was joined before is not changed.
     """
     global _undo
     with _lock:

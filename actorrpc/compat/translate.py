@@ -78,7 +78,7 @@ def is_builtin(function: Any) -> bool:
 
 
 def as_runtime_error(error: Exception) -> Exception:
-    """Return an instance of the error's class and of RuntimeError: torch raises errors of callbacks as RuntimeErrors."""
+    """Return a RuntimeError, as torch raises for an error of a callback; if possible, also an instance of the error's class."""
     cls = type(error)
     if isinstance(error, RuntimeError):
         return error
@@ -99,7 +99,7 @@ S = TypeVar("S")
 
 
 class Future(futures.Future[T]):
-    """Like :class:`actorrpc.Future`, for a call of ``function``, with torch's error texts."""
+    """Like :class:`actorrpc.Future`, with torch's error texts. ``function``: the called function, or None."""
 
     __slots__ = ("function",)
 

@@ -1,6 +1,6 @@
 """``Actor``: a base class that makes a class an actor class, as ``@remote`` does, and that every type checker understands.
 
-Some type checkers ignore what a class decorator returns. All of them follow a base class.
+Some type checkers ignore what a class decorator returns. All type checkers support base classes.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def offer_class(name: str, function: Any) -> None:
 def is_importable(obj: Any) -> bool:
     """Return whether other processes can import an object by its module and qualified name.
 
-    They cannot import an object of the main module, which may be another script there, or of a module that is sent by value.
+    Objects of the main module, which may be another script there, and of modules that are sent by value cannot be imported.
     """
     module, name = obj.__module__, getattr(obj, "__qualname__", None)  # a partial() has no __qualname__
     if module in MAIN or name is None or goes_by_value(obj):
@@ -68,7 +68,7 @@ def _own(actor_class: Any) -> dict[str, Any]:
 
 
 def options_of(actor: type) -> ActorOptions:
-    """Return the options that a class or one of its bases has given as keywords."""
+    """Return the options that were given as keywords of a class or of one of its bases."""
     found = getattr(actor, OPTIONS, None)
     if not isinstance(found, ActorOptions):
         return ActorOptions()
@@ -160,7 +160,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
     # These are only annotations, because class attributes would hide attributes of the user's class: see _own() for the values.
     __actor_class__: type[C]
     _actorrpc_options: ActorOptions
-    #: The actor class to which ``@remote`` may have bound the name of the user's class; None below :class:`actorrpc.Actor`.
+    #: The actor class to which ``@remote`` may have bound the user's class's name; None for a subclass of ``actorrpc.Actor``.
     _actorrpc_first: ActorClass[..., Any] | None
     _actorrpc_alias: Any
     _actorrpc_info: ClassInfo | None  # None until the class and the options were checked
@@ -182,7 +182,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
             """Make an actor of the class; returns at once. Starts the embedded cluster if this process is in no group.
 
             The options say where the actor is made, and how it is supervised. If the constructor raises an exception, every call
-            raises an ActorDiedError with this exception as its cause.
+            fails with an ActorDiedError that has this exception as its cause.
 
             Returns:
                 The actor's handle.
@@ -190,6 +190,7 @@ class ActorClass(Generic[P, C], metaclass=_Making):
             Raises:
                 TypeError: the constructor does not take these arguments. Nothing was sent.
                 ConfigError: the options contradict each other.
+                PlacementError: this process knows that no worker has the resources in the options.
                 NameTakenError: an actor has the name in the options.
                 SerializationError: the class, or an argument, cannot be sent.
                 UnknownWorkerError: the group has no worker with the name in the options.

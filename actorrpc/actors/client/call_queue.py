@@ -1,14 +1,14 @@
 """The location of an actor, as far as one process knows it, and the order of the calls of this process to the actor.
 
 While an actor is being made, restarted or located, its calls wait in the queue, with their arguments as they were at the call.
-They are sent in the order in which they were made, before any newer call. When an actor has ended, this process queries its
-supervisor twice: whether the actor restarts, which decides the error of calls that cannot be repeated, and where the actor lives
-again. Calls that did not run, and calls that may be repeated, return to their places in the queue. The queue is sent when the
-outcome of all calls to the former incarnation is known, or after one second.
+They are sent in the order in which they were made, before any newer call. When an actor has ended, this process queries the
+actor's supervisor whether the actor restarts, which decides the error of calls that cannot be repeated, and then where the
+actor lives again. Calls that did not run, and calls that may be repeated, return to their places in the queue. The queue is
+sent when the outcome of all calls to the former incarnation is known, or after one second.
 
-``_lock`` guards the attributes of a CallQueue, except ``in_flight`` and the tables of templates, whose single steps are atomic.
-Of the agent, only ``submit`` and the clock are called under the lock; they call no other code. The lock is re-entrant, because
-the garbage collector may run a finaliser that calls this actor at any allocation.
+``_lock`` guards the attributes of a CallQueue, except ``in_flight`` and the tables of templates, whose operations
+are atomic. Of the agent, only ``submit`` and the clock are called under the lock; they call no user code. The lock is
+re-entrant, because the garbage collector may run a finaliser that calls this actor at any allocation.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _BARRIER_S: Final = 1.0  # how long, at most, the queue waits for the outcome of
 _CROWD: Final = 64  # if more calls wait while the queue is being sent, a thread that queues a call is blocked
 _HOLD_UP_S: Final = 1.0  # how long, at most, a thread that queues a call is blocked
 _INLINED: Final = 8  # with fewer calls in flight, replies may contain large results
-# Errors of a method that `retry_exceptions` never matches: the method was stopped, or the actor cannot continue.
+# A call that failed with an error of these classes is not repeated, even if `retry_exceptions` names the class.
 _FINAL: Final = (CancelledError, CheckpointError, DeadlockError, RpcTimeoutError, ShutdownError)
 
 
@@ -77,7 +77,7 @@ class _WaitingCalls:
 
     def __init__(self) -> None:
         self._calls: dict[int, PendingCall] = {}
-        self._order: list[int] = []  # a heap of the numbers of waiting and ended calls
+        self._order: list[int] = []  # a heap; may contain numbers of calls that are no longer in `_calls`
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -134,7 +134,7 @@ class CallQueue:
         self.barrier: set[int] | None = None
         self.fate = Fate(descriptor)
         self.place: Place | None = None
-        self._hint = descriptor.location  # used until _take_hint() has found the worker, e.g. in the store
+        self._hint = descriptor.location  # the handle's location, until _take_hint() uses it
         self._lock = threading.RLock()
         self._unplaced: dict[tuple[str, bool], CallTemplate] = {}
         self._waiting = _WaitingCalls()
@@ -203,7 +203,7 @@ class CallQueue:
         seconds: float,
         unresolved: bool,
     ) -> None:
-        """Send a call at once; if results among its arguments are pending, reserve its place in the actor's mailbox.
+        """Send a call at once; if results among the arguments are pending, reserve the call's place in the actor's mailbox.
 
         Args:
             unresolved: there are ObjectRefs among the arguments.
@@ -249,7 +249,7 @@ class CallQueue:
         self.passed(future.number)
 
     def bounced(self, future: ResultFuture) -> None:
-        """Queue a call again that was not sent because the actor's worker is dead."""
+        """Take back a call that did not run because its worker is dead: queue the call again, or let it await the verdict."""
         # If the claim fails, the thread that marks the peer as dead has claimed the call, and calls caught().
         if future.claim():
             assert future.template is not None
@@ -264,7 +264,7 @@ class CallQueue:
         seconds: float,
         unresolved: bool,
     ) -> None:
-        """Queue a call until this process knows where the actor lives.
+        """Queue a call until this process knows where the actor lives; fail it if the actor is dead. May block for a second.
 
         Raises:
             SerializationError: an argument cannot be sent.
@@ -308,7 +308,7 @@ class CallQueue:
             self._send_waiting()
 
     def remove_ended(self, number: int) -> None:
-        """Record that a call in the queue has ended."""
+        """Remove a call that has ended from the queue, if it is there."""
         with self._lock:
             self._waiting.discard(number)
 
@@ -340,13 +340,13 @@ class CallQueue:
 
     @staticmethod
     def is_retried(retried: bool | tuple[type[BaseException], ...], error: BaseException) -> bool:
-        """Return whether a call may be repeated after its method raised ``error``. ``retried``: its ``retry_exceptions``."""
+        """Return whether a call with ``retry_exceptions=retried`` may be repeated after its method raised ``error``."""
         if not isinstance(error, RemoteError) or isinstance(error, (*_FINAL, HostedActorGoneError)):
             return False
         return retried is True or (retried is not False and is_a(error, retried))
 
     def _take_back(self, future: ResultFuture, template: CallTemplate, ran: bool, lost: bool) -> None:
-        """Queue a failed call again, or let it await the supervisor's verdict. ``lost``: the actor's incarnation has ended."""
+        """Queue a failed call again, or let it await the verdict. ``ran``: it may have run; ``lost``: the actor has ended."""
         pending = future.pending
         if pending is not None and not lost and (pending.place is None or pending.place[1] != template.epoch):
             call: Any = future.source
@@ -384,7 +384,7 @@ class CallQueue:
         return epoch <= self.fate.after
 
     def _lost(self, epoch: int, number: int, label: str) -> None:
-        """Record the end of the incarnation ``epoch``, which did not answer the call ``number``. The lock is held."""
+        """Record the end of incarnation ``epoch``, which did not answer call ``number``, named ``label``. The lock is held."""
         location = self.location
         if self.fate.death is not None or location is None or location.epoch > epoch:
             return  # known already
@@ -586,7 +586,7 @@ class CallQueue:
         death: ActorDiedError | None = None,
         known: bool = False,
     ) -> None:
-        """End every waiting call and query of the location with an error. ``known``: failures are expected, and not logged."""
+        """Fail every waiting call and query of the location. ``death``: the actor is dead. ``known``: do not log the failures."""
         with self._lock:
             self._locating = False
             if death is not None:

@@ -36,7 +36,8 @@ class CallTemplate:
         survives_restart: the actor may be restarted. A call that did not run is then sent again, from a copy of its arguments.
         tries: how often a call that may have run is sent again; -1: without limit.
         impatient: a call fails at once while the actor is being restarted; if False, the call waits for the restart.
-        inlines: replies contain large results; if False, large results stay on the actor's worker. Changes with their use.
+        inlines: replies contain large results; if False, large results stay on the actor's worker. :meth:`fetched` and
+            :meth:`handed_on` change it.
     """
 
     __slots__ = (
@@ -136,7 +137,7 @@ class CallTemplate:
         return there
 
     def mail_for(self, unresolved: bool, place: tuple[int, int] | None = None) -> MailHeader | None:
-        """Return the message's header.
+        """Return the message's header; None if the template has no ``peer``.
 
         Args:
             unresolved: the arguments contain ObjectRefs whose values the actor's worker has to fetch.
@@ -159,7 +160,7 @@ class CallTemplate:
 
 
 def _late(kind: Kind, interrupts: bool) -> str:
-    """Return the text of a time-out error about the execution of the call, which may continue on the actor's worker."""
+    """Return the part of a time-out error that says how the execution of the call on the actor's worker ends."""
     if kind == "async":
         return "if it has begun, its coroutine is cancelled"
     if kind in _GENERATORS:

@@ -125,9 +125,9 @@ class Fate:
 
 
 def forgotten(actor_id: int, supervisor: str) -> ActorDiedError:
-    """Return the error of an actor of which its supervisor has no record, or no longer."""
+    """Return the error of an actor whose supervisor has no record of it, or has dropped the record."""
     return ActorDiedError(
-        f"actor {actor_id:016x} is dead: worker {supervisor!r} does not know it any more",
+        f"actor {actor_id:016x} is dead: worker {supervisor!r} has no record of it any more",
         worker=supervisor,
         actor_id=actor_id,
     )

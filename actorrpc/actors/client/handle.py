@@ -137,9 +137,9 @@ Out = TypeVar("Out")
 F = TypeVar("F", bound=Callable[..., Any])
 Style = Literal["rpc_sync", "rpc_async", "remote"]
 
-_ANSWER_S: Final = 30.0  # how long a supervisor may take to answer
+_ANSWER_S: Final = 30.0  # how long kill() waits for the answer of the actor's supervisor
 
-# The methods of calls that do not name a method of the class, such as reading an attribute. No class has such method names.
+# For calls that read an attribute, run a function in the actor, or make an RRef to the instance. No method has such a name.
 _GETATTR: Final = MethodInfo.anything("<getattr>", "getattr")
 _CALL: Final = MethodInfo.anything("<call>", "call")
 _RREF: Final = MethodInfo.anything("<rref>", "rref")
@@ -176,7 +176,7 @@ class _LikeItsMethod:
         return self._info.shown(self._descriptor.info.function(self._info.name))
 
     def __get__(self, instance: object, owner: Any = None) -> Self:
-        # help() shows an object with this method as a function: with name, signature and docstring.
+        # help() shows an object that has a __get__() as a function: with name, signature and docstring.
         return self
 
 
@@ -222,17 +222,17 @@ class _RemoteCall(_LikeItsMethod):
 
 class ActorMethod(_LikeItsMethod, Generic[P, Out]):
     __doc__ = _Doc(
-        """A method of an actor, on a handle. Thread-safe, cheap, and keeps the actor alive.
+        """A method of an actor, on a handle. Thread-safe; keeps the actor alive if the handle does.
 
-        Its type has the method's parameters and the return type of ``remote``. If this process has imported the actor's class,
-        the object has the docstring and the signature of the method.
+        For checkers, its type has the method's parameters and the return type of ``remote``. If this process has imported the
+        actor's class, the object has the docstring and the signature of the method.
         """
     )
 
     def __init__(
         self, descriptor: ActorDescriptor, route: Route, info: MethodInfo, options: CallOptions
     ) -> None:
-        self._descriptor = descriptor  # contains the anchor, which keeps the actor alive
+        self._descriptor = descriptor  # contains the anchor, if there is one, which keeps the actor alive
         self._route = route
         self._info = info
         self._options = options
@@ -256,13 +256,14 @@ class ActorMethod(_LikeItsMethod, Generic[P, Out]):
             containers are passed as they are.
 
             Returns:
-                An ObjectRef; with ``num_returns`` above 1 a list of ObjectRefs, with 0 None; for a generator method an
-                ObjectRefGenerator.
+                An ObjectRef; with ``num_returns`` above 1 a list of ObjectRefs, with 0 None; for a generator method, or with
+                ``num_returns="streaming"``, an ObjectRefGenerator.
 
             Raises:
                 TypeError: the method does not take these arguments. Nothing was sent.
                 SerializationError: an argument cannot be sent.
                 PendingCallsLimitExceeded: too many calls wait for the actor.
+                RpcError: the call cannot be sent, for example because this worker has left its group.
             """,
         }
 
@@ -427,15 +428,15 @@ class ActorHandle(Generic[C_co]):
     was restarted. ``handle(x)``, and ``handle.__call__.remote(x)``, which does not wait, run the hooks of the module;
     ``handle.forward.remote(x)`` does not run them.
 
-    The actor lives as long as any process has a handle (a detached actor: until it is killed); handles from
+    The actor ends when no process has a handle any more (a detached actor: when it is killed); handles from
     :func:`actorrpc.get_actor` do not count. Handles of the same actor are equal, and can be sent in arguments and results.
 
     All workers of the group can load pickles of a handle (of ``pickle``, ``cloudpickle`` or ``torch.save``). A pickle does not
-    keep the actor alive: keep a handle until the pickle was loaded. Loading waits for an answer of the worker that made the
-    actor, and raises an error outside of the group, and after the end of the actor.
+    keep the actor alive: keep a handle until the pickle was loaded. Loading raises an error outside of the group; loading a
+    handle that keeps the actor alive waits for the actor's supervisor, and raises ActorDiedError after the actor's end.
     """
 
-    _is_actor_handle = True  # for modules that cannot import this module
+    _is_actor_handle = True  # read by modules that cannot import this module
 
     def __init__(
         self, descriptor: ActorDescriptor, route: Route, given: dict[str, Any] | None = None
@@ -452,18 +453,18 @@ class ActorHandle(Generic[C_co]):
 
     @_own
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> C_co:
-        """Return a proxy whose methods call the actor's methods and return their results."""
+        """Return a proxy whose methods call the actor's methods, wait up to ``timeout`` seconds, and return the results."""
         proxy: Any = ActorProxy(self, "rpc_sync", timeout)
         return proxy  # type: ignore[no-any-return]
 
     @_own
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a proxy whose methods call the actor's methods and return Futures."""
+        """Return a proxy whose methods call the actor's methods and return Futures, which fail after ``timeout`` seconds."""
         return ActorProxy(self, "rpc_async", timeout)
 
     @_own
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a proxy whose methods call the actor's methods and return ObjectRefs."""
+        """Return a proxy whose methods call the actor's methods and return ObjectRefs, which fail after ``timeout`` seconds."""
         return ActorProxy(self, "remote", timeout)
 
     @_own
@@ -517,7 +518,7 @@ class ActorHandle(Generic[C_co]):
         # If the class is an nn.Module, `handle(x)` calls the module and waits.
         __call__: ActorMethod[..., Any]
 
-        # Only actorrpc.mypy_plugin gives methods their full types.
+        # With this type, checkers do not check arguments and results; actorrpc.mypy_plugin gives methods their full types.
         def __getattr__(self, name: str) -> ActorMethod[..., Any]: ...
 
     else:
@@ -530,13 +531,13 @@ class ActorHandle(Generic[C_co]):
 
         @partial(_Own, is_value=True)
         def rref(self):
-            """An RRef to the user's instance, for code that uses torch's RPC. The first access waits for the actor."""
+            """An RRef to the instance, for code with torch's RPC. The first access, also after a restart, waits for the actor."""
             return _rref(self)
 
         def __getattr__(self, name):
             state = self.__dict__
             descriptor = state.get("_actorrpc_descriptor")
-            # The attribute is missing while the handle is copied, and after an error in its constructor.
+            # The attribute is missing if __init__() was not called, for example after ActorHandle.__new__(ActorHandle).
             if descriptor is None:
                 raise AttributeError(name)
             info = descriptor.info.methods.get(name)
@@ -577,7 +578,7 @@ class ActorHandle(Generic[C_co]):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The program pickles the handle by itself; for messages, the codec calls _reduce().
+        # Only for pickles that the program makes itself; for messages, the codec calls _reduce().
         descriptor = _descriptor(self)
         address = pickles.here() if descriptor.anchor is None else pickles.address_of(descriptor.anchor)
         return _load, (
@@ -638,7 +639,7 @@ def _load(
     descriptor: ActorDescriptor,
     given: dict[str, Any] | None,
 ) -> ActorHandle[Any]:
-    """Rebuild a handle that a program has pickled by itself (wire format).
+    """Rebuild a handle that a program has pickled by itself (wire format). ``address``: of the actor, or only of its group.
 
     Raises:
         ActorDiedError: the actor has ended.
@@ -802,7 +803,7 @@ def _rref(handle: ActorHandle[Any]) -> Any:
 
 
 def as_handle(given: Any, what: str) -> ActorHandle[Any]:
-    """Return ``given`` if it is a handle. ``what``: the name of the function whose argument ``given`` is, for the error.
+    """Return ``given`` if it is a handle. ``what``: the function that has the argument ``given``, for the error message.
 
     Raises:
         TypeError: ``given`` is not a handle.
@@ -831,7 +832,7 @@ def route_to(given: Any, what: str) -> Route:
 def ready(actor: ActorHandle[Any] | Actor) -> ObjectRef[None]:
     """Return an ObjectRef that completes, with None, when the actor's constructor has returned.
 
-    The ObjectRef fails with ActorDiedError if the actor cannot be made; an error of the constructor is the cause of this error.
+    The ObjectRef fails with ActorDiedError if the actor is dead or cannot be made; an error of the constructor is the cause.
     """
     located: Future[Any] = route_to(actor, "ready()").located()
 
@@ -862,7 +863,7 @@ def monitor(
     The future does not keep the actor alive.
 
     Args:
-        callback: called in a worker thread with the ActorDiedError.
+        callback: called with the ActorDiedError, in a pool thread or in the thread that calls ``kill`` or ``monitor``.
 
     Returns:
         A Future whose value is the ActorDiedError.
@@ -877,7 +878,7 @@ def monitor(
 
 
 def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
-    """End an actor at once: its running calls end, and its waiting calls fail with ActorDiedError. Idempotent.
+    """End an actor at once: its running and waiting calls fail, or are repeated after a restart if they may be. Idempotent.
 
     If the actor has a process of its own, its hooks (``on_stop``, ``__del__``) do not run.
 
@@ -885,7 +886,7 @@ def kill(actor: ActorHandle[Any] | Actor, *, no_restart: bool = True) -> None:
         no_restart: True ends the actor for good, whatever its ``max_restarts``; False restarts the actor as after a failure.
 
     Raises:
-        RpcError: the actor's supervisor does not answer.
+        RpcError: the actor's supervisor does not answer within 30 s.
     """
     asked = route_to(actor, "kill()").kill(no_restart)
     asked.wait(_ANSWER_S)

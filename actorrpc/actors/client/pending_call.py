@@ -17,7 +17,7 @@ done              (any)               the future has a value or an error
 
 :class:`ResultFuture` handles the failure of its call before its waiters are notified, and so stays pending until the call is
 done. Two atomic steps decide races: the thread that claims a future (``Future.claim``) ends it, and the thread that deletes the
-slot ``_free`` of a queued call (:meth:`PendingCall.claim`) sends, cancels or expires it. The queue's lock guards the state.
+slot ``_free`` of a queued call (:meth:`PendingCall.claim`) sends, cancels or expires it.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 __all__ = ["AwaitingVerdict", "PendingCall", "ReservedCall", "ResultFuture", "RpcFuture"]
 
 INFINITE: Final = float("inf")
-_MARGIN_S: Final = 1.0  # for the round trip
+_MARGIN_S: Final = 1.0  # for the round trip of a cancellation and its answer
 _UNCHANGING: Final = frozenset({int, float, bool, str, bytes, type(None), complex, ObjectRef})
 _ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
 
 
 class _QueueOfCalls(Protocol):
-    """The methods of a CallQueue that its calls use."""
+    """The attributes and methods of a CallQueue that its calls use."""
 
     agent: Agent
     fate: Fate
@@ -164,7 +164,7 @@ class ResultFuture(InnerFuture[Any]):
 
 
 class RpcFuture(ResultFuture):
-    """The result of ``rpc_async``. torch's functions for futures, such as ``collect_all``, can read its value, too."""
+    """The result of a call without ``refs``, as of ``rpc_async``. torch's functions for futures can read its value."""
 
     __slots__ = ()
 
@@ -178,12 +178,13 @@ class PendingCall(Progress):
         future: the future of the call; None after the call has ended.
         arguments: ``(args, kwargs)`` or a Snapshot of them; None after the call has ended.
         unresolved: top-level arguments are ObjectRefs whose values the actor's worker has to fetch.
-        deadline: on the monotonic clock; a nested call inherits the deadline of the call that makes it.
+        seconds: the call's time-out; 0: none.
+        deadline: by the agent's clock; a nested call ends at the latest with the deadline of the call that makes it.
         tries: how often the call may be sent again after a try that may have run; -1: without limit.
         may_have_run: an earlier try may have run.
         unwanted: the call was cancelled. If another thread is sending the call meanwhile, that thread ends the call.
-        place: the id of the first try, and the incarnation to which it was sent. A repetition takes the first try's place in the
-            mailbox of this incarnation, because later calls of the same caller may wait for that place.
+        place: the id of the first failed try in an incarnation that lives, and that incarnation; None: no such try. A repetition
+            takes the place of this try in the incarnation's mailbox, because later calls of the caller may wait for this place.
         context: the caller's context variables.
     """
 
@@ -308,7 +309,7 @@ class PendingCall(Progress):
     # -- the source of a future -----------------------------------------------------------------------------
 
     def drive(self, _deadline: float | None) -> None:
-        """Send the gathered messages. The thread that waits for the call then sleeps until the call ends."""
+        """Send the delayed messages, and return. The thread that waits for the call then sleeps until the call ends."""
         future = self.future
         route = None if future is None else future.route
         if route is not None:
@@ -363,6 +364,7 @@ class AwaitingVerdict(Progress):
     """The source of a future whose call has failed, until the supervisor says whether the actor is dead or restarts.
 
     Attributes:
+        future: the future of the call.
         ran: the call may have run.
     """
 
@@ -409,7 +411,7 @@ class ReservedCall:
             argument.add_waiter(self.ended)
 
     def ended(self, argument: Future[Any]) -> None:
-        """Count a completed argument. Runs on the thread that completed the argument, and must not block."""
+        """Count a completed argument. Runs in the constructor, or on the thread that completes the argument; must not block."""
         self._remaining.pop()
         if self._remaining and argument.error is None:
             return

@@ -5,7 +5,7 @@ from :func:`actorrpc.get_actor`). Both share a :class:`~actorrpc.actors.client.c
 of the actor and keeps the order of calls.
 
 :meth:`Route.call` is on the path of every call. If the actor's location is known and the call has no special options, the method
-takes no lock, and its cost is small compared with sending the call.
+takes no lock before it sends the call, and its cost is small compared with sending.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def shaped(
     Args:
         explain: returns the error to raise if the worker of the stream ends; see :meth:`Route.explain`.
         again: repeats the call if its stream has failed before the first item; see :meth:`Route.again`.
+        label: the name of the result in messages; by default the label of ``future``.
     """
     count = options.num_returns
     if count == "streaming" or info.streams:
@@ -97,14 +98,14 @@ def _split(future: Future[Any], count: int) -> list[Future[Any]]:
 
 
 def _has_died(error: BaseException) -> bool:
-    """Return whether a stream has failed with ``error`` because the actor's process, or the actor, has ended."""
+    """Return whether ``error``, with which a stream has failed, says that the actor or its process has ended."""
     return type(error) is PeerDiedError or isinstance(error, HostedActorGoneError)
 
 
 def _packed(
     future: ResultFuture, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool] | None:
-    """Like :func:`pack_arguments`, but if an argument has failed, fail the call with the same error and return None."""
+    """Like :func:`pack_arguments`, but if an ObjectRef has failed, fail ``future`` with the same error and return None."""
     try:
         return pack_arguments(args, kwargs)
     except BaseException as error:
@@ -162,8 +163,8 @@ class Route:
         """Call a method with the arguments as they are now.
 
         Args:
-            options: the options of the call. Calls with the same options object are faster.
-            refs: a large result may stay on the actor's worker: the future's value is then a ``StoredResult``.
+            options: the options of the call. Calls with the same options object share a template, and are faster.
+            refs: a large result may stay on the actor's worker: the future's value is then a Snapshot or a ``StoredResult``.
             timeout: seconds; 0: no time-out; None: as in the options, or else the group's default (with ``refs``: no time-out).
 
         Returns:
@@ -205,7 +206,7 @@ class Route:
                 queue.dropped(future)
             if span is not None:
                 span.close()
-            queue.agent.check_process()  # raises the error of a call in a forked process
+            queue.agent.check_process()  # in a forked process, this raises the error that explains the fork
             if isinstance(error, SerializationError):
                 method.signature.name_argument(error)
             raise
@@ -269,9 +270,10 @@ class Route:
     def again(
         self, method: MethodInfo, options: CallOptions, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Again | None:
-        """Return a function that repeats a call after its stream has failed before the first item; None without retries.
+        """Return a function that repeats a call whose stream failed before the first item; None without streams or retries.
 
-        A call is repeated after the end of the actor or of its process, or an exception that ``retry_exceptions`` names.
+        The function gets the error of the stream. It returns the future of a new call if the actor or its process has ended, or
+        ``retry_exceptions`` names the error; otherwise, or if no retry is left, None.
 
         Raises:
             SerializationError: an argument cannot be sent.
@@ -332,7 +334,7 @@ class Route:
     # -- queries to the supervisor --------------------------------------------------------------------------
 
     def located(self) -> Future[Location]:
-        """Return a future of the actor's location, which completes when the actor's constructor has returned (again).
+        """Return a future of the actor's location, which completes when the constructor has returned, also after a restart.
 
         The future fails with ActorDiedError if the actor is dead; an error of the constructor is the ``cause``.
         """
@@ -351,7 +353,7 @@ class Route:
         return answer
 
     def kill(self, no_restart: bool = True) -> Future[None]:
-        """End the actor at once. After the future is complete, calls of this process do not reach the actor.
+        """End the actor at once. After the future is complete, calls of this process do not reach the killed incarnation.
 
         Idempotent. The future fails with PeerDiedError if the worker of the actor's supervisor has ended.
         """
@@ -365,7 +367,7 @@ class Route:
         return killed
 
     def watch(self) -> Future[ActorDiedError]:
-        """Return a future that completes, with the error as its value, when the actor is dead for good.
+        """Return a future that completes, with an ActorDiedError as its value, when the actor is dead for good.
 
         If the actor is already dead, the future completes as soon as the supervisor has answered.
         """
@@ -390,8 +392,8 @@ class Route:
 class Routes:
     """The routes of one process. Thread-safe.
 
-    ``_lock`` guards both tables. It is re-entrant, because the garbage collector may run a finaliser that makes a route while the
-    lock is held. The tables have weak references to routes and queues.
+    ``_lock`` guards changes of both tables. It is re-entrant, because the garbage collector may run a finaliser that makes a
+    route while the lock is held. The tables have weak references to routes and queues.
     """
 
     def __init__(self, runtime: Runtime) -> None:

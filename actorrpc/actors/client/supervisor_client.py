@@ -60,7 +60,7 @@ def call_quietly(
     timeout: float = 0,
     label: str | None = None,
 ) -> Future[Any]:
-    """Call a function on a worker. If sending fails, the future fails with that error. A failure of the future is not logged."""
+    """Call a function on the worker ``peer()``. If this fails, the future fails. A failure of the future is not logged."""
     future: Future[Any] = Future()
     future.add_done_callback(Future.acknowledge)
     try:
@@ -75,7 +75,7 @@ def query(here: Runtime, key: WorkerKey, what: str, *args: Any) -> Future[Any]:
     """Call the supervisor's method ``what`` (``"locate"``, ``"kill"``, ``"watch"`` or ``"alive"``) on the worker ``key``.
 
     Returns:
-        The future of the answer, which fails with PeerDiedError if that worker has ended.
+        The future of the answer, which fails with PeerDiedError or UnknownWorkerError if that worker has ended.
     """
     if key == here.references.me:
         answer: Future[Any] = getattr(here.supervisor, what)(*args)

@@ -24,9 +24,9 @@ B = TypeVar("B")
 C = TypeVar("C")
 D = TypeVar("D")
 Out = TypeVar("Out")
-Raw_co = TypeVar("Raw_co", covariant=True)  # the method on the class: its first argument is the instance
-Local_co = TypeVar("Local_co", covariant=True)  # the method on an instance, which returns the plain result
-# `method.remote` on a handle, which returns an ObjectRef or a stream.
+Raw_co = TypeVar("Raw_co", covariant=True)  # type of the method on the class, with the argument self
+Local_co = TypeVar("Local_co", covariant=True)  # type of the method on an instance, called locally
+# The type of `method.remote` on a handle, which returns an ObjectRef or a stream.
 Remote_co = TypeVar("Remote_co", covariant=True)
 
 

@@ -1,7 +1,7 @@
 """ObjectRefs among the arguments of a call. Top-level arguments that are ObjectRefs are replaced before the method runs.
 
-The caller sends the results that it has, and waits for the results of its own calls (see ``client/pending_call.py``). The worker
-of the actor fetches all other results from the workers that have them. ObjectRefs inside of containers are not replaced.
+The caller sends the small results that it has, and waits for the results of its own calls (see ``client/pending_call.py``). The
+worker of the actor fetches all other results from the workers that have them. ObjectRefs inside of containers are not replaced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def has_refs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def pack_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-    """Return the arguments, with values in place of the ObjectRefs whose values are in this process.
+    """Return the arguments, with values in place of the ObjectRefs whose values this process has outside of shared memory.
 
     Returns:
         The arguments, and whether they still contain ObjectRefs, for which the actor's worker calls :func:`resolve`.
@@ -68,7 +68,7 @@ def pack_arguments(
 
 
 def awaited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Future[Any]]:
-    """Return the pending futures of ObjectRefs among the arguments."""
+    """Return the pending futures of ObjectRefs among the arguments; an ObjectRef of another worker may have no future yet."""
     futures = [each._future for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
     return [each for each in futures if each is not None and not each.done()]
 

@@ -1,4 +1,4 @@
-"""One copy per host: a large object of another host is fetched from there once, and shared by all workers of this host.
+"""One copy per host: a large object of another host is fetched once, and all workers of the fetching host share the copy.
 
 The worker that has the object sends its bytes to the first worker of a host that requests it. Later requests from that host are
 answered with a :class:`CopyOnHost`, which names the first worker. The requesters fetch the copy from the first worker, which
@@ -56,7 +56,7 @@ class HostCopies:
         self._fetched: weakref.WeakValueDictionary[RRefId, Future[Any]] = weakref.WeakValueDictionary()
 
     def share(self, value: RRefId) -> Any:
-        """Return the copy of a value that this worker has fetched, for another worker of this host; None if it was freed."""
+        """Return this worker's copy of a value, or a Deferred while it is fetched; None if it was freed or the fetch failed."""
         agent, future = self._references.agent, self._fetched.get(value)
         if future is None:
             return None
@@ -84,7 +84,7 @@ class HostCopies:
         return rref._to_future(fetch=_lend, more=(anew,))
 
     def request(self, copy: CopyOnHost) -> Future[Any]:
-        """Fetch another worker's copy; return a future of the copy, or of None if that worker has no copy any more."""
+        """Fetch another worker's copy. The returned future has None if there is no copy, and fails if that worker has ended."""
         future: Future[Any] = Future()
         references = self._references
         try:

@@ -48,7 +48,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 SMALL: Final = 64 << 10
-"""Results up to this many bytes are sent with the reply; larger ones stay in memory of the host where they were made."""
+"""Results up to this many bytes are always sent with the reply; :func:`keep_large` decides about larger results."""
 
 SOLE: Final = 2 if sys.version_info < (3, 14) else -1
 """The result of ``sys.getrefcount(argument)`` in a function if no other variable refers to the argument.
@@ -64,8 +64,9 @@ _MAX_HOPS: Final = 8  # how often a fetch may be referred to another worker
 def keep_large(value: Any, nbytes: int, peer: Peer) -> Any:
     """Return the object to send in the reply to ``peer`` for a result of ``nbytes`` packed bytes.
 
-    A small result is sent itself. A large result is copied once: a Snapshot, or for a worker of another host a StoredResult, is
-    sent. Later changes of the object by its actor do not change the copy.
+    A result of at most SMALL bytes, or for a worker of this host of less than LARGE bytes, is sent itself. Other results are
+    copied once: a Snapshot, or for a worker of another host a StoredResult, is sent. Later changes of the object by its actor do
+    not change the copy.
 
     Raises:
         SerializationError, ObjectStoreFullError: as :meth:`Snapshot.of`.
@@ -238,8 +239,8 @@ class _Pursuit(Progress):
             return False
 
 
-# Guards the attributes ``_future``, ``_fetched``, ``_promise`` and ``_id`` of all ObjectRefs while they are set, so that no value
-# is fetched twice. Re-entrant, because the garbage collector may run finalisers that use ObjectRefs.
+# Guards the first assignment of ``_future``, ``_fetched``, ``_promise`` and ``_id`` of each ObjectRef, so that no value is
+# fetched twice. Re-entrant, because the garbage collector may run finalisers that use ObjectRefs.
 _lock = threading.RLock()
 
 
@@ -262,11 +263,12 @@ class ObjectRef(Generic[T_co]):
     """A reference to the result of a call to an actor or a task; :func:`actorrpc.get` returns the result.
 
     An ObjectRef can be awaited, on any event loop. As an argument of another call, it is replaced by its result before
-    the method runs; inside of containers it is passed as an ObjectRef. It can be sent in all messages of the
-    group, before or after its call has ended. ObjectRefs of the same result are equal. Thread-safe.
+    the method runs; inside of containers it is passed as an ObjectRef. It can be sent in arguments and results of calls,
+    before or after its own call has ended. ObjectRefs of the same result are equal. Thread-safe.
 
     All workers of the group can load pickles of an ObjectRef (of ``pickle``, ``cloudpickle`` or ``torch.save``). A pickle does
-    not keep the result: keep the ObjectRef until the pickle was loaded. Loading waits for an answer of the result's worker.
+    not keep the result: keep the ObjectRef until the pickle was loaded. Loading waits for the worker that pickled the ObjectRef,
+    or from which that worker had received it.
 
     Args:
         future: completes with the result, with :class:`StoredResult`, or with the error; None: ``promise`` has the result.
@@ -303,7 +305,7 @@ class ObjectRef(Generic[T_co]):
     def failed(
         cls, error: BaseException, *, label: object = None, ref_id: bytes | None = None
     ) -> ObjectRef[Any]:
-        """Return an ObjectRef of a call that failed with an error."""
+        """Return an ObjectRef that is complete with an error."""
         future: Future[Any] = InnerFuture()
         future.set_exception(error)
         future.acknowledge()  # the error was raised or logged at its origin
@@ -534,7 +536,7 @@ class ObjectRef(Generic[T_co]):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The program pickles the ObjectRef by itself; for messages, the codec calls _reduce().
+        # Only for pickles that the program makes itself; for messages, the codec calls _reduce().
         return _load, (pickles.address_of(self._as_promise()), self._identity(), self._name())
 
     def _not_a_value(self, what: str) -> NoReturn:
@@ -580,7 +582,7 @@ def _rebuild_failed(ref_id: bytes, label: str, packed: bytes) -> ObjectRef[Any]:
 
 
 def _rebuild_promise(ref_id: bytes, label: str, promise: RRef[Any]) -> ObjectRef[Any]:
-    """Rebuild an ObjectRef whose call has not ended (named in pickles)."""
+    """Rebuild an ObjectRef that was sent without its result, which is pending or large (named in pickles)."""
     return ObjectRef(None, label=label, promise=promise, ref_id=ref_id)
 
 
@@ -602,7 +604,7 @@ def put(value: T) -> ObjectRef[T]:
 
     The tensors, arrays and buffers of a large value (from 256 KiB) are copied once, into memory that all processes of this host
     share. The memory is freed when the last ObjectRef and the last value made from it were freed, in all processes. Processes
-    of other hosts fetch the value from this process.
+    of other hosts fetch the value from this process, once per host.
 
     Raises:
         TypeError: ``value`` is an ObjectRef.

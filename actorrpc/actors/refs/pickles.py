@@ -2,7 +2,8 @@
 
 Such a pickle does not keep the value alive, because the pickle may be loaded any number of times, or never. The pickle contains
 the address of the value: the incarnation of a worker and the id of the value. The process that loads the pickle requests a
-reference from that worker, which counts it like all references. Therefore a program must keep a reference until then.
+reference from that worker, which counts it like all references. Therefore a program must keep a reference until the pickle was
+loaded.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def here() -> GroupIdentity:
 
 
 def enter(group: GroupIdentity, what: str) -> References:
-    """Return the :class:`References` of this process, after checking that it is in the group in which an object was pickled.
+    """Return the :class:`References` of this process, after checking that it is in the group in which ``what`` was pickled.
 
     Raises:
         NotInitializedError: this process is in no group.

@@ -68,7 +68,7 @@ def replace(value: Any, futures: Iterable[Future[Any]]) -> tuple[Any, bool]:
 
     Returns:
         1. The value that the futures have now: the Snapshot; or the object itself, which all readers then share, if it cannot be
-        copied or has a gradient history. 2. Whether this call has replaced the object, so that only its caller has the object.
+        copied or has a gradient history. 2. True if this call has replaced the object, so that only its caller has the object.
     """
     try:
         snapshot = Snapshot.of(value, recorded=False)
@@ -95,6 +95,6 @@ def readable(value: Any, futures: Iterable[Future[Any]]) -> Any:
 
 
 def of_promise(found: Any) -> Any:
-    """Return the object to send to readers of ``found``, the value of an RRef: for a promise, a completed future."""
+    """Return the object to send to readers of the RRef whose value is ``found``. The value of a promise is a completed future."""
     # Use type(): isinstance() would read the object's __class__, which may run user code.
     return readable(found.value_or_none, (found,)) if issubclass(type(found), Future) else found

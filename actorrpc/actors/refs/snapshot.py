@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["LARGE", "Snapshot"]
 
 LARGE: Final = 256 << 10
-"""Objects with at least this many bytes of tensors, arrays and buffers are put into memory that all processes of a host share."""
+"""A snapshot of at least this many bytes of tensors, arrays and buffers is put into memory that processes of a host share."""
 
-_OUT_OF_BAND: Final = 4096  # the codec leaves shorter buffers in the pickle
+_OUT_OF_BAND: Final = 4096  # the codec leaves buffers of up to this many bytes in the pickle
 _ATTEMPTS: Final = 4
 
 _find_main: Final = re.compile(b"__(?:mp_)?main__").search
@@ -51,10 +51,11 @@ class Snapshot:
     Tensors, arrays and long bytes are copied once, into memory of the snapshot. Functions and classes that other workers
     cannot import are included. RRefs, ObjectRefs and handles of actors are kept as references, which all opened objects
     share. In a distributed autograd context, gradients flow from the opened object, on any worker, to the copied object.
-    Thread-safe; immutable, except for :meth:`open_once`.
+    Thread-safe; its content is never changed.
 
-    In a message, the snapshot's memory follows its pickle. The references in the snapshot become references of the receiver.
-    Objects of the main module are sent by name to workers that run the same program, and by value to other workers.
+    In a message, the snapshot's memory follows its pickle, or the pickle names the memory if both workers share it. The
+    references in the snapshot become references of the receiver. Objects of the main module are sent by name to workers that
+    run the same program, and by value to other workers.
     """
 
     __slots__ = (
@@ -121,6 +122,7 @@ class Snapshot:
 
         Raises:
             SerializationError: a part of the object cannot be copied; the message names the part.
+            RpcError: ``recorded`` is False, and a tensor of the object has a gradient history.
             ObjectStoreFullError: the object is large, and shared memory has no room for it.
         """
         holder = LocalReferences()

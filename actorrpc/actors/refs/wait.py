@@ -70,7 +70,7 @@ class Arrivals(Generic[T]):
 
     @abstractmethod
     def next(self, *, timeout: float | None = None) -> ObjectRef[T]:
-        """Remove and return the next result."""
+        """Remove and return the next result. Raises StopIteration at the end, RpcTimeoutError after ``timeout`` seconds."""
 
     @abstractmethod
     def _whole(self) -> AbstractContextManager[Future[None]]:
@@ -145,7 +145,7 @@ def _adopted(other: Any) -> Future[Any]:
 
 
 def deadline_of(timeout: float | None) -> float:
-    """Return the time, on the monotonic clock, at which a wait must end: its time-out, or the deadline of the waiting call.
+    """Return the time, as of ``_time.now()``, at which a wait must end: its time-out, or the deadline of the waiting call.
 
     Raises:
         WrongTypeError, ConfigError: ``timeout`` is not a number of seconds, or negative.
@@ -203,7 +203,7 @@ def _behind(items: Iterable[Any], futures: Iterable[Future[Any]]) -> list[Future
 
 
 def _flush(futures: Iterable[Future[Any]]) -> None:
-    """Send the gathered messages, and let pool threads read the replies, because this thread will wait for another future."""
+    """Send the delayed messages, and let pool threads read the replies, because this thread will wait for another future."""
     conns = set()
     for future in futures:
         source = future.source
@@ -361,7 +361,7 @@ class _Gathering(Progress):
         self.future.try_complete(self._make(values))
 
     def drive(self, _deadline: float | None) -> None:
-        """Send the gathered messages. The waiting thread does not read replies: while it reads one, another call could fail."""
+        """Send the delayed messages. This thread does not read replies: while it reads a reply, another call could fail."""
         self.flush()
 
     def flush(self) -> None:
@@ -448,8 +448,8 @@ def get(
             ``get(handle.method.remote())``, you have no reference to cancel.) None: only in a notebook or a session of IPython.
 
     Returns:
-        The result, or a list of results in the order of ``refs``. Each ``get`` makes values of its own: changes to them are not
-        visible to other readers.
+        The result, or a list of results in the order of ``refs``. Each ``get`` of an ObjectRef makes a value of its own: changes
+        are not visible to other readers. Only a small value that has a gradient history or cannot be copied is shared.
         The result of an ObjectRefGenerator is a list of all values that were not taken from it before. If the generator raises,
         or the time is up, the values stay in the ObjectRefGenerator and can be taken one by one.
 
@@ -687,7 +687,7 @@ class _Registered(_Collector):
         self.lasts = True
         self._next = 0
         self._ended: list[int] = []  # the numbers of the results that have ended, a heap
-        self._different: set[Any] | None = None  # the set of all items; None until a call adds items
+        self._different: set[Any] | None = None  # the set of all items; None until a later wait() adds items
         self._born = generation()
 
     def begins(self, refs: Sequence[Any], fetch: bool) -> bool:

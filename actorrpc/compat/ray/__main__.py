@@ -1,8 +1,8 @@
 """``python -m actorrpc.compat.ray script.py args...``: run an unchanged program of Ray's on actorrpc.
 
-The program replaces this process and runs as with ``python script.py args...``, with all options of the interpreter. ``-m
-module`` instead of the script runs a module. In the program and in interpreters that it starts, ``import ray`` imports
-:mod:`actorrpc.compat.ray`, even if Ray is installed.
+The program replaces this process and runs as with ``python script.py args...``, with the options of the interpreter, except
+``-E``, ``-I`` and ``-S``. ``-m module`` instead of the script runs a module. In the program and in interpreters that it starts,
+``import ray`` imports :mod:`actorrpc.compat.ray`, even if Ray is installed.
 """
 
 from __future__ import annotations

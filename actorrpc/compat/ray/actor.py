@@ -1,6 +1,6 @@
 """``ray.actor``: actor classes, handles and methods, with Ray's references, options and errors.
 
-The classes are subclasses of actorrpc's. A handle that a program pickles by itself is weak: it does not keep the actor alive.
+The classes are subclasses of actorrpc's. A pickle that a program makes of a handle by itself does not keep the actor alive.
 """
 
 from __future__ import annotations
@@ -254,12 +254,13 @@ class ActorClass(actors.ActorClass[P, C], Generic[P, C]):
         def remote(self, *args, **kwargs):
             """Make an actor of the class; returns at once. Starts the embedded cluster if this process is in no group.
 
-            An exception of the constructor is the cause of the ActorDiedError that each call raises.
+            An exception of the constructor is the cause of the ActorDiedError with which each call fails.
 
             Raises:
                 TypeError: the constructor does not take these arguments, or they cannot be sent.
                 ActorAlreadyExistsError: there is an actor of that name (a ValueError).
-                ActorUnschedulableError: no worker has the resources that the options request.
+                ActorUnschedulableError: no worker has the resources that the options request. If only the driver can detect
+                    this, each call fails with the error instead.
             """
             args, kwargs = unwrapped(args, kwargs)
             extras = _extras(self)

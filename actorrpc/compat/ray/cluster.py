@@ -66,12 +66,12 @@ IGNORED: Final = {
     "logging_config": "Python's logging is left as it is",
     "logging_format": "Python's logging is left as it is",
     "logging_level": "Python's logging is left as it is",
-    "object_store_memory": "there is no object store",
+    "object_store_memory": "actorrpc.init(object_memory=...) limits the memory of large objects",
     "storage": "there is no storage",
     "system_reserved_cpu": "processes are not confined",
     "system_reserved_memory": "processes are not confined",
 }
-_before: dict[str, str | None] = {}  # the environment variables that init(runtime_env=...) changed, as before
+_before: dict[str, str | None] = {}  # changed environment variable -> its value before init(), or None
 
 
 class RayContext(Mapping[str, Any]):
@@ -148,7 +148,7 @@ def init(
         options: see :func:`actorrpc.init`; names in ``IGNORED`` are ignored.
 
     Raises:
-        RuntimeError: this process is in a cluster already.
+        RuntimeError: this process is in a cluster already, and ``ignore_reinit_error`` is False.
         ConnectionError: no cluster is at ``address``.
         ConfigError: an option is not supported here; the message says what to do (a ValueError).
     """

@@ -1,4 +1,4 @@
-"""``ray.exceptions``: Ray's error classes, each a subclass of the error that actorrpc raises in this case.
+"""``ray.exceptions``: Ray's error classes, each a subclass of the error that actorrpc raises for the same reason.
 
 ``except ray.exceptions.RayActorError`` works as on Ray, and ``except actorrpc.ActorDiedError`` works, too. When a result is
 read, :func:`in_rays_words` converts actorrpc's error into Ray's: the rest of actorrpc does not use Ray's names.

@@ -263,8 +263,8 @@ def get(object_refs: Any, *, timeout: float | None = None, **_ignored: Any) -> A
 
     Raises:
         GetTimeoutError: not all results were ready in time. The calls are not cancelled.
-        RayTaskError: a call raised an exception; the error is also an instance of the exception's class.
-        RayError: a call failed for another reason.
+        RayTaskError: a call raised an exception; if possible, the error is also an instance of the exception's class.
+        RayError: a call failed for another reason. Errors for which Ray has no class, like SerializationError, stay actorrpc's.
         WrongTypeError: the argument is neither an ObjectRef nor a list of them (a ValueError and a TypeError).
     """
     with rays_words:
@@ -299,7 +299,7 @@ def wait(
         ray_waitables: a list of different ObjectRefs and ObjectRefGenerators.
         num_returns: how many results to wait for.
         timeout: seconds; None: no limit; 0: do not wait.
-        fetch_local: a large result on another worker counts only when it was fetched.
+        fetch_local: True: a large result on another worker counts when it was fetched; False: as soon as it exists.
 
     Returns:
         The ready items, at most ``num_returns``, and the other items, both in the order of the list.

@@ -41,12 +41,12 @@ IGNORED: Final = {
     "_metadata": "only Ray's own libraries use it",
     "accelerator_type": "num_gpus= sets the number of devices; labels= selects a worker by its kind of device",
     "enable_task_events": "there is no event store",
-    "enable_tensor_transport": "tensors go through shared memory, always",
+    "enable_tensor_transport": "tensors go through shared memory, and between hosts through TCP",
     "fallback_strategy": "if no worker has the required labels, an error is raised",
     "max_calls": "processes that run tasks are kept",
     "memory": "no memory is reserved",
-    "object_store_memory": "there is no object store",
-    "tensor_transport": "tensors go through shared memory, always",
+    "object_store_memory": "init(object_memory=...) limits the memory of large objects of a host",
+    "tensor_transport": "tensors go through shared memory, and between hosts through TCP",
 }
 _NO_CHECKPOINTS: Final = 1 << 62
 _NOT_SAID: Final = (None, "DEFAULT", "default")
@@ -59,7 +59,7 @@ class Extras:
     Attributes:
         env: the option ``runtime_env``; None if it was not given.
         resources: the resources that a task requests. A node must have them, but they are not booked.
-        group: the placement group; None for none.
+        group: the placement group; None: the group of the process that starts the actor or task, if it captures them.
         bundle: the index of the bundle in the group; -1 for any.
         captures: whether the actors and tasks that this actor or task starts are in the group, too.
     """
@@ -188,7 +188,7 @@ def for_tasks(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any],
     options, extras = _common(given)
     if options.get("resources"):
         extras["resources"] = tuple(sorted(_resources(options["resources"]).items()))
-    for name in ("resources", "spread"):  # tasks share processes, so these options have no effect
+    for name in ("resources", "spread"):  # tasks share processes: these options reserve and place nothing
         options.pop(name, None)
     host = options.pop("host", None)
     labels = options.pop("labels", None)

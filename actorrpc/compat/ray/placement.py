@@ -97,11 +97,11 @@ class PlacementGroup:
         return len(self.bundle_specs)
 
     def ready(self) -> ObjectRef[PlacementGroup]:
-        """Return an ObjectRef that is complete, with the group, when all of its bundles have their machines."""
+        """Return an ObjectRef of the group, which completes when all bundles have machines, or fails if that never happens."""
         return ObjectRef(cluster.on_driver(_ready, self.id.text))
 
     def wait(self, timeout_seconds: float = 30) -> bool:
-        """Wait until all bundles have their machines; return False at the time-out."""
+        """Wait until all bundles have their machines; return False at the time-out, or if no machines have such resources."""
         try:
             get(self.ready(), timeout=timeout_seconds)
         except GetTimeoutError:
@@ -122,7 +122,7 @@ class PlacementGroup:
             )
 
     def host_for(self, index: int) -> str | None:
-        """Return the machine of a bundle (-1: the first bundle); None if the cluster has one machine, or the group is empty.
+        """Return the machine of a bundle (-1: the first bundle); None if there is one machine, or the group is empty or waits.
 
         Raises:
             ActorPlacementGroupRemoved: the group has been removed.
@@ -203,7 +203,7 @@ def _elsewhere(
     machines: Mapping[str, Mapping[str, float]],
     chosen: Sequence[str],
 ) -> list[str] | None:
-    """If all bundles must be on one machine, try the machines other than the chosen one; None if this fails, too."""
+    """If all bundles must be on one machine, and it is not ``chosen[0]``, try the other machines; None if no machine fits."""
     if strategy != "STRICT_PACK" or not chosen:
         return None
     rest = {name: each for name, each in machines.items() if name != chosen[0]}
@@ -341,13 +341,13 @@ def placement_group(
     lifetime: str | None = None,
     **_ignored: Any,
 ) -> PlacementGroup:
-    """Make a group that reserves machines for all of its bundles, or waits; returns at once.
+    """Make a group, which gets a machine for each bundle as soon as there is room; returns at once.
 
     Args:
         bundles: the resources of each bundle, like ``{"CPU": 1}``.
         strategy: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``.
         name: the name for :func:`get_placement_group`.
-        lifetime: None or ``"detached"``; groups end with the cluster.
+        lifetime: None or ``"detached"``, without effect: all groups end with the cluster.
 
     Raises:
         ValueError: an argument is not valid.
@@ -389,7 +389,7 @@ def get_placement_group(placement_group_name: str) -> PlacementGroup:
 
 
 def placement_group_table(placement_group: PlacementGroup | None = None) -> dict[str, Any]:
-    """Return the row of a group, or the rows of all groups by their ids."""
+    """Return the row of a group (empty if there is no such group), or the rows of all groups by their ids."""
     rows = cluster.on_driver(_rows)
     return rows if placement_group is None else rows.get(placement_group.id.text, {})
 

@@ -78,7 +78,7 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
     if not TYPE_CHECKING:
 
         def remote(self, *args, **kwargs):
-            """Run the function in another process; return an ObjectRef, a list of them or an ObjectRefGenerator at once.
+            """Run the function in another process; return an ObjectRef, a list of them, an ObjectRefGenerator or None at once.
 
             ObjectRefs among the arguments are replaced by their values. Starts the embedded cluster if this
             process is in no group.

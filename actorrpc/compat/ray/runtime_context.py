@@ -53,7 +53,7 @@ class RuntimeContext:
 
     @property
     def gcs_address(self) -> str:
-        """The address of the driver."""
+        """The word "local": there is no GCS."""
         return "local"
 
     @property
@@ -71,7 +71,7 @@ class RuntimeContext:
         return found
 
     def get_job_id(self) -> str:
-        """Return the id of the program, that is, of the driver."""
+        """Return the same id for every program: there are no jobs."""
         return "01000000"
 
     def get_node_id(self) -> str:
@@ -150,6 +150,6 @@ def get_runtime_context() -> RuntimeContext:
 
 
 def get_gpu_ids() -> list[int | str]:
-    """Return the CUDA devices that are assigned to this process."""
+    """Return the CUDA devices that ``CUDA_VISIBLE_DEVICES`` assigns to this process; empty if it is not set."""
     said = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return [int(each) if each.isdigit() else each for each in said.split(",") if each]

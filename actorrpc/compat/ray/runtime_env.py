@@ -46,7 +46,7 @@ _REFUSED: Final = {
     "nsight": "profile with torch's profiler, or py-spy",
 }
 _KNOWN: Final = ("env_vars", "py_modules", "working_dir")
-# Fields about the installation of environments, which actorrpc does not install.
+# Ignored fields. Most of them say how environments are installed, and actorrpc installs none.
 _IGNORED: Final = ("config", "excludes", "eager_install", "rocprof_sys", "_validate")
 
 

@@ -29,7 +29,7 @@ class TensorPipeAgent(RpcAgent):
 
     Args:
         agent: the agent.
-        options: the options with which the agent was made.
+        options: the options whose ``num_worker_threads`` the debug information contains.
     """
 
     def __init__(self, agent: Agent, options: TensorPipeRpcBackendOptions) -> None:

@@ -55,11 +55,11 @@ __all__ = [
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 logger = logging.getLogger(__name__)
-_WITHDRAWAL_S = 10.0
+_WITHDRAWAL_S = 10.0  # how long the leader may take to answer a withdrawal
 _LOOK_S = 0.2  # a worker that waits for others checks at this interval whether they are alive
 _QUERY_S: Final = 5.0  # how long a worker may take to answer a query about rounds
 _ASKED: Final = 5  # how many missing workers are queried, at most, whether they wait for this worker
-_LEAST_PATIENCE_S: Final = 10.0
+_LEAST_PATIENCE_S: Final = 10.0  # the least value of _Round.patience
 
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
@@ -348,7 +348,7 @@ class _Round:
 
 
 def _await_signal(round: _Round, states: AllGatherStates) -> None:
-    """Wait until the round is complete or has timed out, or all workers that could complete it are dead.
+    """Wait until the round is complete or has timed out, or each worker that could complete it has died or withdrawn.
 
     Raises:
         DeadlockError: the round has no bound, and a missing worker has waited ``round.patience`` s for this worker in another
@@ -389,7 +389,7 @@ def _waits_for(name: str) -> list[tuple[str, float]]:
 
 
 def _missing(round: _Round, states: AllGatherStates) -> list[str]:
-    """Return the workers that have not entered a round, according to its leader. A follower queries the leader."""
+    """Return the workers that have not entered a round, as the leader says; only the leader if it does not answer."""
     come: Collection[str] = states.gathered_objects
     if not round.is_leader and not come:
         try:
@@ -432,6 +432,7 @@ def _all_gather(
     """Wait until every worker has called this function; return the ``obj`` of each worker by the worker's name.
 
     Args:
+        worker_names: the workers that take part; by default all workers of the group.
         timeout: seconds to wait for the others, the RPC time-out by default; 0: no limit.
 
     Raises:
@@ -586,7 +587,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def _delete_all_user_and_unforked_owner_rrefs(_timeout: Any = None) -> None:
-    """Release every RRef that this worker holds."""
+    """Release every RRef that this worker holds. ``_timeout``, which torch's function has, is ignored."""
     core.let_go_of_all()
 
 

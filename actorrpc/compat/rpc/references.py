@@ -79,7 +79,7 @@ class RRef(rref.RRef[T]):
             raise
 
     def _not_made(self) -> RpcTimeoutError | None:
-        """Return the error of the value's creation if it timed out, although the value may exist; otherwise None."""
+        """Return the RpcTimeoutError of the value's creation, after which the value may still exist; None if there is none."""
         error: BaseException | None
         if self.is_owner():
             error = None if self._creation is None else self._creation.error
@@ -108,14 +108,14 @@ class RRef(rref.RRef[T]):
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Return a proxy: ``rref.remote().method(x)`` calls the method on the owner and gives an RRef to its result.
 
-        As in torch, the call of the method raises the error if the value's creation has timed out, or it has no such method.
+        As in torch, the call raises an error at once if the value's creation has timed out, or the value has no such method.
         """
         return _CheckedProxy(self, "remote", timeout)
 
     # -- private names of torch's ------------------------------------------------------------------------
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """Return the class of the value, or a future of the class. The result is cached: the owner is called only once."""
+        """Return the class of the value, or without ``blocking`` a future of the class. A successful answer is cached."""
         with _lock:
             future: Future[type] | None = getattr(self, "_kind", None)
         if future is None or (future.done() and future.error is not None):

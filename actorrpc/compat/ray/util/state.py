@@ -195,7 +195,7 @@ def get_log(
     suffix: str = "out",
     **_ignored: Any,
 ) -> Iterator[str]:
-    """Yield the output of a process, line by line: the last 8 MiB of all processes of the cluster are kept.
+    """Yield the output of a process, line by line. The last 8 MiB of the output of all processes of the cluster are kept.
 
     Args:
         actor_id, pid: the actor that lives in the process, or the process id.

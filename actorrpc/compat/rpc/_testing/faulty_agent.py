@@ -114,7 +114,7 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
             found.append(Fault("drop", [kind], times=self.num_fail_sends, at_once=True, when=which[script]))
         for name, seconds in self.messages_to_delay.items():
             kind, script = _TYPES[name]
-            # On torch, the called worker knows no deadline: it runs a call however late the call arrives.
+            # In torch, a request has no deadline: the called worker runs a call however late the call arrives.
             found.append(Fault("delay", [kind], seconds=seconds, when=which[script], bounded=False))
         return found
 
