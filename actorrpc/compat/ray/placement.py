@@ -275,7 +275,13 @@ def _host_for(group_id: str, index: int) -> str | None:
 
 
 def _join(group_id: str, member: Any) -> None:
-    _kept(group_id).members.append(member)
+    with _lock:
+        kept = _kept(group_id)
+        removed = kept.state == "REMOVED"
+        if not removed:
+            kept.members.append(member)
+    if removed:
+        actors.kill(member)
 
 
 def join(group: PlacementGroup, member: Any) -> None:
