@@ -1,9 +1,10 @@
 """The periodic work of an agent.
 
-Ticks send corked writes and credit, send PING to silent peers, return borrowed shared memory to its lender, and release unused
-memory to the system. A tick stops when it has no work left. An idle worker has one tick, the pulse, which wakes the clock once in
-a heartbeat (at most four times, whatever the number of peers), and none if it has no connections. Two idle workers exchange two
-small frames in a heartbeat, a PING and a PONG. Ticks run on the clock's thread; work that may block is submitted to the pool.
+Ticks (functions that the clock calls at an interval) send delayed frames and CREDIT, send PING to silent peers, return borrowed
+shared memory to its lender, and release unused memory to the system. A tick stops when it has no work left. An idle worker has
+one tick, the pulse, which wakes the clock once in a heartbeat (at most four times, whatever the number of peers), and none if it
+has no connections. Two idle workers exchange two small frames in a heartbeat, a PING and a PONG. Ticks run on the clock's thread;
+work that may block is submitted to the pool.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler"]
 
 INFINITE: Final = float("inf")
-_EXPECTED_S: Final = 2e-3  # how long a socket stays disarmed without a reader; a tick between every few calls would cost too much
+_EXPECTED_S: Final = 2e-3  # how long a socket stays disarmed without a reader; a shorter time costs too many ticks
 # If no caller read the reply of a disarmed connection before the tick, callers must read this many replies before the connection
 # is disarmed again. One reply that waits for the tick costs as much as this many replies that are read by pool threads.
 _UNATTENDED: Final = 64
@@ -192,7 +193,7 @@ class Scheduler:
         return [conn.lane.borrower for conn in self._connections() if conn.lane.borrower is not None]
 
     def watch(self, call: Call) -> None:
-        """Start the pulse; if the call has a future, set a timer for its deadline. A thread that waits ends its call itself."""
+        """Start the pulse; if the call has a future, set a timer for its deadline. Otherwise, the waiting thread ends it."""
         peer = call.peer
         if call.deadline < peer.scan_at and call.future is not None:
             peer.scan_at = call.deadline

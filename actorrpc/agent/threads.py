@@ -12,7 +12,7 @@ The *width* bounds how many threads run work at once. If many short calls arrive
 compete for the interpreter, and another thread would only slow them down: a thread above the width only reads. If no work ends
 for some milliseconds, the threads are considered blocked, and the width grows by a quarter.
 
-A tick watches the work that waits in the queue, because the pool cannot tell that a thread waits in C++ or for an ``Event``.
+A :class:`Tick` checks the work that waits in the queue, as the pool cannot tell that a thread waits in C++ or for an ``Event``.
 ``_lock`` guards starting and ending threads and is taken last; no other code runs under it.
 """
 
@@ -169,7 +169,7 @@ class Pool:
                 self._run_internal(task)
 
     def hand_out(self) -> None:
-        """Wake other threads for the queue, after a thread has queued messages of which it will run the first itself."""
+        """Called by a thread that has queued messages and will run the first: if work is slow, wake a thread for the others."""
         if self._mean > _SLOW_S and not self._crowded:
             self.wake()
         self._starvation.wake()
