@@ -8,9 +8,9 @@ its place for a few round trips only, and dials again if it lost the place. Ther
 do not keep members out, even if they come from a member's address.
 
 An address whose pending connections fail to prove the key gets ``FAILURES_PER_S`` answers per second. Further connections that
-fail to prove it are not answered, and keep their places until their time limit, or until the places are needed. This limits how
-fast an attacker can guess, and members that share the address (one host, one NAT) are still served. Unix sockets have no such
-limit.
+fail to prove the key are not answered, and keep their places until their time limit, or until the places are needed. This limits
+how fast an attacker can guess, and members that share the address (one host, one NAT) are still served. Unix sockets have no
+such limit.
 
 With certificates, a TCP connection begins with the TLS handshake, within the same time limit and the same places. A peer that
 does not use TLS is refused, and the reason is sent to it without TLS. A connection whose TLS handshake failed is read until the

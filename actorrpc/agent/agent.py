@@ -144,7 +144,7 @@ class Agent:
         self.flight_recorder = FlightRecorder() if settings.recorder else None
         self.hooks = HookSet(self.flight_recorder)
         self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
-        self.held: set[int] = set()  # threads whose calls a debugger holds
+        self.held: set[int] = set()  # identifiers of threads whose calls a debugger holds
         self.on_failure: Callable[[Execution, Exception], None] | None = None
         self.on_peer_end: list[Callable[[Peer], None]] = []
         self.references = MessageReferences()

@@ -1,8 +1,8 @@
 """Opens connections to peers, and resumes connections that have broken.
 
 A connection that another process opens is a pending connection until that process has proved that it has the key; see
-:mod:`actorrpc.agent.acceptor`. A connection to a peer is opened by the thread that sends the first message to it, before the
-deadline of that call, under the peer's ``dial_lock``.
+:mod:`actorrpc.agent.acceptor`. A connection to a peer is opened by the thread that sends it the first message, before the
+time-out of the message, under the peer's ``dial_lock``.
 
 Between two processes of one host, each direction that shares memory has a second Unix socket, over which the descriptors of the
 memory are sent. A random token ties this socket to its connection.
@@ -479,7 +479,7 @@ class Connector:
         Raises:
             PeerDiedError: the peer has ended, another run has taken its place, or it cannot be reached in the connect time-out.
             RpcTimeoutError: the deadline has passed, or another thread was still dialling at the connect time-out.
-            AuthenticationError, VersionError: the two workers do not share a key or a protocol version, or no address.
+            AuthenticationError, VersionError: the two workers do not share a key, a protocol version or an address.
             ShutdownError: this worker has shut down.
             LimitError: this process or the peer has no descriptor left.
         """

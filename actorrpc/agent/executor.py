@@ -100,7 +100,7 @@ def future_of(value: Any, function: Any) -> Any:
 
 
 def pack_error(agent: Agent, error: BaseException, same_main: bool | None, where: str = "") -> bytes:
-    """Pack an error for its caller, shortened if it does not fit into a message; ``where``: worker and actor, for its text."""
+    """Pack an error as an answer, shortened if it does not fit into a message; ``where``: worker and actor, for its text."""
     settings, dumps = agent.settings, codec.dumper(same_main)
     # The message may hold two pickles of the error, the members of an exception group and texts: a quarter of ``max_message``
     # for one pickle leaves room for these in most cases.

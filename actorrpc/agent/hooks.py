@@ -99,7 +99,7 @@ class CallHooks:
 
     #: The name of a header field. If set, the hooks take part only in executions whose request has this field.
     field: ClassVar[str] = ""
-    #: Whether the hooks take part only in calls, not of actors, that are made while a profiler of torch is on.
+    #: Whether the hooks take part only in calls of functions (not of actors) that are made while a profiler of torch is on.
     profiled_only: ClassVar[bool] = False
 
     def on_call(self, call: Call, function: Any, args: tuple[Any, ...]) -> None:

@@ -221,7 +221,7 @@ class Inbox:
             conn.undelivered.pop()
 
     def reply(self, peer: Peer, frame: Frame, waiting: bool, conn: Connection | None = None) -> None:
-        """End the call that a reply belongs to. If the call has no future, the thread that waits for it opens the reply."""
+        """End the call of a reply; without a future, the caller opens the reply. ``waiting``: wake the pool for callbacks."""
         call: Call | None = peer.pending.pop(frame[2], None)
         is_plain = not frame[1] and not frame[5]
         if not is_plain and not peer.answered.first(frame.id):

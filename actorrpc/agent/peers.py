@@ -143,7 +143,7 @@ class Cancellable(Protocol):
         """Cancel the execution for its caller; see :meth:`~actorrpc.agent.calls.Execution.cancel`. Runs on a pool thread."""
 
 
-NUMBERS_KEPT: Final = 4096  # a DuplicateFilter keeps so many of the latest numbers, at most about twice as many
+NUMBERS_KEPT: Final = 4096  # a DuplicateFilter keeps at least so many numbers, at most about twice as many
 
 
 class DuplicateFilter:

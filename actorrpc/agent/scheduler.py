@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler"]
 
 INFINITE: Final = float("inf")
-_EXPECTED_S: Final = 2e-3  # how long a socket stays disarmed without a reader; a shorter time costs too many ticks
+_EXPECTED_S: Final = 2e-3  # how long a socket stays disarmed without a reader (shorter: too many ticks)
 # If no caller read the reply of a disarmed connection before the tick, callers must read this many replies before the connection
 # is disarmed again. One reply that waits for the tick costs as much as this many replies that are read by pool threads.
 _UNATTENDED: Final = 64
@@ -221,7 +221,7 @@ class Scheduler:
             self._agent.pool.submit(lambda: [call.expire() for call in late])
 
     def _beat(self) -> bool:
-        """Send PING to silent peers, and handle peers that are suspect or lost."""
+        """Send PING to silent peers, and handle suspect and lost peers; return False if there are no connections."""
         now = self._agent.clock.now()
         wait = INFINITE
         for peer in self._agent.peers():

@@ -318,7 +318,7 @@ class Pool:
     # -- starvation ------------------------------------------------------------------------------
 
     def _starving(self) -> bool:
-        """Wake or start a thread if the oldest work has been queued for too long. Runs on the clock's thread."""
+        """Wake or start a thread if work was queued for too long; False if the queue is empty. Runs on the clock's thread."""
         try:
             oldest = self.queue[0]
         except IndexError:

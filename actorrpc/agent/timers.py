@@ -104,7 +104,7 @@ class Clock:
         self._thread = thread
 
     def at(self, due: float, run: Callable[[], Any]) -> Timer:
-        """Run ``run()`` at ``due`` (in terms of :meth:`now`)."""
+        """Run ``run()`` on the clock's thread at the time ``due`` of :meth:`now`; return a timer that can be cancelled."""
         timer = Timer(due, run)
         entry = (due, next(self._count), timer)
         with self._lock:

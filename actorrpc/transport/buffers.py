@@ -211,7 +211,7 @@ class Loans(Generic[T]):
 
     Attributes:
         returned: the tags of dead loans, in the order of their deaths. The thread that drops a loan's last reference appends.
-        on_return: called in the finaliser of each loan, after its tag was appended; must take only re-entrant locks and not raise.
+        on_return: called in each loan's finaliser, after its tag was appended; must take only re-entrant locks and not raise.
     """
 
     __slots__ = ("on_return", "pid", "returned")

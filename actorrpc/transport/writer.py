@@ -114,7 +114,7 @@ class Writer:
 
     @uninterruptible
     def flush(self, wait: bool = False, held: bool = False) -> bool:
-        """Send the frames in the outbox. Returns whether the kernel has accepted all of them.
+        """Send the frames in the outbox. Returns whether the kernel has accepted all; False if another thread is sending.
 
         Args:
             wait: sleep while the kernel's buffer is full; otherwise a pool thread sends the rest.

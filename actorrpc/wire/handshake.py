@@ -117,7 +117,7 @@ class Session:
 
 
 class _Side:
-    """The base class of both sides: checks the key, and reads messages. After a failure, each read raises the same error."""
+    """The base class of both sides: checks the key, and reads messages. After a failure, each read raises an equal error."""
 
     __slots__ = (
         "_binding",

@@ -88,7 +88,7 @@ def _namespace(kind: str) -> str:
 
 
 def host_identity() -> str:
-    """Return a string that is equal in two processes only if they can reach each other's Unix sockets and see each other's ids.
+    """Return a string that two processes share only if they reach each other's Unix sockets and see each other's process ids.
 
     It is a hash of the boot id, the network, mount and PID namespaces, and the user id. Processes in two containers (with
     namespaces of their own) on one machine have different strings; two processes of one user in one container have the same. The
