@@ -3,7 +3,8 @@
 **Peer**: the connections of one worker, and the unfinished calls in both directions. ``pending`` maps call numbers to the
 unfinished calls to the peer. A call is entered with its frame, before any part of it can be sent; the thread that removes a call
 (``dict.pop``, atomic) ends it. ``running`` maps the peer's call numbers to its calls that are executed or queued in a mailbox
-here. ``dial_lock`` is held while a connection is opened; no other lock is held when it is taken, and no handlers run under it.
+here. ``dial_lock`` is held while a connection is opened; no other lock is held when it is taken, and no handlers of a peer's end
+run under it.
 
 **PeerTable**: finds the peer of a name, a rank or a WorkerInfo, and records which peers have ended. The last ``KEPT`` ended peers
 are kept, so that calls to them fail with the cause, and their last messages can still be opened; ``SETTLED_S`` after its end, a
@@ -600,7 +601,7 @@ class PeerTable:
         return True
 
     def forget(self, peer: Peer) -> None:
-        """Remove an ended peer without remembering it, because it was a visitor. Idempotent."""
+        """Remove an ended visitor (see ``identity.FIRST_VISITOR``) without remembering its end. Idempotent."""
         with self._lock:
             self._unlist(peer)
             self._ends.pop(peer.record.incarnation, None)

@@ -83,7 +83,7 @@ class Scheduler:
         self._objects = Tick(clock, _OBJECTS_S, self._trim_objects)
 
     def cork(self, conn: Connection) -> None:
-        """Send the outbox after the setting ``cork_us``, together with the frames that are added until then."""
+        """Send the outbox after ``Settings.cork_us`` microseconds, together with the frames that are added until then."""
         self.corked[conn] = None
         if not self._cork.active:
             self._cork.wake()

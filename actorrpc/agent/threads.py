@@ -5,8 +5,9 @@ handed to another thread only when there is more work than one thread should do.
 
 Invariant: *at least one thread is always in epoll, or about to be.* A thread that leaves epoll may read, but before it runs user
 code or blocks it makes sure that another thread is in epoll, and starts a thread if there is none (:meth:`Pool.ensure_reader`).
-So heartbeats, cancellations and further calls are served whatever user code does, and nested or cyclic calls of any depth find a
-thread as long as there are fewer than ``max_threads``. At ``max_threads``, the last thread only reads and queues.
+So heartbeats, cancellations and further calls are served whatever user code does, unless it holds the GIL, and nested or cyclic
+calls of any depth find a thread as long as there are fewer than ``max_threads``. At ``max_threads``, the last thread only reads
+and queues.
 
 The *width* bounds how many threads run work at once. If many short calls arrive at once, all these threads are ready to run and
 compete for the interpreter, and another thread would only slow them down: a thread above the width only reads. If no work ends
