@@ -4,17 +4,18 @@ Pool threads serve the listening sockets. A pending connection has a short time 
 only; its bytes are not passed to the frame reader. The number of pending connections is limited: each has one of
 ``max_unauthenticated`` places. If all places are taken, a new connection replaces a pending connection that is probably not a
 member's: of the address with the most pending connections, the oldest that has not sent HELLO, or else the oldest. A member needs
-its place for two round trips only, and dials again if it lost the place. Therefore silent connections and floods of connections
+its place for a few round trips only, and dials again if it lost the place. Therefore silent connections and floods of connections
 do not keep members out, even if they come from a member's address.
 
 An address whose pending connections fail to prove the key gets ``FAILURES_PER_S`` answers per second. Further connections that
-fail are not answered, and keep their places until their time limit, or until the places are needed. This limits how fast an
-attacker can guess, and members that share the address (one host, one NAT) are still served.
+fail to prove the key are not answered, and keep their places until their time limit, or until the places are needed. This limits
+how fast an attacker can guess, and members that share the address (one host, one NAT) are still served. Unix sockets have no
+such limit.
 
-With certificates, the TLS handshake comes first, within the same time limit and the same places. A peer that does not use TLS is
-refused, and the reason is sent to it without TLS. A connection whose TLS handshake failed is read until the other end closes it
-or until the time limit: closing a socket with unread bytes would reset the connection, and the TLS alert with the reason would be
-lost.
+With certificates, a TCP connection begins with the TLS handshake, within the same time limit and the same places. A peer that
+does not use TLS is refused, and the reason is sent to it without TLS. A connection whose TLS handshake failed is read until the
+other end closes it or until the time limit: closing a socket with unread bytes would reset the connection, and the TLS alert with
+the reason would be lost.
 
 If there are no descriptors for another connection, accepting pauses and is tried again; meanwhile, further connections wait in
 the kernel's backlog. After a second without success, the connections in the backlog are refused: each is accepted over a reserved
@@ -22,8 +23,8 @@ descriptor, sent the reason, and closed. On a TLS listener, connections are not 
 not read the reason; the other end waits until its time-out.
 
 ``_lock`` guards the tables; no other code runs under it. The thread that runs a step of a pending connection's handshake holds
-the ``turn`` of that connection. No thread waits for a turn: a thread that has to close the socket marks the connection, and
-whichever thread releases the turn closes the socket.
+the ``turn`` of that connection. A thread that has to close the socket does not wait for the turn: it marks the connection, and
+the thread that releases the turn closes the socket.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ if TYPE_CHECKING:
 __all__ = ["FAILURES_PER_S", "Admission", "AdmittingAgent", "PendingConnection", "no_room"]
 
 FAILURES_PER_S: Final = 3
-_MAX_ADDRESSES: Final = 1024  # the most addresses whose failures of the last second are stored
-_READ: Final = 4096  # a first message of TLS has fewer bytes: closing a socket with unread bytes would reset the connection
+_MAX_ADDRESSES: Final = 1024  # the most addresses in the table of failures, and in the table of refusals
+_READ: Final = 4096  # more than a first message of TLS has: closing a socket with unread bytes would reset the connection
 _AGAIN_S: Final = 0.2  # time between two attempts to accept if there are no descriptors
 _PATIENCE_S: Final = 1.0  # if no descriptor is available for so long, connections in the backlog are refused
 _MINUTE_S: Final = 60.0
@@ -93,7 +94,7 @@ class PendingConnection:
         self.sweep()
 
     def sweep(self) -> None:
-        """Close the socket if :meth:`close` was called. Called by each thread that has released ``turn``."""
+        """Close the socket if :meth:`close` was called and no thread runs a step. Called after each release of ``turn``, too."""
         if self._gone and self.turn.acquire(blocking=False):
             try:
                 self.sock.close()
@@ -306,7 +307,7 @@ class Admission:
             pass
 
     def _step(self, pending: PendingConnection) -> bytes | None:
-        """Run one step. If the step proves the key, remove the connection from the table and return the last message."""
+        """Run one step. If it proves the key, remove the connection from the table and return the last message; else None."""
         try:
             if self._tls is not None and not pending.local and not self._secured(pending, self._tls):
                 self._listen_to(pending)
@@ -380,7 +381,7 @@ class Admission:
         if self._is_here(pending):
             try:
                 self._agent.pool.epoll.modify(pending.fd, select.EPOLLIN | select.EPOLLONESHOT)
-            except (OSError, ValueError):  # another thread has dismissed it
+            except (OSError, ValueError):  # another thread has closed the connection
                 pass
 
     def _refuse(self, pending: PendingConnection, error: ProtocolError) -> None:

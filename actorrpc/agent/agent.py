@@ -1,7 +1,7 @@
 """The agent of a worker: its connections, threads, clock and calls.
 
 Higher packages add RRefs, autograd contexts, traces and actors to calls: ``hooks`` take part in calls, ``on_notice`` handles
-one-way messages, and ``on_peer_end`` is called when a peer has ended.
+one-way messages, and the functions in ``on_peer_end`` are called when a peer has ended.
 
 Any thread may make calls. ``Inbox.control`` runs under a connection's read lock, on whichever thread reads; it is short and runs
 no user code. ``Inbox.deliver`` runs after the lock was released.
@@ -144,7 +144,7 @@ class Agent:
         self.flight_recorder = FlightRecorder() if settings.recorder else None
         self.hooks = HookSet(self.flight_recorder)
         self.on_notice: dict[str, Callable[[Peer, bytes], None]] = {}
-        self.held: set[int] = set()  # threads whose calls a debugger holds
+        self.held: set[int] = set()  # identifiers of threads whose calls a debugger holds
         self.on_failure: Callable[[Execution, Exception], None] | None = None
         self.on_peer_end: list[Callable[[Peer], None]] = []
         self.references = MessageReferences()
@@ -189,7 +189,7 @@ class Agent:
         self.pool.submit(task)
 
     def flush(self) -> None:
-        """Send all corked frames, because the caller is about to wait."""
+        """Send all corked frames (frames whose sending was delayed), because the caller is about to wait."""
         self.scheduler.flush()
 
     def start(self, listeners: list[socket.socket]) -> None:
@@ -241,7 +241,7 @@ class Agent:
         kwargs: dict[str, Any],
         header: Header | None = None,
     ) -> None:
-        """Send a new call, or the arguments of a call that has reserved its place in a mailbox. On an error, undo all steps.
+        """Send a new call, or the arguments of a call with a reserved place. On an error, undo all steps, or cancel the call.
 
         Args:
             function: the called function; not used for a request to a mailbox, whose body is ``(args, kwargs)``.
@@ -250,7 +250,8 @@ class Agent:
         Raises:
             SerializationError, LimitError, PeerDiedError, BackpressureError, ShutdownError: the call was not executed.
             CancelledError: the enclosing call was cancelled, or this call has reserved its place and has ended meanwhile.
-            RpcTimeoutError: the deadline of the enclosing call has passed.
+            RpcTimeoutError: the deadline of the enclosing call has passed, or there was no connection in time.
+            AuthenticationError, VersionError: see :meth:`Connector.connect`.
             LostArgumentError: an argument refers to a value of a worker that has died.
         """
         peer, mail, is_new = call.peer, call.mail, not call.id
@@ -312,7 +313,7 @@ class Agent:
             self._undo(call, message, is_new, error)
             raise
         if current is not None and current.given_up is not given_up:
-            call.cancel(current.given_up[-1], current.late)  # cancelled while it was made
+            call.cancel(current.given_up[-1], current.late)  # ``current`` was cancelled meanwhile
 
     def _refuse(self, call: Call, current: Execution | None) -> None:
         """Raise the error of a call that must not be sent."""
@@ -324,7 +325,7 @@ class Agent:
         call.peer.check_alive(f"cannot call {call.label}")
 
     def _wait_for_room(self, call: Call, current: Execution | None) -> None:
-        """Wait until the window has room. Nested calls do not wait: the calls that fill the window may wait for them."""
+        """Wait until the window has room. Nested calls and reserved places do not wait: calls in the window may wait for them."""
         if current is None and not call.id and call.peer.window.full:
             self.flush()
             call.peer.window.wait_for_room(call.deadline, f"the call of {call.label}")
@@ -359,7 +360,7 @@ class Agent:
     def _undo(self, call: Call, message: MessageContext, is_new: bool, error: BaseException) -> None:
         """Undo what :meth:`send` has begun; a call that is in the outbox or was sent is cancelled."""
         if call.handed_over:
-            call.cancel()  # a signal handler raised between two chunks or after the last chunk
+            call.cancel()  # a signal handler or a hook raised after the frame was put into the outbox
             return
         if is_new:
             call.peer.pending.pop(call.id, None)
@@ -417,15 +418,16 @@ class Agent:
     ) -> None:
         """Make a worker call ``function(*args)``, without an answer.
 
-        It is for protocols that detect failures in another way, and saves the cost of the answer. The function runs on a pool
-        thread of the other worker, in no particular order with calls; its errors are logged there.
+        It is for protocols that detect failures in another way. The function runs on a pool thread of the other worker, or on its
+        thread that waits in ``backward``, in no particular order with calls; its errors are logged there.
 
         Args:
+            label: names the function in error messages.
             record: pass the tensors to the agent's recorder, which follows them for distributed autograd.
 
         Raises:
             SerializationError, LimitError: the message cannot be packed.
-            PeerDiedError, ShutdownError: the message was not sent, or only in part.
+            PeerDiedError, ShutdownError: the message was not sent, or only in part. Also the errors of :meth:`Connector.connect`.
         """
         if self.closed_down:
             raise self.shut_down_error()
@@ -498,7 +500,7 @@ class Agent:
 
     @staticmethod
     def _end_asked(call: Call, error: BaseException) -> None:
-        """Run ``on_answer`` for a call of :meth:`call_sync` whose reply was received, but not opened."""
+        """Run ``on_answer`` for a call of :meth:`call_sync` that raises an error although its reply was received."""
         for ended in call.ending:
             ended(call, error)
         call.outcome = None
@@ -539,7 +541,7 @@ class Agent:
         else:
             peer.pending[call.id] = call
         if conn.state is CLOSED or peer.state != "alive":
-            # The thread that ends the peer, or this agent, may have ended the pending calls before this call was entered.
+            # Another thread, which ends the peer or this agent, may have ended the pending calls before this call was entered.
             # The outbox of a closed connection is never sent.
             call.frame = b""
             peer.check_alive(f"cannot call {call.label}")
@@ -588,7 +590,7 @@ class Agent:
     def _use_place(call: Call) -> None:
         """Record that the message of a call follows the reservation of its place.
 
-        A thread that ends the call removes it from ``pending``, and then gives the place back if ``awaits`` is not empty.
+        A thread that ends the call removes it from ``pending``, and then sends CANCEL for the place if ``awaits`` is not empty.
         Therefore ``awaits`` is emptied only if the call is still pending and its message will be sent.
 
         Raises:
@@ -693,7 +695,7 @@ class Agent:
     # -- shared memory ----------------------------------------------------------------------------------
 
     def lender(self, conn: Connection) -> Any:
-        """Return the Lender of shared memory for a connection's peer, which is opened if needed; None if that is impossible."""
+        """Return the Lender that shares memory with a connection's peer; open it if needed. None: it cannot be opened."""
         lender = conn.lane.lender
         self.scheduler.keep_trim()
         if lender is None and self.settings.lane:
@@ -727,12 +729,12 @@ class Agent:
         )
 
     def _look_after_objects(self) -> None:
-        """Start the tick that releases shared memory without readers. Called by finalisers of objects in that memory."""
+        """Start the periodic release of shared memory without readers. Called by finalisers of objects in that memory."""
         if not self.closed_down:
             self.scheduler.keep_objects()
 
     def _trim_later(self) -> None:
-        """Start the tick that unmaps free buffers. Called by finalisers of buffers."""
+        """Start the periodic release of free buffers. Called by finalisers of buffers."""
         if not self.closed_down:
             self.clock.call_soon(self.scheduler.keep_trim)
 
@@ -774,7 +776,7 @@ class Agent:
 
         1. Thread A reads an answer and releases the read lock. 2. Thread B reads the end of the connection. Therefore B has to
         wait until A has delivered the answer. If both sides have dialled at once, there is a second connection, which may hold
-        unread answers when the end of the first is read. The wait is bounded, because an answer that is opened may run anything,
+        unread answers when the end of the first is read. The wait is bounded, because opening an answer may run user code,
         and because a thread may hold the read lock of a connection that is still open.
         """
         begun = _time.now()
@@ -834,12 +836,12 @@ class Agent:
                 call.fail(self._shut_down(call))
 
     def close(self, timeout: float = 2.0, parting: float = _GOODBYE_S) -> None:
-        """Close the connections with a goodbye, end the threads, and fail all waits with ShutdownError. Idempotent.
+        """Close the connections with a goodbye, end the threads, and fail all pending calls with ShutdownError. Idempotent.
 
         Args:
             timeout: how long threads in user code may take to end, in seconds.
-            parting: how long sending all goodbyes may take, in seconds: until the kernel has them, and between hosts until the
-                other host has acknowledged them. A peer whose goodbye is not sent in time considers this worker dead. After
+            parting: how long sending all goodbyes may take, in seconds: until the kernel has them, and over TCP until the
+                kernel has sent them. A peer whose goodbye is not sent in time considers this worker dead. After
                 Ctrl-C, at most 0.5 s.
         """
         if not self._closing.acquire(blocking=False):

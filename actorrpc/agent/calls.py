@@ -1,16 +1,16 @@
 """Calls: a request to a peer with its answer (:class:`Call`), and the execution of a peer's request here (:class:`Execution`).
 
 A :class:`Call` ends exactly once. The thread that removes it from its peer's ``pending`` table (one atomic step) ends it: because
-it has read the reply, because the deadline has passed, because the call is cancelled, or because the peer has ended. The thread
+it has read the reply, or because the deadline has passed, the call is cancelled, or the peer or this agent has ended. The thread
 that waits for a call reads the connection itself if no other thread does (:meth:`Call.drive`), and sleeps otherwise.
 
 Two steps decide whether the worker may execute a call. ``Agent._dispatch`` enters the call into ``pending`` together with its
 frame, before the first byte can be sent: until then the call has certainly not run, and no other thread can end it. The thread
-that ends the call calls :meth:`Call.withdraw` once, which withdraws the frame if it was not sent, or returns that the call may
-run.
+that ends the call calls :meth:`Call.withdraw` once, which withdraws the frame if that is possible, and returns whether the call
+may run.
 
 ``CURRENT`` is the execution that the running code belongs to. As it is a ``ContextVar``, coroutines and callbacks that run in a
-copy of the context have the same execution, and a thread does not keep it for its next call.
+copy of the context have the same execution. A thread that sets it resets it after the execution.
 """
 
 from __future__ import annotations
@@ -559,10 +559,11 @@ class Call(Progress):
 
     @uninterruptible
     def stop(self, patience: float) -> bool:
-        """Cancel the call, but wait until the worker has ended it; False if the call had ended before.
+        """Let the worker cancel the call, which ends with the worker's answer; False if it had ended before. Does not wait.
 
         Args:
-            patience: how many seconds the worker's answer may take; then the call ends as :meth:`cancel` ends it.
+            patience: how many seconds the worker's answer may take; then the call ends as :meth:`cancel` ends it. A call
+                that was not sent ends in this way at once.
         """
         if not self.sent:
             return self.cancel()

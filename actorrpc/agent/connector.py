@@ -1,8 +1,8 @@
 """Opens connections to peers, and resumes connections that have broken.
 
 A connection that another process opens is a pending connection until that process has proved that it has the key; see
-:mod:`actorrpc.agent.acceptor`. A connection to a peer is opened by the thread that makes the first call to the peer, before that
-call's deadline, under the peer's ``dial_lock``.
+:mod:`actorrpc.agent.acceptor`. A connection to a peer is opened by the thread that sends it the first message, before the
+time-out of the message, under the peer's ``dial_lock``.
 
 Between two processes of one host, each direction that shares memory has a second Unix socket, over which the descriptors of the
 memory are sent. A random token ties this socket to its connection.
@@ -246,7 +246,7 @@ class Resumption:
         pool = self._agent.pool
 
         def move() -> None:
-            """Make the pool watch the new descriptor. Called under the connection's locks, so that no thread closes it."""
+            """Make the pool watch the new descriptor. Called under the connection's locks, so no thread closes the descriptor."""
             pool.forget(conn.fd)
             pool.watch(stream.sock.fileno(), conn.turn)
 
@@ -279,7 +279,7 @@ def _name(conn: Connection) -> str:
 
 
 def _session(conn: Connection) -> ReliableStream:
-    assert conn.session is not None  # other connections are never suspended
+    assert conn.session is not None  # a connection without a session is never suspended
     return conn.session
 
 
@@ -477,9 +477,10 @@ class Connector:
             what: the function that is called, for error messages.
 
         Raises:
-            PeerDiedError: the peer's addresses refuse connections, or another run of the peer has taken its place.
-            RpcTimeoutError: no connection before the deadline or the connect time-out.
-            AuthenticationError, VersionError: the two workers do not share a key or a protocol version.
+            PeerDiedError: the peer has ended, another run has taken its place, or it cannot be reached in the connect time-out.
+            RpcTimeoutError: the deadline has passed, or another thread was still dialling at the connect time-out.
+            AuthenticationError, VersionError: the two workers do not share a key, a protocol version or an address.
+            ShutdownError: this worker has shut down.
             LimitError: this process or the peer has no descriptor left.
         """
         limit = min(deadline, _time.now() + self._agent.settings.connect_timeout)
@@ -658,7 +659,7 @@ class Connector:
     # -- side connections --------------------------------------------------------------------------------
 
     def open_lane(self, conn: Connection) -> Lender | None:
-        """Open the descriptor socket over which memory is lent to the peer; return None if that is not possible."""
+        """Return the Lender of memory to the peer, and open its descriptor socket if needed; None if that is not possible."""
         peer: Peer = conn.peer
         lane, path = conn.lane, peer.record.unix_path
         if not conn.local or not path or _time.now() < lane.opens_at:

@@ -40,6 +40,7 @@ class Worker:
         autograd: its autograd contexts, and its part in backward passes.
         actors: its actor layer.
         cluster: the cluster of which it is the driver.
+        debugger: holds its executions for ``actorrpc debug``; None if it has none.
         exit_member: ends its process when the driver asks for that.
         observer: answers the state queries of other workers, and sends its own.
         timeout: the default time-out of its calls, in seconds; 0 means none.

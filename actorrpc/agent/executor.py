@@ -1,6 +1,6 @@
 """The execution of requests, from the arrival of a request to its answer.
 
-Pool threads execute requests and send answers; the thread that completes the future of an ``async_execution`` function sends its
+Pool threads execute requests and send answers; the thread that completes the future of an ``async_execution`` function sends that
 answer. A request whose deadline has passed, or whose caller has cancelled it, is not started. No lock is held while arguments are
 opened, functions run and answers are packed. The arguments are dropped before the answer is sent, so that the release of their
 shared memory is sent with it.
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ASYNC_MARK", "Deferred", "Executor", "future_of", "pack_error", "path_of"]
 
-_PLAIN: Final = frozenset({int, float, bool, type(None)})  # values that need no codec
+_PLAIN: Final = frozenset({int, float, bool, type(None)})  # the types of values that need no codec
 _dumps = pickle.dumps
 _modules: Final = sys.modules
 _log = logging.getLogger("actorrpc")
@@ -100,7 +100,7 @@ def future_of(value: Any, function: Any) -> Any:
 
 
 def pack_error(agent: Agent, error: BaseException, same_main: bool | None, where: str = "") -> bytes:
-    """Pack an error for the caller of the function that raised it; the error is shortened if it does not fit into a message."""
+    """Pack an error as an answer, shortened if it does not fit into a message; ``where``: worker and actor, for its text."""
     settings, dumps = agent.settings, codec.dumper(same_main)
     # The message may hold two pickles of the error, the members of an exception group and texts: a quarter of ``max_message``
     # for one pickle leaves room for these in most cases.
@@ -279,7 +279,7 @@ class Executor:
         answer: Callable[[Any], object],
         fail: Callable[[BaseException], object],
     ) -> None:
-        """Answer a request with the value or the error of a future, on the thread that completes the future."""
+        """Call ``answer`` with the value or ``fail`` with the error of a future, on the thread that completes the future."""
 
         def ready(done: Any) -> None:
             token = CURRENT.set(execution)
@@ -360,7 +360,7 @@ class Executor:
                 self._send_error(execution, error)
 
     def fail(self, execution: Execution, error: BaseException) -> None:
-        """Send an error as the answer. Never raises."""
+        """Run the hooks at the end of an execution, and answer with ``error``, or with the error that a hook raised."""
         try:
             for end in self._agent.hooks.on_end if execution.ending is None else execution.ending:
                 end(execution, error)
@@ -382,7 +382,7 @@ class Executor:
             self._fail_shortly(conn, id, execution.peer.name, failure)
 
     def _fail_shortly(self, conn: Any, id: int, name: str, failure: BaseException) -> None:
-        """Answer a call whose error cannot be packed."""
+        """Answer a call whose error cannot be packed or sent."""
         if conn is None:
             self._agent.loop_back(FAILURE, id, self._short, None, _INFINITE, 0)
         else:
@@ -390,13 +390,13 @@ class Executor:
         _log.error("an error cannot be sent to %r: %s", name, line_of(failure))
 
     def refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
-        """Answer an unopened request with an error, and release the memory and references in it. Never raises."""
+        """Answer an unopened request with an error (unless it is a cast), and release the memory and references in it."""
         self._agent.inbox.discard(conn, frame)
         if not frame.flags & CAST:
             self.refuse_opened(conn, frame.id, error)
 
     def refuse_opened(self, conn: Any, id: int, error: RpcError) -> None:
-        """Answer a request that has been opened, but is not executed, with an error. Never raises."""
+        """Answer a request that has been opened, but is not executed, with an error."""
         peer = self._agent.self_peer if conn is None else conn.peer
         try:
             dumps = codec.dumper(peer.same_main)

@@ -5,9 +5,9 @@ instance: to all workers of the process (:func:`add_hooks`), or to one agent (:c
 were added costs a call one test of an empty tuple. The flight recorder, spans of OpenTelemetry, ranges and remote events of
 torch's profilers, and the faults of ``actorrpc.testing`` are such hooks.
 
-Three more interfaces are here, of which each agent has one instance or none. A :class:`Recorder` follows the tensors in messages
-(distributed autograd). :class:`MessageReferences` counts the references in messages (RRefs). *Points* are named moments in the
-life of a worker, at which tests make it die, stop or fail (:func:`reach`).
+Three more interfaces are here. Each agent has a :class:`Recorder`, which follows the tensors in messages (distributed autograd),
+and a :class:`MessageReferences`, which counts the references in messages (RRefs). *Points* are named moments in the life of a
+worker, at which tests make it die, stop or fail (:func:`reach`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class CallHooks:
     exception from ``on_call`` is raised to the caller, one from ``before_send`` or ``after_send`` to the code that sends the
     message, one from ``on_start`` or ``on_end`` becomes the answer of the call, and one from ``on_answer`` is logged.
 
-    A ``call`` is made by this worker, and an ``execution`` executes a call of another worker. In both, ``peer.name`` is the name
+    A ``call`` is made by this worker, and an ``execution`` executes a call of a worker here. In both, ``peer.name`` is the name
     of the other worker, ``label`` names the function or method, ``fields`` are the header fields of the request, and ``notes`` is
     a dict in which hooks store data until the call ends, each under itself as the key. For a call that was already running when
     the hooks were added, only ``on_end`` or ``on_answer`` may be called.
@@ -99,7 +99,7 @@ class CallHooks:
 
     #: The name of a header field. If set, the hooks take part only in executions whose request has this field.
     field: ClassVar[str] = ""
-    #: Whether the hooks take part only in calls that are made while a profiler of torch is on.
+    #: Whether the hooks take part only in calls of functions (not of actors) that are made while a profiler of torch is on.
     profiled_only: ClassVar[bool] = False
 
     def on_call(self, call: Call, function: Any, args: tuple[Any, ...]) -> None:
@@ -121,8 +121,8 @@ class CallHooks:
         """Run before a function or method is executed.
 
         Returns:
-            None, or a context manager in which the function runs. It is entered once for a whole coroutine, but for each step of
-            a generator, so it must be re-enterable.
+            None, or a context manager in which the function is called. It is entered again for the run of a coroutine, and for
+            each step of a generator, so it must be re-enterable.
         """
         return None
 
@@ -130,7 +130,7 @@ class CallHooks:
         """Run when an execution has ended: before its answer is sent, or after the last item of a stream."""
 
     def on_answer(self, call: Call, error: BaseException | None) -> None:
-        """Run when a call has ended, before waiting threads are woken. ``error``: the error of the call, or None."""
+        """Run when a call has ended, before its caller gets the result. ``error``: the error of the call, or None."""
 
 
 _MOMENTS: Final = ("on_call", "before_send", "after_send", "on_start", "on_end", "on_answer")

@@ -2,7 +2,7 @@
 
 ``control`` runs under the connection's read lock, on whichever thread reads; it is short, runs no user code and never unpickles.
 ``deliver`` runs after the lock was released: it ends the calls that were answered and queues the requests. On the thread of a
-caller that waits for a reply, ``deliver`` executes no requests.
+caller that waits for a reply, it leaves requests to the pool, and the casts to this thread if ``WAITING.casts`` is set.
 
 A request that arrives a second time is not executed again, and the references in an answer are counted once
 (:class:`~actorrpc.agent.peers.DuplicateFilter`). A connection delivers each byte once, even if it is resumed over another socket,
@@ -183,7 +183,8 @@ class Inbox:
     def deliver(self, conn: Connection, batch: list[Frame], waiting: bool) -> bool:
         """Queue requests and end the calls that were answered, after the read lock was released.
 
-        ``waiting``: the calling thread waits for its own reply, so it executes no requests.
+        ``waiting``: the calling thread waits for its own reply, so the pool executes the requests. Return whether requests were
+        queued; if not ``waiting``, also whether notices were queued.
         """
         try:
             peer = conn.peer
@@ -192,7 +193,7 @@ class Inbox:
                 return False
             pool = self._agent.pool
             if not waiting and not pool.idle:
-                pool.ensure_reader()  # unpickling may run anything
+                pool.ensure_reader()  # unpickling a reply may run user code, during which another thread has to read
             received_at = conn.last_received
             count = requests = 0
             for frame in batch:
@@ -220,7 +221,7 @@ class Inbox:
             conn.undelivered.pop()
 
     def reply(self, peer: Peer, frame: Frame, waiting: bool, conn: Connection | None = None) -> None:
-        """End the call that a reply belongs to. If the call has no future, the thread that waits for it opens the reply."""
+        """End the call of a reply; without a future, the caller opens the reply. ``waiting``: wake the pool for callbacks."""
         call: Call | None = peer.pending.pop(frame[2], None)
         is_plain = not frame[1] and not frame[5]
         if not is_plain and not peer.answered.first(frame.id):
@@ -294,7 +295,7 @@ class Inbox:
         self._agent.connector.resumption.begin(conn, error)
 
     def closed(self, conn: Connection, error: BaseException | None) -> None:
-        """Handle the end of a connection: log protocol errors, and end its peer on a pool thread."""
+        """Handle the end of a connection: log protocol errors and lack of memory, and end its peer on a pool thread."""
         if isinstance(error, (ProtocolError, MemoryError)):
             _log.error(
                 "the connection to %s was closed: %s", conn.peer.name if conn.peer else "a stranger", error

@@ -5,7 +5,7 @@ the frame's flags name:
 
 * ``INLINE``: small buffers, copied after the body in the same frame;
 * ``LANE``: through shared memory, to a peer on the same host;
-* ``STREAM``: as chunks on the same connection, between which small frames are sent; a large body is sent in this way as well.
+* ``STREAM``: as chunks on the same connection; other frames may be sent between chunks. A large body is sent in this way, too.
 
 In every case the memory has been copied, here or by the kernel, when :func:`send` returns: the peer does not see a later change
 of a tensor.
@@ -61,7 +61,7 @@ _BODY_ONLY: Final = frames.MAIL | frames.CAST  # flags that a message without bu
 _CHARGED: Final = INLINE | LANE | STREAM
 _SHARE_S: Final = 5.0  # how long a message waits for room in the descriptor socket
 _SHARE_STEP_S: Final = 0.002
-_MAX_SHARED: Final = 2048  # the most segments in a message; a receiver stores twice as many segments that no message has used yet
+_MAX_SHARED: Final = 2048  # the most segments in a message; a receiver stores at most twice as many that no message has used yet
 _INFINITE: Final = float("inf")
 _nbytes: Final = attrgetter("nbytes")
 _pack: Final = frames.PREFIX.pack
@@ -198,7 +198,7 @@ def pack(
     chain: int = 0,
     flags: int = 0,
 ) -> bytes | Packed:
-    """Return the frame of a message. If the message may have buffers or a large body, return a :class:`Packed` instead.
+    """Return a message's frame. If the header must be packed, or there may be buffers or a large body, return a :class:`Packed`.
 
     Puts the definitions that the message needs into the outbox, and sends the descriptors of its shared memory.
 
@@ -305,7 +305,7 @@ def _share(agent: _SendingAgent, conn: Connection, segments: Sequence[Segment], 
     """Send the descriptors of segments before the message that uses them; return their numbers.
 
     Raises:
-        LimitError: the peer has not read earlier descriptors for a while; the message is not sent.
+        LimitError: there are too many segments, or the descriptor socket cannot be opened or is not read; nothing was sent.
         PeerDiedError: the connection is closed.
     """
     if len(segments) > _MAX_SHARED:
@@ -350,7 +350,7 @@ def begin_stream(settings: Settings, pool: BufferPool, frame: Frame) -> tuple[in
     """Allocate the buffers of a message that is received in chunks; return its stream number and its assembly.
 
     Raises:
-        ProtocolError: the sizes exceed a limit; nothing was allocated.
+        ProtocolError: the sizes are invalid or exceed a limit; nothing was allocated.
     """
     header = unpack_header(frame.extra)
     sizes, stream = header.get("sizes"), header.get("stream")
@@ -482,7 +482,7 @@ def _buffers(conn: Connection | None, frame: Frame, header: Header) -> tuple[Seq
 
 
 def discard(conn: Connection | None, frame: Frame) -> None:
-    """Return the shared memory of a message that will not be opened to the sender."""
+    """Return to the sender the shared memory of a message that will not be opened."""
     if frame.flags & LANE and conn is not None and conn.lane.borrower is not None:
         try:
             _buffers(conn, frame, unpack_header(frame.extra))

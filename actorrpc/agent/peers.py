@@ -2,9 +2,9 @@
 
 **Peer**: the connections of one worker, and the unfinished calls in both directions. ``pending`` maps call numbers to the
 unfinished calls to the peer. A call is entered with its frame, before any part of it can be sent; the thread that removes a call
-(``dict.pop``, atomic) ends it. ``running`` maps the peer's call numbers to its calls that are executed here. ``dial_lock`` is
-held while a connection is opened; no other lock is held when it is taken. If the peer turns out to have ended, the handlers of
-its end run under it.
+(``dict.pop``, atomic) ends it. ``running`` maps the peer's call numbers to its calls that are executed or queued in a mailbox
+here. ``dial_lock`` is held while a connection is opened; no other lock is held when it is taken, and no handlers of a peer's end
+run under it.
 
 **PeerTable**: finds the peer of a name, a rank or a WorkerInfo, and records which peers have ended. The last ``KEPT`` ended peers
 are kept, so that calls to them fail with the cause, and their last messages can still be opened; ``SETTLED_S`` after its end, a
@@ -134,7 +134,7 @@ class MembershipEvents:
 # codec.DefinitionStore keeps at least four times as many of both.
 _KNOWN: Final = 1024
 _KNOWN_BYTES: Final = 64 << 20
-MAX_PENDING: Final = 1 << 17  # the most pending calls to one peer; further calls wait
+MAX_PENDING: Final = 1 << 17  # the most pending calls to one peer; further calls wait, unless they are nested
 
 
 class Cancellable(Protocol):
@@ -144,7 +144,7 @@ class Cancellable(Protocol):
         """Cancel the execution for its caller; see :meth:`~actorrpc.agent.calls.Execution.cancel`. Runs on a pool thread."""
 
 
-NUMBERS_KEPT: Final = 4096  # a DuplicateFilter keeps at least so many numbers, and at most twice as many
+NUMBERS_KEPT: Final = 4096  # a DuplicateFilter keeps at least so many numbers, at most about twice as many
 
 
 class DuplicateFilter:
@@ -162,7 +162,7 @@ class DuplicateFilter:
     def first(self, id: int) -> bool:
         """Record a number; return False if it was recorded before."""
         younger, mark = self._younger, object()
-        # ``_older`` is read first: another thread may replace it with ``younger`` at any moment.
+        # Read ``_older`` before setdefault(): another thread may replace it with ``younger``, which then contains this number.
         if id in self._older or younger.setdefault(id, mark) is not mark:
             return False
         if len(younger) >= NUMBERS_KEPT and younger is self._younger:
@@ -205,13 +205,13 @@ class MessageContext:
 
 
 class Window:
-    """Limits the bytes of calls to one peer that the peer has not started; above the limit, callers wait. Thread-safe.
+    """Limits the bytes of large calls that one peer has not started: at the limit, calls that are not nested wait. Thread-safe.
 
     ``_lock`` guards ``charged`` and ``_charges``, the bytes of each call; no lock is taken under it.
 
     Attributes:
-        limit: the most bytes of calls that the peer has not started.
-        charged: the bytes of calls that the peer has not started.
+        limit: callers wait while ``charged`` is at least this many bytes.
+        charged: the bytes of calls that the peer has not started, without calls of less than ``outbound.CHARGED`` bytes.
         waiting: the number of threads that wait for room.
         blocked: records how long threads have waited.
     """
@@ -258,7 +258,7 @@ class Window:
 
         Raises:
             BackpressureError: the peer has not started enough calls by the deadline; nothing was sent.
-            PeerDiedError: the peer died meanwhile.
+            PeerDiedError: the peer has ended.
         """
         begun = _time.now()
         late_at = begun + SILENT_S
@@ -417,7 +417,7 @@ class Peer:
         )
 
     def relieve(self) -> None:
-        """Drop data that only a living peer needs. Called when the peer's last messages have been opened."""
+        """Drop data that only a living peer needs. Called ``SETTLED_S`` after its end: its last messages have been opened."""
         self.known = _KnownDefinitions()
         self.cancelled = {}
         self.begun, self.answered = DuplicateFilter(), DuplicateFilter()
@@ -601,7 +601,7 @@ class PeerTable:
         return True
 
     def forget(self, peer: Peer) -> None:
-        """Remove an ended peer without remembering it, because it was a visitor. Idempotent."""
+        """Remove an ended visitor (see ``identity.FIRST_VISITOR``) without remembering its end. Idempotent."""
         with self._lock:
             self._unlist(peer)
             self._ends.pop(peer.record.incarnation, None)

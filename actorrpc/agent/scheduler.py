@@ -1,9 +1,10 @@
 """The periodic work of an agent.
 
-Ticks send corked writes and credit, send PING to silent peers, return borrowed shared memory to its lender, and release unused
-memory to the system. A tick stops when it has no work left. An idle worker has one tick, the pulse, which wakes the clock once in
-a heartbeat (at most four times, whatever the number of peers), and none if it has no connections. Two idle workers exchange two
-small frames in a heartbeat, a PING and a PONG. Ticks run on the clock's thread; work that may block is submitted to the pool.
+Ticks (functions that the clock calls at an interval) send delayed frames and CREDIT, send PING to silent peers, return borrowed
+shared memory to its lender, and release unused memory to the system. A tick stops when it has no work left. An idle worker has
+one tick, the pulse, which wakes the clock once in a heartbeat (at most four times, whatever the number of peers), and none if it
+has no connections. Two idle workers exchange two small frames in a heartbeat, a PING and a PONG. Ticks run on the clock's thread;
+work that may block is submitted to the pool.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Scheduler"]
 
 INFINITE: Final = float("inf")
-_EXPECTED_S: Final = 2e-3  # how long a socket stays disarmed without a reader; a tick between every few calls would cost too much
+_EXPECTED_S: Final = 2e-3  # how long a socket stays disarmed without a reader (shorter: too many ticks)
 # If no caller read the reply of a disarmed connection before the tick, callers must read this many replies before the connection
 # is disarmed again. One reply that waits for the tick costs as much as this many replies that are read by pool threads.
 _UNATTENDED: Final = 64
@@ -82,7 +83,7 @@ class Scheduler:
         self._objects = Tick(clock, _OBJECTS_S, self._trim_objects)
 
     def cork(self, conn: Connection) -> None:
-        """Send the outbox after the setting ``cork_us``, together with the frames that are added until then."""
+        """Send the outbox after ``Settings.cork_us`` microseconds, together with the frames that are added until then."""
         self.corked[conn] = None
         if not self._cork.active:
             self._cork.wake()
@@ -192,7 +193,7 @@ class Scheduler:
         return [conn.lane.borrower for conn in self._connections() if conn.lane.borrower is not None]
 
     def watch(self, call: Call) -> None:
-        """Start the pulse; if the call has a future, set a timer for its deadline. A thread that waits ends its call itself."""
+        """Start the pulse; if the call has a future, set a timer for its deadline. Otherwise, the waiting thread ends it."""
         peer = call.peer
         if call.deadline < peer.scan_at and call.future is not None:
             peer.scan_at = call.deadline
@@ -220,7 +221,7 @@ class Scheduler:
             self._agent.pool.submit(lambda: [call.expire() for call in late])
 
     def _beat(self) -> bool:
-        """Send PING to silent peers, and handle peers that are suspect or lost."""
+        """Send PING to silent peers, and handle suspect and lost peers; return False if there are no connections."""
         now = self._agent.clock.now()
         wait = INFINITE
         for peer in self._agent.peers():

@@ -5,14 +5,15 @@ handed to another thread only when there is more work than one thread should do.
 
 Invariant: *at least one thread is always in epoll, or about to be.* A thread that leaves epoll may read, but before it runs user
 code or blocks it makes sure that another thread is in epoll, and starts a thread if there is none (:meth:`Pool.ensure_reader`).
-So heartbeats, cancellations and further calls are served whatever user code does, and nested or cyclic calls of any depth find a
-thread as long as there are fewer than ``max_threads``. At ``max_threads``, the last thread only reads and queues.
+So heartbeats, cancellations and further calls are served whatever user code does, unless it holds the GIL, and nested or cyclic
+calls of any depth find a thread as long as there are fewer than ``max_threads``. At ``max_threads``, the last thread only reads
+and queues.
 
 The *width* bounds how many threads run work at once. If many short calls arrive at once, all these threads are ready to run and
 compete for the interpreter, and another thread would only slow them down: a thread above the width only reads. If no work ends
 for some milliseconds, the threads are considered blocked, and the width grows by a quarter.
 
-A tick watches the work that waits in the queue, because the pool cannot tell that a thread waits in C++ or for an ``Event``.
+A :class:`Tick` checks the work that waits in the queue, as the pool cannot tell that a thread waits in C++ or for an ``Event``.
 ``_lock`` guards starting and ending threads and is taken last; no other code runs under it.
 """
 
@@ -169,7 +170,7 @@ class Pool:
                 self._run_internal(task)
 
     def hand_out(self) -> None:
-        """Wake other threads for the queue, after a thread has queued messages of which it will run the first itself."""
+        """Called by a thread that has queued messages and will run the first: if work is slow, wake a thread for the others."""
         if self._mean > _SLOW_S and not self._crowded:
             self.wake()
         self._starvation.wake()
@@ -318,7 +319,7 @@ class Pool:
     # -- starvation ------------------------------------------------------------------------------
 
     def _starving(self) -> bool:
-        """Wake or start a thread if the oldest work has been queued for too long. Runs on the clock's thread."""
+        """Wake or start a thread if work was queued for too long; False if the queue is empty. Runs on the clock's thread."""
         try:
             oldest = self.queue[0]
         except IndexError:

@@ -1,8 +1,8 @@
 """The clock: the one thread that runs functions at their due times.
 
 It handles time-outs of calls, delayed writes, checks for queued work that no thread runs, heartbeats and batched releases of
-references. The thread sleeps until the next function is due, so an idle group costs no CPU time. The functions must be short and
-must not block, take locks that are held for long, or run user code: longer work is submitted to the pool.
+references. The thread sleeps until the next function is due, so an idle group costs nearly no CPU time. The functions must be
+short and must not block, take locks that are held for long, or run user code: longer work is submitted to the pool.
 
 ``_lock`` guards the heap and ``_sleeping_until``; no other code runs under it, and no other lock is taken under it. The lock is
 re-entrant, as a signal handler or a finaliser may set a timer on a thread that holds the lock.
@@ -104,7 +104,7 @@ class Clock:
         self._thread = thread
 
     def at(self, due: float, run: Callable[[], Any]) -> Timer:
-        """Run ``run()`` at ``due`` (in terms of :meth:`now`)."""
+        """Run ``run()`` on the clock's thread at the time ``due`` of :meth:`now`; return a timer that can be cancelled."""
         timer = Timer(due, run)
         entry = (due, next(self._count), timer)
         with self._lock:

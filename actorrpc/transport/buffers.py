@@ -7,7 +7,7 @@ a view, and runs the loan's finaliser, so that the memory is lent again. 2. The 
 cycle, which reads or revives the view.
 
 Everything here is thread-safe and calls no user code. The finaliser of a loan appends to a deque and calls a function that takes
-no lock; in a forked child it does nothing.
+re-entrant locks only; in a forked child it does nothing. A :class:`ForkGuard` needs a lock of its owner.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Loans(Generic[T]):
 
     Attributes:
         returned: the tags of dead loans, in the order of their deaths. The thread that drops a loan's last reference appends.
-        on_return: called in the finaliser of each loan, after its tag was appended; it must not take a lock and must not raise.
+        on_return: called in each loan's finaliser, after its tag was appended; must take only re-entrant locks and not raise.
     """
 
     __slots__ = ("on_return", "pid", "returned")
@@ -393,7 +393,7 @@ class Recycler(Generic[B]):
         self._count = self._lent_bytes = self._free_bytes = 0
 
     def request_trim(self) -> None:
-        """Request a call of :meth:`trim`. Called in finalisers, so it takes no lock."""
+        """Request a call of :meth:`trim`. Called in finalisers, so ``on_return`` takes re-entrant locks only."""
         if not self._trim_requested and self._on_return is not None:
             self._trim_requested = True
             self._on_return()
@@ -511,7 +511,7 @@ class Recycler(Generic[B]):
 
 
 class BufferPool(Recycler[MemoryBlock]):
-    """Lends writable memory of this process. At most ``limit_bytes`` are kept for reuse; lent memory is not limited."""
+    """Lends writable memory of this process, without limit. :meth:`trim` releases free memory beyond ``limit_bytes``."""
 
     def __init__(
         self,
@@ -526,7 +526,8 @@ class BufferPool(Recycler[MemoryBlock]):
     def allocate(self, nbytes: int) -> memoryview:
         """Return ``nbytes`` of writable memory with undefined content.
 
-        Memory of at least 64 KiB starts at a page boundary; smaller memory is a ``bytearray``, which is aligned to 16 bytes.
+        Memory of at least 64 KiB starts at a page boundary. Smaller memory, and all memory after :meth:`close` or for a finaliser
+        that interrupts the pool, is a ``bytearray``, which is aligned to 16 bytes.
 
         Raises:
             MemoryError: the system has no memory left.

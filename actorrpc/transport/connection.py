@@ -1,10 +1,11 @@
 """A connection to a peer over one stream socket. Readers and writers do not block each other.
 
-**Reading.** A connection is armed in the pool's epoll with EPOLLONESHOT. The thread that reads holds ``read_lock``. It is either
-a pool thread that the kernel has woken, or a caller that waits for its own reply. Each of these rules prevents a hang:
+**Reading.** A connection is armed in the pool's epoll with EPOLLONESHOT. The thread that reads holds ``read_lock``. It is a
+pool thread that the kernel has woken or that has sent an answer, or a caller that waits for its own reply. Each of these rules
+prevents a hang:
 
-* A thread that cannot get the lock returns without arming. The thread that had the lock releases it *first*, and always arms
-  afterwards.
+* A thread that cannot get the lock returns without arming. The thread that had the lock releases it *first*, and then arms an
+  open connection.
 * Whether the connection is suspended is checked *under* the lock. A suspended connection must not be read: the other side was
   told how many bytes this side has received, and sends all further bytes again, even if the failed socket still has them.
 * A pool thread reads with MSG_DONTWAIT only, because another thread may have read the bytes for which it was woken.
@@ -83,7 +84,7 @@ class Events(Protocol):
         """Handle the end of the connection. Called once, on any thread."""
 
     def suspended(self, connection: Connection, error: BaseException) -> None:
-        """Arrange that another socket is opened for a connection whose socket has failed. Called under the connection's locks."""
+        """Arrange that a connection whose socket has failed is resumed. Called under one of the connection's locks, or both."""
 
     def submit(self, task: Any) -> None:
         """Run ``task()`` on a pool thread."""
@@ -361,7 +362,7 @@ class Connection(StateMachine):
             waiter.polling = None
 
     def _spin(self, frames: list[Frame], spinning: Spinning) -> bool:
-        """Poll for up to ``spinning.seconds`` unless another thread does; return whether bytes arrived. Under the read lock."""
+        """Poll for up to ``spinning.seconds`` unless another thread spins; return whether bytes arrived. Under the read lock."""
         if not spinner.acquire():
             return False
         until = _time.now() + spinning.seconds
@@ -377,9 +378,10 @@ class Connection(StateMachine):
         return came
 
     def receive(self, frames: list[Frame]) -> bool:
-        """Read without blocking, repeatedly while chunks arrive; return whether bytes were read. Under the read lock.
+        """Read the available bytes; return whether there were any. Under the read lock.
 
-        Control frames are handled at once. Frames that have to be delivered are appended to ``frames``.
+        Within a chunk, read repeatedly, and wait for up to 1 ms before each read; otherwise, do not block. Control frames are
+        handled at once. Frames that have to be delivered are appended to ``frames``.
         """
         reader, events, stream, came = self.reader, self.events, self.stream, False
         for _ in range(_BULK_READS):
@@ -430,7 +432,7 @@ class Connection(StateMachine):
         """Handle the error of a read or write: suspend the connection if it can be resumed, otherwise close it."""
         if isinstance(error, MemoryError):
             error = MemoryError(f"{error or 'no memory for a message of the connection'}: {explain_memory()}")
-        # The error is kept for a while. If a caller has read for its own reply, the traceback would keep its frames alive.
+        # The error is kept for a while. If a caller has read for its reply, the traceback would keep the caller's frames alive.
         let_frames_go(error)
         if self.session is not None and self.goodbye is None and isinstance(error, (OSError, EOFError)):
             self.suspend(error)

@@ -44,7 +44,7 @@ class StateMachine:
     """The state of a connection, which any thread may read without a lock. ``_state_lock`` guards changes, and is a leaf.
 
     Without this lock: 1. Thread A reads OPEN and is about to suspend the connection. 2. Thread B closes the connection. 3. Thread
-    A writes SUSPENDED. The connection would then never be closed.
+    A writes SUSPENDED. The closed connection would then count as suspended.
     """
 
     def __init__(self) -> None:

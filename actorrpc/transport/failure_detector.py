@@ -1,13 +1,14 @@
 """Detects peers that are silent, and inspects their processes.
 
-The silence of a peer is the time since its last byte arrived. After one heartbeat of silence, the peer is sent a PING. After two
-heartbeats, it is *suspect*. After ``misses`` - 0.5 heartbeats, it is *lost*, so that a loss is detected within ``heartbeat *
-misses`` seconds. The caller decides about a lost peer: if its process can be inspected and runs, it is only busy (C code that
-holds the GIL, an overloaded machine) and stays suspect; otherwise, or if the process is stopped or a zombie, it is dead.
+The silence of a peer is the time since its last byte arrived. After 0.75 to 1 heartbeats of silence, the peer is sent a PING.
+After two heartbeats, it is *suspect*. After ``misses`` - 0.5 heartbeats, it is *lost*, so that a loss is detected within
+``heartbeat * misses`` seconds. The caller decides about a lost peer: if its process can be inspected and runs, it is only busy (C
+code that holds the GIL, an overloaded machine) and stays suspect; otherwise, or if the process is stopped or a zombie, it is
+dead.
 
 Time in which the clock of this process itself did not run (because the process was stopped or busy) does not count as silence of
-peers. Only the clock thread calls :meth:`FailureDetector.look`, to which it passes the time. The functions read ``/proc`` and may
-be called on any thread.
+peers. Only the clock thread calls :meth:`FailureDetector.look`, to which it passes the time. The functions may be called on any
+thread; :func:`process_state` and :func:`is_direct` read ``/proc``.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class FailureDetector:
             now: the time, in seconds.
             last_received: the time at which the latest byte arrived.
             heartbeat: seconds of silence after which the peer is sent a PING.
-            misses: heartbeats of silence after which the peer is lost; at least 2.
+            misses: the peer is lost after half a heartbeat less than this many heartbeats of silence; at least 2.
             late: by how many seconds this check is late, because this process did not run.
             receiving: whether a message was received in part. On a slow network, the rest of the message may take long, and until
                 then this worker may send nothing. Therefore it sends a PING although the peer is not silent, so that the peer
@@ -98,7 +99,8 @@ class FailureDetector:
         ) and now - self._pinged_at >= _PING_AFTER * heartbeat
         if ping_due:
             self._pinged_at = now
-        # Wait for at least a quarter of a heartbeat, so that many peers with different times do not cause too many checks.
+        # Unless a limit is near, wait for at least a quarter of a heartbeat, so that many peers with different times do not cause
+        # too many checks.
         wait = max(max(since, self._pinged_at) + heartbeat - now, heartbeat / 4)
         for limit in (suspect, lost):
             if silent < limit:
@@ -110,10 +112,10 @@ class FailureDetector:
 
 
 def set_up_tcp(sock: socket.socket, settings: Settings) -> None:
-    """Set TCP_NODELAY, and let the kernel close a connection to another host that acknowledges nothing for too long.
+    """Set TCP_NODELAY, and let the kernel close a connection that acknowledges nothing for too long.
 
-    The time is ``heartbeat * misses``. The kernel also closes a connection whose peer does not read for so long. A peer on the
-    same host may only be busy, so only :class:`FailureDetector` checks local connections.
+    The time is ``heartbeat * misses``. The kernel also closes a connection whose peer does not read for so long. A peer at a
+    loopback address may only be busy, so only :class:`FailureDetector` checks such connections.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if str(sock.getpeername()[0]).removeprefix("::ffff:").startswith(("127.", "::1")):

@@ -64,7 +64,7 @@ class ObjectAccounts:
     the process that wrote it has ended. The file is not mapped, because a write to a mapping causes a signal if the disk is full.
 
     Args:
-        path: this process's file; None: write no file, so that other processes do not count this one.
+        path: this process's file; None: use no files: this process and the others do not count each other's segments.
         suffix: the suffix of the group's files, which are in the same directory.
         worker: the name of this worker.
     """

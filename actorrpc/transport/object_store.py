@@ -289,7 +289,7 @@ class ObjectStore(Recycler[_Written]):
         Thread-safe. If the limit is reached, waits for room until the time ``until`` of the monotonic clock.
 
         Raises:
-            ObjectStoreFullError: there is no room. The message lists the largest segments and their holders.
+            ObjectStoreFullError: there is no room. Without a spill directory, the message lists the largest segments and holders.
         """
         while True:
             try:
@@ -451,7 +451,7 @@ class ObjectStore(Recycler[_Written]):
         """Return the segment for a descriptor that another process has sent. The store takes over the descriptor. Thread-safe.
 
         Raises:
-            ProtocolError: the memory could be shrunk, or another segment has the same id.
+            ProtocolError: the memory could be shrunk, or a segment of another size has the same id.
         """
         try:
             with self._lock:

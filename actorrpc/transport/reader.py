@@ -63,7 +63,7 @@ class Spinning:
         seconds: how long a thread spins; 0: never.
         at_once: moving average, 0 to 1: the rate of waits that found input at the first poll.
         found: moving average, 0 to 1: the rate of spins that found input.
-        count: the number of calls of :meth:`should_spin`, which returns True for one call in 64 in any case.
+        count: the number of calls of :meth:`should_spin`; if ``seconds`` is not 0, every 64th call returns True.
     """
 
     __slots__ = ("at_once", "count", "found", "seconds")

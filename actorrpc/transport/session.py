@@ -166,7 +166,7 @@ class ReliableStream(Stream):
         return self.sent - self._acknowledged >= self._limit
 
     def wait(self, seconds: float) -> None:
-        """Sleep until an acknowledgement makes room, for at most ``seconds``."""
+        """Sleep while :attr:`is_full`, until an acknowledgement arrives, for at most ``seconds``."""
         self._moved.clear()
         if self.is_full:
             self._moved.wait(seconds)

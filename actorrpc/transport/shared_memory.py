@@ -359,7 +359,7 @@ class Borrower:
     def claim_objects(self, numbers: Iterable[Any]) -> list[Segment | RpcError]:
         """Return the object segments that a frame uses: for each number, the segment, or the error of receiving its descriptor.
 
-        Thread-safe. Does not wait. Call this once for each frame; each segment is returned once.
+        Thread-safe. Does not wait for descriptors. Call this once for each frame; each segment is returned once.
 
         Raises:
             ProtocolError: the peer sent something invalid over the descriptor socket.

@@ -3,7 +3,7 @@
 Python runs signal handlers on the main thread, between any two bytecodes. If a handler raises there (such as the handler of
 Ctrl-C, which raises KeyboardInterrupt), it would interrupt code that reads, writes or arms a connection, and frames of other
 threads would be lost. Therefore, while there is an agent, each handler of the program is wrapped in a shield. The shield checks
-whether a function marked :func:`uninterruptible` is on the stack. If no such function is on the stack, the shield runs the
+whether a function marked :func:`uninterruptible` or a finaliser is on the stack. If not, the shield runs the
 handler at once. Otherwise it defers the handler and wakes the main thread from its wait. The handler then runs after the critical
 section: in :func:`checkpoint`, or, if the main thread calls no checkpoint, in the handler of ``SIGURG``, which the clock thread
 sends to the main thread. (Without a handler, SIGURG is ignored.)
@@ -102,7 +102,7 @@ class _Shield:
 
 
 def uninterruptible(marked: F) -> F:
-    """Mark a function, or all methods of a class: signal handlers do not run in it or in functions that it calls."""
+    """Mark a function, or all methods of a class: while there is an agent, signal handlers do not run in it or in its callees."""
     methods = vars(marked).values() if isinstance(marked, type) else (marked,)
     _protected.update(each.__code__ for each in methods if isinstance(each, FunctionType))
     return marked

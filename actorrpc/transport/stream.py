@@ -15,10 +15,10 @@ __all__ = ["SocketStream", "Stream"]
 
 
 class Stream:
-    """A connected stream of bytes whose reads and writes do not block. One thread may read while another writes.
+    """A connected stream of bytes. One thread may read while another writes.
 
-    The methods that read and write have the arguments and exceptions of a socket's methods: BlockingIOError if they would block,
-    and OSError if the stream has failed.
+    The methods that read and write have the arguments and exceptions of a socket's methods: with the flag MSG_DONTWAIT,
+    BlockingIOError if they would block; OSError if the stream has failed.
 
     Attributes:
         sock: the socket, for polling and for setting options.

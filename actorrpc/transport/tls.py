@@ -9,7 +9,8 @@ OpenSSL may have decrypted bytes that were not read yet. A poll of the socket do
 :attr:`TlsSocket.pending` says whether there are any.
 
 ``TlsSocket._lock`` guards ``pending`` and the SSL object, which only one thread may use at a time. The socket is closed under the
-lock as well. A thread holds the lock for one attempt to read or write, which does not block, and takes no other lock meanwhile.
+lock as well, if the lock is free within 1 s. A thread holds the lock for one attempt to read or write, which does not block, and
+takes no other lock meanwhile.
 
 OpenSSL writes without ``MSG_NOSIGNAL``, and may write alerts even when it reads. If the program does not ignore SIGPIPE, the
 signal is blocked during reads and writes.

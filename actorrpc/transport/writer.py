@@ -4,8 +4,8 @@ Threads append frames to the outbox. The thread that gets the lock sends all fra
 lock returns, because the thread that holds the lock checks the outbox again after it has released the lock. Large buffers are
 sent in chunks, and the outbox is sent before each chunk, so small frames do not wait for a whole buffer. Only a thread that sends
 chunks, or that calls ``flush(wait=True)``, sleeps while the kernel's buffer is full; it holds the lock meanwhile. A thread that
-sends chunks also sleeps, without the lock, while the connection is suspended. Its sleep ends at the deadline, for signal
-handlers, and when the connection is closed.
+sends chunks also sleeps, without the lock, while the connection is suspended or too many sent bytes are not acknowledged. Its
+sleep ends at the deadline, for signal handlers, and when the connection is closed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BlockedSends:
     """Records how long threads have waited to send to one peer, and limits log lines about it.
 
     Attributes:
-        since: the time since which at least one thread has been waiting; None: no thread waits. Guarded by a lock of the owner.
+        since: the time since which at least one thread has been waiting; None: no thread waits.
     """
 
     __slots__ = ("_quiet_until", "since")
@@ -81,7 +81,7 @@ class Writer:
     Attributes:
         outbox: the frames to send next.
         lock: guards sending, and the counts of bytes.
-        sent: bytes that were written to the connection's sockets; ``sent_in_chunks``: the bytes of chunks among them.
+        sent: bytes that were written to the connection's sockets; ``sent_in_chunks``: the length of all chunks begun.
         seal: computes the tags of sent frames, in the order of sending; None: frames are not sealed.
         blocked: the waits of threads that have a chunk to send and can send no byte.
     """
@@ -114,7 +114,7 @@ class Writer:
 
     @uninterruptible
     def flush(self, wait: bool = False, held: bool = False) -> bool:
-        """Send the frames in the outbox. Returns whether the kernel has accepted all of them.
+        """Send the frames in the outbox. Returns whether the kernel has accepted all; False if another thread is sending.
 
         Args:
             wait: sleep while the kernel's buffer is full; otherwise a pool thread sends the rest.

@@ -97,7 +97,7 @@ OBJECTS: Final = 64  # flag of a message that uses objects in shared memory; des
 MAIL: Final = 16  # flag of a request to an actor's mailbox, which queues requests in sending order
 STOP: Final = 1  # flag of CANCEL: interrupt the execution
 LATE: Final = 2  # flag of CANCEL: the call has timed out
-RESERVED: Final = 128  # flag of MAIL in two frames; the first has no body and reserves a place
+RESERVED: Final = 128  # flag of MAIL: a frame without a body reserves a place, and a second frame fills it
 
 
 class Frame(NamedTuple):

@@ -7,8 +7,9 @@
                                           <-  WELCOME    proof of the key
 
 Instead of CHALLENGE or WELCOME, the acceptor may send REFUSE (a code and a short text). It sends its proof only after it has
-checked the dialler's proof. Each proof is an HMAC-SHA256 under the group's key over all messages of both sides and a role string.
-Therefore a proof cannot be reflected, replayed, used on another connection, or used to make a side choose an older version.
+checked the dialler's proof. Each proof is an HMAC-SHA256 under the group's key over all earlier messages of both sides, the
+digest of the TLS handshake, if any (``binding``), and a role string. Therefore a proof cannot be reflected, replayed, used on
+another connection, or used to make a side choose an older version.
 
 Sans-I/O: the owner of the socket feeds bytes in and sends the returned bytes; one thread at a time. The dialler's owner reads
 :attr:`Dialler.wanted` bytes at a time, so that it reads no bytes that follow the handshake. A message has at most 256 bytes, and
@@ -102,7 +103,7 @@ class Session:
         peer_name: the name that the peer has sent. If the group has a key, the peer has proved that it has the key.
         attach: 16 bytes that identify a connection. For MAIN, this connection; for LANE, the connection to which the lane
             belongs; for RESUME, the connection that is resumed.
-        key: 32 secret bytes, equal on both sides, different for every connection.
+        key: 32 bytes, equal on both sides, different for every connection; secret if the group has a key.
         sealed: whether the following frames are sealed (:mod:`actorrpc.wire.integrity`): at least one side has requested it.
     """
 
@@ -116,7 +117,7 @@ class Session:
 
 
 class _Side:
-    """The base class of both sides: checks the key, and reads messages. After a failure, each read raises the same error."""
+    """The base class of both sides: checks the key, and reads messages. After a failure, each read raises an equal error."""
 
     __slots__ = (
         "_binding",
@@ -165,7 +166,7 @@ class _Side:
 
     @property
     def done(self) -> bool:
-        """Whether both sides have proved that they have the key."""
+        """Whether the handshake has finished. (The acceptor's owner still has to send the last message.)"""
         return self._result is not None
 
     @property

@@ -1,7 +1,8 @@
 """The identity of a worker: its name and rank, the incarnation (one run of the worker), and its addresses.
 
-Users get a ``WorkerInfo``. Workers exchange ``WorkerRecord`` through the rendezvous store. Other programs may be able to write to
-the store, so every field of a record is checked when it is read, and nothing is evaluated, imported or unpickled.
+Users get a ``WorkerInfo``. Workers exchange ``WorkerRecord`` through the rendezvous store and in INTRO frames. Other programs may
+be able to write to the store, so every field of a record is checked when it is read, and nothing is evaluated, imported or
+unpickled.
 
 The classes are immutable and thread-safe.
 """
@@ -87,11 +88,11 @@ def _namespace(kind: str) -> str:
 
 
 def host_identity() -> str:
-    """Return a string that is equal in two processes exactly if they can reach each other's Unix sockets.
+    """Return a string that two processes share only if they reach each other's Unix sockets and see each other's process ids.
 
-    It is a hash of the boot id, the network, mount and PID namespaces, and the user id. Processes in two containers on one
-    machine have different strings; two processes of one user in one container have the same. The PID namespace is included so
-    that a process id means the same process for all workers of a "host".
+    It is a hash of the boot id, the network, mount and PID namespaces, and the user id. Processes in two containers (with
+    namespaces of their own) on one machine have different strings; two processes of one user in one container have the same. The
+    PID namespace is included so that a process id means the same process for all workers of a "host".
     """
     spaces = [_namespace(kind) for kind in ("net", "mnt", "pid")]
     parts = ["actorrpc host", boot_id() or _UNKNOWN_BOOT, *spaces, str(os.getuid())]
@@ -188,11 +189,11 @@ class WorkerRecord:
                 and all(map(_is_address, self.tcp)),
                 f"tcp addresses are a tuple of at most {_MAX_ADDRESSES} (host, port) with a port from 1 to 65535",
             ),
-            (_is_int(self.pid, 0, 1 << 31), "a process id is an integer from 0 to 2**31"),
+            (_is_int(self.pid, 0, 1 << 31), "a process id is an integer from 0 to 2**31 - 1"),
             (_is_text(self.main, 0, 64), "a main module's identity has at most 64 characters"),
             (
                 _is_int(self.cuda_devices, 0, 1 << 16),
-                "a number of CUDA devices is an integer from 0 to 65536",
+                "a number of CUDA devices is an integer from 0 to 65535",
             ),
             (
                 isinstance(devices, tuple) and all(_matches(_DEVICE, each) for each in devices),

@@ -5,11 +5,11 @@ Each frame carries a tag of 16 bytes, computed with a key that both ends derive 
     a short frame                                            | tag
     prefix of a chunk, or of a long frame | SHA-256 of the rest | tag | the rest
 
-The tag is a keyed BLAKE2b-128 of the bytes before it and of the number of earlier tags. Each direction has its own key. A frame
-that was changed, left out, inserted, repeated, moved or reflected therefore has a wrong tag: the reader raises ProtocolError and
-reads nothing more. A frame is checked before it is processed. A chunk is checked in two steps: its head is checked before its
-bytes are written to the place that the head names, and the bytes are compared with the digest in the head before the reader
-returns the chunk.
+The tag is a keyed BLAKE2b-128 of the bytes before it and of the number of earlier tags. Each direction has its own key. If a
+frame was changed, left out, inserted, repeated, moved or reflected, it or the next frame has a wrong tag: the reader raises
+ProtocolError and reads nothing more. A frame is checked before it is processed. A chunk is checked in two steps: its head is
+checked before its bytes are written to the place that the head names, and the bytes are compared with the digest in the head
+before the reader returns the chunk.
 
 The reader must use the length of a short frame before it can check the tag. A forged length can make the reader wait for
 at most ``SHORT`` bytes more; the next frames, or at least pings, fill these bytes, and then the check fails.

@@ -1,8 +1,8 @@
 """The group's key, and the private directory in which a user's workers keep sockets and key files.
 
-Another user may have created a directory or file with an expected name. Therefore the directory and its files must not be links,
-and owner, mode and type are checked (of a file: on its open descriptor). A :class:`Key` contains a key, and does not show the
-bytes in ``repr``, in formatted text or in a pickle.
+Another user may have created a directory or file with an expected name. Therefore the directory and its files must not be
+symbolic links, and owner, mode and type are checked (of a file: on its open descriptor). A :class:`Key` contains a key, and does
+not show the bytes in ``repr``, in formatted text or in a pickle.
 
 The functions are thread-safe; they do a few file operations and do not wait for other threads or processes. File names contain
 the PID namespace, the process id and the start time of the process that created the file, so that :func:`sweep` recognises the
@@ -146,7 +146,7 @@ def find_key(environment: Mapping[str, str] | None = None) -> Key | None:
     """Return the key in ``ACTORRPC_KEY`` or in the file ``ACTORRPC_KEY_FILE``; None if neither is set.
 
     Raises:
-        ConfigError: both are set, the key is too short, or other users may read the file.
+        ConfigError: both are set, the key is too short, or the file cannot be read, is too large or is not private.
     """
     # The key is not assigned to a local variable, because error reports may show local variables.
     path = _variable(environment, "ACTORRPC_KEY_FILE")
@@ -341,7 +341,7 @@ def accounts_path(socket: str | None, tag: str) -> str:
 
 
 def group_files() -> list[tuple[int, str]]:
-    """Return ``(pid, path)`` of the group files of this user's live processes on this host, the oldest process first."""
+    """Return ``(pid, path)`` of this user's group files on this host whose process may live, the oldest process first."""
     found: dict[str, tuple[int, int]] = {}
     for folder in {runtime_directory(), _default_directory()}:
         if not _is_ours(folder):
@@ -357,7 +357,7 @@ def read_group_file(path: str) -> tuple[Key | None, bytes] | None:
     """Return the key (or None) and the description in a group file; None if the file was removed or is still being written.
 
     Raises:
-        AuthenticationError: other users may have changed or read the file, or it is damaged.
+        AuthenticationError: other users may have changed or read the file, or it cannot be read or is damaged.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -494,7 +494,7 @@ def socket_path(directory: str | None = None) -> str:
 
 
 def sweep(directory: str | None = None) -> int:
-    """Remove the files of dead processes from the runtime directory; return the number of removed files.
+    """Remove the files of dead processes from a directory (default: both runtime directories); return how many were removed.
 
     Files of processes in other PID namespaces are kept, because this process cannot see whether those processes live.
     """
