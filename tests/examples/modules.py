@@ -20,6 +20,9 @@ def load(name: str, folder: str = "") -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
+    sys.modules[spec.name] = module  # dataclasses look up their module during the import
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]  # other processes cannot import it, so its classes are sent by value
     return module
