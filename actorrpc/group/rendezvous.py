@@ -1,9 +1,10 @@
-"""How workers find each other: through a store of torch's (TCP, file, or torchrun's), once, at the start.
+"""How workers find each other: through a store of torch's (TCP, file, or torchrun's).
 
-A *fixed* group (``world_size`` given) forms in rounds: each worker takes a place by an atomic counter and writes its record. The
-last worker reads all records, checks them, and publishes the outcome for which all the others wait: the table of workers, or an
-error that all raise. Each worker does O(1) store operations. The next group in the same store is the next round. A *dynamic*
-group, which workers join and leave at any time, has a key in the store for each name and each rank; one worker claims the key.
+A *fixed* group (``world_size`` given) uses the store only while it forms, in a *round*: each worker takes a place by an atomic
+counter and writes its record. The last worker reads all records, checks them, and publishes the outcome, for which the others
+poll: the table of workers, an error that all raise, or that all meet again in a new round. The next group in the same store
+is the next round. A *dynamic* group, which workers join and leave at any time, has a key in the store for each name and for each
+rank; a worker that joins claims its two keys, and lookups read the store.
 
 The caller's thread does all the work. Waits poll in short slices, so that Ctrl-C works, and are bounded. Other processes can
 write to a store: values read from it are checked, no secret and no hash of a secret is written to it, and nothing is unpickled.
@@ -121,8 +122,8 @@ class Rendezvous(Membership):
         the result, which has the workers that have joined so far.
 
         Raises:
-            RendezvousError: a worker did not join in time, a name or rank is taken, some workers cannot reach
-                each other, or the store failed. In a fixed group all workers raise this error at once.
+            RendezvousError: a worker did not join in time, a name or rank is taken, some workers cannot reach each other, or
+                the store failed. In a fixed group, all workers raise the error that one of them has published.
         """
         if self.world_size is None:
             mine = self.enter(record)
@@ -158,7 +159,7 @@ class Rendezvous(Membership):
         return record if record is not None and record.rank == to else None
 
     def members(self) -> list[WorkerRecord]:
-        """Return the present workers of the group, by rank."""
+        """Return the records of all workers of a fixed group, or of the workers that have not left a dynamic group, by rank."""
         if self.world_size is not None:
             return [self._table[rank] for rank in range(self.world_size)] if self._table else []
         with self._lock:
