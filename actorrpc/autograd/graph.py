@@ -6,7 +6,7 @@ and a last call of the engine *finishes* the leaves: it puts the sums into ``.gr
 every kind, including hooks in C++ (DDP's). If a stratum reaches leaves that no other stratum reaches, which is the common case,
 it *runs* as a local pass does, and finishes these leaves itself.
 
-All functions run on the calling thread, with user code (hooks, custom Functions), and hold no lock.
+All functions run on the calling thread. They call user code (hooks, custom Functions), and hold no lock during these calls.
 
 The ``.grad`` of a leaf has one user at a time (:class:`Borrowed`). The engine runs hooks of a leaf only while it puts a gradient
 into ``.grad``, and a local optimizer reads gradients from ``.grad``. Therefore passes and optimizers borrow ``.grad``, and put
@@ -542,6 +542,7 @@ def finish(
 
     Raises:
         RpcTimeoutError: other threads did not release the leaves in time.
+        RuntimeError: a leaf has become the result of an operation.
         Exception: a hook raised it.
     """
     for leaf in leaves:

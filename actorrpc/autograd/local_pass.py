@@ -296,7 +296,7 @@ class LocalPass:
                 for node in step.reached.leaves:
                     self._leaves[node] = None
                     self._order.setdefault(node, []).append(index)
-        # Each path from an interior node ends at a receipt or a leaf, so strata with a common interior node have a common end.
+        # Strata with a common interior node have a common end, because each path from the node ends at a receipt or a leaf.
         if len(ends) < count_of_ends and not (terms.retain_graph or terms.create_graph):
             self._find_shared(steps)
         with context.lock:
@@ -314,7 +314,7 @@ class LocalPass:
         A stratum of which only some edges lead directly to leaves is not marked: ``graph.run`` would copy the gradients of these
         edges, ``graph.capture`` returns them without a copy.
         """
-        first: dict[int, _Step] = {}  # stratum, of each leaf
+        first: dict[int, _Step] = {}  # id() of a leaf -> the first stratum that reaches the leaf
         for step in reaching:
             leaves = step.reached.leaves
             edges = direct = 0
@@ -340,7 +340,8 @@ class LocalPass:
     # -- under the lock of the context ---------------------------------------------------------------------------
 
     def arrive(self, sender: WorkerKey, receipt: int, message: int, gradients: Gradients) -> None:
-        """Move the gradients of one contribution from the list to the part. Ignore them if no stratum waits for them."""
+        """Move the gradients of one contribution from the list to the part. Ignore them if the part has begun without their
+        contribution, or has got them already."""
         if self.over:
             return
         key = message, make(Contribution, (sender, receipt))
@@ -353,7 +354,7 @@ class LocalPass:
         gradients.clear()
 
     def claim(self) -> int | None:
-        """Return the number of the stratum to run now, or ``FINISH``; None if no stratum is ready, or a thread runs a stratum.
+        """Return the number of the stratum to run now, or ``FINISH``; None if the part is not ready, runs now, or has ended.
 
         The calling thread has to run the stratum, and then to call :meth:`release`.
         """
@@ -496,7 +497,7 @@ class LocalPass:
     # -- the verdict: on one thread, without the lock -------------------------------------------------------------
 
     def commit(self) -> None:
-        """Add the results of this part to the context, or to ``.grad``."""
+        """Add the results of this part to the context, or to ``.grad``; record which graphs the pass has freed."""
         terms, context = self.terms, self.context
         assert terms is not None
         if terms.accumulate == "grad":

@@ -176,7 +176,7 @@ class Participant:
 
         Raises:
             TypeError: an argument is of a wrong type.
-            ValueError: ``mode`` or ``accumulate`` has an unknown value.
+            ValueError: ``mode`` or ``accumulate`` has an unknown value, or there are not as many gradients as roots.
             RuntimeError: the roots cannot be differentiated, or there is no such context.
         """
         context = self.contexts.get(context_id)
@@ -452,7 +452,7 @@ class Participant:
     def decide(self, part: LocalPass, commit: bool) -> bool:
         """End a pass on this worker. If it began on this worker, send the verdict to the others. Only the first call has effects.
 
-        Returns whether the results were added to the context or ``.grad``: never if the part has failed.
+        Returns whether the results were added to the context or ``.grad``: False if the part has failed or has ended before.
         """
         context = part.context
         with context.lock:
@@ -534,7 +534,7 @@ class Participant:
             self.decide(part, False)
 
     def expire(self, older_than: float) -> None:
-        """Release contexts of other workers that were not used for ``older_than`` seconds."""
+        """Release contexts of other workers that were not used for ``older_than`` seconds and have no pass under way."""
         before = _time.now() - older_than
         for context in self.contexts.all():
             if context.touched < before and context.origin != self.me.rank and not context.passes:

@@ -82,7 +82,7 @@ _HEADERS: Final = {0x42: 4, 0x58: 4, 0x8E: 8, 0x8D: 8, 0x96: 8}  # opcode of byt
 
 
 def punch(chunks: list[Any], spans: list[TensorSpan], inline: bool) -> tuple[bytes, tuple[bytes, ...]]:
-    """Join the chunks that the pickler wrote. Long bytes and texts are left out and become spans.
+    """Return the joined chunks of the pickler, and the holes: long bytes and texts become spans, unless ``inline`` is true.
 
     A long chunk counts as long bytes or text if the chunk before it ends with an opcode and the chunk's length. A wrong guess
     does no harm: the receiver joins body and spans to the same stream again.
@@ -709,6 +709,7 @@ def decode(
 
     Raises:
         UnknownDefinitionError: definitions are missing; nothing was unpickled.
+        RefusedError: this process takes data only, and the message is a pickle or has values other than data.
         ProtocolError: the bytes are not a valid message.
         SerializationError: an object cannot be rebuilt here (it cannot be imported, or its class raises).
     """

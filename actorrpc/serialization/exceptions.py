@@ -55,7 +55,7 @@ __all__ = [
     "traceback_of",
 ]
 
-MAX_TEXT = 64 << 10  # characters of formatted traceback; the middle of a longer one is cut
+MAX_TEXT = 64 << 10  # characters of a formatted traceback; the middle of a longer traceback is cut
 MAX_PICKLE = 16 << 20  # bytes of the pickled exception; values that make it larger are left out
 _MAX_MESSAGE = 8 << 10
 _MAX_MEMBER_TEXT = 4 << 10
@@ -85,6 +85,7 @@ class _Plan:
 
 
 _plans: dict[int, _Plan] = {}
+# id() of a user's class -> the class, and its raised class; None if Python cannot make such a class.
 _raised_classes: dict[int, tuple[type[BaseException], type[BaseException] | None]] = {}
 # One more base, such as RayTaskError -> a cache as _raised_classes, of raised classes with this base. See :func:`raised_as`.
 _raised_classes_as: dict[type[RemoteError], dict[int, tuple[type[BaseException], type[BaseException] | None]]]
@@ -649,7 +650,7 @@ def raised_as(error: BaseException, base: type[RemoteError]) -> BaseException:
 
     ``base`` follows the user's class in the MRO. It is the class in which another interface raises errors of called functions,
     such as RayTaskError. If the copy is sent to another worker, the user's exception is sent in its place, as for ``error``.
-    Returns ``error`` itself if it is a plain RemoteError, or if Python cannot combine the classes.
+    Returns ``error`` itself if it is a plain RemoteError, was not made by :func:`load`, or if Python cannot combine the classes.
     """
     remote = _remote_of(error)
     if remote is None or remote.cause is None or type(error) is RemoteError:

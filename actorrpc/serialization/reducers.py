@@ -1,9 +1,9 @@
 """Reducers for objects that neither pickle nor cloudpickle sends by value: :class:`ByValuePickler` calls them.
 
-They are for code of the main module, which receivers cannot import:
+They are for objects that receivers cannot import, of the main module or of a module registered for pickling by value:
 
-* instances of subclasses of ``ModuleType`` (``torch.ops``, ``torch.backends``, configuration modules) and torch's operators
-  are sent by name, after checking that the name gives the same object;
+* instances of subclasses of ``ModuleType`` (``torch.ops``, ``torch.backends``, configuration modules) are sent by name, after
+  checking that the name gives the same object; torch's operators are sent by name;
 * ``NewType``, ``ParamSpec``, ``TypeVarTuple``, ``lru_cache``, ``cached_property``, ``singledispatch``, functions that
   ``torch.compile`` or ``torch.compiler.disable`` wrapped, and custom operators are sent as the arguments from
   which they were made, and the receiver makes them again. The contents of caches and compiled code are not sent.

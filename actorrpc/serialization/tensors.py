@@ -86,7 +86,7 @@ _COMPLEX_HALF: Final = _NAMES.index("complex32")  # torch warns when it stacks t
 
 
 def _find_arrays() -> tuple[Any, dict[torch.dtype, Any]]:
-    """Return numpy's frombuffer(), and a table of torch's and numpy's dtypes; None and an empty table if numpy is missing."""
+    """Return numpy's frombuffer(), and a table: torch's dtype -> numpy's. None and an empty table if torch cannot use numpy."""
     try:
         import numpy  # noqa: PLC0415 - torch works without numpy
 
@@ -423,8 +423,8 @@ def _filled(block: blocks.Block, storage: torch.UntypedStorage) -> torch.Tensor:
 def _on_cpu(t: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor itself, or a copy on the CPU if it is on another device.
 
-    The copy uses pinned memory, which torch reuses. For 256 MiB from an H100, a copy into fresh memory takes 149 ms, into pinned
-    memory 5 ms.
+    At least ``_PINNED`` bytes from a GPU are copied into pinned memory, which torch reuses. For 256 MiB from an H100, a copy
+    into fresh memory takes 149 ms, into pinned memory 5 ms.
     """
     if t.is_cuda and t.nbytes >= _PINNED:
         try:
@@ -446,7 +446,7 @@ def _joined(members: list[torch.Tensor]) -> bytes:
 
 
 def settle() -> None:
-    """Wait for the current streams if they are not the default streams.
+    """Wait for the current stream of each GPU, unless it is the default stream.
 
     Call this before other threads use tensors made here: these threads use the default streams, which do not wait for the
     streams of this thread. Not needed for a message: the thread that encodes the message copies the bytes on the same streams.
@@ -476,7 +476,7 @@ _PLAIN: Final[dict[int, int]] = {}  # dispatch key set -> the flags that all ten
 
 
 def _flags(t: torch.Tensor) -> int:
-    """Return the flags shared by all tensors of this dispatch key set, or -1 for special layouts."""
+    """Return, and keep, the flags of all tensors with this dispatch key set; -1 for tensors of :func:`_reduce_special`."""
     plain = (
         t.layout is torch.strided
         and not (t.is_quantized or t.is_nested or t.is_meta or t._is_zerotensor())
