@@ -198,7 +198,7 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
 #: Gradients of some tensors, in order; None for no gradient.
 Tensors = list["torch.Tensor | None"]
 
-# The C++ function that torch.autograd.backward and torch.autograd.grad call. Both spend half of their time before this call.
+# The C++ function that torch.autograd.backward and torch.autograd.grad call, after they have spent half of their time.
 _run: Final[Callable[..., tuple[torch.Tensor | None, ...]]] = Variable._execution_engine.run_backward
 #: The class of the nodes that stand for leaves.
 ACCUMULATE: Final[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)

@@ -53,7 +53,7 @@ def check_roots(
     """Return the edges of the roots and the gradient of each.
 
     Args:
-        gradients: a gradient for each root. None for one or all roots: the gradient is ones, and the root must be a real scalar.
+        gradients: a gradient for each root. None for a root, or for all: the gradient is 1, and the root is one real number.
 
     Raises:
         TypeError: the roots, or the gradients, are not sequences of tensors.
@@ -366,7 +366,7 @@ class Participant:
         with context.lock:
             part = context.passes.get(notice.pass_id)
             if part is None:
-                context.ended.put(notice.pass_id, None)  # its gradients may still arrive
+                context.ended.put(notice.pass_id, None)  # gradients of the pass may still arrive
                 return
         try:
             self.decide(part, notice.commit)

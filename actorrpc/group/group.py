@@ -305,7 +305,7 @@ class Group:
 
     def _first_alive(self) -> Peer:
         """Return the first member, by name, that is alive and was not given up; this worker, if no member before it is."""
-        # All known peers are checked, so that PATIENCE_S begins now for all that are out of reach, not for one after the other.
+        # All known peers are checked, so that PATIENCE_S begins now for all peers out of reach, not for one after the other.
         # No Peer objects are made for the other members, of which there may be thousands.
         known = [peer for peer in self.agent.peers() if peer.name in self._everyone]
         lost = {peer.name for peer in known if peer.state == "alive" and self.reach.is_given_up(peer)}
@@ -327,7 +327,7 @@ class Group:
                 agent.connector.connect(peer, min(until, _time.now() + DIAL_S), "shutdown")
             agent.call(peer, _on_arrival, (stage, agent.name), {}, 0.0, future=future, label=f"{OWN}shutdown")
         except (PeerDiedError, RpcTimeoutError, ProtocolError, LimitError) as error:
-            # The error does not prove that the member is dead. The caller checks its state next.
+            # The error does not prove that the member is dead. The caller checks the member's state next.
             self.reach.failed(peer, error)
             self.watch_all()  # other members may be out of reach as well: connect to all members at once
             _time.sleep(_AGAIN_S)
@@ -339,8 +339,8 @@ class Group:
     ) -> bool:
         """Wait for the answer of the member ``peer``; return False if none came: the caller calls a member again, or times out.
 
-        About once a second, the member that the others call checks whether it still waits for the missing members; the others
-        check whether they have called the right member.
+        About once a second, this method calls ``look`` (from :meth:`waiting`). If the other members call this worker, it then
+        decides whether to wait on for missing members; otherwise it checks whether ``peer`` is still the member to call.
         """
         while future is not None:
             look()
@@ -354,7 +354,7 @@ class Group:
                 return False
             except RpcTimeoutError:
                 if not future.done():
-                    # A future that is done has just got its answer, or an enclosing call has timed out.
+                    # If the future is done, its answer has just arrived, or an enclosing call has timed out.
                     if peer.is_self:
                         self._review(stage)
                     if _time.now() >= until or self._first_alive() is not peer:
@@ -607,7 +607,7 @@ def enter(
     This function opens the sockets and makes the agent. The caller registers the worker and calls :meth:`Group.start`.
 
     Args:
-        host: the identity of this host; by default the real one.
+        host: the identity of this host; by default its real identity.
         serves: this process does not run its script to the end. Objects that the script defines further down are missing in its
             main module, so functions of the main module are not sent to this worker by name.
 

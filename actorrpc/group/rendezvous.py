@@ -70,7 +70,7 @@ class Rendezvous(Membership):
     ``_lock`` guards the names that :meth:`members` caches; under it, only the store is called.
 
     Args:
-        rank: this worker's rank; -1 or None lets a dynamic group assign one.
+        rank: this worker's rank; -1 or None lets a dynamic group assign a free rank.
         world_size: the number of workers; None for a dynamic group.
         timeout: the longest time for which a method waits, in seconds.
     """
@@ -101,7 +101,7 @@ class Rendezvous(Membership):
 
     @property
     def key_is_given(self) -> bool:
-        """Whether this worker was given the group's key, instead of one made for the group."""
+        """Whether this worker was given the group's key; if not, a worker of the group has made the key."""
         return self._own_key is not None
 
     def enter(self, record: WorkerRecord) -> WorkerRecord:
@@ -349,7 +349,7 @@ class Rendezvous(Membership):
                 self._round = number, slot
             elif _time.now() > deadline:
                 raise RendezvousError(
-                    "too many attempts to meet have failed in this store: start the workers with a new one (another port or file)"
+                    "too many attempts to meet have failed in this store: start the workers with a new store (a new port or file)"
                 )
         return f"{self._round[0]}/{key}"
 

@@ -144,8 +144,8 @@ class DistributedOptimizer:
         optimizer_class: a class of ``torch.optim``, or any other subclass of ``torch.optim.Optimizer`` whose ``step``
             needs no closure.
         params: RRefs to tensors or whole modules, handles of actors that are modules, RemoteModules, local modules, or
-            local tensors that require grad. Give one such object, an iterable of them, or one or several dicts, each with such
-            objects under ``"params"``, and with hyper-parameters for them.
+            local tensors that require grad. Give such an object, an iterable of such objects, or one or several dicts, each with
+            such objects under ``"params"``, and with hyper-parameters for these objects.
         args, kwargs: for the class, besides the parameters.
 
     Raises:

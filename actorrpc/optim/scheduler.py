@@ -91,7 +91,7 @@ class DistributedLRScheduler:
             self._scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:
-        """Return the learning rates that the scheduler has set last, one for each parameter group."""
+        """Return the learning rates that the scheduler has set last, in the order of the parameter groups."""
         return list(self._scheduler.get_last_lr())
 
     def state_dict(self) -> dict[str, Any]:

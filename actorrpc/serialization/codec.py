@@ -821,7 +821,7 @@ def defined(cls: type) -> by_value.DefinedClass:
 
 
 def dumper(remote_main: bool | None) -> Callable[[object], bytes]:
-    """Return :func:`dumps` for a peer that runs the same program (True) or another one (False), or takes data only (None)."""
+    """Return :func:`dumps` for a peer that runs the same program (True) or another program (False), or takes data only (None)."""
     return partial(dumps, remote_main=remote_main)
 
 

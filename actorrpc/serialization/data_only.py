@@ -60,7 +60,7 @@ MAX_DEPTH: Final = 100
 """How deeply values of a message may be nested."""
 
 MAX_SAME_HASH: Final = 1000
-"""How many keys of a dict, or members of a set, may have the same hash: each of them is compared with all others. A sender can
+"""How many keys of a dict, or members of a set, may have the same hash: Python compares each with the others. A sender can
 choose the hashes of numbers and tuples, but not of texts."""
 
 _SALTED: Final = frozenset({str, bytes})

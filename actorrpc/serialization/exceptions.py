@@ -78,7 +78,7 @@ class _Plan:
     """How to read the contents of exceptions of one class, and how to make such an exception without its constructor."""
 
     cls: type[BaseException]
-    fields: dict[str, tuple[Any, bool]]  # descriptor; whether its class is in C: then None means "not set"
+    fields: dict[str, tuple[Any, bool]]  # descriptor; whether its class is in C: there, None means "not set"
     custom: bool  # the class defines its own pickling
     native: Any  # the base class in C whose __new__ makes instances; None: only the class's own can
     group: bool

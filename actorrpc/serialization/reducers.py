@@ -8,7 +8,8 @@ They are for objects that receivers cannot import, of the main module or of a mo
   ``torch.compile`` or ``torch.compiler.disable`` wrapped, and custom operators are sent as the arguments from
   which they were made, and the receiver makes them again. The contents of caches and compiled code are not sent.
 
-Functions whose docstring ends with "(wire format)" are named in pickles. No function keeps state or takes a lock.
+Functions whose docstring ends with "(wire format)" are named in pickles. This module has no state and no lock of its own;
+cloudpickle has a table of the ``NewType`` and similar objects that were sent or made, and torch registers custom operators.
 """
 
 from __future__ import annotations

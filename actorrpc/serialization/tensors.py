@@ -103,7 +103,7 @@ _frombuffer, _ARRAYS = _find_arrays()
 
 
 class _Message(threading.local):
-    """The innermost messages that this thread is encoding and decoding; codec.py restores the outer messages at their end."""
+    """The innermost messages that this thread is encoding and decoding; when they end, codec.py restores the outer messages."""
 
     encoding: Any = None
     decoding: Any = None
