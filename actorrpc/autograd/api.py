@@ -43,7 +43,7 @@ class context:
         outer = recorder.current_context()
         if outer is not None:
             raise RuntimeError(
-                f"Already have an autograd context id for this thread: {outer}. Contexts cannot be nested; leave that one "
+                f"Already have an autograd context id for this thread: {outer}. Contexts cannot be nested: leave that context "
                 f"first, or use its id"
             )
         self._id = part.contexts.create().id

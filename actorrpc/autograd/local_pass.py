@@ -460,7 +460,7 @@ class LocalPass:
                 given = self._received.pop((message, contribution))
                 if len(given) != len(edges):
                     raise ProtocolError(
-                        f"message {message} has {len(edges)} gradients, but {len(given)} were received"
+                        f"message {message} has {len(edges)} tensors that require grad, but {len(given)} gradients were received"
                     )
                 for edge, gradient in zip(edges, given, strict=True):
                     if gradient is not None:

@@ -538,7 +538,7 @@ class Participant:
         before = _time.now() - older_than
         for context in self.contexts.all():
             if context.touched < before and context.origin != self.me.rank and not context.passes:
-                error = RpcError(f"{context} was not used on this worker for {older_than} s, and dropped")
+                error = RpcError(f"{context} was not used on this worker for {older_than} s, and released")
                 self._release(context.id, None, error, notify=False)
 
 

@@ -129,12 +129,12 @@ class _Barrier:
             return sorted(self._lacking(members, stage))
 
     def _lacking(self, members: Set[str], stage: int) -> Set[str]:
-        """Return the result of :meth:`missing` as a set. Under the lock."""
+        """Return the result of :meth:`missing` as a set. Called under the lock."""
         here = {name for at, names in self._reached.items() if at >= stage for name in names}
         return members - self._gone - here
 
     def _may_be_all(self, members: Set[str], stage: int) -> bool:
-        """Say whether enough workers have arrived or ended; if not, :meth:`_lacking` is not needed. Under the lock."""
+        """Say whether enough workers have arrived or ended; if not, :meth:`_lacking` is not needed. Called under the lock."""
         reached = sum(len(names) for at, names in self._reached.items() if at >= stage)
         return reached + len(self._gone) >= len(members)
 
@@ -483,7 +483,7 @@ class _Doors:
             ConfigError: TCP beyond this host was requested without a key, or the address cannot be bound.
         """
         if settings.transport != "tcp":
-            # Set before the file exists, so that close() also removes the file if Ctrl-C interrupts the next line.
+            # The path is set before the file exists, so that close() also removes the file if Ctrl-C interrupts the next line.
             self.unix_path = keys.socket_path(keys.runtime_directory())
             self.sockets.append(_listen_unix(self.unix_path))
         host = settings.bind or own

@@ -434,7 +434,7 @@ class Rendezvous(Membership):
         if taken is not None:
             self._store_op("compare_set", f"rank/{mine.rank}", _tag(mine), _LEFT)
             raise RendezvousError(
-                f"the name is taken: {_list([WorkerRecord.from_bytes(taken)])}; choose another one"
+                f"the name is taken: {_list([WorkerRecord.from_bytes(taken)])}; choose another name"
             )
         self._store_op("set", f"log/{self._store_op('add', 'log', 1)}", mine.name.encode())
         return mine
@@ -448,7 +448,7 @@ class Rendezvous(Membership):
                 return mine
             if wanted >= 0:
                 name = _tag_name(holder)
-                raise RendezvousError(f"rank {wanted} is taken by {name!r}; omit rank= to be assigned one")
+                raise RendezvousError(f"rank {wanted} is taken by {name!r}; omit rank= to get a free rank")
             if _time.now() > deadline:
                 raise RendezvousError(
                     f"no free rank was found within {self.timeout:g} s, because many workers join at once: call init_rpc() again"
@@ -506,7 +506,7 @@ class _Released:
     """Replaces a store that was released."""
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError("this worker has left its group: call init_rpc() to join one")
+        raise RuntimeError("this worker has left its group: call init_rpc() to join a group")
 
 
 _OTHERS: Final = "another program or another version of actorrpc has written to the store: give the group its own port or file"

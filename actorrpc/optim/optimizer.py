@@ -136,7 +136,7 @@ class DistributedOptimizer:
 
     Thread-safe. Operations of any number of optimizers on the same parameters run one after the other on each worker,
     in no particular order; operations on different parameters run at the same time. All methods raise RpcTimeoutError if
-    they take longer than ``timeout`` seconds (default: that of the group; 0: no bound), PeerDiedError if a worker
+    they take longer than ``timeout`` seconds (default: the group's time-out; 0: no bound), PeerDiedError if a worker
     dies, and exceptions of the optimizer's code. If several workers fail, their errors are raised in one OptimizerError.
     The other workers have finished the operation, unless a method says otherwise.
 

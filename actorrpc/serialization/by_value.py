@@ -482,7 +482,7 @@ def late(_main: str, name: str, key: bytes) -> Any:
 
 
 def begin_late(_main: str, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """As :func:`late`, for an object without a definition: make an empty object, for :func:`fill_late` (wire format)."""
+    """As :func:`late`, for an object without a definition: make an empty object, which :func:`fill_late` fills (wire format)."""
     found = _own_soon(name)
     if found is None:
         found = make(*args)

@@ -78,7 +78,8 @@ class _Plan:
     """How to read the contents of exceptions of one class, and how to make such an exception without its constructor."""
 
     cls: type[BaseException]
-    fields: dict[str, tuple[Any, bool]]  # descriptor; whether its class is in C: there, None means "not set"
+    # Name -> descriptor, and whether the descriptor's class is made in C; in C, None means "not set".
+    fields: dict[str, tuple[Any, bool]]
     custom: bool  # the class defines its own pickling
     native: Any  # the base class in C whose __new__ makes instances; None: only the class's own can
     group: bool

@@ -299,7 +299,8 @@ class Outgoing:
                 piece[_STORAGE] = _joined(piece[_STORAGE].members)
 
     def finish(self, spans: list[TensorSpan], inline: bool) -> tuple[list[int], bytes, bytes]:
-        """Append the memory that is sent after the body to ``spans``; return the table's numbers, the body's bytes, device names.
+        """Append the memory that is sent after the body to ``spans``; return the numbers of the table, the bytes that follow the
+        pickle in the body, and the names of devices.
 
         Raises:
             SerializationError: a storage is shorter than its tensors (it was freed or resized).
@@ -395,7 +396,7 @@ class Outgoing:
 
 
 def _filled(block: blocks.Block, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the bytes that are sent of a block with gaps. Gaps that are sent, too, have zeros."""
+    """Return the bytes that are sent of a block with gaps. In these bytes, gaps that remain contain zeros."""
     if block.is_compact:
         return _raw(block.groups[0][0].tensor).contiguous()
     made = torch.zeros(block.size, dtype=torch.uint8, device=storage.device)
@@ -771,7 +772,7 @@ def _writable(buffer: Any) -> memoryview:
 def _joined_entry(storages: list[list[Any]], number: int, kind: int) -> list[Any]:
     """Return the entry of a tensor in the block of an earlier tensor."""
     if number >= len(storages):
-        raise ProtocolError(f"tensor {len(storages)} uses the storage of tensor {number}, not an earlier one")
+        raise ProtocolError(f"tensor {len(storages)} uses the storage of tensor {number}, a later tensor")
     earlier = storages[number]
     if kind == _SAME:
         return earlier
@@ -792,7 +793,7 @@ def _placing(device: str) -> Iterator[None]:
     try:
         yield
     except (AssertionError, RuntimeError) as error:  # AssertionError: torch was built without CUDA
-        raise SerializationError(f"a tensor for {device} cannot be put there: {error}") from error
+        raise SerializationError(f"a tensor cannot be moved to {device}: {error}") from error
 
 
 def _storage(piece: list[Any]) -> torch.UntypedStorage:
@@ -907,7 +908,7 @@ def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
         or len(data) != math.prod(shape) * dtype.itemsize
         or (shape and min(shape) <= 0)
     ):
-        raise ProtocolError(f"a tensor of sizes {shape} does not have {len(data)} bytes")
+        raise ProtocolError(f"a tensor of sizes {shape} cannot have {len(data)} bytes")
     t = torch.frombuffer(data, dtype=dtype)
     if len(shape) != 1:
         # In place, so that the result is not a view. If the sizes were a tuple, torch would take half a microsecond more.
