@@ -443,7 +443,7 @@ def run(
     Args:
         outputs, gradients, receipts: as for :func:`capture`.
         leaves: all leaves that the engine can reach from ``outputs``; each once.
-        deadline: how long to wait for other users of the ``.grad`` of these leaves, on the monotonic clock; None for no bound.
+        deadline: until when to wait for other users of the ``.grad`` of these leaves, on the monotonic clock; None: no bound.
 
     Raises:
         RpcTimeoutError: other threads did not release the leaves in time.

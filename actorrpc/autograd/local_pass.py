@@ -176,7 +176,7 @@ class _Step:
     """One stratum of a part.
 
     Attributes:
-        messages: message -> the contributions for which it waits, in the order in which they are added up.
+        messages: message -> the contributions for which the stratum waits, in the order in which they are added up.
         reached: the receipts and leaves at which the gradients of the messages end.
         lacking: how many contributions have not arrived yet.
         retain: whether later strata use nodes of this stratum, so that the engine must keep the graph.

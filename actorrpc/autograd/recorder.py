@@ -51,7 +51,7 @@ _RANK_BITS: Final = 48
 def news_for(
     context: Context, me: WorkerKey, message: int, edges: tuple[GradientEdge, ...], peer: WorkerKey
 ) -> list[Any]:
-    """Record a message that is sent to ``peer``; return the news for its tag (see above), empty if its graph is too large."""
+    """Record a message that is sent to ``peer``; return the news (see above) for its tag: empty if the graph is large."""
     news: list[Any] = []
     lives: dict[int, str] = {}
     with context.lock:

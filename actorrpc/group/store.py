@@ -73,7 +73,7 @@ class StoreMeeting:
                 raise ConfigError(f"{name} must be a number: {init_method!r}, {said}") from None
             found = {place: value for place, value in found.items() if value != -1}
             if len(set(found.values())) > 1:
-                raise ConfigError(f"{name} is given twice and differs: {found} ({init_method!r})")
+                raise ConfigError(f"{name} is given twice, with different values: {found} ({init_method!r})")
             return next(iter(found.values()), None)
 
         own, size = number("rank", rank), number("world_size", world_size)

@@ -170,7 +170,7 @@ _LARGE: Final = 512 << 10  # bytes; each message that needs a larger definition 
 class UnknownDefinitionError(ProtocolError):
     """A message names definitions that this process does not have, or has evicted from its store.
 
-    Raised before any part of the message is unpickled, so the message can be decoded again later.
+    Raised before any part of the message is unpickled (unless a definition is evicted meanwhile), so it can be decoded later.
     """
 
     def __init__(self, hashes: Iterable[bytes]) -> None:

@@ -78,7 +78,7 @@ __all__ = [
 
 _LONG: Final = 64 << 10  # the C pickler passes bytes and texts of at least this length to write() uncopied
 HOLE: Final = struct.Struct("<QQ")  # position in the pickle, number of bytes that are left out there
-_HEADERS: Final = {0x42: 4, 0x58: 4, 0x8E: 8, 0x8D: 8, 0x96: 8}  # opcode of bytes or text -> width of length
+_HEADERS: Final = {0x42: 4, 0x58: 4, 0x8E: 8, 0x8D: 8, 0x96: 8}  # opcode -> bytes of the length after it
 
 
 def punch(chunks: list[Any], spans: list[TensorSpan], inline: bool) -> tuple[bytes, tuple[bytes, ...]]:

@@ -65,7 +65,7 @@ _MAX_SCAN = 1000
 _V = TypeVar("_V")
 _State = tuple[tuple[Any, ...] | None, dict[str, Any], dict[str, Any]]  # args, fields, __dict__
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: clear on classes that were made in C
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not set for static classes of C, such as the built-in exceptions
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None), complex})
 _BUILTIN = {id(object), *(id(c) for c in vars(builtins).values() if isinstance(c, type))}
 
@@ -78,7 +78,7 @@ class _Plan:
     """How to read the contents of exceptions of one class, and how to make such an exception without its constructor."""
 
     cls: type[BaseException]
-    # Name -> descriptor, and whether the descriptor's class is made in C; in C, None means "not set".
+    # Name -> descriptor, and whether the descriptor's class is a static class of C: then None means "not set".
     fields: dict[str, tuple[Any, bool]]
     custom: bool  # the class defines its own pickling
     native: Any  # the base class in C whose __new__ makes instances; None: only the class's own can
@@ -678,7 +678,7 @@ def load(data: bytes | memoryview, *, loads: Callable[[bytes], object]) -> BaseE
     whose ``cause`` is the original.
 
     If the called function raised an ``RpcError`` (the ``PeerDiedError`` of a nested call), the result is an instance of that
-    class, too. Its ``maybe_executed`` is about the caller's call, which did run. Its other fields (``worker``: the worker that
+    class, too. Its ``maybe_executed`` is about the caller's call. Its other fields (``worker``: the worker that
     died) are copied from the original, and ``.cause`` is the original.
     """
     try:
