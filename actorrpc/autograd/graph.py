@@ -3,8 +3,8 @@
 A worker runs its part of a pass in *strata*. Each stratum is one call of torch's engine that *captures* the gradients of received
 messages and of leaves. A hook of a leaf must get the whole gradient, once. Therefore hooks of leaves are silent during captures,
 and a last call of the engine *finishes* the leaves: it puts the sums into ``.grad`` as a local backward pass would, with hooks of
-every kind, including hooks in C++ (DDP's). If a stratum reaches leaves that no other stratum reaches, which is the common case,
-it *runs* as a local pass does, and finishes these leaves itself.
+every kind, including hooks in C++ (DDP's). If no other stratum reaches the leaves of a stratum, which is the common case,
+the stratum *runs* as a local pass does, and finishes these leaves itself.
 
 All functions run on the calling thread. They call user code (hooks, custom Functions), and hold no lock during these calls.
 

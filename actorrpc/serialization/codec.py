@@ -545,10 +545,11 @@ def _close_body(
 def _encode_by_value(
     obj: object, encoded: Encoded, remote_main: bool, error: Exception | None
 ) -> tuple[list[Any], dict[bytes, bytes] | None]:
-    """Pickle the object again, with functions and classes by value; ``error`` is the error of the fast pickler.
+    """Pickle the object again, with functions and classes by value; return the pickler's chunks, and the definitions by hash.
 
     Raises:
         SerializationError: a part of the object cannot be sent.
+        RpcError: ``error``, the error of the fast pickler, if a registered reducer raised it.
     """
     named: dict[bytes, bytes] | None = None if encoded.inline else {}
     if error is not None and is_of_handler(error):
@@ -679,7 +680,7 @@ _restricted = 0  # number of agents in this process that take data only
 
 
 def restrict(by: int) -> None:
-    """Add 1 or -1 to the number of agents that take data only. While there is such an agent, this process loads no pickles."""
+    """Add 1 or -1 to the number of agents that take data only. While there is such an agent, this process refuses pickles."""
     global unpickle, _restricted
     _restricted += by
     unpickle = _refuse_pickle if _restricted else pickle.loads

@@ -1,7 +1,7 @@
 """Tensors outside of the pickle: which bytes of which storage are sent, and how the receiver builds tensors on them.
 
 A tensor is reduced to a few integers (storage, dtype, offset, sizes, strides). Its bytes stay in place as :class:`TensorSpan`
-objects until the message is written. Of a storage, only the bytes that the message's tensors use are sent
+objects until the message is written. Bytes of a storage that no tensor of the message uses are left out, or sent as zeros
 (:mod:`actorrpc.serialization.blocks`), and tensors that overlap share memory again at the receiver. Pickles contain the names of
 :func:`tensor` and the functions next to it: names and arguments are the wire format.
 
@@ -772,7 +772,7 @@ def _writable(buffer: Any) -> memoryview:
 def _joined_entry(storages: list[list[Any]], number: int, kind: int) -> list[Any]:
     """Return the entry of a tensor in the block of an earlier tensor."""
     if number >= len(storages):
-        raise ProtocolError(f"tensor {len(storages)} uses the storage of tensor {number}, a later tensor")
+        raise ProtocolError(f"tensor {len(storages)} uses the storage of tensor {number}, which is no earlier tensor")
     earlier = storages[number]
     if kind == _SAME:
         return earlier
