@@ -772,7 +772,7 @@ def _writable(buffer: Any) -> memoryview:
 def _joined_entry(storages: list[list[Any]], number: int, kind: int) -> list[Any]:
     """Return the entry of a tensor in the block of an earlier tensor."""
     if number >= len(storages):
-        raise ProtocolError(f"tensor {len(storages)} uses the storage of tensor {number}, which is no earlier tensor")
+        raise ProtocolError(f"tensor {len(storages)} uses the storage of the later tensor {number}")
     earlier = storages[number]
     if kind == _SAME:
         return earlier
