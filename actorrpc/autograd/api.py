@@ -43,7 +43,7 @@ class context:
         outer = recorder.current_context()
         if outer is not None:
             raise RuntimeError(
-                f"Already have an autograd context id for this thread: {outer}. Contexts cannot be nested; leave that one "
+                f"Already have an autograd context id for this thread: {outer}. Contexts cannot be nested: leave that context "
                 f"first, or use its id"
             )
         self._id = part.contexts.create().id
@@ -79,9 +79,9 @@ def backward(
     """Run the backward pass of a distributed forward pass, on all workers that took part in it; returns at its end.
 
     Each worker adds the gradients of its leaves to the context, where :func:`get_gradients` and DistributedOptimizer find the
-    gradients. Hooks of every kind run on the worker of the tensor; hooks of leaves run once, on the whole gradient. A pass has
-    effect on all workers or on none: after an error the gradients in the context are unchanged, and the pass may be repeated
-    (if the first try had ``retain_graph=True``).
+    gradients. Hooks of every kind run on the worker of the tensor; hooks of leaves run once, on the whole gradient. A pass
+    changes gradients on all workers or on none: after an error the gradients in the context are unchanged, and the pass may be
+    repeated (if the first try had ``retain_graph=True``).
 
     If the roots do not depend on the results of a call, the call does not take part in the pass. Thread-safe; passes of
     different contexts run at the same time.
@@ -92,9 +92,9 @@ def backward(
         retain_graph: keep the graphs on all workers for another backward pass in this context.
         gradient: for each root its gradient, a tensor of the root's shape; by default a tensor of ones.
         accumulate: ``"context"``: add gradients to the context. ``"grad"``: to ``.grad``, as a local ``backward()`` does.
-        mode: ``"smart"`` or ``"fast"``, the names of torch's design notes. Both find out first which messages take part, and run
-            the same pass.
-        timeout: seconds; 0, the default, means that only the deaths of workers end it.
+        mode: ``"smart"`` or ``"fast"``, the names of torch's design notes. The two modes run the same pass, which begins with
+            a search for the messages that take part.
+        timeout: seconds; 0, the default: no time-out, but the death of a worker ends the pass.
         create_graph: record the pass itself, for gradients of gradients (experimental).
 
     Raises:
@@ -124,5 +124,6 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 
     Raises:
         RuntimeError: this worker does not know the context.
+        RpcTimeoutError: the pass did not end within the time-out of the RPC group.
     """
     return dict(participant().gradients(context_id, api.get_rpc_timeout()).values())

@@ -61,19 +61,19 @@ class Context:
         id: the context's number, with the rank of its origin in the top 16 bits.
         lock: guards the tables below.
         engine: a lock that is held during one call of the autograd engine.
-        sends: the sent messages with tensors that require grad: the edge of each such tensor, in order. Empty
-            after a backward pass that has freed the graph.
+        sends: number of a sent message with tensors that require grad -> the edges of these tensors, in order; no
+            edges after a backward pass has freed the graph.
         receipts: node that stands for a received message -> the message's receipt.
         peers: the workers to which this worker has sent a message of this context.
         gradients: ``id()`` of a leaf of this worker -> the leaf, and the sum of its gradients of all passes. The key is not the
             leaf, because torch computes hashes of tensors in Python.
-        passes: the number of a backward pass -> this worker's part of it, until the verdict on the pass.
+        passes: the number of a backward pass -> this worker's part of it, until the pass is committed or discarded.
         ended: the numbers of ended passes, whose late messages are ignored.
         reaches: message of ``sends`` -> the receipts and leaves at which its gradients end on this worker, once computed.
         sinks: message of any worker -> the receipts to which its gradients lead. Other workers report these receipts in their
             messages of the forward pass (see recorder.py), or when a pass queries them.
         sent_sinks: worker -> the numbers of the messages whose sinks were sent to the worker.
-        maker: the worker that made the context, if known; a later incarnation of the worker may have the same rank.
+        maker: the worker that made the context, if known. The id has only its rank, which a later incarnation may have, too.
         touched: when the context was last used, on the monotonic clock.
         released: whether the context was released; then it records no more messages.
     """

@@ -63,7 +63,7 @@ class Coordinator:
 
         Raises:
             Exception: the pass has failed, or a signal handler interrupted the wait. The pass has no
-                effect on any worker, unless the handler interrupted the wait after the verdict.
+                effect on any worker, unless the handler interrupted the wait after the decision to commit.
         """
         transport = self._participant.transport
         outer = transport.begin_wait(self._part)

@@ -16,8 +16,9 @@ _NOTE = "had in a backward pass"
 def blame(error: BaseException, worker: WorkerKey, name: str) -> BaseException:
     """Add the name of a worker to an error in the worker's answer; return the error.
 
-    If the error's message can be changed, it gets torch's prefix "Error on Node". In any case a note names the worker. An error
-    that came through several workers keeps the name of the worker that raised it.
+    An error that the worker raised gets torch's prefix "Error on Node", if its message can be changed, and a note that names the
+    worker. A PeerDiedError that does not name the worker gets a note. Other errors are unchanged, as are errors that came through
+    several workers, which have the name of the worker that raised them.
     """
     if not isinstance(error, RemoteError):
         if isinstance(error, PeerDiedError) and name not in str(error):

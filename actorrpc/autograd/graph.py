@@ -3,10 +3,10 @@
 A worker runs its part of a pass in *strata*. Each stratum is one call of torch's engine that *captures* the gradients of received
 messages and of leaves. A hook of a leaf must get the whole gradient, once. Therefore hooks of leaves are silent during captures,
 and a last call of the engine *finishes* the leaves: it puts the sums into ``.grad`` as a local backward pass would, with hooks of
-every kind, including hooks in C++ (DDP's). If a stratum reaches leaves that no other stratum reaches, which is the common case,
-it *runs* as a local pass does, and finishes these leaves itself.
+every kind, including hooks in C++ (DDP's). If no other stratum reaches the leaves of a stratum, which is the common case,
+the stratum *runs* as a local pass does, and finishes these leaves itself.
 
-All functions run on the calling thread, with user code (hooks, custom Functions), and hold no lock.
+All functions run on the calling thread. They call user code (hooks, custom Functions), and hold no lock during these calls.
 
 The ``.grad`` of a leaf has one user at a time (:class:`Borrowed`). The engine runs hooks of a leaf only while it puts a gradient
 into ``.grad``, and a local optimizer reads gradients from ``.grad``. Therefore passes and optimizers borrow ``.grad``, and put
@@ -198,7 +198,7 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
 #: Gradients of some tensors, in order; None for no gradient.
 Tensors = list["torch.Tensor | None"]
 
-# The C++ function that torch.autograd.backward and torch.autograd.grad call. Both spend half of their time before this call.
+# The C++ function that torch.autograd.backward and torch.autograd.grad call, after they have spent half of their time.
 _run: Final[Callable[..., tuple[torch.Tensor | None, ...]]] = Variable._execution_engine.run_backward
 #: The class of the nodes that stand for leaves.
 ACCUMULATE: Final[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
@@ -442,7 +442,7 @@ def run(
     Args:
         outputs, gradients, receipts: as for :func:`capture`.
         leaves: all leaves that the engine can reach from ``outputs``; each once.
-        deadline: how long to wait for other users of the ``.grad`` of these leaves, on the monotonic clock; None for no bound.
+        deadline: until when to wait for other users of the ``.grad`` of these leaves, on the monotonic clock; None: no bound.
 
     Raises:
         RpcTimeoutError: other threads did not release the leaves in time.
@@ -541,6 +541,7 @@ def finish(
 
     Raises:
         RpcTimeoutError: other threads did not release the leaves in time.
+        RuntimeError: a leaf has become the result of an operation.
         Exception: a hook raised it.
     """
     for leaf in leaves:

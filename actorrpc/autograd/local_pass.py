@@ -176,7 +176,7 @@ class _Step:
     """One stratum of a part.
 
     Attributes:
-        messages: message -> the contributions for which it waits, in the order in which they are added up.
+        messages: message -> the contributions for which the stratum waits, in the order in which they are added up.
         reached: the receipts and leaves at which the gradients of the messages end.
         lacking: how many contributions have not arrived yet.
         retain: whether later strata use nodes of this stratum, so that the engine must keep the graph.
@@ -296,7 +296,7 @@ class LocalPass:
                 for node in step.reached.leaves:
                     self._leaves[node] = None
                     self._order.setdefault(node, []).append(index)
-        # Each path from an interior node ends at a receipt or a leaf, so strata with a common interior node have a common end.
+        # Strata with a common interior node have a common end, because each path from the node ends at a receipt or a leaf.
         if len(ends) < count_of_ends and not (terms.retain_graph or terms.create_graph):
             self._find_shared(steps)
         with context.lock:
@@ -314,7 +314,7 @@ class LocalPass:
         A stratum of which only some edges lead directly to leaves is not marked: ``graph.run`` would copy the gradients of these
         edges, ``graph.capture`` returns them without a copy.
         """
-        first: dict[int, _Step] = {}  # stratum, of each leaf
+        first: dict[int, _Step] = {}  # id() of a leaf -> the first stratum that reaches the leaf
         for step in reaching:
             leaves = step.reached.leaves
             edges = direct = 0
@@ -340,7 +340,8 @@ class LocalPass:
     # -- under the lock of the context ---------------------------------------------------------------------------
 
     def arrive(self, sender: WorkerKey, receipt: int, message: int, gradients: Gradients) -> None:
-        """Move the gradients of one contribution from the list to the part. Ignore them if no stratum waits for them."""
+        """Move the gradients of one contribution from the list to the part. Ignore them if the part has begun without their
+        contribution, or has got them already."""
         if self.over:
             return
         key = message, make(Contribution, (sender, receipt))
@@ -353,7 +354,7 @@ class LocalPass:
         gradients.clear()
 
     def claim(self) -> int | None:
-        """Return the number of the stratum to run now, or ``FINISH``; None if no stratum is ready, or a thread runs a stratum.
+        """Return the number of the stratum to run now, or ``FINISH``; None if the part is not ready, runs now, or has ended.
 
         The calling thread has to run the stratum, and then to call :meth:`release`.
         """
@@ -459,7 +460,7 @@ class LocalPass:
                 given = self._received.pop((message, contribution))
                 if len(given) != len(edges):
                     raise ProtocolError(
-                        f"message {message} has {len(edges)} gradients, but {len(given)} were received"
+                        f"message {message} has {len(edges)} tensors that require grad, but {len(given)} gradients were received"
                     )
                 for edge, gradient in zip(edges, given, strict=True):
                     if gradient is not None:
@@ -503,7 +504,7 @@ class LocalPass:
         )
 
     def commit(self, grads: list[torch.Tensor | None] | None) -> None:
-        """Add the results of this part to ``grads``, which is from :meth:`reserve`, or to the context if it is None."""
+        """Add the results of this part to ``grads`` (from :meth:`reserve`), or to the context; record which graphs the pass has freed."""
         terms, context = self.terms, self.context
         assert terms is not None
         if grads is not None:

@@ -105,7 +105,7 @@ class Settle(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Tells a worker whether a pass has succeeded on all workers, so that the worker adds the gradients of its leaves."""
+    """Tells a worker whether a pass has succeeded on all workers. If so, the worker adds the gradients of its leaves."""
 
     context: int
     pass_id: int
@@ -142,7 +142,7 @@ class Transport(Protocol):
         """
 
     def notify(self, to: WorkerKey, notice: Notice) -> None:
-        """Send a notice that needs no answer, and retry until it is sent. Never raises, never waits.
+        """Send a notice that needs no answer, and retry for a limited time while the worker is alive. Never raises or waits.
 
         A notice that is not urgent (a pass has succeeded, a context has been released) may be delayed until another message
         is sent to the worker.

@@ -54,7 +54,7 @@ def check_roots(
     """Return the edges of the roots and the gradient of each.
 
     Args:
-        gradients: a gradient for each root. None for one or all roots: the gradient is ones, and the root must be a real scalar.
+        gradients: a gradient for each root. None for a root, or for all: the gradient is 1, and the root is one real number.
 
     Raises:
         TypeError: the roots, or the gradients, are not sequences of tensors.
@@ -177,7 +177,7 @@ class Participant:
 
         Raises:
             TypeError: an argument is of a wrong type.
-            ValueError: ``mode`` or ``accumulate`` has an unknown value.
+            ValueError: ``mode`` or ``accumulate`` has an unknown value, or there are not as many gradients as roots.
             RuntimeError: the roots cannot be differentiated, or there is no such context.
         """
         context = self.contexts.get(context_id)
@@ -367,7 +367,7 @@ class Participant:
         with context.lock:
             part = context.passes.get(notice.pass_id)
             if part is None:
-                context.ended.put(notice.pass_id, None)  # its gradients may still arrive
+                context.ended.put(notice.pass_id, None)  # gradients of the pass may still arrive
                 return
         try:
             self.decide(part, notice.commit)
@@ -453,7 +453,7 @@ class Participant:
     def decide(self, part: LocalPass, commit: bool) -> bool:
         """End a pass on this worker. If it began on this worker, send the verdict to the others. Only the first call has effects.
 
-        Returns whether the results were added to the context or ``.grad``: never if the part has failed.
+        Returns whether the results were added to the context or ``.grad``: False if the part has failed or has ended before.
         """
         context = part.context
         with context.lock:
@@ -547,11 +547,11 @@ class Participant:
             self.decide(part, False)
 
     def expire(self, older_than: float) -> None:
-        """Release contexts of other workers that were not used for ``older_than`` seconds."""
+        """Release contexts of other workers that were not used for ``older_than`` seconds and have no pass under way."""
         before = _time.now() - older_than
         for context in self.contexts.all():
             if context.touched < before and context.origin != self.me.rank and not context.passes:
-                error = RpcError(f"{context} was not used on this worker for {older_than} s, and dropped")
+                error = RpcError(f"{context} was not used on this worker for {older_than} s, and released")
                 self._release(context.id, None, error, notify=False)
 
 

@@ -20,7 +20,7 @@ __all__ = ["ROOTS", "Send", "levels", "make_plan"]
 #: A message: its sender, and the sender's number of the message.
 Send = tuple[WorkerKey, int]
 
-#: The number that stands for the roots in place of a message. Messages are counted from 1.
+#: The number that stands for the roots in place of a message. No message has this number.
 ROOTS: Final = 0
 
 

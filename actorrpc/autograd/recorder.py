@@ -12,7 +12,8 @@ is executed. Coroutines inherit it; threads that users start do not.
 **News: the paths of gradients.** To plan a backward pass, the worker where it begins needs to know, for each message, to which
 earlier messages its gradients lead on its sender. Queries at the start of a pass would cost one round trip for each hop. So each
 message reports to which messages its own gradients and the gradients of these earlier messages lead, unless its sender has
-reported that to the receiver before. A pass queries the remaining messages: with large graphs, or kept and opened later.
+reported that to the receiver before. When a pass begins, it queries
+the remaining messages: messages with large graphs, and snapshots.
 
 In a tag, news is a flat list: a message, a list of the messages to which it leads with their receipts, the next message, and so
 on. The rank of a message's sender is in the upper bits of the message's number; the last item of the list has the incarnations of
@@ -50,7 +51,7 @@ _RANK_BITS: Final = 48
 def news_for(
     context: Context, me: WorkerKey, message: int, edges: tuple[GradientEdge, ...], peer: WorkerKey
 ) -> list[Any]:
-    """Record a message that is sent to ``peer``; return the news (see above) for the message's tag."""
+    """Record a message that is sent to ``peer``; return the news (see above) for its tag: empty if the graph is large."""
     news: list[Any] = []
     lives: dict[int, str] = {}
     with context.lock:
@@ -146,7 +147,7 @@ def current_context() -> int | None:
 
 
 def enter(context: int) -> Token[tuple[int, Execution | None] | None]:
-    """Make a context the current one."""
+    """Make this context the current context; return the argument for :func:`restore`."""
     return _entered.set((context, CURRENT.get()))
 
 

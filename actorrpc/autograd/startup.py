@@ -1,4 +1,4 @@
-"""Starts distributed autograd for an agent when the process joins a group, and ends it."""
+"""Starts distributed autograd for an agent when the process joins a group, and ends it at shutdown."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def participant() -> Participant:
 
 
 def start(worker: Worker) -> Callable[[bool], None]:
-    """Start distributed autograd of a worker; return the function that ends it."""
+    """Start distributed autograd of a worker; return the function that ends it at shutdown."""
     agent, references = worker.agent, worker.references
     made = Contexts(references.me)
     part = Participant(made, AgentTransport(agent, references))

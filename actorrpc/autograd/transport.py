@@ -149,7 +149,7 @@ class AgentTransport:
         future: Future[Any] = Future()
         label = f"{OWN}backward ({type(message).__name__})"
         future.label = label
-        # The pass raises the future's error. An error that the pass never reads, because it was interrupted, is not logged.
+        # The pass raises the future's error. If the pass is interrupted, an error that it has not read is not logged.
         future.cover()
         try:
             self._agent.call(

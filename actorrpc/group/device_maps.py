@@ -21,7 +21,7 @@ def check(
         fixed: whether all workers of the group are known, so that a map to an unknown worker is an error.
 
     Raises:
-        ConfigError: a map names a worker or a device that does not exist.
+        ConfigError: devices are listed twice, do not exist or are not allowed by the options; or a map names an unknown worker.
     """
     # Sorted by rank, so that all workers report the same error if there are several errors.
     for record in sorted(records, key=lambda each: each.rank):

@@ -1,18 +1,18 @@
 """How this process joins a group, waits for the others at its end, and leaves.
 
 Joining binds the sockets, agrees on the key and the table of workers, and makes the agent: through torch's store
-(:func:`join`), or through a directory that one of the workers keeps (:func:`enter`, the embedded cluster).
+(:func:`join`). In a cluster, the key and a :class:`MemberDirectory` are given to :func:`enter`.
 
 Leaving a fixed group gracefully is a barrier: every worker calls the first living worker (by name), which answers when all have
 arrived. Until then, each worker continues to serve calls. A worker that dies counts as arrived; if the first worker dies, the
-others call the next worker. The barrier waits for a worker that is suspect, or to which no connection can be made, as long as
-any other worker is missing, and after that for some seconds (:class:`Reachability`). So every wait ends. A failed connection
-does not count as a death: workers that disagree about which members live would call different first workers.
+others call the next worker. A failed connection does not count as a death: workers that disagree about which members live would
+call different first workers.
 
-A worker learns of another worker's end only over a connection to that worker: :meth:`Reachability.connect_all` makes the missing
+A worker learns of another worker's end from a connection to that worker: :meth:`Reachability.connect_all` makes the missing
 connections, in pool threads, concurrently. A member is *out of reach* while it is suspect, or while connections to it fail
-although there is no proof that it is dead. After it was out of reach for ``PATIENCE_S``, members at shutdown no longer wait for
-it, until it can be reached again. Operations on the dicts of :class:`Reachability` are atomic, without a lock.
+although there is no proof that it is dead. If a member was out of reach for ``PATIENCE_S``, the other members do not call it as
+the first worker, until it can be reached again. If all missing members were out of reach for so long, the barrier stops waiting
+for these members. Operations on the dicts of :class:`Reachability` are atomic, without a lock.
 """
 
 from __future__ import annotations
@@ -80,18 +80,18 @@ _LOOK_S: Final = 1.0  # how often a worker that waits at shutdown checks the oth
 # and less than 2 s with graceful=False.
 _LET_END_S: Final = 0.75
 _PARTING_S: Final = 5.0  # how long sending GOODBYE to all peers may take at a graceful shutdown
-# After so many seconds of a collective wait, the waiting thread logs the exception that it handles, as its traceback is late.
+# If a thread handles an exception while it waits for so many seconds, it logs the exception: Python shows it only after the wait.
 _SILENT_S: Final = 2.0
 
 
 class _Barrier:
     """The workers that have called ``shutdown()``, as far as this worker knows. ``_lock`` guards all attributes and is a leaf.
 
-    A worker goes to the next stage after an answer that all workers had reached the stage before, perhaps the answer of a worker
-    that has ended since. Therefore a worker that has reached a stage counts as arrived at all earlier stages.
+    A shutdown has the stages 0 and 1. A worker goes to stage 1 after an answer that all workers had reached stage 0; the worker
+    that gave the answer may have ended since. Therefore a worker that has reached a stage counts as arrived at earlier stages.
 
     Args:
-        members: returns the names of the awaited workers, a set that never grows. In large groups a copy would cost much.
+        members: returns the names of the awaited workers: the same set in each call, because copies of large groups are slow.
     """
 
     def __init__(self, members: Callable[[], Set[str]]) -> None:
@@ -123,18 +123,18 @@ class _Barrier:
         self._look()
 
     def missing(self, stage: int) -> list[str]:
-        """Return the workers that have not reached the stage and are not known to have ended."""
+        """Return the names of the workers that have not reached the stage and are not known to have ended, sorted."""
         members = self._members()
         with self._lock:
             return sorted(self._lacking(members, stage))
 
     def _lacking(self, members: Set[str], stage: int) -> Set[str]:
-        """Return the result of :meth:`missing` as a set. Under the lock."""
+        """Return the result of :meth:`missing` as a set. Called under the lock."""
         here = {name for at, names in self._reached.items() if at >= stage for name in names}
         return members - self._gone - here
 
     def _may_be_all(self, members: Set[str], stage: int) -> bool:
-        """Say whether enough workers have arrived or ended; if not, :meth:`_lacking` is not needed. Under the lock."""
+        """Say whether enough workers have arrived or ended; if not, :meth:`_lacking` is not needed. Called under the lock."""
         reached = sum(len(names) for at, names in self._reached.items() if at >= stage)
         return reached + len(self._gone) >= len(members)
 
@@ -157,7 +157,7 @@ class CollectiveWait:
     Attributes:
         round: the name of the round in messages, which is the same on every worker that enters the round.
         members: the workers that take part; empty: every member of the group.
-        begun: when the wait began.
+        begun: when the wait began, as ``_time.now()``.
         thread: the id of the waiting thread.
     """
 
@@ -175,7 +175,7 @@ class MemberDirectory(Membership):
     """The workers of a cluster by name and rank. Thread-safe, because single operations on ``records`` are atomic.
 
     Attributes:
-        records: the workers that are known in this process.
+        records: the workers that are known in this process, each under its name and under its rank.
     """
 
     def __init__(self) -> None:
@@ -273,7 +273,7 @@ class Group:
     # -- the end -----------------------------------------------------------------------------------
 
     def wait_for_all(self, stage: int, timeout: float) -> None:
-        """Wait until every live worker of a fixed group has reached this stage of its shutdown.
+        """Wait until all workers of a fixed group that live and can be reached are at this stage. Return at once in other groups.
 
         Raises:
             RpcTimeoutError: some workers have not reached the stage within ``timeout`` seconds (0: no limit).
@@ -305,7 +305,7 @@ class Group:
 
     def _first_alive(self) -> Peer:
         """Return the first member, by name, that is alive and was not given up; this worker, if no member before it is."""
-        # All known peers are checked, so that PATIENCE_S begins now for all that are out of reach, not for one after the other.
+        # All known peers are checked, so that PATIENCE_S begins now for all peers out of reach, not for one after the other.
         # No Peer objects are made for the other members, of which there may be thousands.
         known = [peer for peer in self.agent.peers() if peer.name in self._everyone]
         lost = {peer.name for peer in known if peer.state == "alive" and self.reach.is_given_up(peer)}
@@ -327,7 +327,7 @@ class Group:
                 agent.connector.connect(peer, min(until, _time.now() + DIAL_S), "shutdown")
             agent.call(peer, _on_arrival, (stage, agent.name), {}, 0.0, future=future, label=f"{OWN}shutdown")
         except (PeerDiedError, RpcTimeoutError, ProtocolError, LimitError) as error:
-            # The error does not prove that the member is dead. The caller checks its state next.
+            # The error does not prove that the member is dead. The caller checks the member's state next.
             self.reach.failed(peer, error)
             self.watch_all()  # other members may be out of reach as well: connect to all members at once
             _time.sleep(_AGAIN_S)
@@ -337,10 +337,10 @@ class Group:
     def _await_answer(
         self, future: Future[None] | None, peer: Peer, stage: int, until: float, look: Callable[[], None]
     ) -> bool:
-        """Wait for the answer of the member ``peer``; return False if another member must be called, or at the time-out.
+        """Wait for the answer of the member ``peer``; return False if none came: the caller calls a member again, or times out.
 
-        About once a second, the member that the others call checks whether it still waits for the missing members; the others
-        check whether they have called the right member.
+        About once a second, this method calls ``look`` (from :meth:`waiting`). If the other members call this worker, it then
+        decides whether to wait on for missing members; otherwise it checks whether ``peer`` is still the member to call.
         """
         while future is not None:
             look()
@@ -354,7 +354,7 @@ class Group:
                 return False
             except RpcTimeoutError:
                 if not future.done():
-                    # A future that is done has just got its answer, or an enclosing call has timed out.
+                    # If the future is done, its answer has just arrived, or an enclosing call has timed out.
                     if peer.is_self:
                         self._review(stage)
                     if _time.now() >= until or self._first_alive() is not peer:
@@ -396,7 +396,7 @@ class Group:
         self.reach.connect_all(peers)
 
     def close(self) -> None:
-        """Leave the group: close the agent, and remove this worker's entries from the store."""
+        """Leave the group: in a dynamic group, remove this worker's entries from the store; close the agent and its sockets."""
         try:
             hooks.reach("shutdown.closing")
         finally:
@@ -480,10 +480,10 @@ class _Doors:
         """Bind the sockets that the settings allow, for this host's address ``own``.
 
         Raises:
-            ConfigError: TCP beyond this host was requested without a key.
+            ConfigError: TCP beyond this host was requested without a key, or the address cannot be bound.
         """
         if settings.transport != "tcp":
-            # Set before the file exists, so that close() also removes the file if Ctrl-C interrupts the next line.
+            # The path is set before the file exists, so that close() also removes the file if Ctrl-C interrupts the next line.
             self.unix_path = keys.socket_path(keys.runtime_directory())
             self.sockets.append(_listen_unix(self.unix_path))
         host = settings.bind or own
@@ -528,7 +528,7 @@ _opened: list[_Doors] = []
 
 
 def close_abandoned() -> None:
-    """Close the sockets and files of groups whose making was interrupted by Ctrl-C, so that no caller has the group."""
+    """Close the sockets and files of groups whose creation was interrupted by Ctrl-C: no caller has these groups."""
     while _opened:
         _opened.pop().close()
 
@@ -607,7 +607,7 @@ def enter(
     This function opens the sockets and makes the agent. The caller registers the worker and calls :meth:`Group.start`.
 
     Args:
-        host: the identity of this host; by default the real one.
+        host: the identity of this host; by default its real identity.
         serves: this process does not run its script to the end. Objects that the script defines further down are missing in its
             main module, so functions of the main module are not sent to this worker by name.
 

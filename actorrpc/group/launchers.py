@@ -151,7 +151,7 @@ def _of_native(given: Mapping[str, str], launcher: str, rank: str, size: str, lo
         local_size = given.get("OMPI_COMM_WORLD_LOCAL_SIZE") or given.get("MPI_LOCALNRANKS") or ""
         if local_size != str(count):
             raise ConfigError(
-                f"{launcher} does not say where rank 0 runs, and MASTER_ADDR is not set: set it to that host for all ranks"
+                f"{launcher} does not say where rank 0 runs, and MASTER_ADDR is not set: set it to the host of rank 0"
             )
         master = "127.0.0.1"
     if given.get("MASTER_PORT"):

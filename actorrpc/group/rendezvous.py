@@ -1,9 +1,10 @@
-"""How workers find each other: through a store of torch's (TCP, file, or torchrun's), once, at the start.
+"""How workers find each other: through a store of torch's (TCP, file, or torchrun's).
 
-A *fixed* group (``world_size`` given) forms in rounds: each worker takes a place by an atomic counter and writes its record. The
-last worker reads all records, checks them, and publishes the outcome for which all the others wait: the table of workers, or an
-error that all raise. Each worker does O(1) store operations. The next group in the same store is the next round. A *dynamic*
-group, which workers join and leave at any time, has a key in the store for each name and each rank; one worker claims the key.
+A *fixed* group (``world_size`` given) uses the store only while it forms, in a *round*: each worker takes a place by an atomic
+counter and writes its record. The last worker reads all records, checks them, and publishes the outcome, for which the others
+poll: the table of workers, an error that all raise, or that all meet again in a new round. The next group in the same store
+is the next round. A *dynamic* group, which workers join and leave at any time, has a key in the store for each name and for each
+rank; a worker that joins claims its two keys, and lookups read the store.
 
 The caller's thread does all the work. Waits poll in short slices, so that Ctrl-C works, and are bounded. Other processes can
 write to a store: values read from it are checked, no secret and no hash of a secret is written to it, and nothing is unpickled.
@@ -69,7 +70,7 @@ class Rendezvous(Membership):
     ``_lock`` guards the names that :meth:`members` caches; under it, only the store is called.
 
     Args:
-        rank: this worker's rank; -1 or None lets a dynamic group assign one.
+        rank: this worker's rank; -1 or None lets a dynamic group assign a free rank.
         world_size: the number of workers; None for a dynamic group.
         timeout: the longest time for which a method waits, in seconds.
     """
@@ -100,7 +101,7 @@ class Rendezvous(Membership):
 
     @property
     def key_is_given(self) -> bool:
-        """Whether this worker was given the group's key, instead of one made for the group."""
+        """Whether this worker was given the group's key; if not, a worker of the group has made the key."""
         return self._own_key is not None
 
     def enter(self, record: WorkerRecord) -> WorkerRecord:
@@ -121,8 +122,8 @@ class Rendezvous(Membership):
         the result, which has the workers that have joined so far.
 
         Raises:
-            RendezvousError: a worker did not join in time, a name or rank is taken, some workers cannot reach
-                each other, or the store failed. In a fixed group all workers raise this error at once.
+            RendezvousError: a worker did not join in time, a name or rank is taken, some workers cannot reach each other, or
+                the store failed. In a fixed group, all workers raise the error that one of them has published.
         """
         if self.world_size is None:
             mine = self.enter(record)
@@ -158,7 +159,7 @@ class Rendezvous(Membership):
         return record if record is not None and record.rank == to else None
 
     def members(self) -> list[WorkerRecord]:
-        """Return the present workers of the group, by rank."""
+        """Return the records of all workers of a fixed group, or of the workers that have not left a dynamic group, by rank."""
         if self.world_size is not None:
             return [self._table[rank] for rank in range(self.world_size)] if self._table else []
         with self._lock:
@@ -348,7 +349,7 @@ class Rendezvous(Membership):
                 self._round = number, slot
             elif _time.now() > deadline:
                 raise RendezvousError(
-                    "too many attempts to meet have failed in this store: start the workers with a new one (another port or file)"
+                    "too many attempts to meet have failed in this store: start the workers with a new store (a new port or file)"
                 )
         return f"{self._round[0]}/{key}"
 
@@ -433,7 +434,7 @@ class Rendezvous(Membership):
         if taken is not None:
             self._store_op("compare_set", f"rank/{mine.rank}", _tag(mine), _LEFT)
             raise RendezvousError(
-                f"the name is taken: {_list([WorkerRecord.from_bytes(taken)])}; choose another one"
+                f"the name is taken: {_list([WorkerRecord.from_bytes(taken)])}; choose another name"
             )
         self._store_op("set", f"log/{self._store_op('add', 'log', 1)}", mine.name.encode())
         return mine
@@ -447,7 +448,7 @@ class Rendezvous(Membership):
                 return mine
             if wanted >= 0:
                 name = _tag_name(holder)
-                raise RendezvousError(f"rank {wanted} is taken by {name!r}; omit rank= to be assigned one")
+                raise RendezvousError(f"rank {wanted} is taken by {name!r}; omit rank= to get a free rank")
             if _time.now() > deadline:
                 raise RendezvousError(
                     f"no free rank was found within {self.timeout:g} s, because many workers join at once: call init_rpc() again"
@@ -505,7 +506,7 @@ class _Released:
     """Replaces a store that was released."""
 
     def __getattr__(self, name: str) -> Any:
-        raise RuntimeError("this worker has left its group: call init_rpc() to join one")
+        raise RuntimeError("this worker has left its group: call init_rpc() to join a group")
 
 
 _OTHERS: Final = "another program or another version of actorrpc has written to the store: give the group its own port or file"

@@ -5,8 +5,8 @@ opened by this module rather than by torch's helpers. Torch's helpers wait for a
 no effect and the missing workers are not known, and they exceed their time-out. Other schemes are passed to the handlers
 that were registered with torch.
 
-The caller's thread does all the work except connecting. A separate thread connects, and may stay blocked
-if a server does not answer. Every wait is bounded and can be interrupted. This module reads no value from the store.
+The caller's thread does all the work except for making torch's store object. A separate thread makes it, and may stay
+blocked if a server does not answer. Every wait is bounded and can be interrupted. This module reads no value from the store.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class StoreMeeting:
         rank: -1 if it is not given.
         world_size: None for a dynamic group.
         hosts: whether this process starts the store's server.
+        libuv: whether torch's server uses libuv.
     """
 
     url: str
@@ -72,7 +73,7 @@ class StoreMeeting:
                 raise ConfigError(f"{name} must be a number: {init_method!r}, {said}") from None
             found = {place: value for place, value in found.items() if value != -1}
             if len(set(found.values())) > 1:
-                raise ConfigError(f"{name} is given twice and differs: {found} ({init_method!r})")
+                raise ConfigError(f"{name} is given twice, with different values: {found} ({init_method!r})")
             return next(iter(found.values()), None)
 
         own, size = number("rank", rank), number("world_size", world_size)
@@ -184,7 +185,7 @@ def open_store(
 
 
 def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:
-    """Run ``connect`` in a separate thread, because a server that accepts but does not answer blocks it without limit."""
+    """Return the store that ``connect`` opens in a separate thread, because a server that does not answer blocks ``connect``."""
     made: list[Store] = []
     failed: list[Exception] = []
 

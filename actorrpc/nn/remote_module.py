@@ -1,6 +1,6 @@
 """RemoteModule: an nn.Module that lives on another worker, used like a local module.
 
-A RemoteModule is an ``nn.Module`` itself, so it can be a part of a local module, but it has no parameters, buffers and modules
+A RemoteModule is an ``nn.Module`` itself, so it can be a part of a local module, but it has no parameters, buffers or modules
 of its own: calls that torch makes on the parts of a model (``state_dict``, ``train``, ``to``, ``apply``) are sent to the worker
 that has the module, its *owner*, where :mod:`actorrpc.rpc.modules` executes them. The RPC layer records calls for autograd.
 
@@ -138,12 +138,13 @@ class RemoteModule(nn.Module):
         on: the name of the worker.
         device: the module's device on its worker, as set by the constructor or a method of this RemoteModule.
         module_rref: the RRef to the module.
-        training: the mode with which :meth:`train` of this RemoteModule was last called.
+        training: the mode with which :meth:`train` of this RemoteModule was last called; at first true.
 
     Raises:
         ConfigError: ``remote_device`` has another form, or torch knows no such device.
         UnknownWorkerError: there is no such worker.
         ValueError: ``module_cls`` is a class, but not a class of modules.
+        TypeError: an argument has a wrong type.
         SerializationError: the class, or an argument, cannot be sent.
         NotInitializedError: RPC is not initialised.
     """
@@ -218,7 +219,8 @@ class RemoteModule(nn.Module):
     # -- calling --------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module and return its output. The module's worker moves inputs to the module's device, and outputs to the CPU.
+        """Call the module and return its output. If the module is not on the CPU, its worker moves inputs to the module's device,
+        and outputs to the CPU, unless a device map maps them to a device of this worker.
 
         Raises:
             RpcTimeoutError, PeerDiedError: no answer came; ``maybe_executed`` says whether the call may have run.
@@ -365,11 +367,11 @@ class RemoteModule(nn.Module):
         return self._steer("cpu")
 
     def cuda(self, device: Any = None) -> Self:
-        """Move the module to a GPU of its worker."""
+        """Move the module to a GPU of its worker: to ``device``, or by default to the current GPU."""
         return self._steer("cuda", device)
 
     def type(self, dst_type: Any) -> Self:
-        """Convert parameters and buffers."""
+        """Convert parameters and buffers to the dtype ``dst_type``."""
         return self._steer("type", dst_type)
 
     def float(self) -> Self:
@@ -404,7 +406,7 @@ class RemoteModule(nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Raise ValueError, because the inner modules are on another worker; return this module if an outer module calls."""
+        """Raise ValueError: the inner modules are on another worker. If an outer module calls, yield this module only."""
         if memo is None:
             _refuse("named_modules")
         return self._as_part(memo, prefix, remove_duplicate)

@@ -46,7 +46,7 @@ class DistributedGradScaler:
         init_scale: the first scale, by which losses are multiplied.
         growth_factor: the scale is multiplied by this factor after ``growth_interval`` updates without infinities or NaNs.
         backoff_factor: the scale is multiplied by this factor after an iteration with infinities or NaNs.
-        enabled: if false, ``step`` makes a step without scaling, and the other methods do nothing.
+        enabled: if false, ``step`` makes a step without scaling, ``scale`` returns losses unchanged, and the scale is 1.
 
     Raises:
         ValueError: ``growth_factor`` is not greater than 1, or ``backoff_factor`` is not less than 1.
@@ -84,7 +84,7 @@ class DistributedGradScaler:
         return self._scale if self._enabled else 1.0
 
     def scale(self, outputs: _T) -> _T:
-        """Return a loss, or an iterable of losses (a list, a tuple, nested ones), multiplied by the scale.
+        """Return a loss, or the losses in a (nested) list, tuple or other iterable, multiplied by the scale.
 
         Raises:
             TypeError: an element is not a tensor.
@@ -107,7 +107,7 @@ class DistributedGradScaler:
         *,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> None:
-        """Divide the gradients of an optimizer's parameters in a context by the scale, on all workers, in place.
+        """Divide the gradients of an optimizer in a context (None: in ``.grad``) by the scale, on all workers, in place.
 
         Only needed to read or clip the gradients before :meth:`step`, which otherwise divides the gradients itself.
 
@@ -182,7 +182,7 @@ class DistributedGradScaler:
             new_scale: set the scale to this value instead of adapting it.
 
         Raises:
-            RuntimeError: since the last update, neither ``step`` nor ``unscale_`` was called.
+            RuntimeError: neither ``new_scale`` was given, nor ``step`` or ``unscale_`` called since the last update.
         """
         if not self._enabled:
             return

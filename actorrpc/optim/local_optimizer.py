@@ -1,12 +1,13 @@
 """The local optimizer of one DistributedOptimizer, on a worker that has parameters.
 
 The DistributedOptimizer has an RRef to the LocalOptimizer, and calls its methods by RPC, on threads of the pool. The step of
-torch's own optimizers runs on the calling thread if the caller is on this worker. Each method has exclusive use of the parameters
-while it runs. Exceptions of the user's code are raised at the caller.
+torch's own optimizers runs on the calling thread if the caller is on this worker. Methods that use gradients, set
+hyper-parameters, or copy or load the state have exclusive use of the parameters meanwhile. Exceptions of the user's code are
+raised at the caller.
 
 Gradients are lent (:func:`lent`) from an autograd context, or from ``.grad``. While gradients are lent, only the borrower uses
 the ``.grad`` of the parameters, so optimizers wait for each other if they have common parameters. A wait ends at the deadline of
-the call that this code runs in; no lock is held.
+the call that this code runs in; no lock is held during the wait.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
 
 
 def _gradients(context_id: int, deadline: float | None) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the gradients of a context. May wait for a backward pass that needs the parameters, so borrow them afterwards."""
+    """Return a context's table: ``id()`` of a leaf -> leaf and gradient. May wait for a backward pass, which may need ``.grad``:
+    call this function before borrowing ``.grad``."""
     left = 0.0 if deadline is None else max(0.001, deadline - _time.now())
     return startup.participant().gradients(context_id, left)
 
@@ -107,7 +109,7 @@ class Account:
     Attributes:
         groups: the present hyper-parameters of each group.
         defaults: the optimizer's default hyper-parameters.
-        counts: for each group, how many parameters each RRef of the group stands for (a module has several).
+        counts: for each group that the call has made, how many parameters each RRef of the group stands for (a module: several).
         trainable: how many parameters require grad.
     """
 
@@ -307,7 +309,7 @@ class LocalOptimizer:
                 group.update(values)
 
     def stage_group(self, options: dict[str, Any], rrefs: Sequence[RRef[Any]]) -> Account:
-        """Check whether a group can be added, and keep it for :meth:`commit_group`, which adds it.
+        """Check whether a group can be added, and keep it for :meth:`commit_group`. Return the description with the new group.
 
         Raises:
             TypeError, ValueError: the value of an RRef is not a parameter, or is a parameter of this optimizer already.
@@ -366,7 +368,7 @@ class LocalOptimizer:
                 optimizer.__dict__.update(before)
 
     def commit_state(self) -> Account:
-        """Load the state that was staged."""
+        """Load the state that was staged; return the description of the optimizer with this state."""
         with self._borrowed():
             if self._staged_state is not None:
                 self._optimizer.__dict__.update(self._staged_state)

@@ -6,7 +6,8 @@ of a context are recorded in the context, so every called worker has this contex
 
 ``_lock`` guards the table of workers and the :class:`~actorrpc.optim.parameters.StandIn`, which has the hyper-parameters. It is
 held while schedulers compute hyper-parameters, and while changes are sent, so that all workers get the changes in one order. It
-is re-entrant, because functions given to a scheduler may read the optimizer. Steps do not take the lock.
+is re-entrant, because functions given to a scheduler may read the optimizer. A step takes the lock only to send changes that
+some workers have not received.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class DistributedOptimizer:
 
     Thread-safe. Operations of any number of optimizers on the same parameters run one after the other on each worker,
     in no particular order; operations on different parameters run at the same time. All methods raise RpcTimeoutError if
-    they take longer than ``timeout`` seconds (default: that of the group; 0: no bound), PeerDiedError if a worker
+    they take longer than ``timeout`` seconds (default: the group's time-out; 0: no bound), PeerDiedError if a worker
     dies, and exceptions of the optimizer's code. If several workers fail, their errors are raised in one OptimizerError.
     The other workers have finished the operation, unless a method says otherwise.
 
@@ -143,8 +144,8 @@ class DistributedOptimizer:
         optimizer_class: a class of ``torch.optim``, or any other subclass of ``torch.optim.Optimizer`` whose ``step``
             needs no closure.
         params: RRefs to tensors or whole modules, handles of actors that are modules, RemoteModules, local modules, or
-            local tensors that require grad. Give one such object, an iterable of them, or one or several dicts, each with such
-            objects under ``"params"``, and with hyper-parameters for them.
+            local tensors that require grad. Give such an object, an iterable of such objects, or one or several dicts, each with
+            such objects under ``"params"``, and with hyper-parameters for these objects.
         args, kwargs: for the class, besides the parameters.
 
     Raises:
@@ -412,7 +413,7 @@ class DistributedOptimizer:
     @property
     def param_groups(self) -> list[ParamGroup]:
         """The hyper-parameters of each group. ``for group in optimizer.param_groups: group["lr"] = 0.1`` sets a value on all
-        workers: each assignment makes one call to each worker. Reading a value makes no call."""
+        workers: an assignment that changes a value makes one call to each worker. Reading a value makes no call."""
         with self._lock:
             count = len(self._stand_in.param_groups)
         return [ParamGroup(index, self._read_group, self._write_group) for index in range(count)]
@@ -452,7 +453,7 @@ class DistributedOptimizer:
 
         Raises:
             TypeError, ValueError: as in the constructor; also for parameters that the optimizer has already.
-            OptimizerError: several workers failed. No worker has added the group.
+            OptimizerError: several workers refused the group. No worker has added the group.
         """
         if not isinstance(param_group, Mapping):
             raise TypeError(f"a parameter group is a dict with 'params', not a {type(param_group).__name__}")
@@ -497,7 +498,7 @@ class DistributedOptimizer:
         *,
         timeout: float = UNSET_RPC_TIMEOUT,
     ) -> None:
-        """Load a state from :meth:`state_dict`. All workers check their parts first, so either all workers load it, or none.
+        """Load a state from :meth:`state_dict`. All workers check their parts first; if a worker refuses its part, none loads it.
 
         Args:
             state_dict: the state; its contents are copied.
@@ -557,7 +558,7 @@ class DistributedOptimizer:
             rest = optimizer.lr_scheduler(CosineAnnealingLR, T_max=95)
             scheduler = optimizer.lr_scheduler(SequentialLR, [warm, rest], milestones=[5])
 
-        Arguments and errors as of :class:`DistributedLRScheduler`.
+        Takes the arguments of :class:`DistributedLRScheduler`, except for the optimizer, and raises the same errors.
         """
         return DistributedLRScheduler(self, scheduler_class, *args, **kwargs)
 

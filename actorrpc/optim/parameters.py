@@ -72,9 +72,9 @@ class StandIn(torch.optim.Optimizer):
 class ParamGroup(MutableMapping[str, Any]):
     """The hyper-parameters of one group: ``group["lr"] = 0.1`` sets the value on all workers before it returns.
 
-    Reading makes no call, and returns the values that were set in this process, by schedulers, or by loading a state. If an
-    optimizer changes its hyper-parameters itself, only ``state_dict()`` has the new values. Entries cannot be removed, and there
-    is no entry ``"params"``, because the parameters are on the workers.
+    Reading makes no call: this process has a copy of the values, which assignments, schedulers and ``load_state_dict()`` change.
+    If an optimizer changes its hyper-parameters itself on a worker, only ``state_dict()`` has the new values. Entries cannot be
+    removed, and there is no entry ``"params"``, because the parameters are on the workers.
     """
 
     __slots__ = ("_index", "_read", "_write")
@@ -152,8 +152,8 @@ def parse(params: Any) -> list[Given]:
     """Return the groups that ``params`` describes. Local tensors and modules become RRefs.
 
     Raises:
-        TypeError: an item is neither a parameter nor a reference to parameters.
-        ValueError: there are no parameters, a parameter is given twice, or a local tensor cannot be optimized.
+        TypeError: an item is neither a parameter nor a reference to parameters, or the name of a hyper-parameter is no str.
+        ValueError: a group has no parameters, a parameter is given twice, or a local tensor cannot be optimized.
     """
     seen: set[Any] = set()
     items = _listed(params)
@@ -181,7 +181,7 @@ def parse(params: Any) -> list[Given]:
 
 
 def check_tensor(tensor: torch.Tensor, what: str) -> None:
-    """Raise an error if autograd collects no gradient for a tensor.
+    """Raise an error, whose message begins with ``what``, if autograd cannot collect a gradient for a tensor.
 
     Raises:
         ValueError: the tensor is the result of an operation, or its dtype cannot have gradients.

@@ -22,13 +22,13 @@ __all__ = ["DistributedLRScheduler"]
 class DistributedLRScheduler:
     """A learning rate scheduler of a DistributedOptimizer, whose method ``lr_scheduler()`` returns it.
 
-    Thread-safe; while the scheduler makes a step, other changes of the optimizer's hyper-parameters wait.
+    :meth:`step` is thread-safe: other changes of the optimizer's hyper-parameters wait until the step has ended.
 
     Args:
         optimizer: the optimizer whose learning rates the scheduler sets.
         scheduler_class: a class of ``torch.optim.lr_scheduler``, or any function that is called with an optimizer (a stand-in)
             and returns a scheduler of this optimizer.
-        args, kwargs: for ``scheduler_class``, besides the optimizer. A DistributedLRScheduler is replaced by torch's scheduler.
+        args, kwargs: for ``scheduler_class``, besides the optimizer. A DistributedLRScheduler is replaced by its ``scheduler``.
 
     Raises:
         TypeError: ``scheduler_class`` cannot be called, or did not return a scheduler.
@@ -91,7 +91,7 @@ class DistributedLRScheduler:
             self._scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:
-        """Return the learning rates that the scheduler has set last, one for each parameter group."""
+        """Return the learning rates that the scheduler has set last, in the order of the parameter groups."""
         return list(self._scheduler.get_last_lr())
 
     def state_dict(self) -> dict[str, Any]:

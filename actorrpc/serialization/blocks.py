@@ -247,7 +247,7 @@ def _union(views: list[View], step: int, first: int) -> tuple[int, list[View], l
 
     used = begun = 0
     parts: list[View] = []
-    # First column, column after the last, view, row after the last.
+    # Rectangles in the present row: first column, column after the last, index of the view, row after the last.
     active: list[tuple[int, int, int, int]] = []
     for row, until in pairwise(sorted({row for each in rectangles for row in each[:2]})):
         active = [each for each in active if each[3] > row]

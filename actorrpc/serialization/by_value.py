@@ -1,9 +1,10 @@
 """Functions and classes by value: a function or class that the receiver cannot import is sent as a definition.
 
-A definition is the cloudpickle of one function or class. Its name is its hash. A worker sends a definition to each peer once, and
-later messages contain only the hash. Classes keep their identity: the same local class sent twice is one class at the receiver,
-and if the receiver sends it back, the sender gets its own class. A function whose captured state could change (a list in its
-closure, a tensor, an RRef) has no definition: each message contains the function with its state at that time.
+A definition is the cloudpickle of one function or class. Its name is its hash. A worker sends a definition to each peer once (and
+again after many others, before the peer evicts it); later messages contain only the hash. Classes keep their identity: the same
+local class sent twice is one class at the receiver, and if the receiver sends it back, the sender gets its own class. A function
+whose captured state could change (a list in its closure, a tensor, an RRef) has no definition: each message contains the function
+with its state at that time.
 
 The sender keeps the definition of a class. It pickles the class again if an attribute of the class, or of a base class that is
 sent by value, was assigned or deleted, and after each call of :func:`look_again`, which the creation of an actor makes. Other
@@ -169,7 +170,7 @@ _LARGE: Final = 512 << 10  # bytes; each message that needs a larger definition 
 class UnknownDefinitionError(ProtocolError):
     """A message names definitions that this process does not have, or has evicted from its store.
 
-    Raised before any part of the message is unpickled, so the message can be decoded again later.
+    Raised before any part of the message is unpickled (unless a definition is evicted meanwhile), so it can be decoded later.
     """
 
     def __init__(self, hashes: Iterable[bytes]) -> None:
@@ -472,6 +473,7 @@ def _own_soon(name: str) -> Any:
 
 def late(_main: str, name: str, key: bytes) -> Any:
     """Return the main module's function or class of this name; if there is none, load the definition (wire format)."""
+    # ``_main`` puts the main module's name into the pickle, because snapshots search pickles for this name.
     found = _own_soon(name)
     if found is None:
         found = definition(key)
@@ -480,7 +482,7 @@ def late(_main: str, name: str, key: bytes) -> Any:
 
 
 def begin_late(_main: str, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """As :func:`late`, for an object without a definition: make an empty object, for :func:`fill_late` (wire format)."""
+    """As :func:`late`, for an object without a definition: make an empty object, which :func:`fill_late` fills (wire format)."""
     found = _own_soon(name)
     if found is None:
         found = make(*args)
@@ -649,7 +651,7 @@ class _NotADefinitionError(Exception):
 
 
 def refuse(obj: Any) -> Any:
-    """Raise an error. The reducer of tensors, RRefs and other objects of a message, while a definition is pickled."""
+    """Raise an error: this is the reducer of tensors, RRefs and other objects of a message while a definition is pickled."""
     raise _NotADefinitionError(type(obj).__name__)
 
 

@@ -1,4 +1,4 @@
-"""Caches of values computed from classes: an entry is valid until a program assigns or deletes an attribute of its class."""
+"""Caches of values computed from classes: an entry is valid until an attribute of the class or a base is assigned or deleted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ClassCache(Generic[T]):
         return value if len(now) == len(before) and all(map(is_, now, before)) else None
 
     def make(self, cls: type, bases: tuple[type, ...], make: Callable[[type], T]) -> T:
-        """Return ``make(cls)``, and keep it until an attribute of the class or of one of the bases changes."""
+        """Return ``make(cls)``, and keep it until the MRO, or an attribute of one of ``bases`` (classes in the MRO), changes."""
         before = _attributes(cls, bases)
         value = make(cls)
         self._entries[id(cls)] = bases, before, value

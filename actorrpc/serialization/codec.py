@@ -78,11 +78,11 @@ __all__ = [
 
 _LONG: Final = 64 << 10  # the C pickler passes bytes and texts of at least this length to write() uncopied
 HOLE: Final = struct.Struct("<QQ")  # position in the pickle, number of bytes that are left out there
-_HEADERS: Final = {0x42: 4, 0x58: 4, 0x8E: 8, 0x8D: 8, 0x96: 8}  # opcode of bytes or text -> width of length
+_HEADERS: Final = {0x42: 4, 0x58: 4, 0x8E: 8, 0x8D: 8, 0x96: 8}  # opcode -> bytes of the length after it
 
 
 def punch(chunks: list[Any], spans: list[TensorSpan], inline: bool) -> tuple[bytes, tuple[bytes, ...]]:
-    """Join the chunks that the pickler wrote. Long bytes and texts are left out and become spans.
+    """Return the joined chunks of the pickler, and the holes: long bytes and texts become spans, unless ``inline`` is true.
 
     A long chunk counts as long bytes or text if the chunk before it ends with an opcode and the chunk's length. A wrong guess
     does no harm: the receiver joins body and spans to the same stream again.
@@ -545,10 +545,11 @@ def _close_body(
 def _encode_by_value(
     obj: object, encoded: Encoded, remote_main: bool, error: Exception | None
 ) -> tuple[list[Any], dict[bytes, bytes] | None]:
-    """Pickle the object again, with functions and classes by value; ``error`` is the error of the fast pickler.
+    """Pickle the object again, with functions and classes by value; return the pickler's chunks, and the definitions by hash.
 
     Raises:
         SerializationError: a part of the object cannot be sent.
+        RpcError: ``error``, the error of the fast pickler, if a registered reducer raised it.
     """
     named: dict[bytes, bytes] | None = None if encoded.inline else {}
     if error is not None and is_of_handler(error):
@@ -679,7 +680,7 @@ _restricted = 0  # number of agents in this process that take data only
 
 
 def restrict(by: int) -> None:
-    """Add 1 or -1 to the number of agents that take data only. While there is such an agent, this process loads no pickles."""
+    """Add 1 or -1 to the number of agents that take data only. While there is such an agent, this process refuses pickles."""
     global unpickle, _restricted
     _restricted += by
     unpickle = _refuse_pickle if _restricted else pickle.loads
@@ -709,6 +710,7 @@ def decode(
 
     Raises:
         UnknownDefinitionError: definitions are missing; nothing was unpickled.
+        RefusedError: this process takes data only, and the message is a pickle or has values other than data.
         ProtocolError: the bytes are not a valid message.
         SerializationError: an object cannot be rebuilt here (it cannot be imported, or its class raises).
     """
@@ -820,7 +822,7 @@ def defined(cls: type) -> by_value.DefinedClass:
 
 
 def dumper(remote_main: bool | None) -> Callable[[object], bytes]:
-    """Return :func:`dumps` for a peer that runs the same program (True) or another one (False), or takes data only (None)."""
+    """Return :func:`dumps` for a peer that runs the same program (True) or another program (False), or takes data only (None)."""
     return partial(dumps, remote_main=remote_main)
 
 

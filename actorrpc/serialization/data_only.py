@@ -60,7 +60,7 @@ MAX_DEPTH: Final = 100
 """How deeply values of a message may be nested."""
 
 MAX_SAME_HASH: Final = 1000
-"""How many keys of a dict, or members of a set, may have the same hash: each of them is compared with all others. A sender can
+"""How many keys of a dict, or members of a set, may have the same hash: Python compares each with the others. A sender can
 choose the hashes of numbers and tuples, but not of texts."""
 
 _SALTED: Final = frozenset({str, bytes})
@@ -117,7 +117,7 @@ def _expose(function: Any, name: str | None) -> Any:
     if "<" in title and name is None:
         raise ConfigError(f"{function!r} cannot be named by peers: give it a name, exposed(name=...)")
     known = _functions.get(title, function)
-    if known is not function and _title(known) != own:  # a module that is loaded again may expose it again
+    if known is not function and _title(known) != own:  # a module may be loaded again
         raise ConfigError(f"{known!r} is exposed under the name {title!r} already")
     _functions[title] = _functions[own] = function
     return function
@@ -219,8 +219,8 @@ def _found(table: Mapping[str, Any], name: Any) -> Any:
     if type(name) is not str or name not in table:
         shown = name[:200] if type(name) is str else f"a {type(name).__name__} for a name"
         raise RefusedError(
-            f"{shown} is refused: this worker does not take it. Functions that peers may call are marked with exposed() "
-            f"there, classes of data with allow()"
+            f"{shown} is refused: this worker does not accept the name. A worker marks functions that peers may call with "
+            f"exposed(), and classes of data with allow()"
         )
     return table[name]
 
@@ -327,7 +327,7 @@ def _array(dtype: str, shape: Any, memory: Any) -> Any:
     data = bytearray(memory) if type(memory) is bytes else memory.cpu().numpy()
     found = numpy.ndarray(shape or (), dtype, data)  # raises if there are too few bytes; does not copy them
     if found.shape != (shape or ()) or found.nbytes != memoryview(data).nbytes:
-        _wrong(f"an array of shape {shape} does not have {memoryview(data).nbytes} bytes")
+        _wrong(f"an array of shape {shape} cannot have {memoryview(data).nbytes} bytes")
     if found.dtype.kind == "U":
         points = numpy.ndarray(found.nbytes // 4, f"{dtype[0]}u4", data)
         if points.max(initial=0) > sys.maxunicode:

@@ -55,7 +55,7 @@ __all__ = [
     "traceback_of",
 ]
 
-MAX_TEXT = 64 << 10  # characters of formatted traceback; the middle of a longer one is cut
+MAX_TEXT = 64 << 10  # characters of a formatted traceback; the middle of a longer traceback is cut
 MAX_PICKLE = 16 << 20  # bytes of the pickled exception; values that make it larger are left out
 _MAX_MESSAGE = 8 << 10
 _MAX_MEMBER_TEXT = 4 << 10
@@ -65,7 +65,7 @@ _MAX_SCAN = 1000
 _V = TypeVar("_V")
 _State = tuple[tuple[Any, ...] | None, dict[str, Any], dict[str, Any]]  # args, fields, __dict__
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: clear on classes that were made in C
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: not set for static classes of C, such as the built-in exceptions
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None), complex})
 _BUILTIN = {id(object), *(id(c) for c in vars(builtins).values() if isinstance(c, type))}
 
@@ -78,13 +78,15 @@ class _Plan:
     """How to read the contents of exceptions of one class, and how to make such an exception without its constructor."""
 
     cls: type[BaseException]
-    fields: dict[str, tuple[Any, bool]]  # descriptor; whether its class is in C: then None means "not set"
+    # Name -> descriptor, and whether the descriptor's class is a static class of C: then None means "not set".
+    fields: dict[str, tuple[Any, bool]]
     custom: bool  # the class defines its own pickling
     native: Any  # the base class in C whose __new__ makes instances; None: only the class's own can
     group: bool
 
 
 _plans: dict[int, _Plan] = {}
+# id() of a user's class -> the class, and its raised class; None if Python cannot make such a class.
 _raised_classes: dict[int, tuple[type[BaseException], type[BaseException] | None]] = {}
 # One more base, such as RayTaskError -> a cache as _raised_classes, of raised classes with this base. See :func:`raised_as`.
 _raised_classes_as: dict[type[RemoteError], dict[int, tuple[type[BaseException], type[BaseException] | None]]]
@@ -649,7 +651,7 @@ def raised_as(error: BaseException, base: type[RemoteError]) -> BaseException:
 
     ``base`` follows the user's class in the MRO. It is the class in which another interface raises errors of called functions,
     such as RayTaskError. If the copy is sent to another worker, the user's exception is sent in its place, as for ``error``.
-    Returns ``error`` itself if it is a plain RemoteError, or if Python cannot combine the classes.
+    Returns ``error`` itself if it is a plain RemoteError, was not made by :func:`load`, or if Python cannot combine the classes.
     """
     remote = _remote_of(error)
     if remote is None or remote.cause is None or type(error) is RemoteError:
@@ -676,7 +678,7 @@ def load(data: bytes | memoryview, *, loads: Callable[[bytes], object]) -> BaseE
     whose ``cause`` is the original.
 
     If the called function raised an ``RpcError`` (the ``PeerDiedError`` of a nested call), the result is an instance of that
-    class, too. Its ``maybe_executed`` is about the caller's call, which did run. Its other fields (``worker``: the worker that
+    class, too. Its ``maybe_executed`` is about the caller's call. Its other fields (``worker``: the worker that
     died) are copied from the original, and ``.cause`` is the original.
     """
     try:

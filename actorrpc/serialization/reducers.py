@@ -1,14 +1,15 @@
 """Reducers for objects that neither pickle nor cloudpickle sends by value: :class:`ByValuePickler` calls them.
 
-They are for code of the main module, which receivers cannot import:
+They are for objects that receivers cannot import, of the main module or of a module registered for pickling by value:
 
-* instances of subclasses of ``ModuleType`` (``torch.ops``, ``torch.backends``, configuration modules) and torch's operators
-  are sent by name, after checking that the name gives the same object;
+* instances of subclasses of ``ModuleType`` (``torch.ops``, ``torch.backends``, configuration modules) are sent by name, after
+  checking that the name gives the same object; torch's operators are sent by name;
 * ``NewType``, ``ParamSpec``, ``TypeVarTuple``, ``lru_cache``, ``cached_property``, ``singledispatch``, functions that
   ``torch.compile`` or ``torch.compiler.disable`` wrapped, and custom operators are sent as the arguments from
   which they were made, and the receiver makes them again. The contents of caches and compiled code are not sent.
 
-Functions whose docstring ends with "(wire format)" are named in pickles. No function keeps state or takes a lock.
+Functions whose docstring ends with "(wire format)" are named in pickles. This module has no state and no lock of its own;
+cloudpickle has a table of the ``NewType`` and similar objects that were sent or made, and torch registers custom operators.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tensors outside of the pickle: which bytes of which storage are sent, and how the receiver builds tensors on them.
 
 A tensor is reduced to a few integers (storage, dtype, offset, sizes, strides). Its bytes stay in place as :class:`TensorSpan`
-objects until the message is written. Of a storage, only the bytes that the message's tensors use are sent
+objects until the message is written. Bytes of a storage that no tensor of the message uses are left out, or sent as zeros
 (:mod:`actorrpc.serialization.blocks`), and tensors that overlap share memory again at the receiver. Pickles contain the names of
 :func:`tensor` and the functions next to it: names and arguments are the wire format.
 
@@ -86,7 +86,7 @@ _COMPLEX_HALF: Final = _NAMES.index("complex32")  # torch warns when it stacks t
 
 
 def _find_arrays() -> tuple[Any, dict[torch.dtype, Any]]:
-    """Return numpy's frombuffer(), and a table of torch's and numpy's dtypes; None and an empty table if numpy is missing."""
+    """Return numpy's frombuffer(), and a table: torch's dtype -> numpy's. None and an empty table if torch cannot use numpy."""
     try:
         import numpy  # noqa: PLC0415 - torch works without numpy
 
@@ -103,7 +103,7 @@ _frombuffer, _ARRAYS = _find_arrays()
 
 
 class _Message(threading.local):
-    """The innermost messages that this thread is encoding and decoding; codec.py restores the outer messages at their end."""
+    """The innermost messages that this thread is encoding and decoding; when they end, codec.py restores the outer messages."""
 
     encoding: Any = None
     decoding: Any = None
@@ -299,7 +299,8 @@ class Outgoing:
                 piece[_STORAGE] = _joined(piece[_STORAGE].members)
 
     def finish(self, spans: list[TensorSpan], inline: bool) -> tuple[list[int], bytes, bytes]:
-        """Append the memory that is sent after the body to ``spans``; return the table's numbers, the body's bytes, device names.
+        """Append the memory that is sent after the body to ``spans``; return the numbers of the table, the bytes that follow the
+        pickle in the body, and the names of devices.
 
         Raises:
             SerializationError: a storage is shorter than its tensors (it was freed or resized).
@@ -395,7 +396,7 @@ class Outgoing:
 
 
 def _filled(block: blocks.Block, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the bytes that are sent of a block with gaps. Gaps that are sent, too, have zeros."""
+    """Return the bytes that are sent of a block with gaps. In these bytes, gaps that remain contain zeros."""
     if block.is_compact:
         return _raw(block.groups[0][0].tensor).contiguous()
     made = torch.zeros(block.size, dtype=torch.uint8, device=storage.device)
@@ -423,8 +424,8 @@ def _filled(block: blocks.Block, storage: torch.UntypedStorage) -> torch.Tensor:
 def _on_cpu(t: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor itself, or a copy on the CPU if it is on another device.
 
-    The copy uses pinned memory, which torch reuses. For 256 MiB from an H100, a copy into fresh memory takes 149 ms, into pinned
-    memory 5 ms.
+    At least ``_PINNED`` bytes from a GPU are copied into pinned memory, which torch reuses. For 256 MiB from an H100, a copy
+    into fresh memory takes 149 ms, into pinned memory 5 ms.
     """
     if t.is_cuda and t.nbytes >= _PINNED:
         try:
@@ -446,7 +447,7 @@ def _joined(members: list[torch.Tensor]) -> bytes:
 
 
 def settle() -> None:
-    """Wait for the current streams if they are not the default streams.
+    """Wait for the current stream of each GPU, unless it is the default stream.
 
     Call this before other threads use tensors made here: these threads use the default streams, which do not wait for the
     streams of this thread. Not needed for a message: the thread that encodes the message copies the bytes on the same streams.
@@ -476,7 +477,7 @@ _PLAIN: Final[dict[int, int]] = {}  # dispatch key set -> the flags that all ten
 
 
 def _flags(t: torch.Tensor) -> int:
-    """Return the flags shared by all tensors of this dispatch key set, or -1 for special layouts."""
+    """Return, and keep, the flags of all tensors with this dispatch key set; -1 for tensors of :func:`_reduce_special`."""
     plain = (
         t.layout is torch.strided
         and not (t.is_quantized or t.is_nested or t.is_meta or t._is_zerotensor())
@@ -771,7 +772,7 @@ def _writable(buffer: Any) -> memoryview:
 def _joined_entry(storages: list[list[Any]], number: int, kind: int) -> list[Any]:
     """Return the entry of a tensor in the block of an earlier tensor."""
     if number >= len(storages):
-        raise ProtocolError(f"tensor {len(storages)} uses the storage of tensor {number}, not an earlier one")
+        raise ProtocolError(f"tensor {len(storages)} uses the storage of the later tensor {number}")
     earlier = storages[number]
     if kind == _SAME:
         return earlier
@@ -792,7 +793,7 @@ def _placing(device: str) -> Iterator[None]:
     try:
         yield
     except (AssertionError, RuntimeError) as error:  # AssertionError: torch was built without CUDA
-        raise SerializationError(f"a tensor for {device} cannot be put there: {error}") from error
+        raise SerializationError(f"a tensor cannot be moved to {device}: {error}") from error
 
 
 def _storage(piece: list[Any]) -> torch.UntypedStorage:
@@ -907,7 +908,7 @@ def embedded(data: bytearray, code: int, *shape: int) -> torch.Tensor:
         or len(data) != math.prod(shape) * dtype.itemsize
         or (shape and min(shape) <= 0)
     ):
-        raise ProtocolError(f"a tensor of sizes {shape} does not have {len(data)} bytes")
+        raise ProtocolError(f"a tensor of sizes {shape} cannot have {len(data)} bytes")
     t = torch.frombuffer(data, dtype=dtype)
     if len(shape) != 1:
         # In place, so that the result is not a view. If the sizes were a tuple, torch would take half a microsecond more.

@@ -225,7 +225,7 @@ def test_a_message_with_a_wrong_number_of_gradients_raises_an_error() -> None:
         0.0,
         [Gradient(group.context, 3, message, 1, [None, None])],
     )
-    with pytest.raises(RpcError, match="has 1 gradients, but 2 were received"):
+    with pytest.raises(RpcError, match="has 1 tensors that require grad, but 2 gradients were received"):
         group.worker(1).participant.handle(origin, run)
     del x
 

@@ -187,5 +187,5 @@ def test_cpu_tensors_are_sent_to_their_mapped_device() -> None:
 @pytest.mark.parametrize("size", [0, 3, 9000])
 def test_a_missing_target_device_is_named_in_the_error(size: int) -> None:
     encoded = encode(torch.ones(size), device_map={"cpu": "cuda:99"})
-    with pytest.raises(errors.SerializationError, match="a tensor for cuda:99 cannot be put there"):
+    with pytest.raises(errors.SerializationError, match="a tensor cannot be moved to cuda:99"):
         decode(encoded.body, [bytearray(span.view()) for span in encoded.spans], definitions=None)
