@@ -34,7 +34,7 @@ _FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 def prepare(number: int) -> Callable[[], None]:
     """Register a signal handler that dumps the stacks of this process; return a function that unregisters it.
 
-    Does nothing if the process already has a handler for the signal.
+    If the process already has a handler for the signal, or no handler can be registered, both functions do nothing.
 
     Args:
         number: the number of the signal; 0: register nothing.

@@ -1,4 +1,4 @@
-"""Metrics of a group for Prometheus. A worker counts its calls only while the group is scraped.
+"""Metrics of a group for Prometheus. A worker counts its calls until two minutes after the last scrape.
 
 :class:`GroupCollector` is a collector for ``prometheus_client`` (extra ``metrics``). The metrics of calls have OpenTelemetry's
 names for RPC, in Prometheus' spelling: https://opentelemetry.io/docs/specs/semconv/rpc/rpc-metrics/. Labels name classes and
@@ -122,4 +122,4 @@ def _of_state(state: GroupState) -> Iterator[Metric]:
     yield gauge("mailbox_depth", "Calls that wait in mailboxes", ("class",), depth)
     yield gauge("mailbox_oldest_seconds", "How long the oldest waiting call has waited", ("class",), oldest)
     deadlocks = sum(len(each.deadlocks) for each in state.workers)
-    yield gauge("deadlocks", "Deadlocks that were broken recently", (), {(): float(deadlocks)})
+    yield gauge("deadlocks", "Latest broken deadlocks, at most 20 per worker", (), {(): float(deadlocks)})

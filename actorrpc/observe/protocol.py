@@ -93,7 +93,7 @@ def all_pages(
 
     Args:
         query: sends a question for the given parts, from the given begins on, and returns the answer.
-        begin: where the first page begins.
+        begin: by part: where the first page begins.
     """
     whole: dict[str, Any] = {}
     wanted, at = parts, begin or {}

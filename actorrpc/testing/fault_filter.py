@@ -3,7 +3,7 @@
 They are installed in the agent while a fault is in force. A :class:`WaitingRoom` holds messages back, and sends each of them
 when it is due.
 
-``FaultFilter._lock`` guards the lists of faults and rooms. The locks of rooms and faults are leaves, and are not taken under it.
+``FaultFilter._lock`` guards the lists of faults and rooms; hooks are added under it. The locks of rooms and faults are leaves.
 No lock is held while messages are sent or their references are released.
 """
 

@@ -368,7 +368,7 @@ def _counts_of(recordings: list[Recording]) -> dict[str, Any]:
 
 
 def _pids(recordings: list[Recording]) -> list[int]:
-    """Return a unique number for each process: its process id, or another number if that is used (on another host)."""
+    """Return a unique number for each process: its process id, or another number if a process on another host has the same id."""
     used: set[int] = set()
     found = []
     for each in recordings:
