@@ -1,4 +1,4 @@
-"""The debug sessions of a worker: its held calls, their front ends, and their deadlines.
+"""The debug sessions of a worker: its held calls, their front ends (``actorrpc debug`` processes), and their deadlines.
 
 A call is *held* while the debugger has stopped its thread. Handlers of notices run on the thread that reads the connection and do
 not wait, so a worker answers front ends even if all of its calls are held.

@@ -47,6 +47,7 @@ class DebugSession:
         state: ``HELD``, ``RUNS`` (between two stops) or ``OVER``.
         since: when the call was stopped last, on the monotonic clock.
         place: the file, the line, and the name of the function of the last stop.
+        thread: the identifier of the thread that is held.
         attached: the attached front end, or None.
     """
 

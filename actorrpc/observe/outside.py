@@ -2,7 +2,7 @@
 
 Groups are found by the group files in the user's private directory (:mod:`actorrpc.observe.startup`). The workers that the files
 name are queried first, all at once and each over its own connection, then further workers that their answers name. For a worker
-that does not answer in time, the result has the reason, from ``/proc``.
+that does not answer in time, the result has the reason, from ``/proc`` if the worker is on this host.
 """
 
 from __future__ import annotations
@@ -354,7 +354,7 @@ def members_of(found: dict[str, Any], seen: set[bytes]) -> Iterable[WorkerRecord
 
 
 def _record_of(target: Target, found: dict[str, Any] | Silent) -> WorkerRecord | None:
-    """Return a record made from a worker's answer, or None. A TCP address that does not answer gets a record named ``unknown``."""
+    """Return a record made from a worker's answer, or None. A TCP address without answer gets a record named ``unknown``."""
     if isinstance(found, Silent):
         if target.record is None and isinstance(target.addresses[0], str):
             return None

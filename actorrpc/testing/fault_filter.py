@@ -111,7 +111,7 @@ class WaitingRoom:
         return next(in_line, None)
 
     def hasten(self, faults: Collection[Fault]) -> None:
-        """Make the messages that these faults delay due now, in order."""
+        """Make the messages that these faults delay due now; messages in line still wait for the messages before them."""
         with self._lock:
             front = -_INFINITE
             for held in self._held:
@@ -164,7 +164,7 @@ class FaultFilter(CallHooks):
         self._lock = threading.Lock()
         self._faults: tuple[Fault, ...] = ()
         self._rooms: dict[Peer, WaitingRoom] = {}
-        # Dropped notices that were not sent again since, by :meth:`Message.key`.
+        # Dropped notices that have not been sent again, by :meth:`Message.key`.
         self._lost: dict[bytes, tuple[Fault, hooks.OutgoingMessage]] = {}
 
     # -- faults --------------------------------------------------------------------------------------
@@ -330,10 +330,10 @@ class FaultFilter(CallHooks):
             return
         if call is not None:
             if not call.done and call.deadline <= agent.clock.now():
-                call.expire()  # otherwise the call's CANCEL would be sent later, and might overtake it
+                call.expire()  # otherwise a CANCEL would be sent later, and might overtake the call
             if peer.is_self:
-                # Over a connection, a CANCEL would arrive after the delayed call, so the call would begin. Here it was noted
-                # before; remove the note, so that the call begins, too.
+                # Over a connection, a CANCEL would arrive after the delayed call, so the call would begin. Here the CANCEL was
+                # noted at once; remove the note, so that the call begins, too.
                 peer.cancelled.pop(call.id, None)
         try:
             self._transmit(sent, left)

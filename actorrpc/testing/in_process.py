@@ -64,8 +64,8 @@ _MOST: Final = 64
 class ClusterWorker:
     """One worker of an :class:`InProcessCluster`. Thread-safe.
 
-    In a ``with worker:`` block, the thread acts for this worker: all functions of ``actorrpc`` and ``actorrpc.rpc`` use it.
-    The methods do the same for one call.
+    In a ``with worker:`` block, the thread acts for this worker: all functions of ``actorrpc`` and ``actorrpc.rpc`` use the
+    worker. The methods do the same for one call.
 
     Attributes:
         name, rank: the name and rank of this worker.
