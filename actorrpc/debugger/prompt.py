@@ -103,7 +103,7 @@ class Prompt(pdb.Pdb):
             sys.settrace(self.trace_dispatch)
 
     def examine(self, error: BaseException) -> None:
-        """Stop in the frame where an exception was raised, after the exception has ended the call."""
+        """Stop in the frame in which an exception was raised that has ended the call; the call cannot be resumed there."""
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None and _is_outside(trace.tb_frame):
             trace = trace.tb_next

@@ -1,10 +1,10 @@
 """Stacks of a process that cannot answer because code in C holds its GIL: a signal handler dumps them.
 
-Every worker registers ``faulthandler`` for one signal. When the signal arrives, ``faulthandler`` writes the stacks of all threads
-into a memfd of the worker; the handler needs neither a lock nor the GIL. If a worker does not answer, an observer of the same
-user on the same host sends it the signal and reads the memfd through ``/proc``. The signal would kill a process that has no
-handler for it. Therefore the observer sends it through a pidfd, and only to a process with such a memfd and a handler.
-``faulthandler`` dumps at most 100 threads and 100 frames of each.
+A process with a worker registers ``faulthandler`` for one signal (setting ``dump_signal``). When the signal arrives,
+``faulthandler`` writes the stacks of all threads into a memfd of the process; the handler needs neither a lock nor the GIL. If a
+worker does not answer, an observer of the same user on the same host sends it the signal and reads the memfd through ``/proc``.
+The signal would kill a process that has no handler for it. Therefore the observer sends it through a pidfd, and only to a process
+with such a memfd and a handler. ``faulthandler`` dumps at most 100 threads and 100 frames of each.
 """
 
 from __future__ import annotations

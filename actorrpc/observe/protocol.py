@@ -89,7 +89,7 @@ def all_pages(
     parts: list[str],
     begin: dict[str, int] | None,
 ) -> dict[str, Any]:
-    """Request page after page, and return one answer with the rows of all pages.
+    """Request page after page (at most ``_PAGES``), and return one answer with the rows of all pages.
 
     Args:
         query: sends a question for the given parts, from the given begins on, and returns the answer.

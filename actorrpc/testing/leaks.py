@@ -190,7 +190,7 @@ def _held_elsewhere(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LeakSnapshot:
-    """The threads, processes, descriptors and files that exist at one moment."""
+    """The threads, processes, descriptors, files and objects of the worker that exist at one moment."""
 
     threads: dict[Hashable, str]
     processes: set[psutil.Process]

@@ -478,7 +478,7 @@ class _Process:
                 yield self._slice(name, begun, ended, tid, cat="execution", args=args)
 
     def counters(self) -> Iterator[dict[str, Any]]:
-        """Yield the numbers of queued and of running calls over time."""
+        """Yield counter events: the numbers of queued and of running calls over time."""
         steps: list[tuple[float, int, int]] = []
         for each in self._recording.records:
             if each.kind == EXECUTED:
