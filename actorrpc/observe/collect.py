@@ -502,7 +502,7 @@ def _running(hosted: HostedActor, now: float) -> Iterable[dict[str, Any]]:
 
 
 def _awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
-    """Return the calls and streams that a coroutine awaits. Empty for a future of a user's class, whose methods must not run."""
+    """Return the calls and streams that a coroutine awaits; empty if it awaits a user's future, whose methods must not run."""
     known = type(task) is asyncio.Task and type(getattr(task, "_fut_waiter", None)) in _WAITERS
     return awaited_by(task) if known else []
 

@@ -113,7 +113,7 @@ def _collect(pid: int, pidfd: int, until: float) -> list[dict[str, Any]] | str:
 
 
 def _memfd(pid: int) -> tuple[str, int] | None:
-    """Return the path of a process's memfd for stacks, and the signal number in its name."""
+    """Return the path of a process's memfd for stacks, and the signal number in its name; None if there is no such memfd."""
     folder = f"/proc/{pid}/fd"
     for name in os.listdir(folder):
         path = os.path.join(folder, name)

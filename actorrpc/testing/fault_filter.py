@@ -261,7 +261,7 @@ class FaultFilter(CallHooks):
             self._agent.references.roll_back(sent.context)
 
     def _lose(self, sent: hooks.OutgoingMessage, message: Message, fault: Fault) -> None:
-        """Fail the call whose message is dropped, if the call has no deadline or the fault is ``at_once``.
+        """Fail the call whose request or answer is dropped at once, if the call has no deadline or the fault is ``at_once``.
 
         Raises:
             RpcTimeoutError: the message is a one-way request (cast); no call or answer can carry the error.

@@ -61,7 +61,7 @@ def _threads() -> dict[Hashable, str]:
     found: dict[Hashable, str] = {}
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, thread in known.items():
-        # A dummy stands for a thread that `threading` did not start, and may outlive it. The second loop checks for a frame.
+        # A dummy stands for a thread that `threading` did not start, and may outlive it: counted below if it has a frame.
         if not isinstance(thread, threading._DummyThread):
             found[thread] = (
                 f"thread {thread.name!r}{' (daemon)' if thread.daemon else ''}{_where(frames, ident)}"
