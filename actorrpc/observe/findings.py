@@ -44,7 +44,7 @@ def fault(kind: str, what: str, remedy: str = "") -> Finding:
 
 
 def note(kind: str, what: str, remedy: str = "") -> Finding:
-    """Return a finding that need not be a fault."""
+    """Return a finding that may be intended, and so is no fault."""
     return Finding(kind=kind, wrong=False, what=what, remedy=remedy)
 
 

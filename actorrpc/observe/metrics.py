@@ -54,7 +54,7 @@ class GroupCollector:
             text = (
                 "calls that were made"
                 if side == "client"
-                else "calls that were executed, without their time in mailboxes"
+                else "executions of calls, which exclude the time in mailboxes,"
             )
             family = HistogramMetricFamily(
                 f"rpc_{side}_call_duration_seconds", f"How long {text} took", labels=labels

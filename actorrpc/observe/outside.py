@@ -109,7 +109,7 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
     """Return this user's groups on this host, the oldest first.
 
     Args:
-        pid: return only groups of this process, or else groups with an ancestor of it; 0: all groups.
+        pid: return only groups for which this process, or else an ancestor of it, wrote a group file; 0: all groups.
 
     Raises:
         ConfigError: the private directory or an ``ACTORRPC_*`` variable cannot be used, or the user's key cannot be read.
