@@ -1,4 +1,4 @@
-"""The debug sessions of a worker: its held calls, their front ends, and their deadlines.
+"""The debug sessions of a worker: its held calls, their front ends (``actorrpc debug`` processes), and their deadlines.
 
 A call is *held* while the debugger has stopped its thread. Handlers of notices run on the thread that reads the connection and do
 not wait, so a worker answers front ends even if all of its calls are held.
@@ -90,7 +90,7 @@ class Debugger:
     # -- holding calls: on their threads -------------------------------------------------------------------------
 
     def breakpoint(self, frame: FrameType, execution: Execution | None) -> None:
-        """Hold a call (if ``execution`` is None, the calling thread) at the next line of ``frame``."""
+        """Hold a call (or the calling thread) at the next line of ``frame``. If debugging is refused, only log the reason."""
         if self.refusal:
             where = (frame.f_code.co_filename, frame.f_lineno)
             if where not in self._ignored:
@@ -289,7 +289,7 @@ class Debugger:
             )
 
     def entered(self, entry: _Entry) -> bool:
-        """Claim an entry whose front end still waits; exactly one of several callers gets True."""
+        """Claim an entry; return True to the first caller, if the front end still waits, and False to all others."""
         return self._entering.get(entry.peer) is entry and self._entering.pop(entry.peer, None) is entry
 
     def look_around(self, instance: Any) -> None:
@@ -333,7 +333,7 @@ class _Entry:
         return False
 
     def at_line(self, frame: FrameType) -> bool:
-        """Called on the actor's thread at each line of Python code, until this method returns True."""
+        """Hold the call if the line is in its method. Called on the actor's thread at each line, until it returns True."""
         execution = CURRENT.get()
         frames = users_frames(frame)
         if execution is None or execution.actor is not self.hosted or frames[:1] != [frame]:
@@ -348,7 +348,7 @@ class _Entry:
         return True
 
     def at_wait(self) -> None:
-        """Called on the actor's thread, when that thread checks for interruptions in a wait."""
+        """Hold the call in a wait. Called on the actor's thread, when that thread checks for interruptions."""
         execution = CURRENT.get()
         frames = users_frames(sys._getframe())
         if execution is not None and frames and self._debugger.entered(self):

@@ -1,8 +1,8 @@
 """A pdb for a held call, which reads and writes through a debug session and stops in frames of the user's code only.
 
-Differences to pdb: ``quit`` continues the call, as ``continue`` does. Tracing ends when the outermost frame of the user's code
-returns, because the thread runs other calls afterwards. The output of a command goes to the session, while the output of other
-threads does not. Breakpoints are removed at the end of the call.
+Differences to pdb: ``quit`` removes the call's breakpoints and continues the call. Tracing ends when the outermost frame of the
+user's code returns, because the thread runs other calls afterwards. The output of a command goes to the session, while the output
+of other threads does not. Breakpoints are removed at the end of the call.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Prompt(pdb.Pdb):
             sys.settrace(self.trace_dispatch)
 
     def examine(self, error: BaseException) -> None:
-        """Stop in the frame where an exception was raised, after the exception has ended the call."""
+        """Stop in the frame in which an exception was raised that has ended the call; the call cannot be resumed there."""
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None and _is_outside(trace.tb_frame):
             trace = trace.tb_next

@@ -3,8 +3,8 @@
 The thread of the call writes output, and waits for commands. The threads that read connections attach front ends and queue the
 commands of the front ends. There is no lock: shared data changes by single atomic steps (a deque, single assignments).
 
-While the call is held, the worker repeatedly sends its callers a notice that moves the deadline of the call by a few seconds.
-Without further notices, the deadline stays unchanged.
+While the call is held, the worker repeatedly sends the caller notices that extend the deadline of the call, by at most 15 s at a
+time. After the hold, a last notice sets the total extension to the duration of the hold. If the worker dies, the deadline passes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["DebugSession"]
 
 _log = logging.getLogger("actorrpc.debugger")
 _LOOK_S: Final = 0.1  # how often a held call checks whether it must be released
-_AHEAD_S: Final = 15.0  # how far ahead of the current time the deadlines of callers are moved
+_AHEAD_S: Final = 15.0  # how far ahead the deadline of the caller is extended while the call is held
 _PIECE: Final = 8 << 10  # the most characters in one event
 _KEPT: Final = 64 << 10  # the most characters of a stop's output that are kept for a later front end
 _GO_ON: Final = "continue\n"
@@ -47,6 +47,7 @@ class DebugSession:
         state: ``HELD``, ``RUNS`` (between two stops) or ``OVER``.
         since: when the call was stopped last, on the monotonic clock.
         place: the file, the line, and the name of the function of the last stop.
+        thread: the identifier of the thread that is held.
         attached: the attached front end, or None.
     """
 

@@ -1,8 +1,8 @@
 """Enables the debugger of a worker while the worker is in its group.
 
 ``breakpoint()`` in a call then holds the call. Outside of calls (in the driver, in a rank's own code), it works as before, except
-in a process without a terminal, where it holds the calling thread. If PYTHONBREAKPOINT is set, ``breakpoint()`` always works as
-before.
+in a process whose standard input is closed or /dev/null, where it holds the calling thread. If PYTHONBREAKPOINT is set,
+``breakpoint()`` always works as before.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The actions that a visitor may request: kill or restart an actor, drain a worker.
 
 A worker carries out an action only for a visitor whose name has the prefix :data:`~actorrpc.observe.protocol.ACTING`. The
-handshake authenticates the name, so a read-only tool cannot be made to trigger an action. Every holder of the group's key can
-do the same by calls.
+handshake authenticates the name, so the connection of a command that only reads cannot be used to trigger an action. A holder of
+the group's key can always connect under such a name, or kill actors by calls.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _do(worker: Worker, what: str, whom: str) -> None:
 
 
 def _drain(name: str) -> None:
-    """Drain a worker, without a time limit. The visitor gets no result, but can see that the worker leaves the group."""
+    """Drain a worker, within the default time-out of ``drain()``. The result is only logged; the visitor was answered before."""
     try:
         cluster_api.drain(name)
     except RpcError as error:

@@ -29,7 +29,7 @@ __all__ = ["printed", "recordings", "state", "trace"]
 
 _TIMEOUT_S: Final = 1.0
 _SHARE: Final = 0.6  # the part of the time-out within which the driver must send the list of members
-_SLICE_S: Final = 0.1  # how often a wait checks whether the worker's process is stopped
+_SLICE_S: Final = 0.1  # seconds between two checks whether the process of a queried worker on this host runs
 _TRACE_S: Final = 10.0
 
 
@@ -37,11 +37,11 @@ def state(timeout: float = _TIMEOUT_S, *, stacks: bool = False) -> GroupState:
     """Return the state of all workers and actors of the group; see :class:`~actorrpc.observe.GroupState`.
 
     All workers are queried at once. Each answers on the thread that reads its connections, so full mailboxes do not delay the
-    answer, and no code of users runs for it. A worker that does not answer in time is listed with the reason: stopped, dead, busy
-    in C code, or silent.
+    answer, and no code of users runs for it. A worker that does not answer in time is listed with the reason; see ``state`` of
+    :class:`~actorrpc.observe.ObservedWorker`.
 
     Args:
-        timeout: for the whole query, in seconds.
+        timeout: for the whole query, in seconds; None: without a limit.
         stacks: also request the stacks of all threads.
 
     Raises:
@@ -68,7 +68,7 @@ def trace(
 
     Args:
         path: the file; an existing file is replaced.
-        seconds: wait so long first, and leave out calls that ended before the wait; by default, all existing records are written.
+        seconds: wait so long first, and leave out calls that ended before the wait; None or 0: write all existing records.
         timeout: how long the workers may take to answer, in seconds. A worker that sends nothing for a fifth of this time, but at
             least for a second, counts as missing.
 
@@ -220,7 +220,7 @@ def _is_alive(agent: Agent, record: WorkerRecord) -> bool:
 
 
 def _told(worker: Worker, driver: WorkerRecord, until: float) -> list[WorkerRecord]:
-    """Request the list of members from rank 0; an empty list if rank 0 does not answer in time."""
+    """Request the list of members from rank 0; an empty list if rank 0 does not answer in time, or the query fails."""
     try:
         found = _query(worker, _target(worker, driver), ["members"], None, until, math.inf)
     except (OSError, RpcError):

@@ -14,7 +14,7 @@ from actorrpc.wire.identity import WorkerRecord
 
 __all__ = ["Silent", "assemble", "worker_of"]
 
-_HOLDERS: Final = 1000  # rows of one worker
+_HOLDERS: Final = 1000  # the most rows that are listed for one worker
 
 
 class Silent:
@@ -68,7 +68,7 @@ def worker_of(record: WorkerRecord, found: dict[str, Any] | Silent) -> ObservedW
 
 
 def _holders(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Add up rows with the same holder and class: each page of an answer, and each actor, has separate rows."""
+    """Add up the rows of the same holder and class (each page, and each actor, has separate rows); the largest sums first."""
     rows: dict[tuple[str, str], list[int]] = {}
     for each in _rows(found, "holders"):
         references, size = each.get("references"), each.get("bytes")

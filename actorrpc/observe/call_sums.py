@@ -22,7 +22,7 @@ __all__ = ["BUCKETS", "OTHER", "OWN_CALLS", "CallSums", "CallTotals", "method_of
 BUCKETS: Final = tuple(mantissa * 10.0**power for power in range(-5, 2) for mantissa in (1.0, 2.5, 5.0))
 OTHER: Final = "_OTHER"
 OWN_CALLS: Final = OWN.rstrip(".")  # stands for all calls that the package itself makes
-_METHODS: Final = 200  # methods with sums of their own; further methods are summed up as OTHER
+_METHODS: Final = 200  # the most methods with sums of their own; further methods are summed up as OTHER
 _LOOK_S: Final = 0.25
 _KEEP_S: Final = 120.0
 

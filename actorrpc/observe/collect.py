@@ -1,7 +1,7 @@
 """Builds a worker's answer to a question, as plain values, from the tables of the worker.
 
 Most parts run on the thread that reads the questioner's connection. Therefore no code of users runs (no ``repr``, property or
-method of a user's object), and the only waits are for locks that are held for microseconds, without other locks inside.
+method of a user's object), and the only waits are for locks that other threads hold for microseconds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _VALUES: Final = 2000
 _THREADS: Final = 200
 _LINES: Final = 2000
 _RECORDS: Final = 8192
-_UNDER_WAY: Final = 2000  # unfinished calls, executions and streams of a worker; the oldest are sent
+_UNDER_WAY: Final = 2000  # unfinished calls, executions and streams of a worker; of more, the oldest are sent
 _LATEST: Final = 4096  # records of a worker from which the run times of its actors are computed
 _FRAMES: Final = 100  # frames of one stack
 _CALLS: Final = 100  # calls of one worker, or of one actor
@@ -59,7 +59,7 @@ _CONNECTIONS: Final = 1000
 _STREAMS: Final = 50
 _SEGMENTS: Final = 100  # the largest segments of shared memory
 _CONTEXTS: Final = 20
-_MEMBERS: Final = 100  # members that one collective wait names
+_MEMBERS: Final = 100  # members that are listed for one wait in a barrier or in shutdown
 _DEAD: Final = 1000  # dead actors of one supervisor
 _TEXT: Final = 2000  # characters of one text
 _BYTES: Final = 512 << 10  # bytes of log lines, approximately
@@ -171,7 +171,7 @@ def _under_way(worker: Worker) -> tuple[list[tuple[Any, ...]], int]:
 
 
 def member_records(worker: Worker) -> list[bytes]:
-    """Return the packed records of the group's workers: all members if this worker has the list, else its living peers."""
+    """Return the packed records of the group's members; if this worker has no list of them, its own and its living peers'."""
     agent = worker.agent
     if worker.cluster is not None:
         return [each.to_bytes() for each in worker.cluster.directory.members()]
@@ -502,7 +502,7 @@ def _running(hosted: HostedActor, now: float) -> Iterable[dict[str, Any]]:
 
 
 def _awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
-    """Return the calls and streams that a coroutine awaits. Empty for a future of a user's class, whose methods must not run."""
+    """Return the calls and streams that a coroutine awaits; empty if it awaits a user's future, whose methods must not run."""
     known = type(task) is asyncio.Task and type(getattr(task, "_fut_waiter", None)) in _WAITERS
     return awaited_by(task) if known else []
 
@@ -588,7 +588,7 @@ def _holders(worker: Worker, first: int, most: int) -> _Part:
 
 
 def _value(outcome: Outcome | None) -> tuple[str, str, int]:
-    """Return the class of a value, the actor's id if it is a lifetime token, and its size; no method of the value is run."""
+    """Return class, actor id (empty unless an actor's handles refer to the value) and bytes of a value; runs no code of it."""
     if outcome is None:
         return "nothing yet", "", 0
     if outcome.error is not None:
@@ -617,7 +617,7 @@ _RAW: Final = frozenset({bytes, bytearray})
 
 
 def _stacks(worker: Worker, first: int, most: int) -> _Part:
-    """Return a page of stacks, ordered by thread identifier, from the identifier ``first`` on; see :func:`_hosted`."""
+    """Return a page of the stacks of all other threads, by identifier, from the identifier ``first`` on; see :func:`_hosted`."""
     names = {each.ident: each.name for each in threading.enumerate()}
     own = threading.get_ident()
     frames = sorted(each for each in top_frames().items() if first <= each[0] != own)

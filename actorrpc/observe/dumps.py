@@ -1,10 +1,10 @@
 """Stacks of a process that cannot answer because code in C holds its GIL: a signal handler dumps them.
 
-Every worker registers ``faulthandler`` for one signal. When the signal arrives, ``faulthandler`` writes the stacks of all threads
-into a memfd of the worker; the handler needs neither a lock nor the GIL. If a worker does not answer, an observer of the same
-user on the same host sends it the signal and reads the memfd through ``/proc``. The signal would kill a process that has no
-handler for it. Therefore the observer sends it through a pidfd, and only to a process with such a memfd and a handler.
-``faulthandler`` dumps at most 100 threads and 100 frames of each.
+A process with a worker registers ``faulthandler`` for one signal (setting ``dump_signal``). When the signal arrives,
+``faulthandler`` writes the stacks of all threads into a memfd of the process; the handler needs neither a lock nor the GIL. If a
+worker does not answer, an observer of the same user on the same host sends it the signal and reads the memfd through ``/proc``.
+The signal would kill a process that has no handler for it. Therefore the observer sends it through a pidfd, and only to a process
+with such a memfd and a handler. ``faulthandler`` dumps at most 100 threads and 100 frames of each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 def prepare(number: int) -> Callable[[], None]:
     """Register a signal handler that dumps the stacks of this process; return a function that unregisters it.
 
-    Does nothing if the process already has a handler for the signal.
+    If the process already has a handler for the signal, or no handler can be registered, both functions do nothing.
 
     Args:
         number: the number of the signal; 0: register nothing.
@@ -113,7 +113,7 @@ def _collect(pid: int, pidfd: int, until: float) -> list[dict[str, Any]] | str:
 
 
 def _memfd(pid: int) -> tuple[str, int] | None:
-    """Return the path of a process's memfd for stacks, and the signal number in its name."""
+    """Return the path of a process's memfd for stacks, and the signal number in its name; None if there is no such memfd."""
     folder = f"/proc/{pid}/fd"
     for name in os.listdir(folder):
         path = os.path.join(folder, name)

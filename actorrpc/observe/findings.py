@@ -44,7 +44,7 @@ def fault(kind: str, what: str, remedy: str = "") -> Finding:
 
 
 def note(kind: str, what: str, remedy: str = "") -> Finding:
-    """Return a finding that need not be a fault."""
+    """Return a finding that may be intended, and so is no fault."""
     return Finding(kind=kind, wrong=False, what=what, remedy=remedy)
 
 
@@ -187,7 +187,7 @@ def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
     found += [
         fault(
             "deadline",
-            f"{call.method}() on {worker.name!r}, called by {call.caller!r}, is {span(-call.left)} over its time "
+            f"{call.method}() on {worker.name!r}, called by {call.caller!r}, is {span(-call.left)} past its deadline "
             "and still runs",
         )
         for call in worker.calls
@@ -261,7 +261,7 @@ def _of_actor(actor: ObservedActor) -> list[Finding]:
         found.append(
             fault(
                 "actor",
-                f"{actor.title} is being restarted (for the {actor.restarts}. time): {actor.death_cause}",
+                f"{actor.title} is being restarted (restart number {actor.restarts}): {actor.death_cause}",
             )
         )
     if actor.oldest >= _LONG_S or actor.waiting >= _MANY:
@@ -282,7 +282,7 @@ def _of_actor(actor: ObservedActor) -> list[Finding]:
     found += [
         fault(
             "deadline",
-            f"{actor.title}.{call.method}() on {actor.worker!r} is {span(-call.left)} over its time and still runs",
+            f"{actor.title}.{call.method}() on {actor.worker!r} is {span(-call.left)} past its deadline and still runs",
             "options(timeout=, interrupt=True) interrupts such a call",
         )
         for call in actor.running

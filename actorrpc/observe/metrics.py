@@ -1,4 +1,4 @@
-"""Metrics of a group for Prometheus. A worker counts its calls only while the group is scraped.
+"""Metrics of a group for Prometheus. A worker counts its calls until two minutes after the last scrape.
 
 :class:`GroupCollector` is a collector for ``prometheus_client`` (extra ``metrics``). The metrics of calls have OpenTelemetry's
 names for RPC, in Prometheus' spelling: https://opentelemetry.io/docs/specs/semconv/rpc/rpc-metrics/. Labels name classes and
@@ -54,7 +54,7 @@ class GroupCollector:
             text = (
                 "calls that were made"
                 if side == "client"
-                else "calls that were executed, without their time in mailboxes"
+                else "executions of calls, which exclude the time in mailboxes,"
             )
             family = HistogramMetricFamily(
                 f"rpc_{side}_call_duration_seconds", f"How long {text} took", labels=labels
@@ -122,4 +122,4 @@ def _of_state(state: GroupState) -> Iterator[Metric]:
     yield gauge("mailbox_depth", "Calls that wait in mailboxes", ("class",), depth)
     yield gauge("mailbox_oldest_seconds", "How long the oldest waiting call has waited", ("class",), oldest)
     deadlocks = sum(len(each.deadlocks) for each in state.workers)
-    yield gauge("deadlocks", "Deadlocks that were broken recently", (), {(): float(deadlocks)})
+    yield gauge("deadlocks", "Latest broken deadlocks, at most 20 per worker", (), {(): float(deadlocks)})

@@ -1,8 +1,8 @@
 """The classes that :func:`actorrpc.state` returns, and their construction from the answers of workers.
 
 Workers answer with plain values (types of msgpack and JSON). :func:`made_of` makes objects of these values and does not trust
-them: a field that is missing or has a wrong type gets its default. All classes are immutable. Times are in seconds, sizes in
-bytes. The command line imports this module, so the module imports neither torch nor any code that runs workers.
+them: a field that is missing or has a wrong type gets its default. All classes are frozen dataclasses. Times are in seconds,
+sizes in bytes. The command line imports this module, so the module imports neither torch nor any code that runs workers.
 """
 
 from __future__ import annotations
@@ -163,17 +163,16 @@ class ObservedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MailboxState:
-    """The mailbox of one concurrency group of an actor.
+    """One queue of an actor's mailbox: the calls of a concurrency group to coroutine methods, or to its other methods.
 
     Attributes:
         group: the name of the concurrency group; empty for the default group.
-        is_async: whether this mailbox holds the calls of coroutine methods; a group has one mailbox for them and one for its
-            other methods.
+        is_async: whether the queue holds calls of coroutine methods.
         waiting: queued calls.
         running: running calls.
         limit: how many calls may run at a time.
-        oldest: seconds that the first queued call has waited; 0 if the mailbox is empty.
-        next: the method of the first queued call.
+        oldest: seconds that the first queued call has waited; 0 if the queue is empty.
+        next: the method of the first queued call; empty if the queue is empty.
     """
 
     group: str = ""
@@ -191,7 +190,7 @@ class ObservedStream:
 
     Attributes:
         method: the generator method; empty if it is unknown.
-        actor: the title of the actor.
+        actor: the title of the actor; empty if it is unknown.
         consumer: the name of the worker that reads the items.
         items, bytes: the items that were produced and not yet read.
         limit: the most items that may be produced ahead; 0 if only their bytes are limited.
@@ -272,7 +271,7 @@ class HeldCall:
 
     Attributes:
         session: the name of the debug session, unique in the group.
-        call: the actor and its method, or the function.
+        call: the actor and its method, the function, or the thread if it executed no call.
         actor_id: the id of the actor; empty if no actor was called.
         why: the reason for the last stop: ``breakpoint()``, an exception, or a front end that entered the actor.
         is_held: whether the call is stopped now; otherwise it runs to the next stop or to its end.
@@ -340,7 +339,7 @@ class ObservedWorker:
             gets no CPU time. ``"silent"``: it did not answer, and its process cannot be inspected or reached. ``"incompatible"``:
             it runs a version of actorrpc that this process does not understand. ``"refused"``: it and this process do not share a
             key or certificates. ``"left"``: it has left the group.
-        reason: explains a state other than alive. Also set if an alive worker failed to gather its answer.
+        reason: explains a state other than alive. Also set if an alive worker failed or refused to report its state.
         calls_to: unfinished calls of other workers to this worker, as the callers report them, even if this worker does not
             answer. The oldest of them calls ``oldest_call`` and was made ``oldest`` seconds ago.
         age: seconds since the process was started. ``cpu``: seconds of CPU time that it has used.
@@ -349,7 +348,7 @@ class ObservedWorker:
         thread_count: threads of the process.
         pool: the worker's thread pool: ``threads``, ``listening`` (idle threads) and ``queued`` (tasks).
         connections: the connections to other workers.
-        calls: running plain calls, which are calls of functions and not of actors.
+        calls: running plain calls, which are calls of functions and not of actors; at most 100.
         outgoing: unfinished calls that the worker has made, at most 100. ``outgoing_count``: the number of all of them.
         waits: its waits for other workers to enter a barrier or the shutdown.
         references: numbers of RRefs. ``held``: handles on this worker. ``owned``: values on this worker that are referred to.
@@ -358,15 +357,15 @@ class ObservedWorker:
         memory_pool: bytes of the worker's buffers, as ``used`` and ``kept`` (free for reuse).
         objects: segments of shared memory with large objects that the worker uses: the largest, at most 100.
         object_memory: bytes of shared memory. ``held``: all segments in use by this worker. ``kept``: free segments kept for
-            reuse. ``host``: both for all workers of the host together, each segment counted once. ``limit``: the limit of
-            ``host``.
+            reuse. ``host``: segments in use and free segments of all workers of the host, each counted once. ``limit``: the
+            limit of ``host``.
         streams: streams whose generators run on this worker, paused streams first. ``stream_count``: the number of all of them.
         autograd: the numbers of ``contexts`` and ``passes`` of distributed autograd. ``contexts``: the latest contexts, at most
             20.
         deadlocks: the latest deadlocks that this worker has broken, at most 20.
         held: calls on this worker that the debugger has stopped.
         tasks: running calls of remote functions.
-        threads: the stacks of its threads, if they were requested.
+        threads: the stacks of its threads, if they were requested, without the thread that gathered them.
         dumped: whether a signal handler wrote ``threads``, because the worker did not answer.
     """
 
@@ -417,14 +416,14 @@ class ObservedActor:
         title: the name of the actor in messages.
         class_name, name, namespace: its class, and the name and namespace that were given to it.
         state: ``"PENDING_CREATION"``, ``"ALIVE"``, ``"RESTARTING"``, ``"ENDING"`` (its last handle was released and its last
-            calls run), ``"DEAD"``, or ``"UNKNOWN"`` (it exists, and its supervisor does not answer).
+            calls run), ``"DEAD"``, or ``"UNKNOWN"`` (its supervisor does not answer, and its worker does not report it as alive).
         worker, pid: the worker that hosts it; empty and 0 if no worker does.
         supervisor: the name of the worker that supervises it.
-        restarts: how often it was restarted. ``max_restarts``: how often it may be restarted (-1: without limit).
+        restarts: how often it was restarted. ``max_restarts``: how often it may be restarted (-1: no limit).
         death_cause: why it is dead, or why it died last; empty if it never died.
         detached: whether it outlives its creator.
         handles: the number of handles of each worker, by the worker's name, as counted by its supervisor.
-        answered: whether the hosting worker answered. If not, the fields below have their defaults.
+        answered: whether the hosting worker answered. If not, ``max_restarts`` and the fields below have their defaults.
         age: seconds since the current instance was created.
         calls_done: method calls that the current instance has finished. The call of a stream is finished when the stream ends.
         latest: method calls of this actor among the last 4 096 records of its worker's flight recorder. ``failed``: how many of

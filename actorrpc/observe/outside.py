@@ -2,7 +2,7 @@
 
 Groups are found by the group files in the user's private directory (:mod:`actorrpc.observe.startup`). The workers that the files
 name are queried first, all at once and each over its own connection, then further workers that their answers name. For a worker
-that does not answer in time, the result has the reason, from ``/proc``.
+that does not answer in time, the result has the reason, from ``/proc`` if the worker is on this host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from actorrpc.wire.keys import Key
 __all__ = ["FoundGroup", "GroupLook", "at_address", "find_groups", "look", "members_of"]
 
 _AT_ONCE: Final = 64
-_DUMP_S: Final = 0.25  # the part of the time-out that is reserved for stack dumps by signal
+_DUMP_S: Final = 0.25  # the seconds of the time-out that are reserved for stack dumps by signal
 _SOON_S: Final = 0.2  # a driver that has not answered after this time is assumed to hang, and its child processes are queried
 _SCHEME: Final = "tcp://"
 _SOCKET: Final = re.compile(r"\d+-(\d+)-\d+-[0-9a-f]{8}\.sock", re.ASCII)
@@ -109,10 +109,10 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
     """Return this user's groups on this host, the oldest first.
 
     Args:
-        pid: return only the group of this process; 0: all groups.
+        pid: return only groups for which this process, or else an ancestor of it, wrote a group file; 0: all groups.
 
     Raises:
-        ConfigError: the private directory cannot be used, or the user's key cannot be read.
+        ConfigError: the private directory or an ``ACTORRPC_*`` variable cannot be used, or the user's key cannot be read.
     """
     given, settings = keys.find_key(), settings_here()
     found: dict[bytes, FoundGroup] = {}
@@ -157,7 +157,7 @@ def at_address(text: str) -> FoundGroup:
 
     Raises:
         ConfigError: the text is no such address.
-        AuthenticationError: no key was found.
+        AuthenticationError: no key was found, and ``ACTORRPC_INSECURE`` is not set.
     """
     address: str | tuple[str, int]
     if text.startswith("/"):
@@ -354,7 +354,7 @@ def members_of(found: dict[str, Any], seen: set[bytes]) -> Iterable[WorkerRecord
 
 
 def _record_of(target: Target, found: dict[str, Any] | Silent) -> WorkerRecord | None:
-    """Make a record for a target that has only an address, from its answer; a TCP target without answer is named ``unknown``."""
+    """Return a record made from a worker's answer, or None. A TCP address without answer gets a record named ``unknown``."""
     if isinstance(found, Silent):
         if target.record is None and isinstance(target.addresses[0], str):
             return None

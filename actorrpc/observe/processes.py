@@ -24,7 +24,7 @@ def _stat(pid: int | str) -> list[bytes]:
 
 
 def figures(pid: int = 0) -> dict[str, Any]:
-    """Return age, CPU time, memory, threads and descriptors of a process of this user; by default of this process."""
+    """Return age, CPU time, memory, threads and descriptors of a process of this user (0: of this one); {} if it has ended."""
     name = str(pid) if pid else "self"
     fields = _stat(name)
     if len(fields) < 22:

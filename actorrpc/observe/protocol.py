@@ -2,7 +2,7 @@
 
 A question names the requested parts and, for parts that are sent in pages, where the page begins. An answer has at most one page
 of each part, and its key ``"next"`` gives the begin of the following pages. For records, a negative begin counts from the end:
--100 requests the last 100. The parts:
+-100 requests the last 100. The parts ("it" is the queried worker):
 
 * ``process``: the process and its connections. ``actors``: the actors that it hosts. ``supervised``: the table of the actors that
   it supervises. ``holders``: which workers have references to the values that it owns. ``threads``: stacks.
@@ -89,11 +89,11 @@ def all_pages(
     parts: list[str],
     begin: dict[str, int] | None,
 ) -> dict[str, Any]:
-    """Request page after page, and return one answer with the rows of all pages.
+    """Request page after page (at most ``_PAGES``), and return one answer with the rows of all pages.
 
     Args:
         query: sends a question for the given parts, from the given begins on, and returns the answer.
-        begin: where the first page begins.
+        begin: by part: where the first page begins.
     """
     whole: dict[str, Any] = {}
     wanted, at = parts, begin or {}

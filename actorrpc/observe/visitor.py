@@ -37,7 +37,7 @@ from actorrpc.wire.keys import Key
 
 __all__ = ["KeptVisits", "Target", "Visit"]
 
-_SLICE_S: Final = 0.1  # how often a wait checks whether the worker's process is stopped
+_SLICE_S: Final = 0.1  # seconds between two checks whether the worker's process on this host runs
 _MAX_FRAME: Final = 16 << 20
 _SAY_EVERY: Final = 1 << 20
 
@@ -232,7 +232,7 @@ class Visit:
         self._send(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": notice})))
 
     def hear(self, notice: str, until: float) -> list[bytes]:
-        """Wait for frames; return the bodies of the notices with this name among them. An empty list if none arrives in time.
+        """Wait for frames; return the bodies of the notices with this name among them, which may be none.
 
         Raises:
             OSError: the connection has ended.

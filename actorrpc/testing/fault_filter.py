@@ -3,7 +3,7 @@
 They are installed in the agent while a fault is in force. A :class:`WaitingRoom` holds messages back, and sends each of them
 when it is due.
 
-``FaultFilter._lock`` guards the lists of faults and rooms. The locks of rooms and faults are leaves, and are not taken under it.
+``FaultFilter._lock`` guards the lists of faults and rooms; hooks are added under it. The locks of rooms and faults are leaves.
 No lock is held while messages are sent or their references are released.
 """
 
@@ -111,7 +111,7 @@ class WaitingRoom:
         return next(in_line, None)
 
     def hasten(self, faults: Collection[Fault]) -> None:
-        """Make the messages that these faults delay due now, in order."""
+        """Make the messages that these faults delay due now; messages in line still wait for the messages before them."""
         with self._lock:
             front = -_INFINITE
             for held in self._held:
@@ -164,7 +164,7 @@ class FaultFilter(CallHooks):
         self._lock = threading.Lock()
         self._faults: tuple[Fault, ...] = ()
         self._rooms: dict[Peer, WaitingRoom] = {}
-        # Dropped notices that were not sent again since, by :meth:`Message.key`.
+        # Dropped notices that have not been sent again, by :meth:`Message.key`.
         self._lost: dict[bytes, tuple[Fault, hooks.OutgoingMessage]] = {}
 
     # -- faults --------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ class FaultFilter(CallHooks):
             self._agent.references.roll_back(sent.context)
 
     def _lose(self, sent: hooks.OutgoingMessage, message: Message, fault: Fault) -> None:
-        """Fail the call whose message is dropped, if the call has no deadline or the fault is ``at_once``.
+        """Fail the call whose request or answer is dropped at once, if the call has no deadline or the fault is ``at_once``.
 
         Raises:
             RpcTimeoutError: the message is a one-way request (cast); no call or answer can carry the error.
@@ -330,10 +330,10 @@ class FaultFilter(CallHooks):
             return
         if call is not None:
             if not call.done and call.deadline <= agent.clock.now():
-                call.expire()  # otherwise the call's CANCEL would be sent later, and might overtake it
+                call.expire()  # otherwise a CANCEL would be sent later, and might overtake the call
             if peer.is_self:
-                # Over a connection, a CANCEL would arrive after the delayed call, so the call would begin. Here it was noted
-                # before; remove the note, so that the call begins, too.
+                # Over a connection, a CANCEL would arrive after the delayed call, so the call would begin. Here the CANCEL was
+                # noted at once; remove the note, so that the call begins, too.
                 peer.cancelled.pop(call.id, None)
         try:
             self._transmit(sent, left)

@@ -13,7 +13,7 @@ a function that is called on a worker sees that worker as its own (``rpc.get_wor
 threads that the test or a called function starts, act for the first worker. To act for another worker, use
 ``with cluster["worker1"]: ...`` or the methods of ``cluster["worker1"]``.
 
-Unless ``autojump`` is on, time stands still while the test's own thread waits. Therefore make a call that has a time-out with
+Unless ``autojump`` is on, no time-out passes while the test's own thread waits. Therefore make a call that has a time-out with
 ``rpc_async``, advance the clock, then read the outcome. A call that first has to connect to a worker which is cut off blocks.
 
 Supported: calls, RRefs, cancellation, time-outs, states of workers, actors, distributed autograd, ``shutdown``. Not supported:
@@ -64,8 +64,8 @@ _MOST: Final = 64
 class ClusterWorker:
     """One worker of an :class:`InProcessCluster`. Thread-safe.
 
-    In a ``with worker:`` block, the thread acts for this worker: all functions of ``actorrpc`` and ``actorrpc.rpc`` use it.
-    The methods do the same for one call.
+    In a ``with worker:`` block, the thread acts for this worker: all functions of ``actorrpc`` and ``actorrpc.rpc`` use the
+    worker. The methods do the same for one call.
 
     Attributes:
         name, rank: the name and rank of this worker.
@@ -157,7 +157,7 @@ class InProcessCluster:
     Args:
         workers: the number of workers (named ``worker0``, ``worker1``, ...), or their names.
         clock: ``"virtual"``: time stands still until :attr:`clock` advances it; ``"real"``: the workers use the real time.
-        autojump: advance virtual time automatically when nothing else can happen and a thread waits for a call or a time-out.
+        autojump: advance virtual time automatically to the next deadline when all threads wait, at least one for a deadline.
         rpc_timeout: the default time-out of calls, in seconds; 0 means no time-out.
         settings: options of the workers, as for ``RpcBackendOptions`` (``heartbeat=1.0``, ``session_grace=5.0``, ...).
 

@@ -38,7 +38,7 @@ from actorrpc.testing import processes
 __all__ = ["WAIT", "Holdings", "LeakSnapshot", "Leaks", "find_leaks", "settle"]
 
 WAIT = 5.0
-# Libraries open these on first use and keep them open.
+# Descriptors of these files are not counted: libraries open the files on first use and keep them open.
 _HARMLESS = (
     "/dev/null",
     "/dev/nvidia",
@@ -61,7 +61,7 @@ def _threads() -> dict[Hashable, str]:
     found: dict[Hashable, str] = {}
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, thread in known.items():
-        # A dummy stands for a thread that `threading` did not start, and may outlive it. The second loop checks for a frame.
+        # A dummy stands for a thread that `threading` did not start, and may outlive it: counted below if it has a frame.
         if not isinstance(thread, threading._DummyThread):
             found[thread] = (
                 f"thread {thread.name!r}{' (daemon)' if thread.daemon else ''}{_where(frames, ident)}"
@@ -170,11 +170,11 @@ class Holdings:
 
 
 def _held_elsewhere(path: str) -> bool:
-    """Whether a process outside this session has the file open or mapped, under any name (semaphores are renamed)."""
+    """Whether a process outside this session has opened the file, or mapped it, perhaps under an older name (semaphores)."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        return True  # the file was removed meanwhile, so it is no leak
+        return True  # the file was removed meanwhile, so the file is no leak
     mapped = f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino} "
     mine = {process.pid for process in processes.of_session()} | {os.getpid()}
     for entry in os.listdir("/proc"):
@@ -190,7 +190,7 @@ def _held_elsewhere(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LeakSnapshot:
-    """The threads, processes, descriptors and files that exist at one moment."""
+    """The threads, processes, descriptors, files and objects of the worker that exist at one moment."""
 
     threads: dict[Hashable, str]
     processes: set[psutil.Process]
@@ -201,7 +201,7 @@ class LeakSnapshot:
 
     @classmethod
     def capture(cls, *, whole_session: bool = True) -> LeakSnapshot:
-        """Take a snapshot of the whole session, or only of this process and its descendants."""
+        """Take a snapshot of files and the session's processes, or only (without files) of this process and its descendants."""
         if whole_session:
             found, files = processes.of_session(), _files()
         else:
@@ -211,7 +211,7 @@ class LeakSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Leaks:
-    """Things that exist now and did not exist before. False if there are none.
+    """Things that exist now and did not exist before. An instance is false if there are none.
 
     Attributes:
         processes: the processes.

@@ -45,10 +45,10 @@ MESSAGES: Final[Mapping[str, str]] = {
     "actor_call": "a call of an actor's method",
     ANSWER: "the answer to a request of any type but group_control: a value or an error",
     "actor_control": "requests to create, find, watch and end actors, and to fetch the items of their streams",
-    "rref_fork": "a worker tells the owner of a value that it has a new RRef to it",
+    "rref_fork": "a worker tells the owner of a value that the worker has a new RRef to the value",
     "rref_fork_ack": "the owner's answer to rref_fork",
     "rref_accept": "a worker confirms to the sender of an RRef that it has received the RRef; usually part of an answer",
-    "rref_delete": "a worker tells the owner of a value that RRefs to it no longer exist",
+    "rref_delete": "a worker tells the owner of a value that RRefs to the value no longer exist",
     "autograd_backward": "the requests of a backward pass to other workers, except for gradients",
     "autograd_gradient": "the gradients for the tensors of one message, in a backward pass",
     "autograd_verdict": "the end of a backward pass: whether its gradients are kept",
@@ -134,8 +134,8 @@ def described(sent: OutgoingMessage, by: CallHooks) -> Message | None:
     """Describe a message that an agent is about to send, as faults see it; None for a notice that has no type.
 
     Args:
-        by: the hooks of the caller. When a request began to run, they stored its description in ``execution.notes``; the
-            description of the answer is made from it.
+        by: the :class:`FaultFilter` that calls this function. Its ``on_start()`` has stored a description of each request that
+            runs in ``execution.notes[by]``, from which the description of the answer is made.
     """
     if sent.kind == frames.NOTICE:
         assert isinstance(sent.encoded, bytes)
@@ -155,7 +155,7 @@ def described(sent: OutgoingMessage, by: CallHooks) -> Message | None:
 def _contents(encoded: Any) -> list[bytes]:
     if isinstance(encoded, bytes):
         return [encoded]
-    # Without spans, return the same as for plain bytes: whether a message is packed as bytes depends on earlier messages.
+    # Equal messages must have equal keys. Of two equal messages without spans, the first may be an object and the second bytes.
     if not encoded.spans:
         return [encoded.body]
     return [encoded.body, repr([span.nbytes for span in encoded.spans]).encode()]
@@ -201,7 +201,7 @@ def type_of_notice(name: str, body: bytes) -> str | None:
 def names_of(called: Any) -> tuple[str, ...]:
     """Return the names that select a function: with and without its class, and with its module.
 
-    The last name selects exactly this function; it begins with a colon if the module is unknown.
+    The last name selects exactly this function; it begins with a colon if the module is unknown. Empty if ``called`` has no name.
     """
     while isinstance(called, partial):
         called = called.func

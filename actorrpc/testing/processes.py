@@ -73,7 +73,7 @@ def descendants() -> set[psutil.Process]:
 
 
 def _children(pid: int) -> set[int]:
-    # Not with psutil, which would read the files of all processes, and take some milliseconds.
+    # psutil would read the files of all processes, which takes some milliseconds.
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -124,7 +124,7 @@ def describe(process: psutil.Process) -> str:
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """Kill processes and wait briefly until they have ended; reap the children of this process."""
+    """Kill processes and wait up to 5 s until they have ended; reap the children of this process."""
     killed = list(processes)
     for process in killed:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -128,8 +128,8 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail if the test leaves anything behind that did not exist before.
 
     Checks threads, processes, descriptors, shared memory and files of the runtime directory; and, if the test process is a
-    worker before and after, RRefs, autograd contexts and calls. If the test itself has failed, its traceback keeps
-    variables alive; so leaks are only shown.
+    worker before and after, RRefs, autograd contexts, calls and large objects. If the test itself has failed, its traceback
+    keeps variables alive; so leaks are only reported, and leaked processes are killed.
     """
     before = leaks.LeakSnapshot.capture()
     request.config.stash[WATCHDOG].keep(before.processes)

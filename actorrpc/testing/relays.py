@@ -1,6 +1,6 @@
 """The network of an in-process cluster: relays through which its workers connect to each other.
 
-Relays run in the event loop of a thread. All of their state belongs to this thread; the methods are thread-safe.
+Relays run in the event loop of a thread, to which their state belongs. The public methods of :class:`Relays` are thread-safe.
 """
 
 from __future__ import annotations

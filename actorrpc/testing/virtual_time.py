@@ -34,14 +34,14 @@ _FORWARD = "a number of seconds of at least 0, finite: time never runs backwards
 
 # Seconds of virtual time, except where a comment says "real".
 
-_BY_ITSELF_S: Final = 0.1
+_BY_ITSELF_S: Final = 0.1  # deadlines within this time are reached automatically
 _SLICE_S: Final = 0.02  # real: a thread that waits for a socket reads the time at this interval
-_STALE_S: Final = 0.05  # real: a thread that is late by this much counts as no longer waiting
+_STALE_S: Final = 0.05  # real: a thread whose slice ended longer ago no longer counts as waiting
 _NAP_S: Final = (
     0.0004  # real: if other threads use no processor time during this pause, they count as waiting
 )
 _REST_S: Final = 0.004  # real: longest pause between two checks whether threads run
-_SOON_S: Final = 0.0002  # real: shortest pause
+_SOON_S: Final = 0.0002  # real: shortest such pause
 _RAN_S: Final = 5e-6  # processor time: if other threads use more during a check, a thread runs
 _NEVER: Final = math.inf
 
@@ -53,7 +53,7 @@ class _Wait:
     Attributes:
         due: the virtual time at which its wait ends.
         lock: the lock on which it waits; None if it waits in slices of real time.
-        looks_by: the real time after which the thread no longer waits: the current slice has ended by then.
+        looks_by: the real time until which the wait counts, unless the thread begins another slice; infinity for a lock.
         idle: whether the thread is a clock thread, whose wait does not count for autojump.
     """
 
@@ -71,7 +71,7 @@ class VirtualTime:
     """A clock of this process that a test controls. Thread-safe; used as a context manager.
 
     Args:
-        autojump: advance time automatically when nothing else can happen and a thread waits.
+        autojump: advance time automatically to the next deadline when all threads wait, at least one other than clock threads.
         patience: how many real seconds :meth:`advance` waits for threads that run.
 
     Raises:
@@ -175,6 +175,8 @@ class VirtualTime:
     def advance(self, seconds: float) -> None:
         """Advance the time. Everything that is due happens in order; each step ends when all other threads wait.
 
+        Deadlines in the next tenth of a second are then reached automatically, so the time may advance a little more.
+
         Raises:
             ConfigError: ``seconds`` is negative or not finite.
             RuntimeError: the virtual time is not in force, or threads ran for longer than ``patience``; the message names them.
@@ -276,7 +278,7 @@ class VirtualTime:
             rest = min(2.0 * rest, _REST_S)
 
     def _is_quiet(self) -> bool:
-        """Return whether every other thread of this process waits for a deadline that has not been reached."""
+        """Return whether every other thread of this process waits, and no deadline of such a wait has been reached."""
         everyone, mine = time.process_time(), time.thread_time()
         time.sleep(_NAP_S)
         if (time.process_time() - everyone) - (time.thread_time() - mine) > _RAN_S:

@@ -57,7 +57,7 @@ class KeptProfiles:
     def piece(self, first: int) -> tuple[list[Any], int | None]:
         """Return piece number ``first`` of the profiles, and the number of the next piece, or None after the last.
 
-        A piece is a list with one row ``[profile number, bytes]``, at most ``_PIECE`` bytes.
+        A piece is a list with one row ``[profile number, bytes]``, at most ``_PIECE`` bytes; without profiles, it is empty.
         """
         with self._lock:
             kept = list(self._kept)

@@ -368,7 +368,7 @@ def _counts_of(recordings: list[Recording]) -> dict[str, Any]:
 
 
 def _pids(recordings: list[Recording]) -> list[int]:
-    """Return a unique number for each process: its process id, or another number if that is used (on another host)."""
+    """Return a unique number for each process: its process id, or another number if a process on another host has the same id."""
     used: set[int] = set()
     found = []
     for each in recordings:
@@ -478,7 +478,7 @@ class _Process:
                 yield self._slice(name, begun, ended, tid, cat="execution", args=args)
 
     def counters(self) -> Iterator[dict[str, Any]]:
-        """Yield the numbers of queued and of running calls over time."""
+        """Yield counter events: the numbers of queued and of running calls over time."""
         steps: list[tuple[float, int, int]] = []
         for each in self._recording.records:
             if each.kind == EXECUTED:
