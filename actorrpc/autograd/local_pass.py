@@ -504,7 +504,7 @@ class LocalPass:
         )
 
     def commit(self, grads: list[torch.Tensor | None] | None) -> None:
-        """Add the results of this part to ``grads`` (from :meth:`reserve`), or to the context; record which graphs the pass has freed."""
+        """Add the results of this part to ``grads`` (of :meth:`reserve`) or to the context; record which graphs are freed."""
         terms, context = self.terms, self.context
         assert terms is not None
         if grads is not None:
