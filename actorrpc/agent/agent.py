@@ -250,8 +250,7 @@ class Agent:
         Raises:
             SerializationError, LimitError, PeerDiedError, BackpressureError, ShutdownError: the call was not executed.
             CancelledError: the enclosing call was cancelled, or this call has reserved its place and has ended meanwhile.
-            RpcTimeoutError: the deadline of the enclosing call has passed, or there was no connection in time.
-            AuthenticationError, VersionError: see :meth:`Connector.connect`.
+            RpcTimeoutError, AuthenticationError, VersionError: there is no time left or no connection (``Connector.connect``).
             LostArgumentError: an argument refers to a value of a worker that has died.
         """
         peer, mail, is_new = call.peer, call.mail, not call.id
