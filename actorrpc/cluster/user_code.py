@@ -45,7 +45,7 @@ def fingerprint() -> tuple[str, int, int] | None:
 
 
 def use(mark: Sequence[Any] | None, directory: str | None) -> None:
-    """Add the driver's script directory to ``sys.path``, if the script on this host has the fingerprint ``mark``."""
+    """Add the driver's script directory to ``sys.path``, unless this host's script differs from the fingerprint ``mark``."""
     if directory is None or directory in sys.path:
         return
     if mark is None or _mark(str(mark[0])) == tuple(mark):
