@@ -375,7 +375,7 @@ class Picture:
     # -- one actor -----------------------------------------------------------------------------------------------
 
     def actors_named(self, text: str) -> list[ObservedActor]:
-        """Return the actors that a name, a title, the beginning or end of an id, or a class selects.
+        """Return the actors that a name, a title, the beginning or end of an id (at least 4 characters), or a class selects.
 
         Of the actors of a class, the actors that were ended on purpose are left out, unless all were.
         """
