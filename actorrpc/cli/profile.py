@@ -192,7 +192,7 @@ class Sampler:
 def sample(
     samplers: Sequence[Sampler], seconds: float, rate: float, timeout: float, stop: threading.Event
 ) -> float:
-    """Sample all workers concurrently; return how many seconds that took. Ctrl-C ends it early and keeps the samples."""
+    """Sample all workers concurrently; return how many seconds that took. Ctrl-C ends the sampling and keeps the samples."""
     begun = time.monotonic()
     number = max(1, math.ceil(seconds * rate))
     threads = []

@@ -141,7 +141,7 @@ class Fold:
 
     @property
     def inner(self) -> int:
-        """The number of innermost frames that are of this library, without the library function that user code has called."""
+        """The number of the library's frames below the library function that user code has called; 0 if there is no such call."""
         depth = next((depth for depth, each in enumerate(reversed(self.told)) if not _is_ours(each)), 0)
         return max(0, depth - 1)
 

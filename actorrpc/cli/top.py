@@ -174,7 +174,7 @@ class Top(App[None]):
 
     def look_again(self) -> None:
         """Start a thread that reads the state, unless such a thread runs."""
-        if not self._looks:  # one request at a time to a group that answers slowly
+        if not self._looks:  # send one request at a time: the group may answer slowly
             self._looks = True
             self.run_worker(self._look())
 

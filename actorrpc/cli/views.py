@@ -228,7 +228,7 @@ class Picture:
         return table(head, rows, _ROWS, " classes")
 
     def _holder_lines(self) -> list[str]:
-        """Return the table of workers that hold memory of other workers: values by reference, and shared memory."""
+        """Return the table of workers that hold 1 MiB or more of another worker's memory: values by reference, shared memory."""
         held: dict[tuple[str, str], list[int]] = {}
         for worker in self.state.workers:
             for each in worker.holders:

@@ -698,7 +698,7 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
     Raises:
         ConfigError: this process is not the driver, or ``worker`` is the driver itself.
         UnknownWorkerError: there is no such worker.
-        RpcTimeoutError: the worker's calls have not finished in time; call this again to continue waiting.
+        RpcTimeoutError: calls have not finished, or actors have not moved, in time; call this again to continue waiting.
     """
     cluster = _cluster("drain()")
     until = _time.now() + join_module.seconds(timeout)

@@ -232,7 +232,7 @@ class Cluster:
                 holder.bookings = before.bookings
 
     def _nodes(self) -> list[ResourceHolder]:
-        """Return the engine's machines. Engines book processors and devices themselves; engines on schedulers book everything."""
+        """Return the engine's machines. The embedded engine itself books CPUs and GPUs; other engines book all resources."""
         if not self.is_local:
             return [
                 ResourceHolder.of_node(each, unbooked=("CPU", "GPU", *each.resources))
@@ -318,7 +318,7 @@ class Cluster:
                 self._place(request, first=False)
 
     def give_back(self, booking: int) -> None:
-        """Return the booking of an actor. Idempotent."""
+        """Release the booking of an actor. Idempotent."""
         with self._lock:
             self._owners.pop(booking, None)
             again = self.book.give_back(booking)
@@ -495,7 +495,7 @@ class Cluster:
         self._try_again()  # the CUDA devices of the ended process are free now: a queued request may get them
 
     def _end_creations(self, creator: str, gently: bool = False) -> None:
-        """Fail the queued requests of an ended worker, and end the processes that the worker requested; ``gently``: ask first."""
+        """Fail the queued requests of an ended worker, and kill the processes that it requested; ``gently``: ask them first."""
         with self._lock:
             for request in [each for each in self._requests if each.creator == creator]:
                 self._requests.remove(request)
@@ -509,7 +509,7 @@ class Cluster:
                 self.kill(name)
 
     def _drop(self, ended: WorkerRecord) -> None:
-        """Remove an ended worker from the directory and the book, and return the bookings that this worker has requested."""
+        """Remove an ended worker from the directory and the book, and release the bookings that this worker has requested."""
         with self._lock:
             record = self.directory.resolve(ended.name)
             if record is not None and record.incarnation == ended.incarnation:
@@ -609,7 +609,7 @@ class Cluster:
         return len(records) <= 2 * (self.agent.name in records)  # by name and by rank
 
     def _wait(self, done: Callable[[], bool], until: float) -> None:
-        """Wait until ``done()``, called when a worker has ended, is true, or the deadline ``until`` has passed. Interruptible."""
+        """Call ``done()`` each time a worker has ended, until it returns True or ``until`` has passed. Interruptible."""
         while (left := until - _time.now()) > 0:
             self._gone.clear()
             if done():

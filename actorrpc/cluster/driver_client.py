@@ -162,7 +162,7 @@ class RemoteDirectory(MemberDirectory):
         self._tell("kill", worker)
 
     def give_back(self, booking: int) -> None:
-        """Return the booking of an actor."""
+        """Release the booking of an actor."""
         self._tell("give_back", booking)
 
     def report(self, worker: str) -> Future[DeathReport]:

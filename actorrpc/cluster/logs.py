@@ -381,7 +381,7 @@ class Logs:
         for output in list(self._ending):
             if output.pipes and now < output.until:
                 continue
-            for pipe in output.pipes.values():  # a child keeps them open: show the incomplete line
+            for pipe in output.pipes.values():  # a child keeps the pipes open: show the incomplete line
                 self._write(pipe, pipe.last())
             self._ending.remove(output)
             output.ending()

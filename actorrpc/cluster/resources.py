@@ -1,8 +1,8 @@
 """The resources of the machines of a cluster, and their free amounts.
 
-The driver keeps the *book*: the resources of each machine, and the bookings of actors. Other processes ask the driver. The
-processors of this machine are shared, not booked: their use is the sum of the requests of living processes. Names and keys are as
-in Ray. Thread-safe.
+The driver keeps the *book*: the resources of each machine, and the bookings of actors. Other processes ask the driver. In an
+embedded cluster, the machine's processors are shared, not booked: their use is the sum of the requests of living processes. Names
+and keys are as in Ray. Thread-safe.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 __all__ = ["Access", "is_loopback"]
 
-_SESSIONS: Final = 32  # greatest number of logged-in browsers; a further login logs out the first one
+_SESSIONS: Final = 32  # greatest number of logged-in browsers; a further login logs out the earliest
 _NAMES: Final = ("localhost", "127.0.0.1", "::1")
 
 

@@ -105,7 +105,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.is_ready = False
         self.is_gone = False
-        #: The environment variables that the server was started with: a fork command contains only the differences.
+        #: The server's environment variables at its start: a fork command contains only the variables that differ from these.
         self.environment: dict[str, str] = {}
 
     @property

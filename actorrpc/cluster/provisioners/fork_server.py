@@ -140,7 +140,7 @@ class _Server:
         return None
 
     def _receive(self, ready: set[int]) -> bool:
-        """Reap children and read commands, without blocking; return False when the driver has ended."""
+        """Reap children and append commands to ``_todo``, without blocking; return False when the driver has ended."""
         if self._alarm in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._alarm, 4096)

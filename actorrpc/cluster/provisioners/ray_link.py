@@ -113,7 +113,7 @@ class Link:
         except ConfigError as error:
             raise ConfigError(f"the address of Ray, {wanted!r}, cannot be used: {error}") from None
         port = port or (_CLIENT_PORT if self.client else _PORT)
-        # Check first: Ray itself would try for two minutes, and may then end this process.
+        # Check first whether a server answers: Ray itself would try for two minutes, and may then end this process.
         _knock(wanted, host, port, timeout)
         if self.client:
             given = {name: value for name, value in given.items() if name != "log_to_driver"}
