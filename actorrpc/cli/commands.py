@@ -559,7 +559,7 @@ _COMMANDS: Final = {
             _word("whom", "ACTOR|WORKER", "only this actor (see describe) or worker (name, rank or pid)"),
             _flag(
                 "--all",
-                "also the threads of the library that wait for work, and all frames of the library",
+                "also the threads of the library that wait for work, and the library's frames below the user's code",
             ),
         ],
     ),

@@ -342,7 +342,7 @@ class Picture:
 
         Args:
             with_idle: include threads of the library that wait for work.
-            whole: show all frames, including inner frames of the library.
+            whole: include the library's frames below the user's code.
         """
         workers = self.state.workers
         folds = folded(workers, self.state.actors)

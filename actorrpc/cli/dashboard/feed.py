@@ -38,10 +38,9 @@ _IDLE_S: Final = 3.0
 # The pause between two looks is at least this many times the processor time of the last look.
 _REST: Final = 2.0
 _CHEAP_S: Final = 0.02  # seconds of processor time: if a look takes more, most looks omit the actors
-_SHARE: Final = (
-    50  # pause between two looks at the actors: this many times the processor time of the last look,
-)
-_MOST_S: Final = 10.0  # but at most this long
+# The pause between two looks at the actors: this many times the last look's processor time, at most _MOST_S.
+_SHARE: Final = 50
+_MOST_S: Final = 10.0
 _WINDOW: Final = 10  # rates and percentiles of calls are computed over this number of looks
 _PARTS: Final = ("process", "actors", "supervised")
 _LOG_BYTES: Final = 16 << 20

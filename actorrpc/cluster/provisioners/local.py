@@ -155,9 +155,7 @@ class LocalCluster(Engine):
             directory = os.path.abspath(directory)
             path.insert(0, directory)
         else:
-            with contextlib.suppress(
-                OSError
-            ):  # the driver's directory was removed: stay in the fork server's
+            with contextlib.suppress(OSError):  # the directory was removed: stay in the fork server's
                 directory = os.getcwd()
         return {
             "id": process.order.name,
