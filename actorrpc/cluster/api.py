@@ -1,4 +1,4 @@
-""":func:`init` makes this process the driver of a cluster or joins it to one; :func:`scale` and :func:`drain` change a cluster.
+""":func:`init` makes this process the driver or a worker of a cluster; :func:`scale` and :func:`drain` change its workers.
 
 The default is the embedded local cluster: no daemon, no port, and no files except, in the private runtime directory, the
 workers' sockets and a file by which this user's tools find the cluster. The driver is worker 0. Other workers are forked for

@@ -163,7 +163,7 @@ class Cluster:
         return not spec.is_picky and not needs_of(spec) and not self.slots_first
 
     def start(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
-        """Start a process for one actor, on a machine that the engine chooses; the arguments are as for :meth:`spawn`."""
+        """Start a process on a machine that the engine chooses; the arguments are as for :meth:`spawn`."""
         label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 24] or "worker"
         rank = next(self._ranks) if self.is_local else -1
         name = f"{label}-{rank}" if self.is_local else f"{label}-{self.engine.name}-{next(self._count)}"
@@ -339,7 +339,7 @@ class Cluster:
         self.engine.kill(worker)
 
     def report(self, worker: str) -> Future[DeathReport]:
-        """Return a future of the report on a process's end. It fails with UnknownWorkerError if the engine did not start it."""
+        """Return a future of the report on a process's end. It fails with UnknownWorkerError as ``Engine.report()``."""
         return self.engine.report(worker)
 
     def owns(self, worker: str) -> bool:

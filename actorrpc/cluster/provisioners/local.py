@@ -38,7 +38,7 @@ _START_S: Final = 60.0  # how long a forked process may take to join
 # How long close() should take, in seconds, so that close() and the end of the agent together take less than 2 s.
 _FORCED_S: Final = 1.0
 _AT_LEAST_S: Final = 0.1
-_LOGS_S: Final = 1.0  # how long a death report waits until the last lines of output were read
+_LOGS_S: Final = 1.0  # how long a death report waits, at most, for the last lines of output
 
 
 class Process(StartedWorker):
