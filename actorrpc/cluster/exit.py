@@ -81,10 +81,9 @@ class Member:
 
 
 def leave(when_idle: bool = False) -> None:
-    """End this process, at once or (``when_idle``) when no other process uses it. Other workers call this by RPC.
+    """End :meth:`Member.wait`, at once or (``when_idle``) when no other process uses this one. Other workers call this by RPC.
 
-    A process that does not wait in :meth:`Member.wait`, because it has joined by ``init(address=...)``, continues.
-    """
+    A process that runs its own script, because it has joined by ``init(address=...)``, continues."""
     worker = current_worker()
     if worker is not None and worker.exit_member is not None:
         (worker.exit_member.leave_when_idle if when_idle else worker.exit_member.leave)()
