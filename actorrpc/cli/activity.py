@@ -34,7 +34,7 @@ def rates(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[str
 
 
 def shares(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[tuple[str, int], float]:
-    """Return the processor time of each worker in percent of one processor, by its name and process id."""
+    """Return each worker's use of the processor between two reads, in percent of one processor, by name and process id."""
     old = {(each.name, each.pid): each for state in before for each in state.workers}
     found = {}
     for state in after:
@@ -47,7 +47,7 @@ def shares(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[tu
 
 @dataclass(frozen=True, slots=True)
 class WorkerActivity:
-    """A worker and its use of the processor."""
+    """A worker and ``share``, its use of the processor in percent of one processor; None if unknown."""
 
     worker: ObservedWorker
     share: float | None
@@ -55,7 +55,7 @@ class WorkerActivity:
 
 @dataclass(frozen=True, slots=True)
 class ActorActivity:
-    """An actor that is not dead, with its worker."""
+    """An actor that is not dead; ``rate``: its calls per second; ``home``: its worker; None if unknown."""
 
     actor: ObservedActor
     rate: float | None

@@ -1,11 +1,11 @@
 """The commands and their arguments: :func:`main`.
 
 Exit status: 0, no problem was found (``logs``, ``top``, ``metrics``, ``debug`` and ``dashboard`` only show, and return 0); 1, the
-command has reported a problem; 2, there is no such group, worker or actor, or the arguments cannot be used. No command changes a
-job (except ``dashboard --allow-actions``), runs code of its users, or waits for calls of its actors.
+command has reported a problem; 2, there is no such group, worker or actor, or the arguments cannot be used; 130, Ctrl-C. Except
+``debug`` and ``dashboard --allow-actions``, no command of :data:`_COMMANDS` changes a job, runs users' code or waits for calls.
 
-A command is a row of :data:`_COMMANDS` and a function, which reads the state of groups and returns a :class:`_Shown` to print.
-The texts are made in ``views.py``, ``doctor.py``, ``profile.py`` and ``debug.py``.
+A command is a row of :data:`_COMMANDS` and a function, which reads the state of groups, and prints it or returns a
+:class:`_Shown` to print. The texts are made in ``views.py``, ``doctor.py``, ``profile.py`` and ``debug.py``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NOTHING: Final = 2
 
 
 class _NotThereError(RpcError):
-    """A group, worker or actor that the user has named does not exist."""
+    """A group, worker or actor that the user has named does not exist, or the arguments cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _groups(found: argparse.Namespace) -> list[FoundGroup]:
     """Return the groups that the arguments select.
 
     Raises:
-        _NotThereError: there are no such groups.
+        _NotThereError: there are no such groups, or this process does not have their key.
     """
     if found.connect:
         return [at_address(found.connect)]
@@ -353,7 +353,7 @@ def _metrics(found: argparse.Namespace) -> None:
 
 
 def _extra(module: str, remedy: str) -> Any:
-    """Import a module that needs an extra of the package."""
+    """Import a module that needs an extra of the package; ``remedy`` is the message if the module is missing."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -479,7 +479,7 @@ def _run(found: argparse.Namespace) -> None:
 
 
 def _become(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by ``python -m module``, with Python's own options."""
+    """Replace this process by ``python -m module``, with the options of Python that ``python -m actorrpc`` was given."""
     options = []
     if sys.argv and os.path.basename(sys.argv[0]) == "__main__.py":
         options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) - 1]
@@ -559,7 +559,7 @@ _COMMANDS: Final = {
             _word("whom", "ACTOR|WORKER", "only this actor (see describe) or worker (name, rank or pid)"),
             _flag(
                 "--all",
-                "also the threads of the library that wait for work, and all frames of the library",
+                "also the threads of the library that wait for work, and the library's frames below the user's code",
             ),
         ],
     ),
@@ -728,7 +728,7 @@ def _parser() -> _CommandParser:
         prog="actorrpc",
         description="Inspect running groups, and start programs. Without --connect: groups of this user on this host.",
         epilog="Exit status: 0, no problem; 1, a problem was found (logs, top, metrics, debug and dashboard only show: 0); 2, "
-        "there is no such group, worker or actor. --json is for programs.",
+        "there is no such group, worker or actor, or the arguments are invalid. --json is for programs.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(

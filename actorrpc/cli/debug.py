@@ -62,7 +62,7 @@ class Attached:
 
     @classmethod
     def entering(cls, title: str, actor_id: str, target: Target, until: float) -> Attached:
-        """Interrupt an actor's running call, and attach to it.
+        """Interrupt an actor's running call (or hold the idle actor), and attach.
 
         Raises:
             OSError, RpcError: attaching failed.
@@ -97,7 +97,7 @@ class Attached:
         raise TimeoutError(f"worker {self.visit.name!r} has not answered in time")
 
     def hear(self, until: float) -> None:
-        """Wait for messages of the worker, and process them."""
+        """Wait for messages of the worker, at most until ``until``, and process them."""
         for body in self.visit.hear(EVENT, until):
             self._receive(unpack(body))
 
@@ -112,7 +112,7 @@ class Attached:
             self.text.append(str(found["text"]))
 
     def say(self, line: str) -> None:
-        """Send a command."""
+        """Send a command to the debugger that holds the call."""
         self.asks = False
         self.visit.tell(REQUEST, pack({"do": "say", "session": self.session, "line": line}))
 
@@ -122,7 +122,7 @@ class Attached:
         return found
 
     def detach(self) -> None:
-        """Detach, and close the connection. When this returns, another front end can attach."""
+        """Detach, wait at most 1 s until the worker lets another front end attach, and close the connection."""
         try:
             self._query({"do": "detach", "session": self.session}, time.monotonic() + _DETACH_S)
         except (OSError, RpcError):  # the worker, or the call, has ended
@@ -169,15 +169,15 @@ def lines(held: Sequence[HeldCall]) -> list[str]:
 def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_terminal: bool) -> bool:
     """Run a session with a held call until the call has ended or the user detaches; return whether the call has ended.
 
-    A line of the input is sent when the call asks for a command. ``detach``, the end of the input, and Ctrl-C detach: the call
-    stays held. After a command that lets the call run, the next line waits until the call is held again; the end of the input
-    and ``detach`` wait at most ``_STEP_S`` for that.
+    A line of the input is sent when the call asks for a command. ``detach``, the end of the input, and Ctrl-C detach: a held
+    call stays held. After a command that lets the call run, the next line waits until the call is held again; the end of the
+    input and ``detach`` wait at most ``_STEP_S`` for that.
     """
     typed: queue.Queue[str | None] = queue.Queue()
     wanted, ended = threading.Semaphore(0), threading.Event()
 
     def type_in() -> None:
-        # Read a line only when the call needs one: lines after the end of the session may be for the shell.
+        # On a terminal, read a line only when the call needs it: lines after the end of the session are for the shell.
         while wanted.acquire() and not ended.is_set():
             line = read.readline()
             typed.put(line or None)
@@ -229,7 +229,7 @@ def talk(attached: Attached, read: TextIO, write: Callable[[str], Any], is_termi
 def cast(
     sessions: Sequence[Attached], commands: Sequence[str], timeout: float
 ) -> list[tuple[list[str], str, bool]]:
-    """Send commands to many held calls: each command to all calls first, then wait for the answers, ``timeout`` seconds each.
+    """Send commands to many held calls: each command to all calls, then wait at most ``timeout`` seconds for its answers.
 
     Returns:
         For each different answer: the names of its sessions, its text, and whether the calls are held again or have ended. If

@@ -61,7 +61,7 @@ class Reader:
     """Reads the logs of groups.
 
     Args:
-        whom: only lines of this process: a process id, a label, or a worker's name.
+        whom: only lines of the processes with this process id, label, or worker's name.
         grep: only lines in which this regular expression is found.
         last: how many of the existing lines are shown; None: all.
 
@@ -103,7 +103,7 @@ class Reader:
             raise RpcError(f"no driver has answered: {problem}")
 
     def begin(self, show: Callable[[Line], None]) -> None:
-        """Show the lines that exist.
+        """Call ``show`` for each line that exists; later, :meth:`more` calls ``show`` for new lines.
 
         Raises:
             RpcError: no logs are kept, as the groups have no driver that starts processes; or the wanted process does not exist.
@@ -150,7 +150,7 @@ class Reader:
         return bool(self._visits)
 
     def _read(self) -> list[Line] | None:
-        """Return the lines since the last call, in order; None if no logs are kept."""
+        """Return the wanted lines since the last call, in order; None if no logs are kept."""
         lines: list[Line] = []
         keeps = False
         for place in reversed(range(len(self._visits))):

@@ -41,7 +41,7 @@ class ProfileSummary:
         seconds: how long the workers were sampled.
         rate: the requested number of samples per worker and second.
         workers: how many workers have answered.
-        threads: how many threads have samples; threads that only waited in the library have none.
+        threads: how many threads have samples; without ``--all``, threads that only waited in the library have none.
         samples: answers of all workers.
         late: answers that came after the next request was due.
         lost: requests that were skipped or not answered, because the previous answer, or the worker, took too long.
@@ -89,7 +89,7 @@ class Sampler:
     """Samples one worker in a thread of its own. After :meth:`run`, another thread may read the results.
 
     Args:
-        actors: only threads that run calls of these actors: id -> title; None: all threads.
+        actors: only threads that run calls of these actors, or have a title in their names: id -> title; None: all threads.
         with_idle: include threads that wait in the library, and the library's frames that call the user's code.
 
     Attributes:
@@ -146,7 +146,7 @@ class Sampler:
                 self.why = "it has not answered in time"
 
     def add(self, found: dict[str, Any]) -> None:
-        """Process an answer."""
+        """Add the stacks of an answer to the threads' samples."""
         self.samples += 1
         wanted = self._wanted(found)
         rows = found.get("threads")
@@ -192,7 +192,7 @@ class Sampler:
 def sample(
     samplers: Sequence[Sampler], seconds: float, rate: float, timeout: float, stop: threading.Event
 ) -> float:
-    """Sample all workers concurrently; return how many seconds that took. Ctrl-C ends it early and keeps the samples."""
+    """Sample all workers concurrently; return how many seconds that took. Ctrl-C ends the sampling and keeps the samples."""
     begun = time.monotonic()
     number = max(1, math.ceil(seconds * rate))
     threads = []

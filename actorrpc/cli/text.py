@@ -131,7 +131,7 @@ class Fold:
 
     @property
     def is_ours(self) -> bool:
-        """Whether the threads are idle: the stack has no frames of user code, only of this library and of ``threading``."""
+        """Whether the threads are idle: their stack has no frames of user code; see :func:`is_idle`."""
         return is_idle(self.frames)
 
     @property
@@ -141,7 +141,7 @@ class Fold:
 
     @property
     def inner(self) -> int:
-        """The number of innermost frames that are of this library, without the library function that user code has called."""
+        """The number of the library's frames below the library function that user code has called; 0 if there is no such call."""
         depth = next((depth for depth, each in enumerate(reversed(self.told)) if not _is_ours(each)), 0)
         return max(0, depth - 1)
 
@@ -152,12 +152,12 @@ def _is_ours(frame: StackFrame) -> bool:
 
 
 def is_idle(frames: Sequence[StackFrame]) -> bool:
-    """Say whether a stack has only frames of this library and of ``threading``, or is of a forked worker's main thread."""
+    """Say whether a stack has only frames for which ``_is_ours()`` is true, or is of a forked worker's main thread."""
     return all(map(_is_ours, frames)) or any(each.file.endswith(_FORKED) for each in frames)
 
 
 def users_part(frames: tuple[StackFrame, ...]) -> tuple[StackFrame, ...]:
-    """Return a stack without the frames of the import system, and without the frames of the library that call the user's code."""
+    """Return a stack without the outer frames of the library and the frames of the import system; all if no frame is a user's."""
     users = [place for place, each in enumerate(frames) if not _is_ours(each)]
     return (
         tuple(each for each in frames[users[0] :] if not each.file.startswith(_IMPORTS)) if users else frames
@@ -198,6 +198,7 @@ def stack_lines(
     """Return the lines that describe the threads with one stack.
 
     Args:
+        workers, threads: the numbers of all workers and threads, for the heading.
         callers: id of a running execution -> its actor and method.
         whole: include the library's frames below the library function that the user's code has called.
     """
@@ -241,7 +242,7 @@ def stack_lines(
 
 
 def say_call(title: str, call: ObservedCall, callers: Mapping[str, str]) -> str:
-    """Describe a running method: its caller, its age, and what it waits for."""
+    """Describe a running method: its caller, its age, the time until its deadline, and the objects for which it waits."""
     caller = callers.get(call.chain[-1]) if call.chain else None
     whom = f"{caller} on {call.caller!r}" if caller else repr(call.caller)
     text = f"{title}.{call.method}() for {whom}, {span(call.since)} old"

@@ -1,7 +1,7 @@
 """``actorrpc top`` on a terminal: two live tables, the description of the selected actor, and its stacks.
 
-Only that command imports this module, because it needs Textual (extra ``cli``). The state is read in a thread, one read at
-a time, because reading waits for workers. All other code runs in the application's event loop.
+Only that command imports this module, because it needs Textual (extra ``cli``). Threads read the state, because reading waits
+for workers: one thread at a time for the tables, others for descriptions and stacks. All other code runs in the event loop.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Top(App[None]):
 
     def look_again(self) -> None:
         """Start a thread that reads the state, unless such a thread runs."""
-        if not self._looks:  # one request at a time to a group that answers slowly
+        if not self._looks:  # send one request at a time: the group may answer slowly
             self._looks = True
             self.run_worker(self._look())
 

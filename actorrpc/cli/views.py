@@ -228,7 +228,7 @@ class Picture:
         return table(head, rows, _ROWS, " classes")
 
     def _holder_lines(self) -> list[str]:
-        """Return the table of workers that hold memory of other workers: values by reference, and shared memory."""
+        """Return the table of workers that hold 1 MiB or more of another worker's memory: values by reference, shared memory."""
         held: dict[tuple[str, str], list[int]] = {}
         for worker in self.state.workers:
             for each in worker.holders:
@@ -342,7 +342,7 @@ class Picture:
 
         Args:
             with_idle: include threads of the library that wait for work.
-            whole: show all frames, including inner frames of the library.
+            whole: include the library's frames below the user's code.
         """
         workers = self.state.workers
         folds = folded(workers, self.state.actors)
@@ -375,7 +375,7 @@ class Picture:
     # -- one actor -----------------------------------------------------------------------------------------------
 
     def actors_named(self, text: str) -> list[ObservedActor]:
-        """Return the actors that a name, a title, the beginning or end of an id, or a class selects.
+        """Return the actors that a name, a title, the beginning or end of an id (at least 4 characters), or a class selects.
 
         Of the actors of a class, the actors that were ended on purpose are left out, unless all were.
         """

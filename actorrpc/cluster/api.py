@@ -1,11 +1,12 @@
-""":func:`init`: this process becomes the driver of a cluster, or joins one; :func:`scale` and :func:`drain` it.
+""":func:`init` makes this process the driver or a worker of a cluster; :func:`scale` and :func:`drain` change its workers.
 
 The default is the embedded local cluster: no daemon, no port, and no files except, in the private runtime directory, the
 workers' sockets and a file by which this user's tools find the cluster. The driver is worker 0. Other workers are forked for
 actors when they are needed (``provisioners/local.py``), and end when the driver ends or is killed. With ``listen=``, processes
 on any host may join; with ``engine=``, an engine starts them elsewhere.
 
-No function holds a lock while it waits. All waits are bounded by the caller's time-out and can be interrupted.
+No function of this module holds a lock while it waits. Waits are bounded by the caller's time-out (except that of launched
+ranks that serve in ``init()``), and can be interrupted.
 """
 
 from __future__ import annotations
@@ -83,12 +84,12 @@ _OF_RAY: Final = {
 
 
 class ClusterContext:
-    """The result of :func:`init`. As a context manager, it shuts the cluster down, or leaves it, at the end of the block.
+    """The result of :func:`init`. As a context manager, it shuts down the cluster, or leaves the cluster that init() has joined.
 
     Attributes:
         name: this worker's name.
         namespace: the default namespace of names of actors.
-        address: where other processes can join, ``tcp://host:port``; empty if they cannot.
+        address: where other processes can join, ``tcp://host:port``; empty if they cannot, or if init() found a running cluster.
     """
 
     def __init__(self, name: str, namespace: str, *, owned: bool, address: str = "") -> None:
@@ -107,7 +108,7 @@ class ClusterContext:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A context that found a running cluster leaves it running. After Ctrl-C, do not wait for actors.
+        # If init() found a running cluster, do nothing. After Ctrl-C, which is no Exception, do not wait for actors.
         if self._owned:
             api.shutdown(graceful=kind is None or issubclass(kind, Exception))
 
@@ -144,8 +145,8 @@ def init(
     process.
 
     Under torchrun, ``srun`` or ``mpirun`` (more than one task), the launched processes form one cluster: rank 0
-    is the driver. The other ranks serve inside of this function until rank 0 releases them. Then they end with
-    ``SystemExit(0)``, or with exit code 1 if rank 0 has died.
+    is the driver. Without ``spmd``, the other ranks serve inside of this function until rank 0 releases them. Then they
+    end with ``SystemExit(0)``, or with exit code 1 if rank 0 has died.
 
     Args:
         address: ``tcp://host:port`` of a driver that listens: join it, as a worker that can also use the cluster. Or the
@@ -166,7 +167,7 @@ def init(
         namespace: the default namespace of names of actors; default ``""``.
         log_to_driver: show the output of actors here.
         ignore_reinit_error: return, instead of raising, if this process is already in a cluster or group.
-        name: this worker's name; default ``"driver"``, or the default name of a worker that joins.
+        name: this worker's name; default ``"driver"``; for a worker that joins, the host's name and the process id.
         rpc_timeout: the default time-out of calls (``rpc_sync`` and the like), in seconds; 0 means none.
         join_timeout: how long joining, and waiting for the ranks of a launcher, may take, in seconds.
         dashboard: also serve the page of ``actorrpc dashboard`` (extra ``dashboard``), by a separate process that prints a link
@@ -180,7 +181,8 @@ def init(
     Raises:
         ConfigError: an argument, or the environment of a launcher, cannot be used.
         RendezvousError, AuthenticationError, VersionError: the cluster at ``address`` could not be joined.
-        RpcError: this process is already in a cluster or group: actors can be used at once.
+        PlacementError, PeerDiedError, RpcTimeoutError: the engine could not start its first workers.
+        RpcError: this process is already in a cluster or group, and ``ignore_reinit_error`` is False.
         OSError: the process from which workers are forked cannot be started.
     """
     options = _InitOptions(
@@ -352,7 +354,7 @@ def _launched(launched: join_module.Launch, spmd: bool, options: _InitOptions) -
 def _join_rank_0(
     launched: join_module.Launch, meeting: join_module.LaunchMeeting, options: _InitOptions, serves: bool
 ) -> tuple[Member, str]:
-    """Join the cluster of rank 0. If that fails, read the address again: it may be of an earlier start of the job."""
+    """Join the cluster of rank 0, and return its address, too. After a failure, read the address again: it may be out of date."""
     deadline = _time.now() + options.join_timeout
     while True:
         where = meeting.address()
@@ -504,10 +506,10 @@ def _embedded(options: _InitOptions) -> LocalCluster:
 
 
 def _given_secret(listen: str, is_embedded: bool) -> str:
-    """Return the key from the environment for a driver that listens; empty if the driver has to make one.
+    """Return the key from the environment for a driver that listens; empty if the driver must make a key.
 
     Raises:
-        ConfigError: there is no key, and other hosts can reach the address.
+        ConfigError: the key or the address is not valid; or an embedded cluster without a key can be reached from other hosts.
     """
     secret = join_module.given_secret()
     host, _ = join_module.parse(listen, "listen", listen=True)
@@ -521,7 +523,7 @@ def _given_secret(listen: str, is_embedded: bool) -> str:
 
 
 def _modules(preload: Sequence[str]) -> tuple[str, ...]:
-    """Check the names of modules to preload.
+    """Check the names of modules to preload, and return them.
 
     Raises:
         WrongTypeError: ``preload`` is not a list of names.
@@ -561,7 +563,7 @@ def _known(given: dict[str, Any]) -> None:
 
 
 def _settings(given: dict[str, Any], listen: str | None) -> Settings:
-    """Check the options that are not parameters of init().
+    """Check the options that are not parameters of init(), and return them as settings; ``listen``: the address, if any.
 
     Raises:
         ConfigError: there is no such option, or its value cannot be used.
@@ -646,7 +648,7 @@ def scale(
     Raises:
         ConfigError: this is not the driver, or the engine cannot start such workers.
         PlacementError: the engine has no place for so many workers.
-        RpcTimeoutError: not all new workers joined in time; the workers that have joined stay.
+        RpcTimeoutError: not all new workers joined in time (the workers that have joined stay), or a drain took too long.
         PeerDiedError: a worker could not be started.
     """
     integer("count", count, least=0, right="a number of workers of at least 0", error=WrongTypeError)
@@ -696,7 +698,7 @@ def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
     Raises:
         ConfigError: this process is not the driver, or ``worker`` is the driver itself.
         UnknownWorkerError: there is no such worker.
-        RpcTimeoutError: the worker's calls have not finished in time; call this again to continue waiting.
+        RpcTimeoutError: calls have not finished, or actors have not moved, in time; call this again to continue waiting.
     """
     cluster = _cluster("drain()")
     until = _time.now() + join_module.seconds(timeout)
@@ -733,7 +735,7 @@ def _remaining(until: float) -> float:
 
 
 def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
-    """Let all supervisors move their actors away from one worker, and wait until they have.
+    """Let the supervisors on all workers move their actors away from the worker ``peer``, and wait for them.
 
     Raises:
         RpcTimeoutError: some supervisors have not moved all actors in time.

@@ -3,9 +3,9 @@
 Supervisors request places for actors from :class:`Cluster`. Its engine starts processes for single actors; workers that have
 joined (by hand, from a launcher, or by :func:`~actorrpc.cluster.api.scale`) hold several actors each.
 
-``_lock`` guards the tables and the bookings. It is re-entrant, because the garbage collector may run a finaliser that spawns or
-releases in the thread that holds it. The engine's own lock may be taken under it, never the other way round. No user code
-runs under it, and nothing blocks under it.
+``_lock`` guards the book, the queued requests and changes of the directory. It is re-entrant, because the garbage collector may
+run a finaliser that spawns or releases in the thread that holds it. The engine's own lock may be taken under it, never the other
+way round. No user code runs under it, and no code waits for a worker under it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _RESERVED_S: Final = 60.0  # how long a name is reserved for a process that was 
 _BUSY_S: Final = 10.0  # how long a request waits for resources that other actors hold, but may soon release
 _LEAVE_S: Final = 5.0  # how long a worker may take to leave before it is killed
 _LOOK_S: Final = 60.0
-# The least time, in seconds, that Engine.end() may take, however long the workers took to leave.
+# Seconds of a shutdown that are kept for Engine.end(); of a shutdown shorter than 2 s, a quarter is kept.
 _LAST_S: Final = 0.5
 _AT_LEAST_S: Final = 0.001  # instead of 0, which means the default time-out in Engine.end()
 
@@ -79,7 +79,7 @@ class _SpawnRequest:
 
 
 class Cluster:
-    """The cluster's workers, and the requests for actors, in the driver. Thread-safe; only :meth:`shut_down` blocks.
+    """The cluster's workers, and the requests for actors, in the driver. Thread-safe; only ``begin_end`` and ``shut_down`` wait.
 
     Args:
         agent: the driver's agent.
@@ -124,7 +124,7 @@ class Cluster:
         engine.reception = reception
         engine.on_end = self._process_ended
         agent.on_peer_end.append(self._peer_ended)
-        # Ranks of a launcher run the same script, so they can import its modules.
+        # Ranks of a launcher run the same script and can import its modules, so modules are not sent by value to them.
         if reception.address and not (slots_first and self.is_local):
             user_code.watch()
 
@@ -163,7 +163,7 @@ class Cluster:
         return not spec.is_picky and not needs_of(spec) and not self.slots_first
 
     def start(self, spec: ProcessSpec, creator: str = "") -> Future[WorkerInfo]:
-        """Start a process for one actor, on a machine that the engine chooses; the arguments are as for :meth:`spawn`."""
+        """Start a process on a machine that the engine chooses; the arguments are as for :meth:`spawn`."""
         label = _NOT_IN_NAMES.sub("_", spec.label)[: MAX_NAME - 24] or "worker"
         rank = next(self._ranks) if self.is_local else -1
         name = f"{label}-{rank}" if self.is_local else f"{label}-{self.engine.name}-{next(self._count)}"
@@ -232,7 +232,7 @@ class Cluster:
                 holder.bookings = before.bookings
 
     def _nodes(self) -> list[ResourceHolder]:
-        """Return the engine's machines. Engines book processors and devices themselves; engines on schedulers book everything."""
+        """Return the engine's machines. The embedded engine itself books CPUs and GPUs; other engines book all resources."""
         if not self.is_local:
             return [
                 ResourceHolder.of_node(each, unbooked=("CPU", "GPU", *each.resources))
@@ -273,7 +273,7 @@ class Cluster:
         self.start(spec, request.creator).add_done_callback(started)
 
     def _keeps(self, rank: int) -> bool:
-        """Say whether the book has this worker; it does not have the processes of single actors."""
+        """Say whether the book has the worker of this rank. Processes of single actors are not in the book."""
         with self._lock:
             self._refresh()
             return any(each.rank == rank for each in self.book.all())
@@ -318,7 +318,7 @@ class Cluster:
                 self._place(request, first=False)
 
     def give_back(self, booking: int) -> None:
-        """Return the booking of an actor. Idempotent."""
+        """Release the booking of an actor. Idempotent."""
         with self._lock:
             self._owners.pop(booking, None)
             again = self.book.give_back(booking)
@@ -335,11 +335,11 @@ class Cluster:
             self.agent.submit(partial(self._ask_to_leave, worker, True, lambda _: self._end_soon(worker)))
 
     def kill(self, worker: str) -> None:
-        """End a process at once, with the processes that it has started. Ignores workers that joined by themselves."""
+        """Kill the process of a worker that the engine has started; ignore other workers."""
         self.engine.kill(worker)
 
     def report(self, worker: str) -> Future[DeathReport]:
-        """Return a future of the report on a process's end. It fails with UnknownWorkerError if the engine did not start it."""
+        """Return a future of the report on a process's end. It fails with UnknownWorkerError as ``Engine.report()``."""
         return self.engine.report(worker)
 
     def owns(self, worker: str) -> bool:
@@ -347,7 +347,7 @@ class Cluster:
         return self.engine.owns(worker)
 
     def leaving(self, worker: str) -> None:
-        """Place nothing more on a worker that has begun to leave by itself, and kill it if it has not ended after 5 s."""
+        """Place nothing more on a worker that has begun to leave by itself. If the engine has started it, kill it after 5 s."""
         self.stop_placing(worker)
         self._end_soon(worker)
 
@@ -358,7 +358,8 @@ class Cluster:
         """Check, before an actor is created, that a machine or worker could hold it.
 
         Raises:
-            PlacementError: no machine and no worker has the resources, and the actor's ``placement_timeout`` is 0 or not given.
+            PlacementError: no machine and no worker has the resources, and the actor may not wait (its ``placement_timeout`` is
+                0 or not given); or it books nothing, and this machine has less than 1 processor.
         """
         is_plain = self.is_local and spec.num_cpus is None and spec.rank is None and self._is_plain(spec)
         asks = not spec.wait_s and (spec.is_picky or self.book.workers or (self.is_local and needs_of(spec)))
@@ -434,10 +435,10 @@ class Cluster:
         return peer.record.incarnation == record.incarnation and peer.state != "alive"
 
     def register(self, packed: bytes, facts: Mapping[str, Any] | None = None) -> None:
-        """Add a worker: a process of the engine, or (with ``facts``) one that has joined over the network.
+        """Add a worker that has joined; ``facts`` are its resources, None for a forked process.
 
         Raises:
-            ShutdownError: the worker was stopped before it joined.
+            ShutdownError: the worker was stopped before it joined, or the cluster is shutting down.
             PeerDiedError: the worker has died since it sent this request.
         """
         record = WorkerRecord.from_bytes(packed)
@@ -494,7 +495,7 @@ class Cluster:
         self._try_again()  # the CUDA devices of the ended process are free now: a queued request may get them
 
     def _end_creations(self, creator: str, gently: bool = False) -> None:
-        """Fail the queued requests of an ended worker, and end the processes that it requested: their supervisor has ended."""
+        """Fail the queued requests of an ended worker, and kill the processes that it requested; ``gently``: ask them first."""
         with self._lock:
             for request in [each for each in self._requests if each.creator == creator]:
                 self._requests.remove(request)
@@ -508,14 +509,14 @@ class Cluster:
                 self.kill(name)
 
     def _drop(self, ended: WorkerRecord) -> None:
-        """Remove an ended worker from all tables, and give back the bookings that it has requested on other workers."""
+        """Remove an ended worker from the directory and the book, and release the bookings that this worker has requested."""
         with self._lock:
             record = self.directory.resolve(ended.name)
             if record is not None and record.incarnation == ended.incarnation:
                 self.directory.remove(record)
                 self.book.workers.pop(ended.name, None)
                 if record.unix_path is not None and record.host == self.agent.record.host:
-                    keys.remove_file(record.unix_path)  # a killed process leaves it behind
+                    keys.remove_file(record.unix_path)  # a killed process leaves its socket behind
             for booking, owner in list(self._owners.items()):
                 if owner == ended.name:
                     del self._owners[booking]
@@ -530,7 +531,7 @@ class Cluster:
     # -- more and fewer ---------------------------------------------------------------------------------------
 
     def scaled(self) -> list[str]:
-        """Return the workers that take several actors and were started by the engine, the fullest first."""
+        """Return the names of the engine's workers that take several actors and are not drained, the fullest first."""
         with self._lock:
             found = [each for each in self.book.workers.values() if each.scaled and not each.draining]
         return [each.name for each in sorted(found, key=lambda each: (-len(each.bookings), each.rank))]
@@ -596,7 +597,7 @@ class Cluster:
         self.agent.submit(partial(self._ask_to_leave, worker, False))
 
     def begin_end(self, graceful: bool) -> None:
-        """Begin the shutdown: serve the ranks of a launcher until they have left, then set the deadline of :meth:`shut_down`."""
+        """Set the deadline of :meth:`shut_down`. With ``waits`` and ``graceful``, first serve launched ranks until they leave."""
         if graceful and self._waits:
             self._wait(
                 lambda: all(self.engine.owns(each.name) for each in self.joined()), self.agent.leave_by
@@ -608,7 +609,7 @@ class Cluster:
         return len(records) <= 2 * (self.agent.name in records)  # by name and by rank
 
     def _wait(self, done: Callable[[], bool], until: float) -> None:
-        """Wait until ``done()``, called when a worker has ended, is true, or the deadline ``until`` has passed. Interruptible."""
+        """Call ``done()`` each time a worker has ended, until it returns True or ``until`` has passed. Interruptible."""
         while (left := until - _time.now()) > 0:
             self._gone.clear()
             if done():
@@ -616,10 +617,10 @@ class Cluster:
             self._gone.wait(min(left, _LOOK_S))
 
     def shut_down(self, graceful: bool, timeout: float) -> None:
-        """End all processes of the cluster. Bounded; idempotent.
+        """End all processes that the engine has started. Bounded; idempotent.
 
         Args:
-            graceful: ask the workers to leave before they are killed.
+            graceful: first ask all workers to leave, including workers that joined by themselves.
             timeout: how long all workers together may take, in seconds; 0: until 5 s after :meth:`begin_end`, at least 0.5 s.
         """
         if self._closing:

@@ -1,7 +1,7 @@
-"""The cluster in a worker process: its functions query the driver, by RPC.
+"""The cluster in a worker process: :class:`RemoteDirectory` queries the driver, by RPC.
 
-No function waits for an answer under a lock. Records of workers are cached until the workers end; the driver's record is known
-from the start.
+No function waits for an answer under a lock. Records that ``resolve()`` has returned are cached until the workers end; the
+driver's record is known from the start.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RemoteDirectory(MemberDirectory):
             return self._own.call_sync(peer, driver_rpc.serve, (method, *arguments), {}, limit)
 
     def _request(self, method: str, *arguments: Any) -> Future[Any]:
-        """Call a method of the driver's cluster, and do not wait."""
+        """Call a method of the driver's cluster; return a future of the answer."""
         future: Future[Any] = Future()
         try:
             with _detached():
@@ -135,7 +135,7 @@ class RemoteDirectory(MemberDirectory):
     # -- Spawner -----------------------------------------------------------------------------------------------
 
     def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
-        """Start a process; the future completes when it has joined the group, or fails with the reason."""
+        """Request a place for an actor, as ``Cluster.spawn``; the future completes with the worker, or fails with the reason."""
         return self._request("spawn", spec, self._own.name)
 
     def check(self, spec: ProcessSpec) -> None:
@@ -158,11 +158,11 @@ class RemoteDirectory(MemberDirectory):
         self._tell("release", worker)
 
     def kill(self, worker: str) -> None:
-        """End a process at once (SIGKILL)."""
+        """Kill the process of a worker, if the engine has started it."""
         self._tell("kill", worker)
 
     def give_back(self, booking: int) -> None:
-        """Return a slot."""
+        """Release the booking of an actor."""
         self._tell("give_back", booking)
 
     def report(self, worker: str) -> Future[DeathReport]:
@@ -170,5 +170,5 @@ class RemoteDirectory(MemberDirectory):
         return self._request("report", worker)
 
     def owns(self, worker: str) -> bool:
-        """Say whether the cluster has started the worker: true for all but the driver."""
+        """Return True for all workers but the driver: this process does not know which workers the engine has started."""
         return worker != self.driver.name

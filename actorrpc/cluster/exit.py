@@ -1,4 +1,4 @@
-"""How a worker process of the cluster ends: by order of the driver, or after its release when no other process uses it.
+"""How a worker process ends: when the driver orders it or has ended; or, after its release, when no other process uses it.
 
 The main thread of a worker waits in :meth:`Member.wait`; all other code runs in other threads. There is no lock: the
 decision to leave is an assignment and an event.
@@ -51,7 +51,7 @@ class Member:
         api.shutdown(self.graceful, _LEAVE_S)
 
     def leave(self, graceful: bool = True) -> None:
-        """Make the main thread end this process."""
+        """Let :meth:`wait` leave the group and return; ``graceful``: whether to leave it gracefully."""
         self.graceful = self.graceful and graceful
         self._over.set()
 
@@ -69,7 +69,7 @@ class Member:
         busy = any(peer.running for peer in self.agent.peers())
         idle = not (busy or counts.owners or counts.children)
         if idle and was_idle:
-            # Idle at two checks in a row: at the first check, a message with a reference may have been in no table.
+            # Two checks in a row found no use: at the first check, a reference in a message may have been in no table.
             try:
                 self._announce()
             finally:
@@ -81,7 +81,9 @@ class Member:
 
 
 def leave(when_idle: bool = False) -> None:
-    """End this process, at once or (``when_idle``) when no other process uses it. Other workers call this by RPC."""
+    """End :meth:`Member.wait`, at once or (``when_idle``) when no other process uses this one. Other workers call this by RPC.
+
+    A process that runs its own script, because it has joined by ``init(address=...)``, continues."""
     worker = current_worker()
     if worker is not None and worker.exit_member is not None:
         (worker.exit_member.leave_when_idle if when_idle else worker.exit_member.leave)()

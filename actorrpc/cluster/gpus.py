@@ -47,7 +47,7 @@ class Devices:
 
     @property
     def total(self) -> int:
-        """How many devices there are."""
+        """How many devices can be assigned, free or not."""
         return len(self._free)
 
     def allocate(self, holder: str, num_gpus: float) -> list[str] | None:

@@ -1,13 +1,14 @@
 """Joining: how a process on any host becomes a worker of a running cluster, given the driver's address and key.
 
-1. The process does a handshake with the listening process, so that a wrong key or version is found before anything is sent.
+1. The process does a handshake with the listening process, so that a wrong key or version is found first.
 2. Under a random name, it asks whether it may join under its own name, and gets its rank and the cluster's settings.
 3. It enters the group. One time-out covers all steps; a failure leaves nothing running.
 
 ``python -m actorrpc.worker`` is :func:`serve` on a command line; :func:`serve_order` is for processes that an engine starts.
 
-**Addresses and keys.** A driver without a given key that only listens on this host's loopback interface makes a key, and writes
-it into a file that only this user can read. A process that joins on the same host finds the file by the port. Thread-safe.
+**Addresses and keys.** A driver that listens without a given key makes a key, and writes it into a file that only this user can
+read (the embedded cluster: only if it listens on the loopback interface). A process that joins on the same host finds the file
+by the port. Thread-safe.
 
 **Launches.** Rank 0 of a launch writes its address, and the path of a file with the key, into a store of torch: torchrun's own,
 or a store that rank 0 serves. The key is never put into the store. On one host, the ranks read the key from the file, which only
@@ -99,7 +100,7 @@ _LIKELY_S: Final = 1
 
 
 def parse(text: object, what: str = "address", *, listen: bool = False) -> tuple[str, int]:
-    """Parse ``tcp://host:port`` (the scheme is optional; IPv6 in brackets).
+    """Parse ``tcp://host:port`` (the scheme is optional; IPv6 in brackets); return host and port.
 
     Args:
         what: the name of the address in messages.
@@ -131,7 +132,7 @@ def show(host: str, port: int) -> str:
 
 
 def own_address(host: str = "") -> str:
-    """Return the address of this host from which packets to ``host`` are sent. Sends no packet.
+    """Return the address of this host from which packets to ``host`` are sent. Sends no packet to ``host``.
 
     Without ``host``: the address towards other networks, or the loopback address on a host without network.
     """
@@ -249,7 +250,7 @@ class LaunchMeeting:
     def _agree(self) -> str:
         """Return the key of all ranks: the given key, or a key that rank 0 makes and writes to a file of this host.
 
-        The store only contains the path of this file, or the word ``given``, never the key.
+        The store contains the host's identity and the path of this file, or the word ``given``, but never the key.
         """
         given = given_secret()
         if self._launch.rank == 0:
@@ -294,7 +295,7 @@ class LaunchMeeting:
     def renew(self, stale: str, deadline: float) -> None:
         """Wait at most 1 s until rank 0 has published another address than ``stale``; read the key again.
 
-        Joining at ``stale`` has failed.
+        Called after joining at ``stale`` has failed.
         """
         self._deadline = deadline
         poll(lambda: self.address() != stale, min(deadline, _time.now() + _AGAIN_S))
@@ -306,7 +307,7 @@ class LaunchMeeting:
         self._store.add(f"{self._prefix}arrived/{address}", 1)
 
     def wait_for(self, address: str, timeout: float) -> None:
-        """Wait until all other ranks have joined.
+        """Wait until all other ranks have joined, then remove the key file.
 
         Raises:
             RendezvousError: some ranks have not joined in time.
@@ -330,7 +331,7 @@ class LaunchMeeting:
             self.close()
 
     def close(self) -> None:
-        """Remove the key file, which other ranks of this host read: all have joined, or the launch has failed. Idempotent."""
+        """Remove the key file, after all ranks have joined or the launch has failed. Idempotent."""
         path, self._key_file = self._key_file, ""
         if path:
             keys.remove_file(path)
@@ -340,7 +341,7 @@ def meet(launched: Launch, timeout: float) -> LaunchMeeting:
     """Open the store in which the ranks meet, and agree on the key.
 
     Raises:
-        RendezvousError: in time, the store was not reached, or rank 0 has not announced the key.
+        RendezvousError: the store was not reached in time, or rank 0 has not announced the key in time.
         AuthenticationError: the ranks do not share a key.
     """
     deadline = _time.now() + timeout
@@ -427,7 +428,7 @@ def _default_name() -> str:
 def _greet(
     host: str, port: int, key: Key, settings: Settings, tls: Tls | None, deadline: float
 ) -> tuple[WorkerRecord, str]:
-    """Do one handshake; return as :func:`_knock`."""
+    """Do one handshake; return the same values as :func:`_knock`."""
     plain = socket.create_connection((host, port), max(0.05, min(5.0, deadline - _time.now())))
     own = str(plain.getsockname()[0])
     limit = min(deadline, _time.now() + settings.handshake_timeout)
@@ -451,11 +452,11 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
     """Do a handshake with the driver that listens at an address, and close the connection.
 
     Returns:
-        The driver's record, and this host's address on the connection.
+        The driver's record (its rank and host are not known yet), and this host's address on the connection.
 
     Raises:
-        RendezvousError: there is no answer in time, or the answer is not a worker's.
-        AuthenticationError, VersionError: the driver has another key, or another version of the protocol.
+        RendezvousError: there is no answer in time.
+        ProtocolError, LimitError: the answer is not a worker's; or (AuthenticationError, VersionError) key or version differ.
     """
     where = show(host, port)
     tls = Tls.load(settings)
@@ -551,7 +552,8 @@ def join(
 
     Raises:
         ConfigError: an argument cannot be used.
-        RendezvousError: there is no answer, the answer is not a driver's, or the name is taken.
+        RendezvousError: there is no answer, the answer is from a worker that is no driver, or the name is taken.
+        ProtocolError, LimitError: the answer is not a worker's.
         AuthenticationError: there is no key, or the driver has another key.
         VersionError: this process and the driver have different versions of the protocol.
         RuntimeError: this process is in a group already.
@@ -616,7 +618,7 @@ def serve(
     """Join, and serve until the driver releases this worker or ends, or a signal is received; then leave.
 
     Args:
-        signals: leave, with status 0, at SIGTERM and SIGINT; only in the main thread.
+        signals: leave, with status 0, at SIGTERM and SIGINT; ignored outside of the main thread.
 
     Returns:
         The exit status for the process: 0.

@@ -6,7 +6,7 @@ last second is only counted, and shown once more with ``[repeated 7x across proc
 to its standard error are kept for its death report, and the last lines of all processes in a :class:`History`.
 
 Other threads only append to ``_orders`` (a deque, whose operations are atomic) and wake the thread. So only the history has a
-lock, and only the logs' thread blocks if the terminal is stopped.
+lock, and of this process only the logs' thread blocks if the terminal is stopped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TAIL_LINE: Final = 500
 _LINE: Final = 16 << 10  # greatest number of bytes of one line that are shown
 _READ: Final = 1 << 16
 HISTORY_BYTES: Final = 8 << 20
-"""How many bytes of the output of all processes together are kept."""
+"""How much output of all processes together is kept: about this many bytes (each character counts as a byte)."""
 
 _LINE_COST: Final = 100  # bytes of memory that a stored line takes besides its text
 _WINDOW_S: Final = 1.0  # equal lines of several processes within this time are folded
@@ -102,7 +102,7 @@ class Output:
 
 
 class _Pipe:
-    """One stream of a process, split into lines: ``rest`` is the text of the line that is not complete yet."""
+    """One stream of a process, split into lines: ``rest`` is the incomplete line, of which ``cut`` bytes were discarded."""
 
     __slots__ = ("cut", "is_error", "label", "output", "rest")
 
@@ -166,9 +166,9 @@ class _Fold:
 class History:
     """The last lines of all processes, including ended ones, for later readers. Thread-safe.
 
-    All lines together take ``HISTORY_BYTES`` at most. When they take more, the oldest lines of the process with the most lines
-    are removed, so that a process that prints a lot does not displace the lines of others. ``_lock`` guards all attributes; it
-    is a leaf.
+    All lines together take about ``HISTORY_BYTES`` at most. When they take more, the oldest lines of the process with the most
+    text are removed, so that a process that prints a lot does not displace the lines of others. ``_lock`` guards all attributes,
+    and is a leaf.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class History:
         self._next = 1
 
     def add(self, pid: int, is_error: bool, lines: list[tuple[str, str]], worker: str = "") -> None:
-        """Store lines of a worker, each with its label."""
+        """Store lines of a process, each with its label; ``worker``: its name in the group, empty if it is no worker."""
         now = time.time()
         with self._lock:
             kept = self._lines.setdefault(pid, deque())
@@ -196,7 +196,7 @@ class History:
                 self._drop()
 
     def _drop(self) -> None:
-        """Remove the oldest lines of the process that has the most lines. Under the lock."""
+        """Remove the oldest lines of the process whose lines take the most memory. Under the lock."""
         pid = max(self._sizes, key=self._sizes.__getitem__)
         kept, goal = self._lines[pid], self._sizes[pid] - max(1, HISTORY_BYTES // 64)
         while kept and self._sizes[pid] > goal:
@@ -207,7 +207,7 @@ class History:
             del self._lines[pid], self._sizes[pid], self._workers[pid]
 
     def workers(self) -> list[tuple[int, str]]:
-        """Return the processes whose lines are kept, including ended processes, each with the name of its worker."""
+        """Return the ids and names of the workers whose lines are kept, including ended workers."""
         with self._lock:
             return [(pid, name) for pid, name in self._workers.items() if name]
 
@@ -241,7 +241,7 @@ class Logs:
     """Shows the output of processes. Thread-safe.
 
     Args:
-        show: whether output is shown; the last lines of standard error are kept in any case.
+        show: whether output is shown; in any case, lines are kept for the history and for death reports.
     """
 
     def __init__(self, show: bool = True) -> None:
@@ -279,7 +279,7 @@ class Logs:
         self._order(order)
 
     def finish(self, output: Output, done: Callable[[], None]) -> None:
-        """Call ``done()``, in the logs' thread, when the whole output of an ended process was read."""
+        """Call ``done()``, in the logs' thread, after the output of an ended process was read, or after 0.5 s."""
 
         def order() -> None:
             output.ending = done
@@ -289,7 +289,7 @@ class Logs:
         self._order(order)
 
     def close(self, timeout: float = 2.0) -> None:
-        """Show all remaining output, and end the thread, after all processes have ended. Idempotent."""
+        """Show all remaining output, and end the thread; wait at most ``timeout`` seconds for it. Idempotent."""
         if self._closed:
             return
         if self._thread.ident is None:  # start() was not called or failed: no thread closes the descriptors
@@ -353,7 +353,7 @@ class Logs:
                 os.eventfd_read(self._bell)
             else:
                 self._read(fd)
-        # Run the orders after reading: if an order announces the end of a process, its last output was already read.
+        # Run the orders after reading: if an order announces the end of a process, its last output was mostly read.
         while self._orders:
             self._orders.popleft()()
         self._see_to_ends()
@@ -381,7 +381,7 @@ class Logs:
         for output in list(self._ending):
             if output.pipes and now < output.until:
                 continue
-            for pipe in output.pipes.values():  # a child of the process keeps them open: show the begun line
+            for pipe in output.pipes.values():  # a child keeps the pipes open: show the incomplete line
                 self._write(pipe, pipe.last())
             self._ending.remove(output)
             output.ending()

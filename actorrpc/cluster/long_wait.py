@@ -18,7 +18,7 @@ SOON_S = 1.0
 
 
 def some(names: Iterable[object]) -> str:
-    """Return the first few of several names as text."""
+    """Return the first 10 names as text, and how many more there are."""
     texts = [str(each) for each in names]
     more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return ", ".join(texts[:_SHOWN]) + more

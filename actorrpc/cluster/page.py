@@ -1,7 +1,7 @@
 """The page that ``init(dashboard=True)`` serves: ``actorrpc dashboard`` as a child process of the driver.
 
-The child reads the state of the group as a command does, so the driver needs no port and no thread for it. The child ends with
-the cluster. It also ends when the driver ends: it watches the driver's pidfd, because a pipe would stay open in forks of the
+The child reads the state of the group as a command does, so the driver needs no port and no thread for the page. The child ends
+with the cluster, and when the driver ends: the child watches the driver's pidfd, because a pipe would stay open in forks of the
 driver.
 """
 

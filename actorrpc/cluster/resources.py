@@ -1,7 +1,8 @@
 """The resources of the machines of a cluster, and their free amounts.
 
-The driver keeps the *book*: the resources of each machine, and the bookings of actors. Other processes ask the driver. Processors
-are shared, not booked: their use is the sum of the requests of living actors. Names and keys are as in Ray. Thread-safe.
+The driver keeps the *book*: the resources of each machine, and the bookings of actors. Other processes ask the driver. In an
+embedded cluster, the machine's processors are shared, not booked: their use is the sum of the requests of living processes. Names
+and keys are as in Ray. Thread-safe.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _QUERY_S: Final = 30.0
 
 
 def on_driver(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function on the driver, which has the book of the resources."""
+    """Call a function on the driver, which has the book of the resources; return its result. May start the cluster."""
     agent = runtime(start=True).agent
     if agent.record.rank == 0:
         return function(*args, **kwargs)
@@ -63,7 +64,7 @@ def _book() -> list[dict[str, Any]]:
 
 
 def book(running: Cluster) -> list[dict[str, Any]]:
-    """Return the machines of a cluster: names, total resources, free amounts. Called on the driver."""
+    """Return the machines of a cluster: names, total resources, free amounts, labels. Called on the driver."""
     found = []
     for holder in running.resources():
         total = {name: float(amount) for name, amount in holder.totals.items() if amount or name == "CPU"}
@@ -79,7 +80,7 @@ def machines() -> list[dict[str, Any]]:
 
 
 def nodes() -> list[dict[str, Any]]:
-    """Return a list of dicts, one for each machine or worker that takes actors, with the same keys as in Ray.
+    """Return a list of dicts, one for each machine or worker that takes several actors. The keys are some of Ray's:
 
     ``"NodeID"``, ``"Alive"``, ``"NodeManagerAddress"``, ``"NodeManagerHostname"``, ``"Resources"`` (amounts by name: ``"CPU"``,
     ``"GPU"`` and custom names) and ``"Labels"``. In an :func:`actorrpc.init_rpc` group, the only entry is the machine of rank 0.
@@ -157,7 +158,7 @@ def host_of(wanted: str) -> str | None:
 
 
 def node_id() -> str:
-    """Return the id of the node that this process is on."""
+    """Return the id of the node that this process is on; if the driver does not list it, the id of the first node."""
     found = machines()
     here = socket.gethostname()
     own = current_worker()

@@ -101,7 +101,7 @@ class ResourceHolder:
         )
 
     def describe(self) -> str:
-        """Describe it, for messages."""
+        """Describe this holder, for messages."""
         what = [f"{name} {self.free(name):g}/{total:g}" for name, total in self.totals.items() if total]
         labels = [f"{name}={value}" for name, value in self.labels.items()]
         who = f"{self.name!r} on " if self.name else "new processes on "

@@ -45,7 +45,7 @@ def fingerprint() -> tuple[str, int, int] | None:
 
 
 def use(mark: Sequence[Any] | None, directory: str | None) -> None:
-    """Add the driver's script directory to ``sys.path``, if the script on this host has the fingerprint ``mark``."""
+    """Add the driver's script directory to ``sys.path``, unless this host's script differs from the fingerprint ``mark``."""
     if directory is None or directory in sys.path:
         return
     if mark is None or _mark(str(mark[0])) == tuple(mark):
@@ -59,7 +59,7 @@ class _OurName(str):
 
 
 def _register(name: str) -> None:
-    """Send a module by value, imported or not; ``cloudpickle``'s own function only accepts imported modules."""
+    """Register a module, imported or not, to be sent by value. ``cloudpickle``'s own function only accepts imported modules."""
     # If the program has registered the name, the set keeps the program's ``str``, which unwatch() does not remove.
     modules.add(_OurName(name))
 
@@ -92,7 +92,7 @@ _watch: Final = _ModuleWatch()
 
 
 def watch() -> None:
-    """Send the modules in the directory of the script by value: imported ones, and all later ones. Idempotent."""
+    """Send the modules in the script's directory by value: imported modules, and modules that are imported later. Idempotent."""
     if _watch not in sys.meta_path:
         sys.meta_path.insert(0, _watch)
     place = directory()
@@ -105,8 +105,8 @@ def watch() -> None:
 def unwatch() -> None:
     """Register no further imports, and send the registered modules by name again. Idempotent.
 
-    Modules that the program has registered itself stay registered, unless it did so while this package had them registered, which
-    cannot be detected.
+    Modules that the program has registered itself stay registered, except modules that this package had registered before the
+    program did.
     """
     with contextlib.suppress(ValueError):
         sys.meta_path.remove(_watch)

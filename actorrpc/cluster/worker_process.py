@@ -42,7 +42,7 @@ __all__ = ["enter", "exit_process", "main"]
 
 
 def main(job: dict[str, Any]) -> NoReturn:
-    """Run a worker, and end the process."""
+    """Run a worker, and end the process; ``job`` is the fork command with the data for all children (``fork_server.py``)."""
     code = 1
     try:
         # After a crash in C, the last lines of stderr, which the death report contains, show the Python stack.
@@ -151,7 +151,7 @@ def enter(
     """Make this process a member of the group, and tell the driver that it has joined.
 
     Args:
-        timeout: the default time-out of calls.
+        timeout: the default time-out of calls, in seconds.
         what: describes this process, for messages.
         facts: data for the driver in addition to the record; None for a process that the driver has forked.
         dress: called when the sockets exist, before any call is served.
@@ -159,6 +159,7 @@ def enter(
 
     Raises:
         RpcError: the driver refuses this worker, or does not answer. Then this process is in no group.
+        RuntimeError: this process is already in a group.
     """
     agent = group.agent
     directory.attach(agent)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 __all__ = ["Access", "is_loopback"]
 
-_SESSIONS: Final = 32  # greatest number of logged-in browsers; a further login logs out the first one
+_SESSIONS: Final = 32  # greatest number of logged-in browsers; a further login logs out the earliest
 _NAMES: Final = ("localhost", "127.0.0.1", "::1")
 
 
@@ -39,8 +39,8 @@ class Access:
     """Decides which requests and which browsers one server accepts. Not thread-safe.
 
     A page of another site can send requests to this server, and by DNS rebinding it can do so under a name of its own. Therefore
-    the ``Host`` header must be a name of this server, and the ``Origin`` of every request except GET must be a page of this
-    server. Only hashes of secrets are stored, so that the time of a comparison tells an attacker nothing.
+    the ``Host`` header must be a name of this server, and the ``Origin`` of every request except GET and HEAD must be the
+    address of this server. Only hashes of secrets are stored, so that the time of a comparison tells an attacker nothing.
 
     Args:
         bound: the address on which the server listens.

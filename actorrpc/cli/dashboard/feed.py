@@ -1,7 +1,7 @@
-"""Reads the state of a group for all browsers that have the page open: once a second, and only while a browser asks.
+"""Reads the state of a group for all browsers that have the page open: at most once a second, and only while a browser asks.
 
 Coroutines wait for the next state, a *look*. Looks are taken in a thread, because they wait for workers. They stop when no
-coroutine has asked for a look for ``_IDLE_S``. All coroutines run in the event loop's thread.
+coroutine waits, and none has asked for a look for ``_IDLE_S``. All coroutines run in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _IDLE_S: Final = 3.0
 # The pause between two looks is at least this many times the processor time of the last look.
 _REST: Final = 2.0
 _CHEAP_S: Final = 0.02  # seconds of processor time: if a look takes more, most looks omit the actors
-_SHARE: Final = 50  # pause between two looks at the actors: this many times the last one's processor time,
-_MOST_S: Final = 10.0  # but at most this long
+# The pause between two looks at the actors: this many times the last look's processor time, at most _MOST_S.
+_SHARE: Final = 50
+_MOST_S: Final = 10.0
 _WINDOW: Final = 10  # rates and percentiles of calls are computed over this number of looks
 _PARTS: Final = ("process", "actors", "supervised")
 _LOG_BYTES: Final = 16 << 20
@@ -54,7 +55,7 @@ class See(Protocol):
         begin: for parts that are sent in pages: part -> the number of the first item.
 
     Raises:
-        RpcError: there is no group.
+        RpcError, OSError: there is no group, or no worker answers.
     """
 
     def __call__(self, parts: list[str], begin: dict[str, int] | None = None) -> GroupLook: ...
@@ -100,6 +101,7 @@ class Feed:
     Args:
         see: reads the state of the group.
         groups: returns the groups whose logs are read.
+        every: the least time between the starts of two looks, in seconds.
         acts: whether the page may also kill and restart actors, and drain workers.
         rest: called, in any thread, when looks stop, to close connections.
     """
@@ -139,7 +141,7 @@ class Feed:
         self._logs = _LogLines(groups)
 
     async def after(self, number: int, *, calls: bool = False) -> FeedLook:
-        """Return the next look after look ``number``; with ``calls``, the next look that has sums over calls."""
+        """Return a look after look ``number``; with ``calls``, a look that has sums over calls, or that has failed."""
         while True:
             moment = time.monotonic()
             self._asked = moment
@@ -162,13 +164,13 @@ class Feed:
                 self._waiting_for_calls -= calls
 
     async def close(self) -> None:
-        """End looking."""
+        """Stop taking looks."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
     def hang_up(self) -> None:
-        """Close the connections over which logs were read, after the event loop and its threads have ended."""
+        """Close all connections to workers. Called after the event loop and its threads have ended."""
         self._logs.close()
         self._rest()
 
@@ -200,7 +202,7 @@ class Feed:
             await asyncio.sleep(max(begun + self._every - time.monotonic(), _REST * self._spent))
 
     def _collect(self, number: int, parts: list[str], before: FeedLook | None) -> FeedLook:
-        """Read the state of the group; runs in a thread of its own."""
+        """Read the state of the group; runs in a thread of asyncio's pool."""
         begun = time.thread_time()
         try:
             return self._take_one(number, parts, before)
@@ -222,7 +224,7 @@ class Feed:
                     seen = self._see(parts)
         except (RpcError, OSError) as error:
             return _failed(number, str(error))
-        kept = before if picture is not None else None  # its actors are still shown
+        kept = before if picture is not None else None  # the look whose actors are shown again
         if picture is None:
             picture = Picture.of(seen)
         now = payloads.now(number, picture, old, None if kept is None else kept.now)
@@ -275,7 +277,7 @@ class Feed:
         try:
             since = time.monotonic() - seconds
             found = self._recordings(share(self._worker_count(), _TRACED), since)
-            # The file is deleted before it is read, so that no file is left, however this process ends.
+            # The file is deleted before the caller reads it, so that no file is left if this process is killed while reading.
             with tempfile.TemporaryDirectory(prefix="actorrpc-page-") as folder:
                 path = os.path.join(folder, "trace.json")
                 write(path, found)
@@ -298,7 +300,7 @@ class Feed:
         return await asyncio.to_thread(actions.act, self._see, what, whom)
 
     async def logs(self, text: str, whom: str, most: int) -> dict[str, Any]:
-        """Return the last lines that contain a text."""
+        """Return the last ``most`` lines that contain a text; arguments and result as of ``_LogLines.search``."""
         async with self._logs_lock:
             return await asyncio.to_thread(self._logs.search, text, whom, most)
 

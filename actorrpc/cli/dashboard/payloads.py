@@ -184,7 +184,7 @@ def _classes(actors: Sequence[ObservedActor]) -> list[dict[str, Any]]:
 def actors(
     picture: Picture | None, speed: Mapping[str, float], text: str, sort: str, first: int, most: int
 ) -> dict[str, Any]:
-    """Return some rows of the table of actors.
+    """Return ``most`` rows of the table of actors, from row ``first`` on, and the numbers of actors and of matches.
 
     Args:
         speed: calls per second, by the actor's id.
@@ -327,7 +327,7 @@ def memory(picture: Picture) -> dict[str, Any]:
 def calls(sums: _Sums, before: _Sums, seconds: float) -> list[dict[str, Any]]:
     """Return a row per side and method: number, duration and failures. The package's own methods come last.
 
-    Percentiles are of the calls between ``before`` and ``sums``; if there were none, of all calls.
+    Percentiles are of the calls in the ``seconds`` between ``before`` and ``sums``; if there were none, of all calls.
     """
     rows: list[dict[str, Any]] = []
     for side, method in sorted({(side, method) for side, method, _ in sums}):

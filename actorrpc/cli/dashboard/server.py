@@ -74,7 +74,7 @@ _TYPES: Final = {
 
 
 class _RequestGuard:
-    """Refuses requests that no page of this server has sent, and adds security headers to all responses."""
+    """Refuses requests with a wrong host, origin (except GET and HEAD) or path; adds security headers to all responses."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
@@ -135,7 +135,7 @@ def _json(request: Request, value: Any) -> Response:
 
 
 async def _body(request: Request) -> bytes | Response:
-    """Return the body of a request, or the response that refuses a large or slow one."""
+    """Return the body of a request, or the response that refuses a body that is too large or too slow."""
     body = b""
     try:
         async with asyncio.timeout(_PATIENCE_S):
@@ -507,7 +507,7 @@ class Dashboard:
         self._say(f"{self.address}#token={self.access.new_token()}")
 
     def run(self) -> None:
-        """Serve until a signal ends it."""
+        """Serve until a signal or :meth:`stop` ends the server."""
         self._say_link()
         try:
             # A signal that ends uvicorn also cancels the coroutine of asyncio.run(), so the cleanup is outside of it.

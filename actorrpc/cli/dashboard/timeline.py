@@ -17,7 +17,7 @@ from actorrpc.observe.tracing.trace import Record, Recording
 
 __all__ = ["SLICES", "share", "timeline"]
 
-#: Records of all workers in one response; a record takes some 40 bytes.
+#: Greatest number of slices in one response; a slice takes some 40 bytes.
 SLICES: Final = 12_000
 
 _LEAST: Final = 100  # least number of records per worker, however many workers there are
@@ -42,6 +42,7 @@ class _Slice:
 
     Attributes:
         process: the index of the record's worker in the list of workers that have answered.
+        came: when the request of an execution was received; else ``begun``.
         execution: identifies an execution: the calling worker, the executing worker, and the call's number.
     """
 

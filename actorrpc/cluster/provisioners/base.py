@@ -73,7 +73,7 @@ class LaunchRequest:
     """One worker to be started.
 
     Attributes:
-        name: the worker's name, which the driver has reserved.
+        name: the worker's name, which the driver has chosen.
         rank: the worker's rank; -1 if the driver assigns it when the worker joins.
         address: where the driver listens, ``tcp://host:port``.
         spec: label for its output, ``num_cpus``, ``num_gpus`` (None: the engine's default), further environment variables,
@@ -177,7 +177,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, worker: str) -> None:
-        """Kill a worker's process, or remove the worker from the scheduler's queue. Called in a pool thread. Idempotent."""
+        """Kill a worker's process, or remove the worker from the scheduler's queue. Called in any thread. Idempotent."""
 
     def has_room(self, spec: ProcessSpec) -> bool:
         """Say whether a process can be started now. If not, the cluster asks again when a process has ended."""
@@ -301,7 +301,7 @@ class Engine(abc.ABC):
         known.future.try_complete(record.info, self.agent.submit)
 
     def kill(self, worker: str) -> None:
-        """End a worker at once, with the processes that it has started. Ignores workers that this engine has not started."""
+        """Kill a worker that this engine has started, by :meth:`stop` in a pool thread; ignore other workers."""
         known = self._workers.get(worker)
         if known is not None:
             known.killed = True
@@ -314,7 +314,7 @@ class Engine(abc.ABC):
             self.kill(worker)
 
     def report(self, worker: str) -> Future[DeathReport]:
-        """Return a future of the report on a worker's end. It fails with UnknownWorkerError if this engine did not start it."""
+        """Return a future of the report on a worker's end; it fails with UnknownWorkerError if this engine has no such worker."""
         future: Future[DeathReport] = Future()
         future.label = f"the death report of {worker!r}"
         with self._lock:
@@ -332,14 +332,14 @@ class Engine(abc.ABC):
         return future
 
     def owns(self, worker: str) -> bool:
-        """Say whether this engine was asked to start the worker."""
+        """Say whether this engine has started the worker; False for ended workers whose report was discarded."""
         return worker in self._workers or worker in self._ended
 
     def end(self, graceful: bool, timeout: float) -> None:
-        """End all workers; wait at most ``timeout`` seconds (0: 5 s) until they have left. Idempotent.
+        """End all workers; with ``graceful``, wait first, at most ``timeout`` seconds (0: 5 s), until they have left. Idempotent.
 
-        The cluster has asked the workers to leave: this method waits, then stops the workers that have not left. Ctrl-C ends
-        the wait, or the stop of one worker; the other workers are still stopped before KeyboardInterrupt is raised.
+        Before a graceful end, the cluster has asked the workers to leave. Workers that have not left are stopped. Ctrl-C ends the
+        wait, or the stop of one worker; the other workers are still stopped before KeyboardInterrupt is raised.
         """
         with self._lock:
             if self._closing:

@@ -1,7 +1,7 @@
 """The driver's end of a fork server: starts it, sends it commands, and receives its messages about its children.
 
-The server is started without waiting for it: fork commands are queued in ``_outbox`` until it reports that it is ready. Then at
-most 4 are unanswered at a time, so that sending never blocks long. One pool thread at a time reads the server's messages.
+``start()`` does not wait for the server: fork commands are queued in ``_outbox`` until the server is ready. Then at most 4 fork
+commands are unanswered at a time, so that sending rarely blocks. One pool thread at a time reads the server's messages.
 
 ``_lock`` guards the outbox and the state. It is re-entrant, because the garbage collector may run a finaliser that spawns in
 the thread that holds it. Only the short send is called under it.
@@ -32,7 +32,7 @@ __all__ = ["ForkServer", "arguments", "import_path"]
 _WINDOW: Final = 4  # greatest number of fork commands that were sent and not answered yet
 _SEND_S: Final = 10.0
 _END_S: Final = 2.0
-# Threads that libraries start when imported do not survive a fork. These variables, set to 1, keep libraries from starting any.
+# Threads that libraries start when imported do not survive a fork. These variables, set to 1, prevent such threads.
 _SINGLE: Final = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 # Run by a bare interpreter, which needs the driver's sys.path before it can import this package. Not `-m`, because the default
 # path may not contain this package. Imported modules see the arguments of the driver's script.
@@ -80,7 +80,7 @@ class ForkServer:
         hello: the first message to the server (see ``fork_server.main``).
         preload: the modules that the server imports before it forks.
         heard: called with each message of the server, in a pool thread; must not block.
-        ended: called once, in a pool thread, when the server has ended; must not block.
+        ended: called once, in a pool thread, if the server has ended before :meth:`close`; must not block.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self.is_ready = False
         self.is_gone = False
-        #: The environment variables that the server was started with: a fork command contains only the differences.
+        #: The server's environment variables at its start: a fork command contains only the variables that differ from these.
         self.environment: dict[str, str] = {}
 
     @property
@@ -151,7 +151,7 @@ class ForkServer:
         self._push()
 
     def kill(self, pid: int) -> None:
-        """Command the server, before all queued commands, to kill a child and the processes that the child has started."""
+        """Command the server, before all queued commands, to kill a child and the child's process group."""
         with self._lock:
             self._outbox.appendleft(({"do": "kill", "pid": pid}, ()))
         self._push()

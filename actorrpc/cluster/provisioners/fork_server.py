@@ -5,10 +5,10 @@ each ended. When the driver has ended, for whatever reason, the server kills its
 killed itself, the kernel kills its children (PR_SET_PDEATHSIG). It imports the modules that the driver wants preloaded before
 it is ready; if that fails, it reports the failure and ends.
 
-Messages of the driver: ``{"do": "fork", "id": ..., ...}`` with two descriptors (the child's stdout and stderr; the other fields
-are for ``cluster/worker_process.py``), ``{"do": "kill", "pid": ...}``. Messages of the server: ``{"is": "ready"}`` or ``{"is":
-"not_preloaded", "module", "why"}``, ``{"is": "forked", "id", "pid"}``, ``{"is": "failed", "id", "why"}``, ``{"is": "ended", "id",
-"pid", "code", "signal", "memory", "uptime"}``.
+Messages of the driver: first the data for all children, then ``{"do": "fork", "id": ..., ...}`` with two descriptors (the child's
+stdout and stderr; the other fields are for ``cluster/worker_process.py``), or ``{"do": "kill", "pid": ...}``. Messages of the
+server: ``{"is": "ready"}`` or ``{"is": "not_preloaded", "module", "why"}``, ``{"is": "forked", "id", "pid"}``, ``{"is": "failed",
+"id", "why"}``, ``{"is": "ended", "id", "pid", "code", "signal", "memory", "uptime"}``.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Server:
         self._look.register(self._alarm, select.POLLIN)
 
     def preload(self, names: Sequence[str]) -> None:
-        """Import modules; if one cannot be imported, or used by children, tell the driver and end the process."""
+        """Import modules; if a module cannot be imported, or used by children, tell the driver and end the process."""
         for name in [each for given in names for each in (given, *_COMES_WITH.get(given, ()))]:
             why = _import_module(name, self.glance)
             if why:
@@ -140,7 +140,7 @@ class _Server:
         return None
 
     def _receive(self, ready: set[int]) -> bool:
-        """Reap children and read commands, without blocking; return False when the driver has ended."""
+        """Reap children and append commands to ``_todo``, without blocking; return False when the driver has ended."""
         if self._alarm in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._alarm, 4096)
@@ -234,7 +234,7 @@ class _Server:
                 return
             if found is None:
                 return
-            # Also kill the processes that the child has started. The child's pid cannot be reused before the child is reaped.
+            # Also kill the child's process group. The child's pid cannot be reused before the child is reaped.
             _kill(found.si_pid)
             pid, status, usage = os.wait4(found.si_pid, 0)
             id, begun = self._children.pop(pid, ("", 0.0))
@@ -274,7 +274,7 @@ class _Server:
 
 
 def _settle() -> None:
-    """Freeze all present objects, so that the garbage collector does not write to memory that children share."""
+    """Freeze all present objects and disable the garbage collector, which would write to memory that children share."""
     gc.collect()
     gc.disable()
     gc.freeze()
@@ -311,9 +311,9 @@ def _import_module(name: str, glance: Callable[[], None]) -> str:
 
 
 def _prepare(glance: Callable[[], None]) -> None:
-    """Import the modules that torch imports for an optimizer. Most children need them, and would each import them for a second.
+    """Import the modules that torch imports for an optimizer. Otherwise, most children would need a second to import them.
 
-    The import takes seconds: ``glance()`` is called before each module, so that kill commands are run meanwhile.
+    ``glance()`` is called before each import, so that kill commands are run meanwhile.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

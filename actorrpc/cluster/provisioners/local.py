@@ -35,10 +35,10 @@ __all__ = ["LocalCluster", "Process"]
 _log = logging.getLogger("actorrpc.cluster")
 _IMPORT_S: Final = 120.0  # how long the fork server may take to import torch
 _START_S: Final = 60.0  # how long a forked process may take to join
-# How long close() may take, in seconds: so close() and the end of the agent together take less than 2 s.
+# How long close() should take, in seconds, so that close() and the end of the agent together take less than 2 s.
 _FORCED_S: Final = 1.0
 _AT_LEAST_S: Final = 0.1
-_LOGS_S: Final = 1.0  # how long a death report waits until the last lines of output were read
+_LOGS_S: Final = 1.0  # how long a death report waits, at most, for the last lines of output
 
 
 class Process(StartedWorker):
@@ -155,7 +155,7 @@ class LocalCluster(Engine):
             directory = os.path.abspath(directory)
             path.insert(0, directory)
         else:
-            with contextlib.suppress(OSError):  # the driver's directory was removed: keep the fork server's
+            with contextlib.suppress(OSError):  # the directory was removed: stay in the fork server's
                 directory = os.getcwd()
         return {
             "id": process.order.name,
@@ -320,8 +320,8 @@ class LocalCluster(Engine):
         else:
             why = "the fork server that starts processes has ended"
             _log.error(
-                "the fork server (pid %d) has ended, and with it the processes that it had started; the next "
-                "actor process starts another one",
+                "the fork server (pid %d) has ended, and with it the processes that it had started; a new "
+                "fork server is started for the next actor",
                 server.pid,
             )
         unborn = [each for each in lost if not each.pid]
@@ -382,7 +382,7 @@ class LocalCluster(Engine):
 
     @uninterruptible
     def close(self) -> None:
-        """End the fork server and the logs' thread. Takes a second at most, which Ctrl-C does not interrupt."""
+        """End the fork server and the logs' thread. Takes about a second at most; Ctrl-C does not interrupt it."""
         until = time.monotonic() + _FORCED_S
         if self._has_forked():
             self._gone.wait(_FORCED_S / 2)

@@ -39,9 +39,7 @@ from actorrpc.wire.identity import WorkerRecord
 __all__ = ["RayEngine", "make"]
 
 _log = logging.getLogger("actorrpc.cluster")
-_AGAIN_S: Final = (
-    0.5  # pause between two queries about an actor that Ray cannot reach: it restarts, or its node is lost
-)
+_AGAIN_S: Final = 0.5  # pause between two queries about an actor that Ray cannot reach now
 _STAYS_S: Final = 5.0  # how long a worker's process may still run after its connection has ended
 _LOOK_S: Final = 0.02
 _LEFT_S: Final = 2.0  # how long end() waits until workers that were asked to leave have left
@@ -55,6 +53,8 @@ class _Hosted:
     """One worker's Ray actor.
 
     Attributes:
+        waiting: Ray's reference to the result of :meth:`Host.wait`.
+        bundle: the number of its place in the placement group; None if it has no place there.
         node: the id of its node, if the worker was added later to a pool with STRICT_PACK or STRICT_SPREAD.
         heard: how often Ray has reported that it cannot reach the process.
     """

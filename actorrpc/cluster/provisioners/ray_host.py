@@ -1,4 +1,4 @@
-"""Runs inside a Ray actor, in a process that Ray has placed, and makes it a worker of an actorrpc cluster.
+"""Runs inside a Ray actor, in a process that Ray has placed, and makes this process a worker of an actorrpc cluster.
 
 When Ray restarts the actor, it makes a :class:`Host` again in a new process, which joins as a new incarnation of the
 same worker. The constructor starts a thread that serves, so that a restart needs no call. The main thread, in which Ray runs the
@@ -81,7 +81,7 @@ class Host:
             self._over.set()
 
     def _join(self) -> Any:
-        """Join the cluster; try again while the driver considers the former incarnation of this worker alive."""
+        """Join the cluster; if that fails, try again: the driver may still consider this worker's last incarnation alive."""
         until = time.monotonic() + self._timeout
         while True:
             try:

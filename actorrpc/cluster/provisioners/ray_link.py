@@ -113,7 +113,7 @@ class Link:
         except ConfigError as error:
             raise ConfigError(f"the address of Ray, {wanted!r}, cannot be used: {error}") from None
         port = port or (_CLIENT_PORT if self.client else _PORT)
-        # Check first: Ray itself would try for two minutes, and may then end this process.
+        # Check first whether a server answers: Ray itself would try for two minutes, and may then end this process.
         _knock(wanted, host, port, timeout)
         if self.client:
             given = {name: value for name, value in given.items() if name != "log_to_driver"}
@@ -197,7 +197,7 @@ def missing(
 
 
 def _normal(address: str | None) -> str | None:
-    """Return an address with all forms of "no address" replaced by None."""
+    """Return None for an empty address or one without a host, ``auto`` or ``local`` without scheme, or the address as it is."""
     if address is None:
         return None
     if not isinstance(address, str):
@@ -217,7 +217,7 @@ def _unreachable(address: str, why: str) -> str:
 
 
 def _knock(address: str, host: str, port: int, timeout: float) -> None:
-    """Check that a gRPC server answers, within the time-out and without Ray's retries."""
+    """Check that a gRPC server (with RAY_USE_TLS=1: any server) answers, within the time-out and without Ray's retries."""
     until = time.monotonic() + timeout
     try:
         with socket.create_connection((host, port), timeout) as sock:
