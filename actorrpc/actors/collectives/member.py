@@ -276,7 +276,8 @@ class Members:
         (member, *_) = broken
         ticket = member.ticket
         if not member.why:
-            # This ends the operations of the other members, too. The report below asks the collective's worker for the reason.
+            # Ending this member's connections also ends the operations of the other members. The report below asks the worker
+            # that made the collective for the reason.
             self.cut(member, f"an operation of rank {ticket.rank} failed: {text}")
         report = self._report(member, member.why, False)
         try:

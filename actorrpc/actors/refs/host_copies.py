@@ -143,7 +143,7 @@ def _shared(agent: Agent, done: Future[Any]) -> Snapshot | None:
         return None
     try:
         copy.share(agent)
-    except Exception as error:  # there is no room in shared memory: the bytes are sent
+    except Exception as error:  # most often, there is no room in shared memory; the bytes are sent
         if is_of_handler(error):
             raise
     return copy

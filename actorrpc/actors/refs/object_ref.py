@@ -308,7 +308,7 @@ class ObjectRef(Generic[T_co]):
         """Return an ObjectRef that is complete with an error."""
         future: Future[Any] = InnerFuture()
         future.set_exception(error)
-        future.acknowledge()  # the error was raised or logged at its origin
+        future.acknowledge()  # do not log the error as never retrieved
         return cls(future, label=label, ref_id=ref_id)
 
     # -- the result ----------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def _adopted(other: Any) -> Future[Any]:
 
 
 def deadline_of(timeout: float | None) -> float:
-    """Return the time, as of ``_time.now()``, at which a wait must end: its time-out, or the deadline of the waiting call.
+    """Return the time, as of ``_time.now()``, at which a wait must end: its time-out or the deadline of this thread's call.
 
     Raises:
         WrongTypeError, ConfigError: ``timeout`` is not a number of seconds, or negative.

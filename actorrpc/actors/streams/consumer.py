@@ -251,7 +251,7 @@ class _Consumer(Stall, Progress):
             self._pull()
 
     def _failed(self, error: BaseException) -> None:
-        """Repeat the call, or end the stream with the translated error, because a step has failed."""
+        """Handle a failed call or pull: repeat the call, or end the stream with the error that ``_translate`` returns."""
         again = self._again
         if again is not None:
             try:
@@ -448,7 +448,7 @@ class _Consumer(Stall, Progress):
                 DeadlockError(
                     f"the end of {self.label} can never come: {reader.name} waits for it, and has to take the items that "
                     f"fill its buffer ({len(self._items)} of them are here). Take them first, or give a larger "
-                    "max_buffered_items=",
+                    "max_buffered_items= (at most 64 MiB are buffered in any case)",
                     worker=self._agent.name,
                     maybe_executed=True,
                 ),
@@ -612,7 +612,7 @@ class ObjectRefGenerator(_Items[ObjectRef[T]], Arrivals[T]):
     def completed(self) -> ObjectRef[None]:
         """Return an ObjectRef that completes when the generator has ended and its last item was received.
 
-        It raises the generator's error; CancelledError if the stream was closed before its end; DeadlockError if it can never
+        It raises the generator's error; CancelledError if the stream was closed before this call; DeadlockError if it can never
         end.
         """
         return ObjectRef(self._consumer.finished(), label=f"the end of {self._consumer.label}")

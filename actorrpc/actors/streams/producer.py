@@ -172,7 +172,8 @@ class Producer(Stall):
         assert peer is not None
         self._call = call
         peer.running[call] = self
-        # Read after `running` was set: either this thread finds a cancellation, or its receiver finds the stream in `running`.
+        # This thread reads `cancelled` after it has set `running`: either it finds the cancellation, or the thread that receives
+        # the cancellation finds the stream in `running`.
         if call in peer.cancelled:
             peer.cancelled.pop(call, None)
             self.close()
@@ -230,7 +231,7 @@ class Producer(Stall):
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """A context for the pause of an async generator: in a yielding queue, another call may run meanwhile."""
+        """A context for the pause of an async generator. In a queue that does not count waiting calls, another call may run."""
         entry = self.entry
         queue, hosted = (None, None) if entry is None else (entry.queue, entry.hosted)
         if queue is None or hosted is None or not queue.yielding:
@@ -605,7 +606,7 @@ def _close(generator: Generator[Any, Any, Any], producer: Producer) -> None:
         report(
             _log,
             error,
-            "a generator raised while it was closed; stream %x has no reader any longer",
+            "a generator raised while it was being closed; a reader of stream %x does not get this error",
             producer.stream,
         )
 
@@ -650,7 +651,7 @@ async def aproduce(
             report(
                 _log,
                 error,
-                "an async generator raised while it was closed; stream %x has no reader any longer",
+                "an async generator raised while it was being closed; a reader of stream %x does not get this error",
                 producer.stream,
             )
     producer.check()

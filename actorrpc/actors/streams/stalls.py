@@ -187,7 +187,7 @@ class StreamReader:
 
     @property
     def certain(self) -> bool:
-        """Whether no other thread or coroutine is expected to begin reading: there is none, or `PATIENCE_S` have passed."""
+        """Whether no other thread or coroutine is expected to begin reading: there is none, or none began for `PATIENCE_S`."""
         return self._alone or _time.now() - self._touched >= PATIENCE_S
 
     @property

@@ -371,7 +371,8 @@ class Supervisor:
             if flight_recorder is not None and actor.phase == "restarting":
                 flight_recorder.noted(now, "restart", actor.descriptor.title)
             actor.note_alive(life, answer if isinstance(answer, int) else 0, now)
-            # Replace the route of the neighbour, the other actor, by a route that does not keep the neighbour alive.
+            # With ``worker=handle``, the place is the route of that handle's actor. Replace it by a route that does not keep that
+            # actor alive.
             if isinstance(actor.place, Route):
                 actor.place = self._routes.of(replace(actor.place.descriptor, anchor=None))
             answers = actor.pop_answered()

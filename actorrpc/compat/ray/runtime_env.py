@@ -2,7 +2,7 @@
 
 ``env_vars`` and ``working_dir`` are options of actorrpc. ``py_modules`` and the working directory are added to the import path of
 the process before its actor or task is unpickled. Actors and tasks started in such a process inherit the
-``runtime_env``. Fields that would install packages are refused: actors' processes are forks of this installation.
+``runtime_env``. Fields that would install packages are refused: the processes of actors use this program's packages.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ __all__ = [
 ]
 
 VARIABLE: Final = "ACTORRPC_RAY_RUNTIME_ENV"
-_INSTALL: Final = (
-    "actors' processes are forks of this installation: install the packages before the program starts, in the environment that "
-    "runs it"
-)
+_INSTALL: Final = "the processes of actors use this program's packages: install the packages before the program starts, in its environment"
 _REFUSED: Final = {
     "pip": _INSTALL,
     "conda": _INSTALL,

@@ -1,4 +1,4 @@
-"""The agent of ``torch.distributed.rpc``: a view of this process's group."""
+"""The agent of ``torch.distributed.rpc``: a view of this process's agent."""
 
 from __future__ import annotations
 

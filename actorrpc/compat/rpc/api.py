@@ -1,7 +1,7 @@
 """``torch.distributed.rpc.api``: its functions, and the private names that users and torch's tests import.
 
 Users and tests may assign other functions to names of this module, such as ``_wait_all_workers`` and ``_broadcast_to_followers``.
-Therefore each call looks its function up by name, in this process and on other workers.
+Therefore the functions of this module look each other up by name at each call; on other workers, ``_by_name`` does.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ def test_an_item_that_cannot_be_unpickled_fails_alone(runtime: Runtime) -> None:
         get(second)
 
 
-@pytest.mark.prints(r"a generator raised while it was closed.*LookupError: while closing$")
+@pytest.mark.prints(r"a generator raised while it was being closed.*LookupError: while closing$")
 def test_an_error_of_a_generator_that_is_closed_is_logged(
     runtime: Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -342,7 +342,7 @@ def test_an_error_of_a_generator_that_is_closed_is_logged(
     assert get(next(stream)) == 1
     stream.close()
     assert join_generators() == [None]
-    assert "raised while it was closed" in caplog.text
+    assert "raised while it was being closed" in caplog.text
 
 
 # -- num_returns -----------------------------------------------------------------------------------------------

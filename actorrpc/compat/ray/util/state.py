@@ -73,7 +73,7 @@ class ActorRow(_Row):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow(_Row):
-    """A machine, or a worker that takes several actors, with Ray's names."""
+    """A node in Ray's sense: a machine, or a joined worker, which takes several actors. The fields have Ray's names."""
 
     node_id: str
     node_ip: str

@@ -53,7 +53,7 @@ class _Scripts:
         return False
 
     def runs(self, message: Message) -> bool:
-        """Say whether a message calls a script, or concerns an RRef to the result of a script."""
+        """Say whether a message calls a script, or requests the value of an RRef to the result of a script."""
         if message.type == "to_here":
             return message.subject in self._rrefs
         return _is_script(message.called)
