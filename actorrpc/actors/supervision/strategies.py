@@ -164,7 +164,7 @@ class RestartStrategy:
         return self._go(now)
 
     def bring_up(self, now: float, restarts: RestartPolicy) -> list[RestartOrder]:
-        """Restart the children that have not departed, with a new count of restarts; the order ``"up"`` follows when they live."""
+        """Restart children that have not departed, with a new count of restarts; the order ``"up"`` follows when they live."""
         self.failed = self.exceeded = False
         self.why = ""
         self.restarts = restarts
