@@ -31,7 +31,7 @@ __all__ = [
 
 VARIABLE: Final = "ACTORRPC_RAY_RUNTIME_ENV"
 _INSTALL: Final = (
-    "the processes of actors use this program's packages: install the packages before the program starts, in its environment"
+    "the processes of actors use this program's packages: install the packages before the program starts"
 )
 _REFUSED: Final = {
     "pip": _INSTALL,
