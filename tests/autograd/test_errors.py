@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -266,51 +264,3 @@ def _grad_of_weight() -> Tensor | None:
 @pytest.mark.parametrize("scenario", rest_is_slow([_origins_die, _origins_of_passes_die]))
 def test_workers_discard_the_pass_of_an_origin_killed_in_any_phase(scenario: Callable[..., None]) -> None:
     _group(scenario)
-
-
-# -- a signal handler raises ---------------------------------------------------------------------
-
-
-class _Raised(Exception):
-    pass
-
-
-def _raise(*_: object) -> None:
-    raise _Raised
-
-
-def _grad_of_weight() -> Tensor | None:
-    return _weight().grad
-
-
-def _interrupted_before_the_verdict(rank: int, workers: int) -> None:
-    if rank:
-        return
-    main, leaf = threading.get_ident(), _leaf()
-
-    def interrupt() -> None:
-        """Send the signal when the main thread waits for the leaf, which this thread's caller uses."""
-        until(
-            lambda: "_reserve" in {each.name for each in traceback.extract_stack(sys._current_frames()[main])}
-        )
-        signal.raise_signal(signal.SIGUSR1)
-
-    signal.signal(signal.SIGUSR1, _raise)
-    with dist_autograd.context() as context:
-        loss = rpc.rpc_sync("worker1", _scale, (leaf,)).sum()
-        sender = threading.Thread(target=interrupt)
-        with graph.Borrowed([leaf]):  # as another backward pass or an optimizer does
-            sender.start()
-            with pytest.raises(_Raised):
-                dist_autograd.backward(context, [loss], accumulate="grad", retain_graph=True)
-        sender.join()
-        until(lambda: rpc.rpc_sync("worker1", _counts)[1] == 0)
-        assert leaf.grad is None
-        assert rpc.rpc_sync("worker1", _grad_of_weight) is None
-        dist_autograd.backward(context, [loss], accumulate="grad")
-        assert leaf.grad is not None
-        assert rpc.rpc_sync("worker1", _grad_of_weight) is not None
-
-
-def test_a_signal_handler_that_raises_as_a_pass_ends_leaves_the_grad_of_all_workers_unchanged() -> None:
-    rpc_group(_interrupted_before_the_verdict, 2)
