@@ -1,7 +1,8 @@
 """The messages that workers send each other in a backward pass. No I/O, no state.
 
 In this package, a *message* of the forward pass is a request or answer with tensors that require grad, and a *receipt* is the
-record of such a message on its receiver. The classes below are named tuples, because ``make`` creates named tuples in C.
+record of such a message on its receiver. The classes below are named tuples, because :data:`make`
+(``tuple.__new__``) makes a named tuple without running Python code.
 """
 
 from __future__ import annotations

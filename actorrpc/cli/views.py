@@ -401,7 +401,7 @@ class Picture:
     def _who_waits(self, actor: ObservedActor) -> list[str]:
         """Return descriptions of the calls that wait for a call of an actor."""
         wanted = f"the call of {actor.class_name}."
-        # A waiting call names only the class and worker of the other actor. If several actors match, use the call's chain.
+        # A waiting call names only the class and worker of the other actor. Use the chains of the calls that this actor runs.
         alike = sum(
             each.class_name == actor.class_name and each.worker == actor.worker for each in self.state.actors
         )

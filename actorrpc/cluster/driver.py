@@ -609,7 +609,7 @@ class Cluster:
         return len(records) <= 2 * (self.agent.name in records)  # by name and by rank
 
     def _wait(self, done: Callable[[], bool], until: float) -> None:
-        """Call ``done()`` each time a worker has ended, until it returns True or ``until`` has passed. Interruptible."""
+        """Wait until ``done()`` returns True, or until ``until``. It is called at once and when a worker ends. Interruptible."""
         while (left := until - _time.now()) > 0:
             self._gone.clear()
             if done():

@@ -53,7 +53,10 @@ def use(mark: Sequence[Any] | None, directory: str | None) -> None:
 
 
 class _OurName(str):
-    """The name of a module that this package has registered; names that the program has registered are of type ``str``."""
+    """The name of a module that this package has registered with cloudpickle, to be sent by value.
+
+    Names that the program has registered are of type ``str``.
+    """
 
     __slots__ = ()
 

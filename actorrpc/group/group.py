@@ -354,7 +354,7 @@ class Group:
                 return False
             except RpcTimeoutError:
                 if not future.done():
-                    # If the future is done, its answer has just arrived, or an enclosing call has timed out.
+                    # If the future is done by now with an error, this call has reached its deadline.
                     if peer.is_self:
                         self._review(stage)
                     if _time.now() >= until or self._first_alive() is not peer:

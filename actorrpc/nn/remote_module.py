@@ -96,7 +96,7 @@ def _is_device(text: str) -> bool:
     return True
 
 
-# The dtypes that parameters and buffers may have. A conversion of the outer module is tried on an empty tensor of each dtype.
+# The dtypes whose conversion is passed on. A conversion of the outer module is tried on an empty tensor of each dtype.
 _DTYPES: Final = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),

@@ -28,7 +28,10 @@ _KEEP_S: Final = 120.0
 
 
 class CallSums:
-    """The sums of one worker. Thread-safe: ``_lock`` guards the sums, and no other lock is taken under it."""
+    """The numbers, failures and durations of one worker's calls, summed up by method. Thread-safe.
+
+    ``_lock`` guards the sums, and no other lock is taken under it.
+    """
 
     def __init__(
         self, flight_recorder: FlightRecorder, clock: Clock, submit: Callable[[Callable[[], None]], object]

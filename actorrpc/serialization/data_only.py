@@ -497,7 +497,7 @@ def _read(values: Iterator[Any], depth: int = 0) -> Any:
         make, count = value
         return make(*[_read(values, depth + 1) for _ in range(count)])
     if type(value) not in _ATOMS:
-        _wrong(f"a value is a {type(value).__name__} of msgpack")
+        _wrong(f"a value has the msgpack type {type(value).__name__}, which data-only messages never contain")
     return value
 
 

@@ -396,7 +396,7 @@ class Outgoing:
 
 
 def _filled(block: blocks.Block, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the bytes that are sent of a block with gaps. In these bytes, gaps that remain contain zeros."""
+    """Copy the bytes to send for a block with unused bytes (gaps). Most gaps are left out; the others are sent as zeros."""
     if block.is_compact:
         return _raw(block.groups[0][0].tensor).contiguous()
     made = torch.zeros(block.size, dtype=torch.uint8, device=storage.device)

@@ -155,7 +155,7 @@ def described(sent: OutgoingMessage, by: CallHooks) -> Message | None:
 def _contents(encoded: Any) -> list[bytes]:
     if isinstance(encoded, bytes):
         return [encoded]
-    # Equal messages must have equal keys. Of two equal messages without spans, the first may be an object and the second bytes.
+    # Equal messages must have equal keys. Of two equal messages without spans, one may be an ``Encoded``, the other bytes.
     if not encoded.spans:
         return [encoded.body]
     return [encoded.body, repr([span.nbytes for span in encoded.spans]).encode()]

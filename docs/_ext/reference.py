@@ -300,7 +300,7 @@ def _signature(
 
 
 def _overloads(_app: Sphinx, _domain: str, _type: str, content: Any) -> None:
-    """Do the same for signatures of overloads, in which Sphinx leaves unparsed parameters as plain text."""
+    """Shorten ``~module.Name`` to ``Name`` in signatures of overloads, whose parameters Sphinx may leave as plain text."""
     from docutils import nodes
 
     for signature in content.parent.children[:-1]:

@@ -146,7 +146,7 @@ class CallQueue:
 
     @property
     def pending(self) -> int:
-        """How many calls are in flight or queued."""
+        """How many calls are in flight, queued, or await the verdict."""
         return len(self.in_flight) + len(self._waiting) + len(self._failing)
 
     # -- new calls -------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class Route:
 
     @property
     def pending(self) -> int:
-        """How many calls of this process are in flight or queued."""
+        """How many calls of this process are in flight, queued, or await the verdict."""
         return self.queue.pending
 
     # -- calling -----------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ class Route:
         template = queue.template_for(method, options, False)
         place = queue.place
         if template.peer is None and place is not None:
-            # The queue is being sent, so template_for() has returned a template for queued calls: get the one for `place`.
+            # The queue is being sent or has a barrier, so template_for() has returned a template for queued calls.
             template = template.at(queue, place)
         if type(error) is PeerDiedError:
             # Compare the incarnations of workers. `peer.state` may still be "alive" after the connection has broken.

@@ -96,7 +96,7 @@ def encoded(value: Any) -> bytes:
 
 
 class Feed:
-    """Takes looks for the browsers of one server.
+    """Reads the state of the group for the browsers of one server. Each state that was read is a look.
 
     Args:
         see: reads the state of the group.

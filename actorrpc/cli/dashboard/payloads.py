@@ -59,14 +59,14 @@ def _fields(value: object, *names: str) -> dict[str, Any]:
 
 
 def nothing(number: int, problem: str) -> dict[str, Any]:
-    """Return the first view of a group if none of its workers has answered."""
+    """Return the data of the page's view *Now* for a group of which no worker has answered."""
     return {"number": number, "problem": _cut(problem), "workers": [], "findings": [], "classes": []}
 
 
 def now(
     number: int, picture: Picture, before: Picture | None, shown: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the first view: workers, classes of actors, and faults.
+    """Return the data of the page's view *Now*: workers, classes of actors, training, and findings.
 
     Args:
         before: the previous picture.

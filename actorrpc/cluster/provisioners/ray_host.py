@@ -73,7 +73,7 @@ class Host:
             finally:
                 api.shutdown(False)
             if not member.graceful:
-                # This worker has lost the driver. Ray restarts it, and it joins again if the driver still runs.
+                # This worker has lost the driver. Ray may restart it if it belongs to the pool; then it joins again.
                 os._exit(_LOST)
         except BaseException as error:
             self._error = error

@@ -307,7 +307,7 @@ class References(MessageReferences):
                 )
                 reached = may_exist or getattr(error, "maybe_executed", True) is not False
                 self.carry_out(self.table.creation_failed(handle, error, reached=reached))
-                if may_exist:  # on another thread, because this thread may be writing a batch
+                if may_exist:  # a pool thread tells the owner, because this thread may be writing frames
                     self.agent.submit(partial(self._give_up, handle, error))
 
         future.add_done_callback(created)
