@@ -168,7 +168,7 @@ class Admission:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            # One descriptor for the new socket, and one more for each pending connection that becomes a connection.
+            # One descriptor for the new socket, and one more for it and for each pending connection when the handshake has ended.
             if self._scarce and not fd_limits.has_room(2 + len(self._pending)):
                 self._rest(listener, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
                 return

@@ -541,7 +541,7 @@ class Agent:
             peer.pending[call.id] = call
         if conn.state is CLOSED or peer.state != "alive":
             # Another thread, which ends the peer or this agent, may have ended the pending calls before this call was entered.
-            # The outbox of a closed connection is never sent.
+            # The outbox of a closed connection is never sent, so the call counts as not sent.
             call.frame = b""
             peer.check_alive(f"cannot call {call.label}")
             if self.closed_down:

@@ -176,7 +176,7 @@ def send(
     Returns whether all chunks were sent; False if the connection was closed meanwhile.
 
     Raises:
-        LimitError: the message exceeds a limit; nothing was sent.
+        LimitError: the message exceeds a limit and is not sent; definitions that it needs may have been sent.
         PeerDiedError: the connection is closed.
     """
     packed = pack(agent, conn, kind, id, encoded, header, b"", remaining, chain, flags)

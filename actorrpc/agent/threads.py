@@ -243,7 +243,7 @@ class Pool:
                         except IndexError:
                             continue
                         # If several tasks are queued in quick succession, the pool may wake only one thread. If this thread's
-                        # task blocks, the tick wakes another thread for the queued tasks.
+                        # task blocks, `_starving` on the clock's thread wakes another thread for the queued tasks.
                         if queue and not starvation.active:
                             starvation.wake()
                         # The time that work takes is only measured if more work is queued.

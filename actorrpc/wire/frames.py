@@ -81,7 +81,9 @@ GOODBYE: Final = (
 )
 DEFINITION: Final = 14  # a function or class by value: 16 bytes of hash, then its definition
 NOTICE: Final = 15  # a one-way message to the handler that its header names
-ACK: Final = 16  # the receiver has received ``id`` bytes, which the sender need not keep for resending
+ACK: Final = (
+    16  # the sender has received ``id`` bytes in all; the other worker need not keep them for resending
+)
 LAST_KIND: Final = ACK
 # Never sent: if there is no memory for a message, the reader returns a frame of this kind, whose ``buffers`` is (kind, size).
 UNREAD: Final = 255

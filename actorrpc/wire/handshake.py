@@ -477,7 +477,7 @@ class Acceptor(_Side):
             return b""
         kind, message = taken
         if kind == _REFUSE:
-            self._fail(ProtocolError("a dialler does not refuse: it closes the connection"))
+            self._fail(ProtocolError("the dialler sent a refusal; it may only close the connection"))
         if self._claim is None:
             return self._read_hello(message)
         return self._read_auth(message, self._claim)

@@ -222,7 +222,8 @@ class ActorExecutor:
         if kind != "sync" or "window" in header:
             if kind.startswith("async"):
                 raise TypeError(
-                    f"{self.hosted.title}.{name} is async, and the actor has no event loop: its class has no async methods"
+                    f"{self.hosted.title}.{name} is async, but no method was when its class became an actor, so the actor has no "
+                    "event loop"
                 )
             self._stream(entry, call(*args, **kwargs))
             return _NOTHING
@@ -599,7 +600,10 @@ async def _stepwise(items: Any) -> AsyncGenerator[Any, None]:
 
 
 def _keep_itself(value: Any, size: int, peer: Peer) -> Any:
-    """Like ``keep_large``, for a result to which no other object refers: the object itself is kept, without a copy."""
+    """Like ``keep_large``, for a result to which no other object refers.
+
+    A large result for a worker that does not share memory with this one is kept itself, without a copy.
+    """
     if size <= SMALL or runtime().agent.shares_memory(peer):
         return keep_large(value, size, peer)
     return StoredResult(RRef(value))

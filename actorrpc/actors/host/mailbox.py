@@ -569,8 +569,8 @@ class Mailbox:
     def no_thread(self, queue: GroupQueue) -> list[Entry]:
         """Record that no runner could be started for a queue; return the entries to refuse.
 
-        If the queue has other runners, only its first entry is returned, because calls on these runners may wait for it; they run
-        the other entries.
+        If the queue has other runners, only its first entry is returned, because calls that these runners execute may wait for
+        that entry. These runners run the other entries.
         """
         with self._lock:
             queue.slots -= 1

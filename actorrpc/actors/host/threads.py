@@ -205,7 +205,7 @@ class Runner:
         self._threads = hosted.actor_threads
         self._grad = True  # whether gradients are enabled between the runner's calls
         self._wakers: list[tuple[Callable[[], None], object]] = []
-        # The event loops on which coroutines of its methods await something of actorrpc, one entry per coroutine.
+        # The event loops that methods run on this thread: one entry for each coroutine that awaits something of actorrpc.
         self._awaits: list[asyncio.AbstractEventLoop] = []
         self._context = Context()
         self._enters: Callable[[], None] | None = None
