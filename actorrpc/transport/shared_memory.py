@@ -4,8 +4,8 @@ The sender's :class:`Lender` copies the tensors of a message into a free segment
 :class:`Borrower` returns views of the segment, and reports the loan as freed when the last view has died. A report names the
 segment and the number of the loan, so a report that arrives twice does not free a segment that was lent again. The descriptor of
 each new segment is sent over a Unix socket of the connection's ``Lane``, before the frame that uses the segment. Frames, reports
-of freed loans and retirements of segments are sent over the main connection. After a segment was mapped, its descriptor is closed.
-A segment has no name, so its memory is freed when both processes have ended, for whatever reason.
+of freed loans and retirements of segments are sent over the main connection. After a segment was mapped, its descriptor is
+closed. A segment has no name, so its memory is freed when both processes have ended, for whatever reason.
 
 Everything here is thread-safe except the fork hooks. User code is not called, memory is not copied under a lock, and memory is
 not unmapped while a tensor uses it. If a forked child inherits a loan, the memory keeps its content while the child lives, but
