@@ -83,8 +83,10 @@ def _portions(asked: argparse.Namespace) -> Iterator[list[str]]:
 
 def _folders() -> list[list[str]]:
     """Return the outermost folders with tests; all top-level test files are one portion."""
-    folders = {path.parent for path in (_ROOT / "tests").rglob("test_*.py") if "programs" not in path.parts}
     top = _ROOT / "tests"
+    # Folders ``programs`` below other test folders have programs that tests run; ``tests/programs`` has tests.
+    found = top.rglob("test_*.py")
+    folders = {path.parent for path in found if "programs" not in path.relative_to(top).parts[1:]}
     named = sorted(str(folder.relative_to(_ROOT)) for folder in folders - {top})
     # A folder inside another test folder runs with that folder.
     outer = [name for name in named if not any(name.startswith(other + "/") for other in named)]
