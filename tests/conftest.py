@@ -106,6 +106,7 @@ _QUICK = (
     "actors/e2e/test_objects.py::test_large_objects_are_not_copied_between_processes",
     "actors/e2e/test_objects.py::test_a_forked_child_can_read_a_value_that_its_parent_released",
     "actors/e2e/test_order.py::test_calls_of_each_thread_run_in_order",
+    "actors/e2e/test_order.py::test_calls_of_a_tasks_thread_to_an_actor_that_is_starting_run_in_order",
     "actors/e2e/test_order.py::test_a_failed_argument_does_not_change_the_order_of_the_other_calls",
     "actors/e2e/test_order.py::test_a_call_ordered_behind_a_call_that_needs_its_result_raises_deadlock_error",
     "actors/e2e/test_order.py::test_calls_with_a_higher_priority_overtake_waiting_calls",

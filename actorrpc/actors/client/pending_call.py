@@ -218,6 +218,10 @@ class PendingCall(Progress):
         self._timer: Timer | None = None
         current = CURRENT.get()
         given_up = None if current is None else current.given_up
+        if current is None:
+            # If the threads of this process are numbered (ActorRegistry.number_threads), this stores the number of this thread in
+            # the context. The context is copied below, and the call is sent in the copy, so it keeps its order with other calls.
+            agent.next_chain()
         self.context: Context = copy_context()
         deadline = agent.clock.now() + seconds if seconds else INFINITE
         self.deadline = deadline if current is None else min(deadline, current.deadline)

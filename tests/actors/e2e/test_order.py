@@ -210,6 +210,24 @@ def test_calls_from_different_methods_of_an_actor_run_in_order(gate: Path) -> No
     assert actorrpc.get(recorder.all.remote()) == ["first", "second"]
 
 
+@actorrpc.remote
+def call_a_new_actor_from_a_thread(path: str) -> Any:
+    recorder, argument = Recorder.remote(), later.remote(path, "first")
+    with ThreadPoolExecutor(1) as pool:
+        # The actor's process does not exist yet, so both calls, the first ones of their thread, are queued here.
+        return recorder, pool.submit(
+            lambda: [recorder.note.remote(argument), recorder.note.remote("second")]
+        ).result()
+
+
+def test_calls_of_a_tasks_thread_to_an_actor_that_is_starting_run_in_order(gate: Path) -> None:
+    recorder, refs = actorrpc.get(call_a_new_actor_from_a_thread.remote(str(gate)))
+    until(lambda: row_of(recorder).pending_calls == 2)
+    open_gate(gate)
+    assert actorrpc.get(refs) == ["first", "second"]
+    assert actorrpc.get(recorder.all.remote()) == ["first", "second"]
+
+
 @pytest.mark.slow
 def test_a_call_ordered_behind_a_call_that_needs_its_result_raises_deadlock_error() -> None:
     """``inner`` runs while ``outer`` waits. Its call is ordered behind that of ``outer``, which needs the result of ``inner``."""
