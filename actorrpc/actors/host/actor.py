@@ -262,7 +262,7 @@ class HostedActor:
         def ready(future: Future[Any]) -> None:
             error = future.error
             future.acknowledge()
-            entry.opened = future.value_or_none if error is None else error
+            entry.keep_opened(future.value_or_none if error is None else error)
             self.carry_out(self.mailbox.ready(entry))
 
         # Fetch the values within this call's context, so that the fetches have the call's deadline and chain.
@@ -271,16 +271,16 @@ class HostedActor:
             args, kwargs = self.executor.arguments(entry)
             future = resolve(args, kwargs)
         except BaseException as error:
-            entry.opened = error
+            entry.keep_opened(error)
             self.carry_out(self.mailbox.ready(entry))
             return
         finally:
             CURRENT.reset(token)
         if future is None:
-            entry.opened = (args, kwargs)
+            entry.keep_opened((args, kwargs))
             self.carry_out(self.mailbox.ready(entry))
         else:
-            entry.opened = (args, kwargs)  # for the search for deadlocks, until ready() replaces it
+            entry.keep_opened((args, kwargs))  # for the search for deadlocks, until ready() replaces it
             future.add_done_callback(ready)
 
     def carry_out(self, todo: Wakeups) -> None:

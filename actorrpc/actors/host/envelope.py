@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
-from actorrpc.actors.host.mailbox import Entry
+from actorrpc.actors.host.mailbox import OVER, Entry
 from actorrpc.agent.calls import CALLER_BIT, MAILBOX_BIT, Execution
 from actorrpc.agent.executor import path_of
 from actorrpc.wire.frames import MAIL
@@ -108,6 +108,12 @@ class Envelope(Entry, Execution):
         except AttributeError:
             return None
         return frame
+
+    def keep_opened(self, opened: Any) -> None:
+        """Set ``opened`` until the call's turn. If the call was withdrawn from the mailbox, which may keep it, drop the values."""
+        self.opened = opened
+        if self.state is OVER:
+            self.opened = None
 
     def cancel(self, stop: bool = False, late: bool = False) -> None:
         """Cancel the call for its caller. Runs on a pool thread.

@@ -541,6 +541,8 @@ class ActorExecutor:
         self.agent.executor.fail(entry, error)
 
     def refuse(self, entry: Envelope, error: RpcError) -> None:
+        """End a call that does not run: answer it with an error, and release its arguments."""
+        entry.opened = None
         if self._claim(entry):
             frame = entry.claim_frame()
             if frame is not None:

@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-__all__ = ["DEQUEUED", "NEW", "NOTHING", "Entry", "GroupQueue", "Mailbox", "ThreadSlot", "Wakeups"]
+__all__ = ["DEQUEUED", "NEW", "NOTHING", "OVER", "Entry", "GroupQueue", "Mailbox", "ThreadSlot", "Wakeups"]
 
 NEW: Final = "new"  # in a queue
 DEQUEUED: Final = "dequeued"

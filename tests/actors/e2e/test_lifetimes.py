@@ -69,6 +69,18 @@ class Mortal:
             file.write(word)
 
 
+class _NotesUnpickling:
+    """Appends a character to a file whenever it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __setstate__(self, state: dict[str, Path]) -> None:
+        self.__dict__ = state
+        with open(self.path, "a") as file:
+            file.write("u")
+
+
 def _ended(path: Path) -> bool:
     return path.exists() and path.read_text() == "on_stop del "
 
@@ -148,6 +160,30 @@ def test_a_handle_in_a_message_keeps_the_actor_alive(paths: list[str], gate: Pat
     open_gate(gate)
     actorrpc.get([busy, kept])
     assert actorrpc.get(holder.use.remote()) == "pong"
+
+
+def test_a_cancelled_call_releases_the_handles_in_its_arguments(paths: list[str], gate: Path) -> None:
+    unpickled = Path(paths[3])
+    callee = Mortal.remote(paths[0])
+    keeper = Mortal.remote(paths[1])
+    target = Mortal.remote(paths[2])
+    actorrpc.get(keeper.keep.remote((target, _NotesUnpickling(unpickled), "x" * 300_000)))
+    del target
+    given = keeper.give.remote()
+    actorrpc.wait([given])
+    before = unpickled.read_text()
+    blocked = callee.block.remote(str(gate))
+    cancelled = callee.keep.remote(given)
+    del given
+    until(lambda: unpickled.read_text() != before)  # the callee fetches the value before the call's turn
+    actorrpc.cancel(cancelled)
+    with pytest.raises(actorrpc.CancelledError):
+        actorrpc.get(cancelled)
+    open_gate(gate)
+    assert actorrpc.get(blocked) == "go"  # no later call makes callee look into its queue
+    actorrpc.get(keeper.keep.remote(None))
+    del cancelled
+    until(lambda: _ended(Path(paths[2])))
 
 
 def test_a_handle_from_current_actor_does_not_keep_the_actor_alive(paths: list[str]) -> None:
