@@ -7,7 +7,7 @@ Three rules ensure that a program does not block forever by itself:
   method that only passes a reference on (``pass_on``) does not wait.
 * The driver reads a stream with ``backpressure`` in the next statement, because the paused generator occupies its actor.
 * A method that waits for the references among its arguments (``read``) gets only references whose outcomes the driver has
-  observed before.
+  observed before. So does a stream with ``backpressure``, because its reader waits for the references in the items.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from tests.programs.program import (
     Start,
     Statement,
     Stop,
+    references,
 )
 
 __all__ = ["Features", "generate"]
@@ -217,7 +218,10 @@ class _Author:
         args, size = self._arguments(self._dice.randint(0, 6), waits=False)
         options: list[tuple[str, object]] = []
         if self._dice.random() < 0.3:
-            options.append(("backpressure", self._dice.randint(1, 3)))
+            backpressure = self._dice.randint(1, 3)
+            unobserved = {known.name for known in self._known if not known.observed}
+            if unobserved.isdisjoint(each.name for argument in args for each in references(argument)):
+                options.append(("backpressure", backpressure))
         fails = Literal(str(self._dice.random() < 0.2))
         call = Invocation(
             self._numbers.next(), self._target(), "stream", (fails, *args), options=tuple(options)

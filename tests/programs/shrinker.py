@@ -161,7 +161,8 @@ def _is_valid_driver(driver: Driver, program: Program) -> bool:
             if is_work or calls[0].option("backpressure") is not None:
                 endless[statement.call.name] = {call.target for call in calls}
             for call in calls:
-                for argument in call.args if call.method == "read" else ():
+                waits_for_references = call.method == "read" or call.option("backpressure") is not None
+                for argument in call.args if waits_for_references else ():
                     waits = {reference.name for reference in references(argument)}
                     if not waits <= observed:
                         return False

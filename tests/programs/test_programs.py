@@ -44,7 +44,7 @@ _prints = pytest.mark.prints(*ANNOUNCED)
 
 
 @_prints
-@pytest.mark.slow  # rarely a program fails, for a reason that is not understood yet
+@pytest.mark.slow
 @pytest.mark.limit(900)
 @pytest.mark.parametrize("mode", MODES)
 def test_two_hundred_programs_do_what_the_model_allows(mode: str) -> None:
