@@ -164,7 +164,7 @@ def _of_native(given: Mapping[str, str], launcher: str, rank: str, size: str, lo
         launcher=launcher,
         rank=own,
         size=count,
-        local_rank=int(given.get(local) or 0),
+        local_rank=_number(given, local, launcher) if given.get(local) else 0,
         master=master,
         port=port,
         run=f"{job}.{step}/{given.get('SLURM_RESTART_COUNT') or 0}",

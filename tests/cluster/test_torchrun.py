@@ -130,6 +130,11 @@ def test_missing_or_contradictory_variables_raise_config_error(
         of_environment(given)
 
 
+def test_a_local_rank_that_is_no_number_raises_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"SLURM_LOCALID='one' .* is not a number"):
+        of_environment({**_SLURM, "SLURM_LOCALID": "one"})
+
+
 def test_slurm_without_a_node_list_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="SLURM_NODELIST"):
         of_environment({name: value for name, value in _SLURM.items() if name != "SLURM_NODELIST"})

@@ -110,7 +110,7 @@ class Envelope(Entry, Execution):
         return frame
 
     def keep_opened(self, opened: Any) -> None:
-        """Set ``opened`` until the call's turn. If the call was withdrawn from the mailbox, which may keep it, drop the values."""
+        """Set ``opened``, for the call's turn. If the call was cancelled, do not: the mailbox may refer to it for a long time."""
         self.opened = opened
         if self.state is OVER:
             self.opened = None
