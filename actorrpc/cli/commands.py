@@ -24,14 +24,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
 from actorrpc.cli import debug, doctor, logs, profile, views
-from actorrpc.debugger.protocol import HELD
+from actorrpc.debugger import HELD
 from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState, plain
 from actorrpc.observe.outside import Answer, FoundGroup, GroupLook, at_address, find_groups, look
-from actorrpc.observe.protocol import patience
-from actorrpc.observe.tracing.trace import check_path, write
-from actorrpc.observe.visitor import KeptVisits
+from actorrpc.observe.trace import check_path, write
+from actorrpc.observe.visitor import KeptVisits, patience
 
 __all__ = ["main"]
 

@@ -17,7 +17,7 @@ from typing import Any, Final, TextIO
 
 from actorrpc._undo import undo_on_error
 from actorrpc.cli.text import span, table
-from actorrpc.debugger.protocol import EVENT, HELD, OVER, REQUEST, RUNS, pack, unpack
+from actorrpc.debugger import EVENT, HELD, OVER, REQUEST, RUNS, pack, unpack
 from actorrpc.errors import RpcError
 from actorrpc.observe.model import HeldCall, ObservedWorker
 from actorrpc.observe.visitor import Target, Visit

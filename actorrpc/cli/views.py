@@ -30,7 +30,7 @@ from actorrpc.observe.model import (
     plain,
 )
 from actorrpc.observe.outside import FoundGroup, GroupLook
-from actorrpc.observe.tracing.trace import TraceSummary
+from actorrpc.observe.trace import TraceSummary
 
 __all__ = ["Picture", "objects_of", "separated", "trace_lines"]
 

@@ -17,8 +17,8 @@ from collections import deque
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc.debugger import EVENT, HELD, OVER, RUNS, pack
 from actorrpc.debugger.prompt import Prompt
-from actorrpc.debugger.protocol import EVENT, HELD, OVER, RUNS, pack
 from actorrpc.futures import interruption_point
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from actorrpc.group.rendezvous import Rendezvous
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.model import GroupState
 from actorrpc.observe.outside import FoundGroup, GroupLook, look, members_of
-from actorrpc.observe.protocol import all_pages, patience
-from actorrpc.observe.tracing.trace import Recording, TraceSummary, check_path, compare_clocks, write
-from actorrpc.observe.visitor import Target
+from actorrpc.observe.trace import Recording, TraceSummary, check_path, compare_clocks, write
+from actorrpc.observe.visitor import Target, all_pages, patience
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.validation import wait_limit

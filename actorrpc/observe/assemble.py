@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
-from actorrpc.observe import dumps
+from actorrpc.observe import processes
 from actorrpc.observe.findings import findings
 from actorrpc.observe.model import GroupState, ObservedActor, ObservedConnection, ObservedWorker, made_of
 from actorrpc.wire.identity import WorkerRecord
@@ -35,8 +35,8 @@ class Silent:
         self.threads: list[dict[str, Any]] = []
 
     def dump(self, pid: int, until: float) -> None:
-        """Make the process dump its stacks (:mod:`actorrpc.observe.dumps`); on failure, append the cause to ``reason``."""
-        found = dumps.collect(pid, until)
+        """Make the process dump its stacks by a signal; on failure, append the cause to ``reason``."""
+        found = processes.dump_stacks(pid, until)
         if isinstance(found, str):
             self.reason = f"{self.reason}; {found}"
         else:

@@ -32,7 +32,7 @@ from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer, state_of
 from actorrpc.autograd.contexts import Context
-from actorrpc.debugger.protocol import HELD
+from actorrpc.debugger import HELD
 from actorrpc.debugger.session import DebugSession
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
 from actorrpc.futures import Future

@@ -1,16 +1,20 @@
-"""Derives findings from the state of a group: faults, and other facts that a user should know. No I/O."""
+"""Derives findings from the state of a group: faults, and other facts that a user should know. No I/O.
+
+The commands use the formats of durations and counts (:func:`span`, :func:`count`) as well.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Final
 
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWait, ObservedWorker
-from actorrpc.observe.words import span
 
 __all__ = [
     "calls_to",
+    "count",
     "fault",
     "findings",
     "in_order",
@@ -19,6 +23,7 @@ __all__ = [
     "of_actors",
     "of_workers",
     "remedy_of",
+    "span",
 ]
 
 # Thresholds of findings.
@@ -36,6 +41,26 @@ _WANTED: Final = (
     ", its supervisor, has",
 )
 _SHOWN: Final = 20
+
+
+def span(seconds: float) -> str:
+    """Format a duration."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if not math.isfinite(seconds):  # another process may have sent infinity or NaN
+        return f"{seconds} s"
+    minutes, _ = divmod(int(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def count(number: int, what: str) -> str:
+    """Return the number and the noun, with an s if the number is not 1."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def fault(kind: str, what: str, remedy: str = "") -> Finding:

@@ -24,7 +24,7 @@ from actorrpc.errors import AuthenticationError, ConfigError, RpcError, VersionE
 from actorrpc.observe import processes
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
-from actorrpc.observe.tracing.trace import Recording
+from actorrpc.observe.trace import Recording
 from actorrpc.observe.visitor import KeptVisits, Target
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
@@ -238,7 +238,7 @@ def look(
     """Query all workers of a group.
 
     Args:
-        parts: the parts of the state to request; see :mod:`actorrpc.observe.protocol`.
+        parts: the parts of the state to request; see :mod:`actorrpc.observe.visitor`.
         timeout: for the whole query, in seconds.
         silence: the query of a worker ends if the worker has sent nothing for so many seconds.
         begin: by part: where the first page begins, for parts that are sent in pages.
