@@ -179,7 +179,7 @@ def _describe(found: argparse.Namespace) -> _Shown:
     return _Shown(
         lambda: views.separated(picture.actor_lines(actor) for picture, actor in matches),
         lambda: {"actors": [picture.actor_dict(actor) for picture, actor in matches]},
-        any(picture.about(actor).is_wrong for picture, actor in matches),
+        any(picture.about([actor]).is_wrong for picture, actor in matches),
     )
 
 
@@ -370,7 +370,7 @@ def _debug(found: argparse.Namespace) -> _Shown | None:
     sessions = _sessions(found, looks, pictures)
     if not found.cast:
         first = sessions[0]
-        over = debug.talk(first, sys.stdin, _write, debug.is_terminal())
+        over = debug.talk(first, sys.stdin, _write, sys.stdin.isatty())
         if not over and not found.json:
             how = (
                 f"; actorrpc debug {first.name} attaches again"

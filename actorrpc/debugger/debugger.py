@@ -69,6 +69,7 @@ class Debugger:
     def __init__(self, worker: Worker) -> None:
         self.numbers = itertools.count(1)
         self._agent = worker.agent
+        self.notify = worker.agent.notify
         self._actors = worker.actors
         self._sessions: dict[int, DebugSession] = {}
         self._entering: dict[Peer, _Entry] = {}
@@ -216,10 +217,6 @@ class Debugger:
 
     # -- front ends ----------------------------------------------------------------------------------------------
 
-    def notify(self, peer: Peer, name: str, body: bytes) -> None:
-        """Send a notice to a peer; without a connection, the notice is lost."""
-        self._agent.notify(peer, name, body)
-
     def asked(self, peer: Peer, body: bytes) -> None:
         """Carry out a request of a front end, and answer it."""
         request = unpack(body)
@@ -293,9 +290,10 @@ class Debugger:
             self._agent.clock.after(_AGAIN_S, again)
         else:
             mail = MailHeader({"mailbox": entry.hosted.id, "method": "<call>"})
-            self._agent.call(
-                self._agent.self_peer, None, (look_around,), {}, 0.0, future=_ignored(), mail=mail
-            )
+            future: Future[Any] = Future()
+            future.label = "an actor that a debugger enters"
+            future.add_done_callback(Future.acknowledge)
+            self._agent.call(self._agent.self_peer, None, (look_around,), {}, 0.0, future=future, mail=mail)
 
     def entered(self, entry: _Entry) -> bool:
         """Claim an entry; return True to the first caller, if the front end still waits, and False to all others."""
@@ -375,13 +373,6 @@ def _hold_caller(session: DebugSession) -> None:
 
 def _who(peer: Peer) -> str:
     return f"a front end of the debugger (pid {peer.record.pid})"
-
-
-def _ignored() -> Future[Any]:
-    future: Future[Any] = Future()
-    future.label = "an actor that a debugger enters"
-    future.add_done_callback(Future.acknowledge)
-    return future
 
 
 def look_around(instance: Any) -> None:

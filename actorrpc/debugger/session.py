@@ -131,7 +131,7 @@ class DebugSession:
             self._come.wait(_LOOK_S)
 
     def stops(self, frame: FrameType) -> None:
-        """See Console."""
+        """Note that the call is held at a line, before output about that line is written."""
         self.place = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         self._shown.clear()
         self._shown_size = 0
@@ -141,7 +141,7 @@ class DebugSession:
         self._tell({})
 
     def resumes(self) -> None:
-        """See Console."""
+        """Note that the call is no longer held."""
         self.flush()
         self._debugger.let_go(self)
         if self.state == HELD:

@@ -136,7 +136,7 @@ def of_actors(state: GroupState) -> list[Finding]:
     """Return the findings about actors."""
     found: list[Finding] = []
     dead = [actor for actor in state.actors if actor.state == "DEAD" and not is_wanted(actor)]
-    found += [_of_dead(actor) for actor in dead[:_SHOWN]]
+    found += [fault("actor", each.death_cause or f"{each.title} is dead") for each in dead[:_SHOWN]]
     if len(dead) > _SHOWN:
         found.append(fault("actor", f"{len(dead) - _SHOWN} more actors are dead"))
     for actor in state.actors:
@@ -164,8 +164,7 @@ def calls_to(worker: ObservedWorker) -> str:
     """Describe the unfinished calls to a worker, as its callers report them. The text continues another sentence."""
     if not worker.calls_to:
         return ""
-    calls = "1 call" if worker.calls_to == 1 else f"{worker.calls_to} calls"
-    return f"; {calls} to it unfinished, the oldest (of {worker.oldest_call}) for {span(worker.oldest)}"
+    return f"; {count(worker.calls_to, 'call')} to it unfinished, the oldest (of {worker.oldest_call}) for {span(worker.oldest)}"
 
 
 def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
@@ -274,10 +273,6 @@ def _some(names: list[str]) -> str:
 def is_wanted(actor: ObservedActor) -> bool:
     """Return whether a dead actor ended on purpose."""
     return any(text in actor.death_cause for text in _WANTED)
-
-
-def _of_dead(actor: ObservedActor) -> Finding:
-    return fault("actor", actor.death_cause or f"{actor.title} is dead")
 
 
 def _of_actor(actor: ObservedActor) -> list[Finding]:

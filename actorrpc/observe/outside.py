@@ -96,15 +96,6 @@ class GroupLook:
         return Target.of(record, self.group.key, self.group.targets[0].settings)
 
 
-def settings_here() -> Settings:
-    """Return the settings from this process's environment; a visitor uses only the settings for certificates and frame integrity.
-
-    Raises:
-        ConfigError: a variable cannot be used.
-    """
-    return Settings.from_environment()
-
-
 def find_groups(pid: int = 0) -> list[FoundGroup]:
     """Return this user's groups on this host, the oldest first.
 
@@ -114,7 +105,8 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
     Raises:
         ConfigError: the private directory or an ``ACTORRPC_*`` variable cannot be used, or the user's key cannot be read.
     """
-    given, settings = keys.find_key(), settings_here()
+    given = keys.find_key()
+    settings = Settings.from_environment()  # a visitor uses those for certificates and frame integrity only
     found: dict[bytes, FoundGroup] = {}
     for owner, path in keys.group_files():
         try:
@@ -169,7 +161,7 @@ def at_address(text: str) -> FoundGroup:
                 f"--connect {text}: an address is tcp://HOST:PORT, or the path of a Unix socket"
             )
         address = (host, port)
-    settings = settings_here()
+    settings = Settings.from_environment()
     key = keys.find_key()
     if key is None:
         for group in find_groups():

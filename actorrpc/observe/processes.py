@@ -58,15 +58,11 @@ def figures(pid: int = 0) -> dict[str, Any]:
     }
     try:
         found["descriptors"] = len(os.listdir(f"/proc/{name}/fd"))
-        found["descriptor_limit"] = _descriptor_limit(pid)
+        limit = resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
+        found["descriptor_limit"] = limit if limit != resource.RLIM_INFINITY else 0
     except OSError:
         pass
     return found
-
-
-def _descriptor_limit(pid: int) -> int:
-    soft = resource.prlimit(pid, resource.RLIMIT_NOFILE)[0]
-    return soft if soft != resource.RLIM_INFINITY else 0
 
 
 def why_silent(pid: int) -> tuple[str, str]:

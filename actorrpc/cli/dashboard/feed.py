@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final, Protocol
 
 from actorrpc._undo import undo_on_error
-from actorrpc.cli.activity import rates
 from actorrpc.cli.dashboard import payloads
 from actorrpc.cli.logs import Line, Reader
-from actorrpc.cli.views import Picture
+from actorrpc.cli.views import Picture, rates
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.call_sums import CallTotals

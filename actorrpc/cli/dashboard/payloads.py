@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from actorrpc.cli.activity import shares
 from actorrpc.cli.logs import Line
 from actorrpc.cli.text import folded, say_call
-from actorrpc.cli.views import Picture, objects_of
+from actorrpc.cli.views import Picture, objects_of, shares
 from actorrpc.flight_recorder import CALLED, EXECUTED
 from actorrpc.observe.call_sums import BUCKETS, OWN_CALLS
 from actorrpc.observe.model import ObservedActor, ObservedWorker
