@@ -26,7 +26,7 @@ from actorrpc.observe.assemble import Silent
 from actorrpc.observe.call_sums import CallTotals
 from actorrpc.observe.outside import FoundGroup, GroupLook
 from actorrpc.observe.trace import Recording, write
-from actorrpc.observe.visitor import Target, Visit
+from actorrpc.observe.visitor import Visit
 
 __all__ = ["Feed", "FeedLook", "See", "encoded"]
 
@@ -406,7 +406,10 @@ def _act(see: See, what: str, whom: str) -> str:
             raise ConfigError(f"{actor.title} cannot be restarted: its max_restarts is 0")
         by = actor.supervisor
         said = f"{actor.title} " + ("is killed" if what == "kill" else "begins anew")
-    visit = Visit(_target(seen, by), time.monotonic() + _ACT_S, acts=True)
+    record = next((record for record, _ in seen.answers.values() if record.name == by), None)
+    if record is None:
+        raise ConfigError(f"worker {by!r}, which must run this action, was not found")
+    visit = Visit(seen.target(record), time.monotonic() + _ACT_S, acts=True)
     try:
         problem = visit.act(what, whom, time.monotonic() + _ACT_S)
     finally:
@@ -415,10 +418,3 @@ def _act(see: See, what: str, whom: str) -> str:
         raise RpcError(problem)
     _log.info("from the page: %s %s", what, whom)
     return said
-
-
-def _target(seen: GroupLook, name: str) -> Target:
-    for record, _ in seen.answers.values():
-        if record.name == name:
-            return seen.target(record)
-    raise ConfigError(f"worker {name!r}, which must run this action, was not found")
