@@ -24,14 +24,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
 from actorrpc.cli import debug, doctor, logs, profile, views
-from actorrpc.debugger.protocol import HELD
+from actorrpc.debugger import HELD
 from actorrpc.errors import RpcError
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState, plain
 from actorrpc.observe.outside import Answer, FoundGroup, GroupLook, at_address, find_groups, look
-from actorrpc.observe.protocol import patience
-from actorrpc.observe.tracing.trace import check_path, write
-from actorrpc.observe.visitor import KeptVisits
+from actorrpc.observe.trace import check_path, write
+from actorrpc.observe.visitor import KeptVisits, patience
 
 __all__ = ["main"]
 
@@ -180,7 +179,7 @@ def _describe(found: argparse.Namespace) -> _Shown:
     return _Shown(
         lambda: views.separated(picture.actor_lines(actor) for picture, actor in matches),
         lambda: {"actors": [picture.actor_dict(actor) for picture, actor in matches]},
-        any(picture.about(actor).is_wrong for picture, actor in matches),
+        any(picture.about([actor]).is_wrong for picture, actor in matches),
     )
 
 
@@ -371,7 +370,7 @@ def _debug(found: argparse.Namespace) -> _Shown | None:
     sessions = _sessions(found, looks, pictures)
     if not found.cast:
         first = sessions[0]
-        over = debug.talk(first, sys.stdin, _write, debug.is_terminal())
+        over = debug.talk(first, sys.stdin, _write, sys.stdin.isatty())
         if not over and not found.json:
             how = (
                 f"; actorrpc debug {first.name} attaches again"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -17,7 +16,7 @@ from typing import Any, Final, TextIO
 
 from actorrpc._undo import undo_on_error
 from actorrpc.cli.text import span, table
-from actorrpc.debugger.protocol import EVENT, HELD, OVER, REQUEST, RUNS, pack, unpack
+from actorrpc.debugger import EVENT, HELD, OVER, REQUEST, RUNS, pack, unpack
 from actorrpc.errors import RpcError
 from actorrpc.observe.model import HeldCall, ObservedWorker
 from actorrpc.observe.visitor import Target, Visit
@@ -255,8 +254,3 @@ def cast(
     for each in sessions:
         folded.setdefault(("".join(texts[each.name]), each.name not in late), []).append(each.name)
     return [(names, text, complete) for (text, complete), names in folded.items()]
-
-
-def is_terminal() -> bool:
-    """Whether standard input is a terminal."""
-    return sys.stdin.isatty()

@@ -13,10 +13,11 @@ from typing import Final
 
 from actorrpc import __version__
 from actorrpc.cli.text import amount, count, span
+from actorrpc.config import Settings
 from actorrpc.errors import ConfigError
 from actorrpc.observe.findings import fault, note
 from actorrpc.observe.model import Finding
-from actorrpc.observe.outside import GroupLook, settings_here
+from actorrpc.observe.outside import GroupLook
 from actorrpc.transport.tls import Tls
 from actorrpc.wire import keys
 
@@ -95,7 +96,7 @@ def _directory() -> Finding:
 
 def _settings() -> Finding:
     try:
-        settings = settings_here()
+        settings = Settings.from_environment()
         tls = Tls.load(settings)
     except ConfigError as error:
         return fault("settings", str(error), "correct the variable, or unset it")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from actorrpc.observe.findings import count, span
 from actorrpc.observe.model import (
     HeldCall,
     ObservedActor,
@@ -17,7 +18,6 @@ from actorrpc.observe.model import (
     StackFrame,
     ThreadStack,
 )
-from actorrpc.observe.words import count, span
 
 __all__ = [
     "Fold",

@@ -18,8 +18,7 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Static
 
-from actorrpc.cli.activity import ACTOR_COLUMNS, WORKER_COLUMNS, Column, rows
-from actorrpc.cli.views import Picture, separated
+from actorrpc.cli.views import ACTOR_COLUMNS, WORKER_COLUMNS, Column, Picture, activities, separated
 from actorrpc.errors import RpcError
 from actorrpc.observe.model import GroupState
 
@@ -188,7 +187,7 @@ class Top(App[None]):
 
     def _show(self, pictures: Sequence[Picture]) -> None:
         seen = [each.state for each in pictures]
-        workers, actors = rows(self._before, seen)
+        workers, actors = activities(self._before, seen)
         self._before = seen
         self._head.update(Text("\n").join(_text(each.title) for each in pictures))
         wrong = [each.what for picture in pictures for each in picture.findings if each.wrong]

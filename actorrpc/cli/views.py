@@ -1,20 +1,22 @@
-"""The output of the commands about a group: as lines of text, and as JSON values."""
+"""The output of the commands about a group, as lines of text and as JSON values; its activity between two reads of its state."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from actorrpc.cli.activity import ACTOR_COLUMNS, WORKER_COLUMNS, Column, rows
 from actorrpc.cli.text import (
     amount,
     count,
+    figure,
     folded,
     known,
     lapse,
+    latencies,
     left_out,
+    runs,
     say_call,
     span,
     stack_lines,
@@ -30,9 +32,20 @@ from actorrpc.observe.model import (
     plain,
 )
 from actorrpc.observe.outside import FoundGroup, GroupLook
-from actorrpc.observe.tracing.trace import TraceSummary
+from actorrpc.observe.trace import TraceSummary
 
-__all__ = ["Picture", "objects_of", "separated", "trace_lines"]
+__all__ = [
+    "ACTOR_COLUMNS",
+    "WORKER_COLUMNS",
+    "Column",
+    "Picture",
+    "activities",
+    "objects_of",
+    "rates",
+    "separated",
+    "shares",
+    "trace_lines",
+]
 
 _STATES: Final = ("PENDING_CREATION", "ALIVE", "RESTARTING", "ENDING", "DEAD", "UNKNOWN")
 _OF_SILENT: Final = (
@@ -270,13 +283,9 @@ class Picture:
             names = {each.name for each in workers}
             return self._cut(workers, [each for each in self.state.actors if each.worker in names])
         actors = self.actors_named(whom)
-        return self._of(actors) if actors else None
+        return self.about(actors) if actors else None
 
-    def about(self, actor: ObservedActor) -> Picture:
-        """Return the picture of one actor."""
-        return self._of([actor])
-
-    def _of(self, actors: Sequence[ObservedActor]) -> Picture:
+    def about(self, actors: Sequence[ObservedActor]) -> Picture:
         """Return the picture of some actors: their workers, with only these actors' threads and held calls.
 
         For a worker whose stacks were dumped by a signal, all threads are kept.
@@ -289,9 +298,11 @@ class Picture:
                 held = tuple(each for each in worker.held if each.actor_id in ids)
                 wanted |= {(worker.name, each.thread) for each in held if each.is_held}
                 threads = [
-                    each
-                    for each in worker.threads
-                    if worker.dumped or (worker.name, each.ident) in wanted or self._is_of(each.name, actors)
+                    thread
+                    for thread in worker.threads
+                    if worker.dumped
+                    or (worker.name, thread.ident) in wanted
+                    or any(actor.title in thread.name for actor in actors)
                 ]
                 # Copy only these attributes, so that findings about the worker's other attributes are left out.
                 told = {name: getattr(worker, name) for name in _OF_SILENT}
@@ -316,10 +327,6 @@ class Picture:
         return tuple(
             each for each in self.state.workers if text in (each.name, str(each.rank), str(each.pid))
         )
-
-    @staticmethod
-    def _is_of(thread: str, actors: Sequence[ObservedActor]) -> bool:
-        return any(each.title in thread for each in actors)
 
     def stacks_dict(self) -> dict[str, Any]:
         """Return the output of ``stack --json``."""
@@ -395,7 +402,7 @@ class Picture:
 
     def actor_dict(self, actor: ObservedActor) -> dict[str, Any]:
         """Return the output of ``describe --json`` for an actor."""
-        found = [plain(each) for each in self.about(actor).findings]
+        found = [plain(each) for each in self.about([actor]).findings]
         return {**plain(actor), "waiting_for_it": self._who_waits(actor), "findings": found}
 
     def _who_waits(self, actor: ObservedActor) -> list[str]:
@@ -460,7 +467,7 @@ class Picture:
                 text += f"; the first, {box.next}(), for {span(box.oldest)}"
             lines.append(f"  {name}: {text}")
         lines += [f"  runs {say_call(actor.title, call, self.callers)}" for call in actor.running]
-        about = self.about(actor)
+        about = self.about([actor])
         stops = [each for one in about.state.workers for each in one.held if each.is_held]
         lines += [
             f"  held by {each.why} at {each.file}:{each.line}, in {each.function}(), for {span(each.since)}; to debug it: "
@@ -478,7 +485,7 @@ class Picture:
 
     def top_lines(self, most: int, before: Sequence[Picture]) -> list[str]:
         """Return the output of ``top``; ``before``: the previous pictures."""
-        workers, actors = rows([each.state for each in before], [self.state])
+        workers, actors = activities([each.state for each in before], [self.state])
         lines = [self.title, "", *_table(WORKER_COLUMNS, workers, _ROWS, " workers")]
         actors.sort(
             key=lambda row: (
@@ -495,6 +502,147 @@ class Picture:
             if each.wrong:
                 lines += ["", *_said(each)]
         return lines
+
+
+# -- activity between two reads of the state, and the columns of top ---------------------------------------------
+
+
+def rates(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[str, float]:
+    """Return the calls per second of each actor, by its id; without actors that are new or were restarted since ``before``."""
+    old = {each.actor_id: each for state in before for each in state.actors}
+    found = {}
+    for state in after:
+        for actor in state.actors:
+            then = old.get(actor.actor_id)
+            if then is not None and actor.age > then.age and actor.calls_done >= then.calls_done:
+                found[actor.actor_id] = (actor.calls_done - then.calls_done) / (actor.age - then.age)
+    return found
+
+
+def shares(before: Iterable[GroupState], after: Iterable[GroupState]) -> dict[tuple[str, int], float]:
+    """Return each worker's use of the processor between two reads, in percent of one processor, by name and process id."""
+    old = {(each.name, each.pid): each for state in before for each in state.workers}
+    found = {}
+    for state in after:
+        for worker in state.workers:
+            then = old.get((worker.name, worker.pid))
+            if then is not None and worker.age > then.age:
+                found[worker.name, worker.pid] = 100 * (worker.cpu - then.cpu) / (worker.age - then.age)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerActivity:
+    """A worker and ``share``, its use of the processor in percent of one processor; None if unknown."""
+
+    worker: ObservedWorker
+    share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ActorActivity:
+    """An actor that is not dead; ``rate``: its calls per second; ``home``: its worker; None if unknown."""
+
+    actor: ObservedActor
+    rate: float | None
+    home: WorkerActivity | None
+
+    @property
+    def share(self) -> float | None:
+        return self.home.share if self.home is not None else None
+
+    @property
+    def memory(self) -> int:
+        return self.home.worker.memory if self.home is not None else 0
+
+
+def activities(
+    before: Iterable[GroupState], after: Iterable[GroupState]
+) -> tuple[list[WorkerActivity], list[ActorActivity]]:
+    """Return the rows of the workers, and of the actors that are not dead."""
+    before, after = list(before), list(after)
+    rate, share = rates(before, after), shares(before, after)
+    workers: list[WorkerActivity] = []
+    actors: list[ActorActivity] = []
+    for state in after:
+        homes = {each.name: WorkerActivity(each, share.get((each.name, each.pid))) for each in state.workers}
+        workers += homes.values()
+        actors += [
+            ActorActivity(each, rate.get(each.actor_id), homes.get(each.worker))
+            for each in state.actors
+            if each.state != "DEAD"
+        ]
+    return workers, actors
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table: its title, the text of its cells, and the sort key (largest numbers come first).
+
+    Attributes:
+        is_live: whether the column is only in the live tables of a terminal.
+    """
+
+    title: str
+    show: Callable[[Any], str]
+    key: Callable[[Any], Any]
+    is_live: bool = False
+
+    @property
+    def by_name(self) -> bool:
+        return self.title in ("actor", "worker", "state")
+
+
+def _or_less(value: float | None) -> float:
+    return -1.0 if value is None else value
+
+
+def _size(nbytes: int) -> str:
+    return amount(nbytes) if nbytes else ""
+
+
+WORKER_COLUMNS: Final = (
+    Column("worker", lambda row: row.worker.name, lambda row: (row.worker.rank, row.worker.name)),
+    Column(
+        "state", lambda row: row.worker.state, lambda row: (row.worker.state == "alive", row.worker.state)
+    ),
+    Column("cpu %", lambda row: figure(row.share), lambda row: _or_less(row.share)),
+    Column("memory", lambda row: _size(row.worker.memory), lambda row: row.worker.memory),
+    Column("fds", lambda row: str(row.worker.descriptors or ""), lambda row: row.worker.descriptors),
+    Column("threads", lambda row: str(row.worker.thread_count or ""), lambda row: row.worker.thread_count),
+    Column("calls out", lambda row: str(row.worker.outgoing_count), lambda row: row.worker.outgoing_count),
+    Column(
+        "queued",
+        lambda row: str(row.worker.pool.get("queued", 0)),
+        lambda row: row.worker.pool.get("queued", 0),
+    ),
+)
+ACTOR_COLUMNS: Final = (
+    Column("actor", lambda row: row.actor.title, lambda row: row.actor.title),
+    Column("worker", lambda row: row.actor.worker, lambda row: row.actor.worker),
+    Column("state", lambda row: row.actor.state.lower(), lambda row: row.actor.state),
+    Column(
+        "waiting",
+        lambda row: known(row.actor.waiting, [row.actor]),
+        lambda row: (row.actor.waiting, row.actor.oldest),
+    ),
+    Column(
+        "oldest",
+        lambda row: span(row.actor.oldest) if row.actor.waiting else "-",
+        lambda row: row.actor.oldest,
+    ),
+    Column("calls/s", lambda row: figure(row.rate), lambda row: _or_less(row.rate)),
+    Column("p50", lambda row: latencies(row.actor)[0], lambda row: row.actor.p50),
+    Column("p99", lambda row: latencies(row.actor)[1], lambda row: row.actor.p99),
+    Column("cpu %", lambda row: figure(row.share), lambda row: _or_less(row.share), is_live=True),
+    Column("memory", lambda row: _size(row.memory), lambda row: row.memory, is_live=True),
+    Column(
+        "runs", lambda row: runs(row.actor, row.home and row.home.worker), lambda row: len(row.actor.running)
+    ),
+)
+
+
+# -- parts of the output -----------------------------------------------------------------------------------------
 
 
 def objects_of(workers: Iterable[ObservedWorker]) -> list[tuple[ObservedSegment, list[str]]]:

@@ -2,35 +2,44 @@
 
 A call is *held* while the debugger has stopped its thread. Handlers of notices run on the thread that reads the connection and do
 not wait, so a worker answers front ends even if all of its calls are held.
+
+While a worker with a debugger is in its group, ``breakpoint()`` in a call holds the call. Outside of calls (in the driver, in a
+rank's own code), it works as before, except in a process whose standard input is closed or /dev/null, where it holds the calling
+thread. If PYTHONBREAKPOINT is set, ``breakpoint()`` always works as before.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
+import operator
+import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any, Final
 
+from actorrpc import _stacks
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.executor import ActorExecutor
 from actorrpc.actors.host.threads import bears_interruption
 from actorrpc.agent.calls import CURRENT, Execution
-from actorrpc.agent.context import Worker, current_worker
+from actorrpc.agent.context import Worker, current_worker, workers_here
 from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import Peer
 from actorrpc.agent.timers import Tick
-from actorrpc.debugger import entering
+from actorrpc.debugger import EVENT, PUT_OFF, REQUEST, RUNS, pack, unpack
 from actorrpc.debugger.prompt import users_frames
-from actorrpc.debugger.protocol import EVENT, PUT_OFF, RUNS, pack, unpack
 from actorrpc.debugger.session import DebugSession
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future
+from actorrpc.rpc import api
 
-__all__ = ["Debugger", "look_around"]
+__all__ = ["Debugger", "enter", "look_around", "start"]
 
 _log = logging.getLogger("actorrpc.debugger")
 _LOOK_S: Final = 0.5  # how often sessions of ended calls are removed
@@ -60,6 +69,7 @@ class Debugger:
     def __init__(self, worker: Worker) -> None:
         self.numbers = itertools.count(1)
         self._agent = worker.agent
+        self.notify = worker.agent.notify
         self._actors = worker.actors
         self._sessions: dict[int, DebugSession] = {}
         self._entering: dict[Peer, _Entry] = {}
@@ -207,10 +217,6 @@ class Debugger:
 
     # -- front ends ----------------------------------------------------------------------------------------------
 
-    def notify(self, peer: Peer, name: str, body: bytes) -> None:
-        """Send a notice to a peer; without a connection, the notice is lost."""
-        self._agent.notify(peer, name, body)
-
     def asked(self, peer: Peer, body: bytes) -> None:
         """Carry out a request of a front end, and answer it."""
         request = unpack(body)
@@ -284,9 +290,10 @@ class Debugger:
             self._agent.clock.after(_AGAIN_S, again)
         else:
             mail = MailHeader({"mailbox": entry.hosted.id, "method": "<call>"})
-            self._agent.call(
-                self._agent.self_peer, None, (look_around,), {}, 0.0, future=_ignored(), mail=mail
-            )
+            future: Future[Any] = Future()
+            future.label = "an actor that a debugger enters"
+            future.add_done_callback(Future.acknowledge)
+            self._agent.call(self._agent.self_peer, None, (look_around,), {}, 0.0, future=future, mail=mail)
 
     def entered(self, entry: _Entry) -> bool:
         """Claim an entry; return True to the first caller, if the front end still waits, and False to all others."""
@@ -324,11 +331,11 @@ class _Entry:
         for runner in list(self.hosted.runners):
             if runner.entered:
                 runner.enter(self.at_wait)
-                entering.enter(runner.ident, self.at_line)
+                enter(runner.ident, self.at_line)
                 return True
         for loop in list(self.hosted.loops.values()):
             if loop.entries and loop.current is not None:
-                entering.enter(loop.ident, self.at_line)
+                enter(loop.ident, self.at_line)
                 return True
         return False
 
@@ -368,15 +375,125 @@ def _who(peer: Peer) -> str:
     return f"a front end of the debugger (pid {peer.record.pid})"
 
 
-def _ignored() -> Future[Any]:
-    future: Future[Any] = Future()
-    future.label = "an actor that a debugger enters"
-    future.add_done_callback(Future.acknowledge)
-    return future
-
-
 def look_around(instance: Any) -> None:
     """Hold an idle actor for the front end that enters it. Sent to the actor as a call."""
     worker = current_worker()
     if worker is not None and worker.debugger is not None:
         worker.debugger.look_around(instance)
+
+
+# -- entering a running thread ------------------------------------------------------------------------------------
+
+_LINE: Final = 2  # PyTrace_LINE
+_api: Final = ctypes.pythonapi
+_TRACE: Final = ctypes.PYFUNCTYPE(
+    ctypes.c_int, ctypes.py_object, ctypes.py_object, ctypes.c_int, ctypes.c_void_p
+)
+
+
+def _declared(name: str, result: Any, *arguments: Any) -> Any:
+    found = getattr(_api, name, None)
+    if found is not None:
+        found.restype, found.argtypes = result, arguments
+    return found
+
+
+_interpreter = _declared("PyInterpreterState_Get", ctypes.c_void_p)
+_first = _declared("PyInterpreterState_ThreadHead", ctypes.c_void_p, ctypes.c_void_p)
+_next = _declared(
+    "PyThreadState_Next", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
+)  # accumulate() passes two arguments; the function ignores the second
+_frame_of = _declared("PyThreadState_GetFrame", ctypes.c_void_p, ctypes.c_void_p)
+_let_go = _declared("Py_DecRef", None, ctypes.c_void_p)
+_set_trace = _declared("_PyEval_SetTrace", ctypes.c_int, ctypes.c_void_p, _TRACE, ctypes.py_object)
+
+
+def _event(run: Callable[[FrameType], bool], frame: FrameType, what: int, _argument: Any) -> int:
+    """The trace function, which the interpreter calls on the other thread at each event until ``run`` has returned True."""
+    if what == _LINE and run(frame):
+        found: object = sys.gettrace()
+        if found is run:
+            sys.settrace(None)
+    return 0
+
+
+_EVENT: Final = _TRACE(_event)
+
+
+def enter(thread: int, run: Callable[[FrameType], bool]) -> bool:
+    """Make a thread call ``run(frame)`` at each line of Python code, until ``run`` returns True.
+
+    CPython 3.11 has no API for this. Internal functions of CPython set a trace function for the other thread, which the
+    interpreter calls on that thread at each new line, call or return of Python code. A thread that runs C code is traced only
+    after the return to Python code, which may be never.
+
+    Returns False if the thread was not found, because it has ended or its innermost frame has changed meanwhile. ``run`` must not
+    raise. It may set another trace function. The thread's own trace function, if it has one, is replaced.
+    """
+    frame = _stacks.top_frame(thread)
+    if frame is None:
+        return False
+    # Between two bytecodes of this function, the other thread may run and end, and its thread state would be freed. Therefore a
+    # single call of C code (``list`` over iterators in C) goes through all thread states, and sets the trace function of the
+    # state whose innermost frame is ``frame``.
+    with _stacks.without_collection():  # finalisers would run bytecodes
+        head = map(_first, (_interpreter(),))
+        steps = itertools.accumulate(itertools.chain(head, itertools.repeat(0)), _next)
+        states, places = itertools.tee(itertools.takewhile(bool, steps))
+        frames, taken = itertools.tee(map(_frame_of, places))
+        meant = itertools.compress(states, map(operator.eq, frames, itertools.repeat(id(frame))))
+        found = list(map(_set_trace, meant, itertools.repeat(_EVENT), itertools.repeat(run)))
+        for each in taken:
+            if each is not None:
+                _let_go(each)
+    return bool(found)
+
+
+# -- breakpoint() -------------------------------------------------------------------------------------------------
+
+
+def start(worker: Worker) -> Callable[[bool], None]:
+    """Register the handlers of the debugger, and replace ``sys.breakpointhook``; return a function that undoes this."""
+    agent = worker.agent
+    made = worker.debugger = Debugger(worker)
+    agent.on_notice[REQUEST] = made.asked
+    agent.on_notice[PUT_OFF] = made.put_off_there
+    agent.inbox.prompt |= {REQUEST, PUT_OFF}
+    agent.on_peer_end.append(made.on_peer_end)
+    agent.on_failure = made.failed
+    previous = sys.breakpointhook
+    if getattr(previous, "func", None) is not _breakpoint:
+        sys.breakpointhook = partial(_breakpoint, previous)
+
+    def shut_down(_graceful: bool) -> None:
+        worker.debugger = agent.on_failure = None
+        hook = sys.breakpointhook
+        if isinstance(hook, partial) and hook.func is _breakpoint:
+            if not any(each.debugger is not None for each in workers_here()):
+                sys.breakpointhook = hook.args[0]
+
+    return shut_down
+
+
+def _breakpoint(previous: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    worker, execution = current_worker(), CURRENT.get()
+    debugger = None if worker is None else worker.debugger
+    if (
+        debugger is None
+        or os.environ.get("PYTHONBREAKPOINT")
+        or (execution is None and not _has_no_terminal())
+    ):
+        return previous(*args, **kwargs)
+    debugger.breakpoint(sys._getframe(1), execution)
+    return None
+
+
+def _has_no_terminal() -> bool:
+    """Return whether standard input is /dev/null or closed, as in a worker that another process has started."""
+    try:
+        return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
+    except OSError:
+        return True
+
+
+api.on_start.append(start)

@@ -16,11 +16,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc._exception_text import line_of
 
-__all__ = ["Console", "Prompt", "users_frames"]
+if TYPE_CHECKING:
+    from actorrpc.debugger.session import DebugSession
+
+__all__ = ["Prompt", "users_frames"]
 
 _PACKAGE: Final = __name__.partition(".")[0]
 _OUTSIDE: Final = (_PACKAGE, "asyncio", "threading")
@@ -46,29 +49,10 @@ def users_frames(frame: FrameType | None) -> list[FrameType]:
     return found
 
 
-class Console(Protocol):
-    """The input and output of a prompt, and the receiver of the prompt's events."""
-
-    def write(self, text: str) -> int:
-        """Append output."""
-
-    def flush(self) -> None:
-        """Send the output."""
-
-    def readline(self) -> str:
-        """Wait for the next command and return it."""
-
-    def stops(self, frame: FrameType) -> None:
-        """Called when the call is held at a line, before output about that line is written."""
-
-    def resumes(self) -> None:
-        """Called when the call is no longer held."""
-
-
 class Prompt(pdb.Pdb):
-    """The pdb of one call. It runs on the thread of the call."""
+    """The pdb of one call. It runs on the thread of the call; ``console`` is its input and output, and learns of its stops."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: DebugSession) -> None:
         super().__init__(
             stdin=console,  # type: ignore[arg-type]
             stdout=console,  # type: ignore[arg-type]

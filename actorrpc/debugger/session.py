@@ -17,8 +17,8 @@ from collections import deque
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
+from actorrpc.debugger import EVENT, HELD, OVER, RUNS, pack
 from actorrpc.debugger.prompt import Prompt
-from actorrpc.debugger.protocol import EVENT, HELD, OVER, RUNS, pack
 from actorrpc.futures import interruption_point
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class DebugSession:
             self._come.wait(_LOOK_S)
 
     def stops(self, frame: FrameType) -> None:
-        """See Console."""
+        """Note that the call is held at a line, before output about that line is written."""
         self.place = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         self._shown.clear()
         self._shown_size = 0
@@ -141,7 +141,7 @@ class DebugSession:
         self._tell({})
 
     def resumes(self) -> None:
-        """See Console."""
+        """Note that the call is no longer held."""
         self.flush()
         self._debugger.let_go(self)
         if self.state == HELD:

@@ -26,8 +26,8 @@ from actorrpc.observe.model import (
     StackFrame,
     ThreadStack,
 )
-from actorrpc.observe.tracing.torch_profiles import keep_profile
-from actorrpc.observe.tracing.trace import TraceSummary
+from actorrpc.observe.torch_profiles import keep_profile
+from actorrpc.observe.trace import TraceSummary
 
 __all__ = [
     "BrokenDeadlock",

@@ -6,20 +6,19 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import Worker, current_worker
 from actorrpc.errors import NotInitializedError, RpcError, RpcTimeoutError
 from actorrpc.group.rendezvous import Rendezvous
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.model import GroupState
 from actorrpc.observe.outside import FoundGroup, GroupLook, look, members_of
-from actorrpc.observe.protocol import all_pages, patience
-from actorrpc.observe.tracing.trace import Recording, TraceSummary, check_path, compare_clocks, write
-from actorrpc.observe.visitor import Target
+from actorrpc.observe.trace import Recording, TraceSummary, check_path, compare_clocks, write
+from actorrpc.observe.visitor import Target, all_pages, patience
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.validation import wait_limit
@@ -201,28 +200,19 @@ def printed(since: int, timeout: float) -> tuple[list[list[Any]], int]:
 
 def _members(worker: Worker, until: float) -> list[WorkerRecord]:
     """Return the workers of the group; if the list of members cannot be read, the workers that this worker knows."""
-    agent = worker.agent
+    agent, own = worker.agent, worker.agent.record
     known = {each.record.incarnation: each.record for each in (agent.self_peer, *agent.peers())}
-    rows = [each for each in known.values() if not each.is_visitor and _is_alive(agent, each)]
-    if agent.record.rank != 0 and not isinstance(worker.group.membership, Rendezvous):
-        driver = next((each for each in rows if each.rank == 0), None)
-        told = [] if driver is None else _told(worker, driver, until)
-    else:
-        try:
+    rows = [
+        each
+        for each in known.values()
+        if not each.is_visitor
+        and (each.incarnation == own.incarnation or agent.peer_table.adopt(each).state == "alive")
+    ]
+    told: Iterable[WorkerRecord] = ()
+    with contextlib.suppress(OSError, RpcError):
+        if own.rank == 0 or isinstance(worker.group.membership, Rendezvous):
             told = agent.members()
-        except RpcError:
-            told = []
+        elif driver := next((each for each in rows if each.rank == 0), None):
+            found = _query(worker, _target(worker, driver), ["members"], None, until, math.inf)
+            told = () if isinstance(found, Silent) else members_of(found, set())
     return list({each.incarnation: each for each in (*rows, *told)}.values())
-
-
-def _is_alive(agent: Agent, record: WorkerRecord) -> bool:
-    return record.incarnation == agent.record.incarnation or agent.peer_table.adopt(record).state == "alive"
-
-
-def _told(worker: Worker, driver: WorkerRecord, until: float) -> list[WorkerRecord]:
-    """Request the list of members from rank 0; an empty list if rank 0 does not answer in time, or the query fails."""
-    try:
-        found = _query(worker, _target(worker, driver), ["members"], None, until, math.inf)
-    except (OSError, RpcError):
-        return []
-    return [] if isinstance(found, Silent) else list(members_of(found, set()))

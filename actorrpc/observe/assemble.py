@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
-from actorrpc.observe import dumps
+from actorrpc.observe import processes
 from actorrpc.observe.findings import findings
 from actorrpc.observe.model import GroupState, ObservedActor, ObservedConnection, ObservedWorker, made_of
 from actorrpc.wire.identity import WorkerRecord
@@ -35,8 +35,8 @@ class Silent:
         self.threads: list[dict[str, Any]] = []
 
     def dump(self, pid: int, until: float) -> None:
-        """Make the process dump its stacks (:mod:`actorrpc.observe.dumps`); on failure, append the cause to ``reason``."""
-        found = dumps.collect(pid, until)
+        """Make the process dump its stacks by a signal; on failure, append the cause to ``reason``."""
+        found = processes.dump_stacks(pid, until)
         if isinstance(found, str):
             self.reason = f"{self.reason}; {found}"
         else:
@@ -109,10 +109,10 @@ def assemble(
     actors: dict[str, ObservedActor] = {}
     for actor_id, row in known.items():
         life = hosted.pop(str(row.get("instance")), {})
-        told = {name: life[name] for name in _OF_ITS_WORKER if name in life}
+        told = {name: life[name] for name in ("worker", "pid") if name in life}
         title = life.get("title") or _title(row)
         held = dict(handles.get(actor_id, ()))
-        actors[actor_id] = made_of(ObservedActor, {**row, **told, "title": title, "handles": held})
+        actors[actor_id] = made_of(ObservedActor, {**life, **row, **told, "title": title, "handles": held})
     for life in hosted.values():  # actors whose supervisors have not answered
         row = {**life, "state": "ALIVE" if life.get("state") == "alive" else "UNKNOWN"}
         actors.setdefault(str(life.get("actor_id")), made_of(ObservedActor, row))
@@ -141,22 +141,6 @@ def _with_calls(workers: list[ObservedWorker]) -> tuple[ObservedWorker, ...]:
             )
         found.append(worker)
     return tuple(found)
-
-
-_OF_ITS_WORKER = [
-    "age",
-    "answered",
-    "calls_done",
-    "failed",
-    "latest",
-    "mailbox",
-    "max_restarts",
-    "p50",
-    "p99",
-    "pid",
-    "running",
-    "worker",
-]
 
 
 def _rows(found: dict[str, Any], part: str) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer, state_of
 from actorrpc.autograd.contexts import Context
-from actorrpc.debugger.protocol import HELD
+from actorrpc.debugger import HELD
 from actorrpc.debugger.session import DebugSession
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
 from actorrpc.futures import Future
@@ -425,7 +425,7 @@ def _hosted(worker: Worker, first: int, most: int) -> _Part:
     ]
     actors.sort(key=lambda each: each.id)
     latest = _latest(worker)
-    rows = [_actor(hosted, now, latest.get(hosted.title)) for hosted in actors[:most]]
+    rows = [_actor(hosted, now, latest.get(hosted.title, [])) for hosted in actors[:most]]
     return {"actors": rows}, actors[most].id if len(actors) > most else None
 
 
@@ -439,19 +439,10 @@ def _latest(worker: Worker) -> dict[str, list[tuple[float, bool]]]:
     return found
 
 
-def _times(latest: list[tuple[float, bool]]) -> dict[str, Any]:
-    ran = sorted(seconds for seconds, _ in latest)
-    return {
-        "latest": len(ran),
-        "failed": sum(failed for _, failed in latest),
-        "p50": ran[len(ran) // 2],
-        "p99": ran[len(ran) * 99 // 100],
-    }
-
-
-def _actor(hosted: HostedActor, now: float, latest: list[tuple[float, bool]] | None) -> dict[str, Any]:
+def _actor(hosted: HostedActor, now: float, latest: list[tuple[float, bool]]) -> dict[str, Any]:
     spec = hosted.spec
     assert spec is not None
+    ran = sorted(seconds for seconds, _ in latest)
     running = list(itertools.islice(_running(hosted, now), _CALLS))
     mailbox = []
     for queue, waiting, under_way, oldest in hosted.mailbox.queue_lengths():
@@ -481,7 +472,10 @@ def _actor(hosted: HostedActor, now: float, latest: list[tuple[float, bool]] | N
         "calls_done": max(0, hosted.calls - sum(each["method"] != "__init__" for each in running)),
         "mailbox": mailbox,
         "running": running,
-        **(_times(latest) if latest else {}),
+        "latest": len(ran),
+        "failed": sum(failed for _, failed in latest),
+        "p50": ran[len(ran) // 2] if ran else 0.0,
+        "p99": ran[len(ran) * 99 // 100] if ran else 0.0,
     }
 
 

@@ -1,16 +1,20 @@
-"""Derives findings from the state of a group: faults, and other facts that a user should know. No I/O."""
+"""Derives findings from the state of a group: faults, and other facts that a user should know. No I/O.
+
+The commands use the formats of durations and counts (:func:`span`, :func:`count`) as well.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Final
 
 from actorrpc.observe.model import Finding, GroupState, ObservedActor, ObservedWait, ObservedWorker
-from actorrpc.observe.words import span
 
 __all__ = [
     "calls_to",
+    "count",
     "fault",
     "findings",
     "in_order",
@@ -19,6 +23,7 @@ __all__ = [
     "of_actors",
     "of_workers",
     "remedy_of",
+    "span",
 ]
 
 # Thresholds of findings.
@@ -36,6 +41,26 @@ _WANTED: Final = (
     ", its supervisor, has",
 )
 _SHOWN: Final = 20
+
+
+def span(seconds: float) -> str:
+    """Format a duration."""
+    if seconds < 0.9995:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if not math.isfinite(seconds):  # another process may have sent infinity or NaN
+        return f"{seconds} s"
+    minutes, _ = divmod(int(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def count(number: int, what: str) -> str:
+    """Return the number and the noun, with an s if the number is not 1."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def fault(kind: str, what: str, remedy: str = "") -> Finding:
@@ -111,7 +136,7 @@ def of_actors(state: GroupState) -> list[Finding]:
     """Return the findings about actors."""
     found: list[Finding] = []
     dead = [actor for actor in state.actors if actor.state == "DEAD" and not is_wanted(actor)]
-    found += [_of_dead(actor) for actor in dead[:_SHOWN]]
+    found += [fault("actor", each.death_cause or f"{each.title} is dead") for each in dead[:_SHOWN]]
     if len(dead) > _SHOWN:
         found.append(fault("actor", f"{len(dead) - _SHOWN} more actors are dead"))
     for actor in state.actors:
@@ -139,8 +164,7 @@ def calls_to(worker: ObservedWorker) -> str:
     """Describe the unfinished calls to a worker, as its callers report them. The text continues another sentence."""
     if not worker.calls_to:
         return ""
-    calls = "1 call" if worker.calls_to == 1 else f"{worker.calls_to} calls"
-    return f"; {calls} to it unfinished, the oldest (of {worker.oldest_call}) for {span(worker.oldest)}"
+    return f"; {count(worker.calls_to, 'call')} to it unfinished, the oldest (of {worker.oldest_call}) for {span(worker.oldest)}"
 
 
 def _of_worker(worker: ObservedWorker, state: GroupState) -> list[Finding]:
@@ -249,10 +273,6 @@ def _some(names: list[str]) -> str:
 def is_wanted(actor: ObservedActor) -> bool:
     """Return whether a dead actor ended on purpose."""
     return any(text in actor.death_cause for text in _WANTED)
-
-
-def _of_dead(actor: ObservedActor) -> Finding:
-    return fault("actor", actor.death_cause or f"{actor.title} is dead")
 
 
 def _of_actor(actor: ObservedActor) -> list[Finding]:

@@ -24,7 +24,7 @@ from actorrpc.errors import AuthenticationError, ConfigError, RpcError, VersionE
 from actorrpc.observe import processes
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.model import GroupState
-from actorrpc.observe.tracing.trace import Recording
+from actorrpc.observe.trace import Recording
 from actorrpc.observe.visitor import KeptVisits, Target
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
@@ -96,15 +96,6 @@ class GroupLook:
         return Target.of(record, self.group.key, self.group.targets[0].settings)
 
 
-def settings_here() -> Settings:
-    """Return the settings from this process's environment; a visitor uses only the settings for certificates and frame integrity.
-
-    Raises:
-        ConfigError: a variable cannot be used.
-    """
-    return Settings.from_environment()
-
-
 def find_groups(pid: int = 0) -> list[FoundGroup]:
     """Return this user's groups on this host, the oldest first.
 
@@ -114,7 +105,8 @@ def find_groups(pid: int = 0) -> list[FoundGroup]:
     Raises:
         ConfigError: the private directory or an ``ACTORRPC_*`` variable cannot be used, or the user's key cannot be read.
     """
-    given, settings = keys.find_key(), settings_here()
+    given = keys.find_key()
+    settings = Settings.from_environment()  # a visitor uses those for certificates and frame integrity only
     found: dict[bytes, FoundGroup] = {}
     for owner, path in keys.group_files():
         try:
@@ -169,7 +161,7 @@ def at_address(text: str) -> FoundGroup:
                 f"--connect {text}: an address is tcp://HOST:PORT, or the path of a Unix socket"
             )
         address = (host, port)
-    settings = settings_here()
+    settings = Settings.from_environment()
     key = keys.find_key()
     if key is None:
         for group in find_groups():
@@ -238,7 +230,7 @@ def look(
     """Query all workers of a group.
 
     Args:
-        parts: the parts of the state to request; see :mod:`actorrpc.observe.protocol`.
+        parts: the parts of the state to request; see :mod:`actorrpc.observe.visitor`.
         timeout: for the whole query, in seconds.
         silence: the query of a worker ends if the worker has sent nothing for so many seconds.
         begin: by part: where the first page begins, for parts that are sent in pages.

@@ -1,4 +1,4 @@
-"""Lets a worker answer and send questions (:mod:`~actorrpc.observe.protocol`) while it is in its group.
+"""Lets a worker answer and send questions (:mod:`~actorrpc.observe.visitor`) while it is in its group.
 
 Command line tools of the same user find a group through group files in the user's private directory. The driver of a cluster, its
 workers on other hosts, and every worker of a group without a driver write such a file. It contains the key of the group if the
@@ -18,16 +18,16 @@ import msgpack
 
 from actorrpc.agent.context import Worker, here
 from actorrpc.agent.peers import Peer
+from actorrpc.cluster import api as cluster_api
 from actorrpc.cluster.driver_client import RemoteDirectory
-from actorrpc.debugger import startup as _debugger  # noqa: F401  # its on_start hook runs before the hook of this module
-from actorrpc.errors import ConfigError
+from actorrpc.debugger import debugger as _debugger  # noqa: F401  # its on_start hook runs before the hook of this module
+from actorrpc.errors import ConfigError, RpcError
 from actorrpc.futures import Future
 from actorrpc.group.rendezvous import Rendezvous
-from actorrpc.observe import collect, dumps
-from actorrpc.observe.actions import act
+from actorrpc.observe import collect, processes
 from actorrpc.observe.call_sums import CallSums
-from actorrpc.observe.protocol import ANSWER, ASK, pack, unpack
-from actorrpc.observe.tracing.torch_profiles import KeptProfiles
+from actorrpc.observe.torch_profiles import KeptProfiles
+from actorrpc.observe.visitor import ACTING, ANSWER, ASK, pack, unpack
 from actorrpc.rpc import api
 from actorrpc.wire import keys
 from actorrpc.wire.keys import Key
@@ -38,6 +38,7 @@ _log = logging.getLogger("actorrpc.observe")
 _LONG: Final = frozenset(
     {"logs", "records", "profiles", "metrics"}
 )  # large parts, which a pool thread gathers, so that they do not block the read thread
+_TEXT: Final = 1000
 
 
 class Observer:
@@ -92,7 +93,7 @@ class Observer:
         question = unpack(body)
         agent = self._worker.agent
         if "do" in question:
-            agent.submit(partial(act, self._worker, peer, question))
+            agent.submit(partial(_act, self._worker, peer, question))
             return
         if agent.settings.data_only and not (peer.is_self or any(each.local for each in list(peer.conns))):
             # A peer that may only call exposed functions must not learn names of files and functions from stacks.
@@ -116,6 +117,55 @@ class Observer:
         self._worker.agent.notify(peer, ANSWER, pack(found))
 
 
+def _act(worker: Worker, peer: Peer, asked: dict[str, Any]) -> None:
+    """Carry out a visitor's request to kill or restart an actor or drain a worker, and answer it; called on a pool thread.
+
+    Only visitors whose names have the prefix ``ACTING`` may request actions. The handshake authenticates the name, so the
+    connection of a command that only reads cannot be used to trigger an action. A holder of the group's key can always connect
+    under such a name, or kill actors by calls.
+    """
+    what, whom = str(asked.get("do"))[:20], str(asked.get("whom"))[:_TEXT]
+    where = f"visitor {peer.name!r} (pid {peer.record.pid})"
+    problem = ""
+    try:
+        if not (peer.record.is_visitor and peer.name.startswith(ACTING)):
+            raise RpcError("this visitor may only read the state of the group")
+        if worker.agent.settings.data_only:
+            raise RpcError(f"worker {worker.agent.name!r} takes data only")
+        _log.warning("%s: %s %s", where, what, whom)
+        _do(worker, what, whom)
+    except (RpcError, ValueError) as error:
+        problem = (str(error) or type(error).__name__)[:_TEXT]
+        _log.warning("%s: %s %s: not done: %s", where, what, whom, problem)
+    if not worker.agent.closed_down:
+        worker.agent.notify(peer, ANSWER, pack({"id": asked["id"], "problem": problem}))
+
+
+def _do(worker: Worker, what: str, whom: str) -> None:
+    if what in ("kill", "restart"):
+        if worker.actors is None:
+            raise ConfigError(f"worker {worker.agent.name!r} supervises no actors")
+        worker.actors.supervisor.kill(int(whom, 16), what == "kill")
+    elif what == "drain":
+        if worker.cluster is None:
+            raise ConfigError(f"worker {worker.agent.name!r} is not the driver of a cluster")
+        if worker.agent.peer(whom).is_self:
+            raise ConfigError("the driver cannot be drained: it leaves with actorrpc.shutdown()")
+        worker.agent.submit(partial(_drain, whom))
+    else:
+        raise ConfigError(f"there is no action {what!r}")
+
+
+def _drain(name: str) -> None:
+    """Drain a worker, within the default time-out of ``drain()``. The result is only logged; the visitor was answered before."""
+    try:
+        cluster_api.drain(name)
+    except RpcError as error:
+        _log.warning("drain %s: %s", name, error)
+    else:
+        _log.warning("drain %s: it has left", name)
+
+
 def start(worker: Worker) -> Callable[[bool], None]:
     """Register the handlers of a worker, and write its group file; return a function that undoes this."""
     agent = worker.agent
@@ -126,7 +176,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     agent.on_peer_end.append(partial(_visitor_left, worker))
     path = _write(worker)
     # A process may have several workers; only one of them registers the signal handler, which dumps all threads of the process.
-    unprepare = dumps.prepare(agent.settings.dump_signal if here.worker is worker else 0)
+    unprepare = processes.prepare_dumps(agent.settings.dump_signal if here.worker is worker else 0)
 
     def shut_down(_graceful: bool) -> None:
         if path:
@@ -157,7 +207,8 @@ def _write(worker: Worker) -> str:
         "record": agent.record.to_bytes(),
         "what": worker.what,
         "keyless": key is None,
-        "program": _program(),
+        # without the arguments, which may be secrets
+        "program": sys.argv[0][:1000] if sys.argv else "",
     }
     try:
         keys.create_group_file(path, revealed, msgpack.packb(about))
@@ -165,11 +216,6 @@ def _write(worker: Worker) -> str:
         _log.info("tools of this user cannot find this group: %s", error)
         return ""
     return path
-
-
-def _program() -> str:
-    """Return the program that this process runs; without its arguments, which may be secrets."""
-    return sys.argv[0][:1000] if sys.argv else ""
 
 
 def _is_given(key: Key, membership: Any) -> bool:

@@ -3,6 +3,20 @@
 It connects to a worker as a peer does, proves the key in the same handshake, introduces itself with a rank from the range of
 visitors, and sends questions. It is not a member of the group: other workers do not learn of the visitor, and the
 worker forgets the visitor when it disconnects.
+
+A question and its answer are notices, plain values packed by msgpack. A question names the requested parts and, for parts that
+are sent in pages, where the page begins. An answer has at most one page of each part, and its key ``"next"`` gives the begin of
+the following pages. For records, a negative begin counts from the end: -100 requests the last 100. The parts ("it" is the queried
+worker):
+
+* ``process``: the process and its connections. ``actors``: the actors that it hosts. ``supervised``: the table of the actors that
+  it supervises. ``holders``: which workers have references to the values that it owns. ``threads``: stacks.
+* ``members``: the records of the group's workers that it can list without querying other workers.
+* ``logs``: the output of the processes that it has started.
+* ``records``: the records of its flight recorder, unfinished calls (with the first page), and the time on its clock.
+* ``profiles``: the torch profiles that it keeps. ``metrics``: sums over its calls.
+
+A question ``{"id", "do", "whom"}`` requests an action; its answer is ``{"id", "problem"}``. Pickle is not used.
 """
 
 from __future__ import annotations
@@ -14,17 +28,18 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
+import msgpack
+
 from actorrpc._undo import undo_on_error
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
-from actorrpc.observe.protocol import ACTING, ANSWER, ASK, all_pages, pack, unpack
-from actorrpc.observe.tracing.trace import compare_clocks
+from actorrpc.observe.trace import compare_clocks
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.transport.tls import AnySocket, Tls, TlsSocket, explain, shake_hands
 from actorrpc.wire import frames
@@ -35,11 +50,93 @@ from actorrpc.wire.identity import FIRST_VISITOR, WorkerRecord, host_identity, n
 from actorrpc.wire.integrity import SealedReader, Seals
 from actorrpc.wire.keys import Key
 
-__all__ = ["KeptVisits", "Target", "Visit"]
+__all__ = [
+    "ACTING",
+    "ANSWER",
+    "ASK",
+    "KeptVisits",
+    "Target",
+    "Visit",
+    "all_pages",
+    "pack",
+    "patience",
+    "unpack",
+]
+
+ASK: Final = "observe"
+ANSWER: Final = "observed"
+#: the prefix of the names of visitors that may request actions
+ACTING: Final = "acting-visitor-"
+
+_PAGED: Final = ("actors", "supervised", "holders", "threads", "logs", "records", "profiles")
+_ANSWER: Final = 4 << 20
+_PATIENCE_S: Final = 1.0
+_PAGES: Final = 200
 
 _SLICE_S: Final = 0.1  # seconds between two checks whether the worker's process on this host runs
 _MAX_FRAME: Final = 16 << 20
 _SAY_EVERY: Final = 1 << 20
+
+
+def patience(timeout: float) -> float:
+    """Return for how many seconds of a time-out a worker may send nothing before its query ends.
+
+    A call in C may hold the worker's GIL for a while, so this is at least one second (or the time-out, if that is shorter).
+    """
+    return min(timeout, max(_PATIENCE_S, timeout / 5))
+
+
+def pack(value: dict[str, Any]) -> bytes:
+    """Pack a question or an answer."""
+    packed: bytes = msgpack.packb(value, unicode_errors="replace")
+    return packed
+
+
+def unpack(body: bytes) -> dict[str, Any]:
+    """Unpack a question or an answer.
+
+    Raises:
+        ProtocolError: the bytes are no question and no answer.
+    """
+    try:
+        if len(body) > _ANSWER:
+            raise ValueError("too long")
+        found = msgpack.unpackb(body, strict_map_key=False, unicode_errors="replace")
+        if not isinstance(found, dict) or type(found.get("id")) is not int:
+            raise ValueError("not a map with a number")
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(
+            f"a question about this worker, or its answer, cannot be read: {error}"
+        ) from error
+    return found
+
+
+def all_pages(
+    query: Callable[[list[str], dict[str, int]], dict[str, Any]],
+    parts: list[str],
+    begin: dict[str, int] | None,
+) -> dict[str, Any]:
+    """Request page after page (at most ``_PAGES``), and return one answer with the rows of all pages.
+
+    Args:
+        query: sends a question for the given parts, from the given begins on, and returns the answer.
+        begin: by part: where the first page begins.
+    """
+    whole: dict[str, Any] = {}
+    wanted, at = parts, begin or {}
+    for _ in range(_PAGES):
+        page = query(wanted, at)
+        for part in _PAGED:
+            if isinstance(page.get(part), list) and isinstance(whole.get(part), list):
+                page[part] = [*whole[part], *page[part]]
+        whole |= page
+        following = page.get("next")
+        rows = following.items() if isinstance(following, dict) else ()
+        at = {part: place for part, place in rows if part in parts and type(place) is int}
+        if not at:
+            break
+        wanted = list(at)
+    return whole
 
 
 @dataclass(slots=True, kw_only=True)
@@ -250,7 +347,7 @@ class Visit:
         ]
 
     def act(self, what: str, whom: str, until: float) -> str:
-        """Request an action (:mod:`actorrpc.observe.actions`); return the problem that prevented it, or an empty string.
+        """Request an action; return the problem that prevented it, or an empty string.
 
         Raises the errors of :meth:`query`.
         """

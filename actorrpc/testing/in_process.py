@@ -38,7 +38,7 @@ from actorrpc.agent.context import Worker, add_several, begin_acting, end_acting
 from actorrpc.agent.peers import Peer
 from actorrpc.autograd import startup as autograd
 from actorrpc.config import Settings
-from actorrpc.debugger import startup as debugger
+from actorrpc.debugger import debugger
 from actorrpc.errors import ConfigError, UnknownWorkerError, WrongTypeError
 from actorrpc.futures import Future, mute
 from actorrpc.group import group as groups

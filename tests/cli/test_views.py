@@ -11,8 +11,8 @@ import pytest
 from actorrpc.cli import commands
 from actorrpc.cli.commands import main
 from actorrpc.observe.assemble import Silent
+from actorrpc.observe.findings import span
 from actorrpc.observe.outside import FoundGroup, GroupLook
-from actorrpc.observe.words import span
 from actorrpc.wire.identity import WorkerRecord
 
 _STOPPED = "its process was stopped by a signal (SIGSTOP, SIGTSTP)"

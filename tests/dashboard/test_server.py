@@ -18,9 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from actorrpc.cli.dashboard import actions, server
-from actorrpc.cli.dashboard.access import Access, is_loopback
-from actorrpc.cli.dashboard.server import Dashboard, make_app
+from actorrpc.cli.dashboard import feed, server
+from actorrpc.cli.dashboard.server import Access, Dashboard, is_loopback, make_app
 from actorrpc.errors import ConfigError
 from actorrpc.observe.visitor import Target
 from tests import certificates
@@ -195,7 +194,7 @@ class _FakeVisit:
 @pytest.fixture
 def visit(monkeypatch: pytest.MonkeyPatch) -> _FakeVisit:
     made = _FakeVisit()
-    monkeypatch.setattr(actions, "Visit", made)
+    monkeypatch.setattr(feed, "Visit", made)
     return made
 
 

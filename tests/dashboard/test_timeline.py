@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from actorrpc.cli.dashboard.timeline import timeline
+from actorrpc.cli.dashboard.payloads import timeline
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
 from actorrpc.observe.assemble import Silent
-from actorrpc.observe.tracing.trace import Recording
+from actorrpc.observe.trace import Recording
 from tests.dashboard.fakes import SCRIPT
 
 _LANE, _KIND, _BEGUN, _ENDED, _TEXT, _FAILED, _WAITED, _OTHER, _UNFINISHED = range(9)

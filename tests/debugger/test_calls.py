@@ -16,7 +16,7 @@ import pytest
 import actorrpc
 from actorrpc.cli import commands
 from actorrpc.cli.debug import Attached, talk
-from actorrpc.debugger.protocol import OVER
+from actorrpc.debugger import OVER
 from actorrpc.errors import CancelledError, RpcError
 from actorrpc.observe import HeldCall, ObservedActor
 from actorrpc.observe.outside import find_groups, look

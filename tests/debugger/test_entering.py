@@ -11,7 +11,7 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = """
 import sys, threading
-from actorrpc.debugger import entering
+from actorrpc.debugger.debugger import enter
 
 turns, entered, done = 0, 0, threading.Event()
 
@@ -37,7 +37,7 @@ others = [threading.Thread(target=start_and_end_threads) for _ in range(4)]
 for each in (spinner, *others):
     each.start()
 for _ in range(600):
-    entering.enter(spinner.ident, count_entry)
+    enter(spinner.ident, count_entry)
 done.set()
 for each in (spinner, *others):
     each.join()

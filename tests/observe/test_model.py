@@ -23,7 +23,7 @@ from actorrpc.observe import (
 from actorrpc.observe.assemble import Silent, assemble
 from actorrpc.observe.findings import findings
 from actorrpc.observe.model import made_of
-from actorrpc.observe.protocol import pack, unpack
+from actorrpc.observe.visitor import pack, unpack
 from actorrpc.wire.identity import WorkerRecord, new_incarnation
 
 

@@ -20,7 +20,7 @@ import torch
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.observe import ObservedActor, dumps, processes
+from actorrpc.observe import ObservedActor, processes
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.limit(60)]
@@ -349,16 +349,16 @@ def test_no_signal_is_sent_to_a_process_without_a_handler(monkeypatch: pytest.Mo
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda fd, number: sent.append(number))
     with subprocess.Popen(["sleep", "60"]) as other:
         assert (
-            dumps.collect(other.pid, time.monotonic() + 1)
+            processes.dump_stacks(other.pid, time.monotonic() + 1)
             == "it has no memfd into which its stacks could be dumped"
         )
         other.kill()
-    assert "ended" in dumps.collect(other.pid, time.monotonic() + 1)
+    assert "ended" in processes.dump_stacks(other.pid, time.monotonic() + 1)
     # A process whose program has removed the handler.
     actor = Busy.remote()
     number = signal.SIGRTMIN + 7
     pid = actorrpc.get(actor.remove_handler.remote(number))
-    found = dumps.collect(pid, time.monotonic() + 1)
+    found = processes.dump_stacks(pid, time.monotonic() + 1)
     assert isinstance(found, str)
     assert "the program has removed the handler" in found
     assert sent == []

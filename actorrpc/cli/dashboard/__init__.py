@@ -1,9 +1,8 @@
 """``actorrpc dashboard``: a page for the browser, served by a process of its own that reads the state of a group from outside.
 
 :mod:`~actorrpc.cli.dashboard.feed` reads the state at most once a second, while a browser has the page open.
-:mod:`~actorrpc.cli.dashboard.payloads` converts the state into the data of the views, :mod:`~actorrpc.cli.dashboard.access`
-decides who may see the data, and :mod:`~actorrpc.cli.dashboard.server` speaks HTTP (extra ``dashboard``). The page is in
-``static``: plain files, no build step.
+:mod:`~actorrpc.cli.dashboard.payloads` converts the state into the data of the views, and :mod:`~actorrpc.cli.dashboard.server`
+speaks HTTP (extra ``dashboard``) and decides who may see the data. The page is in ``static``: plain files, no build step.
 """
 
 from __future__ import annotations

@@ -18,16 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final, Protocol
 
 from actorrpc._undo import undo_on_error
-from actorrpc.cli.activity import rates
-from actorrpc.cli.dashboard import actions, payloads
-from actorrpc.cli.dashboard.timeline import share, timeline
+from actorrpc.cli.dashboard import payloads
 from actorrpc.cli.logs import Line, Reader
-from actorrpc.cli.views import Picture
-from actorrpc.errors import RpcError
+from actorrpc.cli.views import Picture, rates
+from actorrpc.errors import ConfigError, RpcError
 from actorrpc.observe.assemble import Silent
 from actorrpc.observe.call_sums import CallTotals
 from actorrpc.observe.outside import FoundGroup, GroupLook
-from actorrpc.observe.tracing.trace import Recording, write
+from actorrpc.observe.trace import Recording, write
+from actorrpc.observe.visitor import Visit
 
 __all__ = ["Feed", "FeedLook", "See", "encoded"]
 
@@ -43,6 +42,7 @@ _SHARE: Final = 50
 _MOST_S: Final = 10.0
 _WINDOW: Final = 10  # rates and percentiles of calls are computed over this number of looks
 _PARTS: Final = ("process", "actors", "supervised")
+_ACT_S: Final = 5.0  # for connecting to the worker that runs an action, and for its answer
 _LOG_BYTES: Final = 16 << 20
 _TRACED: Final = 100_000  # greatest number of records, of all workers, in a trace file
 
@@ -51,7 +51,7 @@ class See(Protocol):
     """Reads the state of the group once.
 
     Args:
-        parts: the parts to read; see :mod:`actorrpc.observe.protocol`.
+        parts: the parts to read; see :mod:`actorrpc.observe.visitor`.
         begin: for parts that are sent in pages: part -> the number of the first item.
 
     Raises:
@@ -264,9 +264,9 @@ class Feed:
 
     def _take_timeline(self, seconds: float) -> dict[str, Any]:
         try:
-            return timeline(self._recordings(share(self._worker_count())), seconds)
+            return payloads.timeline(self._recordings(payloads.records_each(self._worker_count())), seconds)
         except (RpcError, OSError) as error:
-            return {**timeline([], seconds), "problem": str(error)}
+            return {**payloads.timeline([], seconds), "problem": str(error)}
 
     async def trace(self, seconds: float) -> BinaryIO | str:
         """Return the last calls of all workers as a file for Perfetto, which the caller closes; or the reason of a failure."""
@@ -276,7 +276,7 @@ class Feed:
     def _write_trace(self, seconds: float) -> BinaryIO | str:
         try:
             since = time.monotonic() - seconds
-            found = self._recordings(share(self._worker_count(), _TRACED), since)
+            found = self._recordings(payloads.records_each(self._worker_count(), _TRACED), since)
             # The file is deleted before the caller reads it, so that no file is left if this process is killed while reading.
             with tempfile.TemporaryDirectory(prefix="actorrpc-page-") as folder:
                 path = os.path.join(folder, "trace.json")
@@ -296,8 +296,8 @@ class Feed:
         return 1 if look is None or look.picture is None else len(look.picture.state.workers)
 
     async def act(self, what: str, whom: str) -> str:
-        """Apply an action, and return a sentence about the result; errors as of :func:`actions.act`."""
-        return await asyncio.to_thread(actions.act, self._see, what, whom)
+        """Apply an action, and return a sentence about the result; errors as of :func:`_act`."""
+        return await asyncio.to_thread(_act, self._see, what, whom)
 
     async def logs(self, text: str, whom: str, most: int) -> dict[str, Any]:
         """Return the last ``most`` lines that contain a text; arguments and result as of ``_LogLines.search``."""
@@ -376,3 +376,45 @@ class _LogLines:
                 found.append(line)
                 matches += 1
         return payloads.logs(found, matches, len(self._lines), problem)
+
+
+# -- the actions of the page with --allow-actions; the target is looked up first --------------------------------
+
+
+def _act(see: See, what: str, whom: str) -> str:
+    """Apply an action to an actor, by its id, or to a worker, by its name; return a sentence about the result. Blocks.
+
+    Raises:
+        ConfigError: there is no such actor or worker, or the action does not apply to it.
+        RpcError, OSError: the worker that must run the action cannot be reached, or refuses it.
+    """
+    seen = see([*_PARTS])
+    picture = Picture.of(seen)
+    if what == "drain":
+        worker = picture.state.worker(whom)
+        if worker is None or worker.rank == 0:
+            raise ConfigError(f"there is no worker {whom!r} that could be drained")
+        by = next((each.name for each in picture.state.workers if each.rank == 0), "")
+        said = (
+            f"worker {whom} is drained: nothing new is placed there, and it leaves when its calls have ended"
+        )
+    else:
+        actor = next((each for each in picture.state.actors if each.actor_id == whom), None)
+        if actor is None or actor.state == "DEAD":
+            raise ConfigError("that actor is dead or does not exist")
+        if what == "restart" and actor.max_restarts == 0:
+            raise ConfigError(f"{actor.title} cannot be restarted: its max_restarts is 0")
+        by = actor.supervisor
+        said = f"{actor.title} " + ("is killed" if what == "kill" else "begins anew")
+    record = next((record for record, _ in seen.answers.values() if record.name == by), None)
+    if record is None:
+        raise ConfigError(f"worker {by!r}, which must run this action, was not found")
+    visit = Visit(seen.target(record), time.monotonic() + _ACT_S, acts=True)
+    try:
+        problem = visit.act(what, whom, time.monotonic() + _ACT_S)
+    finally:
+        visit.close()
+    if problem:
+        raise RpcError(problem)
+    _log.info("from the page: %s %s", what, whom)
+    return said

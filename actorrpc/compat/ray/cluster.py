@@ -28,7 +28,7 @@ from actorrpc.cluster.resources import (
 from actorrpc.compat.ray import runtime_env as environments
 from actorrpc.errors import ConfigError
 from actorrpc.observe import api as observe
-from actorrpc.observe.tracing.trace import events_of
+from actorrpc.observe.trace import events_of
 from actorrpc.rpc import api
 
 __all__ = [

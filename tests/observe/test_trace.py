@@ -20,7 +20,7 @@ from actorrpc.agent.context import current_worker
 from actorrpc.cli.views import trace_lines
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED
 from actorrpc.observe import collect
-from actorrpc.observe.tracing.trace import Record, Recording, compare_clocks, events_of, write
+from actorrpc.observe.trace import Record, Recording, compare_clocks, events_of, write
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.limit(60)]

@@ -25,7 +25,7 @@ from typing import Any, Final
 from actorrpc.errors import RpcError
 from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, OWN, UNDER_WAY, method_of
 from actorrpc.observe.assemble import Silent
-from actorrpc.observe.tracing.torch_profiles import TorchProfile, joined
+from actorrpc.observe.torch_profiles import TorchProfile, joined
 
 __all__ = ["Recording", "TraceSummary", "check_path", "compare_clocks", "events_of", "write"]
 

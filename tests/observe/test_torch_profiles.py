@@ -13,8 +13,8 @@ import torch
 import actorrpc
 from actorrpc.errors import NotInitializedError
 from actorrpc.observe import keep_profile
-from actorrpc.observe.tracing.torch_profiles import TorchProfile
-from actorrpc.observe.tracing.trace import Recording, events_of
+from actorrpc.observe.torch_profiles import TorchProfile
+from actorrpc.observe.trace import Recording, events_of
 
 pytestmark = [pytest.mark.limit(60)]
 
