@@ -18,7 +18,6 @@ from actorrpc.compat.ray import (
     remote_function,
     runtime_context,
     runtime_env,
-    types,
     util,
 )
 from actorrpc.compat.ray.actor import ActorClass, ActorHandle, ActorID, actor_class, get_actor, kill, method
@@ -80,6 +79,7 @@ __all__ = [
 ]
 
 __version__ = VERSION
+types = names.module("ray.types", "types for annotations.", ObjectRef, ObjectRefGenerator)
 
 
 def remote(*given: Any, **options: Any) -> Any:

@@ -15,12 +15,13 @@ from actorrpc._exception_text import say
 from actorrpc.compat.ray import cluster, runtime_env
 from actorrpc.compat.ray.exceptions import ActorUnschedulableError, TaskUnschedulableError
 from actorrpc.compat.ray.placement import VARIABLE as GROUP
-from actorrpc.compat.ray.placement import PlacementGroup, current_group
-from actorrpc.compat.ray.strategies import (
+from actorrpc.compat.ray.placement import (
     In,
     NodeAffinitySchedulingStrategy,
     NodeLabelSchedulingStrategy,
+    PlacementGroup,
     PlacementGroupSchedulingStrategy,
+    current_group,
 )
 from actorrpc.errors import ConfigError
 

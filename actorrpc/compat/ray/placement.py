@@ -1,8 +1,9 @@
-"""Placement groups, as in ``ray.util.placement_group``: bundles of resources that are placed together.
+"""Placement groups, as in ``ray.util.placement_group``, and the classes of ``ray.util.scheduling_strategies``.
 
-A bundle lists resources and gets a machine that has them. The driver keeps the table of groups: it assigns machines to the
-bundles by the group's strategy, lets a group wait while the other groups leave no room for it, and ends the actors of a removed
-group. An actor of a group is made on the machine of its bundle, and books there the resources in its own options.
+A group has bundles of resources, which are placed together: each bundle gets a machine that has its resources. The driver keeps
+the table of groups: it assigns machines to the bundles by the group's strategy, lets a group wait while the other groups leave no
+room for it, and ends the actors of a removed group. An actor of a group is made on the machine of its bundle, and books there the
+resources in its own options.
 
 ``_lock`` guards the tables. No code that may block is called under it.
 """
@@ -26,7 +27,14 @@ from actorrpc.futures import Future
 
 __all__ = [
     "VARIABLE",
+    "DoesNotExist",
+    "Exists",
+    "In",
+    "NodeAffinitySchedulingStrategy",
+    "NodeLabelSchedulingStrategy",
+    "NotIn",
     "PlacementGroup",
+    "PlacementGroupSchedulingStrategy",
     "PlacementGroupTimeoutError",
     "current_group",
     "get_current_placement_group",
@@ -128,6 +136,74 @@ class PlacementGroup:
             ActorPlacementGroupRemoved: the group has been removed.
         """
         return None if self.is_empty else cluster.on_driver(_host_for, self.id.text, index)
+
+
+# -- scheduling strategies -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlacementGroupSchedulingStrategy:
+    """Place the actor in a placement group.
+
+    Attributes:
+        placement_group: the return value of ``placement_group()``; None for no group.
+        placement_group_bundle_index: the index of the bundle; -1: any.
+        placement_group_capture_child_tasks: whether actors and tasks that the actor starts are in the group, too.
+    """
+
+    placement_group: PlacementGroup | None
+    placement_group_bundle_index: int = -1
+    placement_group_capture_child_tasks: bool | None = None
+
+
+@dataclass(frozen=True)
+class NodeAffinitySchedulingStrategy:
+    """Place the actor on a node.
+
+    Attributes:
+        node_id: ``"NodeID"`` in ``ray.nodes()``.
+        soft: run on another node if this node does not exist.
+    """
+
+    node_id: str
+    soft: bool
+    _spill_on_unavailable: bool = False
+    _fail_on_unavailable: bool = False
+
+
+class In:
+    """The label has one of ``values``."""
+
+    def __init__(self, *values: str) -> None:
+        self.values = list(values)
+
+
+class NotIn:
+    """The label has any value except ``values``."""
+
+    def __init__(self, *values: str) -> None:
+        self.values = list(values)
+
+
+class Exists:
+    """The label exists, with any value."""
+
+
+class DoesNotExist:
+    """The label does not exist."""
+
+
+@dataclass(frozen=True)
+class NodeLabelSchedulingStrategy:
+    """Place the actor on a node with certain labels.
+
+    Attributes:
+        hard: name of a label -> the condition that the label must meet.
+        soft: conditions that the labels should meet; ignored.
+    """
+
+    hard: dict[str, Any] | None = None
+    soft: dict[str, Any] | None = None
 
 
 # -- on the driver -------------------------------------------------------------------------------------------------
