@@ -209,89 +209,80 @@ def _event(row: Row, id: int, offset: int) -> FunctionEvent:
 def patches() -> list[tuple[Any, str, Any]]:
     """Return the replacements of attributes of torch's profilers: (object, attribute, value)."""
     return [
-        (_legacy.profile, "_start_trace", _starting(_legacy.profile._start_trace)),
-        (_legacy, "_disable_profiler_legacy", _disabling(_legacy._disable_profiler_legacy)),
-        (_legacy, "_parse_legacy_records", _parsing_legacy(_legacy._parse_legacy_records)),
-        (modern.profile, "_start_trace", _starting(modern.profile._start_trace)),
-        (modern.profile, "__exit__", _exiting(modern.profile.__exit__)),
-        (modern.profile, "_parse_kineto_results", _parsing(modern.profile._parse_kineto_results)),
-        (modern.profile, "export_chrome_trace", _exporting(modern.profile.export_chrome_trace)),
+        _around(_legacy.profile, "_start_trace", _start_trace),
+        _around(_legacy, "_disable_profiler_legacy", _disable_profiler_legacy),
+        _around(_legacy, "_parse_legacy_records", _parse_legacy_records),
+        _around(modern.profile, "_start_trace", _start_trace),
+        _around(modern.profile, "__exit__", _exit),
+        _around(modern.profile, "_parse_kineto_results", _parse_kineto_results),
+        _around(modern.profile, "export_chrome_trace", _export_chrome_trace),
     ]
 
 
-def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def start_trace(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unobserve()
-        result = original(self, *args, **kwargs)
-        setattr(self, _COLLECTOR, _begin(self))
-        return result
+def _around(place: Any, name: str, ours: Callable[..., Any]) -> tuple[Any, str, Any]:
+    """Return the replacement of an attribute by a function that calls ``ours`` with torch's function and the arguments."""
+    original = getattr(place, name)
 
-    return start_trace
+    @wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
+
+    return place, name, replacement
+
+
+def _start_trace(original: Callable[..., Any], profile: Any, *args: Any, **kwargs: Any) -> Any:
+    unobserve()
+    result = original(profile, *args, **kwargs)
+    setattr(profile, _COLLECTOR, _begin(profile))
+    return result
 
 
 # -- the old profiler ---------------------------------------------------------------------------------------
 
 
-def _disabling(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def disable_profiler_legacy(*args: Any, **kwargs: Any) -> Any:
-        found = collected()  # called before the profile ends, so that open ranges end within the profile
-        return _Records(original(*args, **kwargs), found)
-
-    return disable_profiler_legacy
+def _disable_profiler_legacy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    found = collected()  # called before the profile ends, so that open ranges end within the profile
+    return _Records(original(*args, **kwargs), found)
 
 
-def _parsing_legacy(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def parse_legacy_records(records: Any, *args: Any, **kwargs: Any) -> Any:
-        events = original(records, *args, **kwargs)
-        if not isinstance(records, _Records) or records.collector is None:
-            return events
-        return _events(records.collector, 0, events)
-
-    return parse_legacy_records
+def _parse_legacy_records(original: Callable[..., Any], records: Any, *args: Any, **kwargs: Any) -> Any:
+    events = original(records, *args, **kwargs)
+    if not isinstance(records, _Records) or records.collector is None:
+        return events
+    return _events(records.collector, 0, events)
 
 
 # -- the modern profiler ------------------------------------------------------------------------------------
 
 
-def _exiting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def exit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = getattr(self, _COLLECTOR, None)
-        if found is not None and found is collector():
-            collected()
-        return original(self, *args, **kwargs)
-
-    return exit
+def _exit(original: Callable[..., Any], profile: Any, *args: Any, **kwargs: Any) -> Any:
+    found = getattr(profile, _COLLECTOR, None)
+    if found is not None and found is collector():
+        collected()
+    return original(profile, *args, **kwargs)
 
 
-def _parsing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def parse_kineto_results(self: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
-        events = original(self, result, *args, **kwargs)
-        found = getattr(self, _COLLECTOR, None)
-        if found is None or not found.rows:
-            return events
-        return _events(found, found.began - result.trace_start_ns(), events)
-
-    return parse_kineto_results
+def _parse_kineto_results(
+    original: Callable[..., Any], profile: Any, result: Any, *args: Any, **kwargs: Any
+) -> Any:
+    events = original(profile, result, *args, **kwargs)
+    found = getattr(profile, _COLLECTOR, None)
+    if found is None or not found.rows:
+        return events
+    return _events(found, found.began - result.trace_start_ns(), events)
 
 
-def _exporting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def export_chrome_trace(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, path, *args, **kwargs)
-        found = getattr(self, _COLLECTOR, None)
-        if found is not None and found.rows:
-            try:
-                _add_to_trace(Path(path), found)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                _log.warning("the events of other workers are not in the trace %s: %s", path, error)
-        return result
-
-    return export_chrome_trace
+def _export_chrome_trace(
+    original: Callable[..., Any], profile: Any, path: str, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(profile, path, *args, **kwargs)
+    found = getattr(profile, _COLLECTOR, None)
+    if found is not None and found.rows:
+        try:
+            _add_to_trace(Path(path), found)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("the events of other workers are not in the trace %s: %s", path, error)
+    return result
 
 
 def _add_to_trace(path: Path, found: Collector) -> None:
@@ -305,14 +296,14 @@ def _add_to_trace(path: Path, found: Collector) -> None:
     offset = _fitted(found, found.began - trace.get("baseTimeNanoseconds", 0), times)
     for node in sorted({row.node for row in found.rows}):
         name = {"name": f"worker of rank {node}"}
-        events.append({"ph": "M", "name": "process_name", "pid": _process(node), "tid": 0, "args": name})
+        events.append({"ph": "M", "name": "process_name", "pid": f"rank {node}", "tid": 0, "args": name})
     for row in found.rows:
         events.append(
             {
                 "ph": "X",
                 "cat": "cpu_op",
                 "name": row.name,
-                "pid": _process(row.node),
+                "pid": f"rank {row.node}",
                 "tid": row.thread,
                 "ts": (row.start + offset) / 1e3,
                 "dur": (row.end - row.start) / 1e3,
@@ -320,10 +311,6 @@ def _add_to_trace(path: Path, found: Collector) -> None:
             }
         )
     path.write_text(json.dumps(trace), encoding="utf-8")
-
-
-def _process(node: int) -> str:
-    return f"rank {node}"
 
 
 # -- the calls that this process executes -------------------------------------------------------------------

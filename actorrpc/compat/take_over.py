@@ -38,7 +38,6 @@ __all__ = [
     "launch",
     "uninstall",
     "with_ray",
-    "without_drop_in",
 ]
 
 T = TypeVar("T")
@@ -53,11 +52,6 @@ def _path(environment: Mapping[str, str]) -> list[str]:
 def drop_in(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables with which programs of torch's RPC run on actorrpc."""
     return {VARIABLE: "1", "PYTHONPATH": os.pathsep.join([_SITE, *_path(environment)])}
-
-
-def without_drop_in(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables with which programs run on torch's RPC."""
-    return {VARIABLE: "0", "PYTHONPATH": os.pathsep.join(_path(environment))}
 
 
 def with_ray(environment: Mapping[str, str]) -> dict[str, str]:

@@ -6,7 +6,6 @@ missing here raise an error that lists the existing names; docs/migration/ray-pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -95,10 +94,6 @@ def remote(*given: Any, **options: Any) -> Any:
         raise TypeError(
             "@ray.remote stands above a class or a function, without arguments or with keyword options: @ray.remote(num_cpus=2)"
         )
-    return _with(options)
-
-
-def _with(options: dict[str, Any]) -> Callable[[Any], Any]:
     return lambda made: _decorated(made, options)
 
 

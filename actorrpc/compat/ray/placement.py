@@ -106,7 +106,7 @@ class PlacementGroup:
 
     def ready(self) -> ObjectRef[PlacementGroup]:
         """Return an ObjectRef of the group, which completes when all bundles have machines, or fails if that never happens."""
-        return ObjectRef(cluster.on_driver(_ready, self.id.text))
+        return ObjectRef(resources.on_driver(_ready, self.id.text))
 
     def wait(self, timeout_seconds: float = 30) -> bool:
         """Wait until all bundles have their machines; return False at the time-out, or if no machines have such resources."""
@@ -135,7 +135,7 @@ class PlacementGroup:
         Raises:
             ActorPlacementGroupRemoved: the group has been removed.
         """
-        return None if self.is_empty else cluster.on_driver(_host_for, self.id.text, index)
+        return None if self.is_empty else resources.on_driver(_host_for, self.id.text, index)
 
 
 # -- scheduling strategies -------------------------------------------------------------------------------------------
@@ -253,6 +253,9 @@ def _assign(
     bundles: Sequence[Mapping[str, float]], strategy: str, machines: Mapping[str, Mapping[str, float]]
 ) -> list[str] | None:
     """Return a machine for each bundle; None if there is no room for all of them."""
+    if strategy == "STRICT_PACK":
+        need = {name: sum(each.get(name, 0.0) for each in bundles) for bundle in bundles for name in bundle}
+        return next(([name] * len(bundles) for name, free in machines.items() if _fits(need, free)), None)
     free = {name: dict(each) for name, each in machines.items()}
     chosen: list[str] = []
     for bundle in bundles:
@@ -262,28 +265,13 @@ def _assign(
             candidates = unused
         elif strategy == "SPREAD":
             candidates = unused or candidates
-        elif strategy == "STRICT_PACK" and chosen:
-            candidates = [name for name in candidates if name == chosen[0]]
         else:
             candidates = [name for name in candidates if name in chosen] or candidates
         if not candidates:
-            return _elsewhere(bundles, strategy, machines, chosen)
+            return None
         chosen.append(candidates[0])
         free[candidates[0]] = _taken(free[candidates[0]], bundle)
     return chosen
-
-
-def _elsewhere(
-    bundles: Sequence[Mapping[str, float]],
-    strategy: str,
-    machines: Mapping[str, Mapping[str, float]],
-    chosen: Sequence[str],
-) -> list[str] | None:
-    """If all bundles must be on one machine, and it is not ``chosen[0]``, try the other machines; None if no machine fits."""
-    if strategy != "STRICT_PACK" or not chosen:
-        return None
-    rest = {name: each for name, each in machines.items() if name != chosen[0]}
-    return _assign(bundles, strategy, rest)
 
 
 def _create(group: PlacementGroup) -> None:
@@ -344,7 +332,7 @@ def _host_for(group_id: str, index: int) -> str | None:
     kept = _kept(group_id)
     if kept.state == "REMOVED":
         raise _removed(kept.group)
-    machines = cluster.hosts()
+    machines = resources.hosts()
     if len(machines) < 2 or not kept.hosts:
         return None
     return kept.hosts[max(index, 0)]
@@ -366,7 +354,7 @@ def join(group: PlacementGroup, member: Any) -> None:
     Args:
         member: a handle that does not keep the actor alive.
     """
-    cluster.on_driver(_join, group.id.text, member)
+    resources.on_driver(_join, group.id.text, member)
 
 
 def _remove(group_id: str) -> None:
@@ -447,13 +435,13 @@ def placement_group(
         raise ValueError(f"lifetime must be None or 'detached', not {say(lifetime, repr)}")
     specs = [{key: float(amount) for key, amount in bundle.items() if amount} for bundle in bundles]
     made = PlacementGroup(PlacementGroupID(os.urandom(18).hex()), specs, name, strategy)
-    cluster.on_driver(_create, made)
+    resources.on_driver(_create, made)
     return made
 
 
 def remove_placement_group(placement_group: PlacementGroup) -> None:
     """Release a group's machines, and end its actors. Idempotent."""
-    cluster.on_driver(_remove, placement_group.id.text)
+    resources.on_driver(_remove, placement_group.id.text)
 
 
 def get_placement_group(placement_group_name: str) -> PlacementGroup:
@@ -464,7 +452,7 @@ def get_placement_group(placement_group_name: str) -> PlacementGroup:
     """
     if not placement_group_name:
         raise ValueError("get_placement_group() takes the name of a group")
-    found = cluster.on_driver(_find, placement_group_name, "")
+    found = resources.on_driver(_find, placement_group_name, "")
     if found is None:
         raise ValueError(f"there is no placement group {placement_group_name!r}")
     return found
@@ -472,14 +460,14 @@ def get_placement_group(placement_group_name: str) -> PlacementGroup:
 
 def placement_group_table(placement_group: PlacementGroup | None = None) -> dict[str, Any]:
     """Return the row of a group (empty if there is no such group), or the rows of all groups by their ids."""
-    rows = cluster.on_driver(_rows)
+    rows = resources.on_driver(_rows)
     return rows if placement_group is None else rows.get(placement_group.id.text, {})
 
 
 def get_current_placement_group() -> PlacementGroup | None:
     """Return the group in which this code runs; None if there is none."""
     group_id = os.environ.get(VARIABLE, "").partition(":")[0]
-    return cluster.on_driver(_find, "", group_id) if group_id else None
+    return resources.on_driver(_find, "", group_id) if group_id else None
 
 
 def current_group() -> PlacementGroup | None:

@@ -79,12 +79,6 @@ def _is_script(called: Any) -> bool:
     )
 
 
-def _check(names: Sequence[str] | Mapping[str, float]) -> None:
-    for name in names:
-        if name not in _TYPES:
-            raise ConfigError(f"No such message type: {name!r}; there are: {', '.join(_TYPES)}")
-
-
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
     """Options of the agent that loses and delays messages.
 
@@ -114,8 +108,9 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         self._faults()  # raises if the options are not valid
 
     def _faults(self) -> list[Fault]:
-        _check(self.messages_to_fail)
-        _check(self.messages_to_delay)
+        for name in (*self.messages_to_fail, *self.messages_to_delay):
+            if name not in _TYPES:
+                raise ConfigError(f"No such message type: {name!r}; there are: {', '.join(_TYPES)}")
         scripts = _Scripts()
         which = {None: None, True: scripts.runs, False: scripts.runs_not}
         found = [Fault("delay", ["remote"], when=scripts.note)]
