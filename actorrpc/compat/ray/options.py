@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from actorrpc._exception_text import say
@@ -174,7 +174,7 @@ def for_actors(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any]
         options["resources"] = _resources(options["resources"])
     # Make no checkpoints: a class written for Ray may have methods checkpoint() and restore() with another meaning.
     options.setdefault("checkpoint_every", _NO_CHECKPOINTS)
-    return options, _changed(before, extras)
+    return options, replace(before, **extras)
 
 
 def for_tasks(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any], Extras]:
@@ -190,7 +190,7 @@ def for_tasks(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any],
         raise ConfigError(
             "a task cannot be placed on a certain node: make it a method of an actor with this scheduling strategy"
         )
-    return options, _changed(before, extras)
+    return options, replace(before, **extras)
 
 
 def for_calls(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,11 +200,6 @@ def for_calls(given: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in given.items()
         if name not in IGNORED and not (value is None and name in _NONE_IS_UNSAID)
     }
-
-
-def _changed(before: Extras, changes: Mapping[str, Any]) -> Extras:
-    known = {name: getattr(before, name) for name in Extras.__slots__}
-    return Extras(**{**known, **changes})
 
 
 def check_resources(extras: Extras) -> None:
