@@ -1,4 +1,4 @@
-"""Hooks for imports: callbacks after the import of a module, and aliases of modules.
+"""Hooks for imports: callbacks after the import of a module, aliases of modules, and modules without files.
 
 ``site/sitecustomize.py`` loads this module alone when an interpreter starts. Therefore it imports only the standard library.
 """
@@ -9,13 +9,22 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import MetaPathFinder
 from types import ModuleType
+from typing import Any
 
-__all__ = ["after_import", "alias", "alias_package", "forget"]
+__all__ = ["after_import", "alias", "alias_package", "forget", "module"]
+
+
+def module(name: str, meaning: str, contents: Mapping[str, Any]) -> ModuleType:
+    """Make a module, importable by its name, of these contents and with the docstring ``meaning``."""
+    made = ModuleType(name, meaning)
+    made.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    vars(made).update(contents, __all__=[each for each in contents if not each.startswith("_")])
+    sys.modules[name] = made
+    return made
 
 
 class _Loader(importlib.abc.Loader):
@@ -139,20 +148,16 @@ class _Package(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._other and not fullname.startswith(f"{self._other}."):
+        if fullname == self._other:
+            return importlib.util.spec_from_loader(fullname, _Root(self._name, self._other))
+        if not fullname.startswith(f"{self._other}."):
             return None
         own = self._name + fullname.removeprefix(self._other)
-        if fullname != self._other and importlib.util.find_spec(own) is None:
-            names = importlib.import_module(f"{self._name}.names")
-            package = importlib.import_module(self._name)
-            raise names.no_module(fullname, [self._other, *self._modules(package.__path__, self._other)])
-        loader = _Other(own) if fullname != self._other else _Root(own, self._other)
-        return importlib.util.spec_from_loader(fullname, loader)
-
-    def _modules(self, path: Sequence[str], prefix: str) -> list[str]:
-        return [
-            each.name for each in pkgutil.walk_packages(path, f"{prefix}.") if "__main__" not in each.name
-        ]
+        if own in sys.modules:
+            return importlib.util.spec_from_loader(fullname, _Other(own))
+        names = importlib.import_module(f"{self._name}.names")
+        known = [each for each in sys.modules if f"{each}.".startswith(f"{self._other}.")]
+        raise names.no_module(fullname, known)
 
 
 def alias_package(other: str, name: str) -> MetaPathFinder:
@@ -160,7 +165,7 @@ def alias_package(other: str, name: str) -> MetaPathFinder:
 
     Args:
         other: the alias.
-        name: the package's own name; its module ``names`` makes the error for missing modules.
+        name: the package's own name. The package imports all its modules; ``names`` makes the error for missing modules.
 
     Returns:
         The argument for :func:`forget`.

@@ -10,11 +10,15 @@ As in torch, a profile contains the backward pass as ``torch::distributed::autog
 work for each message: ``...SendRpcBackward`` processes the gradients that were received for a message which this worker had sent,
 and ``...RecvRpcBackward`` sends the gradients of a message back to its sender, on any thread. Only this worker's part of the
 pass is included.
+
+``_server_process_global_profile`` profiles the calls that this process executes for other workers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import json
 import logging
 import math
@@ -27,14 +31,17 @@ from typing import Any, Final
 
 from torch._C._autograd import DeviceType
 from torch.autograd import profiler_legacy
-from torch.autograd.profiler_util import FunctionEvent
+from torch.autograd.profiler_util import EventList, FunctionEvent
 
+from actorrpc.agent.calls import Execution
+from actorrpc.agent.hooks import CallHooks, add_hooks, remove_hooks
 from actorrpc.autograd.local_pass import LocalPass
 from actorrpc.autograd.messages import Gradient
 from actorrpc.autograd.participant import Participant
 from actorrpc.autograd.startup import participant
 from actorrpc.rpc.profiling import (
     Collector,
+    Observation,
     ProfilerSettings,
     Row,
     collect,
@@ -202,89 +209,80 @@ def _event(row: Row, id: int, offset: int) -> FunctionEvent:
 def patches() -> list[tuple[Any, str, Any]]:
     """Return the replacements of attributes of torch's profilers: (object, attribute, value)."""
     return [
-        (_legacy.profile, "_start_trace", _starting(_legacy.profile._start_trace)),
-        (_legacy, "_disable_profiler_legacy", _disabling(_legacy._disable_profiler_legacy)),
-        (_legacy, "_parse_legacy_records", _parsing_legacy(_legacy._parse_legacy_records)),
-        (modern.profile, "_start_trace", _starting(modern.profile._start_trace)),
-        (modern.profile, "__exit__", _exiting(modern.profile.__exit__)),
-        (modern.profile, "_parse_kineto_results", _parsing(modern.profile._parse_kineto_results)),
-        (modern.profile, "export_chrome_trace", _exporting(modern.profile.export_chrome_trace)),
+        _around(_legacy.profile, "_start_trace", _start_trace),
+        _around(_legacy, "_disable_profiler_legacy", _disable_profiler_legacy),
+        _around(_legacy, "_parse_legacy_records", _parse_legacy_records),
+        _around(modern.profile, "_start_trace", _start_trace),
+        _around(modern.profile, "__exit__", _exit),
+        _around(modern.profile, "_parse_kineto_results", _parse_kineto_results),
+        _around(modern.profile, "export_chrome_trace", _export_chrome_trace),
     ]
 
 
-def _starting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def start_trace(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unobserve()
-        result = original(self, *args, **kwargs)
-        setattr(self, _COLLECTOR, _begin(self))
-        return result
+def _around(place: Any, name: str, ours: Callable[..., Any]) -> tuple[Any, str, Any]:
+    """Return the replacement of an attribute by a function that calls ``ours`` with torch's function and the arguments."""
+    original = getattr(place, name)
 
-    return start_trace
+    @wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return ours(original, *args, **kwargs)
+
+    return place, name, replacement
+
+
+def _start_trace(original: Callable[..., Any], profile: Any, *args: Any, **kwargs: Any) -> Any:
+    unobserve()
+    result = original(profile, *args, **kwargs)
+    setattr(profile, _COLLECTOR, _begin(profile))
+    return result
 
 
 # -- the old profiler ---------------------------------------------------------------------------------------
 
 
-def _disabling(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def disable_profiler_legacy(*args: Any, **kwargs: Any) -> Any:
-        found = collected()  # called before the profile ends, so that open ranges end within the profile
-        return _Records(original(*args, **kwargs), found)
-
-    return disable_profiler_legacy
+def _disable_profiler_legacy(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    found = collected()  # called before the profile ends, so that open ranges end within the profile
+    return _Records(original(*args, **kwargs), found)
 
 
-def _parsing_legacy(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def parse_legacy_records(records: Any, *args: Any, **kwargs: Any) -> Any:
-        events = original(records, *args, **kwargs)
-        if not isinstance(records, _Records) or records.collector is None:
-            return events
-        return _events(records.collector, 0, events)
-
-    return parse_legacy_records
+def _parse_legacy_records(original: Callable[..., Any], records: Any, *args: Any, **kwargs: Any) -> Any:
+    events = original(records, *args, **kwargs)
+    if not isinstance(records, _Records) or records.collector is None:
+        return events
+    return _events(records.collector, 0, events)
 
 
 # -- the modern profiler ------------------------------------------------------------------------------------
 
 
-def _exiting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def exit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = getattr(self, _COLLECTOR, None)
-        if found is not None and found is collector():
-            collected()
-        return original(self, *args, **kwargs)
-
-    return exit
+def _exit(original: Callable[..., Any], profile: Any, *args: Any, **kwargs: Any) -> Any:
+    found = getattr(profile, _COLLECTOR, None)
+    if found is not None and found is collector():
+        collected()
+    return original(profile, *args, **kwargs)
 
 
-def _parsing(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def parse_kineto_results(self: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
-        events = original(self, result, *args, **kwargs)
-        found = getattr(self, _COLLECTOR, None)
-        if found is None or not found.rows:
-            return events
-        return _events(found, found.began - result.trace_start_ns(), events)
-
-    return parse_kineto_results
+def _parse_kineto_results(
+    original: Callable[..., Any], profile: Any, result: Any, *args: Any, **kwargs: Any
+) -> Any:
+    events = original(profile, result, *args, **kwargs)
+    found = getattr(profile, _COLLECTOR, None)
+    if found is None or not found.rows:
+        return events
+    return _events(found, found.began - result.trace_start_ns(), events)
 
 
-def _exporting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def export_chrome_trace(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, path, *args, **kwargs)
-        found = getattr(self, _COLLECTOR, None)
-        if found is not None and found.rows:
-            try:
-                _add_to_trace(Path(path), found)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                _log.warning("the events of other workers are not in the trace %s: %s", path, error)
-        return result
-
-    return export_chrome_trace
+def _export_chrome_trace(
+    original: Callable[..., Any], profile: Any, path: str, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(profile, path, *args, **kwargs)
+    found = getattr(profile, _COLLECTOR, None)
+    if found is not None and found.rows:
+        try:
+            _add_to_trace(Path(path), found)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("the events of other workers are not in the trace %s: %s", path, error)
+    return result
 
 
 def _add_to_trace(path: Path, found: Collector) -> None:
@@ -298,14 +296,14 @@ def _add_to_trace(path: Path, found: Collector) -> None:
     offset = _fitted(found, found.began - trace.get("baseTimeNanoseconds", 0), times)
     for node in sorted({row.node for row in found.rows}):
         name = {"name": f"worker of rank {node}"}
-        events.append({"ph": "M", "name": "process_name", "pid": _process(node), "tid": 0, "args": name})
+        events.append({"ph": "M", "name": "process_name", "pid": f"rank {node}", "tid": 0, "args": name})
     for row in found.rows:
         events.append(
             {
                 "ph": "X",
                 "cat": "cpu_op",
                 "name": row.name,
-                "pid": _process(row.node),
+                "pid": f"rank {row.node}",
                 "tid": row.thread,
                 "ts": (row.start + offset) / 1e3,
                 "dur": (row.end - row.start) / 1e3,
@@ -315,5 +313,92 @@ def _add_to_trace(path: Path, found: Collector) -> None:
     path.write_text(json.dumps(trace), encoding="utf-8")
 
 
-def _process(node: int) -> str:
-    return f"rank {node}"
+# -- the calls that this process executes -------------------------------------------------------------------
+
+_entered_lock = threading.Lock()  # guards _entered; a thread that holds it may take the lock of agent.hooks
+_entered: tuple[_server_process_global_profile, ...] = ()
+
+
+class _server_process_global_profile(profiler_legacy.profile):
+    """Within its ``with`` block, records the operators of the calls that this process executes, on all threads.
+
+    It may be entered in one call from another worker and left in a later call. Several such profiles at a time record the same
+    events. It has the arguments and methods of ``torch.autograd.profiler_legacy.profile``. If the called function enters another
+    profile of torch, only that profile records the function's operators.
+
+    Attributes:
+        process_global_function_events: after the end, a list of the events of each call, in the order in which the calls ended.
+        function_events: the events of all calls.
+    """
+
+    function_events: EventList | None
+
+    def __enter__(self) -> Any:
+        """Begin to record.
+
+        Raises:
+            RuntimeError: this profile has been entered before.
+        """
+        if not self.enabled:
+            return None
+        if self.entered:
+            raise RuntimeError("autograd profiler traces are not reentrant")
+        self.entered = True
+        self.process_global_function_events: list[list[FunctionEvent]] = []
+        _change(lambda entered: (*entered, self))
+        return self
+
+    def __exit__(self, *_: object) -> bool:
+        """Stop recording, and make the events of all calls that have ended available."""
+        if not self.enabled:
+            return False
+        _change(lambda entered: tuple(each for each in entered if each is not self))
+        events = itertools.chain.from_iterable(self.process_global_function_events)
+        self.function_events = EventList(
+            events, profile_memory=self.profile_memory, with_flops=self.with_flops
+        )
+        self.function_events._build_tree()
+        return False
+
+    def _settings(self) -> ProfilerSettings:
+        return ProfilerSettings(
+            self.record_shapes, self.profile_memory, self.with_stack, self.with_flops, self.with_modules
+        )
+
+
+class _Observer(CallHooks):
+    """Profiles each execution that begins while profiles are entered; then adds the events to the profiles still entered."""
+
+    def on_start(
+        self, execution: Execution, function: Any, args: tuple[Any, ...]
+    ) -> contextlib.AbstractContextManager[Any] | None:
+        entered = _entered
+        if not entered:
+            return None
+        merged = ProfilerSettings(*map(any, zip(*(each._settings() for each in entered), strict=True)))
+        return Observation(merged, partial(_hand_out, entered))
+
+
+_observer = _Observer()
+
+
+def _hand_out(to: tuple[_server_process_global_profile, ...], events: list[FunctionEvent]) -> None:
+    for each in to:
+        if each in _entered:
+            each.process_global_function_events.append([_own(event) for event in events])
+
+
+def _own(event: FunctionEvent) -> FunctionEvent:
+    """Return a copy of an event for one profile, because each profile builds its own tree of events."""
+    found = copy.copy(event)
+    found.cpu_children = list(event.cpu_children)
+    found.kernels = list(event.kernels)
+    return found
+
+
+def _change(how: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    global _entered
+    with _entered_lock:
+        before, _entered = _entered, how(_entered)
+        if bool(before) != bool(_entered):
+            (add_hooks if _entered else remove_hooks)(_observer)

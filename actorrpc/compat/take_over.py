@@ -22,11 +22,10 @@ import torch.distributed
 import torch.futures
 
 from actorrpc.autograd.graph import RecvFunction
-from actorrpc.compat import autograd, profiling, rpc, translate
+from actorrpc.compat import autograd, profiling, remote_module, rpc, translate
 from actorrpc.compat.imports import after_import, alias, forget
-from actorrpc.compat.nn import remote_module
-from actorrpc.compat.nn.remote_module import RemoteModule
 from actorrpc.compat.rpc.references import RRef
+from actorrpc.nn import RemoteModule
 from actorrpc.optim import DistributedOptimizer
 from actorrpc.rpc import rref as rrefs
 
@@ -39,7 +38,6 @@ __all__ = [
     "launch",
     "uninstall",
     "with_ray",
-    "without_drop_in",
 ]
 
 T = TypeVar("T")
@@ -54,11 +52,6 @@ def _path(environment: Mapping[str, str]) -> list[str]:
 def drop_in(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables with which programs of torch's RPC run on actorrpc."""
     return {VARIABLE: "1", "PYTHONPATH": os.pathsep.join([_SITE, *_path(environment)])}
-
-
-def without_drop_in(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables with which programs run on torch's RPC."""
-    return {VARIABLE: "0", "PYTHONPATH": os.pathsep.join(_path(environment))}
 
 
 def with_ray(environment: Mapping[str, str]) -> dict[str, str]:
@@ -91,32 +84,24 @@ def launch(changes: Mapping[str, str]) -> NoReturn:
 # -- in a program that runs ------------------------------------------------------------------------
 
 _MISSING: Final = object()
-_LATE: Final = {
-    f"torch.distributed.rpc._testing{name}": f"actorrpc.compat.rpc._testing{name}"
-    for name in ("", ".faulty_agent_backend_registry")
+_MODULES: Final[dict[str, ModuleType]] = {
+    "torch.distributed.rpc": rpc,
+    "torch.distributed.rpc.api": rpc.api,
+    "torch.distributed.rpc.backend_registry": rpc.backend_registry,
+    "torch.distributed.rpc.constants": rpc.constants,
+    "torch.distributed.rpc.functions": rpc.functions,
+    "torch.distributed.rpc.internal": rpc.internal,
+    "torch.distributed.rpc.options": rpc.options,
+    "torch.distributed.rpc.server_process_global_profiler": rpc.server_process_global_profiler,
+    "torch.distributed.autograd": autograd,
+    "torch.distributed.nn.api.remote_module": remote_module,
 }
+_LATE: Final = dict.fromkeys(
+    ("torch.distributed.rpc._testing", "torch.distributed.rpc._testing.faulty_agent_backend_registry"),
+    "actorrpc.compat.rpc._testing",
+)
 _lock = threading.Lock()  # guards _undo
 _undo: ExitStack | None = None  # undoes all replacements, in reverse order; None: not installed
-
-
-def _modules() -> dict[str, ModuleType]:
-    """Return the replacements of modules of torch, by the names of those modules."""
-    found: dict[str, ModuleType] = {
-        "torch.distributed.rpc": rpc,
-        "torch.distributed.autograd": autograd,
-        "torch.distributed.nn.api.remote_module": remote_module,
-    }
-    for name in (
-        "api",
-        "backend_registry",
-        "constants",
-        "functions",
-        "internal",
-        "options",
-        "server_process_global_profiler",
-    ):
-        found[f"torch.distributed.rpc.{name}"] = getattr(rpc, name)
-    return found
 
 
 def _put(place: Any, name: str, value: Any) -> None:
@@ -169,7 +154,7 @@ def install() -> None:
         _undo = ExitStack()
         for variable, text in drop_in(os.environ).items():
             _put_in(os.environ, variable, text)
-        for name, module in _modules().items():
+        for name, module in _MODULES.items():
             _put_in(sys.modules, name, module)
         _put(torch.distributed, "rpc", rpc)
         _put(torch.distributed, "autograd", autograd)

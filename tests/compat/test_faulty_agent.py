@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from actorrpc.compat.rpc._testing.faulty_agent import _TYPES, FaultyTensorPipeRpcBackendOptions
+from actorrpc.compat.rpc._testing import _TYPES, FaultyTensorPipeRpcBackendOptions
 from actorrpc.errors import ConfigError
 from actorrpc.testing import Fault
 from actorrpc.testing.message_types import MESSAGES, Message

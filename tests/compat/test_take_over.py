@@ -15,8 +15,7 @@ import torch.distributed.rpc
 import torch.nn.parallel.distributed
 
 from actorrpc import compat
-from actorrpc.compat import autograd, rpc
-from actorrpc.compat.nn import remote_module
+from actorrpc.compat import autograd, remote_module, rpc
 from actorrpc.nn import RemoteModule
 from actorrpc.optim import DistributedOptimizer
 from actorrpc.rpc import rref as rrefs

@@ -12,6 +12,7 @@ import pytest
 
 import actorrpc
 import actorrpc.compat.ray as ray
+from actorrpc.cluster import resources
 from actorrpc.compat.ray import cluster, options
 from actorrpc.compat.ray.util.scheduling_strategies import (
     In,
@@ -225,7 +226,7 @@ def test_scheduling_options_of_tasks_are_ignored_or_refused(
     with pytest.raises(rex.TaskUnschedulableError, match="missing"):
         ray.get(missing)
     assert options.for_tasks({"resources": {"a": 1}}, options.Extras())[0] == {}  # tasks book no resources
-    monkeypatch.setattr(cluster, "hosts", lambda: ["a", "b"])
+    monkeypatch.setattr(resources, "hosts", lambda: ["a", "b"])
     with pytest.raises(ValueError, match="make it a method of an actor"):
         double.options(label_selector={"zone": "a"})
 

@@ -6,7 +6,6 @@ missing here raise an error that lists the existing names; docs/migration/ray-pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -18,7 +17,6 @@ from actorrpc.compat.ray import (
     remote_function,
     runtime_context,
     runtime_env,
-    types,
     util,
 )
 from actorrpc.compat.ray.actor import ActorClass, ActorHandle, ActorID, actor_class, get_actor, kill, method
@@ -80,6 +78,7 @@ __all__ = [
 ]
 
 __version__ = VERSION
+types = names.module("ray.types", "types for annotations.", ObjectRef, ObjectRefGenerator)
 
 
 def remote(*given: Any, **options: Any) -> Any:
@@ -95,10 +94,6 @@ def remote(*given: Any, **options: Any) -> Any:
         raise TypeError(
             "@ray.remote stands above a class or a function, without arguments or with keyword options: @ray.remote(num_cpus=2)"
         )
-    return _with(options)
-
-
-def _with(options: dict[str, Any]) -> Callable[[Any], Any]:
     return lambda made: _decorated(made, options)
 
 

@@ -6,8 +6,9 @@ The classes are subclasses of actorrpc's. A pickle that a program makes of a han
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar
 
 from actorrpc import actors
 from actorrpc._exception_text import say
@@ -158,20 +159,18 @@ def _leave(_instance: Any) -> NoReturn:
     actors.exit_actor()
 
 
-def _special(handle: ActorHandle[Any], name: str) -> _Special | None:
-    if name == "__ray_ready__":
-        return _Special(lambda: actors.call(handle, _itself))
-    if name == "__ray_call__":
-        return _Special(lambda function, *args, **kwargs: actors.call(handle, function, *args, **kwargs))
-    if name == "__ray_terminate__":
-        return _Special(lambda: _ended(handle))
-    return None
-
-
 def _ended(handle: ActorHandle[Any]) -> actors.ObjectRef[Any]:
     ref = actors.call(handle, _leave)
     ref._request().add_done_callback(Future.acknowledge)  # do not log that the call fails, as intended
     return ref
+
+
+#: special method -> the function that its ``remote`` calls, with the handle as the first argument
+_SPECIAL: Final[Mapping[str, Callable[..., Any]]] = {
+    "__ray_call__": actors.call,
+    "__ray_ready__": lambda handle: actors.call(handle, _itself),
+    "__ray_terminate__": _ended,
+}
 
 
 # -- handles -----------------------------------------------------------------------------------------------------
@@ -196,10 +195,8 @@ class ActorHandle(actors.ActorHandle[C_co], Generic[C_co]):
         __call__ = _CallingOfRay()
 
         def __getattr__(self, name):
-            if name.startswith("__ray_") and "_actorrpc_descriptor" in self.__dict__:
-                special = _special(self, name)
-                if special is not None:
-                    return special
+            if name in _SPECIAL and "_actorrpc_descriptor" in self.__dict__:
+                return _Special(functools.partial(_SPECIAL[name], self))
             found = super().__getattr__(name)
             if isinstance(found, actors.ActorMethod):
                 found = self.__dict__[name] = _as_rays_method(found)

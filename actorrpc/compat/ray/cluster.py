@@ -8,23 +8,13 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Final
 
 from actorrpc import cluster
 from actorrpc._exception_text import say
 from actorrpc.agent.context import current_worker
 from actorrpc.cluster.join import own_address
-from actorrpc.cluster.resources import (
-    available_resources,
-    cluster_resources,
-    host_of,
-    hosts,
-    node_id,
-    nodes,
-    on_driver,
-    totals,
-)
+from actorrpc.cluster.resources import available_resources, cluster_resources, node_id, nodes
 from actorrpc.compat.ray import runtime_env as environments
 from actorrpc.errors import ConfigError
 from actorrpc.observe import api as observe
@@ -37,17 +27,12 @@ __all__ = [
     "RayContext",
     "available_resources",
     "cluster_resources",
-    "host_of",
-    "hosts",
     "identity",
     "init",
     "is_initialized",
-    "node_id",
     "nodes",
-    "on_driver",
     "shutdown",
     "timeline",
-    "totals",
 ]
 
 VERSION: Final = "2.51.0"
@@ -116,9 +101,7 @@ class RayContext(Mapping[str, Any]):
     def __enter__(self) -> RayContext:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         shutdown()
 
     def __repr__(self) -> str:

@@ -357,10 +357,9 @@ rays_words_of_actor: Final = _RaysWords(_of_actor)
 def _as(kind: type[RayError], error: errors.RpcError) -> RayError:
     """Return a copy of an error as an instance of ``kind``, Ray's subclass of the error's class."""
     _, seed, state = exceptions.parts(error)
-    made: Any = exceptions.assemble(kind, seed, state)
+    made = cast(RayError, exceptions.assemble(kind, seed, state))
     made.__cause__ = error.__cause__
-    found: RayError = made
-    return found
+    return made
 
 
 def _task_error(error: errors.RemoteError, cause: BaseException) -> errors.RpcError:

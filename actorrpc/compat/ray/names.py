@@ -1,12 +1,15 @@
-"""Errors for names of Ray that :mod:`actorrpc.compat.ray` does not have."""
+"""Modules with names of Ray, and errors for names of Ray that :mod:`actorrpc.compat.ray` does not have."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any, Final, NoReturn
 
-__all__ = ["HINTS", "missing", "no_module"]
+from actorrpc.compat import imports
+
+__all__ = ["HINTS", "missing", "module", "no_module"]
 
 #: beginning of a name of Ray -> hint in the error: what to use instead
 HINTS: Final = {
@@ -27,6 +30,16 @@ HINTS: Final = {
     "ray.util.multiprocessing": "use an ActorPool or tasks instead of its Pool",
     "ray.workflow": "Ray's libraries are not part of actorrpc",
 }
+
+
+def module(name: str, meaning: str, *contents: Any) -> ModuleType:
+    """Make a module of functions and classes that other modules define, importable by its name in this package.
+
+    Args:
+        name: the module's name on Ray.
+    """
+    named = {each.__name__: each for each in contents}
+    return imports.module(f"actorrpc.compat.{name}", f"``{name}``: {meaning}", named)
 
 
 def _hint(name: str) -> str:

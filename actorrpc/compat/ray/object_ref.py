@@ -115,12 +115,7 @@ class ObjectRef(Generic[T]):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self._ours,)
-
-
-def _arrived(ref: actors.ObjectRef[Any]) -> ObjectRef[Any]:
-    """Rebuild a reference (named in pickles)."""
-    return ObjectRef(ref)
+        return ObjectRef, (self._ours,)
 
 
 # -- streams -------------------------------------------------------------------------------------------------

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from actorrpc._exception_text import say
+from actorrpc.cluster import resources
 from actorrpc.compat.ray import cluster, runtime_env
 from actorrpc.compat.ray.exceptions import ActorUnschedulableError, TaskUnschedulableError
 from actorrpc.compat.ray.placement import VARIABLE as GROUP
-from actorrpc.compat.ray.placement import PlacementGroup, current_group
-from actorrpc.compat.ray.strategies import (
+from actorrpc.compat.ray.placement import (
     In,
     NodeAffinitySchedulingStrategy,
     NodeLabelSchedulingStrategy,
+    PlacementGroup,
     PlacementGroupSchedulingStrategy,
+    current_group,
 )
 from actorrpc.errors import ConfigError
 
@@ -109,21 +111,13 @@ def _labels(selector: Any) -> dict[str, str]:
 
 def _place(options: dict[str, Any], extras: dict[str, Any]) -> None:
     """Convert ``scheduling_strategy``, and Ray's older options ``placement_group...``, which have the same effects."""
-    if "placement_group" in options:
-        group = options.pop("placement_group")
-        index = options.pop("placement_group_bundle_index", -1)
-        captures = options.pop("placement_group_capture_child_tasks", None)
-        if isinstance(group, PlacementGroup):
-            options.setdefault(
-                "scheduling_strategy", PlacementGroupSchedulingStrategy(group, index, captures)
-            )
-        elif group not in (None, *_NOT_SAID):
-            raise ConfigError(
-                f"placement_group must be what placement_group() returns, not {say(group, repr)}"
-            )
-    else:
-        options.pop("placement_group_bundle_index", None)
-        options.pop("placement_group_capture_child_tasks", None)
+    group = options.pop("placement_group", None)
+    index = options.pop("placement_group_bundle_index", -1)
+    captures = options.pop("placement_group_capture_child_tasks", None)
+    if isinstance(group, PlacementGroup):
+        options.setdefault("scheduling_strategy", PlacementGroupSchedulingStrategy(group, index, captures))
+    elif group not in _NOT_SAID:
+        raise ConfigError(f"placement_group must be what placement_group() returns, not {say(group, repr)}")
     if "scheduling_strategy" not in options:
         return
     strategy = options.pop("scheduling_strategy")
@@ -136,7 +130,7 @@ def _place(options: dict[str, Any], extras: dict[str, Any]) -> None:
             group.check_index(index)
         extras.update(group=group, bundle=index, captures=bool(strategy.placement_group_capture_child_tasks))
     elif isinstance(strategy, NodeAffinitySchedulingStrategy):
-        host = cluster.host_of(strategy.node_id)
+        host = resources.host_of(strategy.node_id)
         if host is not None:
             options["host"] = host
         elif not strategy.soft:
@@ -180,7 +174,7 @@ def for_actors(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any]
         options["resources"] = _resources(options["resources"])
     # Make no checkpoints: a class written for Ray may have methods checkpoint() and restore() with another meaning.
     options.setdefault("checkpoint_every", _NO_CHECKPOINTS)
-    return options, _changed(before, extras)
+    return options, replace(before, **extras)
 
 
 def for_tasks(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any], Extras]:
@@ -192,11 +186,11 @@ def for_tasks(given: Mapping[str, Any], before: Extras) -> tuple[dict[str, Any],
         options.pop(name, None)
     host = options.pop("host", None)
     labels = options.pop("labels", None)
-    if (host is not None or labels) and len(cluster.hosts()) > 1:
+    if (host is not None or labels) and len(resources.hosts()) > 1:
         raise ConfigError(
             "a task cannot be placed on a certain node: make it a method of an actor with this scheduling strategy"
         )
-    return options, _changed(before, extras)
+    return options, replace(before, **extras)
 
 
 def for_calls(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,11 +200,6 @@ def for_calls(given: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in given.items()
         if name not in IGNORED and not (value is None and name in _NONE_IS_UNSAID)
     }
-
-
-def _changed(before: Extras, changes: Mapping[str, Any]) -> Extras:
-    known = {name: getattr(before, name) for name in Extras.__slots__}
-    return Extras(**{**known, **changes})
 
 
 def check_resources(extras: Extras) -> None:
@@ -224,10 +213,10 @@ def check_resources(extras: Extras) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _look_for(resources: tuple[tuple[str, float], ...], _cluster: str) -> None:
-    wanted = dict(resources)
+def _look_for(requested: tuple[tuple[str, float], ...], _cluster: str) -> None:
+    wanted = dict(requested)
     if not any(
-        all(each.get(name, 0.0) >= amount for name, amount in wanted.items()) for each in cluster.totals()
+        all(each.get(name, 0.0) >= amount for name, amount in wanted.items()) for each in resources.totals()
     ):
         raise TaskUnschedulableError(f"no node has {wanted}: ray.nodes() shows the resources of all nodes")
 

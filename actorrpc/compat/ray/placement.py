@@ -1,8 +1,9 @@
-"""Placement groups, as in ``ray.util.placement_group``: bundles of resources that are placed together.
+"""Placement groups, as in ``ray.util.placement_group``, and the classes of ``ray.util.scheduling_strategies``.
 
-A bundle lists resources and gets a machine that has them. The driver keeps the table of groups: it assigns machines to the
-bundles by the group's strategy, lets a group wait while the other groups leave no room for it, and ends the actors of a removed
-group. An actor of a group is made on the machine of its bundle, and books there the resources in its own options.
+A group has bundles of resources, which are placed together: each bundle gets a machine that has its resources. The driver keeps
+the table of groups: it assigns machines to the bundles by the group's strategy, lets a group wait while the other groups leave no
+room for it, and ends the actors of a removed group. An actor of a group is made on the machine of its bundle, and books there the
+resources in its own options.
 
 ``_lock`` guards the tables. No code that may block is called under it.
 """
@@ -26,7 +27,14 @@ from actorrpc.futures import Future
 
 __all__ = [
     "VARIABLE",
+    "DoesNotExist",
+    "Exists",
+    "In",
+    "NodeAffinitySchedulingStrategy",
+    "NodeLabelSchedulingStrategy",
+    "NotIn",
     "PlacementGroup",
+    "PlacementGroupSchedulingStrategy",
     "PlacementGroupTimeoutError",
     "current_group",
     "get_current_placement_group",
@@ -98,7 +106,7 @@ class PlacementGroup:
 
     def ready(self) -> ObjectRef[PlacementGroup]:
         """Return an ObjectRef of the group, which completes when all bundles have machines, or fails if that never happens."""
-        return ObjectRef(cluster.on_driver(_ready, self.id.text))
+        return ObjectRef(resources.on_driver(_ready, self.id.text))
 
     def wait(self, timeout_seconds: float = 30) -> bool:
         """Wait until all bundles have their machines; return False at the time-out, or if no machines have such resources."""
@@ -127,7 +135,75 @@ class PlacementGroup:
         Raises:
             ActorPlacementGroupRemoved: the group has been removed.
         """
-        return None if self.is_empty else cluster.on_driver(_host_for, self.id.text, index)
+        return None if self.is_empty else resources.on_driver(_host_for, self.id.text, index)
+
+
+# -- scheduling strategies -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlacementGroupSchedulingStrategy:
+    """Place the actor in a placement group.
+
+    Attributes:
+        placement_group: the return value of ``placement_group()``; None for no group.
+        placement_group_bundle_index: the index of the bundle; -1: any.
+        placement_group_capture_child_tasks: whether actors and tasks that the actor starts are in the group, too.
+    """
+
+    placement_group: PlacementGroup | None
+    placement_group_bundle_index: int = -1
+    placement_group_capture_child_tasks: bool | None = None
+
+
+@dataclass(frozen=True)
+class NodeAffinitySchedulingStrategy:
+    """Place the actor on a node.
+
+    Attributes:
+        node_id: ``"NodeID"`` in ``ray.nodes()``.
+        soft: run on another node if this node does not exist.
+    """
+
+    node_id: str
+    soft: bool
+    _spill_on_unavailable: bool = False
+    _fail_on_unavailable: bool = False
+
+
+class In:
+    """The label has one of ``values``."""
+
+    def __init__(self, *values: str) -> None:
+        self.values = list(values)
+
+
+class NotIn:
+    """The label has any value except ``values``."""
+
+    def __init__(self, *values: str) -> None:
+        self.values = list(values)
+
+
+class Exists:
+    """The label exists, with any value."""
+
+
+class DoesNotExist:
+    """The label does not exist."""
+
+
+@dataclass(frozen=True)
+class NodeLabelSchedulingStrategy:
+    """Place the actor on a node with certain labels.
+
+    Attributes:
+        hard: name of a label -> the condition that the label must meet.
+        soft: conditions that the labels should meet; ignored.
+    """
+
+    hard: dict[str, Any] | None = None
+    soft: dict[str, Any] | None = None
 
 
 # -- on the driver -------------------------------------------------------------------------------------------------
@@ -177,6 +253,9 @@ def _assign(
     bundles: Sequence[Mapping[str, float]], strategy: str, machines: Mapping[str, Mapping[str, float]]
 ) -> list[str] | None:
     """Return a machine for each bundle; None if there is no room for all of them."""
+    if strategy == "STRICT_PACK":
+        need = {name: sum(each.get(name, 0.0) for each in bundles) for bundle in bundles for name in bundle}
+        return next(([name] * len(bundles) for name, free in machines.items() if _fits(need, free)), None)
     free = {name: dict(each) for name, each in machines.items()}
     chosen: list[str] = []
     for bundle in bundles:
@@ -186,28 +265,13 @@ def _assign(
             candidates = unused
         elif strategy == "SPREAD":
             candidates = unused or candidates
-        elif strategy == "STRICT_PACK" and chosen:
-            candidates = [name for name in candidates if name == chosen[0]]
         else:
             candidates = [name for name in candidates if name in chosen] or candidates
         if not candidates:
-            return _elsewhere(bundles, strategy, machines, chosen)
+            return None
         chosen.append(candidates[0])
         free[candidates[0]] = _taken(free[candidates[0]], bundle)
     return chosen
-
-
-def _elsewhere(
-    bundles: Sequence[Mapping[str, float]],
-    strategy: str,
-    machines: Mapping[str, Mapping[str, float]],
-    chosen: Sequence[str],
-) -> list[str] | None:
-    """If all bundles must be on one machine, and it is not ``chosen[0]``, try the other machines; None if no machine fits."""
-    if strategy != "STRICT_PACK" or not chosen:
-        return None
-    rest = {name: each for name, each in machines.items() if name != chosen[0]}
-    return _assign(bundles, strategy, rest)
 
 
 def _create(group: PlacementGroup) -> None:
@@ -268,7 +332,7 @@ def _host_for(group_id: str, index: int) -> str | None:
     kept = _kept(group_id)
     if kept.state == "REMOVED":
         raise _removed(kept.group)
-    machines = cluster.hosts()
+    machines = resources.hosts()
     if len(machines) < 2 or not kept.hosts:
         return None
     return kept.hosts[max(index, 0)]
@@ -290,7 +354,7 @@ def join(group: PlacementGroup, member: Any) -> None:
     Args:
         member: a handle that does not keep the actor alive.
     """
-    cluster.on_driver(_join, group.id.text, member)
+    resources.on_driver(_join, group.id.text, member)
 
 
 def _remove(group_id: str) -> None:
@@ -371,13 +435,13 @@ def placement_group(
         raise ValueError(f"lifetime must be None or 'detached', not {say(lifetime, repr)}")
     specs = [{key: float(amount) for key, amount in bundle.items() if amount} for bundle in bundles]
     made = PlacementGroup(PlacementGroupID(os.urandom(18).hex()), specs, name, strategy)
-    cluster.on_driver(_create, made)
+    resources.on_driver(_create, made)
     return made
 
 
 def remove_placement_group(placement_group: PlacementGroup) -> None:
     """Release a group's machines, and end its actors. Idempotent."""
-    cluster.on_driver(_remove, placement_group.id.text)
+    resources.on_driver(_remove, placement_group.id.text)
 
 
 def get_placement_group(placement_group_name: str) -> PlacementGroup:
@@ -388,7 +452,7 @@ def get_placement_group(placement_group_name: str) -> PlacementGroup:
     """
     if not placement_group_name:
         raise ValueError("get_placement_group() takes the name of a group")
-    found = cluster.on_driver(_find, placement_group_name, "")
+    found = resources.on_driver(_find, placement_group_name, "")
     if found is None:
         raise ValueError(f"there is no placement group {placement_group_name!r}")
     return found
@@ -396,14 +460,14 @@ def get_placement_group(placement_group_name: str) -> PlacementGroup:
 
 def placement_group_table(placement_group: PlacementGroup | None = None) -> dict[str, Any]:
     """Return the row of a group (empty if there is no such group), or the rows of all groups by their ids."""
-    rows = cluster.on_driver(_rows)
+    rows = resources.on_driver(_rows)
     return rows if placement_group is None else rows.get(placement_group.id.text, {})
 
 
 def get_current_placement_group() -> PlacementGroup | None:
     """Return the group in which this code runs; None if there is none."""
     group_id = os.environ.get(VARIABLE, "").partition(":")[0]
-    return cluster.on_driver(_find, "", group_id) if group_id else None
+    return resources.on_driver(_find, "", group_id) if group_id else None
 
 
 def current_group() -> PlacementGroup | None:

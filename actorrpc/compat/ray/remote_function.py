@@ -142,7 +142,7 @@ class RemoteFunction(actors.RemoteFunction[P, Out], Generic[P, Out]):
         if isinstance(reduced, str):
             return reduced
         itself = reduced[1][0] if self.__wrapped__ is self._function else self._function
-        return _rebuild, (itself, self._options, self._extras, self._dynamic)
+        return RemoteFunction, (itself, self._options, self._extras, self._dynamic)
 
 
 def _without_dynamic(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,13 +150,6 @@ def _without_dynamic(options: Mapping[str, Any]) -> dict[str, Any]:
     if found.get("num_returns") == "dynamic":
         found["num_returns"] = 1
     return found
-
-
-def _rebuild(
-    function: Callable[..., Any], options: TaskOptions, extras: Extras, dynamic: bool
-) -> RemoteFunction[..., Any]:
-    """Rebuild a remote function (named in pickles)."""
-    return RemoteFunction(function, options, extras, dynamic)
 
 
 def remote_function(function: Callable[..., Any], options: Mapping[str, Any]) -> RemoteFunction[..., Any]:

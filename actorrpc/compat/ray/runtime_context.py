@@ -9,7 +9,8 @@ from typing import Any
 from actorrpc import actors
 from actorrpc.actors.context import runtime
 from actorrpc.agent.calls import CURRENT
-from actorrpc.compat.ray import cluster, runtime_env
+from actorrpc.cluster import resources
+from actorrpc.compat.ray import runtime_env
 from actorrpc.compat.ray.actor import ActorHandle, _as_rays
 from actorrpc.compat.ray.placement import get_current_placement_group
 from actorrpc.compat.ray.runtime_env import RuntimeEnv
@@ -22,20 +23,21 @@ class RuntimeContext:
 
     Args:
         context: the actorrpc.RuntimeContext.
+
+    Attributes:
+        namespace: the default namespace of actors' names.
+        was_current_actor_reconstructed: whether the actor has been restarted.
+        worker: this worker.
+        gcs_address: the word "local": there is no GCS.
     """
+
+    gcs_address = "local"
 
     def __init__(self, context: actors.RuntimeContext) -> None:
         self._ours = context
-
-    @property
-    def namespace(self) -> str:
-        """The default namespace of actors' names."""
-        return self._ours.namespace
-
-    @property
-    def was_current_actor_reconstructed(self) -> bool:
-        """Whether the actor has been restarted."""
-        return self._ours.was_current_actor_reconstructed
+        self.namespace = context.namespace
+        self.was_current_actor_reconstructed = context.was_current_actor_reconstructed
+        self.worker: Any = context.worker
 
     @property
     def current_actor(self) -> ActorHandle[Any]:
@@ -50,16 +52,6 @@ class RuntimeContext:
     def runtime_env(self) -> RuntimeEnv:
         """The ``runtime_env`` of this process."""
         return RuntimeEnv(**runtime_env.inherited())
-
-    @property
-    def gcs_address(self) -> str:
-        """The word "local": there is no GCS."""
-        return "local"
-
-    @property
-    def worker(self) -> Any:
-        """This worker."""
-        return self._ours.worker
 
     def get(self) -> dict[str, Any]:
         """Return the ids by name."""
@@ -76,7 +68,7 @@ class RuntimeContext:
 
     def get_node_id(self) -> str:
         """Return the id of the node."""
-        return cluster.node_id()
+        return resources.node_id()
 
     def get_worker_id(self) -> str:
         """Return the id of this process."""
@@ -96,9 +88,7 @@ class RuntimeContext:
         what = None if execution is None else execution.what
         return getattr(what, "__qualname__", None) or (None if what is None else str(what))
 
-    def get_task_function_name(self) -> str | None:
-        """As :meth:`get_task_name`."""
-        return self.get_task_name()
+    get_task_function_name = get_task_name
 
     def get_actor_id(self) -> str | None:
         """Return the id of the actor; None outside of actors."""
@@ -139,7 +129,7 @@ class RuntimeContext:
     def get_node_labels(self) -> dict[str, str]:
         """Return the labels of the node."""
         own = self.get_node_id()
-        found = [each["Labels"] for each in cluster.nodes() if each["NodeID"] == own]
+        found = [each["Labels"] for each in resources.nodes() if each["NodeID"] == own]
         return dict(found[0]) if found else {}
 
 

@@ -5,25 +5,25 @@ from __future__ import annotations
 import logging
 import numbers
 import os
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.distributed_c10d import Store
 
 from actorrpc.compat import autograd as dist_autograd
+from actorrpc.compat.imports import module
+from actorrpc.compat.profiling import _server_process_global_profile
 
 # Some of these names are not used here: programs use them as attributes of this module.
-from actorrpc.compat.rpc import (  # noqa: F401
-    api,
-    backend_registry,
-    constants,
-    functions,
-    internal,
-    options,
-    server_process_global_profiler,
+from actorrpc.compat.rpc import api, backend_registry, internal  # noqa: F401
+from actorrpc.compat.rpc.agent import (  # noqa: F401
+    CONSTANTS,
+    RpcAgent,
+    TensorPipeAgent,
+    TensorPipeRpcBackendOptions,
+    enable_gil_profiling,
 )
-from actorrpc.compat.rpc.agent import RpcAgent, TensorPipeAgent, enable_gil_profiling  # noqa: F401
-from actorrpc.compat.rpc.agent import debug_info_of_references as _debug_info_of_references
+from actorrpc.compat.rpc.agent import debug_info_of_references as _rref_context_get_debug_info
 from actorrpc.compat.rpc.api import (  # noqa: F401
     AllGatherStates,
     PyRRef,
@@ -47,12 +47,9 @@ from actorrpc.compat.rpc.backend_registry import (
     init_backend,
     register_backend,
 )
-from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
-from actorrpc.compat.rpc.server_process_global_profiler import (  # noqa: F401
-    _server_process_global_profile,
-)
 from actorrpc.group.store import open_store
 from actorrpc.rpc.api import get_rpc_timeout, is_available, set_rpc_timeout  # noqa: F401
+from actorrpc.rpc.functions import async_execution
 from actorrpc.rpc.options import RpcBackendOptions
 from actorrpc.wire.identity import WorkerInfo  # noqa: F401
 
@@ -78,6 +75,16 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 300.0
+_CONTENTS: Final[dict[str, dict[str, Any]]] = {
+    "constants": CONSTANTS,
+    "functions": {"async_execution": async_execution},
+    "options": {"TensorPipeRpcBackendOptions": TensorPipeRpcBackendOptions},
+    "server_process_global_profiler": {"_server_process_global_profile": _server_process_global_profile},
+}
+constants, functions, options, server_process_global_profiler = [
+    module(f"{__name__}.{name}", f"``torch.distributed.rpc.{name}``.", contents)
+    for name, contents in _CONTENTS.items()
+]
 
 
 def init_rpc(
@@ -177,10 +184,6 @@ def _start(backend: Any, store: Any, name: str, rank: int, world_size: int | Non
     )
     api._init_rpc_states(agent)
     _set_profiler_node_id(rank)
-
-
-def _rref_context_get_debug_info() -> dict[str, str]:
-    return _debug_info_of_references()
 
 
 @api._require_initialized

@@ -1,16 +1,36 @@
-"""The agent of ``torch.distributed.rpc``: a view of this process's agent."""
+"""The agent of ``torch.distributed.rpc``, a view of this process's agent; its options, and the constants of torch's API."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any, Final
+
 from actorrpc.agent.agent import Agent
-from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
 from actorrpc.compat.translate import reword
-from actorrpc.errors import UnknownWorkerError
-from actorrpc.rpc import api
+from actorrpc.errors import UnknownWorkerError, WrongTypeError
+from actorrpc.rpc import api, options
 from actorrpc.wire.identity import WorkerInfo
 
-__all__ = ["RpcAgent", "TensorPipeAgent", "debug_info_of_references", "enable_gil_profiling"]
+__all__ = [
+    "CONSTANTS",
+    "DEFAULT_SHUTDOWN_TIMEOUT",
+    "RpcAgent",
+    "TensorPipeAgent",
+    "TensorPipeRpcBackendOptions",
+    "debug_info_of_references",
+    "enable_gil_profiling",
+]
 
+DEFAULT_SHUTDOWN_TIMEOUT: Final = 0.0
+#: the contents of ``torch.distributed.rpc.constants``
+CONSTANTS: Final = {
+    "DEFAULT_RPC_TIMEOUT_SEC": options.DEFAULT_RPC_TIMEOUT_SEC,
+    "DEFAULT_INIT_METHOD": options.DEFAULT_INIT_METHOD,
+    "DEFAULT_SHUTDOWN_TIMEOUT": DEFAULT_SHUTDOWN_TIMEOUT,
+    "DEFAULT_NUM_WORKER_THREADS": options.DEFAULT_NUM_WORKER_THREADS,
+    "DEFAULT_PROCESS_GROUP_TIMEOUT": timedelta(milliseconds=2**31 - 1),
+    "UNSET_RPC_TIMEOUT": options.UNSET_RPC_TIMEOUT,
+}
 _gil_profiling = False
 
 
@@ -18,6 +38,16 @@ def enable_gil_profiling(flag: bool) -> None:
     """Add the time that threads wait for the interpreter to the debug information. The time is not measured: it is always 0."""
     global _gil_profiling
     _gil_profiling = flag
+
+
+class TensorPipeRpcBackendOptions(options.TensorPipeRpcBackendOptions):
+    """As :class:`actorrpc.TensorPipeRpcBackendOptions`."""
+
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except WrongTypeError as error:
+            raise WrongTypeError(f"incompatible constructor arguments: {error}") from error
 
 
 class RpcAgent:

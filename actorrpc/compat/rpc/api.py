@@ -18,14 +18,12 @@ from typing import Any, Final, TypeVar
 import torch
 
 from actorrpc import _time
-from actorrpc.compat.rpc.agent import TensorPipeAgent
-from actorrpc.compat.rpc.constants import (
-    DEFAULT_RPC_TIMEOUT_SEC,
+from actorrpc.compat.rpc.agent import (
     DEFAULT_SHUTDOWN_TIMEOUT,
-    UNSET_RPC_TIMEOUT,
+    TensorPipeAgent,
+    TensorPipeRpcBackendOptions,
 )
 from actorrpc.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, deserialize
-from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
 from actorrpc.compat.rpc.references import RRef
 from actorrpc.compat.translate import Future, check_script_call, reword
 from actorrpc.errors import (
@@ -39,6 +37,7 @@ from actorrpc.errors import (
     UnknownWorkerError,
 )
 from actorrpc.rpc import api as core
+from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire.identity import WorkerInfo
 

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from actorrpc.compat.rpc import api
-from actorrpc.compat.rpc import constants as rpc_constants
-from actorrpc.compat.rpc.agent import TensorPipeAgent
-from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
+from actorrpc.compat.rpc.agent import TensorPipeAgent, TensorPipeRpcBackendOptions
 from actorrpc.errors import RendezvousError
 from actorrpc.rpc import api as core
+from actorrpc.rpc.options import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
 
 __all__ = [
     "BackendType",
@@ -75,8 +74,8 @@ def register_backend(
 
 def construct_rpc_backend_options(
     backend: Any,
-    rpc_timeout: float = rpc_constants.DEFAULT_RPC_TIMEOUT_SEC,
-    init_method: str = rpc_constants.DEFAULT_INIT_METHOD,
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
     """Return the options of a backend."""
@@ -87,10 +86,6 @@ def construct_rpc_backend_options(
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the agent of a backend."""
     return backend.value.init_backend_handler(*args, **kwargs)
-
-
-def _make_options(**given: Any) -> TensorPipeRpcBackendOptions:
-    return TensorPipeRpcBackendOptions(**given)
 
 
 def _check_kind(store: Any, world_size: int | None) -> None:
@@ -122,4 +117,4 @@ def _make_agent(
     return agent
 
 
-register_backend("TENSORPIPE", _make_options, _make_agent)
+register_backend("TENSORPIPE", TensorPipeRpcBackendOptions, _make_agent)

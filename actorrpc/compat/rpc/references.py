@@ -6,7 +6,7 @@ In a group that was joined while the drop-in is installed, all RRefs are instanc
 from __future__ import annotations
 
 import threading
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from torch.autograd.profiler import record_function
 
@@ -119,11 +119,10 @@ class RRef(rref.RRef[T]):
         with _lock:
             future: Future[type] | None = getattr(self, "_kind", None)
         if future is None or (future.done() and future.error is not None):
+            future = Future()
             if self.is_owner():
-                future = Future()
                 future.set_result(_rref_typeof_on_owner(self))
             else:
-                future = Future()
                 api.send(future, self.owner(), _rref_typeof_on_owner, (self,), timeout=timeout)
             with _lock:
                 self._kind = future
@@ -148,9 +147,6 @@ class RRef(rref.RRef[T]):
 
 class _CheckedProxy(RRefProxy):
     __slots__ = ()
-
-    def __init__(self, reference: RRef[Any], style: Literal["remote"], timeout: float) -> None:
-        super().__init__(reference, style, timeout)
 
     def __getattr__(self, name: str) -> Any:
         method = super().__getattr__(name)

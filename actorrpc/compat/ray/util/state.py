@@ -9,7 +9,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import actorrpc.observe.api as observe
 from actorrpc.cluster import resources
@@ -42,7 +42,7 @@ class _Row:
 
     def __getitem__(self, name: str) -> Any:
         """Return a field."""
-        if name not in {each.name for each in dataclasses.fields(cast(Any, self))}:
+        if name not in type(self).__slots__:
             raise KeyError(name)
         return getattr(self, name)
 

@@ -1,23 +1,33 @@
-"""torch's faulty agent: its options, and which message types of actorrpc correspond to torch's."""
+"""``torch.distributed.rpc._testing``: the agent that loses and delays messages, its options, and its backend.
+
+Importing this module registers the backend, and so replaces ``BackendType``. Therefore only tests of this agent import it.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from actorrpc.agent.context import Worker
-from actorrpc.compat.rpc.agent import TensorPipeAgent
-from actorrpc.compat.rpc.options import TensorPipeRpcBackendOptions
+from actorrpc.compat.rpc import api, backend_registry
+from actorrpc.compat.rpc.agent import TensorPipeAgent, TensorPipeRpcBackendOptions
 from actorrpc.compat.translate import is_builtin
 from actorrpc.errors import ConfigError
 from actorrpc.rpc.refcount.tables import Recent
 from actorrpc.testing import Fault
 from actorrpc.testing.message_types import Message
 
-__all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions"]
+__all__ = [
+    "FaultyTensorPipeAgent",
+    "FaultyTensorPipeRpcBackendOptions",
+    "faulty_agent_backend_registry",
+    "is_available",
+]
 
 # torch's type -> (actorrpc's message type; True: only calls of script functions and operators, False: only others, None: all).
 _TYPES: Final[Mapping[str, tuple[str, bool | None]]] = {
@@ -69,12 +79,6 @@ def _is_script(called: Any) -> bool:
     )
 
 
-def _check(names: Sequence[str] | Mapping[str, float]) -> None:
-    for name in names:
-        if name not in _TYPES:
-            raise ConfigError(f"No such message type: {name!r}; there are: {', '.join(_TYPES)}")
-
-
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
     """Options of the agent that loses and delays messages.
 
@@ -104,8 +108,9 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
         self._faults()  # raises if the options are not valid
 
     def _faults(self) -> list[Fault]:
-        _check(self.messages_to_fail)
-        _check(self.messages_to_delay)
+        for name in (*self.messages_to_fail, *self.messages_to_delay):
+            if name not in _TYPES:
+                raise ConfigError(f"No such message type: {name!r}; there are: {', '.join(_TYPES)}")
         scripts = _Scripts()
         which = {None: None, True: scripts.runs, False: scripts.runs_not}
         found = [Fault("delay", ["remote"], when=scripts.note)]
@@ -125,3 +130,29 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 
 class FaultyTensorPipeAgent(TensorPipeAgent):
     """The current agent of this process, with faults."""
+
+
+def is_available() -> bool:
+    """Say whether there is a faulty agent in this build: always."""
+    return True
+
+
+def _make_agent(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
+) -> FaultyTensorPipeAgent:
+    if not isinstance(store, Store):
+        raise TypeError(f"`store` must be a c10d::Store. {store}")
+    if not isinstance(rpc_backend_options, FaultyTensorPipeRpcBackendOptions):
+        raise TypeError(
+            f"`rpc_backend_options` must be a `FaultyTensorPipeRpcBackendOptions`. {rpc_backend_options}"
+        )
+    made = backend_registry._make_agent(store, name, rank, world_size, rpc_backend_options)
+    agent = FaultyTensorPipeAgent(made.agent, rpc_backend_options)
+    api._set_and_start_rpc_agent(agent)
+    return agent
+
+
+backend_registry.register_backend("FAULTY_TENSORPIPE", FaultyTensorPipeRpcBackendOptions, _make_agent)
+# In torch, a module of this name, which registers the backend. It can be imported because this module has a path.
+faulty_agent_backend_registry = sys.modules[__name__]
+__path__: list[str] = []

@@ -1,3 +1,0 @@
-"""Replaces ``torch.distributed.nn.api``."""
-
-__all__: list[str] = []
