@@ -1,11 +1,10 @@
 """Actors: objects that live in another process, with methods that any worker can call, in the style of Ray or of torch.
 
-Importing this package adds the actor layer to every group that is joined from then on (``startup.py``).
+Importing this package adds the actor layer to every group that is joined from then on (``api.py``).
 """
 
 from __future__ import annotations
 
-from actorrpc.actors import startup as _wiring
 from actorrpc.actors.api import (
     ActorInfo,
     RuntimeContext,
@@ -99,5 +98,3 @@ __all__ = [
     "supervise",
     "wait",
 ]
-
-_wired = _wiring.start  # marks the import above as used

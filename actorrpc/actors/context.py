@@ -1,6 +1,6 @@
 """The runtime: the parts of the actor layer that are in force in this process.
 
-``startup.py`` makes it when the process joins a group, and removes it when the process leaves. A package gets the parts of higher
+``api.py`` makes it when the process joins a group, and removes it when the process leaves. A package gets the parts of higher
 packages from it, and so need not import these packages.
 """
 

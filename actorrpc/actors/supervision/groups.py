@@ -15,8 +15,14 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from actorrpc.actors.supervision.restart_policy import RestartPolicy
-from actorrpc.actors.supervision.strategies import RestartOrder, RestartPlan, RestartStrategy, State, Strategy
+from actorrpc.actors.supervision.strategies import (
+    RestartOrder,
+    RestartPlan,
+    RestartPolicy,
+    RestartStrategy,
+    State,
+    Strategy,
+)
 from actorrpc.errors import ActorDiedError, SupervisionError
 from actorrpc.futures import Future
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 from actorrpc.actors.client.supervisor_client import CREATE_S, peer_of
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.actors.spec.options import NEW_PROCESS
+from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.futures import Future
+from actorrpc.transport.connection_state import OPEN
 from actorrpc.wire.identity import WorkerInfo, WorkerKey
 
 if TYPE_CHECKING:
@@ -125,6 +127,32 @@ class Placements:
             self._booked.discard(instance_id)
             if self._runtime.spawner is not None:
                 self._runtime.spawner.give_back(instance_id)
+
+    def near(self, place: Any) -> Peer | None:
+        """Return the worker of a place if this thread can order an actor there; None if a pool thread has to do it."""
+        agent = self._agent
+        if (
+            place is None
+            or place == "turn"
+            or CURRENT.get() is not None
+            or agent.hooks.active
+            or agent.recorder.live
+        ):
+            return None
+        location = None if type(place) is WorkerKey else place.location
+        worker = place if location is None else location.worker
+        if type(worker) is not WorkerKey:
+            return None  # the location of the other actor is not known yet
+        try:
+            peer = peer_of(agent, worker)
+        except RpcError:
+            return None
+        conn = peer.conn
+        return (
+            peer
+            if peer.is_self or (conn is not None and conn.state is OPEN and not peer.window.full)
+            else None
+        )
 
     def for_others(self, place: Any, options: ActorOptions) -> ActorOptions:
         """Return the options with the result of :meth:`place` as ``worker=``, in a form that other workers understand.

@@ -12,7 +12,6 @@ to ``_dropped``, whose single operations are atomic.
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import threading
 import weakref
@@ -26,15 +25,23 @@ from actorrpc._exception_text import is_a
 from actorrpc.actors.client import death_errors
 from actorrpc.actors.client.route import Route
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of, request_detached
+from actorrpc.actors.context import current
 from actorrpc.actors.host import registry
+from actorrpc.actors.host.checkpoints import LAST
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
 from actorrpc.actors.spec.death_report import ActorState, DeathReport, Restarting
-from actorrpc.actors.supervision import deaths
 from actorrpc.actors.supervision.groups import Action, perform
 from actorrpc.actors.supervision.placement import Placements
-from actorrpc.actors.supervision.record import ActorRecord, Incarnation, LifetimeToken, RestartVerdict
-from actorrpc.agent.calls import CURRENT
+from actorrpc.actors.supervision.record import (
+    ActorRecord,
+    Incarnation,
+    LifetimeToken,
+    RestartVerdict,
+    new_id,
+    why_not_made,
+)
+from actorrpc.agent.executor import Deferred
 from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ActorDiedError, PeerDiedError, RpcError, ShutdownError
@@ -42,7 +49,6 @@ from actorrpc.futures import Future, collect_all
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import exceptions
 from actorrpc.serialization.by_value import look_again
-from actorrpc.transport.connection_state import OPEN
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.identity import WorkerKey
 
@@ -53,33 +59,12 @@ if TYPE_CHECKING:
     from actorrpc.actors.spec.options import ActorOptions
     from actorrpc.actors.supervision.names import Names
 
-__all__ = ["Supervisor"]
+__all__ = ["Supervisor", "hand_over"]
 
 _REMEMBERED: Final = 10_000  # dead actors that are kept
 _UNSEEN_S: Final = 30.0  # how long a caller may consider an actor dead that this worker considers alive
 _AGAIN_S: Final = 0.1  # time until another place is requested, if the worker of the chosen place has ended
 _END_S: Final = 5.0  # how many seconds actors may take to end when this process leaves
-
-
-# Numbers of actors and incarnations start at random. They grow in steps that are odd, so that no number occurs twice, and large,
-# so that actors made together have different-looking numbers. A random number from the system would release the GIL each time.
-_STEP: Final = 0x9E3779B97F4A7C15
-_TOP: Final = 1 << 63
-_numbers = itertools.count()
-
-
-def _draw_numbers() -> None:
-    global _numbers
-    _numbers = itertools.count(int.from_bytes(os.urandom(8), "little"))
-
-
-_draw_numbers()
-os.register_at_fork(after_in_child=_draw_numbers)
-
-
-def _new_id() -> int:
-    """Return a unique number for an actor or an incarnation."""
-    return next(_numbers) * _STEP % _TOP | _TOP
 
 
 class Supervisor:
@@ -137,7 +122,7 @@ class Supervisor:
         look_again()
         snapshot = Snapshot.of(cls)
         arguments = Snapshot.of((args, kwargs)) if args or kwargs else None
-        actor_id = _new_id()
+        actor_id = new_id()
         if options.lifetime != "detached" or agent.record.rank == 0:
             return self._adopt(actor_id, snapshot, arguments, info, options, shown, place)
         options = self._places.for_others(place, options)
@@ -215,39 +200,13 @@ class Supervisor:
             self._actors[actor_id] = actor
         if actor.options.lifetime != "detached":
             descriptor = descriptor.held_by(RRef(LifetimeToken(self.drop, actor_id)))
-        near = self._near(actor.place)
+        near = self._places.near(actor.place)
         if near is not None:
             # Begin in this thread, so that the messages for many actors are sent together, and wake no pool thread for each.
             self.begin(actor, near)
         else:
             self._agent.submit(partial(self.begin, actor))
         return descriptor
-
-    def _near(self, place: Any) -> Peer | None:
-        """Return the worker to which this thread can send the order to make an actor; None if a pool thread has to send it."""
-        agent = self._agent
-        if (
-            place is None
-            or place == "turn"
-            or CURRENT.get() is not None
-            or agent.hooks.active
-            or agent.recorder.live
-        ):
-            return None
-        location = None if type(place) is WorkerKey else place.location
-        worker = place if location is None else location.worker
-        if type(worker) is not WorkerKey:
-            return None  # the location of the other actor is not known yet
-        try:
-            peer = peer_of(agent, worker)
-        except RpcError:
-            return None
-        conn = peer.conn
-        return (
-            peer
-            if peer.is_self or (conn is not None and conn.state is OPEN and not peer.window.full)
-            else None
-        )
 
     def begin(self, actor: ActorRecord, near: Peer | None = None) -> None:
         """Order the next incarnation, unless it is being made or has to wait. May block, unless ``near`` is given.
@@ -258,7 +217,7 @@ class Supervisor:
         with self.lock:
             if self._closed or not actor.is_due:
                 return
-            life = actor.last_life = Incarnation(_new_id())
+            life = actor.last_life = Incarnation(new_id())
             place, options = actor.place, actor.options
         spawner = self._runtime.spawner
         try:
@@ -391,7 +350,7 @@ class Supervisor:
         original = exceptions.original(error)
         if is_a(original, ActorDiedError) and (life.killed or life.ended_by_group):
             return  # the thread that has ended the incarnation calls ended()
-        text, final = deaths.not_made(error, None if life.worker is None else life.worker_name)
+        text, final = why_not_made(error, None if life.worker is None else life.worker_name)
         if actor.family is not None and actor.epoch:
             # The group will restart the actor, as often as its limit allows, unless the worker of its place has ended.
             final = bool(self._bound(actor)) or is_a(original, ActorDiedError)
@@ -414,7 +373,7 @@ class Supervisor:
         actor.place = "turn"
         return ""
 
-    def living_on(self, key: WorkerKey) -> list[tuple[ActorRecord, Incarnation]]:
+    def _living_on(self, key: WorkerKey) -> list[tuple[ActorRecord, Incarnation]]:
         """Return the actors that live, or are being made, on a worker; the lock is held."""
         lives = [(each, each.life) for each in self._actors.values()]
         return [(actor, life) for actor, life in lives if life is not None and life.worker == key]
@@ -422,7 +381,7 @@ class Supervisor:
     def _peer_ended(self, peer: Peer) -> None:
         """Process the deaths of the actors on a worker that has ended."""
         with self.lock:
-            lost = self.living_on(peer.key)
+            lost = self._living_on(peer.key)
         if lost:
 
             def go(report: DeathReport | None) -> None:
@@ -432,7 +391,7 @@ class Supervisor:
             self._places.report(peer.name, go)
 
     def _worker_died(self, actor: ActorRecord, life: Incarnation, report: DeathReport | None) -> None:
-        text = deaths.without_worker(life, report, self._places.cause(life.worker))
+        text = life.end_of_worker(report, self._places.cause(life.worker))
         self.ended(actor, life, text, report=report)
 
     def ended(
@@ -506,7 +465,7 @@ class Supervisor:
         with self.lock:
             if actor.phase == "dead":
                 return
-            death = actor.death = deaths.dead(actor, text, report, cause, verdict or RestartVerdict())
+            death = actor.death = actor.death_error(text, report, cause, verdict or RestartVerdict())
             actor.phase = "dead"
             family, actions = actor.family, []
             if family is not None and not self._closed:
@@ -592,6 +551,47 @@ class Supervisor:
                 self._agent.submit(partial(self.ended, actor, life, why))
         done.set_result(None)
         return done
+
+    def hand_over(self, key: WorkerKey, why: str) -> list[Future[None]]:
+        """Let the actors on a worker that leaves move to other workers, with their state: see :func:`hand_over`.
+
+        Returns:
+            For each moving actor, a future that completes when it has ended there, and its next incarnation was ordered.
+        """
+        elsewhere = None if self._runtime.spawner is not None else "turn"
+        leaving: list[tuple[ActorRecord, Incarnation]] = []
+        with self.lock:
+            for actor, life in self._living_on(key):
+                if (
+                    actor.phase != "alive"
+                    or not actor.descriptor.info.has_checkpoint
+                    or actor.family is not None
+                ):
+                    life.drained = why
+                    continue
+                life.moving = True
+                if isinstance(actor.place, WorkerKey):
+                    actor.place = elsewhere
+                leaving.append((actor, life))
+        over: list[Future[None]] = []
+        for actor, life in leaving:
+            moved: Future[None] = Future()
+            ended = self.end_there(life, "move", why)
+            ended.add_done_callback(partial(self._moved, actor, life, why, moved))
+            over.append(moved)
+        return over
+
+    def _moved(
+        self, actor: ActorRecord, life: Incarnation, why: str, moved: Future[None], done: Future[Any]
+    ) -> None:
+        done.acknowledge()
+        state = done.value_or_none
+        if isinstance(state, Snapshot):
+            with self.lock:
+                if actor.life is life:
+                    actor.keep(actor.epoch, LAST, state)
+        self.ended(actor, life, why)
+        moved.set_result(None)
 
     # -- queries and events of other workers ---------------------------------------------------------------
 
@@ -745,3 +745,20 @@ class Supervisor:
             family.close(None)
         for actor in actors:
             self.mark_dead(actor, why)
+
+
+def hand_over(rank: int, incarnation: str, why: str) -> Any:
+    """Move the actors that this process supervises from a worker that leaves to other workers. Answers with their number.
+
+    An actor with ``checkpoint()`` and ``restore()`` finishes the calls in its mailbox, and moves with its state. Its old worker
+    refuses later calls, whose callers then ask the supervisor where the actor lives: handles stay valid. Actors that are being
+    made, that have no ``checkpoint()``, or that are in a supervision group, stay; their later death errors contain ``why``. The
+    answer is sent when all moving actors have ended on the worker, and their next incarnations were ordered. Called by RPC on
+    each worker.
+    """
+    found = current()
+    if found is None:
+        return 0
+    supervisor: Supervisor = found.supervisor
+    over = supervisor.hand_over(WorkerKey(rank, incarnation), why)
+    return Deferred(collect_all(over).then(lambda _: len(over))) if over else 0
