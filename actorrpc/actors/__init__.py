@@ -35,7 +35,7 @@ from actorrpc.actors.library.queue import Empty, Full, Queue
 from actorrpc.actors.library.tasks import RemoteFunction
 from actorrpc.actors.refs.object_ref import ObjectRef, put
 from actorrpc.actors.refs.wait import GetTimeoutError, as_completed, get, progress, wait
-from actorrpc.actors.spec.death_report import DeathReport
+from actorrpc.actors.spec.actor_spec import DeathReport
 from actorrpc.actors.spec.options import NEW_PROCESS, ActorOptions, CallOptions, TaskOptions
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 

@@ -26,9 +26,8 @@ from actorrpc.actors.host.registry import ActorRegistry, HostedActorState
 from actorrpc.actors.library.tasks import RemoteFunction, RunnerPools, TaskFuture
 from actorrpc.actors.refs.host_copies import HostCopies
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.spec.actor_spec import ActorExit
+from actorrpc.actors.spec.actor_spec import ActorExit, ActorState
 from actorrpc.actors.spec.class_info import TASKS
-from actorrpc.actors.spec.death_report import ActorState
 from actorrpc.actors.spec.options import ActorOptions, TaskOptions
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.actors.streams.producer import Streams

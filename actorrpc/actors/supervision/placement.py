@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.client.supervisor_client import CREATE_S, peer_of
-from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, SharedSlot
+from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.actors.spec.options import NEW_PROCESS
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import Peer
@@ -20,6 +20,7 @@ from actorrpc.wire.identity import WorkerInfo, WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
+    from actorrpc.actors.spec.actor_spec import Spawner
     from actorrpc.actors.spec.options import ActorOptions
 
 __all__ = ["Placements"]
@@ -125,8 +126,7 @@ class Placements:
         """Return the booking of an incarnation, if there is a booking, to the spawner. Idempotent."""
         if instance_id in self._booked:
             self._booked.discard(instance_id)
-            if self._runtime.spawner is not None:
-                self._runtime.spawner.give_back(instance_id)
+            self._runtime.spawner.give_back(instance_id)
 
     def near(self, place: Any) -> Peer | None:
         """Return the worker of a place if this thread can order an actor there; None if a pool thread has to do it."""
@@ -205,7 +205,7 @@ class Placements:
 
     def report(self, worker: str, go: Callable[[DeathReport | None], None]) -> None:
         """Call ``go``, in a pool thread, with the report on a process's end, or with None after at most a second."""
-        spawner = self._runtime.spawner
+        spawner: Spawner | None = self._runtime.spawner
         submit = self._agent.submit
         if spawner is None or not spawner.owns(worker):
             submit(partial(go, None))

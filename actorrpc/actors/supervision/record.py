@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from actorrpc._exception_text import CAUSE, TRACEBACK, is_a, line_of, notes_of
-from actorrpc.actors.spec.actor_spec import ActorDescriptor, ActorSpec, Location
-from actorrpc.actors.spec.death_report import IN_RESTORE, ActorState, DeathReport, Restarting
+from actorrpc.actors.spec.actor_spec import (
+    IN_RESTORE,
+    ActorDescriptor,
+    ActorSpec,
+    ActorState,
+    DeathReport,
+    Location,
+    Restarting,
+)
 from actorrpc.actors.supervision.strategies import RestartPolicy
 from actorrpc.errors import (
     ActorDiedError,

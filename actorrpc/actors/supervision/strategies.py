@@ -8,9 +8,9 @@ restart at the same moment.
 
 :class:`RestartStrategy` decides for the children of a supervision group. The owner, a SupervisionGroup, reports events of its
 children and the time, and gets orders (:class:`RestartOrder`). A child is a number here, from 0 in the order in which children
-start; actors and groups are treated alike. A :class:`RestartPlan` handles a death: it ends its members one by one, the last first,
-waits for the end of the back-off, and restarts them one by one, in order. With ``one_for_one`` there may be several independent
-plans; otherwise there is one plan, which grows when another child dies.
+start; actors and groups are treated alike. A :class:`RestartPlan` handles a death: it ends its members one by one, the last
+first, waits for the end of the back-off, and restarts them one by one, in order. With ``one_for_one`` there may be several
+independent plans; otherwise there is one plan, which grows when another child dies.
 """
 
 from __future__ import annotations

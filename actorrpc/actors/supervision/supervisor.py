@@ -29,8 +29,14 @@ from actorrpc.actors.context import current
 from actorrpc.actors.host import registry
 from actorrpc.actors.host.checkpoints import LAST
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
-from actorrpc.actors.spec.death_report import ActorState, DeathReport, Restarting
+from actorrpc.actors.spec.actor_spec import (
+    ActorDescriptor,
+    ActorState,
+    DeathReport,
+    HostedActorGoneError,
+    Location,
+    Restarting,
+)
 from actorrpc.actors.supervision.groups import Action, perform
 from actorrpc.actors.supervision.placement import Placements
 from actorrpc.actors.supervision.record import (
@@ -55,6 +61,7 @@ from actorrpc.wire.identity import WorkerKey
 if TYPE_CHECKING:
     from actorrpc.actors.client.route import Routes
     from actorrpc.actors.context import Runtime
+    from actorrpc.actors.spec.actor_spec import Spawner
     from actorrpc.actors.spec.class_info import ClassInfo
     from actorrpc.actors.spec.options import ActorOptions
     from actorrpc.actors.supervision.names import Names
@@ -219,14 +226,12 @@ class Supervisor:
                 return
             life = actor.last_life = Incarnation(new_id())
             place, options = actor.place, actor.options
-        spawner = self._runtime.spawner
+        spawner: Spawner | None = self._runtime.spawner
         try:
             request = None
-            if spawner is not None or place is None:
+            if spawner is not None:
                 request = self._places.spawn_request(actor.descriptor.info.name, options, life.id, place)
-            if request is not None:
-                if spawner is None:
-                    raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
+            if spawner is not None and request is not None:
                 spawner.spawn(request).add_done_callback(partial(self._spawned, actor, life))
             elif near is not None:
                 self._construct(actor, life, near, flushes=False)
@@ -256,7 +261,7 @@ class Supervisor:
             return
         if not self._construct(actor, life, peer, process):  # the incarnation's end was ordered
             self._places.departed(life.id)
-            if process is not None and self._runtime.spawner is not None:
+            if process is not None:
                 self._runtime.spawner.kill(process)
 
     def _neighbour(self, actor: ActorRecord, life: Incarnation, done: Future[Location]) -> None:
@@ -429,7 +434,7 @@ class Supervisor:
                 if family is not None:
                     actions = family.died(actor, text)
         self._places.departed(life.id)
-        if process is not None and report is None and self._runtime.spawner is not None:
+        if process is not None and report is None:
             self._runtime.spawner.release(process)
         if not verdict.again:
             self.mark_dead(actor, text, report=report, cause=cause, verdict=verdict, lost=lost)
@@ -543,7 +548,7 @@ class Supervisor:
         if actor is not None and no_restart:
             self.mark_dead(actor, why)
         if actor is not None and life is not None:
-            if process is not None and self._runtime.spawner is not None:
+            if process is not None:
                 self._runtime.spawner.kill(process)  # _peer_ended() processes the end of the process
             elif worker is not None:
                 self.end_there(life, "now", why).add_done_callback(lambda _: self.ended(actor, life, why))
@@ -739,7 +744,7 @@ class Supervisor:
             except RpcError:
                 pass
         for process in processes:
-            if process is not None and self._runtime.spawner is not None:
+            if process is not None:
                 self._runtime.spawner.release(process)
         for family in {each.family.root() for each in actors if each.family is not None}:
             family.close(None)

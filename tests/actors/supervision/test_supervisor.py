@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from actorrpc.actors.spec.death_report import ActorState, SharedSlot
+from actorrpc.actors.spec.actor_spec import ActorState, SharedSlot
 from actorrpc.actors.spec.options import NEW_PROCESS
 from actorrpc.agent.context import set_worker
 from actorrpc.errors import ActorDiedError, ConfigError, PeerDiedError, UnknownActorError, UnknownWorkerError
