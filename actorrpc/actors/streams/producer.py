@@ -27,6 +27,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from actorrpc import _time
@@ -75,6 +76,7 @@ DONE: Final = b""
 Batch = tuple[list[Any], bytes | None]
 
 
+@dataclass(slots=True)
 class StreamTicket:
     """The result of a streaming call: where its items can be pulled.
 
@@ -84,12 +86,9 @@ class StreamTicket:
         limit: how many items may be produced ahead; 0: only their size is limited.
     """
 
-    __slots__ = ("limit", "stream", "worker")
-
-    def __init__(self, worker: WorkerKey, stream: int, limit: int) -> None:
-        self.worker = worker
-        self.stream = stream
-        self.limit = limit
+    worker: WorkerKey
+    stream: int
+    limit: int
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StreamTicket, (self.worker, self.stream, self.limit)

@@ -79,6 +79,9 @@ class Supervisor:
 
     Args:
         draw: returns random numbers from 0 to 1, which shorten the waits before restarts.
+
+    Attributes:
+        places: the workers and processes where its actors live.
     """
 
     def __init__(self, runtime: Runtime, draw: Callable[[], float] = random.random) -> None:
@@ -92,7 +95,7 @@ class Supervisor:
         self._actors: dict[int, ActorRecord] = {}
         self._dead: OrderedDict[int, ActorRecord] = OrderedDict()
         self._dropped: deque[int] = deque()
-        self._places = Placements(runtime)
+        self.places = Placements(runtime)
         self._closed = False
         #: The last result of _prepared(), with its options, because many actors are made with the same options object.
         self._options: tuple[weakref.ref[ActorOptions], ActorOptions, ActorOptions] | None = None
@@ -124,7 +127,7 @@ class Supervisor:
         """
         agent = self._agent
         agent.check_process()
-        place = self._places.place(options, info.name)
+        place = self.places.place(options, info.name)
         options, shown = self._prepared(options)
         look_again()
         snapshot = Snapshot.of(cls)
@@ -132,12 +135,8 @@ class Supervisor:
         actor_id = new_id()
         if options.lifetime != "detached" or agent.record.rank == 0:
             return self._adopt(actor_id, snapshot, arguments, info, options, shown, place)
-        options = self._places.for_others(place, options)
+        options = self.places.for_others(place, options)
         return request_detached(agent, actor_id, snapshot, arguments, info, options)
-
-    def next_worker(self) -> Peer:
-        """Return the next living worker in turn, this worker excepted; this worker if there is no other."""
-        return self._places.next_worker()
 
     def adopt(
         self,
@@ -149,7 +148,7 @@ class Supervisor:
     ) -> ActorDescriptor:
         """Like :meth:`create`, for a detached actor that another process requests."""
         options, shown = self._prepared(options)
-        return self._adopt(actor_id, cls, arguments, info, options, shown, self._places.place(options))
+        return self._adopt(actor_id, cls, arguments, info, options, shown, self.places.place(options))
 
     def _prepared(self, options: ActorOptions) -> tuple[ActorOptions, ActorOptions]:
         """Return the options of an actor with its namespace, and the options that are sent with every handle."""
@@ -207,7 +206,7 @@ class Supervisor:
             self._actors[actor_id] = actor
         if actor.options.lifetime != "detached":
             descriptor = descriptor.held_by(RRef(LifetimeToken(self.drop, actor_id)))
-        near = self._places.near(actor.place)
+        near = self.places.near(actor.place)
         if near is not None:
             # Begin in this thread, so that the messages for many actors are sent together, and wake no pool thread for each.
             self.begin(actor, near)
@@ -230,50 +229,43 @@ class Supervisor:
         try:
             request = None
             if spawner is not None:
-                request = self._places.spawn_request(actor.descriptor.info.name, options, life.id, place)
+                request = self.places.spawn_request(actor.descriptor.info.name, options, life.id, place)
             if spawner is not None and request is not None:
-                spawner.spawn(request).add_done_callback(partial(self._spawned, actor, life))
+                self._then(spawner.spawn(request), self._moved_in, actor, life)
             elif near is not None:
                 self._construct(actor, life, near, flushes=False)
             elif isinstance(place, WorkerKey):
                 self._construct(actor, life, peer_of(self._agent, place))
             elif place == "turn":
-                self._construct(actor, life, self._places.next_worker())
+                self._construct(actor, life, self.places.next_worker())
             else:
-                place.located().add_done_callback(partial(self._neighbour, actor, life))
+                self._then(place.located(), self._move_in_with, actor, life)
         except Exception as error:
             self._not_made(actor, life, error)
 
-    def _spawned(self, actor: ActorRecord, life: Incarnation, done: Future[Any]) -> None:
-        done.acknowledge()
-        if done.error is not None:
-            self._agent.submit(partial(self._not_made, actor, life, done.error))
-            return
-        # Connecting to the worker may block, which the thread that completes the future must not do.
-        self._agent.submit(partial(self._moved_in, actor, life, done.value_or_none))
-
-    def _moved_in(self, actor: ActorRecord, life: Incarnation, worker: Any) -> None:
-        process = self._places.note_placed(life.id, worker, actor.options)
-        try:
-            peer = self._agent.peer(worker.name)
-        except RpcError as error:
-            self._not_made(actor, life, error)
-            return
-        if not self._construct(actor, life, peer, process):  # the incarnation's end was ordered
-            self._places.departed(life.id)
-            if process is not None:
-                self._runtime.spawner.kill(process)
-
-    def _neighbour(self, actor: ActorRecord, life: Incarnation, done: Future[Location]) -> None:
-        done.acknowledge()
+    def _then(
+        self, found: Future[Any], step: Callable[..., None], actor: ActorRecord, life: Incarnation
+    ) -> None:
+        """Run ``step`` with the value of a future on a pool thread: connecting to the incarnation's worker may block."""
 
         def go() -> None:
             try:
-                self._construct(actor, life, peer_of(self._agent, done.value().worker))
+                step(actor, life, found.value())
             except Exception as error:
                 self._not_made(actor, life, error)
 
-        self._agent.submit(go)
+        found.add_done_callback(Future.acknowledge)
+        found.add_done_callback(lambda _: self._agent.submit(go))
+
+    def _move_in_with(self, actor: ActorRecord, life: Incarnation, neighbour: Location) -> None:
+        self._construct(actor, life, peer_of(self._agent, neighbour.worker))
+
+    def _moved_in(self, actor: ActorRecord, life: Incarnation, worker: Any) -> None:
+        process = self.places.note_placed(life.id, worker, actor.options)
+        if not self._construct(actor, life, self._agent.peer(worker.name), process):  # its end was ordered
+            self.places.departed(life.id)
+            if process is not None:
+                self._runtime.spawner.kill(process)
 
     def _construct(
         self,
@@ -321,7 +313,7 @@ class Supervisor:
         error = done.error
         if error is not None:
             if type(error) is PeerDiedError:
-                self._places.report(life.worker_name, partial(self._worker_died, actor, life))
+                self.places.report(life.worker_name, partial(self._worker_died, actor, life))
             elif isinstance(error, HostedActorGoneError):
                 self.ended(actor, life, f"it was ended while it was being made: {error}")
             elif not isinstance(error, ShutdownError):
@@ -368,12 +360,12 @@ class Supervisor:
 
         If the actor may move to another worker, its place is changed to ``"turn"``.
         """
-        if not self._places.is_gone(actor.place):
+        if not self.places.is_gone(actor.place):
             return ""
         if not actor.options.movable:
             return "worker= has put it there"
         # The actor must not move to this worker.
-        if self._places.next_worker().is_self:
+        if self.places.next_worker().is_self:
             return "no other worker is left"
         actor.place = "turn"
         return ""
@@ -393,10 +385,10 @@ class Supervisor:
                 for actor, life in lost:
                     self._worker_died(actor, life, report)
 
-            self._places.report(peer.name, go)
+            self.places.report(peer.name, go)
 
     def _worker_died(self, actor: ActorRecord, life: Incarnation, report: DeathReport | None) -> None:
-        text = life.end_of_worker(report, self._places.cause(life.worker))
+        text = life.end_of_worker(report, self.places.cause(life.worker))
         self.ended(actor, life, text, report=report)
 
     def ended(
@@ -433,7 +425,7 @@ class Supervisor:
                 answers = actor.pop_answered()
                 if family is not None:
                     actions = family.died(actor, text)
-        self._places.departed(life.id)
+        self.places.departed(life.id)
         if process is not None and report is None:
             self._runtime.spawner.release(process)
         if not verdict.again:
@@ -486,7 +478,7 @@ class Supervisor:
         if descriptor.name is not None and not self._agent.closed_down:
             self._names.unregister(descriptor.name, descriptor.namespace, descriptor.actor_id)
         if life is not None:
-            self._places.departed(life.id)
+            self.places.departed(life.id)
         for _, _, future in waiters:
             future.try_fail(death)
         for watcher in watchers:
