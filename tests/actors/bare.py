@@ -72,7 +72,7 @@ def start_generator(make: Callable[..., Any], limit: int, *args: Any) -> StreamT
 
     def run() -> None:
         try:
-            produce(make(*args), producer)
+            produce(make(*args), producer, lambda error: error)
         except BaseException as error:
             _outcomes.append(error)
         else:

@@ -428,7 +428,7 @@ class Streams:
             weakref.WeakValueDictionary()
         )
         #: Makes the deadlock detector search soon, because a generator or a reader may have begun to wait.
-        self.wake: Callable[[], None] = _nobody
+        self.wake: Callable[[], None] = lambda: None
         self._over = False
         agent.on_peer_end.append(self._peer_ended)
 
@@ -519,10 +519,6 @@ class Streams:
                 producer.close()
 
 
-def _nobody() -> None:
-    """Does nothing: the default of :attr:`Streams.wake`, in a process without a deadlock detector."""
-
-
 def _shut_down() -> ShutdownError:
     return ShutdownError("the worker that produces this stream was shut down", maybe_executed=True)
 
@@ -558,11 +554,7 @@ def close_stream(stream: int) -> None:
 Explain = Callable[[BaseException], BaseException]
 
 
-def _as_it_is(error: BaseException) -> BaseException:
-    return error
-
-
-def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Explain = _as_it_is) -> None:
+def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Explain) -> None:
     """Run a generator in this thread until it ends or its stream is closed; its exception is sent to the consumer.
 
     While the thread of a reentrant actor waits for room, it runs the calls that descend from this call.
@@ -594,25 +586,14 @@ def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Ex
         if not is_a(error, Exception):
             raise
     finally:
-        _close(generator, producer)
+        try:
+            generator.close()
+        except Exception as error:
+            _report_close("a generator", producer, error)
     producer.check()
 
 
-def _close(generator: Generator[Any, Any, Any], producer: Producer) -> None:
-    try:
-        generator.close()
-    except Exception as error:
-        report(
-            _log,
-            error,
-            "a generator raised while it was being closed; a reader of stream %x does not get this error",
-            producer.stream,
-        )
-
-
-async def aproduce(
-    generator: AsyncGenerator[Any, Any], producer: Producer, explain: Explain = _as_it_is
-) -> None:
+async def aproduce(generator: AsyncGenerator[Any, Any], producer: Producer, explain: Explain) -> None:
     """Like :func:`produce`, for an async generator. Blocks no thread.
 
     If the generator awaits something when its stream is closed, this await raises CancelledError in the generator.
@@ -647,13 +628,13 @@ async def aproduce(
         try:
             await generator.aclose()
         except Exception as error:
-            report(
-                _log,
-                error,
-                "an async generator raised while it was being closed; a reader of stream %x does not get this error",
-                producer.stream,
-            )
+            _report_close("an async generator", producer, error)
     producer.check()
+
+
+def _report_close(what: str, producer: Producer, error: Exception) -> None:
+    text = "%s raised while it was being closed; a reader of stream %x does not get this error"
+    report(_log, error, text, what, producer.stream)
 
 
 class _Stop:
