@@ -85,12 +85,11 @@ class Placements:
     def spawn_request(
         self, label: str, options: ActorOptions, booking: int, place: Any
     ) -> ProcessSpec | None:
-        """Return the request to the spawner, to find a place or to book resources of ``place``; None if neither is needed."""
+        """Return the spawner's request to find a place, or to book resources of ``place``; None if neither is needed."""
         rank: int | None = None
         if place is not None:
-            if not isinstance(place, WorkerKey) or self._runtime.spawner is None:
-                return None
-            if not (options.num_cpus or options.num_gpus or options.resources):
+            books = options.num_cpus or options.num_gpus or options.resources
+            if not isinstance(place, WorkerKey) or not books:
                 return None
             rank = place.rank
         own = options.worker == NEW_PROCESS or bool(options.env or options.working_dir)

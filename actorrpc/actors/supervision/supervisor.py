@@ -61,7 +61,6 @@ from actorrpc.wire.identity import WorkerKey
 if TYPE_CHECKING:
     from actorrpc.actors.client.route import Routes
     from actorrpc.actors.context import Runtime
-    from actorrpc.actors.spec.actor_spec import Spawner
     from actorrpc.actors.spec.class_info import ClassInfo
     from actorrpc.actors.spec.options import ActorOptions
     from actorrpc.actors.supervision.names import Names
@@ -225,12 +224,12 @@ class Supervisor:
                 return
             life = actor.last_life = Incarnation(new_id())
             place, options = actor.place, actor.options
-        spawner: Spawner | None = self._runtime.spawner
+        spawner = self._runtime.spawner
         try:
             request = None
             if spawner is not None:
                 request = self.places.spawn_request(actor.descriptor.info.name, options, life.id, place)
-            if spawner is not None and request is not None:
+            if request is not None:
                 self._then(spawner.spawn(request), self._moved_in, actor, life)
             elif near is not None:
                 self._construct(actor, life, near, flushes=False)
