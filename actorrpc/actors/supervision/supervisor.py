@@ -248,8 +248,11 @@ class Supervisor:
         """Run ``step`` with the value of a future on a pool thread: connecting to the incarnation's worker may block."""
 
         def go() -> None:
+            if found.error is not None:
+                self._not_made(actor, life, found.error)
+                return
             try:
-                step(actor, life, found.value())
+                step(actor, life, found.value_or_none)
             except Exception as error:
                 self._not_made(actor, life, error)
 
