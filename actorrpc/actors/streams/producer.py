@@ -28,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc._exception_text import cut_frames, is_a, let_frames_go, report
@@ -36,7 +36,6 @@ from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.streams.stalls import Stall
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.executor import Deferred, pack_error
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import CancelledError, RpcError, SerializationError, ShutdownError
@@ -101,16 +100,6 @@ def charge_of(packed: Any) -> int:
     return max(_LEAST_BYTES, sys.getsizeof(packed))
 
 
-class _Caller(Protocol):
-    """The attributes of a generator's call that a producer uses."""
-
-    @property
-    def queue(self) -> Any: ...
-
-    @property
-    def hosted(self) -> Any: ...
-
-
 class Producer(Stall):
     """The producing end of one stream. Thread-safe; one thread or coroutine calls :meth:`put`.
 
@@ -118,7 +107,7 @@ class Producer(Stall):
     under it, and futures are completed after it was released.
 
     Attributes:
-        entry: the call of an actor that runs the generator; None if no actor runs it.
+        entry: the call (an Envelope) of an actor that runs the generator; None if no actor runs it.
         pause: a number for the present pause of the generator, whose window is full; 0 if the generator does not pause.
     """
 
@@ -130,10 +119,10 @@ class Producer(Stall):
         limit: int,
         peer: Peer | None,
         owner: object,
-        entry: _Caller | None,
+        entry: Any,
     ) -> None:
         self.stream = stream
-        self.entry: Any = entry  # Any, because the call's type is in a higher package
+        self.entry = entry  # Any, because the call's type is in a higher package
         self.pause = 0
         self.suspected: dict[int, float] = {}  # pause -> when a search for deadlocks first led back to it
         self.limit = limit
@@ -441,20 +430,16 @@ class Streams:
         peer: Peer | None = None,
         *,
         owner: object = None,
-        entry: _Caller | None = None,
+        entry: Any = None,
     ) -> Producer:
         """Begin a stream.
 
         Args:
             limit: how many items may be produced and not yet taken; 0: only their size is limited.
-            peer: the consumer's worker; the stream is closed when it ends. By default the worker that called the current
-                execution.
+            peer: the consumer's worker; the stream is closed when it ends.
             owner: the argument with which :meth:`abort` ends the stream.
             entry: the actor's call in which the generator runs; None: no actor runs it.
         """
-        if peer is None:
-            execution = CURRENT.get()
-            peer = None if execution is None else execution.peer
         producer = Producer(self, self._agent, self.new_number(), limit, peer, owner, entry)
         self._producers[producer.stream] = producer
         if self._over:
