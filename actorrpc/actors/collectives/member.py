@@ -255,7 +255,7 @@ class Members:
     def _explained(self, instance_id: int, error: BaseException) -> BaseException:
         """Return the exception to send to the caller of a call that fails with ``error``: see HostedActor.on_error."""
         if isinstance(error, ValueError) and _GONE in str(error):
-            # A group of the actor has ended, and torch has no such group any more.
+            # A group of the actor has ended, and torch has removed the group from its tables.
             ended = [each for each in self._of(instance_id) if each.why]
             gone = ended[0] if ended else self._past.get(instance_id)
             if gone is None:
