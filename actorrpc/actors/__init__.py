@@ -1,11 +1,10 @@
 """Actors: objects that live in another process, with methods that any worker can call, in the style of Ray or of torch.
 
-Importing this package adds the actor layer to every group that is joined from then on (``startup.py``).
+Importing this package adds the actor layer to every group that is joined from then on (``api.py``).
 """
 
 from __future__ import annotations
 
-from actorrpc.actors import startup as _wiring
 from actorrpc.actors.api import (
     ActorInfo,
     RuntimeContext,
@@ -36,7 +35,7 @@ from actorrpc.actors.library.queue import Empty, Full, Queue
 from actorrpc.actors.library.tasks import RemoteFunction
 from actorrpc.actors.refs.object_ref import ObjectRef, put
 from actorrpc.actors.refs.wait import GetTimeoutError, as_completed, get, progress, wait
-from actorrpc.actors.spec.death_report import DeathReport
+from actorrpc.actors.spec.actor_spec import DeathReport
 from actorrpc.actors.spec.options import NEW_PROCESS, ActorOptions, CallOptions, TaskOptions
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 
@@ -99,5 +98,3 @@ __all__ = [
     "supervise",
     "wait",
 ]
-
-_wired = _wiring.start  # marks the import above as used

@@ -1,5 +1,7 @@
 """The functions of ``actorrpc`` for actors: make, find, end, watch and list them; and the runtime context inside of an actor.
 
+Importing this module adds the actor layer to every group that is joined from then on (:func:`start`).
+
 ``remote`` is torch's function and Ray's decorator under one name: the first argument decides which. Functions that take a handle
 are also methods of the handle, unless the actor's class has a method of that name. All functions are thread-safe.
 """
@@ -17,18 +19,24 @@ from actorrpc.actors.client.actor_class import ActorClass, options_of
 from actorrpc.actors.client.handle import ActorHandle, call, is_alive, kill, monitor, ready
 from actorrpc.actors.client.route import Routes
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of
-from actorrpc.actors.context import runtime
-from actorrpc.actors.host.registry import HostedActorState
-from actorrpc.actors.library.tasks import RemoteFunction, TaskFuture
+from actorrpc.actors.collectives import member
+from actorrpc.actors.collectives.rendezvous import Generations
+from actorrpc.actors.context import Runtime, runtime
+from actorrpc.actors.host.registry import ActorRegistry, HostedActorState
+from actorrpc.actors.library.tasks import RemoteFunction, RunnerPools, TaskFuture
+from actorrpc.actors.refs.host_copies import HostCopies
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.spec.actor_spec import ActorExit
+from actorrpc.actors.spec.actor_spec import ActorExit, ActorState
 from actorrpc.actors.spec.class_info import TASKS
-from actorrpc.actors.spec.death_report import ActorState
 from actorrpc.actors.spec.options import ActorOptions, TaskOptions
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
+from actorrpc.actors.streams.producer import Streams
 from actorrpc.actors.supervision.names import Names
+from actorrpc.actors.supervision.supervisor import Supervisor
 from actorrpc.agent.calls import CURRENT
+from actorrpc.agent.context import Worker
 from actorrpc.errors import ConfigError, RpcError
+from actorrpc.futures import mute
 from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 from actorrpc.rpc.rref import RRef
@@ -50,6 +58,7 @@ __all__ = [
     "monitor",
     "ready",
     "remote",
+    "start",
 ]
 
 C = TypeVar("C")
@@ -434,3 +443,40 @@ def _decorate(made: Any, options: dict[str, Any]) -> Any:
     if isinstance(made, (staticmethod, classmethod)) or not callable(made):
         raise TypeError(f"@remote is for classes and functions, not for {say(made, repr)}")
     return RemoteFunction(made, TaskOptions().merged(**options))
+
+
+# -- the actor layer of a worker ---------------------------------------------------------------------------------------
+
+
+def start(worker: Worker) -> Callable[[bool], None]:
+    """Start the actor layer of a worker; return the function that ends the layer, with an argument ``graceful``."""
+    agent = worker.agent
+    made = Runtime(agent, worker.references)
+    made.names = Names(made, api.namespace())
+    made.streams = Streams(agent)
+    made.registry = ActorRegistry(made)
+    made.streams.wake = made.registry.deadlocks.wake
+    made.routes = Routes(made)
+    made.host_copies = HostCopies(worker.references)
+    made.generations = Generations(agent, member.cut)
+    made.members = member.Members(agent, worker.references.me)
+    made.supervisor = Supervisor(made)
+    made.task_pools = RunnerPools(made)
+    worker.actors = made
+
+    def shut_down(graceful: bool) -> None:
+        mute(True)
+        try:
+            made.generations.close_all()
+            made.members.close()
+            made.supervisor.close(graceful, agent.leave_by - _time.now())
+            made.registry.close(graceful, agent.leave_by - _time.now())
+            made.routes.close()
+            made.streams.close()
+        finally:
+            worker.actors = None
+
+    return shut_down
+
+
+api.on_start.append(start)

@@ -1,6 +1,6 @@
 """The runtime: the parts of the actor layer that are in force in this process.
 
-``startup.py`` makes it when the process joins a group, and removes it when the process leaves. A package gets the parts of higher
+``api.py`` makes it when the process joins a group, and removes it when the process leaves. A package gets the parts of higher
 packages from it, and so need not import these packages.
 """
 
@@ -13,7 +13,6 @@ from actorrpc.agent.context import current_worker
 from actorrpc.errors import NotInitializedError
 
 if TYPE_CHECKING:
-    from actorrpc.actors.spec.death_report import Spawner
     from actorrpc.agent.agent import Agent
     from actorrpc.rpc.refcount.runtime import References
 
@@ -36,7 +35,7 @@ class Runtime:
         host_copies: the values that were fetched from other hosts.
         generations, members: the collectives that this process made, and its actors that are members of collectives.
         task_pools: the runners that execute the tasks of this process.
-        spawner: starts processes for actors; None if actors are placed on the group's workers.
+        spawner: the Spawner, which starts processes for actors; None if actors are placed on the group's workers.
     """
 
     __slots__ = (
@@ -65,7 +64,7 @@ class Runtime:
         self.host_copies: Any
         self.generations: Any
         self.members: Any
-        self.spawner: Spawner | None = None
+        self.spawner: Any = None
         self.task_pools: Any
 
 

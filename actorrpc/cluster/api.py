@@ -24,8 +24,8 @@ from actorrpc import _time
 from actorrpc._exception_text import say
 from actorrpc._undo import undo_on_error
 from actorrpc.actors import context as context_module
-from actorrpc.actors.spec.death_report import ProcessSpec
-from actorrpc.actors.supervision.migration import hand_over
+from actorrpc.actors.spec.actor_spec import ProcessSpec
+from actorrpc.actors.supervision.supervisor import hand_over
 from actorrpc.agent.context import Worker, on_fork
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import driver_rpc

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc._undo import undo_on_error
+from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.actors.spec.class_info import TASKS
-from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import user_code

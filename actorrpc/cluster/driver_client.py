@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Final
 
-from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
+from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import Peer
@@ -43,7 +43,7 @@ def _detached() -> Iterator[None]:
 
 
 class RemoteDirectory(MemberDirectory):
-    """The driver's list of workers, and the :class:`~actorrpc.actors.spec.death_report.Spawner`, for a worker process.
+    """The driver's list of workers, and the :class:`~actorrpc.actors.spec.actor_spec.Spawner`, for a worker process.
 
     Thread-safe. Spawner methods other than :meth:`check` do not block.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.cluster.provisioners.base import Node
 
 __all__ = ["ResourceHolder", "ResourceTable", "lacking", "needs_of"]

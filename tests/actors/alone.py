@@ -7,7 +7,7 @@ import gc
 from collections.abc import Iterator
 from pathlib import Path
 
-import actorrpc.actors.startup  # noqa: F401 (brings actors into force with RPC)
+import actorrpc.actors.api  # noqa: F401 (brings actors into force with RPC)
 from actorrpc.actors.context import Runtime, runtime
 from actorrpc.rpc import TensorPipeRpcBackendOptions, init_rpc, shutdown
 

@@ -13,6 +13,7 @@ from actorrpc.actors.context import Runtime, current
 from actorrpc.actors.refs.host_copies import HostCopies
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.actors.streams.producer import Streams, StreamTicket, produce
+from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import current_worker
 from actorrpc.rpc import rref as rrefs
 from actorrpc.testing import processes
@@ -68,11 +69,12 @@ def start_generator(make: Callable[..., Any], limit: int, *args: Any) -> StreamT
     _in_force.wait()  # the caller may have installed its runtime and call before this worker has
     runtime = current()
     assert runtime is not None
-    producer = runtime.streams.open(limit)
+    execution = CURRENT.get()
+    producer = runtime.streams.open(limit, None if execution is None else execution.peer)
 
     def run() -> None:
         try:
-            produce(make(*args), producer)
+            produce(make(*args), producer, lambda error: error)
         except BaseException as error:
             _outcomes.append(error)
         else:

@@ -17,9 +17,8 @@ from typing import Any
 
 from actorrpc.actors.client.route import Route, Routes
 from actorrpc.actors.host.mailbox import Entry, Mailbox
-from actorrpc.actors.spec.actor_spec import HostedActorGoneError
+from actorrpc.actors.spec.actor_spec import DeathReport, HostedActorGoneError
 from actorrpc.actors.spec.class_info import ClassInfo
-from actorrpc.actors.spec.death_report import DeathReport
 from actorrpc.actors.spec.options import ActorOptions, CallOptions
 from actorrpc.actors.supervision import supervisor as supervisors
 from actorrpc.actors.supervision.names import Names

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.cluster import driver_rpc
 from actorrpc.cluster.driver import Cluster
 from actorrpc.cluster.provisioners.local import LocalCluster
@@ -24,7 +24,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _HEAD = """
 import operator, os, signal, sys, threading, time
 from actorrpc import rpc
-from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.cluster import init; from actorrpc.cluster import driver_rpc as serving
 from tests.cluster import remotes
 

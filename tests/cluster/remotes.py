@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from actorrpc import rpc
-from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.cluster import driver_rpc
 
 _kept: list[Any] = []

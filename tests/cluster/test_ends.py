@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init
 from actorrpc.cluster.driver import Cluster, Reception
 from actorrpc.errors import ConfigError, PeerDiedError, RpcTimeoutError, ShutdownError

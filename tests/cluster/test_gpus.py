@@ -7,7 +7,7 @@ import os
 import pytest
 
 from actorrpc import rpc
-from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.cluster import init
 from actorrpc.cluster.gpus import Devices
 from actorrpc.errors import PlacementError

@@ -12,7 +12,7 @@ import pytest
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import ClusterContext, driver_rpc, init, scale
 from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable

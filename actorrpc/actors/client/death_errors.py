@@ -12,8 +12,7 @@ from actorrpc.serialization import exceptions
 
 if TYPE_CHECKING:
     from actorrpc.actors.client.call_template import CallTemplate
-    from actorrpc.actors.spec.actor_spec import ActorDescriptor
-    from actorrpc.actors.spec.death_report import Restarting
+    from actorrpc.actors.spec.actor_spec import ActorDescriptor, Restarting
 
 __all__ = ["Fate", "forgotten", "unreachable"]
 

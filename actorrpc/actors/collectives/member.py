@@ -255,7 +255,12 @@ class Members:
     def _explained(self, instance_id: int, error: BaseException) -> BaseException:
         """Return the exception to send to the caller of a call that fails with ``error``: see HostedActor.on_error."""
         if isinstance(error, ValueError) and _GONE in str(error):
-            return self._explained_as_gone(instance_id, error)
+            # A group of the actor has ended, and torch has removed the group from its tables.
+            ended = [each for each in self._of(instance_id) if each.why]
+            gone = ended[0] if ended else self._past.get(instance_id)
+            if gone is None:
+                return error
+            return _caused(f"an operation of {gone.ticket.title} failed: {gone.why}", error)
         if not isinstance(error, RuntimeError) or isinstance(error, RpcError):
             return error
         text = str(error)
@@ -285,15 +290,6 @@ class Members:
         except RpcError:
             why = member.why
         return _caused(f"an operation of {ticket.title} failed at rank {ticket.rank}: {why}", error)
-
-    def _explained_as_gone(self, instance_id: int, error: ValueError) -> BaseException:
-        """Return a CollectiveError if a group of the actor has ended, which makes torch raise ``error``; otherwise ``error``."""
-        ended = [each for each in self._of(instance_id) if each.why]
-        past = self._past.get(instance_id)
-        member = ended[0] if ended else past
-        if member is None:
-            return error
-        return _caused(f"an operation of {member.ticket.title} failed: {member.why}", error)
 
 
 def _has_lost(member: _Member) -> bool:
@@ -388,17 +384,17 @@ def _tensors(found: Any) -> list[torch.Tensor]:
 
 def cut(key: int, rank: int, why: str) -> None:
     """End the operations of a member, which stays in the table as broken. Called by RPC."""
-    here = current()
-    members: Members | None = None if here is None else here.members
-    member = None if members is None else members.find(key, rank)
-    if members is not None and member is not None:
-        members.cut(member, why)
+    _apply(Members.cut, key, rank, why)
 
 
 def remove(key: int, rank: int, why: str) -> None:
     """End the operations of a member, and remove the member from the table. Called by RPC."""
+    _apply(Members.remove, key, rank, why)
+
+
+def _apply(method: Callable[[Members, _Member, str], None], key: int, rank: int, why: str) -> None:
+    """Call a method of :class:`Members` with a member of this process, if there is such a member."""
     here = current()
-    members: Members | None = None if here is None else here.members
-    member = None if members is None else members.find(key, rank)
-    if members is not None and member is not None:
-        members.remove(member, why)
+    member = None if here is None else here.members.find(key, rank)
+    if here is not None and member is not None:
+        method(here.members, member, why)

@@ -139,7 +139,7 @@ def make(
     join_s: float,
     address: str,
 ) -> dist.ProcessGroup:
-    """Make a group together with the other members; waits for them.
+    """Make a group together with the other members; waits for them. See :func:`check_devices` for ``backend``.
 
     Args:
         name: the group's name for torch, unique in this process.
@@ -149,9 +149,7 @@ def make(
 
     Raises:
         RuntimeError: the others cannot be reached.
-        ConfigError: the backend cannot be used here.
     """
-    check_devices(backend)
     # As in init_process_group: prefixes separate the keys of different backends.
     outer = PrefixStore("group/", store)
     group = dist.ProcessGroup(outer, rank, size)

@@ -31,7 +31,7 @@ from actorrpc.futures import Future, collect_all
 from actorrpc.rpc import api
 from actorrpc.rpc.rref import RRef
 
-__all__ = ["DIRECT", "LARGE", "WIDTH", "broadcast", "parent_of", "share", "weight_of"]
+__all__ = ["DIRECT", "LARGE", "WIDTH", "broadcast", "share", "weight_of"]
 
 T = TypeVar("T")
 
@@ -79,11 +79,6 @@ def weight_of(value: Any) -> int:
             if isinstance(nbytes, int):
                 total += nbytes
     return total
-
-
-def parent_of(place: int) -> int | None:
-    """Return the place of the worker from which the worker at ``place`` fetches; None: it fetches from the root."""
-    return None if place < WIDTH else place // WIDTH - 1
 
 
 def share(
@@ -197,11 +192,9 @@ def _copy_along_tree(
         copy = copies.get(place)
         if copy is None:
             assert worker is not None
-            above = parent_of(len(tree))
+            above = root if len(tree) < WIDTH else tree[len(tree) // WIDTH - 1]
             try:
-                copy = api.remote(
-                    worker, _fetch_copy, (root if above is None else tree[above], root), timeout=0
-                )
+                copy = api.remote(worker, _fetch_copy, (above, root), timeout=0)
             except Exception as error:  # the worker has died with the receiver, whose call will fail
                 if is_of_handler(error):
                     raise

@@ -10,7 +10,6 @@ Pure geometry: this module does not use actors or calls. All objects are immutab
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -234,9 +233,10 @@ class Mesh:
         """
         self._check_labels(where)
         kept: dict[str, int] = {}
-        choices: list[Sequence[int]] = []
+        ranks = [0]  # of the chosen places, in the dimensions so far
         for label, extent in self._extents.items():
             wanted = where.get(label, slice(None))
+            chosen: Sequence[int]
             if isinstance(wanted, slice):
                 try:
                     chosen = range(extent)[wanted]
@@ -245,15 +245,10 @@ class Mesh:
                 except ValueError as error:
                     raise ConfigError(f"{wanted} is no slice of dimension {label!r}: {error}") from None
                 kept[label] = len(chosen)
-                choices.append(chosen)
             else:
-                choices.append((self._coord(label, wanted),))
-        strides = self._strides()
-        origin = tuple(
-            self._origin[sum(coord * stride for coord, stride in zip(coords, strides, strict=True))]
-            for coords in itertools.product(*choices)
-        )
-        return Mesh.numbered(kept, origin)
+                chosen = (self._coord(label, wanted),)
+            ranks = [rank * extent + coord for rank in ranks for coord in chosen]
+        return Mesh.numbered(kept, tuple(self._origin[rank] for rank in ranks))
 
     __call__ = slice
 
@@ -262,14 +257,6 @@ class Mesh:
         if not isinstance(label, str) or not label:
             raise WrongTypeError(f"a dimension of a mesh must have a name that is a str, not {label!r}")
         return Mesh.numbered({label: self.size}, self._origin)
-
-    def _strides(self) -> tuple[int, ...]:
-        strides = []
-        stride = 1
-        for extent in reversed(self.shape):
-            strides.append(stride)
-            stride *= extent
-        return tuple(reversed(strides))
 
     def _coord(self, label: str, value: Any) -> int:
         coord, extent = _index(value, f"the coordinate of {label!r}"), self._extents[label]

@@ -23,8 +23,7 @@ from actorrpc.actors.host.mailbox import NOTHING, Entry, GroupQueue, Mailbox, Wa
 from actorrpc.actors.host.threads import FOREIGN_THREADS, Runner
 from actorrpc.actors.refs.arguments import resolve
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.spec.actor_spec import ActorSpec, HostedActorGoneError
-from actorrpc.actors.spec.death_report import IN_RESTORE
+from actorrpc.actors.spec.actor_spec import IN_RESTORE, ActorSpec, HostedActorGoneError
 from actorrpc.agent import hooks
 from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.errors import CancelledError, DeadlockError, LimitError, RpcError

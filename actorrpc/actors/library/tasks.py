@@ -190,7 +190,7 @@ class RunnerPools:
         key: tuple[Any, ...]
         if worker is None:
             supervisor: Supervisor = self.runtime.supervisor
-            peer = supervisor.next_worker()
+            peer = supervisor.places.next_worker()
             worker, key = peer.record.rank, peer.key
         else:
             key = "at", worker

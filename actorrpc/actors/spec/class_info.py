@@ -64,7 +64,6 @@ class Signature:
         self,
         title: str,
         positional: tuple[str, ...],
-        *,
         only: int = 0,
         required: int = 0,
         keyword: tuple[tuple[str, bool], ...] = (),
@@ -89,7 +88,7 @@ class Signature:
         return self.most == 1 << 59
 
     def packed(self) -> tuple[Any, ...]:
-        """Return the signature as plain values, for pickling."""
+        """Return the arguments of the constructor, for pickling."""
         return (
             self.title,
             self.positional,
@@ -99,21 +98,6 @@ class Signature:
             self.varargs,
             self.varkw,
             self.bound,
-        )
-
-    @classmethod
-    def unpack(cls, packed: tuple[Any, ...]) -> Signature:
-        """Rebuild a signature from the result of :meth:`packed`."""
-        title, positional, only, required, keyword, varargs, varkw, bound = packed
-        return cls(
-            title,
-            positional,
-            only=only,
-            required=required,
-            keyword=keyword,
-            varargs=varargs,
-            varkw=varkw,
-            bound=bound,
         )
 
     def shown(self) -> inspect.Signature:
@@ -320,7 +304,7 @@ class MethodInfo:
     def unpack(cls, packed: tuple[Any, ...]) -> MethodInfo:
         """Rebuild a description from the result of :meth:`packed`."""
         name, kind, signature, given, threaded = packed
-        return cls(name, kind, Signature.unpack(signature), given, threaded)
+        return cls(name, kind, Signature(*signature), given, threaded)
 
     @classmethod
     def anything(cls, name: str, title: str, kind: Kind = "sync") -> MethodInfo:

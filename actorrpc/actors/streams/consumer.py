@@ -405,7 +405,7 @@ class _Consumer(Stall, Progress):
     def _tell_closed(self, ticket: StreamTicket) -> None:
         if self._peer is not None and not self._agent.closed_down:
             closed: Future[None] = Future()
-            closed.add_done_callback(_look_away)
+            closed.add_done_callback(Future.acknowledge)
             self._call_producer(closed, close_stream, ticket.stream)
 
     def finished(self) -> Future[None]:
@@ -461,10 +461,6 @@ class _Consumer(Stall, Progress):
                 error = CancelledError(f"{self.label} was closed before its end", maybe_executed=True)
             finished.conclude(None, error)
             finished.acknowledge()  # do not log: the reader of the items gets it
-
-
-def _look_away(done: Future[Any]) -> None:
-    done.acknowledge()
 
 
 class _Items(Generic[R]):

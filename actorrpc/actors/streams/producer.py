@@ -27,7 +27,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
-from typing import Any, Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc._exception_text import cut_frames, is_a, let_frames_go, report
@@ -35,7 +36,6 @@ from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.streams.stalls import Stall
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.executor import Deferred, pack_error
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import CancelledError, RpcError, SerializationError, ShutdownError
@@ -75,6 +75,7 @@ DONE: Final = b""
 Batch = tuple[list[Any], bytes | None]
 
 
+@dataclass(slots=True)
 class StreamTicket:
     """The result of a streaming call: where its items can be pulled.
 
@@ -84,12 +85,9 @@ class StreamTicket:
         limit: how many items may be produced ahead; 0: only their size is limited.
     """
 
-    __slots__ = ("limit", "stream", "worker")
-
-    def __init__(self, worker: WorkerKey, stream: int, limit: int) -> None:
-        self.worker = worker
-        self.stream = stream
-        self.limit = limit
+    worker: WorkerKey
+    stream: int
+    limit: int
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StreamTicket, (self.worker, self.stream, self.limit)
@@ -102,16 +100,6 @@ def charge_of(packed: Any) -> int:
     return max(_LEAST_BYTES, sys.getsizeof(packed))
 
 
-class _Caller(Protocol):
-    """The attributes of a generator's call that a producer uses."""
-
-    @property
-    def queue(self) -> Any: ...
-
-    @property
-    def hosted(self) -> Any: ...
-
-
 class Producer(Stall):
     """The producing end of one stream. Thread-safe; one thread or coroutine calls :meth:`put`.
 
@@ -119,7 +107,7 @@ class Producer(Stall):
     under it, and futures are completed after it was released.
 
     Attributes:
-        entry: the call of an actor that runs the generator; None if no actor runs it.
+        entry: the call (an Envelope) of an actor that runs the generator; None if no actor runs it.
         pause: a number for the present pause of the generator, whose window is full; 0 if the generator does not pause.
     """
 
@@ -131,10 +119,10 @@ class Producer(Stall):
         limit: int,
         peer: Peer | None,
         owner: object,
-        entry: _Caller | None,
+        entry: Any,
     ) -> None:
         self.stream = stream
-        self.entry: Any = entry  # Any, because the call's type is in a higher package
+        self.entry = entry  # Any, because the call's type is in a higher package
         self.pause = 0
         self.suspected: dict[int, float] = {}  # pause -> when a search for deadlocks first led back to it
         self.limit = limit
@@ -429,7 +417,7 @@ class Streams:
             weakref.WeakValueDictionary()
         )
         #: Makes the deadlock detector search soon, because a generator or a reader may have begun to wait.
-        self.wake: Callable[[], None] = _nobody
+        self.wake: Callable[[], None] = lambda: None
         self._over = False
         agent.on_peer_end.append(self._peer_ended)
 
@@ -442,20 +430,16 @@ class Streams:
         peer: Peer | None = None,
         *,
         owner: object = None,
-        entry: _Caller | None = None,
+        entry: Any = None,
     ) -> Producer:
         """Begin a stream.
 
         Args:
             limit: how many items may be produced and not yet taken; 0: only their size is limited.
-            peer: the consumer's worker; the stream is closed when it ends. By default the worker that called the current
-                execution.
+            peer: the consumer's worker; the stream is closed when it ends.
             owner: the argument with which :meth:`abort` ends the stream.
             entry: the actor's call in which the generator runs; None: no actor runs it.
         """
-        if peer is None:
-            execution = CURRENT.get()
-            peer = None if execution is None else execution.peer
         producer = Producer(self, self._agent, self.new_number(), limit, peer, owner, entry)
         self._producers[producer.stream] = producer
         if self._over:
@@ -520,10 +504,6 @@ class Streams:
                 producer.close()
 
 
-def _nobody() -> None:
-    """Does nothing: the default of :attr:`Streams.wake`, in a process without a deadlock detector."""
-
-
 def _shut_down() -> ShutdownError:
     return ShutdownError("the worker that produces this stream was shut down", maybe_executed=True)
 
@@ -559,11 +539,7 @@ def close_stream(stream: int) -> None:
 Explain = Callable[[BaseException], BaseException]
 
 
-def _as_it_is(error: BaseException) -> BaseException:
-    return error
-
-
-def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Explain = _as_it_is) -> None:
+def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Explain) -> None:
     """Run a generator in this thread until it ends or its stream is closed; its exception is sent to the consumer.
 
     While the thread of a reentrant actor waits for room, it runs the calls that descend from this call.
@@ -595,25 +571,14 @@ def produce(generator: Generator[Any, Any, Any], producer: Producer, explain: Ex
         if not is_a(error, Exception):
             raise
     finally:
-        _close(generator, producer)
+        try:
+            generator.close()
+        except Exception as error:
+            _report_close("a generator", producer, error)
     producer.check()
 
 
-def _close(generator: Generator[Any, Any, Any], producer: Producer) -> None:
-    try:
-        generator.close()
-    except Exception as error:
-        report(
-            _log,
-            error,
-            "a generator raised while it was being closed; a reader of stream %x does not get this error",
-            producer.stream,
-        )
-
-
-async def aproduce(
-    generator: AsyncGenerator[Any, Any], producer: Producer, explain: Explain = _as_it_is
-) -> None:
+async def aproduce(generator: AsyncGenerator[Any, Any], producer: Producer, explain: Explain) -> None:
     """Like :func:`produce`, for an async generator. Blocks no thread.
 
     If the generator awaits something when its stream is closed, this await raises CancelledError in the generator.
@@ -648,13 +613,13 @@ async def aproduce(
         try:
             await generator.aclose()
         except Exception as error:
-            report(
-                _log,
-                error,
-                "an async generator raised while it was being closed; a reader of stream %x does not get this error",
-                producer.stream,
-            )
+            _report_close("an async generator", producer, error)
     producer.check()
+
+
+def _report_close(what: str, producer: Producer, error: Exception) -> None:
+    text = "%s raised while it was being closed; a reader of stream %x does not get this error"
+    report(_log, error, text, what, producer.stream)
 
 
 class _Stop:

@@ -15,8 +15,14 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from actorrpc.actors.supervision.restart_policy import RestartPolicy
-from actorrpc.actors.supervision.strategies import RestartOrder, RestartPlan, RestartStrategy, State, Strategy
+from actorrpc.actors.supervision.strategies import (
+    RestartOrder,
+    RestartPlan,
+    RestartPolicy,
+    RestartStrategy,
+    State,
+    Strategy,
+)
 from actorrpc.errors import ActorDiedError, SupervisionError
 from actorrpc.futures import Future
 
@@ -276,11 +282,10 @@ class SupervisionGroup:
 
         def over(_: object = None) -> None:
             # If the actor has a process of its own, end the process: its resources must be free before the next process starts.
-            spawner = self._runtime.spawner
-            if process is None or spawner is None:
+            if process is None:
                 supervisor.ended(actor, life, why)
             else:
-                spawner.kill(process)
+                self._runtime.spawner.kill(process)
 
         timer = self._clock.after(END_S, partial(self._submit, over))
 

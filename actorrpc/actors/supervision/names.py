@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import difflib
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc import _time
 from actorrpc.actors.client.supervisor_client import peer_of
@@ -28,7 +27,6 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import Future
 from actorrpc.serialization import exceptions
-from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
@@ -55,9 +53,6 @@ class Names:
         self._descriptors: dict[tuple[str, str], ActorDescriptor] = {}
         if self.is_registrar:
             runtime.agent.on_peer_end.append(self._peer_ended)
-
-    def _peer_ended(self, peer: Peer) -> None:
-        self.delete_names_of(peer.key)
 
     @property
     def is_registrar(self) -> bool:
@@ -141,11 +136,6 @@ class Names:
         assert isinstance(found, ActorDescriptor)
         return found
 
-    def list(self, namespace: str | None = None) -> Sequence[tuple[str, str]]:
-        """Return ``(namespace, name)`` of all named actors, or of those in ``namespace`` if that is given; waits for rank 0."""
-        found = self._query("find_all", namespace)
-        return cast(Sequence[tuple[str, str]], found)
-
     # -- asking rank 0 ------------------------------------------------------------------------------------
 
     def _query(self, what: str, *args: Any) -> Any:
@@ -182,13 +172,12 @@ class Names:
             if known is not None and known.actor_id == actor_id:
                 del self._descriptors[namespace, name]
 
-    def delete_names_of(self, supervisor: WorkerKey) -> None:
-        """Free the names of all actors of an ended supervisor. Runs on rank 0."""
+    def _peer_ended(self, peer: Peer) -> None:
+        """Free the names of all actors that an ended worker has supervised."""
         with self._lock:
-            for key in [
-                key for key, descriptor in self._descriptors.items() if descriptor.supervisor == supervisor
-            ]:
-                del self._descriptors[key]
+            for key, descriptor in list(self._descriptors.items()):
+                if descriptor.supervisor == peer.key:
+                    del self._descriptors[key]
 
     def find(self, name: str, namespace: str) -> ActorDescriptor:
         """Implement :meth:`lookup` on rank 0."""
@@ -211,12 +200,6 @@ class Names:
         raise UnknownActorError(
             f"there is no actor {name!r} in {_shown(namespace)}; {hint}", maybe_executed=False
         )
-
-    def find_all(self, namespace: str | None) -> Sequence[tuple[str, str]]:
-        """Implement :meth:`list` on rank 0."""
-        with self._lock:
-            keys = sorted(self._descriptors)
-        return [key for key in keys if namespace is None or key[0] == namespace]
 
 
 def _shown(namespace: str) -> str:

@@ -9,15 +9,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.actors.client.supervisor_client import CREATE_S, peer_of
-from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, SharedSlot
+from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.actors.spec.options import NEW_PROCESS
+from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.futures import Future
+from actorrpc.transport.connection_state import OPEN
 from actorrpc.wire.identity import WorkerInfo, WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
+    from actorrpc.actors.spec.actor_spec import Spawner
     from actorrpc.actors.spec.options import ActorOptions
 
 __all__ = ["Placements"]
@@ -82,12 +85,11 @@ class Placements:
     def spawn_request(
         self, label: str, options: ActorOptions, booking: int, place: Any
     ) -> ProcessSpec | None:
-        """Return the request to the spawner, to find a place or to book resources of ``place``; None if neither is needed."""
+        """Return the spawner's request to find a place, or to book resources of ``place``; None if neither is needed."""
         rank: int | None = None
         if place is not None:
-            if not isinstance(place, WorkerKey) or self._runtime.spawner is None:
-                return None
-            if not (options.num_cpus or options.num_gpus or options.resources):
+            books = options.num_cpus or options.num_gpus or options.resources
+            if not isinstance(place, WorkerKey) or not books:
                 return None
             rank = place.rank
         own = options.worker == NEW_PROCESS or bool(options.env or options.working_dir)
@@ -123,8 +125,33 @@ class Placements:
         """Return the booking of an incarnation, if there is a booking, to the spawner. Idempotent."""
         if instance_id in self._booked:
             self._booked.discard(instance_id)
-            if self._runtime.spawner is not None:
-                self._runtime.spawner.give_back(instance_id)
+            self._runtime.spawner.give_back(instance_id)
+
+    def near(self, place: Any) -> Peer | None:
+        """Return the worker of a place if this thread can order an actor there; None if a pool thread has to do it."""
+        agent = self._agent
+        if (
+            place is None
+            or place == "turn"
+            or CURRENT.get() is not None
+            or agent.hooks.active
+            or agent.recorder.live
+        ):
+            return None
+        location = None if type(place) is WorkerKey else place.location
+        worker = place if location is None else location.worker
+        if type(worker) is not WorkerKey:
+            return None  # the location of the other actor is not known yet
+        try:
+            peer = peer_of(agent, worker)
+        except RpcError:
+            return None
+        conn = peer.conn
+        return (
+            peer
+            if peer.is_self or (conn is not None and conn.state is OPEN and not peer.window.full)
+            else None
+        )
 
     def for_others(self, place: Any, options: ActorOptions) -> ActorOptions:
         """Return the options with the result of :meth:`place` as ``worker=``, in a form that other workers understand.
@@ -177,7 +204,7 @@ class Placements:
 
     def report(self, worker: str, go: Callable[[DeathReport | None], None]) -> None:
         """Call ``go``, in a pool thread, with the report on a process's end, or with None after at most a second."""
-        spawner = self._runtime.spawner
+        spawner: Spawner | None = self._runtime.spawner
         submit = self._agent.submit
         if spawner is None or not spawner.owns(worker):
             submit(partial(go, None))

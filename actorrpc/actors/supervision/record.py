@@ -1,16 +1,37 @@
-"""A supervisor's record of one actor, with decisions and answers that depend on it. No I/O; the supervisor's lock guards it."""
+"""A supervisor's record of one actor, with decisions, answers and texts that depend on it.
+
+No I/O; the supervisor's lock guards records.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from actorrpc.actors.spec.actor_spec import ActorDescriptor, ActorSpec, Location
-from actorrpc.actors.spec.death_report import ActorState, Restarting
-from actorrpc.actors.supervision.restart_policy import RestartPolicy
-from actorrpc.errors import ActorDiedError
+from actorrpc._exception_text import CAUSE, TRACEBACK, is_a, line_of, notes_of
+from actorrpc.actors.spec.actor_spec import (
+    IN_RESTORE,
+    ActorDescriptor,
+    ActorSpec,
+    ActorState,
+    DeathReport,
+    Location,
+    Restarting,
+)
+from actorrpc.actors.supervision.strategies import RestartPolicy
+from actorrpc.errors import (
+    ActorDiedError,
+    ConfigError,
+    PlacementError,
+    RemoteError,
+    RemoteTraceback,
+    UnplacedActorError,
+)
 from actorrpc.futures import Future
+from actorrpc.serialization import exceptions
 from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
@@ -18,7 +39,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.spec.options import ActorOptions
     from actorrpc.actors.supervision.groups import SupervisionGroup
 
-__all__ = ["ActorRecord", "Incarnation", "LifetimeToken", "Phase", "RestartVerdict"]
+__all__ = ["ActorRecord", "Incarnation", "LifetimeToken", "Phase", "RestartVerdict", "new_id", "why_not_made"]
 
 _PATIENCE_S: Final = 30.0  # how long the spawner may take to learn of the end of a worker
 
@@ -30,6 +51,26 @@ _SHOWN: Final = {
     "ending": "ENDING",
     "dead": "DEAD",
 }
+
+# Numbers of actors and incarnations start at random. They grow in steps that are odd, so that no number occurs twice, and large,
+# so that actors made together have different-looking numbers. A random number from the system would release the GIL each time.
+_STEP: Final = 0x9E3779B97F4A7C15
+_TOP: Final = 1 << 63
+_numbers = itertools.count()
+
+
+def _draw_numbers() -> None:
+    global _numbers
+    _numbers = itertools.count(int.from_bytes(os.urandom(8), "little"))
+
+
+_draw_numbers()
+os.register_at_fork(after_in_child=_draw_numbers)
+
+
+def new_id() -> int:
+    """Return a unique number for an actor or an incarnation."""
+    return next(_numbers) * _STEP % _TOP | _TOP
 
 
 class LifetimeToken:
@@ -90,6 +131,48 @@ class Incarnation:
         self.state_number = 0
         self.killed = self.moving = self.over = False
         self.ended_by_group = self.drained = ""
+
+    def end_of_worker(self, report: DeathReport | None, why: str) -> str:
+        """Describe the end of this incarnation, whose worker has ended.
+
+        Args:
+            report: the report on the end of the worker's process.
+            why: the known reason for the end of the worker if there is no report; may be empty.
+        """
+        if self.ended_by_group:
+            return self.ended_by_group
+        if report is not None:
+            text = report.describe()
+        else:
+            text = f"worker {self.worker_name!r}, where it lived, has ended" + (f": {why}" if why else "")
+        if self.drained and not self.killed:
+            return f"{self.drained}, and it cannot move: {text}"
+        return f"it was killed with kill(): {text}" if self.killed else text
+
+
+def why_not_made(error: BaseException, worker: str | None) -> tuple[str, bool]:
+    """Return why an incarnation could not be made, and whether this is final: it is not if no worker was found for it.
+
+    Args:
+        error: the answer of the worker, or the error that prevented the request.
+        worker: the worker's name; None if there was no worker yet.
+    """
+    original = exceptions.original(error)
+    what = line_of(original)
+    if is_a(error, RemoteError) and not is_a(original, ActorDiedError) and worker is not None:
+        if CAUSE.__get__(original) is None:
+            # Programs that print the error then show the traceback that the worker has sent.
+            CAUSE.__set__(original, RemoteTraceback(exceptions.traceback_of(error)))
+        where = "restore()" if IN_RESTORE in notes_of(original) else "constructor"
+        text, final = f"its {where} raised {what}", True
+    elif worker is not None:
+        text, final = f"it could not be made on worker {worker!r}: {what}", True
+    elif is_a(original, ConfigError):
+        text, final = str(original), False
+    else:
+        text, final = f"no process could be started for it: {what}", False
+    TRACEBACK.__set__(original, None)
+    return text, final
 
 
 class ActorRecord:
@@ -237,6 +320,29 @@ class ActorRecord:
         if wait is None:
             return RestartVerdict(why_not=self.restarts.why_not(), before=tuple(self.restarts.causes()[:-1]))
         return RestartVerdict(again=True, wait_s=wait)
+
+    def death_error(
+        self, text: str, report: DeathReport | None, cause: BaseException | None, verdict: RestartVerdict
+    ) -> ActorDiedError:
+        """Return the error that describes its death.
+
+        Args:
+            text: how it ended.
+            verdict: contains why it is not restarted; empty if it was ended on purpose.
+        """
+        text = f"{self.title} is dead{f' ({verdict.why_not})' if verdict.why_not else ''}: {text}"
+        if verdict.before:
+            text += "\n  before that, it had died like this:"
+            text += "".join(f"\n    {number}. {each}" for number, each in enumerate(verdict.before, 1))
+        kind = UnplacedActorError if is_a(cause, PlacementError) else ActorDiedError
+        return kind(
+            text,
+            worker=self.worker_name or None,
+            actor=self.title,
+            actor_id=self.descriptor.actor_id,
+            report=report,
+            cause=cause,
+        )
 
     def lose(self, last: Restarting) -> None:
         """Record that the present incarnation has ended, and that another incarnation will follow."""

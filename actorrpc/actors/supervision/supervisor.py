@@ -12,7 +12,6 @@ to ``_dropped``, whose single operations are atomic.
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import threading
 import weakref
@@ -26,15 +25,29 @@ from actorrpc._exception_text import is_a
 from actorrpc.actors.client import death_errors
 from actorrpc.actors.client.route import Route
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of, request_detached
+from actorrpc.actors.context import current
 from actorrpc.actors.host import registry
+from actorrpc.actors.host.checkpoints import LAST
 from actorrpc.actors.refs.snapshot import Snapshot
-from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
-from actorrpc.actors.spec.death_report import ActorState, DeathReport, Restarting
-from actorrpc.actors.supervision import deaths
+from actorrpc.actors.spec.actor_spec import (
+    ActorDescriptor,
+    ActorState,
+    DeathReport,
+    HostedActorGoneError,
+    Location,
+    Restarting,
+)
 from actorrpc.actors.supervision.groups import Action, perform
 from actorrpc.actors.supervision.placement import Placements
-from actorrpc.actors.supervision.record import ActorRecord, Incarnation, LifetimeToken, RestartVerdict
-from actorrpc.agent.calls import CURRENT
+from actorrpc.actors.supervision.record import (
+    ActorRecord,
+    Incarnation,
+    LifetimeToken,
+    RestartVerdict,
+    new_id,
+    why_not_made,
+)
+from actorrpc.agent.executor import Deferred
 from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ActorDiedError, PeerDiedError, RpcError, ShutdownError
@@ -42,7 +55,6 @@ from actorrpc.futures import Future, collect_all
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import exceptions
 from actorrpc.serialization.by_value import look_again
-from actorrpc.transport.connection_state import OPEN
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire.identity import WorkerKey
 
@@ -53,7 +65,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.spec.options import ActorOptions
     from actorrpc.actors.supervision.names import Names
 
-__all__ = ["Supervisor"]
+__all__ = ["Supervisor", "hand_over"]
 
 _REMEMBERED: Final = 10_000  # dead actors that are kept
 _UNSEEN_S: Final = 30.0  # how long a caller may consider an actor dead that this worker considers alive
@@ -61,32 +73,14 @@ _AGAIN_S: Final = 0.1  # time until another place is requested, if the worker of
 _END_S: Final = 5.0  # how many seconds actors may take to end when this process leaves
 
 
-# Numbers of actors and incarnations start at random. They grow in steps that are odd, so that no number occurs twice, and large,
-# so that actors made together have different-looking numbers. A random number from the system would release the GIL each time.
-_STEP: Final = 0x9E3779B97F4A7C15
-_TOP: Final = 1 << 63
-_numbers = itertools.count()
-
-
-def _draw_numbers() -> None:
-    global _numbers
-    _numbers = itertools.count(int.from_bytes(os.urandom(8), "little"))
-
-
-_draw_numbers()
-os.register_at_fork(after_in_child=_draw_numbers)
-
-
-def _new_id() -> int:
-    """Return a unique number for an actor or an incarnation."""
-    return next(_numbers) * _STEP % _TOP | _TOP
-
-
 class Supervisor:
     """Supervises the actors that this process created; the supervisor of rank 0 also supervises detached actors. Thread-safe.
 
     Args:
         draw: returns random numbers from 0 to 1, which shorten the waits before restarts.
+
+    Attributes:
+        places: the workers and processes where its actors live.
     """
 
     def __init__(self, runtime: Runtime, draw: Callable[[], float] = random.random) -> None:
@@ -100,7 +94,7 @@ class Supervisor:
         self._actors: dict[int, ActorRecord] = {}
         self._dead: OrderedDict[int, ActorRecord] = OrderedDict()
         self._dropped: deque[int] = deque()
-        self._places = Placements(runtime)
+        self.places = Placements(runtime)
         self._closed = False
         #: The last result of _prepared(), with its options, because many actors are made with the same options object.
         self._options: tuple[weakref.ref[ActorOptions], ActorOptions, ActorOptions] | None = None
@@ -132,20 +126,16 @@ class Supervisor:
         """
         agent = self._agent
         agent.check_process()
-        place = self._places.place(options, info.name)
+        place = self.places.place(options, info.name)
         options, shown = self._prepared(options)
         look_again()
         snapshot = Snapshot.of(cls)
         arguments = Snapshot.of((args, kwargs)) if args or kwargs else None
-        actor_id = _new_id()
+        actor_id = new_id()
         if options.lifetime != "detached" or agent.record.rank == 0:
             return self._adopt(actor_id, snapshot, arguments, info, options, shown, place)
-        options = self._places.for_others(place, options)
+        options = self.places.for_others(place, options)
         return request_detached(agent, actor_id, snapshot, arguments, info, options)
-
-    def next_worker(self) -> Peer:
-        """Return the next living worker in turn, this worker excepted; this worker if there is no other."""
-        return self._places.next_worker()
 
     def adopt(
         self,
@@ -157,7 +147,7 @@ class Supervisor:
     ) -> ActorDescriptor:
         """Like :meth:`create`, for a detached actor that another process requests."""
         options, shown = self._prepared(options)
-        return self._adopt(actor_id, cls, arguments, info, options, shown, self._places.place(options))
+        return self._adopt(actor_id, cls, arguments, info, options, shown, self.places.place(options))
 
     def _prepared(self, options: ActorOptions) -> tuple[ActorOptions, ActorOptions]:
         """Return the options of an actor with its namespace, and the options that are sent with every handle."""
@@ -215,39 +205,13 @@ class Supervisor:
             self._actors[actor_id] = actor
         if actor.options.lifetime != "detached":
             descriptor = descriptor.held_by(RRef(LifetimeToken(self.drop, actor_id)))
-        near = self._near(actor.place)
+        near = self.places.near(actor.place)
         if near is not None:
             # Begin in this thread, so that the messages for many actors are sent together, and wake no pool thread for each.
             self.begin(actor, near)
         else:
             self._agent.submit(partial(self.begin, actor))
         return descriptor
-
-    def _near(self, place: Any) -> Peer | None:
-        """Return the worker to which this thread can send the order to make an actor; None if a pool thread has to send it."""
-        agent = self._agent
-        if (
-            place is None
-            or place == "turn"
-            or CURRENT.get() is not None
-            or agent.hooks.active
-            or agent.recorder.live
-        ):
-            return None
-        location = None if type(place) is WorkerKey else place.location
-        worker = place if location is None else location.worker
-        if type(worker) is not WorkerKey:
-            return None  # the location of the other actor is not known yet
-        try:
-            peer = peer_of(agent, worker)
-        except RpcError:
-            return None
-        conn = peer.conn
-        return (
-            peer
-            if peer.is_self or (conn is not None and conn.state is OPEN and not peer.window.full)
-            else None
-        )
 
     def begin(self, actor: ActorRecord, near: Peer | None = None) -> None:
         """Order the next incarnation, unless it is being made or has to wait. May block, unless ``near`` is given.
@@ -258,58 +222,52 @@ class Supervisor:
         with self.lock:
             if self._closed or not actor.is_due:
                 return
-            life = actor.last_life = Incarnation(_new_id())
+            life = actor.last_life = Incarnation(new_id())
             place, options = actor.place, actor.options
         spawner = self._runtime.spawner
         try:
             request = None
-            if spawner is not None or place is None:
-                request = self._places.spawn_request(actor.descriptor.info.name, options, life.id, place)
+            if spawner is not None:
+                request = self.places.spawn_request(actor.descriptor.info.name, options, life.id, place)
             if request is not None:
-                if spawner is None:
-                    raise ShutdownError("the embedded cluster has ended", maybe_executed=False)
-                spawner.spawn(request).add_done_callback(partial(self._spawned, actor, life))
+                self._then(spawner.spawn(request), self._moved_in, actor, life)
             elif near is not None:
                 self._construct(actor, life, near, flushes=False)
             elif isinstance(place, WorkerKey):
                 self._construct(actor, life, peer_of(self._agent, place))
             elif place == "turn":
-                self._construct(actor, life, self._places.next_worker())
+                self._construct(actor, life, self.places.next_worker())
             else:
-                place.located().add_done_callback(partial(self._neighbour, actor, life))
+                self._then(place.located(), self._move_in_with, actor, life)
         except Exception as error:
             self._not_made(actor, life, error)
 
-    def _spawned(self, actor: ActorRecord, life: Incarnation, done: Future[Any]) -> None:
-        done.acknowledge()
-        if done.error is not None:
-            self._agent.submit(partial(self._not_made, actor, life, done.error))
-            return
-        # Connecting to the worker may block, which the thread that completes the future must not do.
-        self._agent.submit(partial(self._moved_in, actor, life, done.value_or_none))
-
-    def _moved_in(self, actor: ActorRecord, life: Incarnation, worker: Any) -> None:
-        process = self._places.note_placed(life.id, worker, actor.options)
-        try:
-            peer = self._agent.peer(worker.name)
-        except RpcError as error:
-            self._not_made(actor, life, error)
-            return
-        if not self._construct(actor, life, peer, process):  # the incarnation's end was ordered
-            self._places.departed(life.id)
-            if process is not None and self._runtime.spawner is not None:
-                self._runtime.spawner.kill(process)
-
-    def _neighbour(self, actor: ActorRecord, life: Incarnation, done: Future[Location]) -> None:
-        done.acknowledge()
+    def _then(
+        self, found: Future[Any], step: Callable[..., None], actor: ActorRecord, life: Incarnation
+    ) -> None:
+        """Run ``step`` with the value of a future on a pool thread: connecting to the incarnation's worker may block."""
 
         def go() -> None:
+            if found.error is not None:
+                self._not_made(actor, life, found.error)
+                return
             try:
-                self._construct(actor, life, peer_of(self._agent, done.value().worker))
+                step(actor, life, found.value_or_none)
             except Exception as error:
                 self._not_made(actor, life, error)
 
-        self._agent.submit(go)
+        found.add_done_callback(Future.acknowledge)
+        found.add_done_callback(lambda _: self._agent.submit(go))
+
+    def _move_in_with(self, actor: ActorRecord, life: Incarnation, neighbour: Location) -> None:
+        self._construct(actor, life, peer_of(self._agent, neighbour.worker))
+
+    def _moved_in(self, actor: ActorRecord, life: Incarnation, worker: Any) -> None:
+        process = self.places.note_placed(life.id, worker, actor.options)
+        if not self._construct(actor, life, self._agent.peer(worker.name), process):  # its end was ordered
+            self.places.departed(life.id)
+            if process is not None:
+                self._runtime.spawner.kill(process)
 
     def _construct(
         self,
@@ -357,7 +315,7 @@ class Supervisor:
         error = done.error
         if error is not None:
             if type(error) is PeerDiedError:
-                self._places.report(life.worker_name, partial(self._worker_died, actor, life))
+                self.places.report(life.worker_name, partial(self._worker_died, actor, life))
             elif isinstance(error, HostedActorGoneError):
                 self.ended(actor, life, f"it was ended while it was being made: {error}")
             elif not isinstance(error, ShutdownError):
@@ -391,7 +349,7 @@ class Supervisor:
         original = exceptions.original(error)
         if is_a(original, ActorDiedError) and (life.killed or life.ended_by_group):
             return  # the thread that has ended the incarnation calls ended()
-        text, final = deaths.not_made(error, None if life.worker is None else life.worker_name)
+        text, final = why_not_made(error, None if life.worker is None else life.worker_name)
         if actor.family is not None and actor.epoch:
             # The group will restart the actor, as often as its limit allows, unless the worker of its place has ended.
             final = bool(self._bound(actor)) or is_a(original, ActorDiedError)
@@ -404,17 +362,17 @@ class Supervisor:
 
         If the actor may move to another worker, its place is changed to ``"turn"``.
         """
-        if not self._places.is_gone(actor.place):
+        if not self.places.is_gone(actor.place):
             return ""
         if not actor.options.movable:
             return "worker= has put it there"
         # The actor must not move to this worker.
-        if self._places.next_worker().is_self:
+        if self.places.next_worker().is_self:
             return "no other worker is left"
         actor.place = "turn"
         return ""
 
-    def living_on(self, key: WorkerKey) -> list[tuple[ActorRecord, Incarnation]]:
+    def _living_on(self, key: WorkerKey) -> list[tuple[ActorRecord, Incarnation]]:
         """Return the actors that live, or are being made, on a worker; the lock is held."""
         lives = [(each, each.life) for each in self._actors.values()]
         return [(actor, life) for actor, life in lives if life is not None and life.worker == key]
@@ -422,17 +380,17 @@ class Supervisor:
     def _peer_ended(self, peer: Peer) -> None:
         """Process the deaths of the actors on a worker that has ended."""
         with self.lock:
-            lost = self.living_on(peer.key)
+            lost = self._living_on(peer.key)
         if lost:
 
             def go(report: DeathReport | None) -> None:
                 for actor, life in lost:
                     self._worker_died(actor, life, report)
 
-            self._places.report(peer.name, go)
+            self.places.report(peer.name, go)
 
     def _worker_died(self, actor: ActorRecord, life: Incarnation, report: DeathReport | None) -> None:
-        text = deaths.without_worker(life, report, self._places.cause(life.worker))
+        text = life.end_of_worker(report, self.places.cause(life.worker))
         self.ended(actor, life, text, report=report)
 
     def ended(
@@ -469,8 +427,8 @@ class Supervisor:
                 answers = actor.pop_answered()
                 if family is not None:
                     actions = family.died(actor, text)
-        self._places.departed(life.id)
-        if process is not None and report is None and self._runtime.spawner is not None:
+        self.places.departed(life.id)
+        if process is not None and report is None:
             self._runtime.spawner.release(process)
         if not verdict.again:
             self.mark_dead(actor, text, report=report, cause=cause, verdict=verdict, lost=lost)
@@ -506,7 +464,7 @@ class Supervisor:
         with self.lock:
             if actor.phase == "dead":
                 return
-            death = actor.death = deaths.dead(actor, text, report, cause, verdict or RestartVerdict())
+            death = actor.death = actor.death_error(text, report, cause, verdict or RestartVerdict())
             actor.phase = "dead"
             family, actions = actor.family, []
             if family is not None and not self._closed:
@@ -522,7 +480,7 @@ class Supervisor:
         if descriptor.name is not None and not self._agent.closed_down:
             self._names.unregister(descriptor.name, descriptor.namespace, descriptor.actor_id)
         if life is not None:
-            self._places.departed(life.id)
+            self.places.departed(life.id)
         for _, _, future in waiters:
             future.try_fail(death)
         for watcher in watchers:
@@ -584,7 +542,7 @@ class Supervisor:
         if actor is not None and no_restart:
             self.mark_dead(actor, why)
         if actor is not None and life is not None:
-            if process is not None and self._runtime.spawner is not None:
+            if process is not None:
                 self._runtime.spawner.kill(process)  # _peer_ended() processes the end of the process
             elif worker is not None:
                 self.end_there(life, "now", why).add_done_callback(lambda _: self.ended(actor, life, why))
@@ -592,6 +550,47 @@ class Supervisor:
                 self._agent.submit(partial(self.ended, actor, life, why))
         done.set_result(None)
         return done
+
+    def hand_over(self, key: WorkerKey, why: str) -> list[Future[None]]:
+        """Let the actors on a worker that leaves move to other workers, with their state: see :func:`hand_over`.
+
+        Returns:
+            For each moving actor, a future that completes when it has ended there, and its next incarnation was ordered.
+        """
+        elsewhere = None if self._runtime.spawner is not None else "turn"
+        leaving: list[tuple[ActorRecord, Incarnation]] = []
+        with self.lock:
+            for actor, life in self._living_on(key):
+                if (
+                    actor.phase != "alive"
+                    or not actor.descriptor.info.has_checkpoint
+                    or actor.family is not None
+                ):
+                    life.drained = why
+                    continue
+                life.moving = True
+                if isinstance(actor.place, WorkerKey):
+                    actor.place = elsewhere
+                leaving.append((actor, life))
+        over: list[Future[None]] = []
+        for actor, life in leaving:
+            moved: Future[None] = Future()
+            ended = self.end_there(life, "move", why)
+            ended.add_done_callback(partial(self._moved, actor, life, why, moved))
+            over.append(moved)
+        return over
+
+    def _moved(
+        self, actor: ActorRecord, life: Incarnation, why: str, moved: Future[None], done: Future[Any]
+    ) -> None:
+        done.acknowledge()
+        state = done.value_or_none
+        if isinstance(state, Snapshot):
+            with self.lock:
+                if actor.life is life:
+                    actor.keep(actor.epoch, LAST, state)
+        self.ended(actor, life, why)
+        moved.set_result(None)
 
     # -- queries and events of other workers ---------------------------------------------------------------
 
@@ -739,9 +738,26 @@ class Supervisor:
             except RpcError:
                 pass
         for process in processes:
-            if process is not None and self._runtime.spawner is not None:
+            if process is not None:
                 self._runtime.spawner.release(process)
         for family in {each.family.root() for each in actors if each.family is not None}:
             family.close(None)
         for actor in actors:
             self.mark_dead(actor, why)
+
+
+def hand_over(rank: int, incarnation: str, why: str) -> Any:
+    """Move the actors that this process supervises from a worker that leaves to other workers. Answers with their number.
+
+    An actor with ``checkpoint()`` and ``restore()`` finishes the calls in its mailbox, and moves with its state. Its old worker
+    refuses later calls, whose callers then ask the supervisor where the actor lives: handles stay valid. Actors that are being
+    made, that have no ``checkpoint()``, or that are in a supervision group, stay; their later death errors contain ``why``. The
+    answer is sent when all moving actors have ended on the worker, and their next incarnations were ordered. Called by RPC on
+    each worker.
+    """
+    found = current()
+    if found is None:
+        return 0
+    supervisor: Supervisor = found.supervisor
+    over = supervisor.hand_over(WorkerKey(rank, incarnation), why)
+    return Deferred(collect_all(over).then(lambda _: len(over))) if over else 0

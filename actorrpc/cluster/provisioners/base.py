@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
+from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec
 from actorrpc.errors import (
     ConfigError,
     PeerDiedError,

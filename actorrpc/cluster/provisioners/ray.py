@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc._undo import undo_on_error
-from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
+from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver import Reception

@@ -425,6 +425,10 @@ def test_connection_errors_of_a_stream_can_be_translated(runtime: Runtime) -> No
     assert type(translated(wrong)) is ZeroDivisionError
 
 
+def _same(error: BaseException) -> BaseException:
+    return error
+
+
 def _nowhere() -> StreamTicket:
     runtime = current()
     assert runtime is not None
@@ -467,12 +471,12 @@ def test_async_generators_deliver_errors_cancellation_and_shutdown(runtime: Runt
 
     async def main() -> None:
         producer = runtime.streams.open(2)
-        await aproduce(bad(), producer)  # type: ignore[arg-type]
+        await aproduce(bad(), producer, _same)  # type: ignore[arg-type]
         items, end = pull(producer.stream, 0)
         assert items == [1]
         assert end
         cancelled = runtime.streams.open(2)
-        task = asyncio.create_task(aproduce(_ticks(50), cancelled))  # type: ignore[arg-type]
+        task = asyncio.create_task(aproduce(_ticks(50), cancelled, _same))  # type: ignore[arg-type]
         await _until(lambda: cancelled.room() is not None)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -486,7 +490,7 @@ def test_async_generators_deliver_errors_cancellation_and_shutdown(runtime: Runt
         closed = runtime.streams.open(2)
         runtime.streams.close()
         with pytest.raises(errors.ShutdownError):
-            await aproduce(_ticks(50), closed)  # type: ignore[arg-type]
+            await aproduce(_ticks(50), closed, _same)  # type: ignore[arg-type]
 
     asyncio.run(main())
 
@@ -505,7 +509,7 @@ def test_closing_a_stream_cancels_the_await_of_its_async_generator(runtime: Runt
     async def main() -> None:
         for how in ("close", "cancel"):
             producer = runtime.streams.open(4)
-            task = asyncio.create_task(aproduce(endless(), producer))  # type: ignore[arg-type]
+            task = asyncio.create_task(aproduce(endless(), producer, _same))  # type: ignore[arg-type]
             await _until(lambda: producer.ahead[0] == 1)  # noqa: B023
             if how == "close":
                 await asyncio.to_thread(producer.close)

@@ -13,7 +13,7 @@ import actorrpc
 from actorrpc.actors.context import Runtime
 from actorrpc.actors.host.executor import ActorExecutor
 from actorrpc.actors.host.mailbox import Mailbox
-from actorrpc.actors.supervision.migration import hand_over
+from actorrpc.actors.supervision.supervisor import hand_over
 from actorrpc.agent.executor import Executor
 from actorrpc.errors import RpcError
 from tests.actors.alone import alone

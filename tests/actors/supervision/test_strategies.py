@@ -9,8 +9,15 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorrpc.actors.supervision.restart_policy import JITTER, MAX_BACKOFF_S, RestartPolicy
-from actorrpc.actors.supervision.strategies import STRATEGIES, RestartOrder, RestartStrategy, Strategy
+from actorrpc.actors.supervision.strategies import (
+    JITTER,
+    MAX_BACKOFF_S,
+    STRATEGIES,
+    RestartOrder,
+    RestartPolicy,
+    RestartStrategy,
+    Strategy,
+)
 
 
 class Model:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import actorrpc
-from actorrpc.actors.spec.death_report import DeathReport
+from actorrpc.actors.spec.actor_spec import DeathReport
 from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init
 from actorrpc.errors import ActorDiedError, PlacementError
 from tests.cluster.joiners import CLEAN

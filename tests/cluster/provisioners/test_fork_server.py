@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from actorrpc import rpc
-from actorrpc.actors.spec.death_report import ProcessSpec
+from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.cluster import init
 from actorrpc.errors import PeerDiedError
 from tests.cluster.drive import cluster, engine, script, until, workers

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from actorrpc import rpc
-from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
+from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec
 from actorrpc.cluster import init
 from actorrpc.errors import ConfigError, PeerDiedError
 from tests.cluster import remotes
