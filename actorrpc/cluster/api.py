@@ -28,16 +28,14 @@ from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.actors.supervision.migration import hand_over
 from actorrpc.agent.context import Worker, on_fork
 from actorrpc.agent.peers import Peer
-from actorrpc.cluster import driver_rpc
 from actorrpc.cluster import join as join_module
 from actorrpc.cluster import page as page_module
-from actorrpc.cluster.driver import Cluster, Reception
-from actorrpc.cluster.exit import Member
+from actorrpc.cluster.driver import Cluster, Reception, current_cluster
 from actorrpc.cluster.join import JoinedResources, join
-from actorrpc.cluster.long_wait import some, wait_until
 from actorrpc.cluster.provisioners import ray
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine
 from actorrpc.cluster.provisioners.local import LocalCluster
+from actorrpc.cluster.worker_process import Member
 from actorrpc.config import Settings
 from actorrpc.errors import (
     AuthenticationError,
@@ -51,7 +49,7 @@ from actorrpc.errors import (
 from actorrpc.futures import Future
 from actorrpc.group import group
 from actorrpc.group.group import Group, MemberDirectory
-from actorrpc.group.store import poll
+from actorrpc.group.store import poll, some, wait_until
 from actorrpc.rpc import api
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
 from actorrpc.validation import checks_of, integer, text
@@ -617,7 +615,7 @@ _LOOK_S: Final = 0.02
 
 
 def _cluster(what: str) -> Cluster:
-    found = driver_rpc.current()
+    found = current_cluster()
     if found is None:
         raise ConfigError(
             f"{what} is for the driver of a cluster, the process that has called actorrpc.init(); this process is "

@@ -6,6 +6,8 @@ joined (by hand, from a launcher, or by :func:`~actorrpc.cluster.api.scale`) hol
 ``_lock`` guards the book, the queued requests and changes of the directory. It is re-entrant, because the garbage collector may
 run a finaliser that spawns or releases in the thread that holds it. The engine's own lock may be taken under it, never the other
 way round. No user code runs under it, and no code waits for a worker under it.
+
+Other workers call methods of the cluster by RPC, through :func:`serve`; the driver ends workers by :func:`leave`.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from actorrpc._undo import undo_on_error
 from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.agent.agent import Agent
+from actorrpc.agent.context import current_worker
+from actorrpc.agent.executor import Deferred
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import user_code
-from actorrpc.cluster.exit import leave
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest
 from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable, lacking, needs_of, totals_of
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, ShutdownError
@@ -35,7 +38,7 @@ from actorrpc.group.group import MemberDirectory
 from actorrpc.wire import keys
 from actorrpc.wire.identity import MAX_NAME, WorkerInfo, WorkerRecord, check_name
 
-__all__ = ["VISITOR", "Cluster", "Reception"]
+__all__ = ["VISITOR", "Cluster", "Reception", "current_cluster", "leave", "serve"]
 
 _log = logging.getLogger("actorrpc.cluster")
 VISITOR: Final = "joining-"
@@ -656,3 +659,50 @@ class Cluster:
         request.future.try_fail(error, self.agent.submit)
         if isinstance(error, ShutdownError):
             request.future.acknowledge()
+
+
+# -- requests by RPC -----------------------------------------------------------------------------------------
+
+#: The methods of :class:`Cluster` that other workers may call.
+_QUERIES: Final = frozenset(
+    {
+        *("admit", "register", "leaving", "lookup", "listing"),
+        *("check", "spawn", "release", "kill", "report", "give_back"),
+    }
+)
+
+
+def current_cluster() -> Cluster | None:
+    """Return the cluster whose driver is this process, or None."""
+    worker = current_worker()
+    return None if worker is None else worker.cluster
+
+
+def serve(method: str, *arguments: Any) -> Any:
+    """Call a method of this driver's cluster, and answer with its result, or with the value of the returned future.
+
+    Raises:
+        ShutdownError: this worker is not a driver, or its cluster has ended.
+        AttributeError: there is no such method for other workers.
+    """
+    cluster = current_cluster()
+    if cluster is None:
+        raise ShutdownError(
+            "this worker drives no cluster, or the cluster was shut down: use the address of the process that has called "
+            "actorrpc.init()",
+            maybe_executed=False,
+        )
+    if method not in _QUERIES:
+        raise AttributeError(f"other workers cannot call Cluster.{method}")
+    found = getattr(cluster, method)(*arguments)
+    return Deferred(found) if isinstance(found, Future) else found
+
+
+def leave(when_idle: bool = False) -> None:
+    """End the worker that runs this, at once or (``when_idle``) when no other process uses it.
+
+    A process that runs its own script, because it has joined by ``init(address=...)``, continues.
+    """
+    worker = current_worker()
+    if worker is not None and worker.exit_member is not None:
+        (worker.exit_member.leave_when_idle if when_idle else worker.exit_member.leave)()

@@ -14,7 +14,7 @@ from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import Peer
-from actorrpc.cluster import driver_rpc
+from actorrpc.cluster.driver import serve
 from actorrpc.errors import PlacementError, RpcError
 from actorrpc.futures import WAITING, Future
 from actorrpc.group.group import MemberDirectory
@@ -76,7 +76,7 @@ class RemoteDirectory(MemberDirectory):
         """Call a method of the driver's cluster, and wait for the answer."""
         with _detached():
             peer = self._own.peer(self.driver.name)
-            return self._own.call_sync(peer, driver_rpc.serve, (method, *arguments), {}, limit)
+            return self._own.call_sync(peer, serve, (method, *arguments), {}, limit)
 
     def _request(self, method: str, *arguments: Any) -> Future[Any]:
         """Call a method of the driver's cluster; return a future of the answer."""
@@ -84,7 +84,7 @@ class RemoteDirectory(MemberDirectory):
         try:
             with _detached():
                 peer = self._own.peer(self.driver.name)
-                self._own.call(peer, driver_rpc.serve, (method, *arguments), {}, 0.0, future=future)
+                self._own.call(peer, serve, (method, *arguments), {}, 0.0, future=future)
                 self._own.flush()
         except RpcError as error:
             future.try_fail(error)

@@ -39,14 +39,12 @@ from actorrpc import _time
 from actorrpc._exception_text import say
 from actorrpc._undo import undo_on_error
 from actorrpc.agent.agent import Agent
-from actorrpc.cluster import driver_rpc, user_code
+from actorrpc.cluster import user_code
 from actorrpc.cluster.driver import VISITOR
+from actorrpc.cluster.driver import serve as serve_request
 from actorrpc.cluster.driver_client import RemoteDirectory
-from actorrpc.cluster.exit import Member
-from actorrpc.cluster.gpus import Devices
-from actorrpc.cluster.long_wait import some, wait_until
-from actorrpc.cluster.scheduler import totals_of
-from actorrpc.cluster.worker_process import enter
+from actorrpc.cluster.scheduler import Devices, totals_of
+from actorrpc.cluster.worker_process import Member, enter
 from actorrpc.config import Settings, host_and_port
 from actorrpc.errors import (
     AuthenticationError,
@@ -61,7 +59,7 @@ from actorrpc.errors import (
 from actorrpc.group import group
 from actorrpc.group.group import is_loopback
 from actorrpc.group.launchers import VARIABLES, Launch, of_environment
-from actorrpc.group.store import StoreMeeting, poll
+from actorrpc.group.store import StoreMeeting, poll, some, wait_until
 from actorrpc.rpc import api
 from actorrpc.transport.tls import AnySocket, Tls, explain, shake_hands
 from actorrpc.validation import amounts, check_fields, number, option, words
@@ -516,7 +514,7 @@ def _request_admission(
         agent.start([])
         request = {"name": name}
         answer: dict[str, Any] = agent.call_sync(
-            agent.peer(driver.name), driver_rpc.serve, ("admit", request), {}, left
+            agent.peer(driver.name), serve_request, ("admit", request), {}, left
         )
     except RpcTimeoutError as error:
         raise RendezvousError(f"the driver at {shown} has not answered within {left:.3g} s") from error

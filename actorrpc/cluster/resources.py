@@ -17,8 +17,7 @@ import psutil
 
 from actorrpc.actors.context import runtime
 from actorrpc.agent.context import current_worker
-from actorrpc.cluster import driver_rpc
-from actorrpc.cluster.driver import Cluster
+from actorrpc.cluster.driver import Cluster, current_cluster
 from actorrpc.cluster.join import own_address
 
 __all__ = [
@@ -56,7 +55,7 @@ def id_of(names: list[str]) -> str:
 
 def _book() -> list[dict[str, Any]]:
     """Return the machines of the cluster; in a group without a driver, this machine. Called on rank 0."""
-    running = driver_rpc.current()
+    running = current_cluster()
     if running is None:
         total = {"CPU": float(os.cpu_count() or 1)}
         return [{"names": [socket.gethostname()], "total": total, "free": dict(total), "labels": {}}]

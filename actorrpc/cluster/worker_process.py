@@ -2,7 +2,10 @@
 
 :func:`main` runs in the main thread of a process that was just forked. It sets the process up (random seeds, variables,
 directory), joins the group, and waits for the end. The user's ``__main__`` is not imported here. From :func:`enter` on, forked
-processes and processes that joined over the network (``join.py``) do the same. No locks.
+processes and processes that joined over the network (``join.py``) do the same.
+
+A worker ends when the driver orders it or has ended; or, after its release, when no other process uses it. The main thread waits
+in :meth:`Member.wait`; all other code runs in other threads. No locks: the decision to leave is an assignment and an event.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import multiprocessing.util
 import os
 import random
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -25,20 +29,25 @@ import torch
 
 from actorrpc._undo import undo_on_error
 from actorrpc.actors.host.actor import HostedActor
+from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import logs
 from actorrpc.cluster.driver_client import RemoteDirectory
-from actorrpc.cluster.exit import Member
 from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError, ShutdownError
 from actorrpc.group import group
 from actorrpc.group.group import Group
 from actorrpc.rpc import api, rref
+from actorrpc.rpc.refcount.runtime import References
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 
-__all__ = ["enter", "exit_process", "main"]
+__all__ = ["Member", "enter", "exit_process", "main"]
+
+_FIRST_S: Final = 0.01
+_SLOWEST_S: Final = 0.25
+_LEAVE_S: Final = 4.0
 
 
 def main(job: dict[str, Any]) -> NoReturn:
@@ -132,6 +141,63 @@ def exit_process(code: int) -> NoReturn:
                 stream.flush()
     finally:
         os._exit(code)
+
+
+class Member:
+    """This process as a member of a cluster; decides when it ends. Thread-safe.
+
+    Args:
+        references: the RRefs of this process and their counts.
+        announce: called in a pool thread before this process leaves by itself.
+
+    Attributes:
+        agent: the agent of this process.
+        graceful: whether this process leaves the group gracefully; False if the driver has ended.
+        driver_lost: how the driver died, if this process ends for that reason; otherwise empty.
+    """
+
+    def __init__(self, agent: Agent, references: References, announce: Callable[[], None]) -> None:
+        self.agent = agent
+        self._references = references
+        self._announce = announce
+        self._over = threading.Event()
+        self._looking = False
+        self.graceful = True
+        self.driver_lost = ""
+
+    def wait(self) -> None:
+        """Block until :meth:`leave` is called, in any thread, then leave the group. Interruptible."""
+        self._over.wait()
+        api.shutdown(self.graceful, _LEAVE_S)
+
+    def leave(self, graceful: bool = True) -> None:
+        """Let :meth:`wait` leave the group and return; ``graceful``: whether to leave it gracefully."""
+        self.graceful = self.graceful and graceful
+        self._over.set()
+
+    def leave_when_idle(self) -> None:
+        """End this process as soon as no other process refers to a value in it, and no call runs."""
+        if not self._looking:
+            self._looking = True
+            self._look(_FIRST_S, False)
+
+    def _look(self, pause: float, was_idle: bool) -> None:
+        if self._over.is_set() or self.agent.closed_down:
+            return
+        self._references.collect()
+        counts = self._references.table.pending_counts()
+        busy = any(peer.running for peer in self.agent.peers())
+        idle = not (busy or counts.owners or counts.children)
+        if idle and was_idle:
+            # Two checks in a row found no use: at the first check, a reference in a message may have been in no table.
+            try:
+                self._announce()
+            finally:
+                self.leave()
+            return
+        pause = _FIRST_S if idle else min(2 * pause, _SLOWEST_S)
+        again = partial(self._look, pause, idle)
+        self.agent.clock.after(pause, partial(self.agent.submit, again))
 
 
 _JOIN_S: Final = 30.0

@@ -52,8 +52,7 @@ from actorrpc.errors import (
 )
 from actorrpc.flight_recorder import OWN
 from actorrpc.futures import Future
-from actorrpc.group import device_maps
-from actorrpc.group.rendezvous import Membership, Rendezvous
+from actorrpc.group.rendezvous import Membership, Rendezvous, check_device_maps
 from actorrpc.serialization.by_value import note_main
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.wire import keys
@@ -581,10 +580,10 @@ def join(
         if world_size is None:
             table = {name: rendezvous.enter(record)}
             if maps or devices:
-                device_maps.check(table.values(), rendezvous.resolve, fixed=False)
+                check_device_maps(table.values(), rendezvous.resolve, fixed=False)
         else:
             table = rendezvous.join(record)
-            device_maps.check(table.values(), table.get, fixed=True)
+            check_device_maps(table.values(), table.get, fixed=True)
         hooks.reach("join.met", name)
     agent = Agent(
         table[name], settings=settings, key=key, resolve=rendezvous.resolve, members=rendezvous.members

@@ -36,7 +36,7 @@ import torch
 
 from actorrpc._limits import explain_fork
 from actorrpc.cluster import worker_process
-from actorrpc.cluster.provisioners.fork_protocol import MessageReader, send
+from actorrpc.cluster.provisioners.fork_client import MessageReader, send
 from actorrpc.wire import keys
 
 __all__ = ["main"]

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,16 +29,24 @@ from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver import Reception
-from actorrpc.cluster.long_wait import some, wait_until
+from actorrpc.cluster.join import JoinedResources, join
 from actorrpc.cluster.provisioners.base import LaunchedEngine, LaunchRequest, Node
-from actorrpc.cluster.provisioners.ray_host import Host
-from actorrpc.cluster.provisioners.ray_link import STRATEGIES, Link, missing, package
-from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcTimeoutError, WrongTypeError
+from actorrpc.cluster.provisioners.ray_link import STRATEGIES, Link, labels_here, missing, package
+from actorrpc.errors import (
+    ConfigError,
+    PeerDiedError,
+    PlacementError,
+    RendezvousError,
+    RpcTimeoutError,
+    WrongTypeError,
+)
+from actorrpc.group.store import some, wait_until
+from actorrpc.rpc import api
 from actorrpc.validation import amounts, choice, integer, number
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord
 
-__all__ = ["RayEngine", "make"]
+__all__ = ["Host", "RayEngine", "make"]
 
 _log = logging.getLogger("actorrpc.cluster")
 _AGAIN_S: Final = 0.5  # pause between two queries about an actor that Ray cannot reach now
@@ -44,6 +54,8 @@ _STAYS_S: Final = 5.0  # how long a worker's process may still run after its con
 _LOOK_S: Final = 0.02
 _LEFT_S: Final = 2.0  # how long end() waits until workers that were asked to leave have left
 _GONE_S: Final = 3.0  # how long close() waits until killed actors have ended
+_REJOIN_S: Final = 0.25  # pause between two attempts of a worker to join
+_LOST: Final = 1  # the exit code of a worker that has lost its driver: Ray may restart it
 _TEXT: Final = 400
 _BESIDE: Final = ("CPU", "GPU", "memory", "object_store_memory")
 
@@ -512,3 +524,80 @@ def _words(error: BaseException) -> str:
         )
     text = "\n".join(kept[-6:])
     return text if len(text) <= 4 * _TEXT else text[:_TEXT] + " ... " + text[-3 * _TEXT :]
+
+
+class Host:
+    """Makes the process of a Ray actor a worker of the cluster, as long as the process lives. Thread-safe.
+
+    When Ray restarts the actor, it makes a :class:`Host` again in a new process, which joins as a new incarnation of the same
+    worker. The constructor starts a thread that serves, so that a restart needs no call. The main thread, in which Ray runs the
+    actor's methods, waits in :meth:`wait` for the end.
+
+    Args:
+        environment: environment variables for this process, including the address to join, the worker's name and the key.
+        directory: its working directory; None to stay where Ray has put it.
+        num_cpus, num_gpus, resources: its resources, as the driver books them. Its labels are the labels of Ray's node.
+        timeout: how long joining may take, in seconds.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        directory: str | None,
+        num_cpus: float,
+        num_gpus: float,
+        resources: Mapping[str, float],
+        timeout: float,
+    ) -> None:
+        os.environ.update(environment)
+        if directory is not None:
+            os.chdir(directory)
+        self._means = JoinedResources(
+            num_cpus=num_cpus, num_gpus=num_gpus, resources=resources, labels=labels_here()
+        )
+        self._timeout = timeout
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._serve, name="actorrpc-host", daemon=True).start()
+
+    def wait(self) -> None:
+        """Return when this worker has left its group.
+
+        Raises:
+            RpcError: this worker could not join.
+        """
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _serve(self) -> None:
+        try:
+            member = self._join()
+            os.environ.pop("ACTORRPC_KEY", None)  # so that processes that actors start do not inherit the key
+            try:
+                member.wait()
+            finally:
+                api.shutdown(False)
+            if not member.graceful:
+                # This worker has lost the driver. Ray may restart it if it belongs to the pool; then it joins again.
+                os._exit(_LOST)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    def _join(self) -> Any:
+        """Join the cluster; if that fails, try again: the driver may still consider this worker's last incarnation alive."""
+        until = time.monotonic() + self._timeout
+        while True:
+            try:
+                return join(
+                    os.environ["ACTORRPC_JOIN"],
+                    name=os.environ["ACTORRPC_WORKER_NAME"],
+                    means=self._means,
+                    timeout=max(0.1, until - time.monotonic()),
+                )
+            except RendezvousError:
+                if time.monotonic() + _REJOIN_S >= until:
+                    raise
+            time.sleep(_REJOIN_S)
