@@ -257,10 +257,7 @@ class Cluster:
     def _slot(self, request: _SpawnRequest, holder: ResourceHolder) -> None:
         """Book the resources of ``holder`` for a request, and complete its future. Under the lock."""
         spec = request.spec
-        if request in self._requests:
-            self._requests.remove(request)
-        if request.timer is not None:
-            request.timer.cancel()
+        self._dequeue(request)
         if spec.booking and (spec.is_picky or not holder.starts):
             holder.bookings[spec.booking] = needs_of(spec)
             self._owners[spec.booking] = request.creator or self.agent.name
@@ -307,7 +304,6 @@ class Cluster:
     def _too_late(self, request: _SpawnRequest, waited: float) -> None:
         with self._lock:
             if request in self._requests:
-                self._requests.remove(request)
                 self._fail(request, self._lacking(request.spec, waited))
 
     def _try_again(self) -> None:
@@ -501,8 +497,6 @@ class Cluster:
         """Fail the queued requests of an ended worker, and kill the processes that it requested; ``gently``: ask them first."""
         with self._lock:
             for request in [each for each in self._requests if each.creator == creator]:
-                self._requests.remove(request)
-                request.timer.cancel()
                 self._fail(request, ShutdownError(f"worker {creator!r} has ended", maybe_executed=False))
         for name in [name for name, (_, by) in self._started.copy().items() if by == creator]:
             if gently:
@@ -635,12 +629,9 @@ class Cluster:
         try:
             with self._lock:
                 self._closing = True
-                requests, self._requests = self._requests, []
                 names = [each.name for each in self.joined()]
-            for request in requests:
-                if request.timer is not None:
-                    request.timer.cancel()
-                self._fail(request, ShutdownError("the cluster is shutting down", maybe_executed=False))
+                for request in self._requests.copy():
+                    self._fail(request, ShutdownError("the cluster is shutting down", maybe_executed=False))
             if graceful:
                 for name in names:
                     self.let_go(name)
@@ -655,7 +646,16 @@ class Cluster:
         """Close the engine's descriptors in a forked child of the driver. Takes no lock."""
         self.engine.lose()
 
+    def _dequeue(self, request: _SpawnRequest) -> None:
+        """Remove a request, which may be queued, from the queue. Under the lock."""
+        if request in self._requests:
+            self._requests.remove(request)
+        if request.timer is not None:
+            request.timer.cancel()
+
     def _fail(self, request: _SpawnRequest, error: BaseException) -> None:
+        """Fail a request, queued or not. Under the lock."""
+        self._dequeue(request)
         request.future.try_fail(error, self.agent.submit)
         if isinstance(error, ShutdownError):
             request.future.acknowledge()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import ipaddress
+import itertools
 import logging
 import math
 import os
@@ -59,7 +59,7 @@ from actorrpc.errors import (
 from actorrpc.group import group
 from actorrpc.group.group import is_loopback
 from actorrpc.group.launchers import VARIABLES, Launch, of_environment
-from actorrpc.group.store import StoreMeeting, poll, some, wait_until
+from actorrpc.group.store import StoreMeeting, addresses_towards, poll, some, wait_until
 from actorrpc.rpc import api
 from actorrpc.transport.tls import AnySocket, Tls, explain, shake_hands
 from actorrpc.validation import amounts, check_fields, number, option, words
@@ -94,7 +94,6 @@ __all__ = [
 ]
 
 _SCHEME: Final = "tcp://"
-_LIKELY_S: Final = 1
 
 
 def parse(text: object, what: str = "address", *, listen: bool = False) -> tuple[str, int]:
@@ -135,21 +134,7 @@ def own_address(host: str = "") -> str:
     Without ``host``: the address towards other networks, or the loopback address on a host without network.
     """
     targets = [host] if host else ["192.0.2.1", "2001:db8::1"]
-    for target in targets:
-        try:
-            found = socket.getaddrinfo(target, _LIKELY_S, type=socket.SOCK_DGRAM)
-        except OSError:
-            continue
-        for family, kind, protocol, _, address in found:
-            try:
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.connect(address)
-                    text = str(probe.getsockname()[0])
-                if not ipaddress.ip_address(text.partition("%")[0]).is_unspecified:
-                    return text
-            except (OSError, ValueError):
-                continue
-    return "127.0.0.1"
+    return next(itertools.chain.from_iterable(map(addresses_towards, targets)), "127.0.0.1")
 
 
 # -- keys ------------------------------------------------------------------------------------------------

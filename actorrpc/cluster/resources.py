@@ -17,12 +17,11 @@ import psutil
 
 from actorrpc.actors.context import runtime
 from actorrpc.agent.context import current_worker
-from actorrpc.cluster.driver import Cluster, current_cluster
+from actorrpc.cluster.driver import current_cluster
 from actorrpc.cluster.join import own_address
 
 __all__ = [
     "available_resources",
-    "book",
     "cluster_resources",
     "host_of",
     "hosts",
@@ -54,16 +53,11 @@ def id_of(names: list[str]) -> str:
 
 
 def _book() -> list[dict[str, Any]]:
-    """Return the machines of the cluster; in a group without a driver, this machine. Called on rank 0."""
+    """Return the result of :func:`machines`; in a group without a driver, this machine. Called on rank 0."""
     running = current_cluster()
     if running is None:
         total = {"CPU": float(os.cpu_count() or 1)}
         return [{"names": [socket.gethostname()], "total": total, "free": dict(total), "labels": {}}]
-    return book(running)
-
-
-def book(running: Cluster) -> list[dict[str, Any]]:
-    """Return the machines of a cluster: names, total resources, free amounts, labels. Called on the driver."""
     found = []
     for holder in running.resources():
         total = {name: float(amount) for name, amount in holder.totals.items() if amount or name == "CPU"}

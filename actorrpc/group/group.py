@@ -90,10 +90,10 @@ class _Barrier:
     that gave the answer may have ended since. Therefore a worker that has reached a stage counts as arrived at earlier stages.
 
     Args:
-        members: returns the names of the awaited workers: the same set in each call, because copies of large groups are slow.
+        members: the names of the awaited workers.
     """
 
-    def __init__(self, members: Callable[[], Set[str]]) -> None:
+    def __init__(self, members: frozenset[str]) -> None:
         self._members = members
         self._lock = threading.Lock()
         self._reached: dict[int, set[str]] = {}
@@ -123,26 +123,24 @@ class _Barrier:
 
     def missing(self, stage: int) -> list[str]:
         """Return the names of the workers that have not reached the stage and are not known to have ended, sorted."""
-        members = self._members()
         with self._lock:
-            return sorted(self._lacking(members, stage))
+            return sorted(self._lacking(stage))
 
-    def _lacking(self, members: Set[str], stage: int) -> Set[str]:
+    def _lacking(self, stage: int) -> Set[str]:
         """Return the result of :meth:`missing` as a set. Called under the lock."""
         here = {name for at, names in self._reached.items() if at >= stage for name in names}
-        return members - self._gone - here
+        return self._members - self._gone - here
 
-    def _may_be_all(self, members: Set[str], stage: int) -> bool:
+    def _may_be_all(self, stage: int) -> bool:
         """Say whether enough workers have arrived or ended; if not, :meth:`_lacking` is not needed. Called under the lock."""
         reached = sum(len(names) for at, names in self._reached.items() if at >= stage)
-        return reached + len(self._gone) >= len(members)
+        return reached + len(self._gone) >= len(self._members)
 
     def _look(self) -> None:
-        members = self._members()
         ready: list[Future[None]] = []
         with self._lock:
             for stage, waiting in self._waiting.items():
-                if waiting and self._may_be_all(members, stage) and not self._lacking(members, stage):
+                if waiting and self._may_be_all(stage) and not self._lacking(stage):
                     ready.extend(waiting)
                     waiting.clear()
         for future in ready:
@@ -214,21 +212,16 @@ class Group:
     ) -> None:
         self.agent = agent
         self._doors = doors
-        self._started = False
         self._together = False
         self.membership = membership
         self.is_fixed = table is not None
-        self._table = table or {}
-        self._everyone = frozenset(self._table)
-        self._in_order = sorted(self._table)
-        self.barrier = _Barrier(self._names)
+        self._everyone = frozenset(table or ())
+        self._in_order = sorted(self._everyone)
+        self.barrier = _Barrier(self._everyone)
         self.reach = Reachability(agent)
         self.waits: list[CollectiveWait] = []  # changed by single, atomic steps
         self._logged = 0  # the id() of the last exception that waiting() has logged
         agent.on_peer_end.append(self._ended)
-
-    def _names(self) -> Set[str]:
-        return self._everyone
 
     def _ended(self, peer: Peer) -> None:
         self.reach.forget(peer)
@@ -238,7 +231,6 @@ class Group:
 
     def start(self) -> None:
         """Begin to serve calls. The caller must have installed all handlers before, because calls may be waiting already."""
-        self._started = True
         self.agent.start(self._doors.sockets)
 
     # -- collective waits ----------------------------------------------------------------------------
@@ -643,9 +635,8 @@ PATIENCE_S: Final = 10.0
 class Reachability:
     """Records which members can be reached, and connects to members. Thread-safe."""
 
-    def __init__(self, agent: Agent, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._now = now
         self._failed: dict[str, str] = {}
         self._since: dict[str, float] = {}
         self._dialling: dict[str, None] = {}
@@ -693,7 +684,7 @@ class Reachability:
             self._since.pop(peer.name, None)
             return False
         self._connect(peer)
-        now = self._now()
+        now = time.monotonic()
         return now - self._since.setdefault(peer.name, now) >= PATIENCE_S
 
     def why(self, peer: Peer) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from actorrpc import _time
 from actorrpc.errors import AuthenticationError, ConfigError, RendezvousError, RpcError
-from actorrpc.group.store import first_line, open_store, poll
+from actorrpc.group.store import addresses_towards, first_line, open_store, poll
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
@@ -180,12 +179,9 @@ class Rendezvous(Membership):
         """Leave a dynamic group, so that other workers may take the name and the rank. Idempotent."""
         record, self.record = self.record, None
         if record is not None and self.world_size is None:
-            self.remove(record)
-
-    def remove(self, record: WorkerRecord) -> None:
-        """Remove a worker that is known to be dead from a dynamic group, unless it has rejoined since."""
-        self._store_op("compare_set", f"name/{record.name}", record.to_bytes(), _LEFT)
-        self._store_op("compare_set", f"rank/{record.rank}", _tag(record), _LEFT)
+            # If another worker has claimed the name or the rank since, the store keeps the entries of that worker.
+            self._store_op("compare_set", f"name/{record.name}", record.to_bytes(), _LEFT)
+            self._store_op("compare_set", f"rank/{record.rank}", _tag(record), _LEFT)
 
     def close(self) -> None:
         """Leave, remove the key file and release the store. Ignores errors of the store, whose host may have ended."""
@@ -208,24 +204,8 @@ class Rendezvous(Membership):
         host, port = getattr(store, "host", None), getattr(store, "port", None)
         if not isinstance(host, str) or not isinstance(port, int) or not host:
             return None
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        except OSError:
-            return None
-        for family, kind, protocol, _, address in found:
-            try:
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.connect(address)  # connecting a datagram socket sends nothing
-                    own = probe.getsockname()
-                text = str(own[0])
-                if len(own) == 4 and own[3] and "%" not in text:
-                    text = f"{text}%{socket.if_indextoname(own[3])}"
-                parsed = ipaddress.ip_address(text)
-            except (OSError, ValueError):
-                continue
-            if not parsed.is_loopback and not parsed.is_unspecified:
-                return text
-        return None
+        found = addresses_towards(host, port)
+        return next((text for text in found if not ipaddress.ip_address(text).is_loopback), None)
 
     # -- the key -------------------------------------------------------------------------------------
 

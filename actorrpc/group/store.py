@@ -12,10 +12,11 @@ blocked if a server does not answer. Every wait is bounded and can be interrupte
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -28,7 +29,15 @@ from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.errors import ConfigError, RendezvousError
 from actorrpc.transport.signals import checkpoint
 
-__all__ = ["StoreMeeting", "first_line", "open_store", "poll", "some", "wait_until"]
+__all__ = [
+    "StoreMeeting",
+    "addresses_towards",
+    "first_line",
+    "open_store",
+    "poll",
+    "some",
+    "wait_until",
+]
 
 _log = logging.getLogger("actorrpc.cluster")  # wait_until() is only used by clusters
 _SHOWN: Final = 10
@@ -189,6 +198,27 @@ def open_store(
     """
     meeting = StoreMeeting.parse(init_method, rank, world_size)
     return meeting.open(timeout), meeting.rank, meeting.world_size
+
+
+def addresses_towards(host: str, port: int = 1) -> Iterator[str]:
+    """Yield the addresses of this host from which packets to ``host`` are sent. Sends no packet to ``host``."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:
+        return
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                own = probe.getsockname()
+            text = str(own[0])
+            if len(own) == 4 and own[3] and "%" not in text:
+                text = f"{text}%{socket.if_indextoname(own[3])}"
+            is_usable = not ipaddress.ip_address(text).is_unspecified
+        except (OSError, ValueError):
+            continue
+        if is_usable:
+            yield text
 
 
 def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:

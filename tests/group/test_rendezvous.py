@@ -276,10 +276,11 @@ def test_the_name_of_a_dead_worker_can_be_reused(store: HashStore) -> None:
         dynamic(store).join(record(-1, "b"))
     found = far.resolve("b")
     assert found is not None
-    dynamic(store).remove(found)  # a worker that was told of the death may remove the record
+    far.leave()
     again = dynamic(store)
     again.join(record(1, "b"))
-    far.remove(found)  # must not remove the new record
+    far.record = found
+    far.leave()  # must not remove the new record
     assert far.resolve("b") == again.record
 
 

@@ -278,7 +278,8 @@ class RayEngine(LaunchedEngine):
 
     def _host(self, order: LaunchRequest, pooled: bool) -> None:
         hosted = _Hosted(order, pooled)
-        shape = self._shape if pooled else _needs(order)
+        spec = order.spec
+        shape = self._shape if pooled else _shape(spec.num_cpus or 0, spec.num_gpus or 0, order.resources)
         with self._guard:
             if self._closed:
                 raise PlacementError("the engine has been closed")
@@ -295,7 +296,7 @@ class RayEngine(LaunchedEngine):
                 .options(**options)
                 .remote(
                     order.environment(),
-                    order.spec.working_dir,
+                    spec.working_dir,
                     shape.get("CPU", 0.0),
                     shape.get("GPU", 0.0),
                     resources,
@@ -499,11 +500,6 @@ def make(address: str | None = None, **options: Any) -> RayEngine:
 
 
 _amount = partial(number, error=WrongTypeError)
-
-
-def _needs(order: LaunchRequest) -> dict[str, float]:
-    """Return the resources that the worker of one actor books."""
-    return _shape(order.spec.num_cpus or 0, order.spec.num_gpus or 0, order.resources)
 
 
 def _shape(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> dict[str, float]:
