@@ -42,9 +42,8 @@ from actorrpc.agent.agent import Agent
 from actorrpc.cluster import user_code
 from actorrpc.cluster.driver import VISITOR
 from actorrpc.cluster.driver import serve as serve_request
-from actorrpc.cluster.driver_client import RemoteDirectory
 from actorrpc.cluster.scheduler import Devices, totals_of
-from actorrpc.cluster.worker_process import Member, enter
+from actorrpc.cluster.worker_process import Member, RemoteDirectory, enter
 from actorrpc.config import Settings, host_and_port
 from actorrpc.errors import (
     AuthenticationError,

@@ -19,6 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Protocol
 
 import msgpack
@@ -104,7 +105,7 @@ class Rendezvous(Membership):
         return self._own_key is not None
 
     def enter(self, record: WorkerRecord) -> WorkerRecord:
-        """Join a dynamic group without reading its members; return ``record`` with the assigned rank.
+        """Join a dynamic group without reading its members; return ``record``, with the assigned rank if its rank is -1.
 
         The number of store operations does not grow with the group.
 
@@ -115,18 +116,12 @@ class Rendezvous(Membership):
         return mine
 
     def join(self, record: WorkerRecord) -> dict[str, WorkerRecord]:
-        """Join the group as ``record``; return its workers by name, including this one.
-
-        In a dynamic group ``record.rank`` may be -1; the rank that was assigned is in ``self.record`` and in
-        the result, which has the workers that have joined so far.
+        """Join a fixed group as ``record``; return its workers by name, including this one.
 
         Raises:
             RendezvousError: a worker did not join in time, a name or rank is taken, some workers cannot reach each other, or
-                the store failed. In a fixed group, all workers raise the error that one of them has published.
+                the store failed. All workers raise the error that one of them has published.
         """
-        if self.world_size is None:
-            mine = self.enter(record)
-            return {each.name: each for each in [*self.members(), mine]}
         deadline = _time.now() + self.timeout
         while True:
             kind, payload = self._join_round(record, deadline)
@@ -423,7 +418,7 @@ class Rendezvous(Membership):
         wanted = record.rank if record.rank >= 0 else self.rank
         while True:
             mine = replace(record, rank=wanted if wanted >= 0 else self._store_op("add", "next_rank", 1) - 1)
-            holder = self._claim_rank(mine)
+            holder = self._claim(f"rank/{mine.rank}", _tag(mine), partial(self._tag_is_free, mine))
             if holder is None:
                 return mine
             if wanted >= 0:
@@ -433,9 +428,6 @@ class Rendezvous(Membership):
                 raise RendezvousError(
                     f"no free rank was found within {self.timeout:g} s, because many workers join at once: call init_rpc() again"
                 )
-
-    def _claim_rank(self, mine: WorkerRecord) -> bytes | None:
-        return self._claim(f"rank/{mine.rank}", _tag(mine), lambda tag: self._tag_is_free(tag, mine))
 
     def _claim(self, key: str, value: bytes, is_free: Callable[[bytes], bool]) -> bytes | None:
         """Set ``key`` to ``value`` if the key is new, its holder has left, or ``is_free(present value)``.
@@ -450,7 +442,7 @@ class Rendezvous(Membership):
             current = self._store_op("compare_set", key, current, value)
         return None
 
-    def _tag_is_free(self, tag: bytes, mine: WorkerRecord) -> bool:
+    def _tag_is_free(self, mine: WorkerRecord, tag: bytes) -> bool:
         holder = self.resolve(_tag_name(tag))
         # If no record has the holder's name, the holder has claimed the rank and is about to claim the name: not free.
         return holder is not None and (_tag(holder) != tag or _is_dead(holder, mine.host))

@@ -18,7 +18,7 @@ import msgpack
 
 from actorrpc.agent.context import Worker, here
 from actorrpc.agent.peers import Peer
-from actorrpc.cluster.driver_client import RemoteDirectory
+from actorrpc.cluster.worker_process import RemoteDirectory
 from actorrpc.debugger import startup as _debugger  # noqa: F401  # its on_start hook runs before the hook of this module
 from actorrpc.errors import ConfigError
 from actorrpc.futures import Future

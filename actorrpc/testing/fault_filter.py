@@ -405,7 +405,7 @@ def start(worker: Worker) -> Callable[[bool], None]:
     """
     faults = from_environment()
     fault_filter = FaultFilter(worker.agent)
-    apply_to(fault_filter)
+    apply_to(fault_filter.apply)
     for fault in faults:
         fault.start()
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, Final, Literal, Self
 
 from actorrpc.agent.context import Worker, here, workers_here
 from actorrpc.errors import ConfigError, WrongTypeError
@@ -247,12 +247,8 @@ class Fault:
         return f"{self.action}({', '.join([*map(repr, sorted(self.types)), *given])})"
 
 
-class Filter(Protocol):
-    """Applies the faults of this process to the messages of its agent."""
-
-    def apply(self, faults: Sequence[Fault]) -> None:
-        """Apply these faults from now on; faults that are not in the sequence have ended."""
-
+#: :meth:`FaultFilter.apply` of an agent: it applies these faults from now on; faults that are not in the sequence have ended.
+Filter = Callable[[Sequence[Fault]], None]
 
 # Guards ``_filter`` and ``_in_force``. The filter's lock is taken while this lock is held.
 _lock = threading.Lock()
@@ -273,7 +269,7 @@ def _enforce(filter: Filter | None, faults: tuple[Fault, ...]) -> None:
     global _filter, _in_force
     _filter, _in_force = filter, faults
     if filter is not None:
-        filter.apply(faults)
+        filter(faults)
 
 
 def _after_fork() -> None:

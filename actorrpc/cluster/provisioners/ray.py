@@ -171,9 +171,6 @@ class RayEngine(LaunchedEngine):
             for node in self.link.alive()
         ]
 
-    def _lacking(self, shape: Mapping[str, float], count: int, strategy: str | None) -> str:
-        return missing(shape, count, strategy, [node["Resources"] for node in self.link.alive()])
-
     def _book(self) -> None:
         """Book the placement group of the pool.
 
@@ -201,7 +198,7 @@ class RayEngine(LaunchedEngine):
 
         def has_room() -> bool:
             nonlocal lacking
-            lacking = self._lacking(self._shape, count, strategy)
+            lacking = missing(self._shape, count, strategy, [node["Resources"] for node in self.link.alive()])
             return not lacking
 
         until = _time.now() + (0.0 if self.link.alone else self._timeout)
