@@ -1,7 +1,7 @@
 """The cluster as its driver sees it: its workers, their resources, and where the next actor is placed.
 
 Supervisors request places for actors from :class:`Cluster`. Its engine starts processes for single actors; workers that have
-joined (by hand, from a launcher, or by :func:`~actorrpc.cluster.api.scale`) hold several actors each.
+joined (by hand, from a launcher, or by :func:`~actorrpc.cluster.resources.scale`) hold several actors each.
 
 ``_lock`` guards the book, the queued requests and changes of the directory. It is re-entrant, because the garbage collector may
 run a finaliser that spawns or releases in the thread that holds it. The engine's own lock may be taken under it, never the other

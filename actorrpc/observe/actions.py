@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer
-from actorrpc.cluster import api as cluster_api
+from actorrpc.cluster.resources import drain
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.observe.protocol import ANSWER, is_acting, pack
 
@@ -64,7 +64,7 @@ def _do(worker: Worker, what: str, whom: str) -> None:
 def _drain(name: str) -> None:
     """Drain a worker, within the default time-out of ``drain()``. The result is only logged; the visitor was answered before."""
     try:
-        cluster_api.drain(name)
+        drain(name)
     except RpcError as error:
         _log.warning("drain %s: %s", name, error)
     else:
