@@ -203,7 +203,7 @@ _END = """
 how = sys.argv[1]
 init()
 names = [spawn() for _ in range(2)]
-server = serving.current().engine.server.pid
+server = current_cluster().engine.server.pid
 pids = [rpc.rpc_sync(name, os.getpid) for name in names]
 rpc.rpc_sync(names[0], remotes.say, ("the last words",))
 pids.append(rpc.rpc_sync(names[0], remotes.sleeper))
@@ -293,8 +293,8 @@ thread = threading.Thread(target=interrupt)
 thread.start()
 try:
     with init():
-        serving.current().spawn(ProcessSpec(label="Counter")).wait(60)
-        serving.current().spawn(ProcessSpec(label="Counter")).wait(60)
+        current_cluster().spawn(ProcessSpec(label="Counter")).wait(60)
+        current_cluster().spawn(ProcessSpec(label="Counter")).wait(60)
         rpc.shutdown()
 except KeyboardInterrupt:
     print("interrupted")
@@ -370,7 +370,7 @@ def test_a_forked_child_of_the_driver_has_no_cluster() -> None:
 _FORK = """
 init()
 names = [spawn() for _ in range(2)]
-pids = [rpc.rpc_sync(name, os.getpid) for name in names] + [serving.current().engine.server.pid]
+pids = [rpc.rpc_sync(name, os.getpid) for name in names] + [current_cluster().engine.server.pid]
 child = os.fork()
 if child == 0:
     # This child outlives the driver.
