@@ -210,8 +210,8 @@ def init(
     if running is not None:
         return _found_running(running, ignore_reinit_error)
     if address is not None:
-        _check_joins(address, page is not None, listen is not None or engine is not None, bool(preload))
-        return _join(address, options)
+        drives = listen is not None or engine is not None
+        return _join(address, options, has_page=page is not None, drives=drives)
     launched = join_module.of_environment() if listen is None and engine is None else None
     if launched is not None and launched.size > 1:
         context = _launched(launched, spmd, options)
@@ -242,7 +242,21 @@ class _InitOptions:
     settings: dict[str, Any]
 
 
-def _join(address: str, options: _InitOptions) -> ClusterContext:
+def _join(address: str, options: _InitOptions, *, has_page: bool, drives: bool) -> ClusterContext:
+    """Join the cluster at an address.
+
+    Raises:
+        ConfigError: an option for drivers was given.
+    """
+    if has_page:
+        raise ConfigError(
+            "address= joins a cluster, and its driver has the page: use dashboard= there, or run: "
+            f"actorrpc dashboard --connect {address}"
+        )
+    if drives:
+        raise ConfigError("address= joins a cluster: leave listen= and engine= to its driver")
+    if options.preload:
+        raise ConfigError("address= joins a cluster: leave preload= to its driver")
     _known(options.settings)
     member = join(
         address,
@@ -252,23 +266,6 @@ def _join(address: str, options: _InitOptions) -> ClusterContext:
         settings=options.settings,
     )
     return ClusterContext(member.agent.name, api.namespace(), owned=True, address=address)
-
-
-def _check_joins(address: str, has_page: bool, drives: bool, preloads: bool) -> None:
-    """Check that no option for drivers was given together with the address of a cluster to join.
-
-    Raises:
-        ConfigError: such an option was given.
-    """
-    if has_page:
-        raise ConfigError(
-            "address= joins a cluster, and its driver has the page: use dashboard= there, or run: "
-            f"actorrpc dashboard --connect {address}"
-        )
-    if drives:
-        raise ConfigError("address= joins a cluster: leave listen= and engine= to its driver")
-    if preloads:
-        raise ConfigError("address= joins a cluster: leave preload= to its driver")
 
 
 def _engine(engine: Engine | str | None, given: Mapping[str, Any], options: _InitOptions) -> Engine | None:

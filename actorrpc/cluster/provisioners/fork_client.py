@@ -80,9 +80,6 @@ def arguments() -> list[str]:
     return [each for each in getattr(sys, "argv", ()) if isinstance(each, str)]
 
 
-# ``socket.send_fds`` and ``recv_fds`` are not used, because they ignore the flags in Python 3.11.
-
-
 def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
     """Send one whole message.
 
@@ -90,6 +87,7 @@ def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()
         OSError: the other end is closed, or accepts nothing within the socket's time-out.
     """
     data = memoryview(msgpack.packb(message, unicode_errors="surrogateescape"))
+    # Not socket.send_fds() (nor recv_fds() below), which ignores the flags in Python 3.11.
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     sent = sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
     sock.sendall(data[sent:], socket.MSG_NOSIGNAL)
