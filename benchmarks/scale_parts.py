@@ -70,8 +70,7 @@ def memory(workers: int) -> dict[str, float]:
 def barrier(workers: int) -> float:
     """Return the processor seconds that the first worker's barrier takes: both stages, and the ends of all connections."""
     names = [f"worker{rank}" for rank in range(workers)]
-    everyone = frozenset(names)
-    made = _Barrier(lambda: everyone)
+    made = _Barrier(frozenset(names))
     begun = time.process_time()
     for stage in (0, 1):
         futures = [made.arrive(stage, name) for name in names]

@@ -36,15 +36,14 @@ from actorrpc.futures import (
     run_queued_callbacks,
 )
 from actorrpc.serialization.class_cache import empty_before_collection
-from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
-from actorrpc.wire.frames import CANCEL, LATE, STOP, pack_frame
-from actorrpc.wire.headers import Header
+from actorrpc.transport.stream import CLOSED
+from actorrpc.wire.frames import CANCEL, LATE, STOP, Header, pack_frame
 
 if TYPE_CHECKING:
+    from actorrpc.agent.calls import MailHeader
     from actorrpc.agent.hooks import HookSet
-    from actorrpc.agent.mail import MailHeader
     from actorrpc.agent.peers import Peer
     from actorrpc.agent.threads import Pool
     from actorrpc.agent.timers import Clock

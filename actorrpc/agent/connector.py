@@ -14,7 +14,7 @@ connection (the dialling side) dials again until the grace time has passed; the 
 peer's process has ended, because connections to its address are refused then. Until the connection is resumed, messages wait in
 its outbox, and deadlines of calls apply. If it is not resumed, the peer is considered dead. Attempts run on pool threads, and
 there may be several at a time for one connection, on both sides. They need no lock, because the latest attempt wins
-(:mod:`actorrpc.transport.session`): before a side sends the number of received bytes, it calls :meth:`Connection.standstill`,
+(:mod:`actorrpc.transport.stream`): before a side sends the number of received bytes, it calls :meth:`Connection.standstill`,
 which ends all earlier attempts, and :meth:`Connection.resume` is a single step under the connection's locks.
 """
 
@@ -33,7 +33,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from actorrpc import _time
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.agent.acceptor import Admission, AdmittingAgent, PendingConnection, no_room
 from actorrpc.errors import (
     AuthenticationError,
@@ -46,12 +46,10 @@ from actorrpc.errors import (
 )
 from actorrpc.transport import fd_limits
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.connection_state import CLOSED, SUSPENDED
 from actorrpc.transport.failure_detector import process_state, set_up_tcp
-from actorrpc.transport.session import ReliableStream
 from actorrpc.transport.shared_memory import Borrower, Lender
 from actorrpc.transport.signals import Taken, checkpoint, uninterruptible
-from actorrpc.transport.stream import SocketStream, Stream
+from actorrpc.transport.stream import CLOSED, SUSPENDED, ReliableStream, SocketStream, Stream
 from actorrpc.transport.tls import AnySocket, Tls, explain, shake_hands
 from actorrpc.wire.frames import GOODBYE, INTRO, pack_frame
 from actorrpc.wire.handshake import Dialler, Purpose, Session

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from actorrpc._exception_text import cut_frames, is_a, is_of_handler, let_frames_go, line_of, report, say
+from actorrpc._exceptions import cut_frames, is_a, is_of_handler, let_frames_go, line_of, report, say
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, MAILBOX_BIT, Execution
 from actorrpc.agent.hooks import OutgoingMessage, recorded, run_hooked
@@ -37,9 +37,8 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import QUEUED, run_queued_callbacks
 from actorrpc.serialization import codec, exceptions
-from actorrpc.transport.connection_state import CLOSED
-from actorrpc.wire.frames import CAST, FAILURE, REPLY, Frame, pack_frame
-from actorrpc.wire.headers import Header, unpack_header
+from actorrpc.transport.stream import CLOSED
+from actorrpc.wire.frames import CAST, FAILURE, REPLY, Frame, Header, pack_frame, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent

@@ -20,15 +20,13 @@ from actorrpc._limits import explain_memory
 from actorrpc.agent import outbound
 from actorrpc.errors import LimitError, ProtocolError, UnknownWorkerError
 from actorrpc.futures import WAITING
-from actorrpc.transport.connection_state import Goodbye
+from actorrpc.transport.stream import Goodbye
 from actorrpc.wire import frames
-from actorrpc.wire.frames import Frame, pack_frame
-from actorrpc.wire.headers import unpack_header
+from actorrpc.wire.frames import Frame, pack_frame, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
-    from actorrpc.agent.calls import Call
-    from actorrpc.agent.mail import MailRouter
+    from actorrpc.agent.calls import Call, MailRouter
     from actorrpc.agent.peers import Peer
     from actorrpc.transport.connection import Connection
 

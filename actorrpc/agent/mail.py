@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from actorrpc.wire.headers import Header, pack_header
+from actorrpc.wire.frames import Header, pack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.peers import Peer

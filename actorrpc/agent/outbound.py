@@ -18,16 +18,15 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from actorrpc import _time
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.serialization import codec, exceptions
-from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import uninterruptible
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire import frames
-from actorrpc.wire.frames import Frame, pack_frame, unpack_position
-from actorrpc.wire.headers import Header, pack_header, unpack_header
+from actorrpc.wire.frames import Frame, Header, pack_frame, pack_header, unpack_header, unpack_position
 
 if TYPE_CHECKING:
     from actorrpc.agent.calls import Execution

@@ -10,7 +10,7 @@ import torch
 
 from actorrpc.agent.context import current_worker
 from actorrpc.autograd import recorder
-from actorrpc.autograd.startup import participant
+from actorrpc.autograd.api import participant
 from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from actorrpc.transport.signals import uninterruptible

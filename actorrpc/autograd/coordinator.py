@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.autograd.graph import GradientEdge
 
-from actorrpc.autograd.errors import blame, late, released, timed_out
+from actorrpc.autograd.coordinator import ROOTS, Send, blame, late, make_plan, released, timed_out
 from actorrpc.autograd.graph import ReachableGraph
 from actorrpc.autograd.local_pass import LocalPass, Terms
 from actorrpc.autograd.messages import Contribution, Discover, Gradient, Message, Run, Settle, Sink, Stratum
-from actorrpc.autograd.planner import ROOTS, Send, make_plan
 from actorrpc.errors import ProtocolError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey

@@ -22,10 +22,9 @@ from torch.autograd.graph import GradientEdge
 from actorrpc import _time
 from actorrpc.autograd import graph
 from actorrpc.autograd.contexts import Context, Node, Receipt
-from actorrpc.autograd.errors import released
+from actorrpc.autograd.coordinator import ROOTS, released
 from actorrpc.autograd.graph import ReachableGraph, Tensors
 from actorrpc.autograd.messages import Contribution, Gradient, Gradients, Stratum, make
-from actorrpc.autograd.planner import ROOTS
 from actorrpc.errors import ProtocolError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey

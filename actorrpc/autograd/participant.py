@@ -21,8 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from actorrpc import _time
 from actorrpc.autograd.contexts import Context, Contexts
-from actorrpc.autograd.coordinator import Coordinator
-from actorrpc.autograd.errors import blame, died, released
+from actorrpc.autograd.coordinator import Coordinator, blame, died, released
 from actorrpc.autograd.graph import ReachableGraph
 from actorrpc.autograd.local_pass import FINISH, LocalPass, Terms, reach_of
 from actorrpc.autograd.messages import (

@@ -3,9 +3,9 @@
 Most programs only need ``with actorrpc.init(): ...``.
 """
 
-from actorrpc.cluster.api import ClusterContext, drain, init, scale
+from actorrpc.cluster.api import ClusterContext, init
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest, Node
-from actorrpc.cluster.resources import available_resources, cluster_resources, nodes
+from actorrpc.cluster.resources import available_resources, cluster_resources, drain, nodes, scale
 
 __all__ = [
     "ClusterContext",

@@ -1,4 +1,4 @@
-""":func:`init` makes this process the driver or a worker of a cluster; :func:`scale` and :func:`drain` change its workers.
+""":func:`init` makes this process the driver or a worker of a cluster.
 
 The default is the embedded local cluster: no daemon, no port, and no files except, in the private runtime directory, the
 workers' sockets and a file by which this user's tools find the cluster. The driver is worker 0. Other workers are forked for
@@ -14,55 +14,56 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.util
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc._exception_text import say
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import say, undo_on_error
 from actorrpc.actors import context as context_module
-from actorrpc.actors.spec.actor_spec import ProcessSpec
-from actorrpc.actors.supervision.supervisor import hand_over
 from actorrpc.agent.context import Worker, on_fork
-from actorrpc.agent.peers import Peer
-from actorrpc.cluster import driver_rpc
 from actorrpc.cluster import join as join_module
-from actorrpc.cluster import page as page_module
 from actorrpc.cluster.driver import Cluster, Reception
-from actorrpc.cluster.exit import Member
 from actorrpc.cluster.join import JoinedResources, join
-from actorrpc.cluster.long_wait import some, wait_until
 from actorrpc.cluster.provisioners import ray
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine
+from actorrpc.cluster.provisioners.fork_client import import_path
 from actorrpc.cluster.provisioners.local import LocalCluster
-from actorrpc.config import Settings
+from actorrpc.cluster.worker_process import Member
+from actorrpc.config import Settings, host_and_port
 from actorrpc.errors import (
     AuthenticationError,
     ConfigError,
-    PeerDiedError,
     RendezvousError,
     RpcError,
-    RpcTimeoutError,
     WrongTypeError,
 )
-from actorrpc.futures import Future
 from actorrpc.group import group
 from actorrpc.group.group import Group, MemberDirectory
-from actorrpc.group.store import poll
 from actorrpc.rpc import api
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
-from actorrpc.validation import checks_of, integer, text
+from actorrpc.validation import checks_of, text
 from actorrpc.wire import keys
 from actorrpc.wire.identity import check_name
 from actorrpc.wire.keys import Key
 
-__all__ = ["ClusterContext", "drain", "init", "scale"]
+__all__ = ["ClusterContext", "init", "page_address"]
 
 _TRY_S: Final = 5.0  # how long a rank tries to join at an address before it reads the launcher's store again
 _SETTINGS: Final = checks_of(Settings)
+_END_S: Final = 0.5  # how long the child may take to send a last event to open pages
+# Not `-m`: the child's default path may not contain this package.
+_BOOT: Final = """
+import json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+from actorrpc.cli.commands import main
+sys.exit(main())
+"""
 _PAGE: Final = "use dashboard=True, or dashboard='127.0.0.1:PORT', for the page of actorrpc dashboard"
 _OWN_LOGGING: Final = "configure Python's logging; this package's loggers are below 'actorrpc'"
 #: Options of Ray's init() that do not exist here, and what to use instead.
@@ -203,13 +204,13 @@ def init(
             raise ConfigError(f"address={address!r} is for engine='ray', not {engine!r}")
         engine, engine_options = "ray", {**(engine_options or {}), "address": address}
         address = None
-    page = page_module.listens_at(dashboard)
+    page = page_address(dashboard)
     running = api.what()
     if running is not None:
         return _found_running(running, ignore_reinit_error)
     if address is not None:
-        _check_joins(address, page is not None, listen is not None or engine is not None, bool(preload))
-        return _join(address, options)
+        drives = listen is not None or engine is not None
+        return _join(address, options, has_page=page is not None, drives=drives)
     launched = join_module.of_environment() if listen is None and engine is None else None
     if launched is not None and launched.size > 1:
         context = _launched(launched, spmd, options)
@@ -240,7 +241,21 @@ class _InitOptions:
     settings: dict[str, Any]
 
 
-def _join(address: str, options: _InitOptions) -> ClusterContext:
+def _join(address: str, options: _InitOptions, *, has_page: bool, drives: bool) -> ClusterContext:
+    """Join the cluster at an address.
+
+    Raises:
+        ConfigError: an option for drivers was given.
+    """
+    if has_page:
+        raise ConfigError(
+            "address= joins a cluster, and its driver has the page: use dashboard= there, or run: "
+            f"actorrpc dashboard --connect {address}"
+        )
+    if drives:
+        raise ConfigError("address= joins a cluster: leave listen= and engine= to its driver")
+    if options.preload:
+        raise ConfigError("address= joins a cluster: leave preload= to its driver")
     _known(options.settings)
     member = join(
         address,
@@ -250,23 +265,6 @@ def _join(address: str, options: _InitOptions) -> ClusterContext:
         settings=options.settings,
     )
     return ClusterContext(member.agent.name, api.namespace(), owned=True, address=address)
-
-
-def _check_joins(address: str, has_page: bool, drives: bool, preloads: bool) -> None:
-    """Check that no option for drivers was given together with the address of a cluster to join.
-
-    Raises:
-        ConfigError: such an option was given.
-    """
-    if has_page:
-        raise ConfigError(
-            "address= joins a cluster, and its driver has the page: use dashboard= there, or run: "
-            f"actorrpc dashboard --connect {address}"
-        )
-    if drives:
-        raise ConfigError("address= joins a cluster: leave listen= and engine= to its driver")
-    if preloads:
-        raise ConfigError("address= joins a cluster: leave preload= to its driver")
 
 
 def _engine(engine: Engine | str | None, given: Mapping[str, Any], options: _InitOptions) -> Engine | None:
@@ -310,8 +308,68 @@ def _engine(engine: Engine | str | None, given: Mapping[str, Any], options: _Ini
 def _with_page(context: ClusterContext, page: tuple[str, int] | None) -> ClusterContext:
     if page is not None:
         with undo_on_error(partial(api.shutdown, False)):
-            page_module.start(page)
+            _start_page(page)
     return context
+
+
+def page_address(dashboard: bool | str) -> tuple[str, int] | None:
+    """Return the address and port of the page, with 0 for any port; None if there should be no page.
+
+    Raises:
+        ConfigError: other hosts can reach the address, or the server's packages are not installed.
+    """
+    if dashboard is False:
+        return None
+    host, port = "127.0.0.1", None
+    if dashboard is not True:
+        given = text("dashboard", dashboard) or ""
+        host, port = host_and_port(given.removesuffix(":0"))
+        if not group.is_loopback(host):
+            raise ConfigError(
+                f"dashboard={given!r}: other hosts can reach that address. With a certificate, `actorrpc dashboard --bind {host} "
+                "--tls-cert FILE --tls-key FILE` serves the page there; without one, use dashboard=True and a tunnel: "
+                "ssh -L PORT:127.0.0.1:PORT HOST"
+            )
+    if any(importlib.util.find_spec(each) is None for each in ("starlette", "uvicorn")):
+        raise ConfigError(
+            "dashboard=: pip install 'actorrpc[dashboard]' brings starlette and uvicorn, which serve the page"
+        )
+    return host, port or 0
+
+
+def _start_page(where: tuple[str, int]) -> None:
+    """Start ``actorrpc dashboard`` as a child process, and do not wait: it prints a link to the page on stderr.
+
+    The child reads the state of the group as a command does, so the driver needs no port and no thread for the page. The child
+    ends with the cluster, and when the driver ends: the child watches the driver's pidfd, because a pipe would stay open in
+    forks of the driver.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+    host, port = where
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    own = str(os.getpid())
+    process = subprocess.Popen(
+        [
+            *(sys.executable, *flags, "-P", "-c", _BOOT, json.dumps(import_path())),
+            *("dashboard", "--bind", host, "--port", str(port), "--pid", own, "--ends-with", own),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # not the driver's stdout, which another program may read
+        start_new_session=True,  # Ctrl-C in the terminal is for the driver only
+    )
+
+    def shut_down(_graceful: bool) -> None:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    api.add_shutdown_hook(shut_down)
 
 
 def _found_running(running: str, ignore: bool) -> ClusterContext:
@@ -609,159 +667,3 @@ def _after_fork(worker: Worker) -> None:
 
 
 on_fork.append(_after_fork)
-
-
-_SCALE_S: Final = 120.0
-_DRAIN_S: Final = 60.0
-_LOOK_S: Final = 0.02
-
-
-def _cluster(what: str) -> Cluster:
-    found = driver_rpc.current()
-    if found is None:
-        raise ConfigError(
-            f"{what} is for the driver of a cluster, the process that has called actorrpc.init(); this process is "
-            f"{api.what() or 'no worker'}"
-        )
-    return found
-
-
-def scale(
-    count: int,
-    *,
-    num_cpus: float | None = None,
-    num_gpus: float | None = None,
-    labels: Mapping[str, str] | None = None,
-    timeout: float = _SCALE_S,
-) -> list[str]:
-    """Adjust the number of workers that take several actors each and are started by the cluster's engine; return their names.
-
-    Further workers are started, or the emptiest workers are drained. Workers that joined by themselves do not count, nor do
-    processes of single actors. Only on the driver; thread-safe, but intended for one thread.
-
-    Args:
-        count: the new number of workers.
-        num_cpus, num_gpus, labels: the resources of each new worker; default one processor. Workers of an engine's pool
-            (``init("ray", num_workers=...)``) all have the pool's resources.
-        timeout: for the whole operation, in seconds.
-
-    Raises:
-        ConfigError: this is not the driver, or the engine cannot start such workers.
-        PlacementError: the engine has no place for so many workers.
-        RpcTimeoutError: not all new workers joined in time (the workers that have joined stay), or a drain took too long.
-        PeerDiedError: a worker could not be started.
-    """
-    integer("count", count, least=0, right="a number of workers of at least 0", error=WrongTypeError)
-    cluster = _cluster("scale()")
-    until = _time.now() + join_module.seconds(timeout)
-    engine = cluster.engine
-    pooled = isinstance(engine, LaunchedEngine) and engine.num_workers > 0
-    if pooled and (num_cpus is not None or num_gpus is not None or labels):
-        raise ConfigError(
-            f"the workers of engine {engine.name!r} are all alike: leave num_cpus=, num_gpus= and labels= to init()"
-        )
-    there = cluster.scaled()
-    for name in there[count:]:
-        drain(name, timeout=_remaining(until))
-    if pooled and count > len(there):
-        engine.grow(count - len(there), _remaining(until))  # type: ignore[attr-defined]
-        return cluster.scaled()
-    cpus = 1 if num_cpus is None else num_cpus
-    spec = ProcessSpec(label="worker", num_cpus=cpus, num_gpus=num_gpus, labels=labels or {})
-    started = [cluster.add_worker(spec) for _ in range(count - len(there))]
-    for future in started:
-        future.add_done_callback(Future.acknowledge)
-    wait_until(
-        lambda: any(each.error for each in started) or all(each.done() for each in started),
-        until,
-        f"scale({count})",
-        lambda: some(each.label for each in started if not each.done()),
-    )
-    for future in sorted(started, key=lambda each: each.error is None):
-        future.wait(_remaining(until))
-    return cluster.scaled()
-
-
-def drain(worker: Any, timeout: float = _DRAIN_S) -> None:
-    """Make a worker leave without losing its work: nothing new is placed there, its calls finish, its actors move.
-
-    Actors whose class has ``checkpoint()`` and ``restore(state)`` restart elsewhere with their state, and their handles stay
-    valid. Other actors end with the worker, after their calls: they restart elsewhere according to ``max_restarts``
-    (except actors that were placed by ``worker=``), or are dead, with an ActorDiedError that names the drained worker. Actors in
-    supervision groups are restarted by their groups, with their last checkpoint, or their groups give up. Values of
-    RRefs do not move. Only on the driver.
-
-    Args:
-        worker: the worker's name, rank or WorkerInfo.
-        timeout: for the whole operation, in seconds. After it, unfinished calls continue, and still nothing new is placed there.
-
-    Raises:
-        ConfigError: this process is not the driver, or ``worker`` is the driver itself.
-        UnknownWorkerError: there is no such worker.
-        RpcTimeoutError: calls have not finished, or actors have not moved, in time; call this again to continue waiting.
-    """
-    cluster = _cluster("drain()")
-    until = _time.now() + join_module.seconds(timeout)
-    agent = cluster.agent
-    peer = agent.peer(worker)
-    if peer.is_self:
-        raise ConfigError("drain() is for other workers: the driver leaves with actorrpc.shutdown()")
-    if peer.state != "alive":
-        return
-    cluster.stop_placing(peer.name)
-    try:
-        _hand_over(cluster, peer, until)
-        # The query running() counts itself as one running call.
-        ended = poll(
-            lambda: int(agent.call_sync(peer, running, (), {}, _remaining(until))) <= 1, until, _LOOK_S
-        )
-        if ended:
-            cluster.let_go(peer.name)
-            ended = poll(lambda: peer.state != "alive", until, _LOOK_S)
-    except PeerDiedError:
-        return
-    except RpcTimeoutError:  # not all actors have moved in time, or the worker has no thread for running()
-        ended = False
-    if not ended:
-        raise RpcTimeoutError(
-            f"drain of {peer.name!r}: its calls have not finished within {timeout:g} s; nothing new is placed there. "
-            "Call drain() again to continue waiting",
-            worker=peer.name,
-        )
-
-
-def _remaining(until: float) -> float:
-    return max(0.1, until - _time.now())
-
-
-def _hand_over(cluster: Cluster, peer: Peer, until: float) -> None:
-    """Let the supervisors on all workers move their actors away from the worker ``peer``, and wait for them.
-
-    Raises:
-        RpcTimeoutError: some supervisors have not moved all actors in time.
-    """
-    agent = cluster.agent
-    why = f"its worker {peer.name!r} is drained"
-    asked: list[Future[Any]] = []
-    for record in cluster.directory.members():
-        future: Future[Any] = Future()
-        future.add_done_callback(Future.acknowledge)
-        arguments = (peer.record.rank, peer.record.incarnation, why)
-        try:
-            agent.call(agent.peer(record.name), hand_over, arguments, {}, _remaining(until), future=future)
-        except RpcError:
-            continue  # this worker has ended, and the actors that it supervised with it
-        asked.append(future)
-    agent.flush()
-    for future in asked:
-        try:
-            future.wait(_remaining(until))
-        except RpcTimeoutError:
-            raise
-        except RpcError:
-            pass  # the asked worker has ended, and the actors that it supervised with it
-
-
-def running() -> int:
-    """Return how many calls run or wait on this worker, including this one."""
-    return sum(len(peer.running) for peer in api.group().agent.peers())

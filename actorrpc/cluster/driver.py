@@ -1,11 +1,13 @@
 """The cluster as its driver sees it: its workers, their resources, and where the next actor is placed.
 
 Supervisors request places for actors from :class:`Cluster`. Its engine starts processes for single actors; workers that have
-joined (by hand, from a launcher, or by :func:`~actorrpc.cluster.api.scale`) hold several actors each.
+joined (by hand, from a launcher, or by :func:`~actorrpc.cluster.resources.scale`) hold several actors each.
 
 ``_lock`` guards the book, the queued requests and changes of the directory. It is re-entrant, because the garbage collector may
 run a finaliser that spawns or releases in the thread that holds it. The engine's own lock may be taken under it, never the other
 way round. No user code runs under it, and no code waits for a worker under it.
+
+Other workers call methods of the cluster by RPC, through :func:`serve`; the driver ends workers by :func:`leave`.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from functools import partial
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.agent.agent import Agent
+from actorrpc.agent.context import current_worker
+from actorrpc.agent.executor import Deferred
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import user_code
-from actorrpc.cluster.exit import leave
 from actorrpc.cluster.provisioners.base import Engine, LaunchedEngine, LaunchRequest
 from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable, lacking, needs_of, totals_of
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, ShutdownError
@@ -35,7 +38,7 @@ from actorrpc.group.group import MemberDirectory
 from actorrpc.wire import keys
 from actorrpc.wire.identity import MAX_NAME, WorkerInfo, WorkerRecord, check_name
 
-__all__ = ["VISITOR", "Cluster", "Reception"]
+__all__ = ["VISITOR", "Cluster", "Reception", "current_cluster", "leave", "serve"]
 
 _log = logging.getLogger("actorrpc.cluster")
 VISITOR: Final = "joining-"
@@ -254,10 +257,7 @@ class Cluster:
     def _slot(self, request: _SpawnRequest, holder: ResourceHolder) -> None:
         """Book the resources of ``holder`` for a request, and complete its future. Under the lock."""
         spec = request.spec
-        if request in self._requests:
-            self._requests.remove(request)
-        if request.timer is not None:
-            request.timer.cancel()
+        self._dequeue(request)
         if spec.booking and (spec.is_picky or not holder.starts):
             holder.bookings[spec.booking] = needs_of(spec)
             self._owners[spec.booking] = request.creator or self.agent.name
@@ -304,7 +304,6 @@ class Cluster:
     def _too_late(self, request: _SpawnRequest, waited: float) -> None:
         with self._lock:
             if request in self._requests:
-                self._requests.remove(request)
                 self._fail(request, self._lacking(request.spec, waited))
 
     def _try_again(self) -> None:
@@ -498,8 +497,6 @@ class Cluster:
         """Fail the queued requests of an ended worker, and kill the processes that it requested; ``gently``: ask them first."""
         with self._lock:
             for request in [each for each in self._requests if each.creator == creator]:
-                self._requests.remove(request)
-                request.timer.cancel()
                 self._fail(request, ShutdownError(f"worker {creator!r} has ended", maybe_executed=False))
         for name in [name for name, (_, by) in self._started.copy().items() if by == creator]:
             if gently:
@@ -632,12 +629,9 @@ class Cluster:
         try:
             with self._lock:
                 self._closing = True
-                requests, self._requests = self._requests, []
                 names = [each.name for each in self.joined()]
-            for request in requests:
-                if request.timer is not None:
-                    request.timer.cancel()
-                self._fail(request, ShutdownError("the cluster is shutting down", maybe_executed=False))
+                for request in self._requests.copy():
+                    self._fail(request, ShutdownError("the cluster is shutting down", maybe_executed=False))
             if graceful:
                 for name in names:
                     self.let_go(name)
@@ -652,7 +646,63 @@ class Cluster:
         """Close the engine's descriptors in a forked child of the driver. Takes no lock."""
         self.engine.lose()
 
+    def _dequeue(self, request: _SpawnRequest) -> None:
+        """Remove a request, which may be queued, from the queue. Under the lock."""
+        if request in self._requests:
+            self._requests.remove(request)
+        if request.timer is not None:
+            request.timer.cancel()
+
     def _fail(self, request: _SpawnRequest, error: BaseException) -> None:
+        """Fail a request, queued or not. Under the lock."""
+        self._dequeue(request)
         request.future.try_fail(error, self.agent.submit)
         if isinstance(error, ShutdownError):
             request.future.acknowledge()
+
+
+# -- requests by RPC -----------------------------------------------------------------------------------------
+
+#: The methods of :class:`Cluster` that other workers may call.
+_QUERIES: Final = frozenset(
+    {
+        *("admit", "register", "leaving", "lookup", "listing"),
+        *("check", "spawn", "release", "kill", "report", "give_back"),
+    }
+)
+
+
+def current_cluster() -> Cluster | None:
+    """Return the cluster whose driver is this process, or None."""
+    worker = current_worker()
+    return None if worker is None else worker.cluster
+
+
+def serve(method: str, *arguments: Any) -> Any:
+    """Call a method of this driver's cluster, and answer with its result, or with the value of the returned future.
+
+    Raises:
+        ShutdownError: this worker is not a driver, or its cluster has ended.
+        AttributeError: there is no such method for other workers.
+    """
+    cluster = current_cluster()
+    if cluster is None:
+        raise ShutdownError(
+            "this worker drives no cluster, or the cluster was shut down: use the address of the process that has called "
+            "actorrpc.init()",
+            maybe_executed=False,
+        )
+    if method not in _QUERIES:
+        raise AttributeError(f"other workers cannot call Cluster.{method}")
+    found = getattr(cluster, method)(*arguments)
+    return Deferred(found) if isinstance(found, Future) else found
+
+
+def leave(when_idle: bool = False) -> None:
+    """End the worker that runs this, at once or (``when_idle``) when no other process uses it.
+
+    A process that runs its own script, because it has joined by ``init(address=...)``, continues.
+    """
+    worker = current_worker()
+    if worker is not None and worker.exit_member is not None:
+        (worker.exit_member.leave_when_idle if when_idle else worker.exit_member.leave)()

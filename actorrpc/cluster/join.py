@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import ipaddress
+import itertools
 import logging
 import math
 import os
@@ -36,17 +36,13 @@ from types import FrameType
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc._exception_text import say
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import say, undo_on_error
 from actorrpc.agent.agent import Agent
-from actorrpc.cluster import driver_rpc, user_code
+from actorrpc.cluster import user_code
 from actorrpc.cluster.driver import VISITOR
-from actorrpc.cluster.driver_client import RemoteDirectory
-from actorrpc.cluster.exit import Member
-from actorrpc.cluster.gpus import Devices
-from actorrpc.cluster.long_wait import some, wait_until
-from actorrpc.cluster.scheduler import totals_of
-from actorrpc.cluster.worker_process import enter
+from actorrpc.cluster.driver import serve as serve_request
+from actorrpc.cluster.scheduler import Devices, totals_of
+from actorrpc.cluster.worker_process import Member, RemoteDirectory, enter
 from actorrpc.config import Settings, host_and_port
 from actorrpc.errors import (
     AuthenticationError,
@@ -61,7 +57,7 @@ from actorrpc.errors import (
 from actorrpc.group import group
 from actorrpc.group.group import is_loopback
 from actorrpc.group.launchers import VARIABLES, Launch, of_environment
-from actorrpc.group.store import StoreMeeting, poll
+from actorrpc.group.store import StoreMeeting, addresses_towards, poll, some, wait_until
 from actorrpc.rpc import api
 from actorrpc.transport.tls import AnySocket, Tls, explain, shake_hands
 from actorrpc.validation import amounts, check_fields, number, option, words
@@ -96,7 +92,6 @@ __all__ = [
 ]
 
 _SCHEME: Final = "tcp://"
-_LIKELY_S: Final = 1
 
 
 def parse(text: object, what: str = "address", *, listen: bool = False) -> tuple[str, int]:
@@ -137,21 +132,7 @@ def own_address(host: str = "") -> str:
     Without ``host``: the address towards other networks, or the loopback address on a host without network.
     """
     targets = [host] if host else ["192.0.2.1", "2001:db8::1"]
-    for target in targets:
-        try:
-            found = socket.getaddrinfo(target, _LIKELY_S, type=socket.SOCK_DGRAM)
-        except OSError:
-            continue
-        for family, kind, protocol, _, address in found:
-            try:
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.connect(address)
-                    text = str(probe.getsockname()[0])
-                if not ipaddress.ip_address(text.partition("%")[0]).is_unspecified:
-                    return text
-            except (OSError, ValueError):
-                continue
-    return "127.0.0.1"
+    return next(itertools.chain.from_iterable(map(addresses_towards, targets)), "127.0.0.1")
 
 
 # -- keys ------------------------------------------------------------------------------------------------
@@ -516,7 +497,7 @@ def _request_admission(
         agent.start([])
         request = {"name": name}
         answer: dict[str, Any] = agent.call_sync(
-            agent.peer(driver.name), driver_rpc.serve, ("admit", request), {}, left
+            agent.peer(driver.name), serve_request, ("admit", request), {}, left
         )
     except RpcTimeoutError as error:
         raise RendezvousError(f"the driver at {shown} has not answered within {left:.3g} s") from error

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from actorrpc._limits import start_thread
@@ -151,16 +152,14 @@ def _text(line: bytes, cut: int) -> str:
     return f"{text} ... [{cut} bytes more]" if cut else text
 
 
+@dataclass(slots=True)
 class _Fold:
-    """A line that was shown recently, and how often other processes have written it since."""
+    """A line that process ``pid`` has shown, how often other processes have written it since, and the ``last`` of them."""
 
-    __slots__ = ("count", "due", "last", "pid")
-
-    def __init__(self, pid: int, due: float) -> None:
-        self.pid = pid
-        self.due = due
-        self.count = 0
-        self.last = pid
+    pid: int
+    due: float
+    last: int
+    count: int = 0
 
 
 class History:
@@ -414,7 +413,7 @@ class Logs:
                 del self._folds[key]  # insert it again at the end, so that the oldest come first
                 if fold.count:
                     shown.append(_repeated(key, fold))
-            self._folds[key] = _Fold(output.pid, now + _WINDOW_S)
+            self._folds[key] = _Fold(output.pid, now + _WINDOW_S, output.pid)
             shown.append(_marked(label, output.pid, line))
         self._emit(pipe.is_error, shown)
 

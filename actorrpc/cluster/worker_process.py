@@ -2,7 +2,11 @@
 
 :func:`main` runs in the main thread of a process that was just forked. It sets the process up (random seeds, variables,
 directory), joins the group, and waits for the end. The user's ``__main__`` is not imported here. From :func:`enter` on, forked
-processes and processes that joined over the network (``join.py``) do the same. No locks.
+processes and processes that joined over the network (``join.py``) do the same. :class:`RemoteDirectory` sends their requests to
+the driver.
+
+A worker ends when the driver orders it or has ended; or, after its release, when no other process uses it. The main thread waits
+in :meth:`Member.wait`; all other code runs in other threads. There are no locks.
 """
 
 from __future__ import annotations
@@ -16,29 +20,41 @@ import multiprocessing.util
 import os
 import random
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final, NoReturn
 
 import torch
 
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.host.actor import HostedActor
+from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec
+from actorrpc.agent.agent import Agent
+from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster import logs
-from actorrpc.cluster.driver_client import RemoteDirectory
-from actorrpc.cluster.exit import Member
+from actorrpc.cluster.driver import serve
 from actorrpc.config import Settings
-from actorrpc.errors import PeerDiedError, ShutdownError
+from actorrpc.errors import PeerDiedError, PlacementError, RpcError, ShutdownError
+from actorrpc.futures import WAITING, Future
 from actorrpc.group import group
-from actorrpc.group.group import Group
+from actorrpc.group.group import Group, MemberDirectory
 from actorrpc.rpc import api, rref
-from actorrpc.wire.identity import WorkerRecord
+from actorrpc.rpc.refcount.runtime import References
+from actorrpc.serialization import exceptions
+from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 from actorrpc.wire.keys import Key
 
-__all__ = ["enter", "exit_process", "main"]
+__all__ = ["Member", "RemoteDirectory", "enter", "exit_process", "main"]
+
+_FIRST_S: Final = 0.01
+_SLOWEST_S: Final = 0.25
+_LEAVE_S: Final = 4.0
+_QUERY_S: Final = 30.0
+_JOIN_S: Final = 30.0
 
 
 def main(job: dict[str, Any]) -> NoReturn:
@@ -134,7 +150,61 @@ def exit_process(code: int) -> NoReturn:
         os._exit(code)
 
 
-_JOIN_S: Final = 30.0
+class Member:
+    """This process as a member of a cluster; decides when it ends. Thread-safe.
+
+    Args:
+        references: the RRefs of this process and their counts.
+        announce: called in a pool thread before this process leaves by itself.
+
+    Attributes:
+        agent: the agent of this process.
+        graceful: whether this process leaves the group gracefully; False if the driver has ended.
+        driver_lost: how the driver died, if this process ends for that reason; otherwise empty.
+    """
+
+    def __init__(self, agent: Agent, references: References, announce: Callable[[], None]) -> None:
+        self.agent = agent
+        self._references = references
+        self._announce = announce
+        self._over = threading.Event()
+        self._looking = False
+        self.graceful = True
+        self.driver_lost = ""
+
+    def wait(self) -> None:
+        """Block until :meth:`leave` is called, in any thread, then leave the group. Interruptible."""
+        self._over.wait()
+        api.shutdown(self.graceful, _LEAVE_S)
+
+    def leave(self, graceful: bool = True) -> None:
+        """Let :meth:`wait` leave the group and return; ``graceful``: whether to leave it gracefully."""
+        self.graceful = self.graceful and graceful
+        self._over.set()
+
+    def leave_when_idle(self) -> None:
+        """End this process as soon as no other process refers to a value in it, and no call runs."""
+        if not self._looking:
+            self._looking = True
+            self._look(_FIRST_S, False)
+
+    def _look(self, pause: float, was_idle: bool) -> None:
+        if self._over.is_set() or self.agent.closed_down:
+            return
+        self._references.collect()
+        counts = self._references.table.pending_counts()
+        busy = any(peer.running for peer in self.agent.peers())
+        idle = not (busy or counts.owners or counts.children)
+        if idle and was_idle:
+            # Two checks in a row found no use: at the first check, a reference in a message may have been in no table.
+            try:
+                self._announce()
+            finally:
+                self.leave()
+            return
+        pause = _FIRST_S if idle else min(2 * pause, _SLOWEST_S)
+        again = partial(self._look, pause, idle)
+        self.agent.clock.after(pause, partial(self.agent.submit, again))
 
 
 def enter(
@@ -192,3 +262,151 @@ def enter(
     with undo_on_error(partial(api.shutdown, False)):
         directory.register(facts, limit)
     return members[0]
+
+
+@contextlib.contextmanager
+def _detached() -> Iterator[None]:
+    """Separate the requests of the ``with`` block from the call that this thread runs.
+
+    A request is not cancelled with the call, because other threads also use its answer, nor counted as a wait of its method.
+    """
+    token = CURRENT.set(None)
+    runner, WAITING.runner = WAITING.runner, None
+    try:
+        yield
+    finally:
+        WAITING.runner = runner
+        CURRENT.reset(token)
+
+
+class RemoteDirectory(MemberDirectory):
+    """The driver's list of workers, and the :class:`~actorrpc.actors.spec.actor_spec.Spawner`, for a worker process.
+
+    Queries the driver by RPC. Records that :meth:`resolve` has returned are cached until the workers end. Thread-safe. Spawner
+    methods other than :meth:`check` do not block.
+
+    Attributes:
+        driver: the driver's record.
+    """
+
+    def __init__(self, driver: WorkerRecord) -> None:
+        super().__init__()
+        self.driver = driver
+        self.add(driver)
+        self._agent: Agent | None = None
+
+    def attach(self, agent: Agent) -> None:
+        """Send requests through this agent from now on."""
+        self._agent = agent
+        self.add(agent.record)
+        agent.on_peer_end.append(self._ended)
+
+    def _ended(self, peer: Peer) -> None:
+        if peer.name != self.driver.name:
+            self.remove(peer.record)
+
+    @property
+    def _own(self) -> Agent:
+        assert self._agent is not None
+        return self._agent
+
+    def _query(self, method: str, *arguments: Any, limit: float = _QUERY_S) -> Any:
+        """Call a method of the driver's cluster, and wait for the answer."""
+        with _detached():
+            peer = self._own.peer(self.driver.name)
+            return self._own.call_sync(peer, serve, (method, *arguments), {}, limit)
+
+    def _request(self, method: str, *arguments: Any) -> Future[Any]:
+        """Call a method of the driver's cluster; return a future of the answer."""
+        future: Future[Any] = Future()
+        try:
+            with _detached():
+                peer = self._own.peer(self.driver.name)
+                self._own.call(peer, serve, (method, *arguments), {}, 0.0, future=future)
+                self._own.flush()
+        except RpcError as error:
+            future.try_fail(error)
+        return future
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        # A failure means that the driver has ended, and all its processes with it.
+        self._request(method, *arguments).add_done_callback(Future.acknowledge)
+
+    # -- membership ------------------------------------------------------------------------------------------
+
+    def register(self, facts: dict[str, Any] | None, limit: float) -> None:
+        """Tell the driver that this worker has joined; the arguments are as for ``worker_process.enter``.
+
+        Raises:
+            RpcError: the driver refuses this worker, or does not answer.
+        """
+        self._query("register", self._own.record.to_bytes(), facts, limit=limit)
+
+    def announce_leaving(self) -> None:
+        """Tell the driver that this worker begins to leave by itself."""
+        # If the query fails, the driver has ended or is very busy. This process ends in any case.
+        with contextlib.suppress(RpcError):
+            self._query("leaving", self._own.name, limit=_LEAVE_S)
+
+    def resolve(self, to: str | int) -> WorkerRecord | None:
+        """Return the record of a worker by name or rank; None if there is none.
+
+        Raises:
+            RpcError: the driver does not answer.
+        """
+        found = super().resolve(to)
+        if found is None and self._agent is not None:
+            packed = self._query("lookup", to)
+            if packed is not None:
+                found = WorkerRecord.from_bytes(packed)
+                self.add(found)
+        return found
+
+    def members(self) -> list[WorkerRecord]:
+        """Return the records of all workers.
+
+        Raises:
+            RpcError: the driver does not answer.
+        """
+        return [WorkerRecord.from_bytes(packed) for packed in self._query("listing")]
+
+    # -- Spawner -----------------------------------------------------------------------------------------------
+
+    def spawn(self, spec: ProcessSpec) -> Future[WorkerInfo]:
+        """Request a place for an actor, as ``Cluster.spawn``; the future completes with the worker, or fails with the reason."""
+        return self._request("spawn", spec, self._own.name)
+
+    def check(self, spec: ProcessSpec) -> None:
+        """Ask the driver whether a machine or worker could hold an actor that requests a place or resources.
+
+        Raises:
+            PlacementError: no machine and no worker could hold the actor.
+        """
+        if spec.wait_s or not (spec.is_picky or spec.num_cpus or spec.num_gpus):
+            return
+        try:
+            self._request("check", spec).wait(_QUERY_S)
+        except PlacementError as error:
+            raise exceptions.original(error) from None
+        except RpcError:  # the driver has ended or is too busy: creating the actor will report problems
+            pass
+
+    def release(self, worker: str) -> None:
+        """Ask a process, through the driver, to end as soon as no value and no actor in it is referenced."""
+        self._tell("release", worker)
+
+    def kill(self, worker: str) -> None:
+        """Kill the process of a worker, if the engine has started it."""
+        self._tell("kill", worker)
+
+    def give_back(self, booking: int) -> None:
+        """Release the booking of an actor."""
+        self._tell("give_back", booking)
+
+    def report(self, worker: str) -> Future[DeathReport]:
+        """Return a future of the report on a process's end."""
+        return self._request("report", worker)
+
+    def owns(self, worker: str) -> bool:
+        """Return True for all workers but the driver: this process does not know which workers the engine has started."""
+        return worker != self.driver.name

@@ -35,10 +35,10 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from actorrpc.agent.calls import Execution
 from actorrpc.agent.hooks import CallHooks, add_hooks, remove_hooks
+from actorrpc.autograd.api import participant
 from actorrpc.autograd.local_pass import LocalPass
 from actorrpc.autograd.messages import Gradient
 from actorrpc.autograd.participant import Participant
-from actorrpc.autograd.startup import participant
 from actorrpc.rpc.profiling import (
     Collector,
     Observation,

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc._exception_text import line_of
+from actorrpc._exceptions import line_of
 
 if TYPE_CHECKING:
     from actorrpc.debugger.session import DebugSession

@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 
 from actorrpc import _time
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.agent import hooks
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import current_worker
@@ -52,10 +52,9 @@ from actorrpc.errors import (
 )
 from actorrpc.flight_recorder import OWN
 from actorrpc.futures import Future
-from actorrpc.group import device_maps
-from actorrpc.group.rendezvous import Membership, Rendezvous
+from actorrpc.group.rendezvous import Membership, Rendezvous, check_device_maps
 from actorrpc.serialization.by_value import note_main
-from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord, host_identity, main_identity, new_incarnation
 from actorrpc.wire.keys import Key
@@ -91,10 +90,10 @@ class _Barrier:
     that gave the answer may have ended since. Therefore a worker that has reached a stage counts as arrived at earlier stages.
 
     Args:
-        members: returns the names of the awaited workers: the same set in each call, because copies of large groups are slow.
+        members: the names of the awaited workers.
     """
 
-    def __init__(self, members: Callable[[], Set[str]]) -> None:
+    def __init__(self, members: frozenset[str]) -> None:
         self._members = members
         self._lock = threading.Lock()
         self._reached: dict[int, set[str]] = {}
@@ -124,26 +123,24 @@ class _Barrier:
 
     def missing(self, stage: int) -> list[str]:
         """Return the names of the workers that have not reached the stage and are not known to have ended, sorted."""
-        members = self._members()
         with self._lock:
-            return sorted(self._lacking(members, stage))
+            return sorted(self._lacking(stage))
 
-    def _lacking(self, members: Set[str], stage: int) -> Set[str]:
+    def _lacking(self, stage: int) -> Set[str]:
         """Return the result of :meth:`missing` as a set. Called under the lock."""
         here = {name for at, names in self._reached.items() if at >= stage for name in names}
-        return members - self._gone - here
+        return self._members - self._gone - here
 
-    def _may_be_all(self, members: Set[str], stage: int) -> bool:
+    def _may_be_all(self, stage: int) -> bool:
         """Say whether enough workers have arrived or ended; if not, :meth:`_lacking` is not needed. Called under the lock."""
         reached = sum(len(names) for at, names in self._reached.items() if at >= stage)
-        return reached + len(self._gone) >= len(members)
+        return reached + len(self._gone) >= len(self._members)
 
     def _look(self) -> None:
-        members = self._members()
         ready: list[Future[None]] = []
         with self._lock:
             for stage, waiting in self._waiting.items():
-                if waiting and self._may_be_all(members, stage) and not self._lacking(members, stage):
+                if waiting and self._may_be_all(stage) and not self._lacking(stage):
                     ready.extend(waiting)
                     waiting.clear()
         for future in ready:
@@ -215,21 +212,16 @@ class Group:
     ) -> None:
         self.agent = agent
         self._doors = doors
-        self._started = False
         self._together = False
         self.membership = membership
         self.is_fixed = table is not None
-        self._table = table or {}
-        self._everyone = frozenset(self._table)
-        self._in_order = sorted(self._table)
-        self.barrier = _Barrier(self._names)
+        self._everyone = frozenset(table or ())
+        self._in_order = sorted(self._everyone)
+        self.barrier = _Barrier(self._everyone)
         self.reach = Reachability(agent)
         self.waits: list[CollectiveWait] = []  # changed by single, atomic steps
         self._logged = 0  # the id() of the last exception that waiting() has logged
         agent.on_peer_end.append(self._ended)
-
-    def _names(self) -> Set[str]:
-        return self._everyone
 
     def _ended(self, peer: Peer) -> None:
         self.reach.forget(peer)
@@ -239,7 +231,6 @@ class Group:
 
     def start(self) -> None:
         """Begin to serve calls. The caller must have installed all handlers before, because calls may be waiting already."""
-        self._started = True
         self.agent.start(self._doors.sockets)
 
     # -- collective waits ----------------------------------------------------------------------------
@@ -581,10 +572,10 @@ def join(
         if world_size is None:
             table = {name: rendezvous.enter(record)}
             if maps or devices:
-                device_maps.check(table.values(), rendezvous.resolve, fixed=False)
+                check_device_maps(table.values(), rendezvous.resolve, fixed=False)
         else:
             table = rendezvous.join(record)
-            device_maps.check(table.values(), table.get, fixed=True)
+            check_device_maps(table.values(), table.get, fixed=True)
         hooks.reach("join.met", name)
     agent = Agent(
         table[name], settings=settings, key=key, resolve=rendezvous.resolve, members=rendezvous.members
@@ -644,9 +635,8 @@ PATIENCE_S: Final = 10.0
 class Reachability:
     """Records which members can be reached, and connects to members. Thread-safe."""
 
-    def __init__(self, agent: Agent, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._now = now
         self._failed: dict[str, str] = {}
         self._since: dict[str, float] = {}
         self._dialling: dict[str, None] = {}
@@ -694,7 +684,7 @@ class Reachability:
             self._since.pop(peer.name, None)
             return False
         self._connect(peer)
-        now = self._now()
+        now = time.monotonic()
         return now - self._since.setdefault(peer.name, now) >= PATIENCE_S
 
     def why(self, peer: Peer) -> str:

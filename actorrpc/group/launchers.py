@@ -102,12 +102,9 @@ def _of_torchrun(given: Mapping[str, str]) -> Launch:
             f"LOCAL_RANK={given.get('LOCAL_RANK')!r}, LOCAL_WORLD_SIZE={local_size or None!r} and WORLD_SIZE={size} "
             "contradict each other"
         )
-    for name, rank_name, size_name, launcher in (
-        ("SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS", "Slurm"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "Open MPI"),
-    ):
+    for launcher, rank_name, size_name, _ in _NATIVE[:2]:
         # Under srun, torchrun assigns its own ranks. A script that sets RANK from the variables of Slurm must set the same rank.
-        if "TORCHELASTIC_RUN_ID" in given or name not in given or size_name not in given:
+        if "TORCHELASTIC_RUN_ID" in given or rank_name not in given or size_name not in given:
             continue
         same_size = given[size_name] == str(size)
         if same_size and given[rank_name] != str(rank):

@@ -15,24 +15,24 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Protocol
 
 import msgpack
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from actorrpc import _time
-from actorrpc.errors import AuthenticationError, RendezvousError, RpcError
-from actorrpc.group.store import first_line, open_store, poll
+from actorrpc.errors import AuthenticationError, ConfigError, RendezvousError, RpcError
+from actorrpc.group.store import addresses_towards, first_line, open_store, poll
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 
-__all__ = ["Membership", "Rendezvous", "StoreLike", "open_store"]
+__all__ = ["Membership", "Rendezvous", "StoreLike", "check_device_maps", "open_store"]
 
 _TABLE, _ERROR, _AGAIN = "table", "error", "again"
 _LEFT: Final = b"left"  # the value of a name's or rank's key after its holder has left
@@ -105,7 +105,7 @@ class Rendezvous(Membership):
         return self._own_key is not None
 
     def enter(self, record: WorkerRecord) -> WorkerRecord:
-        """Join a dynamic group without reading its members; return ``record`` with the assigned rank.
+        """Join a dynamic group without reading its members; return ``record``, with the assigned rank if its rank is -1.
 
         The number of store operations does not grow with the group.
 
@@ -116,18 +116,12 @@ class Rendezvous(Membership):
         return mine
 
     def join(self, record: WorkerRecord) -> dict[str, WorkerRecord]:
-        """Join the group as ``record``; return its workers by name, including this one.
-
-        In a dynamic group ``record.rank`` may be -1; the rank that was assigned is in ``self.record`` and in
-        the result, which has the workers that have joined so far.
+        """Join a fixed group as ``record``; return its workers by name, including this one.
 
         Raises:
             RendezvousError: a worker did not join in time, a name or rank is taken, some workers cannot reach each other, or
-                the store failed. In a fixed group, all workers raise the error that one of them has published.
+                the store failed. All workers raise the error that one of them has published.
         """
-        if self.world_size is None:
-            mine = self.enter(record)
-            return {each.name: each for each in [*self.members(), mine]}
         deadline = _time.now() + self.timeout
         while True:
             kind, payload = self._join_round(record, deadline)
@@ -180,12 +174,9 @@ class Rendezvous(Membership):
         """Leave a dynamic group, so that other workers may take the name and the rank. Idempotent."""
         record, self.record = self.record, None
         if record is not None and self.world_size is None:
-            self.remove(record)
-
-    def remove(self, record: WorkerRecord) -> None:
-        """Remove a worker that is known to be dead from a dynamic group, unless it has rejoined since."""
-        self._store_op("compare_set", f"name/{record.name}", record.to_bytes(), _LEFT)
-        self._store_op("compare_set", f"rank/{record.rank}", _tag(record), _LEFT)
+            # If another worker has claimed the name or the rank since, the store keeps the entries of that worker.
+            self._store_op("compare_set", f"name/{record.name}", record.to_bytes(), _LEFT)
+            self._store_op("compare_set", f"rank/{record.rank}", _tag(record), _LEFT)
 
     def close(self) -> None:
         """Leave, remove the key file and release the store. Ignores errors of the store, whose host may have ended."""
@@ -208,24 +199,8 @@ class Rendezvous(Membership):
         host, port = getattr(store, "host", None), getattr(store, "port", None)
         if not isinstance(host, str) or not isinstance(port, int) or not host:
             return None
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        except OSError:
-            return None
-        for family, kind, protocol, _, address in found:
-            try:
-                with socket.socket(family, kind, protocol) as probe:
-                    probe.connect(address)  # connecting a datagram socket sends nothing
-                    own = probe.getsockname()
-                text = str(own[0])
-                if len(own) == 4 and own[3] and "%" not in text:
-                    text = f"{text}%{socket.if_indextoname(own[3])}"
-                parsed = ipaddress.ip_address(text)
-            except (OSError, ValueError):
-                continue
-            if not parsed.is_loopback and not parsed.is_unspecified:
-                return text
-        return None
+        found = addresses_towards(host, port)
+        return next((text for text in found if not ipaddress.ip_address(text).is_loopback), None)
 
     # -- the key -------------------------------------------------------------------------------------
 
@@ -443,7 +418,7 @@ class Rendezvous(Membership):
         wanted = record.rank if record.rank >= 0 else self.rank
         while True:
             mine = replace(record, rank=wanted if wanted >= 0 else self._store_op("add", "next_rank", 1) - 1)
-            holder = self._claim_rank(mine)
+            holder = self._claim(f"rank/{mine.rank}", _tag(mine), partial(self._tag_is_free, mine))
             if holder is None:
                 return mine
             if wanted >= 0:
@@ -453,9 +428,6 @@ class Rendezvous(Membership):
                 raise RendezvousError(
                     f"no free rank was found within {self.timeout:g} s, because many workers join at once: call init_rpc() again"
                 )
-
-    def _claim_rank(self, mine: WorkerRecord) -> bytes | None:
-        return self._claim(f"rank/{mine.rank}", _tag(mine), lambda tag: self._tag_is_free(tag, mine))
 
     def _claim(self, key: str, value: bytes, is_free: Callable[[bytes], bool]) -> bytes | None:
         """Set ``key`` to ``value`` if the key is new, its holder has left, or ``is_free(present value)``.
@@ -470,7 +442,7 @@ class Rendezvous(Membership):
             current = self._store_op("compare_set", key, current, value)
         return None
 
-    def _tag_is_free(self, tag: bytes, mine: WorkerRecord) -> bool:
+    def _tag_is_free(self, mine: WorkerRecord, tag: bytes) -> bool:
         holder = self.resolve(_tag_name(tag))
         # If no record has the holder's name, the holder has claimed the rank and is about to claim the name: not free.
         return holder is not None and (_tag(holder) != tag or _is_dead(holder, mine.host))
@@ -574,3 +546,60 @@ def _list(records: Iterable[WorkerRecord]) -> str:
         for r in sorted(records, key=lambda r: r.rank)
     ]
     return ", ".join(shown[:20]) + (" ..." if len(shown) > 20 else "")
+
+
+def check_device_maps(
+    records: Iterable[WorkerRecord], find: Callable[[str], WorkerRecord | None], *, fixed: bool
+) -> None:
+    """Check the device maps of some workers against the devices of the workers, with torch's error messages.
+
+    Args:
+        records: the workers whose maps are checked.
+        find: returns the record of a worker by name, or None.
+        fixed: whether all workers of the group are known, so that a map to an unknown worker is an error.
+
+    Raises:
+        ConfigError: devices are listed twice, do not exist or are not allowed by the options; or a map names an unknown worker.
+    """
+    # Sorted by rank, so that all workers report the same error if there are several errors.
+    for record in sorted(records, key=lambda each: each.rank):
+        where = f"Node {record.name} has"
+        if len(set(record.devices)) != len(record.devices):
+            raise ConfigError(f"{where} duplicated devices: {', '.join(record.devices)}")
+        if wrong := _absent(record.devices, record):
+            raise ConfigError(f"{where} devices with invalid indices: {wrong}")
+        for name in dict.fromkeys(route[0] for route in record.device_maps):
+            target = find(name)
+            if target is None:
+                if fixed:
+                    raise ConfigError(
+                        f"{where} invalid target node names in its device maps: there is no worker {name!r}"
+                    )
+                continue
+            forth = {here: there for worker, here, there in record.device_maps if worker == name}
+            if len(set(forth.values())) != len(forth):
+                raise ConfigError(f"{where} duplicated target devices in its device map for {name}: {forth}")
+            for owner, side, devices in (
+                (record, "source", list(forth)),
+                (target, "target", [*forth.values()]),
+            ):
+                what = f"{side} devices"
+                suffix = f"in its device map for {name}"
+                if owner.devices:
+                    unexpected = [each for each in devices if each not in owner.devices]
+                    if unexpected:
+                        raise ConfigError(
+                            f"{where} unexpected {what} {suffix}: {unexpected[0]} is none of the devices that the options of "
+                            f"{owner.name} allow ({', '.join(owner.devices)})"
+                        )
+                elif wrong := _absent(devices, owner):
+                    raise ConfigError(f"{where} {what} with invalid indices {suffix}: {wrong}")
+
+
+def _absent(devices: Iterable[str], owner: WorkerRecord) -> str:
+    """Describe the first CUDA device in ``devices`` that ``owner`` does not have; empty if it has all of them."""
+    for device in devices:
+        kind, _, index = device.partition(":")
+        if kind == "cuda" and int(index or 0) >= owner.cuda_devices:
+            return f"{device}, but {owner.name} sees {owner.cuda_devices} CUDA devices"
+    return ""

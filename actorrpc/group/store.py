@@ -7,16 +7,19 @@ that were registered with torch.
 
 The caller's thread does all the work except for making torch's store object. A separate thread makes it, and may stay
 blocked if a server does not answer. Every wait is bounded and can be interrupted. This module reads no value from the store.
+:func:`poll` and :func:`wait_until` are also used for other waits.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
 
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
@@ -26,7 +29,20 @@ from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.errors import ConfigError, RendezvousError
 from actorrpc.transport.signals import checkpoint
 
-__all__ = ["StoreMeeting", "first_line", "open_store", "poll"]
+__all__ = [
+    "StoreMeeting",
+    "addresses_towards",
+    "first_line",
+    "open_store",
+    "poll",
+    "some",
+    "wait_until",
+]
+
+_log = logging.getLogger("actorrpc.cluster")  # wait_until() is only used by clusters
+_SHOWN: Final = 10
+#: A :func:`wait_until` that takes longer than this, in seconds, is logged.
+SOON_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +200,27 @@ def open_store(
     return meeting.open(timeout), meeting.rank, meeting.world_size
 
 
+def addresses_towards(host: str, port: int = 1) -> Iterator[str]:
+    """Yield the addresses of this host from which packets to ``host`` are sent. Sends no packet to ``host``."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError:
+        return
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                own = probe.getsockname()
+            text = str(own[0])
+            if len(own) == 4 and own[3] and "%" not in text:
+                text = f"{text}%{socket.if_indextoname(own[3])}"
+            is_usable = not ipaddress.ip_address(text).is_unspecified
+        except (OSError, ValueError):
+            continue
+        if is_usable:
+            yield text
+
+
 def _apart(connect: Callable[[], Store], deadline: float, where: str) -> Store:
     """Return the store that ``connect`` opens in a separate thread, because a server that does not answer blocks ``connect``."""
     made: list[Store] = []
@@ -223,6 +260,37 @@ def poll(done: Callable[[], bool], deadline: float, slowest: float = 0.05) -> bo
         checkpoint()
         pause = min(pause * 1.5, slowest)
     return True
+
+
+def some(names: Iterable[object]) -> str:
+    """Return the first 10 names as text, and how many more there are."""
+    texts = [str(each) for each in names]
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return ", ".join(texts[:_SHOWN]) + more
+
+
+def wait_until(
+    done: Callable[[], bool], deadline: float, who: str, what: Callable[[], str], slowest: float = 0.05
+) -> bool:
+    """Call ``done`` repeatedly until it returns True, or until ``deadline``; return its last result.
+
+    Args:
+        who: the name, for the user, of the waiting function: ``scale()``.
+        what: returns the description of the awaited event; only called if the wait is long, and may take some milliseconds.
+        slowest: the longest pause between two calls of ``done``, in seconds.
+    """
+    late_at: float | None = _time.now() + SOON_S
+
+    def is_done() -> bool:
+        nonlocal late_at
+        if done():
+            return True
+        if late_at is not None and _time.now() >= late_at:
+            late_at = None
+            _log.warning("%s waits for %s", who, what())
+        return False
+
+    return poll(is_done, deadline, slowest)
 
 
 def first_line(error: BaseException) -> str:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from actorrpc.nn.remote_module import RemoteModule
+from actorrpc.nn import RemoteModule
 
 __all__ = ["RemoteModule"]

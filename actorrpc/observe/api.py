@@ -19,8 +19,8 @@ from actorrpc.observe.model import GroupState
 from actorrpc.observe.outside import FoundGroup, GroupLook, look, members_of
 from actorrpc.observe.trace import Recording, TraceSummary, check_path, compare_clocks, write
 from actorrpc.observe.visitor import Target, all_pages, patience
-from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.failure_detector import process_state
+from actorrpc.transport.stream import CLOSED
 from actorrpc.validation import wait_limit
 from actorrpc.wire.identity import WorkerRecord
 

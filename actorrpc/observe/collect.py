@@ -22,7 +22,7 @@ import torch
 from actorrpc import _time
 from actorrpc._stacks import top_frames
 from actorrpc.actors.host.actor import HostedActor
-from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.host.mailbox import Envelope
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.actors.streams.producer import Producer
@@ -38,7 +38,7 @@ from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
 from actorrpc.futures import Future
 from actorrpc.observe import processes
 from actorrpc.rpc.refcount.tables import Outcome
-from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import CLOSED
 from actorrpc.transport.writer import BlockedSends
 
 __all__ = ["answer", "member_records"]

@@ -18,8 +18,8 @@ import msgpack
 
 from actorrpc.agent.context import Worker, here
 from actorrpc.agent.peers import Peer
-from actorrpc.cluster import api as cluster_api
-from actorrpc.cluster.driver_client import RemoteDirectory
+from actorrpc.cluster.resources import drain
+from actorrpc.cluster.worker_process import RemoteDirectory
 from actorrpc.debugger import debugger as _debugger  # noqa: F401  # its on_start hook runs before the hook of this module
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.futures import Future
@@ -159,7 +159,7 @@ def _do(worker: Worker, what: str, whom: str) -> None:
 def _drain(name: str) -> None:
     """Drain a worker, within the default time-out of ``drain()``. The result is only logged; the visitor was answered before."""
     try:
-        cluster_api.drain(name)
+        drain(name)
     except RpcError as error:
         _log.warning("drain %s: %s", name, error)
     else:

@@ -36,16 +36,15 @@ from typing import Any, Final
 
 import msgpack
 
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
 from actorrpc.observe.trace import compare_clocks
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.transport.tls import AnySocket, Tls, TlsSocket, explain, shake_hands
 from actorrpc.wire import frames
-from actorrpc.wire.frames import Frame, FrameReader, pack_frame
+from actorrpc.wire.frames import Frame, FrameReader, pack_frame, pack_header, unpack_header
 from actorrpc.wire.handshake import Dialler, Session
-from actorrpc.wire.headers import pack_header, unpack_header
 from actorrpc.wire.identity import FIRST_VISITOR, WorkerRecord, host_identity, new_incarnation
 from actorrpc.wire.integrity import SealedReader, Seals
 from actorrpc.wire.keys import Key

@@ -22,14 +22,13 @@ from typing import Any
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import is_of_handler
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import is_of_handler, undo_on_error
 from actorrpc.autograd import recorder
 from actorrpc.errors import RpcError
 from actorrpc.futures import Future
 from actorrpc.optim.local_optimizer import Account, LocalOptimizer, check_context, create, within
+from actorrpc.optim.optimizer import DistributedLRScheduler
 from actorrpc.optim.parameters import Given, ParamGroup, StandIn, parse
-from actorrpc.optim.scheduler import DistributedLRScheduler
 from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from actorrpc.rpc.rref import RRef, call_method, run_here, value_here

@@ -21,10 +21,10 @@ processes, set their environment (``ACTORRPC_FAULT="drop call times=1; delay ans
 (:class:`FaultyRpcBackendOptions`).
 """
 
-from actorrpc.testing.faults import Fault, delay, drop
+from actorrpc.testing import fault_filter  # noqa: F401 (applies the faults of ACTORRPC_FAULT to each worker that starts)
+from actorrpc.testing.faults import Fault, FaultyRpcBackendOptions, delay, drop, faults_of
 from actorrpc.testing.in_process import ClusterWorker, InProcessCluster
 from actorrpc.testing.message_types import MESSAGES
-from actorrpc.testing.startup import FaultyRpcBackendOptions, faults_of
 from actorrpc.testing.virtual_time import VirtualTime
 
 __all__ = [

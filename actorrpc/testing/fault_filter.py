@@ -1,7 +1,7 @@
 """The hooks by which faults drop or hold back an agent's messages before they are sent.
 
-They are installed in the agent while a fault is in force. A :class:`WaitingRoom` holds messages back, and sends each of them
-when it is due.
+They are installed in the agent while a fault is in force. :func:`start` makes the :class:`FaultFilter` of this process's worker.
+A :class:`WaitingRoom` holds messages back, and sends each of them when it is due.
 
 ``FaultFilter._lock`` guards the lists of faults and rooms; hooks are added under it. The locks of rooms and faults are leaves.
 No lock is held while messages are sent or their references are released.
@@ -20,14 +20,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc.agent import hooks, outbound
+from actorrpc.agent.context import Worker
 from actorrpc.agent.hooks import CallHooks
 from actorrpc.errors import PeerDiedError, RpcError, RpcTimeoutError, ShutdownError
+from actorrpc.rpc import api
 from actorrpc.serialization import codec, exceptions
 from actorrpc.serialization.tensors import TensorSpan
-from actorrpc.testing.faults import Fault
+from actorrpc.testing.faults import Fault, apply_to, from_environment
 from actorrpc.testing.message_types import Message, described, type_of_request
-from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import uninterruptible
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire import frames
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from actorrpc.agent.calls import Call, Execution
     from actorrpc.agent.peers import Peer
 
-__all__ = ["FaultFilter"]
+__all__ = ["FaultFilter", "start"]
 
 _log = logging.getLogger("actorrpc.testing")
 _INFINITE: Final = float("inf")
@@ -393,3 +395,28 @@ def _loss(what: str, peer: Peer, fault: Fault) -> RpcTimeoutError:
         maybe_executed=True,
         worker=peer.name,
     )
+
+
+def start(worker: Worker) -> Callable[[bool], None]:
+    """Bring the faults of this process into force; return a function that ends them.
+
+    Raises:
+        ConfigError: ``ACTORRPC_FAULT`` cannot be parsed.
+    """
+    faults = from_environment()
+    fault_filter = FaultFilter(worker.agent)
+    apply_to(fault_filter.apply)
+    for fault in faults:
+        fault.start()
+
+    def shut_down(graceful: bool) -> None:
+        apply_to(None)
+        fault_filter.close(graceful)
+
+    return shut_down
+
+
+api.on_start.append(start)
+
+
+api.on_start.append(start)

@@ -5,7 +5,8 @@
     assert lost.count == 3
 
 A fault is in force from :meth:`Fault.start` (or the beginning of its block) to :meth:`Fault.stop` (the end of its block), or to
-the end of the worker. If several faults select a message, the fault that was started first acts on it.
+the end of the worker. Faults that the variable ``ACTORRPC_FAULT`` or :class:`FaultyRpcBackendOptions` give are in force from the
+worker's start. If several faults select a message, the fault that was started first acts on it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,29 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, Final, Literal, Self
 
-from actorrpc.agent.context import here, workers_here
-from actorrpc.errors import WrongTypeError
+from actorrpc.agent.context import Worker, here, workers_here
+from actorrpc.errors import ConfigError, WrongTypeError
+from actorrpc.rpc.options import TensorPipeRpcBackendOptions
 from actorrpc.testing.message_types import Message, names_of, types_named
-from actorrpc.validation import check_fields, flag, integer, number, option, text
+from actorrpc.validation import check_fields, flag, integer, number, option, read, text
 from actorrpc.wire.identity import WorkerInfo
 
-__all__ = ["Fault", "FaultOptions", "Filter", "apply_to", "delay", "drop"]
+__all__ = [
+    "VARIABLE",
+    "Fault",
+    "FaultOptions",
+    "FaultyRpcBackendOptions",
+    "Filter",
+    "apply_to",
+    "delay",
+    "drop",
+    "faults_of",
+    "from_environment",
+]
 
+VARIABLE: Final = "ACTORRPC_FAULT"
 _KEYS: Final = 10_000  # the most messages whose attempts a fault counts; beyond, it forgets the oldest
 
 
@@ -233,12 +247,8 @@ class Fault:
         return f"{self.action}({', '.join([*map(repr, sorted(self.types)), *given])})"
 
 
-class Filter(Protocol):
-    """Applies the faults of this process to the messages of its agent."""
-
-    def apply(self, faults: Sequence[Fault]) -> None:
-        """Apply these faults from now on; faults that are not in the sequence have ended."""
-
+#: :meth:`FaultFilter.apply` of an agent: it applies these faults from now on; faults that are not in the sequence have ended.
+Filter = Callable[[Sequence[Fault]], None]
 
 # Guards ``_filter`` and ``_in_force``. The filter's lock is taken while this lock is held.
 _lock = threading.Lock()
@@ -259,7 +269,7 @@ def _enforce(filter: Filter | None, faults: tuple[Fault, ...]) -> None:
     global _filter, _in_force
     _filter, _in_force = filter, faults
     if filter is not None:
-        filter.apply(faults)
+        filter(faults)
 
 
 def _after_fork() -> None:
@@ -354,3 +364,80 @@ def delay(
         seed=seed,
         on=on,
     )
+
+
+# -- from a worker's start -------------------------------------------------------------------------------
+
+
+class FaultyRpcBackendOptions(TensorPipeRpcBackendOptions):
+    """Options for ``init_rpc`` with faults that are in force from the first message to the end of the worker.
+
+    Args:
+        faults: faults made by :func:`drop` and :func:`delay`, not started.
+
+    For the other keywords, see :class:`~actorrpc.TensorPipeRpcBackendOptions`.
+
+    Raises:
+        ConfigError: a value cannot be used.
+    """
+
+    def __init__(self, *, faults: Sequence[Fault] = (), **given: Any) -> None:
+        super().__init__(**given)
+        if not all(isinstance(fault, Fault) for fault in faults):
+            raise WrongTypeError(f"faults are made with drop() and delay(), not {faults!r}")
+        self.faults = tuple(faults)
+
+    def ready(self, worker: Worker) -> None:
+        """Start the faults."""
+        for fault in self.faults:
+            fault.start()
+
+
+def faults_of(text: str) -> list[Fault]:
+    """Return the faults that a text describes, not started.
+
+    Example: ``drop call,remote times=2 to=worker1; delay answer seconds=0.5 function=step``. ``;`` separates faults. A fault
+    consists of the action, the types, and the arguments of :func:`~actorrpc.testing.drop` or
+    :func:`~actorrpc.testing.delay`; commas separate the items of a list.
+
+    Raises:
+        ConfigError: the text cannot be parsed; the message names the part.
+    """
+    return [_fault(part.split(), part.strip()) for part in text.split(";") if part.strip()]
+
+
+def _fault(words: list[str], part: str) -> Fault:
+    try:
+        action, types, *arguments = words
+    except ValueError:
+        raise ConfigError(f"{part!r} is no fault: say drop or delay, then types of messages") from None
+    if action not in ("drop", "delay"):
+        raise ConfigError(f"{part!r} is no fault: it begins with drop or delay, not with {action!r}")
+    known = {each.name: str(each.type) for each in fields(FaultOptions) if each.metadata}
+    given: dict[str, Any] = {}
+    for field in arguments:
+        name, sign, value = field.partition("=")
+        if name not in known or not sign or (name == "at_once" and action == "delay"):
+            raise ConfigError(
+                f"{field!r} in {part!r} is not an argument; the arguments are: {', '.join(known)}"
+            )
+        try:
+            given[name] = read(known[name], value)
+        except ValueError:
+            raise ConfigError(f"{field!r} in {part!r} has a value that cannot be used") from None
+    if ("seconds" in given) != (action == "delay"):
+        raise ConfigError(f"{part!r} is no fault: a delay has seconds=, and a drop has none")
+    return Fault("drop" if action == "drop" else "delay", types.split(","), **given)
+
+
+def from_environment() -> list[Fault]:
+    """Return the faults that ``ACTORRPC_FAULT`` describes.
+
+    Raises:
+        ConfigError: the variable cannot be parsed.
+    """
+    text = os.environ.get(VARIABLE, "")
+    try:
+        return faults_of(text)
+    except ConfigError as error:
+        raise ConfigError(f"{VARIABLE}={text!r} cannot be used: {error}") from error

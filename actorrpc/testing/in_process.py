@@ -32,7 +32,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.actors import api as actors
 from actorrpc.agent.context import Worker, add_several, begin_acting, end_acting, end_several
 from actorrpc.agent.peers import Peer
@@ -239,12 +239,6 @@ class InProcessCluster:
             self._stack.close()
         self._state = "closed"
 
-    def _abandon(self) -> None:
-        """Discard the parent's relays and workers in a forked child, where the workers have no threads."""
-        self._state = "closed"
-        self._stack = contextlib.ExitStack()
-        mute(False)
-
     def _make(self, worker: ClusterWorker, key: Key, stack: contextlib.ExitStack) -> None:
         # Separate host identities: on one host, an agent would not declare a silent peer dead, because its process runs.
         host = host_identity()[:16] + secrets.token_hex(8)
@@ -388,9 +382,11 @@ def _names(workers: Any) -> list[str]:
 
 
 def _after_fork() -> None:
+    """Discard the parent's relays and workers in a forked child, where the workers have no threads."""
     global _open
     if _open is not None and _open._state == "open":
-        _open._abandon()
+        _open._state, _open._stack = "closed", contextlib.ExitStack()
+        mute(False)
     _open = None
 
 

@@ -35,18 +35,16 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from actorrpc import _time
-from actorrpc._exception_text import let_frames_go
+from actorrpc._exceptions import let_frames_go
 from actorrpc._limits import explain_memory
 from actorrpc.config import Settings
 from actorrpc.errors import ProtocolError
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import untouched
-from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED, Goodbye, StateMachine
-from actorrpc.transport.lane import Lane
-from actorrpc.transport.reader import ARMED, AT_ONCE_S, DISARMED, WEIGHT, Spinning, spinner
-from actorrpc.transport.session import ReliableStream
+from actorrpc.transport.connection import ARMED, AT_ONCE_S, DISARMED, WEIGHT, Spinning, spinner
+from actorrpc.transport.shared_memory import Lane
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.transport.stream import Stream
+from actorrpc.transport.stream import CLOSED, OPEN, SUSPENDED, Goodbye, ReliableStream, StateMachine, Stream
 from actorrpc.transport.writer import Writer
 from actorrpc.wire.frames import ACK, FAILURE, MAIL, OBJECTS, STREAM, Frame, FrameReader, pack_frame
 from actorrpc.wire.integrity import SealedReader, Seals

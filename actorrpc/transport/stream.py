@@ -1,7 +1,7 @@
 """The byte streams that a connection reads and writes.
 
 :class:`SocketStream` is a plain socket, :class:`actorrpc.transport.tls.TlsSocket` adds TLS, and
-:class:`actorrpc.transport.session.ReliableStream` replaces a failed socket by another socket.
+:class:`actorrpc.transport.stream.ReliableStream` replaces a failed socket by another socket.
 """
 
 from __future__ import annotations

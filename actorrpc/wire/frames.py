@@ -7,7 +7,7 @@ Every frame is a fixed prefix of 32 bytes and ``length`` more bytes::
 
 ``id`` is the number of the call (of the stream, for a chunk). ``remaining`` is the time in seconds until the call times out
 (infinity without a time-out). ``chain`` is the id of the chain of nested calls that the call belongs to. ``extra`` is the size of
-the header (:mod:`actorrpc.wire.headers`), which most frames do not have. Large buffers are not part of a message's frame: they
+the header (:mod:`actorrpc.wire.frames`), which most frames do not have. Large buffers are not part of a message's frame: they
 are sent through shared memory, or in CHUNK frames of at most ``Settings.chunk`` bytes, between which other frames may be sent.
 
 The thread that reads the socket calls :class:`FrameReader` under the connection's read lock. The reader checks each size before

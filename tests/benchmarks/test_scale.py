@@ -48,7 +48,7 @@ class TestBarrier:
         draw = random.Random(seed)
         names = [f"worker{n}" for n in range(12)]
         everyone = frozenset(names)
-        barrier = _Barrier(lambda: everyone)
+        barrier = _Barrier(everyone)
         # Workers may arrive twice, arrive only at the later stage, or leave after arriving, and count once.
         events = [(draw.choice(["arrive", "reached", "gone"]), draw.choice((0, 1)), n) for n in names * 3]
         draw.shuffle(events)

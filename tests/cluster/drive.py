@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from actorrpc.actors.spec.actor_spec import ProcessSpec
-from actorrpc.cluster import driver_rpc
-from actorrpc.cluster.driver import Cluster
+from actorrpc.cluster.driver import Cluster, current_cluster
 from actorrpc.cluster.provisioners.local import LocalCluster
 from tests import output
 
@@ -25,17 +24,18 @@ _HEAD = """
 import operator, os, signal, sys, threading, time
 from actorrpc import rpc
 from actorrpc.actors.spec.actor_spec import ProcessSpec
-from actorrpc.cluster import init; from actorrpc.cluster import driver_rpc as serving
+from actorrpc.cluster import init
+from actorrpc.cluster.driver import current_cluster
 from tests.cluster import remotes
 
 def spawn(label="Counter", **spec):
-    return serving.current().spawn(ProcessSpec(label=label, **spec)).wait(60).name
+    return current_cluster().spawn(ProcessSpec(label=label, **spec)).wait(60).name
 """
 
 
 def cluster() -> Cluster:
     """Return the cluster that this process drives."""
-    found = driver_rpc.current()
+    found = current_cluster()
     assert found is not None
     return found
 

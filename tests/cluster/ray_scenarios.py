@@ -24,7 +24,7 @@ from ray.cluster_utils import Cluster
 
 import actorrpc
 from actorrpc import autograd
-from actorrpc.cluster import driver_rpc
+from actorrpc.cluster.driver import current_cluster
 from actorrpc.errors import ConfigError, PlacementError, RendezvousError
 from actorrpc.wire import keys
 from tests.ports import free_port
@@ -120,7 +120,7 @@ def _listens(port: int) -> bool:
 
 def key_is_in_no_log_and_no_command_line() -> None:
     """Check that the key is in no log of Ray and in no command line of a process."""
-    key = driver_rpc.current().reception.secret.encode()  # type: ignore[union-attr]
+    key = current_cluster().reception.secret.encode()  # type: ignore[union-attr]
     assert len(key) > 20
     session = Path(ray._private.worker._global_node.get_session_dir_path())
     logs = [path for path in (session / "logs").rglob("*") if path.is_file()]
@@ -237,7 +237,7 @@ def strict() -> None:
         ray.init(address=cluster.address, log_to_driver=False)
         for strategy, count in (("STRICT_SPREAD", 3), ("STRICT_PACK", 1)):
             with actorrpc.init(engine="ray", num_workers=2, num_cpus=1, strategy=strategy, **_QUICK):
-                engine: Any = driver_rpc.current().engine  # type: ignore[union-attr]
+                engine: Any = current_cluster().engine  # type: ignore[union-attr]
                 with pytest.raises(ConfigError, match="are all alike"):
                     actorrpc.scale(3, num_cpus=2)
                 assert set(actorrpc.scale(3)) == {"ray-0", "ray-1", "ray-2"}
@@ -246,7 +246,7 @@ def strict() -> None:
                     len({node for _, node, _ in actorrpc.get([each.where.remote() for each in probes])})
                     == count
                 )
-                driver_rpc.current().let_go("ray-0")  # type: ignore[union-attr]
+                current_cluster().let_go("ray-0")  # type: ignore[union-attr]
                 until(lambda: not alive("ray-0"), "a worker that leaves")
                 until(lambda hosts=engine._hosts: "ray-0" not in hosts, "its actor's end")
                 assert set(actorrpc.scale(3)) == {"ray-1", "ray-2", "ray-3"}  # in the free place

@@ -16,7 +16,7 @@ import torch
 
 from actorrpc import rpc
 from actorrpc.actors.spec.actor_spec import ProcessSpec
-from actorrpc.cluster import driver_rpc
+from actorrpc.cluster.driver import serve
 
 _kept: list[Any] = []
 
@@ -89,9 +89,7 @@ def names() -> list[str]:
 def spawn_another(label: str) -> str:
     """Start a process from a worker, and return its name."""
     driver = rpc.get_worker_info(0)
-    info = rpc.rpc_sync(
-        driver, driver_rpc.serve, ("spawn", ProcessSpec(label=label), rpc.get_worker_info().name)
-    )
+    info = rpc.rpc_sync(driver, serve, ("spawn", ProcessSpec(label=label), rpc.get_worker_info().name))
     return info.name
 
 

@@ -16,7 +16,8 @@ import pytest
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.cluster import ClusterContext, driver_rpc, init
+from actorrpc.cluster import ClusterContext, init
+from actorrpc.cluster.driver import current_cluster
 from actorrpc.errors import ConfigError, NotInitializedError, PlacementError, RpcError, ShutdownError
 from tests.announced import BETWEEN_STEPS
 from tests.cluster import remotes
@@ -51,7 +52,7 @@ def test_shutdown_ends_the_cluster_and_its_fork_server_and_may_be_repeated() -> 
     rpc.shutdown()
     assert not rpc.is_initialized()
     assert not psutil.pid_exists(server.pid)
-    assert driver_rpc.current() is None
+    assert current_cluster() is None
     rpc.shutdown()
     with pytest.raises(NotInitializedError):
         rpc.rpc_sync("boss", os.getpid)
@@ -202,7 +203,7 @@ _END = """
 how = sys.argv[1]
 init()
 names = [spawn() for _ in range(2)]
-server = serving.current().engine.server.pid
+server = current_cluster().engine.server.pid
 pids = [rpc.rpc_sync(name, os.getpid) for name in names]
 rpc.rpc_sync(names[0], remotes.say, ("the last words",))
 pids.append(rpc.rpc_sync(names[0], remotes.sleeper))
@@ -292,8 +293,8 @@ thread = threading.Thread(target=interrupt)
 thread.start()
 try:
     with init():
-        serving.current().spawn(ProcessSpec(label="Counter")).wait(60)
-        serving.current().spawn(ProcessSpec(label="Counter")).wait(60)
+        current_cluster().spawn(ProcessSpec(label="Counter")).wait(60)
+        current_cluster().spawn(ProcessSpec(label="Counter")).wait(60)
         rpc.shutdown()
 except KeyboardInterrupt:
     print("interrupted")
@@ -356,7 +357,7 @@ def test_a_forked_child_of_the_driver_has_no_cluster() -> None:
             code = 1
             try:
                 assert not rpc.is_initialized()
-                assert driver_rpc.current() is None
+                assert current_cluster() is None
                 with pytest.raises(NotInitializedError):
                     rpc.rpc_sync(name, os.getpid)
                 code = 0
@@ -369,7 +370,7 @@ def test_a_forked_child_of_the_driver_has_no_cluster() -> None:
 _FORK = """
 init()
 names = [spawn() for _ in range(2)]
-pids = [rpc.rpc_sync(name, os.getpid) for name in names] + [serving.current().engine.server.pid]
+pids = [rpc.rpc_sync(name, os.getpid) for name in names] + [current_cluster().engine.server.pid]
 child = os.fork()
 if child == 0:
     # This child outlives the driver.

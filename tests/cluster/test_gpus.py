@@ -9,7 +9,7 @@ import pytest
 from actorrpc import rpc
 from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.cluster import init
-from actorrpc.cluster.gpus import Devices
+from actorrpc.cluster.scheduler import Devices
 from actorrpc.errors import PlacementError
 from tests.cluster.drive import cluster, workers
 

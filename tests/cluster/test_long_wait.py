@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from actorrpc import _time
-from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init, long_wait, scale
+from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init, scale
 from actorrpc.cluster.join import Launch, LaunchMeeting, join
 from actorrpc.errors import RendezvousError
 from actorrpc.wire.keys import Key
@@ -37,7 +37,7 @@ class _Lines(logging.Handler):
 @pytest.fixture
 def messages(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Lines]:
     """Log messages about waits, with every wait considered long."""
-    monkeypatch.setattr(long_wait, "SOON_S", 0.0)
+    monkeypatch.setattr("actorrpc.group.store.SOON_S", 0.0)
     handler, logger = _Lines(), logging.getLogger("actorrpc.cluster")
     logger.propagate = False
     logger.addHandler(handler)

@@ -14,7 +14,8 @@ import actorrpc
 from actorrpc import rpc
 from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.agent.peers import Peer
-from actorrpc.cluster import ClusterContext, driver_rpc, init, scale
+from actorrpc.cluster import ClusterContext, init, scale
+from actorrpc.cluster.driver import current_cluster
 from actorrpc.cluster.scheduler import ResourceHolder, ResourceTable
 from actorrpc.errors import ActorDiedError, ConfigError, PlacementError, UnplacedActorError
 from tests.cluster.drive import until
@@ -41,7 +42,7 @@ def _try() -> list[str]:
 
 
 def _booked(worker: str, resource: str) -> float:
-    holder = driver_rpc.current().book.workers[worker]  # type: ignore[union-attr]
+    holder = current_cluster().book.workers[worker]  # type: ignore[union-attr]
     return holder.totals[resource] - holder.free(resource)
 
 
@@ -223,7 +224,7 @@ def test_worker_together_with_spread_raises_config_error(driver: ClusterContext)
 @pytest.mark.slow
 def test_a_dead_worker_gets_no_actor_even_before_the_cluster_is_notified(driver: ClusterContext) -> None:
     first, second = scale(2, labels={"zone": "x"})
-    found = driver_rpc.current()
+    found = current_cluster()
     assert found is not None
     placed = []
 

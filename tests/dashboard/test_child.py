@@ -19,7 +19,7 @@ import pytest
 
 import actorrpc
 from actorrpc import rpc
-from actorrpc.cluster import page
+from actorrpc.cluster.api import page_address
 from actorrpc.errors import ConfigError
 from tests.actors.e2e.kit import until
 
@@ -41,7 +41,7 @@ _LINK = re.compile(r"(http://\S+)#token=(\S+)")
 def test_the_dashboard_option_gives_host_and_port(
     given: bool | str, expected: tuple[str, int] | None
 ) -> None:
-    assert page.listens_at(given) == expected
+    assert page_address(given) == expected
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 from actorrpc import errors, rpc
 from actorrpc.agent.peers import Peer
-from actorrpc.group import device_maps
+from actorrpc.group.rendezvous import check_device_maps
 from actorrpc.serialization.codec import decode, encode
 from actorrpc.wire.identity import WorkerRecord, new_incarnation
 from tests.ranks import run_group, unused_path
@@ -78,7 +78,7 @@ def test_invalid_device_maps_raise_config_error(
 ) -> None:
     a, b = record("a", **{"gpus": 2, **one}), record("b", **{"gpus": 2, **other})
     with pytest.raises(errors.ConfigError, match=text) as caught:
-        device_maps.check([b, a], {"a": a, "b": b}.get, fixed=True)
+        check_device_maps([b, a], {"a": a, "b": b}.get, fixed=True)
     assert isinstance(caught.value, ValueError)  # like torch
 
 
@@ -87,9 +87,9 @@ def test_valid_device_maps_are_accepted() -> None:
         "a", {"b": {"cuda:0": "cuda:1", "cuda:1": "cpu", "cpu": "cuda:0"}, "a": {"cuda:0": "cuda:1"}}, gpus=2
     )
     b = record("b", {"a": {"cpu": "meta"}}, gpus=2, devices=("cuda:0", "cuda:1", "cpu"))
-    device_maps.check([a, b], {"a": a, "b": b}.get, fixed=True)
+    check_device_maps([a, b], {"a": a, "b": b}.get, fixed=True)
     # In a dynamic group, maps for unknown workers are not checked.
-    device_maps.check([record("a", {"x": {"cpu": "cuda:7"}})], {}.get, fixed=False)
+    check_device_maps([record("a", {"x": {"cpu": "cuda:7"}})], {}.get, fixed=False)
 
 
 def _join_wrongly(rank: int, world_size: int, path: str) -> str:

@@ -218,11 +218,14 @@ def _dead_pid() -> int:
 
 def test_workers_join_and_leave_a_dynamic_group(connect: Callable[[], Any]) -> None:
     one, two, three = (dynamic(connect()) for _ in range(3))
-    assert one.join(record(-1, "a")).keys() == {"a"}
+    one.enter(record(-1, "a"))
+    assert {each.name for each in one.members()} == {"a"}
     assert one.record is not None
     assert one.record.rank == 0
-    assert two.join(record(-1, "b")).keys() == {"a", "b"}
-    assert three.join(record(7, "c")).keys() == {"a", "b", "c"}
+    two.enter(record(-1, "b"))
+    assert {each.name for each in two.members()} == {"a", "b"}
+    three.enter(record(7, "c"))
+    assert {each.name for each in three.members()} == {"a", "b", "c"}
     assert [each.name for each in one.members()] == ["a", "b", "c"]
     assert one.resolve("b") == two.record == three.resolve(1)
     assert two.resolve(7) == three.record
@@ -234,32 +237,33 @@ def test_workers_join_and_leave_a_dynamic_group(connect: Callable[[], Any]) -> N
     assert one.resolve("b") is None
     assert one.resolve(1) is None
     again = dynamic(connect())
-    assert again.join(record(1, "b")).keys() == {"a", "b", "c"}
+    again.enter(record(1, "b"))
+    assert {each.name for each in again.members()} == {"a", "b", "c"}
     assert one.resolve("b") == again.record == one.resolve(1)
     assert [each.name for each in one.members()] == ["a", "b", "c"]
 
 
 def test_taken_names_and_ranks_are_refused_until_their_holder_leaves(store: HashStore) -> None:
     one = dynamic(store)
-    one.join(record(5, "a"))
+    one.enter(record(5, "a"))
     with pytest.raises(RendezvousError, match=r"the name is taken: 'a' \(rank 5"):
-        dynamic(store).join(record(-1, "a"))
+        dynamic(store).enter(record(-1, "a"))
     with pytest.raises(RendezvousError, match="rank 5 is taken by 'a'"):
-        dynamic(store).join(record(5, "b"))
-    assert dynamic(store, 6).join(record(-1, "b"))["b"].rank == 6
+        dynamic(store).enter(record(5, "b"))
+    assert dynamic(store, 6).enter(record(-1, "b")).rank == 6
     one.leave()
-    assert dynamic(store).join(record(5, "a"))["a"].rank == 5
+    assert dynamic(store).enter(record(5, "a")).rank == 5
 
 
 def test_assigned_ranks_avoid_chosen_ranks(store: HashStore) -> None:
     for rank in (0, 1, 3):
-        dynamic(store).join(record(rank))
-    assert [dynamic(store).join(record(-1, name))[name].rank for name in "abc"] == [2, 4, 5]
+        dynamic(store).enter(record(rank))
+    assert [dynamic(store).enter(record(-1, name)).rank for name in "abc"] == [2, 4, 5]
 
 
 def test_simultaneous_joins_get_unique_ranks_and_names(connect: Callable[[], Any]) -> None:
     names = [f"n{n % 6}" for n in range(12)]  # two workers want each name
-    results = run_together(*(lambda n=n: dynamic(connect()).join(record(-1, n))[n] for n in names))
+    results = run_together(*(lambda n=n: dynamic(connect()).enter(record(-1, n)) for n in names))
     joined = [each for each in results if isinstance(each, WorkerRecord)]
     assert sorted(each.name for each in joined) == [f"n{n}" for n in range(6)]
     assert len({each.rank for each in joined}) == 6
@@ -268,18 +272,19 @@ def test_simultaneous_joins_get_unique_ranks_and_names(connect: Callable[[], Any
 
 
 def test_the_name_of_a_dead_worker_can_be_reused(store: HashStore) -> None:
-    dynamic(store).join(record(0, "a", pid=_dead_pid()))
+    dynamic(store).enter(record(0, "a", pid=_dead_pid()))
     far = dynamic(store)
-    far.join(record(1, "b", host="elsewhere", pid=1))
-    assert dynamic(store).join(record(0, "a"))["a"].pid == os.getpid()
+    far.enter(record(1, "b", host="elsewhere", pid=1))
+    assert dynamic(store).enter(record(0, "a")).pid == os.getpid()
     with pytest.raises(RendezvousError, match="taken"):  # the state of a process on another host is unknown
-        dynamic(store).join(record(-1, "b"))
+        dynamic(store).enter(record(-1, "b"))
     found = far.resolve("b")
     assert found is not None
-    dynamic(store).remove(found)  # a worker that was told of the death may remove the record
+    far.leave()
     again = dynamic(store)
-    again.join(record(1, "b"))
-    far.remove(found)  # must not remove the new record
+    again.enter(record(1, "b"))
+    far.record = found
+    far.leave()  # must not remove the new record
     assert far.resolve("b") == again.record
 
 
@@ -288,7 +293,8 @@ def test_the_name_of_a_dead_worker_can_be_reused(store: HashStore) -> None:
 
 def agree(point: Rendezvous, own: Key | None = None, host: str = HOST) -> Key:
     key = point.agree_key(own, host)
-    point.join(record(point.rank, host=host, tcp=(("10.0.0.1", 1),)))
+    join = point.enter if point.world_size is None else point.join
+    join(record(point.rank, host=host, tcp=(("10.0.0.1", 1),)))
     return key
 
 

@@ -16,8 +16,8 @@ import torch
 from actorrpc import testing
 from actorrpc.errors import ConfigError
 from actorrpc.testing import Fault, delay, drop
+from actorrpc.testing.faults import from_environment
 from actorrpc.testing.message_types import MESSAGES, Message
-from actorrpc.testing.startup import from_environment
 from actorrpc.wire.identity import WorkerInfo
 
 

@@ -22,9 +22,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc._exception_text import is_a, is_of_handler, say
+from actorrpc._exceptions import is_a, is_of_handler, say
 from actorrpc.actors.client.call_template import CallTemplate, Place
-from actorrpc.actors.client.death_errors import Fate
 from actorrpc.actors.client.pending_call import (
     INFINITE,
     AwaitingVerdict,
@@ -32,7 +31,7 @@ from actorrpc.actors.client.pending_call import (
     ReservedCall,
     ResultFuture,
 )
-from actorrpc.actors.client.supervisor_client import peer_of, query
+from actorrpc.actors.client.supervisor_client import Fate, peer_of, query
 from actorrpc.actors.refs.arguments import awaited, pack_arguments
 from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
 from actorrpc.agent.calls import Call

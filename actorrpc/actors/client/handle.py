@@ -31,7 +31,7 @@ from typing import (
 import torch
 from torch import nn
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.actors.client.route import shaped
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs import pickles
@@ -55,7 +55,7 @@ from actorrpc.serialization import codec
 from actorrpc.serialization.local_refs import LocalReferences
 
 if TYPE_CHECKING:
-    from actorrpc.actors.client.actor_base import Actor
+    from actorrpc.actors.client.actor_class import Actor
     from actorrpc.actors.client.route import Route, Routes
     from actorrpc.actors.spec.actor_spec import ActorDescriptor
 

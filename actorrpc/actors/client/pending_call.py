@@ -26,12 +26,11 @@ from contextvars import Context, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from actorrpc._exception_text import is_of_handler
-from actorrpc.actors.host.envelope import GRACE_S
+from actorrpc._exceptions import is_of_handler
+from actorrpc.actors.host.mailbox import GRACE_S
 from actorrpc.actors.refs.arguments import pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.results import ATOMS, StoredResult
-from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.snapshot import ATOMS, Snapshot, StoredResult
 from actorrpc.agent.calls import CURRENT, Call
 from actorrpc.errors import (
     BackpressureError,
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from actorrpc.actors.client.call_template import CallTemplate
-    from actorrpc.actors.client.death_errors import Fate
+    from actorrpc.actors.client.supervisor_client import Fate
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.timers import Timer
 

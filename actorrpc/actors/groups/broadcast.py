@@ -17,13 +17,12 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.actors.client.handle import ActorHandle, route_to
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.host_copies import place_of
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.results import ATOMS, StoredResult
-from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.snapshot import ATOMS, Snapshot, StoredResult
 from actorrpc.actors.refs.wait import future_of
 from actorrpc.actors.spec.actor_spec import Location
 from actorrpc.agent.executor import Deferred

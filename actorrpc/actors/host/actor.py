@@ -12,14 +12,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from actorrpc import _time
-from actorrpc._exception_text import add_note, line_of, report
+from actorrpc._exceptions import add_note, line_of, report
 from actorrpc._limits import NO_THREAD, explain_threads
 from actorrpc.actors.context import current
 from actorrpc.actors.host.carriers import ActorThreads
-from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.host.event_loop import EventLoop
 from actorrpc.actors.host.executor import ActorExecutor, died
-from actorrpc.actors.host.mailbox import NOTHING, Entry, GroupQueue, Mailbox, Wakeups
+from actorrpc.actors.host.mailbox import NOTHING, Entry, Envelope, GroupQueue, Mailbox, Wakeups
 from actorrpc.actors.host.threads import FOREIGN_THREADS, Runner
 from actorrpc.actors.refs.arguments import resolve
 from actorrpc.actors.refs.snapshot import Snapshot

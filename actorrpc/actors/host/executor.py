@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import add_note, cut_frames, is_a, let_frames_go
+from actorrpc._exceptions import add_note, cut_frames, is_a, let_frames_go
 from actorrpc.actors.context import runtime
 from actorrpc.actors.host.checkpoints import Checkpoints
-from actorrpc.actors.host.envelope import GRACE_S, Envelope
-from actorrpc.actors.host.mailbox import GroupQueue
+from actorrpc.actors.host.mailbox import GRACE_S, Envelope, GroupQueue
 from actorrpc.actors.host.threads import RUNS, Interrupted, Runner
 from actorrpc.actors.refs.object_ref import SMALL, keep_large
-from actorrpc.actors.refs.results import ATOMS, StoredResult
-from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.snapshot import ATOMS, Snapshot, StoredResult
 from actorrpc.actors.spec.actor_spec import ActorExit, HostedActorGoneError, exit_text
 from actorrpc.actors.streams.producer import aproduce, produce
 from actorrpc.agent import outbound

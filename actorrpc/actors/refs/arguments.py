@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.results import StoredResult
-from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.snapshot import Snapshot, StoredResult
 from actorrpc.actors.refs.wait import cover, gather
 from actorrpc.futures import Future
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.errors import RpcError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerInfo, WorkerKey

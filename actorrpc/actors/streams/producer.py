@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc._exception_text import cut_frames, is_a, let_frames_go, report
+from actorrpc._exceptions import cut_frames, is_a, let_frames_go, report
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.streams.stalls import Stall

@@ -15,7 +15,7 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ConfigError, RpcError
 from actorrpc.futures import Future
-from actorrpc.transport.connection_state import OPEN
+from actorrpc.transport.stream import OPEN
 from actorrpc.wire.identity import WorkerInfo, WorkerKey
 
 if TYPE_CHECKING:

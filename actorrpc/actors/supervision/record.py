@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from actorrpc._exception_text import CAUSE, TRACEBACK, is_a, line_of, notes_of
+from actorrpc._exceptions import CAUSE, TRACEBACK, is_a, line_of, notes_of
 from actorrpc.actors.spec.actor_spec import (
     IN_RESTORE,
     ActorDescriptor,

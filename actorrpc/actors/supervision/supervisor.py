@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc._exception_text import is_a
+from actorrpc._exceptions import is_a
 from actorrpc.actors.client import death_errors
 from actorrpc.actors.client.route import Route
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of, request_detached
@@ -47,8 +47,8 @@ from actorrpc.actors.supervision.record import (
     new_id,
     why_not_made,
 )
+from actorrpc.agent.calls import MailHeader
 from actorrpc.agent.executor import Deferred
-from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ActorDiedError, PeerDiedError, RpcError, ShutdownError
 from actorrpc.futures import Future, collect_all

@@ -1,5 +1,9 @@
 """The driver's end of a fork server: starts it, sends it commands, and receives its messages about its children.
 
+Driver and server exchange msgpack maps over a stream socket (:func:`send`, :class:`MessageReader`). The field ``fds`` of a map is
+the number of its descriptors, which are sent with its first byte. Both ends are processes of one user on one host, connected by
+a private socket pair, so messages are not checked for attacks.
+
 ``start()`` does not wait for the server: fork commands are queued in ``_outbox`` until the server is ready. Then at most 4 fork
 commands are unanswered at a time, so that sending rarely blocks. One pool thread at a time reads the server's messages.
 
@@ -9,6 +13,7 @@ the thread that holds it. Only the short send is called under it.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import json
 import os
@@ -22,16 +27,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from actorrpc._undo import undo_on_error
+import msgpack
+
+from actorrpc._exceptions import undo_on_error
 from actorrpc.agent.threads import Pool
-from actorrpc.cluster.provisioners.fork_protocol import MessageReader, send
 from actorrpc.transport.signals import uninterruptible
 
-__all__ = ["ForkServer", "arguments", "import_path"]
+__all__ = ["ForkServer", "MessageReader", "arguments", "import_path", "send"]
 
 _WINDOW: Final = 4  # greatest number of fork commands that were sent and not answered yet
 _SEND_S: Final = 10.0
 _END_S: Final = 2.0
+_CHUNK: Final = 1 << 16
+_MAX_FDS: Final = 16
 # Threads that libraries start when imported do not survive a fork. These variables, set to 1, prevent such threads.
 _SINGLE: Final = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 # Run by a bare interpreter, which needs the driver's sys.path before it can import this package. Not `-m`, because the default
@@ -70,6 +78,62 @@ def import_path() -> list[str]:
 def arguments() -> list[str]:
     """Return ``sys.argv`` in a form that can be sent to another process."""
     return [each for each in getattr(sys, "argv", ()) if isinstance(each, str)]
+
+
+def send(sock: socket.socket, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+    """Send one whole message.
+
+    Raises:
+        OSError: the other end is closed, or accepts nothing within the socket's time-out.
+    """
+    data = memoryview(msgpack.packb(message, unicode_errors="surrogateescape"))
+    # Not socket.send_fds() (nor recv_fds() below), which ignores the flags in Python 3.11.
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sent = sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+    sock.sendall(data[sent:], socket.MSG_NOSIGNAL)
+
+
+class MessageReader:
+    """Reads messages from a socket. Not thread-safe."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._unpacker = msgpack.Unpacker(
+            strict_map_key=False, unicode_errors="surrogateescape", max_buffer_size=0
+        )
+        self._fds: list[int] = []
+
+    def feed(self, flags: int = 0) -> list[tuple[dict[str, Any], list[int]]] | None:
+        """Receive once; return the messages that are complete, each with its descriptors.
+
+        ``None``: the other end is closed.
+
+        Raises:
+            OSError: receiving failed (BlockingIOError: no data now).
+        """
+        # The kernel ends a read after the first bytes that have descriptors: one read returns the descriptors of one message.
+        data, ancillary, _, _ = self._sock.recvmsg(
+            _CHUNK, socket.CMSG_SPACE(_MAX_FDS * 4), flags | socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                received = array.array("i")
+                received.frombytes(payload[: len(payload) - len(payload) % received.itemsize])
+                self._fds.extend(received)
+        if not data:
+            return None
+        self._unpacker.feed(data)
+        whole: list[tuple[dict[str, Any], list[int]]] = []
+        for message in self._unpacker:
+            count = message.get("fds", 0)
+            taken, self._fds = self._fds[:count], self._fds[count:]
+            whole.append((message, taken))
+        return whole
+
+    def close(self) -> None:
+        """Close descriptors of incomplete messages."""
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 class ForkServer:

@@ -36,7 +36,7 @@ import torch
 
 from actorrpc._limits import explain_fork
 from actorrpc.cluster import worker_process
-from actorrpc.cluster.provisioners.fork_protocol import MessageReader, send
+from actorrpc.cluster.provisioners.fork_client import MessageReader, send
 from actorrpc.wire import keys
 
 __all__ = ["main"]
@@ -280,20 +280,10 @@ def _settle() -> None:
     gc.freeze()
 
 
-class _Between:
-    """An import hook that finds no module. It is called before each import, and checks for messages of the driver."""
-
-    def __init__(self, glance: Callable[[], None]) -> None:
-        self._glance = glance
-
-    def find_spec(self, _name: str, _path: Any = None, _target: Any = None) -> None:
-        """Find nothing, after checking for messages of the driver."""
-        self._glance()
-
-
 def _import_module(name: str, glance: Callable[[], None]) -> str:
     """Import a module; return the reason why children cannot use it, or an empty text. Calls ``glance()`` before each import."""
-    between = _Between(glance)
+    # An import hook that finds no module.
+    between: Any = types.SimpleNamespace(find_spec=lambda _name, _path, _target=None: glance())
     sys.meta_path.insert(0, between)
     try:
         importlib.import_module(name)

@@ -16,13 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec
 from actorrpc.cluster.driver import Reception
-from actorrpc.cluster.gpus import Devices
 from actorrpc.cluster.logs import Logs, Output, pipes
 from actorrpc.cluster.provisioners.base import Engine, LaunchRequest, Node, StartedWorker, not_started
 from actorrpc.cluster.provisioners.fork_client import ForkServer, arguments, import_path
+from actorrpc.cluster.scheduler import Devices
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, RpcTimeoutError
 from actorrpc.transport import fd_limits
 from actorrpc.transport.signals import uninterruptible

@@ -15,28 +15,38 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer
 from actorrpc.cluster.driver import Reception
-from actorrpc.cluster.long_wait import some, wait_until
+from actorrpc.cluster.join import JoinedResources, join
 from actorrpc.cluster.provisioners.base import LaunchedEngine, LaunchRequest, Node
-from actorrpc.cluster.provisioners.ray_host import Host
-from actorrpc.cluster.provisioners.ray_link import STRATEGIES, Link, missing, package
-from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcTimeoutError, WrongTypeError
+from actorrpc.cluster.provisioners.ray_link import STRATEGIES, Link, labels_here, missing, package
+from actorrpc.errors import (
+    ConfigError,
+    PeerDiedError,
+    PlacementError,
+    RendezvousError,
+    RpcTimeoutError,
+    WrongTypeError,
+)
+from actorrpc.group.store import some, wait_until
+from actorrpc.rpc import api
 from actorrpc.validation import amounts, choice, integer, number
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord
 
-__all__ = ["RayEngine", "make"]
+__all__ = ["Host", "RayEngine", "make"]
 
 _log = logging.getLogger("actorrpc.cluster")
 _AGAIN_S: Final = 0.5  # pause between two queries about an actor that Ray cannot reach now
@@ -44,6 +54,8 @@ _STAYS_S: Final = 5.0  # how long a worker's process may still run after its con
 _LOOK_S: Final = 0.02
 _LEFT_S: Final = 2.0  # how long end() waits until workers that were asked to leave have left
 _GONE_S: Final = 3.0  # how long close() waits until killed actors have ended
+_REJOIN_S: Final = 0.25  # pause between two attempts of a worker to join
+_LOST: Final = 1  # the exit code of a worker that has lost its driver: Ray may restart it
 _TEXT: Final = 400
 _BESIDE: Final = ("CPU", "GPU", "memory", "object_store_memory")
 
@@ -159,9 +171,6 @@ class RayEngine(LaunchedEngine):
             for node in self.link.alive()
         ]
 
-    def _lacking(self, shape: Mapping[str, float], count: int, strategy: str | None) -> str:
-        return missing(shape, count, strategy, [node["Resources"] for node in self.link.alive()])
-
     def _book(self) -> None:
         """Book the placement group of the pool.
 
@@ -189,7 +198,7 @@ class RayEngine(LaunchedEngine):
 
         def has_room() -> bool:
             nonlocal lacking
-            lacking = self._lacking(self._shape, count, strategy)
+            lacking = missing(self._shape, count, strategy, [node["Resources"] for node in self.link.alive()])
             return not lacking
 
         until = _time.now() + (0.0 if self.link.alone else self._timeout)
@@ -266,7 +275,8 @@ class RayEngine(LaunchedEngine):
 
     def _host(self, order: LaunchRequest, pooled: bool) -> None:
         hosted = _Hosted(order, pooled)
-        shape = self._shape if pooled else _needs(order)
+        spec = order.spec
+        shape = self._shape if pooled else _shape(spec.num_cpus or 0, spec.num_gpus or 0, order.resources)
         with self._guard:
             if self._closed:
                 raise PlacementError("the engine has been closed")
@@ -283,7 +293,7 @@ class RayEngine(LaunchedEngine):
                 .options(**options)
                 .remote(
                     order.environment(),
-                    order.spec.working_dir,
+                    spec.working_dir,
                     shape.get("CPU", 0.0),
                     shape.get("GPU", 0.0),
                     resources,
@@ -489,11 +499,6 @@ def make(address: str | None = None, **options: Any) -> RayEngine:
 _amount = partial(number, error=WrongTypeError)
 
 
-def _needs(order: LaunchRequest) -> dict[str, float]:
-    """Return the resources that the worker of one actor books."""
-    return _shape(order.spec.num_cpus or 0, order.spec.num_gpus or 0, order.resources)
-
-
 def _shape(num_cpus: float, num_gpus: float, resources: Mapping[str, float]) -> dict[str, float]:
     """Return the resources that a worker books, by Ray's names, without amounts of 0."""
     found = {"CPU": _amount("num_cpus", num_cpus), "GPU": _amount("num_gpus", num_gpus)}
@@ -512,3 +517,80 @@ def _words(error: BaseException) -> str:
         )
     text = "\n".join(kept[-6:])
     return text if len(text) <= 4 * _TEXT else text[:_TEXT] + " ... " + text[-3 * _TEXT :]
+
+
+class Host:
+    """Makes the process of a Ray actor a worker of the cluster, as long as the process lives. Thread-safe.
+
+    When Ray restarts the actor, it makes a :class:`Host` again in a new process, which joins as a new incarnation of the same
+    worker. The constructor starts a thread that serves, so that a restart needs no call. The main thread, in which Ray runs the
+    actor's methods, waits in :meth:`wait` for the end.
+
+    Args:
+        environment: environment variables for this process, including the address to join, the worker's name and the key.
+        directory: its working directory; None to stay where Ray has put it.
+        num_cpus, num_gpus, resources: its resources, as the driver books them. Its labels are the labels of Ray's node.
+        timeout: how long joining may take, in seconds.
+    """
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        directory: str | None,
+        num_cpus: float,
+        num_gpus: float,
+        resources: Mapping[str, float],
+        timeout: float,
+    ) -> None:
+        os.environ.update(environment)
+        if directory is not None:
+            os.chdir(directory)
+        self._means = JoinedResources(
+            num_cpus=num_cpus, num_gpus=num_gpus, resources=resources, labels=labels_here()
+        )
+        self._timeout = timeout
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._serve, name="actorrpc-host", daemon=True).start()
+
+    def wait(self) -> None:
+        """Return when this worker has left its group.
+
+        Raises:
+            RpcError: this worker could not join.
+        """
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _serve(self) -> None:
+        try:
+            member = self._join()
+            os.environ.pop("ACTORRPC_KEY", None)  # so that processes that actors start do not inherit the key
+            try:
+                member.wait()
+            finally:
+                api.shutdown(False)
+            if not member.graceful:
+                # This worker has lost the driver. Ray may restart it if it belongs to the pool; then it joins again.
+                os._exit(_LOST)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    def _join(self) -> Any:
+        """Join the cluster; if that fails, try again: the driver may still consider this worker's last incarnation alive."""
+        until = time.monotonic() + self._timeout
+        while True:
+            try:
+                return join(
+                    os.environ["ACTORRPC_JOIN"],
+                    name=os.environ["ACTORRPC_WORKER_NAME"],
+                    means=self._means,
+                    timeout=max(0.1, until - time.monotonic()),
+                )
+            except RendezvousError:
+                if time.monotonic() + _REJOIN_S >= until:
+                    raise
+            time.sleep(_REJOIN_S)

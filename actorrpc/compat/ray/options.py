@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.cluster import resources
 from actorrpc.compat.ray import cluster, runtime_env
 from actorrpc.compat.ray.exceptions import ActorUnschedulableError, TaskUnschedulableError

@@ -38,7 +38,7 @@ from actorrpc.errors import (
 )
 from actorrpc.rpc import api as core
 from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, UNSET_RPC_TIMEOUT
-from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire.identity import WorkerInfo
 
 __all__ = [

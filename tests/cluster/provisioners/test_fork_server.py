@@ -65,8 +65,8 @@ def test_a_fork_server_whose_import_fails_reports_the_error(
 _KEY = """
 with init():
     name = spawn()
-    key = serving.current().reception.secret.encode()
-    pids = [os.getpid(), serving.current().engine.server.pid, rpc.rpc_sync(name, os.getpid)]
+    key = current_cluster().reception.secret.encode()
+    pids = [os.getpid(), current_cluster().engine.server.pid, rpc.rpc_sync(name, os.getpid)]
     for pid in pids:
         for what in ("cmdline", "environ"):
             with open(f"/proc/{pid}/{what}", "rb") as file:
