@@ -5,9 +5,8 @@ Learning rate schedulers, gradient clipping, checkpoints and gradient scaling al
 """
 
 from actorrpc.optim.grad_scaler import DistributedGradScaler
-from actorrpc.optim.optimizer import DistributedOptimizer, OptimizerError
+from actorrpc.optim.optimizer import DistributedLRScheduler, DistributedOptimizer, OptimizerError
 from actorrpc.optim.parameters import ParamGroup
-from actorrpc.optim.scheduler import DistributedLRScheduler
 
 __all__ = [
     "DistributedGradScaler",
