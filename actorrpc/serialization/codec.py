@@ -43,6 +43,7 @@ from actorrpc.serialization.by_value import (
     refuse,
 )
 from actorrpc.serialization.diagnostics import describe, path_to
+from actorrpc.serialization.reducers import SCRIPT_REDUCERS
 from actorrpc.serialization.tensors import (
     ENTRY,
     INLINE_BYTES,
@@ -294,6 +295,10 @@ def register(cls: type, reducer: Callable[[Any], tuple[Any, ...]]) -> None:
     _refused[cls] = refuse
     _own[cls] = reduce
     _table[cls] = reduce
+
+
+for _cls, _reducer in SCRIPT_REDUCERS.items():
+    register(_cls, _reducer)
 
 
 def current_encoding() -> object:
