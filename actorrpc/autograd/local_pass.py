@@ -1,7 +1,7 @@
 """A worker's part of one backward pass: received gradients, the next stratum, and gradients to send. No I/O.
 
-A stratum is a set of messages whose gradients are processed in one call of the engine (see planner.py). A gradient may arrive on
-any thread, in any order, several times, and before the plan. Strata run one at a time, in order, each on the thread that finds
+A stratum is a set of messages whose gradients are processed in one call of the engine (see coordinator.py). A gradient may arrive
+on any thread, in any order, several times, and before the plan. Strata run one at a time, in order, each on the thread that finds
 the stratum ready. The context's lock guards a part, except the fields that one thread at a time uses. No user code
 runs under this lock. The *verdict* is the decision, by the worker where the pass began, whether the pass has succeeded. Until the
 verdict, sums and results are stored in the part only.
@@ -21,11 +21,9 @@ from torch.autograd.graph import GradientEdge
 
 from actorrpc import _time
 from actorrpc.autograd import graph
-from actorrpc.autograd.contexts import Context, Node, Receipt
-from actorrpc.autograd.errors import released
+from actorrpc.autograd.contexts import Context, Node, Receipt, released
 from actorrpc.autograd.graph import ReachableGraph, Tensors
-from actorrpc.autograd.messages import Contribution, Gradient, Gradients, Stratum, make
-from actorrpc.autograd.planner import ROOTS
+from actorrpc.autograd.messages import ROOTS, Contribution, Gradient, Gradients, Stratum, make
 from actorrpc.errors import ProtocolError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey

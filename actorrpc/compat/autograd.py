@@ -9,9 +9,9 @@ import torch
 
 from actorrpc._exception_text import is_of_handler
 from actorrpc.autograd import api, context, get_gradients
+from actorrpc.autograd.api import contexts, participant
 from actorrpc.autograd.contexts import Context
 from actorrpc.autograd.recorder import current_context
-from actorrpc.autograd.startup import contexts, participant
 from actorrpc.compat.profiling import profiled_pass
 from actorrpc.compat.translate import as_runtime_error
 from actorrpc.errors import RemoteError, RpcError

@@ -29,10 +29,10 @@ from torch._C._autograd import DeviceType
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import FunctionEvent
 
+from actorrpc.autograd.api import participant
 from actorrpc.autograd.local_pass import LocalPass
 from actorrpc.autograd.messages import Gradient
 from actorrpc.autograd.participant import Participant
-from actorrpc.autograd.startup import participant
 from actorrpc.rpc.profiling import (
     Collector,
     ProfilerSettings,

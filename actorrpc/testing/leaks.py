@@ -31,7 +31,7 @@ import psutil
 
 from actorrpc import _stacks
 from actorrpc.agent.agent import Agent
-from actorrpc.autograd.startup import contexts
+from actorrpc.autograd.api import contexts
 from actorrpc.rpc import api
 from actorrpc.testing import processes
 

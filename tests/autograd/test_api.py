@@ -13,7 +13,7 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
-from actorrpc.autograd.startup import contexts
+from actorrpc.autograd.api import contexts
 from actorrpc.errors import NotInitializedError, RemoteError, RpcTimeoutError
 from actorrpc.futures import WAITING
 from tests.actors.e2e.kit import until

@@ -21,8 +21,8 @@ from torch import Tensor
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.autograd import graph
+from actorrpc.autograd.api import contexts, participant
 from actorrpc.autograd.messages import Discover
-from actorrpc.autograd.startup import contexts, participant
 from actorrpc.errors import PeerDiedError
 from actorrpc.wire.identity import WorkerKey
 from tests.actors.e2e.kit import until

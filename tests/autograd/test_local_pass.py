@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from actorrpc.autograd.contexts import Context, Contexts
-from actorrpc.autograd.messages import Contribution, Discover, Gradient, Run, Sink, Stratum
+from actorrpc.autograd.coordinator import make_plan
+from actorrpc.autograd.messages import ROOTS, Contribution, Discover, Gradient, Run, Sink, Stratum
 from actorrpc.autograd.participant import Participant
-from actorrpc.autograd.planner import ROOTS, make_plan
 from actorrpc.errors import RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey

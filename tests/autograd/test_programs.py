@@ -22,8 +22,8 @@ import actorrpc
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
 from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.autograd.api import contexts, participant
 from actorrpc.autograd.messages import Message
-from actorrpc.autograd.startup import contexts, participant
 from actorrpc.wire.identity import WorkerKey
 from tests.actors.e2e.kit import until
 from tests.agent.together import in_threads

@@ -10,6 +10,7 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
+from actorrpc.autograd.api import contexts
 from actorrpc.autograd.messages import (
     Contribution,
     Discover,
@@ -18,7 +19,6 @@ from actorrpc.autograd.messages import (
     Settle,
     Stratum,
 )
-from actorrpc.autograd.startup import contexts
 from actorrpc.autograd.transport import fields_of, message_of, unpack_notice
 from actorrpc.errors import ProtocolError
 from actorrpc.wire.identity import WorkerKey

@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 import torch.distributed.autograd
 
-from actorrpc.autograd.startup import participant
+from actorrpc.autograd.api import participant
 from tests.announced import PROFILER
 from tests.compat.test_profiling import KINDS, events_of, joined, profile
 from tests.ranks import run_group

@@ -22,7 +22,7 @@ import actorrpc
 import actorrpc.autograd as dist_autograd
 from actorrpc import _time, errors, rpc
 from actorrpc.agent.calls import CURRENT
-from actorrpc.autograd.startup import contexts
+from actorrpc.autograd.api import contexts
 from actorrpc.nn import RemoteModule
 from actorrpc.optim import DistributedGradScaler, DistributedOptimizer
 from actorrpc.rpc import api
