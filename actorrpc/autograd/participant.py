@@ -245,14 +245,11 @@ class Participant:
         if isinstance(message, Run):
             return self._run(context, sender, message)
         if isinstance(message, Settle):
-            return self._settled(context, message.pass_id)
+            with context.lock:
+                settling = context.passes.get(message.pass_id)
+                return None if settling is None else self._verdict_on(settling)
         assert isinstance(message, Discover)
         return {each: self.sinks(context, each) for each in message.messages}
-
-    def _settled(self, context: Context, id: int) -> Future[None] | None:
-        with context.lock:
-            part = context.passes.get(id)
-            return None if part is None else self._verdict_on(part)
 
     @staticmethod
     def _verdict_on(part: LocalPass) -> Future[None]:

@@ -473,16 +473,12 @@ def _own_soon(name: str) -> Any:
 
 def late(_main: str, name: str, key: bytes) -> Any:
     """Return the main module's function or class of this name; if there is none, load the definition (wire format)."""
-    # ``_main`` puts the main module's name into the pickle, because snapshots search pickles for this name.
-    found = _own_soon(name)
-    if found is None:
-        found = definition(key)
-        _adopted.add(found)
-    return found
+    return begin_late(_main, name, definition, (key,))
 
 
 def begin_late(_main: str, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """As :func:`late`, for an object without a definition: make an empty object, which :func:`fill_late` fills (wire format)."""
+    # ``_main`` puts the main module's name into the pickle, because snapshots search pickles for this name.
     found = _own_soon(name)
     if found is None:
         found = make(*args)
