@@ -87,15 +87,6 @@ _variable: Final[Callable[[Node], torch.Tensor]] = attrgetter("variable")
 FINISH: Final = -1
 
 
-def _second_time(what: str) -> RuntimeError:
-    return RuntimeError(
-        "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
-        "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
-        "retain_graph=True if you need to backward through the graph a second time or if you need to access saved tensors "
-        f"after calling backward. ({what})"
-    )
-
-
 def edges_of(context: Context, message: int) -> tuple[GradientEdge, ...]:
     """Return the edges of the tensors of a message that this worker sent.
 
@@ -107,7 +98,12 @@ def edges_of(context: Context, message: int) -> tuple[GradientEdge, ...]:
     if edges is None:
         raise RpcError(f"Could not find send function: this worker sent no message {message} in {context}")
     if not edges:
-        raise _second_time(f"this worker sent message {message} of the graph in {context}")
+        raise RuntimeError(
+            "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+            "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
+            "retain_graph=True if you need to backward through the graph a second time or if you need to access saved tensors "
+            f"after calling backward. (this worker sent message {message} of the graph in {context})"
+        )
     return edges
 
 

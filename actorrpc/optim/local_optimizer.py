@@ -201,7 +201,10 @@ class LocalOptimizer:
     def account(self, counts: list[list[int]] | None = None) -> Account:
         """Return the description of this optimizer."""
         return Account(
-            [_without_params(group) for group in self._optimizer.param_groups],
+            [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self._optimizer.param_groups
+            ],
             dict(self._optimizer.defaults),
             counts or [],
             sum(each.requires_grad for each in self._parameters),
@@ -375,10 +378,6 @@ class LocalOptimizer:
                 self._optimizer.__dict__.update(self._staged_state)
                 self._staged_state = None
             return self.account()
-
-
-def _without_params(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -708,7 +708,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduce is not None:
             return NotImplemented if self._has_name(obj) else reduce(obj)
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
-            return reduce_module(obj, _is_main_or_by_value)
+            return reduce_module(obj, lambda name: name in MAIN or is_by_value(name))
         if isinstance(obj, cached_property):
             return reduce_cached_property(obj)
         return NotImplemented
@@ -803,10 +803,6 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
                 encoding.context = context
         data = sink.getvalue()
         return hash_of(data), data
-
-
-def _is_main_or_by_value(name: str) -> bool:
-    return name in MAIN or is_by_value(name)
 
 
 def in_main(obj: Any) -> bool:

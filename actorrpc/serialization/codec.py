@@ -352,13 +352,6 @@ def _take_buffer(buffer: pickle.PickleBuffer) -> bool:
     return False
 
 
-def _new_pickler() -> _FastPickler:
-    sink = _Sink()
-    pickler = _FastPickler(sink, 5, buffer_callback=_take_buffer)
-    pickler.chunks = sink.chunks
-    return pickler
-
-
 def encode_body(
     obj: object,
     remote_main: bool | None,
@@ -514,7 +507,9 @@ def _encode(obj: object, encoded: Encoded, remote_main: bool | None, known: Cont
         # There is no idle pickler if a reducer encodes this message while the thread's pickler writes an outer message.
         pickler = message.pickler
         if pickler is None:
-            pickler = _new_pickler()
+            sink = _Sink()
+            pickler = _FastPickler(sink, 5, buffer_callback=_take_buffer)
+            pickler.chunks = sink.chunks
         else:
             message.pickler = None
         if _by_value_modules:
