@@ -1,21 +1,30 @@
-"""The functions of ``torch.distributed.autograd``, with further options."""
+"""The functions of ``torch.distributed.autograd``, with further options; and the start of distributed autograd in a group."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 
-from actorrpc.agent.context import current_worker
+from actorrpc.agent.context import Worker, current_worker
+from actorrpc.agent.hooks import Recorder
+from actorrpc.agent.peers import Peer
 from actorrpc.autograd import recorder
-from actorrpc.autograd.api import participant
+from actorrpc.autograd.contexts import Contexts
+from actorrpc.autograd.messages import Verdict
+from actorrpc.autograd.participant import Participant
+from actorrpc.autograd.transport import NOTICE, AgentTransport, unpack_notice
+from actorrpc.errors import NotInitializedError
 from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from actorrpc.transport.signals import uninterruptible
 
-__all__ = ["backward", "context", "get_gradients"]
+__all__ = ["backward", "context", "contexts", "get_gradients", "participant", "start"]
+
+_LOOKS: Final = 4  # how many times contexts are checked in the time after which an unused context is released
 
 
 @uninterruptible
@@ -127,3 +136,73 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         RpcTimeoutError: the pass did not end within the time-out of the RPC group.
     """
     return dict(participant().gradients(context_id, api.get_rpc_timeout()).values())
+
+
+def contexts() -> Contexts:
+    """Return the autograd contexts of this worker.
+
+    Raises:
+        NotInitializedError: RPC is not initialised in this process.
+    """
+    return participant().contexts
+
+
+def participant() -> Participant:
+    """Return this worker's Participant in backward passes.
+
+    Raises:
+        NotInitializedError: RPC is not initialised in this process.
+    """
+    worker = current_worker()
+    found: Participant | None = None if worker is None else worker.autograd
+    if found is None:
+        raise NotInitializedError(
+            "distributed autograd needs RPC: call init_rpc() in every worker, or actorrpc.init(), first"
+        )
+    return found
+
+
+def start(worker: Worker) -> Callable[[bool], None]:
+    """Start distributed autograd of a worker; return the function that ends it at shutdown."""
+    agent, references = worker.agent, worker.references
+    made = Contexts(references.me)
+    part = Participant(made, AgentTransport(agent, references))
+    lease = agent.settings.context_ttl
+    over = False
+
+    def noticed(peer: Peer, body: bytes) -> None:
+        notice = unpack_notice(body)
+        if isinstance(notice, Verdict) and part.may_wait(notice):
+            agent.submit(partial(part.on_notice, peer.key, notice))
+        else:
+            part.on_notice(peer.key, notice)
+
+    def peer_ended(peer: Peer) -> None:
+        part.worker_died(peer.key)
+
+    def look() -> None:
+        part.expire(lease)
+        look_later()
+
+    def look_later() -> None:
+        if not over:
+            agent.clock.after(lease / _LOOKS, partial(agent.submit, look))
+
+    def shut_down(_graceful: bool) -> None:
+        nonlocal over
+        over = True
+        worker.autograd = None
+        agent.recorder = Recorder()
+        for context in made.all():
+            part.release(context.id)
+
+    agent.on_notice[NOTICE] = noticed
+    agent.inbox.prompt.add(NOTICE)
+    agent.on_peer_end.append(peer_ended)
+    agent.recorder = recorder.GraphRecorder(made)
+    worker.autograd = part
+    look_later()
+    return shut_down
+
+
+api.on_start.append(start)

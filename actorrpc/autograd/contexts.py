@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from actorrpc.autograd.graph import ReachableGraph
     from actorrpc.autograd.local_pass import LocalPass
 
-__all__ = ["Context", "Contexts", "Node", "Receipt"]
+__all__ = ["Context", "Contexts", "Node", "Receipt", "released"]
 
 _RANK_BITS: Final = 48
 _CONTEXTS: Final = 10_000  # ids of released contexts that a worker keeps
@@ -201,3 +201,8 @@ class Contexts:
     def all(self) -> list[Context]:
         """Return all contexts that this worker knows of."""
         return list(self.live.values())
+
+
+def released(context: Context) -> RpcError:
+    """Return the error for a released context."""
+    return RpcError(f"{context} was released: its `with` block has ended")

@@ -1,5 +1,11 @@
 """A backward pass on the worker where it begins: discovery, plan, requests to the other workers, and the verdict.
 
+The plan says which messages take part, and in what order each worker processes their gradients. On the sender of a message, the
+message's gradients lead to receipts of earlier messages, so messages form a graph without cycles. A message's *level* is the
+length of the longest path from the roots to the message. The messages of one worker and one level form a *stratum*, which is
+processed in one call of the engine. Gradients always lead to messages of a higher level, so a stratum never waits for itself,
+however often gradients return to a worker.
+
 :meth:`Coordinator.steps` is a generator that yields the futures for which the pass has to wait. The thread that called
 ``backward`` waits for these futures, and reads the answers itself, which is fastest. The simulator of the tests resumes the
 generator when the answers have arrived.
@@ -8,23 +14,125 @@ generator when the answers have arrived.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-from actorrpc.autograd.coordinator import ROOTS, Send, blame, late, make_plan, released, timed_out
+from actorrpc.autograd.contexts import released
 from actorrpc.autograd.graph import ReachableGraph
 from actorrpc.autograd.local_pass import LocalPass, Terms
-from actorrpc.autograd.messages import Contribution, Discover, Gradient, Message, Run, Settle, Sink, Stratum
-from actorrpc.errors import ProtocolError, RpcTimeoutError
+from actorrpc.autograd.messages import (
+    ROOTS,
+    Contribution,
+    Discover,
+    Gradient,
+    Message,
+    Run,
+    Settle,
+    Sink,
+    Stratum,
+    make,
+)
+from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:
     from actorrpc.autograd.participant import Participant
 
-__all__ = ["Coordinator", "settled"]
+__all__ = ["Coordinator", "blame", "make_plan", "settled"]
+
+#: A message: its sender, and the sender's number of the message.
+Send = tuple[WorkerKey, int]
+
+
+def _levels(answers: Mapping[Send, Sequence[Sink]]) -> dict[Send, int]:
+    """Return the level of each message: 0 if no other message leads to it.
+
+    Args:
+        answers: message -> the receipts to which its gradients lead.
+
+    Raises:
+        RpcError: a receipt belongs to a message that is not in ``answers``, or messages lead to each other in a circle.
+    """
+    following: dict[Send, dict[Send, None]] = {}
+    before = dict.fromkeys(answers, 0)
+    for send, sinks in answers.items():
+        sends = following[send] = {}
+        for worker, message, _ in sinks:
+            each = worker, message
+            if each in sends:
+                continue
+            if each not in before:
+                raise RpcError(f"{_name(send)} leads to {_name(each)}, about which no answer says anything")
+            sends[each] = None
+            before[each] += 1
+    found: dict[Send, int] = {}
+    ready: list[Send] = []
+    for send, count in before.items():
+        if not count:
+            found[send] = 0
+            ready.append(send)
+    left = len(before)
+    while ready:
+        send = ready.pop()
+        left -= 1
+        below = found[send] + 1
+        for each in following[send]:
+            if found.get(each, 0) < below:
+                found[each] = below
+            before[each] -= 1
+            if before[each] == 0:
+                ready.append(each)
+    if left:
+        some = ", ".join(_name(each) for each in sorted(send for send, count in before.items() if count)[:5])
+        raise RpcError(f"messages wait for each other's gradients in a circle: {some}")
+    return found
+
+
+def make_plan(origin: WorkerKey, answers: Mapping[Send, Sequence[Sink]]) -> dict[WorkerKey, list[Stratum]]:
+    """Return the strata of each worker that takes part, in the order in which the worker runs them.
+
+    The plan does not depend on the order of the answers: contributions are added up in the order of the senders' ranks
+    and of their receipts.
+
+    Args:
+        origin: the worker of the roots; its first stratum is the roots.
+        answers: message that takes part -> the receipts to which its gradients lead; the roots are ``(origin, ROOTS)``.
+
+    Raises:
+        RpcError: the answers contradict each other.
+    """
+    contributions: dict[Send, set[Contribution]] = {(origin, ROOTS): {Contribution(origin, 0)}}
+    seen: dict[Contribution, Send] = {}
+    for (worker, _), sinks in answers.items():
+        for to, message, receipt in sinks:
+            send, contribution = (to, message), make(Contribution, (worker, receipt))
+            if seen.setdefault(contribution, send) != send:
+                raise RpcError(
+                    f"two answers name different messages for receipt {receipt} of worker {worker.rank}: {_name(send)} and "
+                    f"{_name(seen[contribution])}"
+                )
+            contributions.setdefault(send, set()).add(contribution)
+    order: list[tuple[WorkerKey, int, int]] = []
+    for (worker, message), level in _levels(answers).items():
+        order.append((worker, level, message))
+    plan: dict[WorkerKey, list[Stratum]] = {}
+    last: tuple[WorkerKey, int] | None = None
+    for worker, level, message in sorted(order):
+        if (worker, message) not in contributions:
+            raise RpcError(f"nothing leads to {_name((worker, message))}, although an answer names it")
+        if last != (worker, level):
+            last = worker, level
+            plan.setdefault(worker, []).append(make(Stratum, ({},)))
+        plan[worker][-1].messages[message] = tuple(sorted(contributions[worker, message]))
+    return plan
+
+
+def _name(send: Send) -> str:
+    worker, message = send
+    return "the roots" if message == ROOTS else f"message {message} of worker {worker.rank}"
 
 
 class Coordinator:
@@ -267,3 +375,48 @@ def settled(futures: Sequence[Future[Any]]) -> Future[None]:
     for future in futures:
         future.add_done_callback(one)
     return result
+
+
+_NOTE: Final = "had in a backward pass"
+
+
+def blame(error: BaseException, worker: WorkerKey, name: str) -> BaseException:
+    """Add the name of a worker to an error in the worker's answer; return the error.
+
+    An error that the worker raised gets torch's prefix "Error on Node", if its message can be changed, and a note that names the
+    worker. A PeerDiedError that does not name the worker gets a note. Other errors are unchanged, as are errors that came through
+    several workers, which have the name of the worker that raised them.
+    """
+    if not isinstance(error, RemoteError):
+        if isinstance(error, PeerDiedError) and name not in str(error):
+            error.add_note(
+                f"the worker that died is {name} (rank {worker.rank}), which took part in the backward pass"
+            )
+        return error
+    if any(note.endswith(_NOTE) for note in getattr(error, "__notes__", ())):
+        return error
+    args = error.args
+    prefix = f"Error on Node {worker.rank}: "
+    try:
+        if args and isinstance(args[0], str) and str(error) == args[0]:
+            error.args = (prefix + args[0], *args[1:])
+            prefix = ""
+    except Exception:
+        pass  # the user's class does not allow changes of an error's args, or its __str__ raises
+    error.add_note(f"{prefix}raised in the part that worker {name} {_NOTE}")
+    return error
+
+
+def timed_out(error: BaseException | None) -> bool:
+    """Return whether a call timed out on this worker; False if the error is the answer of a worker on which a call timed out."""
+    return isinstance(error, RpcTimeoutError) and not isinstance(error, RemoteError)
+
+
+def late(context: str, timeout: float, names: Sequence[str]) -> RpcTimeoutError:
+    """Return the error for a pass that timed out, with the names of the workers that have not answered."""
+    return RpcTimeoutError(
+        f"the backward pass of {context} did not end within {timeout:g} s: no answer from {', '.join(names)}. No gradients "
+        f"were changed",
+        maybe_executed=True,
+        worker=names[0] if len(names) == 1 else None,
+    )

@@ -555,7 +555,11 @@ def finish(
     before = _silence(False)
     try:
         if create_graph:
-            return _finish_with_history(leaves, box)
+            # Do not store these gradients in .grad: because of their history, leaf and gradient would form a reference cycle.
+            edges = tuple(get_gradient_edge(leaf) for leaf in leaves)
+            results = _run(edges, tuple(box), True, True, edges, True, False)
+            box.clear()
+            return [(leaf, each) for leaf, each in zip(leaves, results, strict=True) if each is not None]
         _unshare(box)
         with Borrowed(leaves, deadline):
             root = _root(leaves, box)
@@ -570,13 +574,3 @@ def _root(leaves: Sequence[torch.Tensor], box: list[torch.Tensor]) -> torch.Tens
         return _feed(box, *leaves)
     with torch.inference_mode(False), torch.enable_grad():
         return _feed(box, *leaves)
-
-
-def _finish_with_history(
-    leaves: Sequence[torch.Tensor], box: list[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    # Do not store these gradients in .grad: because of their history, leaf and gradient would form a reference cycle.
-    edges = tuple(get_gradient_edge(leaf) for leaf in leaves)
-    results = _run(edges, tuple(box), True, True, edges, True, False)
-    box.clear()
-    return [(leaf, each) for leaf, each in zip(leaves, results, strict=True) if each is not None]

@@ -1,7 +1,7 @@
 """A worker's part of one backward pass: received gradients, the next stratum, and gradients to send. No I/O.
 
-A stratum is a set of messages whose gradients are processed in one call of the engine (see planner.py). A gradient may arrive on
-any thread, in any order, several times, and before the plan. Strata run one at a time, in order, each on the thread that finds
+A stratum is a set of messages whose gradients are processed in one call of the engine (see coordinator.py). A gradient may arrive
+on any thread, in any order, several times, and before the plan. Strata run one at a time, in order, each on the thread that finds
 the stratum ready. The context's lock guards a part, except the fields that one thread at a time uses. No user code
 runs under this lock. The *verdict* is the decision, by the worker where the pass began, whether the pass has succeeded. Until the
 verdict, sums and results are stored in the part only.
@@ -21,10 +21,9 @@ from torch.autograd.graph import GradientEdge
 
 from actorrpc import _time
 from actorrpc.autograd import graph
-from actorrpc.autograd.contexts import Context, Node, Receipt
-from actorrpc.autograd.coordinator import ROOTS, released
+from actorrpc.autograd.contexts import Context, Node, Receipt, released
 from actorrpc.autograd.graph import ReachableGraph, Tensors
-from actorrpc.autograd.messages import Contribution, Gradient, Gradients, Stratum, make
+from actorrpc.autograd.messages import ROOTS, Contribution, Gradient, Gradients, Stratum, make
 from actorrpc.errors import ProtocolError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey
@@ -88,15 +87,6 @@ _variable: Final[Callable[[Node], torch.Tensor]] = attrgetter("variable")
 FINISH: Final = -1
 
 
-def _second_time(what: str) -> RuntimeError:
-    return RuntimeError(
-        "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
-        "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
-        "retain_graph=True if you need to backward through the graph a second time or if you need to access saved tensors "
-        f"after calling backward. ({what})"
-    )
-
-
 def edges_of(context: Context, message: int) -> tuple[GradientEdge, ...]:
     """Return the edges of the tensors of a message that this worker sent.
 
@@ -108,7 +98,12 @@ def edges_of(context: Context, message: int) -> tuple[GradientEdge, ...]:
     if edges is None:
         raise RpcError(f"Could not find send function: this worker sent no message {message} in {context}")
     if not edges:
-        raise _second_time(f"this worker sent message {message} of the graph in {context}")
+        raise RuntimeError(
+            "Trying to backward through the graph a second time (or directly access saved tensors after they have already been "
+            "freed). Saved intermediate values of the graph are freed when you call .backward() or autograd.grad(). Specify "
+            "retain_graph=True if you need to backward through the graph a second time or if you need to access saved tensors "
+            f"after calling backward. (this worker sent message {message} of the graph in {context})"
+        )
     return edges
 
 

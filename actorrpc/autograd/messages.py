@@ -19,6 +19,7 @@ from actorrpc.wire.identity import WorkerKey
 make: Final = tuple.__new__
 
 __all__ = [
+    "ROOTS",
     "Contribution",
     "Discover",
     "Gradient",
@@ -34,6 +35,9 @@ __all__ = [
     "Verdict",
     "make",
 ]
+
+#: The number that stands for the roots in place of a message. No message has this number.
+ROOTS: Final = 0
 
 #: For each tensor of a message that requires grad its gradient, or None. The receiver empties this list, because the engine makes
 #: a gradient ``.grad`` without a copy only if no other code refers to the gradient.
@@ -64,7 +68,7 @@ class Discover(NamedTuple):
 
 
 class Stratum(NamedTuple):
-    """Messages of one worker and one level (see ``planner.py``), whose gradients are processed in one call of the engine.
+    """Messages of one worker and one level (see ``coordinator.py``), whose gradients are processed in one call of the engine.
 
     Attributes:
         messages: message -> the contributions for which it waits, in the order in which they are added up.

@@ -20,8 +20,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from actorrpc import _time
-from actorrpc.autograd.contexts import Context, Contexts
-from actorrpc.autograd.coordinator import Coordinator, blame, died, released
+from actorrpc.autograd.contexts import Context, Contexts, released
+from actorrpc.autograd.coordinator import Coordinator, blame
 from actorrpc.autograd.graph import ReachableGraph
 from actorrpc.autograd.local_pass import FINISH, LocalPass, Terms, reach_of
 from actorrpc.autograd.messages import (
@@ -38,7 +38,7 @@ from actorrpc.autograd.messages import (
     Verdict,
     make,
 )
-from actorrpc.errors import RpcError, RpcTimeoutError
+from actorrpc.errors import PeerDiedError, RpcError, RpcTimeoutError
 from actorrpc.futures import Future
 from actorrpc.wire.identity import WorkerKey
 
@@ -245,14 +245,11 @@ class Participant:
         if isinstance(message, Run):
             return self._run(context, sender, message)
         if isinstance(message, Settle):
-            return self._settled(context, message.pass_id)
+            with context.lock:
+                settling = context.passes.get(message.pass_id)
+                return None if settling is None else self._verdict_on(settling)
         assert isinstance(message, Discover)
         return {each: self.sinks(context, each) for each in message.messages}
-
-    def _settled(self, context: Context, id: int) -> Future[None] | None:
-        with context.lock:
-            part = context.passes.get(id)
-            return None if part is None else self._verdict_on(part)
 
     @staticmethod
     def _verdict_on(part: LocalPass) -> Future[None]:
@@ -522,7 +519,11 @@ class Participant:
 
     def worker_died(self, key: WorkerKey) -> None:
         """End the passes that need a dead worker, and the contexts that the dead worker made."""
-        error = died(key, self.transport.name(key))
+        name = self.transport.name(key)
+        error = PeerDiedError(
+            f"worker {name} (rank {key.rank}) died during a backward pass that needed it: no gradients were changed anywhere",
+            worker=name,
+        )
         for context in self.contexts.all():
             with context.lock:
                 context.peers.discard(key)

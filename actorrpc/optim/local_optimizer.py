@@ -23,7 +23,8 @@ import torch
 
 from actorrpc import _time
 from actorrpc.agent.calls import CURRENT
-from actorrpc.autograd import graph, startup
+from actorrpc.autograd import graph
+from actorrpc.autograd.api import contexts, participant
 from actorrpc.optim.parameters import check_tensor
 from actorrpc.rpc.rref import RRef
 
@@ -42,7 +43,7 @@ def check_context(context_id: int | None) -> None:
         RpcError: this worker does not know such a context.
     """
     if context_id is not None:
-        startup.participant().contexts.get(context_id)
+        participant().contexts.get(context_id)
 
 
 def within(deadline: float | None = None) -> float | None:
@@ -86,7 +87,7 @@ def lent(parameters: Sequence[torch.Tensor], context_id: int | None) -> Iterator
             if gradient is not None and gradient is not old
         }
     if replaced:
-        context = startup.contexts().get(context_id)
+        context = contexts().get(context_id)
         with context.lock:
             context.gradients.update(replaced)
 
@@ -95,7 +96,7 @@ def _gradients(context_id: int, deadline: float | None) -> dict[int, tuple[torch
     """Return a context's table: ``id()`` of a leaf -> leaf and gradient. May wait for a backward pass, which may need ``.grad``:
     call this function before borrowing ``.grad``."""
     left = 0.0 if deadline is None else max(0.001, deadline - _time.now())
-    return startup.participant().gradients(context_id, left)
+    return participant().gradients(context_id, left)
 
 
 #: The part of a parameter group on one worker: the options of the group, and RRefs to its parameters on the worker.
@@ -200,7 +201,10 @@ class LocalOptimizer:
     def account(self, counts: list[list[int]] | None = None) -> Account:
         """Return the description of this optimizer."""
         return Account(
-            [_without_params(group) for group in self._optimizer.param_groups],
+            [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self._optimizer.param_groups
+            ],
             dict(self._optimizer.defaults),
             counts or [],
             sum(each.requires_grad for each in self._parameters),
@@ -250,7 +254,7 @@ class LocalOptimizer:
             elif context_id is None:
                 gradients[:] = [None] * len(gradients)
             else:
-                context = startup.contexts().get(context_id)
+                context = contexts().get(context_id)
                 with context.lock:
                     for parameter in parameters:
                         context.gradients.pop(id(parameter), None)
@@ -374,10 +378,6 @@ class LocalOptimizer:
                 self._optimizer.__dict__.update(self._staged_state)
                 self._staged_state = None
             return self.account()
-
-
-def _without_params(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _values(gradient: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,6 @@ from actorrpc.rpc.options import (
 )
 from actorrpc.rpc.refcount.runtime import References
 from actorrpc.rpc.rref import RRef
-from actorrpc.serialization import torchscript
 from actorrpc.transport.signals import checkpoint, defer_during, uninterruptible
 from actorrpc.transport.stream import CLOSED
 from actorrpc.transport.tls import Tls
@@ -69,8 +68,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-torchscript.register()
 
 _log = logging.getLogger("actorrpc")
 _JOIN_TIMEOUT = 300.0  # how long workers wait for each other at the rendezvous, in seconds

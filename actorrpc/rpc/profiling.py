@@ -288,7 +288,7 @@ def name_of(function: Any) -> str:
 
 
 # Calls of functions of these modules have ranges, as calls of users' functions have; other functions of this package have none.
-_SHOWN: Final = ("actorrpc.compat.", "actorrpc.nn.", "actorrpc.optim.")
+_SHOWN: Final = ("actorrpc.compat.", "actorrpc.nn", "actorrpc.optim.")
 
 
 def _called(call: Call, function: Any, args: tuple[Any, ...]) -> tuple[str, Any] | None:

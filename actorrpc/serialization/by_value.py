@@ -473,16 +473,12 @@ def _own_soon(name: str) -> Any:
 
 def late(_main: str, name: str, key: bytes) -> Any:
     """Return the main module's function or class of this name; if there is none, load the definition (wire format)."""
-    # ``_main`` puts the main module's name into the pickle, because snapshots search pickles for this name.
-    found = _own_soon(name)
-    if found is None:
-        found = definition(key)
-        _adopted.add(found)
-    return found
+    return begin_late(_main, name, definition, (key,))
 
 
 def begin_late(_main: str, name: str, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """As :func:`late`, for an object without a definition: make an empty object, which :func:`fill_late` fills (wire format)."""
+    # ``_main`` puts the main module's name into the pickle, because snapshots search pickles for this name.
     found = _own_soon(name)
     if found is None:
         found = make(*args)
@@ -712,7 +708,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduce is not None:
             return NotImplemented if self._has_name(obj) else reduce(obj)
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
-            return reduce_module(obj, _is_main_or_by_value)
+            return reduce_module(obj, lambda name: name in MAIN or is_by_value(name))
         if isinstance(obj, cached_property):
             return reduce_cached_property(obj)
         return NotImplemented
@@ -807,10 +803,6 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
                 encoding.context = context
         data = sink.getvalue()
         return hash_of(data), data
-
-
-def _is_main_or_by_value(name: str) -> bool:
-    return name in MAIN or is_by_value(name)
 
 
 def in_main(obj: Any) -> bool:

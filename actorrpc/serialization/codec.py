@@ -43,6 +43,7 @@ from actorrpc.serialization.by_value import (
     refuse,
 )
 from actorrpc.serialization.diagnostics import describe, path_to
+from actorrpc.serialization.reducers import SCRIPT_REDUCERS
 from actorrpc.serialization.tensors import (
     ENTRY,
     INLINE_BYTES,
@@ -296,6 +297,10 @@ def register(cls: type, reducer: Callable[[Any], tuple[Any, ...]]) -> None:
     _table[cls] = reduce
 
 
+for _cls, _reducer in SCRIPT_REDUCERS.items():
+    register(_cls, _reducer)
+
+
 def current_encoding() -> object:
     """Return the ``context`` of the message that this thread is encoding, or ``None``."""
     encoding = message.encoding
@@ -345,13 +350,6 @@ def _take_buffer(buffer: pickle.PickleBuffer) -> bool:
         encoding.buffers = []
     encoding.buffers.append(raw)
     return False
-
-
-def _new_pickler() -> _FastPickler:
-    sink = _Sink()
-    pickler = _FastPickler(sink, 5, buffer_callback=_take_buffer)
-    pickler.chunks = sink.chunks
-    return pickler
 
 
 def encode_body(
@@ -509,7 +507,9 @@ def _encode(obj: object, encoded: Encoded, remote_main: bool | None, known: Cont
         # There is no idle pickler if a reducer encodes this message while the thread's pickler writes an outer message.
         pickler = message.pickler
         if pickler is None:
-            pickler = _new_pickler()
+            sink = _Sink()
+            pickler = _FastPickler(sink, 5, buffer_callback=_take_buffer)
+            pickler.chunks = sink.chunks
         else:
             message.pickler = None
         if _by_value_modules:

@@ -62,6 +62,7 @@ _MAX_MEMBER_TEXT = 4 << 10
 _MAX_CACHE = 256
 _MAX_SCAN = 1000
 
+_K = TypeVar("_K")
 _V = TypeVar("_V")
 _State = tuple[tuple[Any, ...] | None, dict[str, Any], dict[str, Any]]  # args, fields, __dict__
 
@@ -86,15 +87,15 @@ class _Plan:
 
 
 _plans: dict[int, _Plan] = {}
-# id() of a user's class -> the class, and its raised class; None if Python cannot make such a class.
-_raised_classes: dict[int, tuple[type[BaseException], type[BaseException] | None]] = {}
-# One more base, such as RayTaskError -> a cache as _raised_classes, of raised classes with this base. See :func:`raised_as`.
-_raised_classes_as: dict[type[RemoteError], dict[int, tuple[type[BaseException], type[BaseException] | None]]]
-_raised_classes_as = {}
+# id() of a user's class, and one more base or None (see :func:`raised_as`) -> the user's class, and its raised class with this
+# base; None if Python cannot make such a class.
+_raised_classes: dict[
+    tuple[int, type[RemoteError] | None], tuple[type[BaseException], type[BaseException] | None]
+] = {}
 
 
-def _remember(cache: dict[int, _V], key: int, value: _V) -> _V:
-    # The key is the class's id, because a metaclass may define __eq__ or forbid hashing. The value refers to the class, so that
+def _remember(cache: dict[_K, _V], key: _K, value: _V) -> _V:
+    # The key has the class's id, because a metaclass may define __eq__ or forbid hashing. The value refers to the class, so that
     # no other class gets the same id. The cache is bounded, because classes sent by value come and go. Each step is atomic.
     if len(cache) >= _MAX_CACHE:
         cache.clear()
@@ -591,8 +592,7 @@ def _raised_class(
     cls: type[BaseException], base: type[RemoteError] | None = None
 ) -> type[BaseException] | None:
     """Return a subclass of ``cls``, RemoteError and ``base``; None if Python cannot make such a class."""
-    classes = _raised_classes if base is None else _raised_classes_as.setdefault(base, {})
-    known = classes.get(id(cls))
+    known = _raised_classes.get((id(cls), base))
     if known is not None:
         return known[1]
     made: type[BaseException] | None = None
@@ -618,7 +618,7 @@ def _raised_class(
             made = make(type(cls), name, bases, space)
         except Exception:  # incompatible layouts, a final class in C, or an error in a metaclass's mro()
             pass
-    return _remember(classes, id(cls), (cls, made))[1]
+    return _remember(_raised_classes, (id(cls), base), (cls, made))[1]
 
 
 def _class_of(error: BaseException) -> type[BaseException]:

@@ -1,6 +1,11 @@
-"""Reducers for objects that neither pickle nor cloudpickle sends by value: :class:`ByValuePickler` calls them.
+"""Reducers for objects that neither pickle nor cloudpickle sends.
 
-They are for objects that receivers cannot import, of the main module or of a module registered for pickling by value:
+All pickles use ``SCRIPT_REDUCERS``, for TorchScript. A script function that the peer can import is sent by the name that it has
+in its module, like other functions. Any other script function is sent as the archive that `torch.jit.save` writes, and arrives as
+a script module with the same arguments. Script modules are always sent as an archive.
+
+:class:`ByValuePickler` calls all other reducers here, for objects that receivers cannot import, of the main module or of a module
+registered for pickling by value:
 
 * instances of subclasses of ``ModuleType`` (``torch.ops``, ``torch.backends``, configuration modules) are sent by name, after
   checking that the name gives the same object; torch's operators are sent by name;
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import pickle
 import pkgutil
 import sys
@@ -29,9 +35,49 @@ from cloudpickle import cloudpickle as _cloudpickle
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
-__all__ = ["REDUCERS", "complete_model", "reduce_cached_property", "reduce_function", "reduce_module"]
+__all__ = [
+    "REDUCERS",
+    "SCRIPT_REDUCERS",
+    "complete_model",
+    "reduce_cached_property",
+    "reduce_function",
+    "reduce_module",
+]
 
 _Reduced = tuple[Any, ...]
+
+# -- TorchScript ----------------------------------------------------------------------------------------
+
+
+def _load_script(archive: bytes) -> Any:
+    """Load a script module, or function, from its archive (wire format)."""
+    return torch.jit.load(io.BytesIO(archive), map_location="cpu")
+
+
+def _reduce_script_function(function: Any) -> _Reduced:
+    # The name is `__torch__.package.module.name`, or `__torch__.name` for a function of the main module.
+    module, _, name = function.qualified_name.removeprefix("__torch__.").rpartition(".")
+    if getattr(sys.modules.get(module), name, None) is function:
+        return pkgutil.resolve_name, (f"{module}:{name}",)
+    return _load_script, (bytes(function.save_to_buffer()),)
+
+
+def _reduce_script_module(module: Any) -> _Reduced:
+    archive = io.BytesIO()
+    torch.jit.save(module, archive)
+    return _load_script, (archive.getvalue(),)
+
+
+#: The reducer of each class of TorchScript.
+SCRIPT_REDUCERS: Final[dict[type, Callable[[Any], _Reduced]]] = {
+    torch.jit.ScriptFunction: _reduce_script_function,
+    # These classes are not in torch.jit.__all__.
+    **{
+        getattr(torch.jit, name): _reduce_script_module
+        for name in ("RecursiveScriptModule", "TopLevelTracedModule")
+    },
+}
+
 
 # -- modules and operators of torch, by name -----------------------------------------------------------
 

@@ -36,7 +36,7 @@ from actorrpc._exceptions import say
 from actorrpc.actors import api as actors
 from actorrpc.agent.context import Worker, add_several, begin_acting, end_acting, end_several
 from actorrpc.agent.peers import Peer
-from actorrpc.autograd import startup as autograd
+from actorrpc.autograd import api as autograd
 from actorrpc.config import Settings
 from actorrpc.debugger import debugger
 from actorrpc.errors import ConfigError, UnknownWorkerError, WrongTypeError

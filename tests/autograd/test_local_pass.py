@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from actorrpc.autograd.contexts import Context, Contexts
-from actorrpc.autograd.coordinator import ROOTS, make_plan
-from actorrpc.autograd.messages import Contribution, Discover, Gradient, Run, Sink, Stratum
+from actorrpc.autograd.coordinator import make_plan
+from actorrpc.autograd.messages import ROOTS, Contribution, Discover, Gradient, Run, Sink, Stratum
 from actorrpc.autograd.participant import Participant
 from actorrpc.errors import RpcError, RpcTimeoutError
 from actorrpc.futures import Future

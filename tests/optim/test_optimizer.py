@@ -17,7 +17,8 @@ import torch.distributed.optim as torch_optim
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import errors, rpc
-from actorrpc.autograd import graph, startup
+from actorrpc.autograd import graph
+from actorrpc.autograd.api import contexts
 from actorrpc.optim import DistributedOptimizer, OptimizerError
 from tests.optim.things import (
     Blocking,
@@ -51,7 +52,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _fill_grad(module: torch.nn.Module, context_id: int) -> None:
-    gradients = startup.contexts().get(context_id).gradients
+    gradients = contexts().get(context_id).gradients
     for each in module.parameters():
         gradients[id(each)] = each, torch.ones_like(each)
 

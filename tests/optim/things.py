@@ -12,7 +12,7 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
-from actorrpc.autograd import startup
+from actorrpc.autograd.api import contexts
 from actorrpc.optim.local_optimizer import LocalOptimizer
 
 __all__ = [
@@ -50,7 +50,7 @@ class Pair(torch.nn.Module):
 
 
 def _put(context_id: int, parameter: Any, gradient: torch.Tensor | None) -> None:
-    context = startup.contexts().get(context_id)
+    context = contexts().get(context_id)
     if gradient is None:
         context.gradients.pop(id(parameter), None)
     else:

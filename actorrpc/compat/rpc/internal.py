@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from actorrpc.compat.rpc.references import RRef
-from actorrpc.serialization import torchscript
+from actorrpc.serialization.reducers import SCRIPT_REDUCERS
 
 __all__ = ["PythonUDF", "RPCExecMode", "deserialize", "serialize"]
 
@@ -67,7 +67,7 @@ class _InternalRPCPickler:
 
     def __init__(self) -> None:
         self._class_reducer_dict: dict[type, _Reducer] = {}
-        self._own: dict[type, _Reducer] = {RRef: RRef._reduce, **torchscript.REDUCERS}
+        self._own: dict[type, _Reducer] = {RRef: RRef._reduce, **SCRIPT_REDUCERS}
 
     def _register_reducer(self, obj_class: type, reducer: _Reducer) -> None:
         """Set the function that reduces objects of a class, unless the class has one."""

@@ -11,7 +11,7 @@ import torch
 
 import actorrpc
 from actorrpc import autograd
-from actorrpc.autograd import startup
+from actorrpc.autograd.api import contexts
 from tests.actors.e2e import kit
 
 pytestmark = [
@@ -286,7 +286,7 @@ def test_coroutines_of_one_event_loop_have_separate_autograd_contexts() -> None:
 
 
 def _knows(_layer: Any, context: int) -> bool:
-    return startup.contexts().live.get(context) is not None
+    return contexts().live.get(context) is not None
 
 
 def test_an_autograd_context_is_released_on_the_worker_when_it_ends() -> None:

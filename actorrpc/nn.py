@@ -1,4 +1,4 @@
-"""RemoteModule: an nn.Module that lives on another worker, used like a local module.
+"""Modules on other workers: the API of ``torch.distributed.nn``, implemented with actorrpc's calls.
 
 A RemoteModule is an ``nn.Module`` itself, so it can be a part of a local module, but it has no parameters, buffers or modules
 of its own: calls that torch makes on the parts of a model (``state_dict``, ``train``, ``to``, ``apply``) are sent to the worker
@@ -27,7 +27,7 @@ from actorrpc.serialization import codec
 from actorrpc.serialization.local_refs import LocalReferences
 from actorrpc.wire.identity import WorkerInfo
 
-__all__ = ["RemoteModule", "device_of", "place_of"]
+__all__ = ["RemoteModule"]
 
 
 def place_of(remote_device: Any) -> tuple[str | int | None, str]:
