@@ -22,8 +22,7 @@ from actorrpc.actors.api import (
     ready,
     remote,
 )
-from actorrpc.actors.client.actor_base import Actor, ActorMaker
-from actorrpc.actors.client.actor_class import ActorClass
+from actorrpc.actors.client.actor_class import Actor, ActorClass, ActorMaker
 from actorrpc.actors.client.handle import ActorHandle, ActorMethod, ActorProxy
 from actorrpc.actors.client.typed_methods import BoundMethod, Method, RemoteCall, method
 from actorrpc.actors.collectives.collective import Collective, collective, collective_group

@@ -22,7 +22,7 @@ import torch
 from actorrpc import _time
 from actorrpc._stacks import top_frames
 from actorrpc.actors.host.actor import HostedActor
-from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.host.mailbox import Envelope
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.actors.streams.producer import Producer

@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc._exception_text import is_a, is_of_handler, say
 from actorrpc.actors.client.call_template import CallTemplate, Place
-from actorrpc.actors.client.death_errors import Fate
 from actorrpc.actors.client.pending_call import (
     INFINITE,
     AwaitingVerdict,
     PendingCall,
     ReservedCall,
     ResultFuture,
+    awaited,
+    pack_arguments,
 )
-from actorrpc.actors.client.supervisor_client import peer_of, query
-from actorrpc.actors.refs.arguments import awaited, pack_arguments
+from actorrpc.actors.client.supervisor_client import Fate, peer_of, query
 from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
 from actorrpc.agent.calls import Call
 from actorrpc.errors import (

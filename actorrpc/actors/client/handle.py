@@ -55,7 +55,7 @@ from actorrpc.serialization import codec
 from actorrpc.serialization.local_refs import LocalReferences
 
 if TYPE_CHECKING:
-    from actorrpc.actors.client.actor_base import Actor
+    from actorrpc.actors.client.actor_class import Actor
     from actorrpc.actors.client.route import Route, Routes
     from actorrpc.actors.spec.actor_spec import ActorDescriptor
 

@@ -22,9 +22,8 @@ from actorrpc._exception_text import is_of_handler
 from actorrpc._undo import undo_on_error
 from actorrpc.actors.client.call_queue import CallQueue
 from actorrpc.actors.client.call_template import CallTemplate
-from actorrpc.actors.client.pending_call import PendingCall, ResultFuture, RpcFuture
+from actorrpc.actors.client.pending_call import PendingCall, ResultFuture, RpcFuture, pack_arguments
 from actorrpc.actors.client.supervisor_client import query
-from actorrpc.actors.refs.arguments import has_refs, pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
 from actorrpc.actors.spec.class_info import MethodInfo
@@ -188,7 +187,7 @@ class Route:
         unresolved = False
         span = self._span(template, future) if profiler._is_profiler_enabled or thread_is_profiled() else None
         try:
-            if ObjectRef in map(type, args) or (kwargs and has_refs(args, kwargs)):
+            if ObjectRef in map(type, args) or (kwargs and ObjectRef in map(type, kwargs.values())):
                 packed = _packed(future, args, kwargs)
                 if packed is None:
                     return future

@@ -22,8 +22,7 @@ from actorrpc.actors.client.handle import ActorHandle, route_to
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.host_copies import place_of
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.results import ATOMS, StoredResult
-from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.snapshot import ATOMS, Snapshot, StoredResult
 from actorrpc.actors.refs.wait import future_of
 from actorrpc.actors.spec.actor_spec import Location
 from actorrpc.agent.executor import Deferred

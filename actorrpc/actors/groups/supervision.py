@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn
 
-from actorrpc.actors.client.actor_base import Actor
+from actorrpc.actors.client.actor_class import Actor
 from actorrpc.actors.client.handle import ActorHandle, route_of
 from actorrpc.actors.context import Runtime, runtime
 from actorrpc.actors.groups.group import ActorGroup, handles_of

@@ -16,12 +16,10 @@ from actorrpc._exception_text import add_note, line_of, report
 from actorrpc._limits import NO_THREAD, explain_threads
 from actorrpc.actors.context import current
 from actorrpc.actors.host.carriers import ActorThreads
-from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.host.event_loop import EventLoop
-from actorrpc.actors.host.executor import ActorExecutor, died
-from actorrpc.actors.host.mailbox import NOTHING, Entry, GroupQueue, Mailbox, Wakeups
+from actorrpc.actors.host.executor import ActorExecutor, died, resolve
+from actorrpc.actors.host.mailbox import NOTHING, Entry, Envelope, GroupQueue, Mailbox, Wakeups
 from actorrpc.actors.host.threads import FOREIGN_THREADS, Runner
-from actorrpc.actors.refs.arguments import resolve
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import ActorSpec, HostedActorGoneError
 from actorrpc.actors.spec.death_report import IN_RESTORE

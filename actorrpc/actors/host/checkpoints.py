@@ -35,7 +35,7 @@ from actorrpc.futures import Future
 
 if TYPE_CHECKING:
     from actorrpc.actors.host.actor import HostedActor
-    from actorrpc.actors.host.envelope import Envelope
+    from actorrpc.actors.host.mailbox import Envelope
     from actorrpc.actors.spec.actor_spec import ActorSpec
     from actorrpc.transport.connection import Connection
 

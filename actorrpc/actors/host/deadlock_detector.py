@@ -34,8 +34,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import _time
 from actorrpc.actors.context import current
-from actorrpc.actors.host.envelope import Envelope
-from actorrpc.actors.host.mailbox import NEW, Entry, GroupQueue
+from actorrpc.actors.host.mailbox import NEW, Entry, Envelope, GroupQueue
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.streams.producer import Producer
 from actorrpc.actors.streams.stalls import Stall, StreamReader, awaited, awaited_by

@@ -29,8 +29,7 @@ import torch
 from actorrpc import _stacks
 from actorrpc._exception_text import is_a, report
 from actorrpc._limits import NO_THREAD
-from actorrpc.actors.host.envelope import Envelope
-from actorrpc.actors.host.mailbox import Entry, GroupQueue
+from actorrpc.actors.host.mailbox import Entry, Envelope, GroupQueue
 from actorrpc.actors.spec.actor_spec import ActorExit, exit_text
 from actorrpc.actors.streams.stalls import Stall, awaited
 from actorrpc.agent.calls import CURRENT, Call, Execution

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from threading import get_ident
 from traceback import walk_tb
@@ -21,12 +21,11 @@ from actorrpc import _time
 from actorrpc._exception_text import add_note, cut_frames, is_a, let_frames_go
 from actorrpc.actors.context import runtime
 from actorrpc.actors.host.checkpoints import Checkpoints
-from actorrpc.actors.host.envelope import GRACE_S, Envelope
-from actorrpc.actors.host.mailbox import GroupQueue
+from actorrpc.actors.host.mailbox import GRACE_S, Envelope, GroupQueue
 from actorrpc.actors.host.threads import RUNS, Interrupted, Runner
-from actorrpc.actors.refs.object_ref import SMALL, keep_large
-from actorrpc.actors.refs.results import ATOMS, StoredResult
-from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.object_ref import SMALL, ObjectRef, keep_large
+from actorrpc.actors.refs.snapshot import ATOMS, Snapshot, StoredResult
+from actorrpc.actors.refs.wait import gather
 from actorrpc.actors.spec.actor_spec import ActorExit, HostedActorGoneError, exit_text
 from actorrpc.actors.streams.producer import aproduce, produce
 from actorrpc.agent import outbound
@@ -34,6 +33,7 @@ from actorrpc.agent.calls import CALLER_BIT, CURRENT, MAILBOX_BIT
 from actorrpc.agent.executor import ASYNC_MARK, Deferred, future_of
 from actorrpc.agent.hooks import run_hooked
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
+from actorrpc.futures import Future
 from actorrpc.rpc.rref import RRef
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.streams.producer import Producer
     from actorrpc.agent.peers import Peer
 
-__all__ = ["ActorExecutor", "died"]
+__all__ = ["ActorExecutor", "died", "resolve"]
 
 INFINITE: Final = float("inf")
 _AT_ONCE: Final = 64  # calls that are started in one callback of the event loop
@@ -60,6 +60,31 @@ def died(hosted: HostedActor, why: str) -> HostedActorGoneError:
     error = HostedActorGoneError(hosted.id, why)
     error.maybe_executed = True
     return error
+
+
+def resolve(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Future[tuple[tuple[Any, ...], dict[str, Any]]] | None:
+    """Start to fetch the results of all ObjectRefs among the arguments; no thread waits.
+
+    Returns:
+        A Future of the arguments with values in place of ObjectRefs, which fails as soon as one ObjectRef fails; None if no
+        argument is an ObjectRef.
+    """
+    refs = [each for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
+    if not refs:
+        return None
+
+    def complete(fetched: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values = iter(fetched)
+        return (
+            tuple([next(values) if type(each) is ObjectRef else each for each in args]),
+            {name: next(values) if type(each) is ObjectRef else each for name, each in kwargs.items()},
+        )
+
+    resolved = gather(refs, "the ObjectRefs among the arguments", complete)
+    resolved.flush()
+    return resolved
 
 
 class ActorExecutor:

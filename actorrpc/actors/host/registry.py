@@ -19,7 +19,7 @@ from actorrpc.actors.context import current
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.carriers import ActorThreads
 from actorrpc.actors.host.deadlock_detector import DeadlockDetector
-from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.host.mailbox import Envelope
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError
 from actorrpc.agent.calls import CALLER_BIT, MAILBOX_BIT
 from actorrpc.agent.executor import Deferred

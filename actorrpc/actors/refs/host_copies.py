@@ -13,8 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from actorrpc._exception_text import is_of_handler
 from actorrpc.actors.context import runtime
-from actorrpc.actors.refs.results import of_promise
-from actorrpc.actors.refs.snapshot import LARGE, Snapshot
+from actorrpc.actors.refs.snapshot import LARGE, Snapshot, of_promise
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.executor import Deferred

@@ -21,8 +21,7 @@ from actorrpc._exception_text import shown, type_name
 from actorrpc.actors.context import current, runtime
 from actorrpc.actors.refs import pickles
 from actorrpc.actors.refs.host_copies import CopyOnHost, HostCopies
-from actorrpc.actors.refs.results import ATOMS, StoredResult, of_promise, readable, replace
-from actorrpc.actors.refs.snapshot import LARGE, Snapshot
+from actorrpc.actors.refs.snapshot import ATOMS, LARGE, Snapshot, StoredResult, of_promise, readable, replace
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import (

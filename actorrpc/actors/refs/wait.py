@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import importlib
 import sys
 import weakref
 from abc import abstractmethod
@@ -23,10 +24,9 @@ import torch
 from actorrpc import _time
 from actorrpc._exception_text import say
 from actorrpc.actors.refs.object_ref import SOLE, ObjectRef
-from actorrpc.actors.refs.progress_bar import progress_bar
-from actorrpc.actors.refs.results import ATOMS, StoredResult
+from actorrpc.actors.refs.snapshot import ATOMS, StoredResult
 from actorrpc.agent.calls import CURRENT, Call
-from actorrpc.errors import CancelledError, RemoteError, RpcTimeoutError
+from actorrpc.errors import CancelledError, ConfigError, RemoteError, RpcTimeoutError
 from actorrpc.futures import INTERRUPTED, Future, Progress, generation, interruption_point
 from actorrpc.rpc.rref import RRef
 from actorrpc.validation import wait_limit
@@ -797,7 +797,7 @@ class Completed(_Collector, Generic[T]):
         self.bar: Any = None
         if bar:
             streams = any(isinstance(item, Arrivals) for item in items)
-            self.bar = progress_bar(None if streams else len(items), description)
+            self.bar = _progress_bar(None if streams else len(items), description)
             if not items:
                 self.bar.close()
         for number, (item, future) in enumerate(zip(items, futures, strict=True)):
@@ -873,6 +873,15 @@ class Completed(_Collector, Generic[T]):
     def cover(self) -> None:
         """Do not log failures of the results for which this iterator still waits."""
         cover([each.item for each in self.watches.values()], self.futures)
+
+
+def _progress_bar(total: int | None, description: str | None) -> Any:
+    """Return a new progress bar of tqdm. ``total``: the number of items; None: unknown."""
+    try:
+        tqdm = importlib.import_module("tqdm.auto").tqdm
+    except ImportError as error:
+        raise ConfigError(f"progress bars are tqdm's ({error}): pip install 'actorrpc[progress]'") from None
+    return tqdm(total=total, desc=description)
 
 
 @overload

@@ -17,8 +17,7 @@ import torch
 
 from actorrpc import errors, rpc
 from actorrpc.actors.refs.object_ref import ObjectRef, put
-from actorrpc.actors.refs.results import StoredResult
-from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.snapshot import Snapshot, StoredResult
 from actorrpc.actors.refs.wait import get
 from actorrpc.futures import Future
 from actorrpc.serialization import codec

@@ -21,8 +21,7 @@ from hypothesis import given, settings
 
 from actorrpc import errors, rpc
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.refs.results import StoredResult
-from actorrpc.actors.refs.snapshot import Snapshot
+from actorrpc.actors.refs.snapshot import Snapshot, StoredResult
 from actorrpc.actors.refs.wait import GetTimeoutError, as_completed, gather, get, progress, wait
 from actorrpc.agent.calls import CURRENT, Execution
 from actorrpc.agent.context import current_worker

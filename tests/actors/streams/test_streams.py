@@ -20,7 +20,7 @@ import actorrpc
 from actorrpc import errors, rpc
 from actorrpc.actors.context import Runtime, current
 from actorrpc.actors.host.actor import HostedActor
-from actorrpc.actors.host.envelope import Envelope
+from actorrpc.actors.host.mailbox import Envelope
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.wait import as_completed, get, wait
 from actorrpc.actors.streams import consumer as consumer_module
