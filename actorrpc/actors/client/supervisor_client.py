@@ -156,9 +156,10 @@ class Fate:
     Attributes:
         death: the reason why the actor is dead; None if the actor is not known to be dead.
         after: the number of the last incarnation that is known to have ended; -1: none has ended.
+        verdict: the supervisor's answer that it restarts or moves the actor; None before the answer. Kept after the restart.
     """
 
-    __slots__ = ("_actor_id", "_oldest", "_supervisor", "_title", "_verdict", "after", "death")
+    __slots__ = ("_actor_id", "_oldest", "_supervisor", "_title", "after", "death", "verdict")
 
     def __init__(self, descriptor: ActorDescriptor) -> None:
         self._title, self._actor_id, self._supervisor = (
@@ -168,31 +169,22 @@ class Fate:
         )
         self.death: ActorDiedError | None = None
         self.after = -1
-        self._verdict: Restarting | None = None
+        self.verdict: Restarting | None = None
         self._oldest = ""
 
     def lost(self, epoch: int, oldest: str) -> None:
         """Record the end of an incarnation; ``oldest`` is the label of this process's first call that was not answered then."""
-        self.after, self._verdict, self._oldest = epoch, None, oldest
-
-    def decided(self, verdict: Restarting) -> None:
-        """Record that the supervisor is about to restart the actor, or to move it."""
-        self._verdict = verdict
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether the supervisor has answered that the actor restarts or moves, since the last incarnation ended."""
-        return self._verdict is not None
+        self.after, self.verdict, self._oldest = epoch, None, oldest
 
     @property
     def restarts(self) -> bool:
         """Whether the supervisor has decided to restart the actor. Stays true after the restart."""
-        return self._verdict is not None and not self._verdict.moved
+        return self.verdict is not None and not self.verdict.moved
 
     def waits_for(self) -> str:
         """Describe, for messages, the event for which queued calls wait."""
-        if self._verdict is not None:
-            return f"{self._title} to be restarted ({self._verdict.text})"
+        if self.verdict is not None:
+            return f"{self._title} to be restarted ({self.verdict.text})"
         return (
             f"{self._title} to be created"
             if self.after < 0
@@ -230,7 +222,7 @@ class Fate:
             ran: whether the call may have run; None: unknown.
             why: the state of the actor, for the message.
         """
-        verdict = self._verdict
+        verdict = self.verdict
         if verdict is not None:
             why += f": {verdict.text}"
         what = "" if template is None else f"{template} on "

@@ -316,7 +316,7 @@ class ActorExecutor:
             return self._reference, "sync"
         raise AttributeError(f"actor {self.hosted.title} has no method {name!r}")
 
-    def _call_function(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_function(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return function(self.hosted.instance, *args, **kwargs)
 
     def _attribute(self, name: str) -> Any:
@@ -502,15 +502,12 @@ class ActorExecutor:
                 answer = partial(self.fail, entry, CancelledError(f"{self.label(entry)} was cancelled"))
             self._when_kept(entry, answer)
         except BaseException as error:
-            self._raised_async(entry, error)
-
-    def _raised_async(self, entry: Envelope, error: BaseException) -> None:
-        if not is_a(error, asyncio.CancelledError):
-            self._raised(entry, error)
-        elif self.hosted.ended:  # the loop has cancelled the coroutine, because the actor ended
-            self.fail(entry, died(self.hosted, self.hosted.why))
-        else:
-            self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
+            if not is_a(error, asyncio.CancelledError):
+                self._raised(entry, error)
+            elif self.hosted.ended:  # the loop has cancelled the coroutine, because the actor ended
+                self.fail(entry, died(self.hosted, self.hosted.why))
+            else:
+                self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
 
     def answer(self, entry: Envelope, value: Any, *, keep: bool = True) -> bool:
         """Send the result of a call (with ``keep``, maybe a reference to it); send nothing, return False if it was answered."""

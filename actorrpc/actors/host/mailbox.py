@@ -275,33 +275,21 @@ class GroupQueue:
             running -= self.foreign_threads.waiting
         return running >= self.limit
 
-    def _put_before(self, entry: Entry) -> None:
-        """Give a repeated entry the number of the first of its caller's later entries, so that it is dequeued before them.
-
-        Of entries with equal numbers, the entry with the lower ``place`` is dequeued first.
-        """
-        for each in self.entries():
-            if (
-                each.caller == entry.caller
-                and each.priority == entry.priority
-                and each.place > entry.place
-                and each.number < entry.number
-            ):
-                entry.number = each.number
-                return
-
     def put_back(self, entry: Entry) -> None:
         """Queue an entry that has a path or a priority, repeats a call, or returns from a runner that did not run it."""
         if entry.again:
-            self._put_before(entry)
+            # Give it the number of the first of its caller's later entries, so that it is dequeued before them: of entries with
+            # equal numbers, the entry with the lower `place` is dequeued first.
+            key = entry.caller, entry.priority
+            later = [
+                e.number for e in self.entries() if (e.caller, e.priority) == key and e.place > entry.place
+            ]
+            entry.number = min((entry.number, *later))
         entry.queue = self
         self.waiting += 1
-        self._enter(entry)
-        heapq.heappush(self._heap, entry)
-
-    def _enter(self, entry: Entry) -> None:
         for execution in entry.path:
             self._of_chain.setdefault(execution, {})[entry] = None
+        heapq.heappush(self._heap, entry)
 
     def removed(self, entry: Entry) -> None:
         """Record that an entry was dequeued, cancelled or passed to a runner."""
@@ -423,7 +411,8 @@ class Mailbox:
         queues: by concurrency group; ``""`` is the default group.
         async_lanes: the queues for ``async def`` methods; empty for an actor that has none.
         reentrant: a call that descends from a running call runs within it.
-        running: execution -> its runner; None: it runs on an event loop. Single operations are atomic and need no lock.
+        running: execution -> its runner, which may be running another execution nested; None: it runs on an event loop. Single
+            operations are atomic and need no lock.
     """
 
     def __init__(self) -> None:
@@ -639,10 +628,6 @@ class Mailbox:
                     entry.state = DEQUEUED
                     return entry
         return None
-
-    def slot_of(self, execution: int) -> ThreadSlot | None:
-        """Return the runner of an execution, which may be running another execution nested; None if no runner runs it."""
-        return self.running.get(execution)
 
     def done(self, queue: GroupQueue, slot: ThreadSlot | None = None) -> Wakeups:
         """Record the end of an entry that :meth:`dequeue` returned. Queue the entries again that did not run nested within it."""

@@ -263,7 +263,7 @@ class Runner:
 
     def runs(self, execution: int) -> bool:
         """Whether an execution is under way here."""
-        return self._hosted.mailbox.slot_of(execution) is self
+        return self._hosted.mailbox.running.get(execution) is self
 
     def wake(self) -> None:
         """Make an idle runner check its queue. If the runner has :attr:`work`, make it run that within its wait."""

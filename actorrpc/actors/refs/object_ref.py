@@ -346,7 +346,8 @@ class ObjectRef(Generic[T_co]):
         if future.completed and (future.error is not None or type(future.value_or_none) is not StoredResult):
             return future
         found = self._fetched
-        if found is None or _worth_another_try(found):
+        # A fetch that failed only because its reader timed out or cancelled it is repeated.
+        if found is None or (found.completed and isinstance(found.error, (RpcTimeoutError, CancelledError))):
             pursuit = _Pursuit(InnerFuture(), f"the result of {self._name()}")
             with _lock:
                 if self._fetched is found:
@@ -556,11 +557,6 @@ class ObjectRef(Generic[T_co]):
         raise AttributeError(
             f"an ObjectRef has no attribute {name!r}: it is a reference; actorrpc.get(ref) gives the value"
         )
-
-
-def _worth_another_try(fetched: Future[Any]) -> bool:
-    """Return whether a fetch has failed only because its reader timed out or cancelled it, so that it may be repeated."""
-    return fetched.completed and isinstance(fetched.error, (RpcTimeoutError, CancelledError))
 
 
 def _as_failed(ref_id: bytes, label: str, error: BaseException, context: MessageContext) -> tuple[Any, ...]:

@@ -258,24 +258,18 @@ class Snapshot:
             in_context = self._tag[0] if self._tag else None
             return Snapshot.of(self.open(), remote_main=False, context=in_context).__reduce_ex__(protocol)
         stored = self.stored
+        rest = dict(self._definitions), tuple(self._held), self._by_name, self._tag
         if stored is not None and isinstance(context, MessageContext) and (runtime := current()) is not None:
             if runtime.agent.shares_memory(context.peer):
                 where = context.place_of(stored.segment), stored.offset, stored.nbytes, self._sizes
-                return _rebuild, (
-                    where,
-                    bytes(self._body),
-                    dict(self._definitions),
-                    tuple(self._held),
-                    self._by_name,
-                    self._tag,
-                )
+                return _rebuild, (where, bytes(self._body), *rest)
         body: Any = self._body
         if len(body) > _OUT_OF_BAND:
             body = pickle.PickleBuffer(body)
         elif not isinstance(body, bytes):
             body = bytes(body)
         buffers = tuple(map(pickle.PickleBuffer, self._whole()[0]))
-        return Snapshot, (body, buffers, dict(self._definitions), tuple(self._held), self._by_name, self._tag)
+        return Snapshot, (body, buffers, *rest)
 
     def __repr__(self) -> str:
         return f"<Snapshot of {self.nbytes} bytes>"

@@ -52,7 +52,6 @@ GetTimeoutError = RpcTimeoutError
 """Ray's name for the error that :func:`get` raises when a result is not available in time."""
 
 _ANY_FUTURE: Final[type] = torch._C.Future
-_REFS: Final = frozenset({ObjectRef})
 _INFINITE: Final = float("inf")
 
 
@@ -407,15 +406,7 @@ def get(
 ) -> T: ...
 @overload
 def get(
-    refs: Arrivals[T],
-    *,
-    timeout: float | None = None,
-    copy: bool | None = None,
-    cancel_on_interrupt: bool | None = None,
-) -> list[T]: ...
-@overload
-def get(
-    refs: Sequence[ObjectRef[T] | Future[T] | RRef[T]],
+    refs: Arrivals[T] | Sequence[ObjectRef[T] | Future[T] | RRef[T]],
     *,
     timeout: float | None = None,
     copy: bool | None = None,
@@ -705,9 +696,7 @@ class _Registered(_Collector):
         new = refs[len(self.items) :]
         if not new:
             return
-        lasts = self.lasts and (
-            _REFS.issuperset(map(type, new)) or not any(isinstance(item, Arrivals) for item in new)
-        )
+        lasts = self.lasts and not any(isinstance(item, Arrivals) for item in new)
         self.lasts = False  # after an error below, only some of the new items are registered
         self._differ(new)
         fetch, ended = self.fetch, self._ended

@@ -138,7 +138,7 @@ class Placements:
             return replace(options, worker=place.rank)
         if place in (None, "turn"):
             return options
-        return replace(options, worker=place.located().wait(CREATE_S).worker.rank)
+        return replace(options, worker=place.queue.located().wait(CREATE_S).worker.rank)
 
     def next_worker(self) -> Peer:
         """Return the next living worker in turn, this worker excepted; this worker if there is no other."""

@@ -239,7 +239,7 @@ class Supervisor:
             or agent.recorder.live
         ):
             return None
-        location = None if type(place) is WorkerKey else place.location
+        location = None if type(place) is WorkerKey else place.queue.location
         worker = place if location is None else location.worker
         if type(worker) is not WorkerKey:
             return None  # the location of the other actor is not known yet
@@ -281,7 +281,7 @@ class Supervisor:
             elif place == "turn":
                 self._construct(actor, life, self._places.next_worker())
             else:
-                place.located().add_done_callback(partial(self._neighbour, actor, life))
+                place.queue.located().add_done_callback(partial(self._neighbour, actor, life))
         except Exception as error:
             self._not_made(actor, life, error)
 
