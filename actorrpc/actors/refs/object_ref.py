@@ -166,7 +166,13 @@ class _Pursuit(Progress):
             self._is_nearby = True
             self.follow(self._copies.request(value))
         elif type(value) is StoredResult and not self._stays:
-            self._hop(value.rref)
+            self._hops += 1
+            if self._hops > _MAX_HOPS:
+                self.future.try_fail(
+                    RRefError(f"{self.future.label} leads from worker to worker without end")
+                )
+            else:
+                self.pursue(value.rref)
         else:
             try:
                 # An object that lives on this worker is shared by all readers, so copy it. A fetched object has one reader.
@@ -177,13 +183,6 @@ class _Pursuit(Progress):
                 self.future.try_fail(caught)
             else:
                 self.future.try_complete(value)
-
-    def _hop(self, rref: RRef[Any]) -> None:
-        self._hops += 1
-        if self._hops > _MAX_HOPS:
-            self.future.try_fail(RRefError(f"{self.future.label} leads from worker to worker without end"))
-            return
-        self.pursue(rref)
 
     def pursue(self, rref: RRef[Any], *, anew: bool = False) -> None:
         """Fetch the value of an RRef from its owner, or from a worker of this host that has a copy.
