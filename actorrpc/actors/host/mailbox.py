@@ -381,18 +381,10 @@ class GroupQueue:
 
     def oldest(self) -> Entry | None:
         """Return the entry that has waited longest. Of very many out-of-order entries, only some are compared."""
-        fresh = next((entry for entry in self.fresh if entry.state is NEW and entry.slot is None), None)
-        others = itertools.chain(self._heap, *self._held.values(), self._parked)
-        waiting = (
-            entry
-            for entry in itertools.islice(others, _LOOKED_AT)
-            if entry.state is NEW and entry.slot is None
-        )
-        return min(
-            (entry for entry in (fresh, *waiting) if entry is not None),
-            key=lambda entry: entry.number,
-            default=None,
-        )
+        fresh = (entry for entry in self.fresh if entry.state is NEW and entry.slot is None)
+        others = itertools.islice(itertools.chain(self._heap, *self._held.values(), self._parked), _LOOKED_AT)
+        waiting = (entry for entry in others if entry.state is NEW and entry.slot is None)
+        return min((*itertools.islice(fresh, 1), *waiting), key=lambda entry: entry.number, default=None)
 
     def drain(self) -> list[Entry]:
         """Remove and return all entries, in order."""

@@ -555,10 +555,6 @@ class ForeignThreads:
         """See futures.NestedRunner."""
         self.begin_await()
 
-    def end_wait(self) -> None:
-        """See futures.NestedRunner."""
-        self.end_await()
-
     def begin_await(self) -> None:
         """See futures.NestedRunner."""
         with self._lock:
@@ -571,6 +567,8 @@ class ForeignThreads:
         """See futures.NestedRunner."""
         with self._lock:
             self.waiting -= 1
+
+    end_wait = end_await
 
     def serve(self) -> None:
         """See futures.NestedRunner."""
