@@ -42,7 +42,6 @@ from actorrpc.transport.stream import CLOSED
 from actorrpc.wire.frames import CANCEL, LATE, STOP, Header, pack_frame
 
 if TYPE_CHECKING:
-    from actorrpc.agent.calls import MailHeader
     from actorrpc.agent.hooks import HookSet
     from actorrpc.agent.peers import Peer
     from actorrpc.agent.threads import Pool

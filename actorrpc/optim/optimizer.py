@@ -31,7 +31,6 @@ from actorrpc.autograd import recorder
 from actorrpc.errors import RpcError
 from actorrpc.futures import Future
 from actorrpc.optim.local_optimizer import Account, LocalOptimizer, check_context, create, within
-from actorrpc.optim.optimizer import DistributedLRScheduler
 from actorrpc.optim.parameters import Given, ParamGroup, StandIn, parse
 from actorrpc.rpc import api
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT, check_timeout

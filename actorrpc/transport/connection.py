@@ -41,7 +41,6 @@ from actorrpc.config import Settings
 from actorrpc.errors import ProtocolError
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import untouched
-from actorrpc.transport.connection import ARMED, AT_ONCE_S, DISARMED, WEIGHT, Spinning, spinner
 from actorrpc.transport.shared_memory import Lane
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.transport.stream import CLOSED, OPEN, SUSPENDED, Goodbye, ReliableStream, StateMachine, Stream

@@ -197,6 +197,10 @@ def _sum(counter: Any, x: int, *, y: int = 0) -> int:
 def test_call_runs_a_plain_function_with_the_instance(counter: ActorHandle[Any]) -> None:
     assert get(actorrpc.call(counter, _sum, 1)) == 4
     assert get(actorrpc.call(counter, _sum, 1, y=2)) == 6
+    assert get(actorrpc.call(counter, lambda _, **given: sorted(given), self=1, function=2)) == [
+        "function",
+        "self",
+    ]
     assert get(actorrpc.call(counter, lambda actor: type(actor).__name__)) == "Counter"
     assert get(actorrpc.call(counter, getattr, "n")) == 3
     get(actorrpc.call(counter, setattr, "n", 10))

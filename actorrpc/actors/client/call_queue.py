@@ -30,6 +30,8 @@ from actorrpc.actors.client.pending_call import (
     PendingCall,
     ReservedCall,
     ResultFuture,
+    awaited,
+    pack_arguments,
 )
 from actorrpc.actors.client.supervisor_client import Fate, peer_of, query
 from actorrpc.actors.refs.arguments import awaited, pack_arguments
@@ -361,7 +363,7 @@ class CallQueue:
             else:
                 ran = ran or (pending is not None and pending.may_have_run)
                 self._failing.append(AwaitingVerdict(future, ran))
-                if not self._locating or self.fate.is_decided:
+                if not self._locating or self.fate.verdict is not None:
                     self.agent.submit(self._fail)
             source = future.source
         if pending is not None and pending.unwanted and source is not None:
@@ -472,7 +474,10 @@ class CallQueue:
     # -- queries to the supervisor ---------------------------------------------------------------------------
 
     def located(self) -> Future[Location]:
-        """Return a future of the actor's location."""
+        """Return a future of the actor's location, which completes when the constructor has returned, also after a restart.
+
+        The future fails with ActorDiedError if the actor is dead; an error of the constructor is the ``cause``.
+        """
         answer: Future[Location] = Future()
         answer.label = f"the location of {self.descriptor.title}"
         if self.location is None:
@@ -520,7 +525,7 @@ class CallQueue:
                 self._on_location(value)
                 return
             with self._lock:
-                self.fate.decided(value)
+                self.fate.verdict = value
                 if self._restarting:
                     for pending in self._waiting.remove(impatient=True):
                         if pending.future is not None:

@@ -113,7 +113,7 @@ class CallTemplate:
     def __str__(self) -> str:
         return f"the call of {self.label}"
 
-    # -- results.ResultPolicy -------------------------------------------------------------------------------
+    # -- snapshot.ResultPolicy ------------------------------------------------------------------------------
 
     def fetched(self) -> None:
         """Request large results with the reply from now on, because this process reads them: saves a round trip and a copy."""

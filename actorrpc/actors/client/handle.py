@@ -70,7 +70,6 @@ __all__ = [
     "is_direct",
     "kill",
     "monitor",
-    "parameters",
     "ready",
     "route_of",
     "route_to",
@@ -121,11 +120,6 @@ def _reference(item: Any) -> Any:
     if isinstance(item, tuple):
         return tuple(_reference(each) for each in item)
     return item
-
-
-def parameters(module: nn.Module, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-    """Return RRefs to the parameters of a module. ``handle.remote_parameters()`` runs this function in the actor."""
-    return modules.parameter_rrefs(module, recurse)
 
 
 C = TypeVar("C")
@@ -454,8 +448,7 @@ class ActorHandle(Generic[C_co]):
     @_own
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> C_co:
         """Return a proxy whose methods call the actor's methods, wait up to ``timeout`` seconds, and return the results."""
-        proxy: Any = ActorProxy(self, "rpc_sync", timeout)
-        return proxy  # type: ignore[no-any-return]
+        return ActorProxy(self, "rpc_sync", timeout)  # type: ignore[return-value]
 
     @_own
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
@@ -471,10 +464,8 @@ class ActorHandle(Generic[C_co]):
     def options(self, **options: Any) -> ActorHandle[C_co]:
         """Return the same handle with other options of its calls."""
         state = self.__dict__
-        descriptor, given = (
-            state["_actorrpc_descriptor"],
-            {**(state["_actorrpc_given"] or {}), **CallOptions.check(options)},
-        )
+        descriptor = state["_actorrpc_descriptor"]
+        given = {**(state["_actorrpc_given"] or {}), **CallOptions.check(options)}
         _check_group(CallOptions(**given), descriptor)
         return ActorHandle(descriptor, state["_actorrpc_route"], given)
 
@@ -507,7 +498,7 @@ class ActorHandle(Generic[C_co]):
     def remote_parameters(self: ActorHandle[nn.Module], recurse: bool = True) -> list[RRef[nn.Parameter]]:
         """Return RRefs to the parameters of the module, each once. Only handles of an nn.Module have this function."""
         found: list[RRef[nn.Parameter]] = _send(
-            self, "rpc_sync", UNSET_RPC_TIMEOUT, _CALL, (parameters,), {"recurse": recurse}
+            self, "rpc_sync", UNSET_RPC_TIMEOUT, _CALL, (modules.parameter_rrefs,), {"recurse": recurse}
         )
         return found
 
@@ -834,7 +825,7 @@ def ready(actor: ActorHandle[Any] | Actor) -> ObjectRef[None]:
 
     The ObjectRef fails with ActorDiedError if the actor is dead or cannot be made; an error of the constructor is the cause.
     """
-    located: Future[Any] = route_to(actor, "ready()").located()
+    located: Future[Any] = route_to(actor, "ready()").queue.located()
 
     def nothing(done: Future[Any]) -> None:
         done.value()

@@ -31,6 +31,7 @@ from actorrpc.actors.host.mailbox import GRACE_S
 from actorrpc.actors.refs.arguments import pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.snapshot import ATOMS, Snapshot, StoredResult
+from actorrpc.actors.refs.wait import cover
 from actorrpc.agent.calls import CURRENT, Call
 from actorrpc.errors import (
     BackpressureError,
@@ -50,12 +51,79 @@ if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
     from actorrpc.agent.timers import Timer
 
-__all__ = ["AwaitingVerdict", "PendingCall", "ReservedCall", "ResultFuture", "RpcFuture"]
+__all__ = [
+    "AwaitingVerdict",
+    "PendingCall",
+    "ReservedCall",
+    "ResultFuture",
+    "RpcFuture",
+    "awaited",
+    "pack_arguments",
+]
 
 INFINITE: Final = float("inf")
 _MARGIN_S: Final = 1.0  # for the round trip of a cancellation and its answer
 _UNCHANGING: Final = frozenset({int, float, bool, str, bytes, type(None), complex, ObjectRef})
 _ENDED: Final = frozenset({CancelledError, RpcTimeoutError, ShutdownError, BackpressureError})
+
+
+# -- ObjectRefs among the arguments ---------------------------------------------------------------------------
+
+# Top-level arguments that are ObjectRefs are replaced before the method runs. The caller sends the small results that it has, and
+# waits for the results of its own calls. The worker of the actor fetches all other results (host/executor.py `resolve`).
+
+
+def pack_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Return the arguments, with values in place of the ObjectRefs whose values this process has outside of shared memory.
+
+    Returns:
+        The arguments, and whether they still contain ObjectRefs, which the actor's worker resolves.
+
+    Raises:
+        BaseException: the error of one of the ObjectRefs. The call is not sent, and fails with this error. As with ``get``,
+            the failures of other ObjectRefs are not logged.
+    """
+    left = False
+
+    def packed(each: Any) -> Any:
+        nonlocal left
+        if type(each) is not ObjectRef:
+            return each
+        future = each._future
+        if future is not None and future.completed:
+            value = future.wait()
+            template = getattr(future, "template", None)
+            if type(value) is Snapshot:
+                if value.stored is None:
+                    return value.open()
+            elif type(value) is not StoredResult:
+                # The value came with a reply, and is now sent on: large results of the next calls should stay on their worker.
+                if template is not None:
+                    template.handed_on()
+                return each._value(value)
+        left = True
+        return each
+
+    try:
+        return (
+            tuple([packed(each) for each in args]),
+            {name: packed(each) for name, each in kwargs.items()},
+            left,
+        )
+    except BaseException:
+        cover([*args, *kwargs.values()])
+        raise
+
+
+def awaited(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Future[Any]]:
+    """Return the pending futures of ObjectRefs among the arguments; an ObjectRef of another worker may have no future yet."""
+    futures = [each._future for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
+    return [each for each in futures if each is not None and not each.done()]
+
+
+# -- calls ----------------------------------------------------------------------------------------------------
 
 
 class _QueueOfCalls(Protocol):

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 from actorrpc._exceptions import is_of_handler, undo_on_error
 from actorrpc.actors.client.call_queue import CallQueue
 from actorrpc.actors.client.call_template import CallTemplate
-from actorrpc.actors.client.pending_call import PendingCall, ResultFuture, RpcFuture
+from actorrpc.actors.client.pending_call import PendingCall, ResultFuture, RpcFuture, pack_arguments
 from actorrpc.actors.client.supervisor_client import query
-from actorrpc.actors.refs.arguments import has_refs, pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
-from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
+from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError
 from actorrpc.actors.spec.class_info import MethodInfo
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.actors.streams.consumer import Again, ObjectRefGenerator
@@ -96,11 +95,6 @@ def _split(future: Future[Any], count: int) -> list[Future[Any]]:
     return parts
 
 
-def _has_died(error: BaseException) -> bool:
-    """Return whether ``error``, with which a stream has failed, says that the actor or its process has ended."""
-    return type(error) is PeerDiedError or isinstance(error, HostedActorGoneError)
-
-
 def _packed(
     future: ResultFuture, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], bool] | None:
@@ -143,11 +137,6 @@ class Route:
             descriptor = self._descriptor = replace(descriptor, location=location)
         return descriptor
 
-    @property
-    def pending(self) -> int:
-        """How many calls of this process are in flight, queued, or await the verdict."""
-        return self.queue.pending
-
     # -- calling -----------------------------------------------------------------------------------------
 
     def call(
@@ -187,7 +176,7 @@ class Route:
         unresolved = False
         span = self._span(template, future) if profiler._is_profiler_enabled or thread_is_profiled() else None
         try:
-            if ObjectRef in map(type, args) or (kwargs and has_refs(args, kwargs)):
+            if ObjectRef in map(type, args) or (kwargs and ObjectRef in map(type, kwargs.values())):
                 packed = _packed(future, args, kwargs)
                 if packed is None:
                     return future
@@ -248,7 +237,7 @@ class Route:
         template = queue.template_for(method, options, False)
         seconds = template.seconds if timeout is None else timeout
         if template.peer is None:
-            self.located().wait(seconds or None)
+            queue.located().wait(seconds or None)
             place = queue.place
             if place is None:
                 raise queue.unavailable(template, False)
@@ -286,7 +275,8 @@ class Route:
         queue = self.queue
 
         def again(error: BaseException) -> Future[Any] | None:
-            retried = _has_died(error) or queue.is_retried(options.retry_exceptions, error)
+            has_died = type(error) is PeerDiedError or isinstance(error, HostedActorGoneError)
+            retried = has_died or queue.is_retried(options.retry_exceptions, error)
             if not retried or next(tries, None) is None:
                 return None
             args, kwargs = PendingCall.opened(held)
@@ -331,18 +321,6 @@ class Route:
         return future
 
     # -- queries to the supervisor --------------------------------------------------------------------------
-
-    def located(self) -> Future[Location]:
-        """Return a future of the actor's location, which completes when the constructor has returned, also after a restart.
-
-        The future fails with ActorDiedError if the actor is dead; an error of the constructor is the ``cause``.
-        """
-        return self.queue.located()
-
-    @property
-    def location(self) -> Location | None:
-        """Where the actor lives, if this process knows it."""
-        return self.queue.location
 
     def alive(self) -> Future[bool]:
         """Return a future of a bool: whether the actor lives, or is being made or restarted, according to its supervisor."""

@@ -345,7 +345,7 @@ class Collective:
             return True
         for rank, handle in enumerate(_members(self._source)):
             slot = generation.slots.get(rank)
-            located = route_of(handle).located()
+            located = route_of(handle).queue.located()
             located.add_done_callback(Future.acknowledge)
             place = located.value_or_none  # None: the actor is being restarted
             if slot is None or place is None:

@@ -133,7 +133,7 @@ def broadcast(ref: ObjectRef[T], actors: Iterable[ActorHandle[Any]]) -> list[Obj
     """
     if not isinstance(ref, ObjectRef):
         raise TypeError(f"broadcast() takes an ObjectRef, not a {type(ref).__name__}: put() the value first")
-    located = [route_to(each, "broadcast()").located() for each in actors]
+    located = [route_to(each, "broadcast()").queue.located() for each in actors]
     for each in located:
         each.add_done_callback(Future.acknowledge)  # calls of the actor report the error
     return _copy_to_all(ref, located)

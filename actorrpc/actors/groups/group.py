@@ -289,7 +289,7 @@ class GroupMethod(Generic[P, R]):
             share(
                 args,
                 kwargs,
-                [route_of(handle).located() for handle in self._view.handles],
+                [route_of(handle).queue.located() for handle in self._view.handles],
             )
             if args or kwargs
             else None
@@ -322,7 +322,7 @@ class GroupMethod(Generic[P, R]):
 
 def _busyness(handle: ActorHandle[Any]) -> tuple[bool, int]:
     route = route_of(handle)
-    return route.queue.fate.death is not None, route.pending
+    return route.queue.fate.death is not None, route.queue.pending
 
 
 class GroupStream(Generic[R]):
@@ -595,7 +595,7 @@ class ActorGroup(Generic[C]):
         """
         view = replace(self._view, return_exceptions=False)
         label = f"ready({view.title})"
-        located = [route_of(handle).located() for handle in view.handles]
+        located = [route_of(handle).queue.located() for handle in view.handles]
         future: Future[None] = gather(located, f"the call of {label}", lambda _: None, view.annotate)
         return ObjectRef(future, label=label)
 

@@ -17,10 +17,9 @@ from actorrpc._limits import NO_THREAD, explain_threads
 from actorrpc.actors.context import current
 from actorrpc.actors.host.carriers import ActorThreads
 from actorrpc.actors.host.event_loop import EventLoop
-from actorrpc.actors.host.executor import ActorExecutor, died
+from actorrpc.actors.host.executor import ActorExecutor, died, resolve
 from actorrpc.actors.host.mailbox import NOTHING, Entry, Envelope, GroupQueue, Mailbox, Wakeups
 from actorrpc.actors.host.threads import FOREIGN_THREADS, Runner
-from actorrpc.actors.refs.arguments import resolve
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import IN_RESTORE, ActorSpec, HostedActorGoneError
 from actorrpc.agent import hooks
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
     from actorrpc.agent.timers import Tick
 
-__all__ = ["DeadlockSearch", "HostedActor", "Registry", "send_ended"]
+__all__ = ["HostedActor", "send_ended"]
 
 _log = logging.getLogger("actorrpc.actors")
 
@@ -51,11 +50,7 @@ def send_ended(runtime: Runtime, spec: ActorSpec, kind: str, text: str) -> None:
     """
     agent = runtime.agent
     future: Future[None] = Future()
-
-    def over(done: Future[None]) -> None:
-        done.acknowledge()  # an error means that the supervisor's worker has ended
-
-    future.add_done_callback(over)
+    future.add_done_callback(Future.acknowledge)  # an error means that the supervisor's worker has ended
     try:
         peer = runtime.references.peer_of(spec.descriptor.supervisor)
         agent.call(peer, _ended, (spec.actor_id, spec.epoch, kind, text), {}, 0, future=future)
@@ -86,33 +81,25 @@ def _shown(instance: Any) -> str:
         return ""
 
 
-class DeadlockSearch(Protocol):
-    """The methods of a DeadlockDetector that actors use."""
+class _DeadlockSearch(Protocol):
+    """The attributes and methods of a DeadlockDetector that actors use."""
 
     looks: Tick
     wake: Callable[[], None]
 
-    def note(self, error: DeadlockError) -> None:
-        """See DeadlockDetector.note."""
+    def note(self, error: DeadlockError) -> None: ...
 
 
-class Registry(Protocol):
-    """The methods of an ActorRegistry that its actors use."""
+class _Registry(Protocol):
+    """The attributes and methods of an ActorRegistry that its actors use."""
 
     executions: itertools.count[int]
 
     @property
-    def deadlocks(self) -> DeadlockSearch:
-        """See ActorRegistry."""
-
-    def new_caller(self) -> int:
-        """See ActorRegistry.new_caller."""
-
-    def number_threads(self) -> None:
-        """See ActorRegistry.number_threads."""
-
-    def forget(self, hosted: HostedActor) -> None:
-        """See ActorRegistry.forget."""
+    def deadlocks(self) -> _DeadlockSearch: ...
+    def new_caller(self) -> int: ...
+    def number_threads(self) -> None: ...
+    def forget(self, hosted: HostedActor) -> None: ...
 
 
 class HostedActor:
@@ -129,7 +116,9 @@ class HostedActor:
     on_imported: ClassVar[Callable[[], None] | None] = None
     on_shown: ClassVar[Callable[[str], None] | None] = None
 
-    def __init__(self, registry: Registry, runtime: Runtime, instance_id: int, threads: ActorThreads) -> None:
+    def __init__(
+        self, registry: _Registry, runtime: Runtime, instance_id: int, threads: ActorThreads
+    ) -> None:
         self.registry = registry
         self.runtime = runtime
         self.agent = runtime.agent
@@ -183,7 +172,8 @@ class HostedActor:
             queue = self._lane_of(name, header.get("group"))
         todo = self.mailbox.put(entry, queue)
         if todo is None:
-            self._refuse_gone(entry)
+            gone = HostedActorGoneError(self.id, self.why)
+            self.agent.submit(partial(self.executor.refuse, entry, gone))
             return
         for runner in todo.wake:
             # Do not wake an idle runner whose own thread this is: this thread has read the message, and checks the queue next.
@@ -388,9 +378,6 @@ class HostedActor:
             _BLOCKED_S,
             slot.stack(),
         )
-
-    def _refuse_gone(self, entry: Envelope) -> None:
-        self.agent.submit(partial(self.executor.refuse, entry, HostedActorGoneError(self.id, self.why)))
 
     # -- cancellation -----------------------------------------------------------------------------------
 

@@ -88,7 +88,8 @@ class ActorThread:
         follow_torch()
         threads, own = self._threads, self._own
         while True:
-            runner = own or self._next()
+            runner, self.given = own or self.given, None
+            runner = runner or threads.next_shared()
             if runner is None:
                 if threads.wait(self):
                     continue
@@ -108,10 +109,6 @@ class ActorThread:
         self.flush()
         if threads.ready:
             threads.pass_on()
-
-    def _next(self) -> Runner | None:
-        runner, self.given = self.given, None
-        return runner or self._threads.next_shared()
 
     def flush(self) -> None:
         """Send the answers that are still buffered."""

@@ -170,10 +170,7 @@ class Checkpoints:
             await kept
 
     def _make(self) -> tuple[int, Snapshot] | None:
-        hosted = self._hosted
-        # Calls of _spec are avoided for an actor that is alive.
-        is_kept = hosted.state == "alive" and hosted.executor.keeps_state
-        spec = hosted.spec if is_kept else self._spec
+        hosted, spec = self._hosted, self._spec
         if spec is None:
             return None
         number = next(self._numbers)

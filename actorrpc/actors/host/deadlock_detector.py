@@ -73,8 +73,7 @@ _Target = Call | Stall | Envelope
 
 
 class _Actors(Protocol):
-    def all(self) -> list[HostedActor]:
-        """See ActorRegistry.all."""
+    def all(self) -> list[HostedActor]: ...
 
 
 class Searched(Protocol):
@@ -203,7 +202,7 @@ def _pausing_streams(runtime: Searched) -> Iterator[_Wait]:
         if entry is None or not pause or entry.hosted is None or entry.queue is None:
             continue
         hosted, queue = entry.hosted, entry.queue
-        slot: Any = hosted.mailbox.slot_of(entry.chain)
+        slot: Any = hosted.mailbox.running.get(entry.chain)
         if (
             slot is not None and slot.depth > 1
         ):  # the generator may run nested within a wait of its own reader
@@ -319,11 +318,8 @@ def _follow(runtime: Searched, targets: Sequence[Any], probe: Probe) -> None:
 def _search_at(runtime: Searched, peer: Peer, kind: str, key: Any, probe: Probe) -> None:
     """Continue a search on another worker; does not wait."""
     answer: Future[None] = Future()
-
-    def over(done: Future[None]) -> None:
-        done.acknowledge()  # after an error, the search ends here: the other worker has ended, or does not answer in time
-
-    answer.add_done_callback(over)
+    # After an error, the search ends here: the other worker has ended, or does not answer in time.
+    answer.add_done_callback(Future.acknowledge)
     token = CURRENT.set(None)
     try:
         runtime.agent.call(peer, _search_here, (kind, key, probe), {}, 10.0, future=answer)
@@ -400,7 +396,7 @@ def _at_call(runtime: Searched, entry: Envelope, hosted: HostedActor, probe: Pro
     if running is not entry and probe.began(runtime, hosted, running.chain):
         _verdict(hosted, entry, probe)
         return
-    slot: Any = hosted.loop_of(queue) or hosted.mailbox.slot_of(running.chain)
+    slot: Any = hosted.loop_of(queue) or hosted.mailbox.running.get(running.chain)
     if slot is None:
         return
     # The innermost execution on this thread has to end first.
@@ -424,7 +420,7 @@ def _at_generator(runtime: Searched, producer: Producer | None, probe: Probe) ->
     if producer is None or entry is None or entry.hosted is None or producer.pause:
         return
     _at_task(runtime, entry, probe)
-    slot: Any = entry.hosted.mailbox.slot_of(entry.chain)
+    slot: Any = entry.hosted.mailbox.running.get(entry.chain)
     if slot is not None and slot.waiting:
         _follow(runtime, slot.waits_for, probe.past(entry.title))
 

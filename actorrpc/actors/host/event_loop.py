@@ -361,9 +361,8 @@ class EventLoop:
         )
 
     def _run_within(self, entry: Envelope) -> None:
-        waits, plain = self._waits, self.plain
         # A new list, so that wake() does not wake the outer wait while a call runs within it.
-        self._waits = []
+        waits, self._waits = self._waits, []
         grad = torch.is_grad_enabled()
         if grad is not self._grad:
             torch._C._set_grad_enabled(self._grad)
@@ -372,7 +371,6 @@ class EventLoop:
         finally:
             torch._C._set_grad_enabled(grad)
             self._waits = waits
-            self.plain = plain
 
 
 def _complain(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

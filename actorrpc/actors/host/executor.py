@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from threading import get_ident
 from traceback import walk_tb
@@ -23,8 +23,9 @@ from actorrpc.actors.context import runtime
 from actorrpc.actors.host.checkpoints import Checkpoints
 from actorrpc.actors.host.mailbox import GRACE_S, Envelope, GroupQueue
 from actorrpc.actors.host.threads import RUNS, Interrupted, Runner
-from actorrpc.actors.refs.object_ref import SMALL, keep_large
+from actorrpc.actors.refs.object_ref import SMALL, ObjectRef, keep_large
 from actorrpc.actors.refs.snapshot import ATOMS, Snapshot, StoredResult
+from actorrpc.actors.refs.wait import gather
 from actorrpc.actors.spec.actor_spec import ActorExit, HostedActorGoneError, exit_text
 from actorrpc.actors.streams.producer import aproduce, produce
 from actorrpc.agent import outbound
@@ -32,6 +33,7 @@ from actorrpc.agent.calls import CALLER_BIT, CURRENT, MAILBOX_BIT
 from actorrpc.agent.executor import ASYNC_MARK, Deferred, future_of
 from actorrpc.agent.hooks import run_hooked
 from actorrpc.errors import CancelledError, LimitError, RpcError, RpcTimeoutError
+from actorrpc.futures import Future
 from actorrpc.rpc.rref import RRef
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.streams.producer import Producer
     from actorrpc.agent.peers import Peer
 
-__all__ = ["ActorExecutor", "died"]
+__all__ = ["ActorExecutor", "died", "resolve"]
 
 INFINITE: Final = float("inf")
 _AT_ONCE: Final = 64  # calls that are started in one callback of the event loop
@@ -58,6 +60,31 @@ def died(hosted: HostedActor, why: str) -> HostedActorGoneError:
     error = HostedActorGoneError(hosted.id, why)
     error.maybe_executed = True
     return error
+
+
+def resolve(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Future[tuple[tuple[Any, ...], dict[str, Any]]] | None:
+    """Start to fetch the results of all ObjectRefs among the arguments; no thread waits.
+
+    Returns:
+        A Future of the arguments with values in place of ObjectRefs, which fails as soon as one ObjectRef fails; None if no
+        argument is an ObjectRef.
+    """
+    refs = [each for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
+    if not refs:
+        return None
+
+    def complete(fetched: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        values = iter(fetched)
+        return (
+            tuple([next(values) if type(each) is ObjectRef else each for each in args]),
+            {name: next(values) if type(each) is ObjectRef else each for name, each in kwargs.items()},
+        )
+
+    resolved = gather(refs, "the ObjectRefs among the arguments", complete)
+    resolved.flush()
+    return resolved
 
 
 class ActorExecutor:
@@ -289,7 +316,7 @@ class ActorExecutor:
             return self._reference, "sync"
         raise AttributeError(f"actor {self.hosted.title} has no method {name!r}")
 
-    def _call_function(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _call_function(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return function(self.hosted.instance, *args, **kwargs)
 
     def _attribute(self, name: str) -> Any:
@@ -475,15 +502,12 @@ class ActorExecutor:
                 answer = partial(self.fail, entry, CancelledError(f"{self.label(entry)} was cancelled"))
             self._when_kept(entry, answer)
         except BaseException as error:
-            self._raised_async(entry, error)
-
-    def _raised_async(self, entry: Envelope, error: BaseException) -> None:
-        if not is_a(error, asyncio.CancelledError):
-            self._raised(entry, error)
-        elif self.hosted.ended:  # the loop has cancelled the coroutine, because the actor ended
-            self.fail(entry, died(self.hosted, self.hosted.why))
-        else:
-            self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
+            if not is_a(error, asyncio.CancelledError):
+                self._raised(entry, error)
+            elif self.hosted.ended:  # the loop has cancelled the coroutine, because the actor ended
+                self.fail(entry, died(self.hosted, self.hosted.why))
+            else:
+                self.fail(entry, CancelledError(f"{self.label(entry)} was cancelled"))
 
     def answer(self, entry: Envelope, value: Any, *, keep: bool = True) -> bool:
         """Send the result of a call (with ``keep``, maybe a reference to it); send nothing, return False if it was answered."""

@@ -28,14 +28,48 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-__all__ = ["DEQUEUED", "NEW", "NOTHING", "OVER", "Entry", "GroupQueue", "Mailbox", "ThreadSlot", "Wakeups"]
+from actorrpc import _time
+from actorrpc.agent.calls import CALLER_BIT, MAILBOX_BIT, Execution
+from actorrpc.agent.executor import path_of
+from actorrpc.wire.frames import MAIL, Header
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from actorrpc.actors.host.actor import HostedActor
+    from actorrpc.agent.peers import Peer
+    from actorrpc.agent.timers import Timer
+    from actorrpc.transport.connection import Connection
+    from actorrpc.wire.frames import Frame
+
+__all__ = [
+    "DEQUEUED",
+    "GRACE_S",
+    "NEW",
+    "NOTHING",
+    "OVER",
+    "Entry",
+    "Envelope",
+    "GroupQueue",
+    "Mailbox",
+    "ThreadSlot",
+    "Wakeups",
+]
+
+GRACE_S: Final = 5.0
+"""How many seconds a coroutine may take to clean up, and make calls, after it was cancelled."""
 
 NEW: Final = "new"  # in a queue
 DEQUEUED: Final = "dequeued"
 OVER: Final = "over"  # cancelled, or finished
 _LOOKED_AT: Final = 1000
+
+_UNUSUAL: Final = frozenset({"place", "priority", "unordered", "unresolved"})
+"""The fields of a header that change how a call is queued."""
+
+_CALLER: Final = (1 << MAILBOX_BIT - CALLER_BIT) - 1
 
 
 class ThreadSlot(Protocol):
@@ -83,6 +117,105 @@ class Entry:
         if self.number == other.number and self.priority == other.priority:
             return self.place < other.place  # one of the two entries is a repetition
         return (-self.priority, self.number) < (-other.priority, other.number)
+
+
+class Envelope(Entry, Execution):
+    """A call of an actor: it waits in the mailbox, is executed and is answered.
+
+    Attributes:
+        frame: the message; :meth:`claim_frame` removes the attribute.
+        whole: the whole message has arrived; if False, only its beginning has: see HostedActor.receive_rest.
+        opened: ``(args, kwargs)`` if they were decoded before the call's turn, or the error of an argument; otherwise None.
+    """
+
+    # Class attributes are the defaults: an envelope is made for each call, and most calls set few of these.
+    frame: Frame
+    header: Header
+    hosted: HostedActor | None = None
+    whole = True
+    opened: Any = None
+    task: asyncio.Task[Any] | None = None
+    start_forbidden = False  # the call was cancelled: if it has not begun, it must not begin
+    unwanted = False  # the caller has cancelled the call
+    grace: Timer | None = None  # after the coroutine was cancelled: the time to its second cancellation
+    sole = False  # only this package refers to the result
+    _circles: dict[int, float] | None = None
+
+    @property
+    def caller(self) -> object:
+        """The caller; calls of equal callers keep their order."""
+        return self.peer, self.chain >> CALLER_BIT & _CALLER
+
+    @property
+    def circles(self) -> dict[int, float]:
+        """Execution -> the time when the search for deadlocks first found it in one circle of waits with this call."""
+        if self._circles is None:
+            self._circles = {}
+        return self._circles
+
+    @property
+    def title(self) -> str:
+        """The actor and the method, for messages."""
+        method = f"{self.header.get('method', '__init__')}()"
+        return method if self.hosted is None else f"{self.hosted.title}.{method}"
+
+    @property
+    def reserved(self) -> bool:
+        """Whether the call only reserves its place: the caller sends the message when its arguments are complete."""
+        frame: Frame | None = getattr(self, "frame", None)  # another thread may remove it
+        return not self.whole and frame is not None and frame.flags == MAIL
+
+    def __init__(self, conn: Connection | None, peer: Peer, frame: Frame, header: Header) -> None:
+        self.conn = conn
+        self.peer = peer
+        self.frame = frame
+        self.header = header
+        self.id = self.place = frame.id
+        self.chain = frame.chain
+        self.received_at = received_at = _time.now() if conn is None else conn.last_received
+        self.deadline = received_at + frame.remaining
+        self.nested = {}
+        if frame.chain >> MAILBOX_BIT:
+            self.path = path_of(header, frame.chain)
+        if not _UNUSUAL.isdisjoint(header):
+            self.apply_header(header)
+
+    def apply_header(self, header: Header) -> None:
+        """Set the attributes that depend on the header fields :data:`_UNUSUAL`."""
+        self.ready = self.ready and "unresolved" not in header
+        self.priority = int(header.get("priority", 0))
+        self.loose = bool(header.get("unordered"))
+        if "place" in header:
+            self.place, self.again = int(header["place"]), True
+
+    def claim_frame(self) -> Frame | None:
+        """Remove and return the message, to decode or discard it. Exactly one caller gets the message; others get None."""
+        try:
+            frame = self.frame
+            del self.frame  # atomic. ``__dict__.pop`` would make a dictionary, and slow down each later access to an attribute
+        except AttributeError:
+            return None
+        return frame
+
+    def keep_opened(self, opened: Any) -> None:
+        """Set ``opened``, for the call's turn. If the call was cancelled, do not: the mailbox may refer to it for a long time."""
+        self.opened = opened
+        if self.state is OVER:
+            self.opened = None
+
+    def cancel(self, stop: bool = False, late: bool = False) -> None:
+        """Cancel the call for its caller. Runs on a pool thread.
+
+        ``stop``: a method that runs in a thread is interrupted. Without ``stop`` it continues: if only the caller's time-out has
+        passed or the caller has ended, no user has asked for an interruption. A coroutine is cancelled in both cases.
+        """
+        # Set before `running` is read: the thread that replaces the call in `running` by its stream reads `unwanted` afterwards.
+        self.unwanted = True
+        if self.hosted is not None:
+            self.hosted.cancel(self, stop, late)
+        stream = self.peer.running.get(self.id)
+        if stream is not None and stream is not self:
+            stream.cancel(stop)
 
 
 class Wakeups:
@@ -148,33 +281,21 @@ class GroupQueue:
             running -= self.foreign_threads.waiting
         return running >= self.limit
 
-    def _put_before(self, entry: Entry) -> None:
-        """Give a repeated entry the number of the first of its caller's later entries, so that it is dequeued before them.
-
-        Of entries with equal numbers, the entry with the lower ``place`` is dequeued first.
-        """
-        for each in self.entries():
-            if (
-                each.caller == entry.caller
-                and each.priority == entry.priority
-                and each.place > entry.place
-                and each.number < entry.number
-            ):
-                entry.number = each.number
-                return
-
     def put_back(self, entry: Entry) -> None:
         """Queue an entry that has a path or a priority, repeats a call, or returns from a runner that did not run it."""
         if entry.again:
-            self._put_before(entry)
+            # Give it the number of the first of its caller's later entries, so that it is dequeued before them: of entries with
+            # equal numbers, the entry with the lower `place` is dequeued first.
+            key = entry.caller, entry.priority
+            later = [
+                e.number for e in self.entries() if (e.caller, e.priority) == key and e.place > entry.place
+            ]
+            entry.number = min((entry.number, *later))
         entry.queue = self
         self.waiting += 1
-        self._enter(entry)
-        heapq.heappush(self._heap, entry)
-
-    def _enter(self, entry: Entry) -> None:
         for execution in entry.path:
             self._of_chain.setdefault(execution, {})[entry] = None
+        heapq.heappush(self._heap, entry)
 
     def removed(self, entry: Entry) -> None:
         """Record that an entry was dequeued, cancelled or passed to a runner."""
@@ -266,18 +387,10 @@ class GroupQueue:
 
     def oldest(self) -> Entry | None:
         """Return the entry that has waited longest. Of very many out-of-order entries, only some are compared."""
-        fresh = next((entry for entry in self.fresh if entry.state is NEW and entry.slot is None), None)
-        others = itertools.chain(self._heap, *self._held.values(), self._parked)
-        waiting = (
-            entry
-            for entry in itertools.islice(others, _LOOKED_AT)
-            if entry.state is NEW and entry.slot is None
-        )
-        return min(
-            (entry for entry in (fresh, *waiting) if entry is not None),
-            key=lambda entry: entry.number,
-            default=None,
-        )
+        fresh = (entry for entry in self.fresh if entry.state is NEW and entry.slot is None)
+        others = itertools.islice(itertools.chain(self._heap, *self._held.values(), self._parked), _LOOKED_AT)
+        waiting = (entry for entry in others if entry.state is NEW and entry.slot is None)
+        return min((*itertools.islice(fresh, 1), *waiting), key=lambda entry: entry.number, default=None)
 
     def drain(self) -> list[Entry]:
         """Remove and return all entries, in order."""
@@ -296,7 +409,8 @@ class Mailbox:
         queues: by concurrency group; ``""`` is the default group.
         async_lanes: the queues for ``async def`` methods; empty for an actor that has none.
         reentrant: a call that descends from a running call runs within it.
-        running: execution -> its runner; None: it runs on an event loop. Single operations are atomic and need no lock.
+        running: execution -> its runner, which may be running another execution nested; None: it runs on an event loop. Single
+            operations are atomic and need no lock.
     """
 
     def __init__(self) -> None:
@@ -512,10 +626,6 @@ class Mailbox:
                     entry.state = DEQUEUED
                     return entry
         return None
-
-    def slot_of(self, execution: int) -> ThreadSlot | None:
-        """Return the runner of an execution, which may be running another execution nested; None if no runner runs it."""
-        return self.running.get(execution)
 
     def done(self, queue: GroupQueue, slot: ThreadSlot | None = None) -> Wakeups:
         """Record the end of an entry that :meth:`dequeue` returned. Queue the entries again that did not run nested within it."""

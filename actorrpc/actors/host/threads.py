@@ -263,7 +263,7 @@ class Runner:
 
     def runs(self, execution: int) -> bool:
         """Whether an execution is under way here."""
-        return self._hosted.mailbox.slot_of(execution) is self
+        return self._hosted.mailbox.running.get(execution) is self
 
     def wake(self) -> None:
         """Make an idle runner check its queue. If the runner has :attr:`work`, make it run that within its wait."""
@@ -555,10 +555,6 @@ class ForeignThreads:
         """See futures.NestedRunner."""
         self.begin_await()
 
-    def end_wait(self) -> None:
-        """See futures.NestedRunner."""
-        self.end_await()
-
     def begin_await(self) -> None:
         """See futures.NestedRunner."""
         with self._lock:
@@ -571,6 +567,8 @@ class ForeignThreads:
         """See futures.NestedRunner."""
         with self._lock:
             self.waiting -= 1
+
+    end_wait = end_await
 
     def serve(self) -> None:
         """See futures.NestedRunner."""

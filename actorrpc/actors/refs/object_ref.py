@@ -166,7 +166,13 @@ class _Pursuit(Progress):
             self._is_nearby = True
             self.follow(self._copies.request(value))
         elif type(value) is StoredResult and not self._stays:
-            self._hop(value.rref)
+            self._hops += 1
+            if self._hops > _MAX_HOPS:
+                self.future.try_fail(
+                    RRefError(f"{self.future.label} leads from worker to worker without end")
+                )
+            else:
+                self.pursue(value.rref)
         else:
             try:
                 # An object that lives on this worker is shared by all readers, so copy it. A fetched object has one reader.
@@ -177,13 +183,6 @@ class _Pursuit(Progress):
                 self.future.try_fail(caught)
             else:
                 self.future.try_complete(value)
-
-    def _hop(self, rref: RRef[Any]) -> None:
-        self._hops += 1
-        if self._hops > _MAX_HOPS:
-            self.future.try_fail(RRefError(f"{self.future.label} leads from worker to worker without end"))
-            return
-        self.pursue(rref)
 
     def pursue(self, rref: RRef[Any], *, anew: bool = False) -> None:
         """Fetch the value of an RRef from its owner, or from a worker of this host that has a copy.
@@ -346,7 +345,8 @@ class ObjectRef(Generic[T_co]):
         if future.completed and (future.error is not None or type(future.value_or_none) is not StoredResult):
             return future
         found = self._fetched
-        if found is None or _worth_another_try(found):
+        # A fetch that failed only because its reader timed out or cancelled it is repeated.
+        if found is None or (found.completed and isinstance(found.error, (RpcTimeoutError, CancelledError))):
             pursuit = _Pursuit(InnerFuture(), f"the result of {self._name()}")
             with _lock:
                 if self._fetched is found:
@@ -556,11 +556,6 @@ class ObjectRef(Generic[T_co]):
         raise AttributeError(
             f"an ObjectRef has no attribute {name!r}: it is a reference; actorrpc.get(ref) gives the value"
         )
-
-
-def _worth_another_try(fetched: Future[Any]) -> bool:
-    """Return whether a fetch has failed only because its reader timed out or cancelled it, so that it may be repeated."""
-    return fetched.completed and isinstance(fetched.error, (RpcTimeoutError, CancelledError))
 
 
 def _as_failed(ref_id: bytes, label: str, error: BaseException, context: MessageContext) -> tuple[Any, ...]:

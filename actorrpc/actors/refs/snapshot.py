@@ -1,8 +1,13 @@
 """Snapshots: copies of objects at one moment, from which equal objects can be made later, in this process or on another worker.
 
-Objects that wait before they are sent (the arguments of a call to an actor that is being restarted, an item that a
-generator yielded, a result that stays on the actor's worker) are kept as snapshots: later changes of the object do not
-change the snapshot, and an object that cannot be sent is refused at once.
+The value of a result's future is an object of a class in :data:`ATOMS`, a :class:`Snapshot`, a :class:`StoredResult`, or an
+object that came with the reply. Readers may share the first three. An object that came with the reply is given to the first
+reader only: before that, a Snapshot replaces the object in the future (:func:`replace`), and all other readers get values that
+are made from the Snapshot.
+
+Objects that wait before they are sent (the arguments of a call to an actor that is being restarted, an item that a generator
+yielded) are snapshots, too: later changes of the object do not change the snapshot, and an object that cannot be sent is refused
+at once.
 """
 
 from __future__ import annotations
@@ -10,8 +15,9 @@ from __future__ import annotations
 import ctypes
 import pickle
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import _time
 from actorrpc.actors.context import current
@@ -19,6 +25,8 @@ from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES
+from actorrpc.futures import Future
+from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import codec
 from actorrpc.serialization.local_refs import LocalReferences
 from actorrpc.transport import buffers as memory
@@ -28,7 +36,10 @@ from actorrpc.transport.shared_memory import layout
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
 
-__all__ = ["LARGE", "Snapshot"]
+__all__ = ["ATOMS", "LARGE", "Snapshot", "StoredResult", "of_promise", "readable", "replace"]
+
+ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, range, type(Ellipsis)})
+"""Classes of immutable objects, which all readers may share."""
 
 LARGE: Final = 256 << 10
 """A snapshot of at least this many bytes of tensors, arrays and buffers is put into memory that processes of a host share."""
@@ -247,24 +258,18 @@ class Snapshot:
             in_context = self._tag[0] if self._tag else None
             return Snapshot.of(self.open(), remote_main=False, context=in_context).__reduce_ex__(protocol)
         stored = self.stored
+        rest = dict(self._definitions), tuple(self._held), self._by_name, self._tag
         if stored is not None and isinstance(context, MessageContext) and (runtime := current()) is not None:
             if runtime.agent.shares_memory(context.peer):
                 where = context.place_of(stored.segment), stored.offset, stored.nbytes, self._sizes
-                return _rebuild, (
-                    where,
-                    bytes(self._body),
-                    dict(self._definitions),
-                    tuple(self._held),
-                    self._by_name,
-                    self._tag,
-                )
+                return _rebuild, (where, bytes(self._body), *rest)
         body: Any = self._body
         if len(body) > _OUT_OF_BAND:
             body = pickle.PickleBuffer(body)
         elif not isinstance(body, bytes):
             body = bytes(body)
         buffers = tuple(map(pickle.PickleBuffer, self._whole()[0]))
-        return Snapshot, (body, buffers, dict(self._definitions), tuple(self._held), self._by_name, self._tag)
+        return Snapshot, (body, buffers, *rest)
 
     def __repr__(self) -> str:
         return f"<Snapshot of {self.nbytes} bytes>"
@@ -335,3 +340,81 @@ def _copy_of(span: codec.TensorSpan) -> memoryview:
     if nbytes:
         memory.copy(ctypes.addressof(ctypes.c_char.from_buffer(target)), span)
     return target
+
+
+# -- the values of results -------------------------------------------------------------------------------------
+
+
+class ResultPolicy(Protocol):
+    """The method of a CallTemplate, which decides where further large results of a method are kept, that readers call."""
+
+    def fetched(self) -> None:
+        """Record that the caller reads a result of the method, instead of only passing its ObjectRef on."""
+
+
+class StoredResult:
+    """Stands for a result that stayed on the worker that made it.
+
+    Attributes:
+        rref: refers to the result, or to a Snapshot of the result. Never changed.
+        policy: is notified when the caller fetches the result.
+    """
+
+    __slots__ = ("policy", "rref")
+
+    def __init__(self, rref: RRef[Any]) -> None:
+        self.rref = rref
+        self.policy: ResultPolicy | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StoredResult, (self.rref,)
+
+    def __repr__(self) -> str:
+        return f"StoredResult({self.rref!r})"
+
+
+_SHARED: Final = ATOMS | {Snapshot, StoredResult}
+
+# Guards the values of completed futures while Snapshots replace them. Re-entrant, because the garbage collector may run
+# finalisers that use ObjectRefs.
+_lock = threading.RLock()
+
+
+def replace(value: Any, futures: Iterable[Future[Any]]) -> tuple[Any, bool]:
+    """Replace an object that came with a reply by a Snapshot.
+
+    Args:
+        futures: the completed futures that may have the object as their value.
+
+    Returns:
+        1. The value that the futures have now: the Snapshot; or the object itself, which all readers then share, if it cannot be
+        copied or has a gradient history. 2. True if this call has replaced the object, so that only its caller has the object.
+    """
+    try:
+        snapshot = Snapshot.of(value, recorded=False)
+    except RpcError:
+        snapshot = None
+    with _lock:
+        having = [each for each in futures if each.value_or_none is value]
+        if not having:
+            # Another thread has replaced the object by a Snapshot and given it to a reader, which may have changed it while this
+            # thread copied it.
+            return next(
+                (each.value_or_none for each in futures if type(each.value_or_none) is Snapshot), value
+            ), False
+        if snapshot is None:
+            return value, False
+        for each in having:
+            each.replace_value(snapshot)
+    return snapshot, True
+
+
+def readable(value: Any, futures: Iterable[Future[Any]]) -> Any:
+    """Return an object that all readers may share: ``value``, the value of completed futures, or a Snapshot of it."""
+    return value if type(value) in _SHARED else replace(value, futures)[0]
+
+
+def of_promise(found: Any) -> Any:
+    """Return the object to send to readers of the RRef whose value is ``found``. The value of a promise is a completed future."""
+    # Use type(): isinstance() would read the object's __class__, which may run user code.
+    return readable(found.value_or_none, (found,)) if issubclass(type(found), Future) else found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import importlib
 import sys
 import weakref
 from abc import abstractmethod
@@ -24,9 +25,8 @@ from actorrpc import _time
 from actorrpc._exceptions import say
 from actorrpc.actors.refs.object_ref import SOLE, ObjectRef
 from actorrpc.actors.refs.snapshot import ATOMS, StoredResult
-from actorrpc.actors.refs.wait import progress_bar
 from actorrpc.agent.calls import CURRENT, Call
-from actorrpc.errors import CancelledError, RemoteError, RpcTimeoutError
+from actorrpc.errors import CancelledError, ConfigError, RemoteError, RpcTimeoutError
 from actorrpc.futures import INTERRUPTED, Future, Progress, generation, interruption_point
 from actorrpc.rpc.rref import RRef
 from actorrpc.validation import wait_limit
@@ -52,7 +52,6 @@ GetTimeoutError = RpcTimeoutError
 """Ray's name for the error that :func:`get` raises when a result is not available in time."""
 
 _ANY_FUTURE: Final[type] = torch._C.Future
-_REFS: Final = frozenset({ObjectRef})
 _INFINITE: Final = float("inf")
 
 
@@ -407,15 +406,7 @@ def get(
 ) -> T: ...
 @overload
 def get(
-    refs: Arrivals[T],
-    *,
-    timeout: float | None = None,
-    copy: bool | None = None,
-    cancel_on_interrupt: bool | None = None,
-) -> list[T]: ...
-@overload
-def get(
-    refs: Sequence[ObjectRef[T] | Future[T] | RRef[T]],
+    refs: Arrivals[T] | Sequence[ObjectRef[T] | Future[T] | RRef[T]],
     *,
     timeout: float | None = None,
     copy: bool | None = None,
@@ -705,9 +696,7 @@ class _Registered(_Collector):
         new = refs[len(self.items) :]
         if not new:
             return
-        lasts = self.lasts and (
-            _REFS.issuperset(map(type, new)) or not any(isinstance(item, Arrivals) for item in new)
-        )
+        lasts = self.lasts and not any(isinstance(item, Arrivals) for item in new)
         self.lasts = False  # after an error below, only some of the new items are registered
         self._differ(new)
         fetch, ended = self.fetch, self._ended
@@ -797,7 +786,7 @@ class Completed(_Collector, Generic[T]):
         self.bar: Any = None
         if bar:
             streams = any(isinstance(item, Arrivals) for item in items)
-            self.bar = progress_bar(None if streams else len(items), description)
+            self.bar = _progress_bar(None if streams else len(items), description)
             if not items:
                 self.bar.close()
         for number, (item, future) in enumerate(zip(items, futures, strict=True)):
@@ -873,6 +862,15 @@ class Completed(_Collector, Generic[T]):
     def cover(self) -> None:
         """Do not log failures of the results for which this iterator still waits."""
         cover([each.item for each in self.watches.values()], self.futures)
+
+
+def _progress_bar(total: int | None, description: str | None) -> Any:
+    """Return a new progress bar of tqdm. ``total``: the number of items; None: unknown."""
+    try:
+        tqdm = importlib.import_module("tqdm.auto").tqdm
+    except ImportError as error:
+        raise ConfigError(f"progress bars are tqdm's ({error}): pip install 'actorrpc[progress]'") from None
+    return tqdm(total=total, desc=description)
 
 
 @overload

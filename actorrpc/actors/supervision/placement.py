@@ -138,7 +138,7 @@ class Placements:
             or agent.recorder.live
         ):
             return None
-        location = None if type(place) is WorkerKey else place.location
+        location = None if type(place) is WorkerKey else place.queue.location
         worker = place if location is None else location.worker
         if type(worker) is not WorkerKey:
             return None  # the location of the other actor is not known yet
@@ -165,7 +165,7 @@ class Placements:
             return replace(options, worker=place.rank)
         if place in (None, "turn"):
             return options
-        return replace(options, worker=place.located().wait(CREATE_S).worker.rank)
+        return replace(options, worker=place.queue.located().wait(CREATE_S).worker.rank)
 
     def next_worker(self) -> Peer:
         """Return the next living worker in turn, this worker excepted; this worker if there is no other."""

@@ -22,9 +22,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc._exceptions import is_a
-from actorrpc.actors.client import death_errors
 from actorrpc.actors.client.route import Route
-from actorrpc.actors.client.supervisor_client import call_quietly, peer_of, request_detached
+from actorrpc.actors.client.supervisor_client import (
+    call_quietly,
+    forgotten,
+    peer_of,
+    request_detached,
+    unreachable,
+)
 from actorrpc.actors.context import current
 from actorrpc.actors.host import registry
 from actorrpc.actors.host.checkpoints import LAST
@@ -238,7 +243,7 @@ class Supervisor:
             elif place == "turn":
                 self._construct(actor, life, self.places.next_worker())
             else:
-                self._then(place.located(), self._move_in_with, actor, life)
+                self._then(place.queue.located(), self._move_in_with, actor, life)
         except Exception as error:
             self._not_made(actor, life, error)
 
@@ -632,9 +637,7 @@ class Supervisor:
             late = [entry for entry in actor.waiters if entry[0] >= after]
             actor.waiters = [entry for entry in actor.waiters if entry[0] < after]
         for _, _, future in late:
-            error = death_errors.unreachable(
-                actor.title, actor.descriptor.actor_id, actor.worker_name, self._agent.name
-            )
+            error = unreachable(actor.title, actor.descriptor.actor_id, actor.worker_name, self._agent.name)
             future.try_fail(error)
 
     def death_of(self, actor_id: int) -> ActorDiedError:
@@ -642,7 +645,7 @@ class Supervisor:
         with self.lock:
             actor = self._dead.get(actor_id)
         death = actor.death if actor is not None else None
-        return death or death_errors.forgotten(actor_id, self._agent.name)
+        return death or forgotten(actor_id, self._agent.name)
 
     def watch(self, actor_id: int) -> Future[ActorDiedError]:
         """Return a future that completes when an actor is dead for good; its value is the error that describes the death."""

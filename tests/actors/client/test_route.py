@@ -108,7 +108,7 @@ def test_an_actor_without_its_supervisor_serves_callers_that_have_its_location(
         world = World(monkeypatch, seed)
         driver, place, other = world.workers
         route = world.create(driver, worker="w1", max_restarts=5)
-        route.located()
+        route.queue.located()
         world.settle()
         world.on(other)
         there = other.runtime.routes.of(route.descriptor)
@@ -150,7 +150,7 @@ def test_a_broken_stream_asks_the_supervisor_why_before_it_fails(monkeypatch: py
     world = World(monkeypatch, 1, workers=3)
     driver = world.workers[0]
     route = world.create(driver)
-    route.located()
+    route.queue.located()
     world.settle()
     location, peer = route.queue.place
     explain = partial(route.explain, INFO.methods["step"], CallOptions())
@@ -175,7 +175,7 @@ def test_each_call_that_finds_its_actor_gone_looks_up_the_location_again(
     world = World(monkeypatch, 1)
     driver, place, other = world.workers
     route = world.create(driver, worker="w1", max_restarts=1)
-    route.located()
+    route.queue.located()
     world.settle()
     world.on(other)
     there = other.runtime.routes.of(route.descriptor)
@@ -275,7 +275,9 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
                 world.step()
             for maker, (_, way) in routes.items():
                 left = [which for name, which, future in futures if name == maker and not future.done()]
-                assert way.pending >= len(left), f"seed {seed}, {maker}: {way.pending} calls, not {left}"
+                assert way.queue.pending >= len(left), (
+                    f"seed {seed}, {maker}: {way.queue.pending} calls, not {left}"
+                )
     world.settle(100)
     fails = 0.0
     executed: dict[int, int] = {}
@@ -309,7 +311,7 @@ def _play(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     for (epoch, caller), values in order.items():
         assert values == sorted(values), f"seed {seed}: {caller} in epoch {epoch}: {values}"
     for _, way in routes.values():
-        assert way.pending == 0, f"seed {seed}"
+        assert way.queue.pending == 0, f"seed {seed}"
     states = driver.runtime.supervisor.states()
     if states[0].state == "DEAD":
         assert watched.done(), f"seed {seed}"
