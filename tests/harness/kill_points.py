@@ -36,6 +36,7 @@ from actorrpc.testing.message_types import (
 )
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import OPEN
+from tests.forks import end_process
 
 __all__ = ["POINTS", "KillPoint", "KillPointError", "kill_at"]
 
@@ -154,7 +155,7 @@ def kill_at(
 
     def act(reached: str) -> None:
         if action == "exit":
-            os._exit(code)
+            end_process(code)
         elif action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "stop":

@@ -98,24 +98,6 @@ def hand_over(stored: StoredRange, store: ObjectStore) -> StoredRange:
         return receive(there, store)
 
 
-def fork(work: Callable[[], object]) -> int:
-    """Run ``work`` in a forked child. The child exits with 0 if it did not raise."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
-
-
-def exit_code(pid: int) -> int:
-    """Wait for the end of a child."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def segments() -> set[int]:
     """Return the inodes of the segments that this process has mapped or open."""
     found = set()

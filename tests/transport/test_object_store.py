@@ -23,13 +23,12 @@ from actorrpc.errors import LimitError, ObjectStoreFullError, ProtocolError
 from actorrpc.transport import object_store
 from actorrpc.transport.object_store import OWN_SEGMENT, ObjectStore, StoredRange
 from tests.agent.together import in_threads
+from tests.forks import exit_code, fork
 from tests.transport.object_stores import (
     MIB,
     SUFFIX,
     Host,
     descriptors,
-    exit_code,
-    fork,
     hand_over,
     inode,
     make_host,

@@ -29,7 +29,7 @@ from actorrpc.serialization.tensors import TensorSpan
 from actorrpc.transport import shared_memory
 from actorrpc.transport.buffers import MemoryRange, sealed_memfd
 from actorrpc.transport.shared_memory import Borrower, Lender
-from tests.transport.object_stores import exit_code, fork
+from tests.forks import exit_code, fork
 
 KIB = 1 << 10
 SEGMENT = 256 * KIB  # the smallest segment

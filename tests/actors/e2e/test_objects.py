@@ -23,6 +23,7 @@ from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import LimitError
 from actorrpc.transport.object_store import Segment
 from tests.actors.e2e.kit import alive, open_gate, pass_gate, until
+from tests.forks import exit_code, fork
 
 # Tests kill processes, so each actor has its own.
 pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(60)]
@@ -88,16 +89,15 @@ class Keeper:
         """Fork a child that reads a value after this process has released it."""
         value = self.values[at]
         ours, theirs = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                pass_gate(path)
-                os.write(theirs, str(_common_value(value)).encode())
-            finally:
-                os._exit(0)
+
+        def read() -> None:
+            pass_gate(path)
+            os.write(theirs, str(_common_value(value)).encode())
+
+        child = fork(read)
         os.close(theirs)
         self.child = child, ours
-        del value
+        del value, read
         self.drop(at)
         gc.collect()
         return float(child)
@@ -108,7 +108,7 @@ class Keeper:
             return float(os.read(ours, 100))
         finally:
             os.close(ours)
-            os.waitpid(child, 0)
+            exit_code(child)
 
 
 def _common_value(value: Any) -> float:

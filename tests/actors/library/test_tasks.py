@@ -25,6 +25,7 @@ from actorrpc.errors import (
 )
 from tests.actors import things
 from tests.actors.alone import alone
+from tests.forks import end_process
 from tests.ranks import rpc_group
 
 Remote: Any = actorrpc.remote
@@ -73,7 +74,7 @@ def _die_once(path: str) -> str:
 
 @Remote
 def _die() -> None:
-    os._exit(7)
+    end_process(7)
 
 
 @Remote
