@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
-def end_process(code: int) -> NoReturn:
+def exit_at_once(code: int) -> NoReturn:
     """End this process at once, without its exit handlers and finalizers."""
     os._exit(code)
 
@@ -21,7 +21,7 @@ def fork(work: Callable[[], object]) -> int:
             work()
             code = 0
         finally:
-            end_process(code)
+            exit_at_once(code)
     return pid
 
 

@@ -17,7 +17,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.cluster import driver_rpc
-from tests.forks import end_process
+from tests.forks import exit_at_once
 
 _kept: list[Any] = []
 
@@ -56,7 +56,7 @@ def say(*lines: str, to: str = "stdout", end: str = "\n") -> None:
 def leave_with(code: int) -> None:
     """End this process with an exit code, at once."""
     print("about to exit", file=sys.stderr, flush=True)
-    end_process(code)
+    exit_at_once(code)
 
 
 def crash() -> None:

@@ -36,7 +36,7 @@ from actorrpc.testing.message_types import (
 )
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.connection_state import OPEN
-from tests.forks import end_process
+from tests.forks import exit_at_once
 
 __all__ = ["POINTS", "KillPoint", "KillPointError", "kill_at"]
 
@@ -155,7 +155,7 @@ def kill_at(
 
     def act(reached: str) -> None:
         if action == "exit":
-            end_process(code)
+            exit_at_once(code)
         elif action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "stop":

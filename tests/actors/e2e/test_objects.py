@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,15 +90,10 @@ class Keeper:
         """Fork a child that reads a value after this process has released it."""
         value = self.values[at]
         ours, theirs = os.pipe()
-
-        def read() -> None:
-            pass_gate(path)
-            os.write(theirs, str(_common_value(value)).encode())
-
-        child = fork(read)
+        child = fork(partial(_send_common_value, value, path, theirs))
         os.close(theirs)
         self.child = child, ours
-        del value, read
+        del value
         self.drop(at)
         gc.collect()
         return float(child)
@@ -115,6 +111,11 @@ def _common_value(value: Any) -> float:
     """Return the value of all elements; nan if they differ."""
     array = np.asarray(value)
     return float(array[0]) if (array == array[0]).all() else float("nan")
+
+
+def _send_common_value(value: Any, path: str, to: int) -> None:
+    pass_gate(path)
+    os.write(to, str(_common_value(value)).encode())
 
 
 def _host_bytes() -> int:
