@@ -436,7 +436,10 @@ class Decoding:
 
 @pytest.fixture
 def piece() -> Any:
-    yield lambda *args, **kw: setattr(tensors_module.message, "decoding", Decoding(*args, **kw))
+    def begin(size: int, kind: int = 0, low: int = 0) -> None:
+        tensors_module.message.decoding = Decoding(size, kind, low)
+
+    yield begin
     tensors_module.message.decoding = None
 
 

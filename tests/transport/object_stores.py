@@ -36,6 +36,7 @@ class Host:
     directory: Path
     clock: Clock = field(default_factory=Clock)
     stores: list[ObjectStore] = field(default_factory=list)
+    reread_s: float = 0.1
 
     def store(self, limit: int = 256 * MIB, spill_dir: Path | None = None) -> ObjectStore:
         """Create the store of another simulated process."""
@@ -45,6 +46,7 @@ class Host:
             limit_bytes=limit,
             spill_dir=None if spill_dir is None else str(spill_dir),
             clock=self.clock,
+            reread_s=self.reread_s,
         )
         self.stores.append(made)
         return made
