@@ -361,7 +361,7 @@ def test_without_file_leases_released_memory_is_freed_instead_of_reused(
     real = fcntl.fcntl
 
     def refusing(fd: int, command: int, *rest: Any) -> Any:
-        if command == object_store._F_SETLEASE and rest == (fcntl.F_WRLCK,):
+        if command == fcntl.F_SETLEASE and rest == (fcntl.F_WRLCK,):
             raise OSError(22, "Invalid argument") if answer else OSError(11, "Try again")
         return real(fd, command, *rest)
 

@@ -104,7 +104,7 @@ def test_an_actor_that_blocks_a_shared_thread_does_not_block_others(sharing: Run
         get(actorrpc.ready(actor), timeout=20)  # pool threads help, so construction may take a moment longer
     _gate.set()
     assert get(refs) == ["opened"] * 12
-    until(lambda: len(_shared()) <= carriers._KEPT)
+    until(lambda: len(_shared()) <= 8)  # more idle threads end
     del blocked, refs, free
 
 
@@ -125,7 +125,7 @@ def test_cancel_and_kill_interrupt_a_method_on_a_shared_thread(sharing: Runtime,
 @pytest.mark.slow
 @pytest.mark.limit(120)
 def test_more_actors_than_max_runners_share_threads(tmp_path: Path) -> None:
-    with alone(tmp_path) as runtime:
+    with alone(tmp_path):
         count = carriers.MAX_RUNNERS + 76
         actors = [Plain.remote() for _ in range(count)]
         for number in range(3):
@@ -136,4 +136,5 @@ def test_more_actors_than_max_runners_share_threads(tmp_path: Path) -> None:
         assert len(own) == len(set(own)) == carriers.MAX_RUNNERS
         del actors
         gc.collect()
-        until(lambda: not runtime.registry._threads._all)  # the end of a group waits for at most five seconds
+        # The end of a group waits for at most five seconds.
+        until(lambda: not any(each.name.startswith("actorrpc-actor") for each in threading.enumerate()))
