@@ -62,13 +62,12 @@ class Plain:
 
 @pytest.fixture
 def sharing(tmp_path: Path) -> Iterator[Runtime]:
-    """Join a group of one worker in which only the first runner has its own thread."""
+    """Join a group of one worker whose first actors have all threads of their own, so that further actors share threads."""
     for event in (_begun, _ended, _gate):
         event.clear()
     with alone(tmp_path) as runtime:
-        runtime.registry._threads._most = 1
-        first = Plain.remote()
-        get(first.thread.remote())
+        first = [Plain.remote() for _ in range(carriers.MAX_RUNNERS)]
+        get([each.thread.remote() for each in first])
         yield runtime
         del first
     until(lambda: not _shared())
