@@ -136,4 +136,5 @@ def test_more_actors_than_max_runners_share_threads(tmp_path: Path) -> None:
         del actors
         gc.collect()
         # The end of a group waits for at most five seconds.
-        until(lambda: not any(each.name.startswith("actorrpc-actor") for each in threading.enumerate()))
+        until(lambda: not any(each.name.startswith("actorrpc-actor-") for each in threading.enumerate()))
+        until(lambda: len(_shared()) <= 8)
