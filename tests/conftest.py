@@ -33,6 +33,7 @@ import psutil
 import pytest
 
 from actorrpc.testing import leaks, processes
+from actorrpc.wire import keys
 from tests import certificates, devices, ranks
 
 pytest_plugins = ["actorrpc.testing.pytest_plugin", "tests.output", "tests.red"]
@@ -206,6 +207,14 @@ def _module_leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
         found = leaks.settle(before, request.config.getoption("--leak-wait"))
         if found:
             charge(found)
+
+
+@pytest.fixture
+def default_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace ``/tmp``, the parent of the default runtime directory, in which other programs have files, by an empty folder."""
+    assert keys.DEFAULT_PARENT == "/tmp"  # short enough for socket paths
+    monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture(autouse=True)

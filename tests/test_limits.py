@@ -80,8 +80,8 @@ def test_a_call_without_memory_for_a_50_kb_message_raises_limit_error_and_keeps_
         assert one.call_sync(to, _length, (b"",), {}, 20.0) == 0
         conn = to.conn
         with monkeypatch.context() as patch:
-            patch.setattr(frames, "bytes", _no_large_bytes, raising=False)
-            patch.setattr(integrity, "bytes", _no_large_bytes, raising=False)
+            for module in (frames, integrity):
+                patch.setattr(module, "bytes", _no_large_bytes, raising=False)
             for _ in range(2):
                 with pytest.raises(
                     LimitError, match=r"its arguments, of 50\d\d\d bytes, in worker 'a1'"

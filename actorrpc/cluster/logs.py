@@ -35,7 +35,6 @@ HISTORY_BYTES: Final = 8 << 20
 """How much output of all processes together is kept: about this many bytes (each character counts as a byte)."""
 
 _LINE_COST: Final = 100  # bytes of memory that a stored line takes besides its text
-_WINDOW_S: Final = 1.0  # equal lines of several processes within this time are folded
 _FOLDS: Final = 2_000  # greatest number of lines that are remembered for folding
 _REST_S: Final = 0.5  # how long pipes are read after their process has ended, if its children keep them open
 
@@ -241,10 +240,12 @@ class Logs:
 
     Args:
         show: whether output is shown; in any case, lines are kept for the history and for death reports.
+        fold_s: equal lines of several processes within this time, in seconds, are shown once.
     """
 
-    def __init__(self, show: bool = True) -> None:
+    def __init__(self, show: bool = True, *, fold_s: float = 1.0) -> None:
         self._show = show
+        self._fold_s = fold_s
         self.history = History()
         self._orders: deque[Callable[[], None]] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -413,12 +414,12 @@ class Logs:
                 del self._folds[key]  # insert it again at the end, so that the oldest come first
                 if fold.count:
                     shown.append(_repeated(key, fold))
-            self._folds[key] = _Fold(output.pid, now + _WINDOW_S, output.pid)
+            self._folds[key] = _Fold(output.pid, now + self._fold_s, output.pid)
             shown.append(_marked(label, output.pid, line))
         self._emit(pipe.is_error, shown)
 
     def _unfold(self, now: float) -> None:
-        """Show how often lines were repeated, for the lines that were first shown more than ``_WINDOW_S`` ago.
+        """Show how often lines were repeated, for the lines that were first shown more than ``fold_s`` ago.
 
         If more than ``_FOLDS`` lines are remembered, also for the oldest of the others.
         """

@@ -59,7 +59,6 @@ OWN_SEGMENT: Final = 8 << 20
 _SHARED_SIZE: Final = 64 << 20
 _PAGE: Final = mmap.PAGESIZE
 _KEEP_S: Final = 1.0  # how long a segment without readers is kept for reuse
-_LOOK_S: Final = 0.1  # how long the last sum over the accounts of all processes may be used
 _WAIT_S: Final = 0.01  # seconds between two checks whether there is room
 _ID_SIZE: Final = 16
 _NAME: Final = "actorrpc-object"
@@ -248,6 +247,7 @@ class ObjectStore(Recycler[_Written]):
         limit_bytes: the limit of the memory of all processes of the group on this host together.
         spill_dir: a directory for objects that have no room in memory; None: writers wait for room.
         clock: returns the time in seconds.
+        reread_s: for how long the last sum over the accounts of all processes may be used, in seconds.
         on_let_go: called in finalisers when an object was released; it must arrange that :meth:`trim` is called soon.
 
     Attributes:
@@ -261,9 +261,11 @@ class ObjectStore(Recycler[_Written]):
         limit_bytes: int,
         spill_dir: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        reread_s: float = 0.1,
         on_let_go: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(limit_bytes, clock, on_let_go)
+        self._reread_s = reread_s
         self.ended: deque[bytes] = deque()
         self._uses: Counter[bytes] = Counter()
         self._accounts = accounts
@@ -374,7 +376,7 @@ class ObjectStore(Recycler[_Written]):
         """Return whether ``nbytes`` more are within the limit. If necessary, release free segments that are kept for reuse."""
         self._spent += nbytes
         now = self._clock()
-        recently = now < self._looked_at + _LOOK_S and self._total + self._spent <= self._limit // 2
+        recently = now < self._looked_at + self._reread_s and self._total + self._spent <= self._limit // 2
         if recently and nbytes < OWN_SEGMENT:
             return True  # the total was far below the limit a moment ago, and reading all accounts takes long
         total = self._accounts.total()

@@ -296,11 +296,13 @@ class Borrower:
         sock: socket.socket,
         *,
         max_buffers: int = 10_000,
+        max_segments: int = MOST_SEGMENTS,
         on_freed: Callable[[], None] | None = None,
         adopt: Callable[[int, bytes, int, str, str], Segment] | None = None,
     ) -> None:
         self._sock = sock
         self._max_buffers = max_buffers
+        self._max_segments = max_segments
         self._socket_lock = _time.RLock()
         self._lock = _time.RLock()
         self._segments: dict[int, _Borrowed] = {}
@@ -411,7 +413,7 @@ class Borrower:
                 segment = self._segments.pop(number, None)
                 if segment is not None:
                     segment.close()
-                elif len(self._unseen) < MOST_SEGMENTS:
+                elif len(self._unseen) < self._max_segments:
                     self._unseen.add(number)  # its descriptor was not received yet
             if self._unseen:
                 self.gather()
@@ -529,7 +531,7 @@ class Borrower:
                     raise short
             self._sock.recv(_ANNOUNCEMENT.size, _DONTWAIT)
             if segment_id != _NO_OBJECT:
-                if self._adopt is None or len(self._objects) >= MOST_SEGMENTS:
+                if self._adopt is None or len(self._objects) >= self._max_segments:
                     raise ProtocolError(
                         "the peer sends objects in shared memory that this worker cannot use, or too many"
                     )
@@ -548,9 +550,9 @@ class Borrower:
         return True
 
     def _check(self, number: int, size: int) -> None:
-        if number in self._segments or len(self._segments) >= MOST_SEGMENTS:
+        if number in self._segments or len(self._segments) >= self._max_segments:
             raise ProtocolError(
-                f"segment {number} of shared memory is known already, or exceeds the limit of {MOST_SEGMENTS}"
+                f"segment {number} of shared memory is known already, or exceeds the limit of {self._max_segments}"
             )
         if not _MIN_SEGMENT <= size <= _MAX_SIZE or size != size_class(size):
             raise ProtocolError(f"a segment of shared memory cannot have {size} bytes")

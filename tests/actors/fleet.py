@@ -365,7 +365,7 @@ class Worker:
         self.in_force.actors = self.runtime
         self.runtime.names = Names(self.runtime)
         self.runtime.routes = Routes(self.runtime)
-        self.runtime.supervisor = Supervisor(self.runtime, lambda: world.jitter)
+        self.runtime.supervisor = Supervisor(self.runtime, lambda: world.jitter, remembered=world.remembered)
 
     def deliver(
         self, caller: Worker, header: dict[str, Any], args: Any, kwargs: Any, answer: Any, id: int
@@ -507,12 +507,16 @@ class World:
         is_there: returns whether the arguments of a call are ready.
         constructor: returns the exception that a constructor raises, or None.
         ended: is called with each actor that ends, or whose worker dies.
+        remembered: of how many dead actors each supervisor keeps the record.
         jitter: the number from 0 to 1 that back-off draws.
     """
 
-    def __init__(self, monkeypatch: Any, seed: int, workers: int = 3, spawner: bool = False) -> None:
+    def __init__(
+        self, monkeypatch: Any, seed: int, workers: int = 3, spawner: bool = False, remembered: int = 10_000
+    ) -> None:
         self.random = random.Random(seed)
         self.jitter = 0.0
+        self.remembered = remembered
         self.ids = itertools.count(1)
         self.tasks: list[tuple[Worker | None, Callable[[], Any]]] = []
         self.clock = Clock(self)

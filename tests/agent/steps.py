@@ -8,6 +8,7 @@ because the interpreter may switch threads there. Time is virtual and stands sti
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 import select
@@ -216,7 +217,10 @@ class _Waitable:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        frame = sys._getframe(2)
+        frame = inspect.currentframe()
+        for _ in range(2):  # this method, and the initializer of the subclass
+            frame = frame.f_back if frame is not None else None
+        assert frame is not None
         self._name = f"the object created by {frame.f_code.co_qualname} in line {frame.f_lineno}"
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 from torch import Tensor
@@ -56,6 +56,9 @@ KINDS = ("drop", "duplicate", "delay", "kill target", "kill origin", "release")
 TYPES = ("Discover", "Run", "Gradient", "Answer", "Verdict")
 
 _TIMEOUT = 1000.0  # never elapses: the simulator times out a request when no message is left
+
+
+_M = TypeVar("_M", Run, Gradient)
 
 
 @dataclass(slots=True)
@@ -145,6 +148,11 @@ class Worker:
 
     def later(self, run: Callable[[], object]) -> None:
         raise AssertionError("no thread waits here")
+
+
+def with_gradients(message: _M, gradients: Any) -> _M:
+    """Return a copy of a message with other gradients."""
+    return message._replace(gradients=gradients)
 
 
 class Network:
@@ -261,8 +269,8 @@ class Network:
             gradients = tuple(message.gradients)
         for each in gradients:
             tensors += [tensor for tensor in each.gradients if tensor is not None]
-        holes = [each._replace(gradients=tuple(g is not None for g in each.gradients)) for each in gradients]
-        bare = message._replace(gradients=holes) if isinstance(message, Run) else (holes or [message])[0]
+        holes = [with_gradients(each, tuple(g is not None for g in each.gradients)) for each in gradients]
+        bare = with_gradients(message, holes) if isinstance(message, Run) else (holes or [message])[0]
         tag = sender.recorder.sent(tensors, sender.peer, context=message.context)
         return pickle.dumps(bare), copies(tensors, connected=False), tag
 
@@ -275,12 +283,12 @@ class Network:
         left = iter(tensors)
 
         def fill(gradient: Gradient) -> Gradient:
-            return gradient._replace(gradients=[next(left) if g else None for g in gradient.gradients])
+            return with_gradients(gradient, [next(left) if g else None for g in gradient.gradients])
 
         if isinstance(message, Gradient):
             return fill(message)
         if isinstance(message, Run):
-            return message._replace(gradients=[fill(each) for each in message.gradients])
+            return with_gradients(message, [fill(each) for each in message.gradients])
         return message
 
     # -- delivery and faults ----------------------------------------------------------------------------------------

@@ -105,13 +105,14 @@ def test_a_silenced_hook_is_copied_and_pickled_as_the_original() -> None:
     a = _leaf(3)
     a.register_hook(_kept_hook)
     _capture(a * 2)
-    (silenced,) = a._backward_hooks.values()
+    hooks = a._backward_hooks
+    (silenced,) = hooks.values()
     assert silenced is not _kept_hook
     assert silenced.__name__ == "_kept_hook"
     assert copy.deepcopy(silenced) is _kept_hook
     assert pickle.loads(pickle.dumps(silenced)) is _kept_hook
     _capture(a * 2)
-    assert list(a._backward_hooks.values()) == [silenced]  # wrapped once
+    assert list(hooks.values()) == [silenced]  # wrapped once
 
 
 # -- finishing -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from actorrpc.errors import ProtocolError
 from actorrpc.wire.identity import WorkerKey
 from tests.agent.agents import agents
 from tests.announced import OUTSIDE_OF_A_CONTEXT
+from tests.tensors import is_view
 
 
 class Pair:
@@ -82,7 +83,7 @@ def test_an_in_place_change_of_a_result_invalidates_overlapping_results(
         squares = [(each * each).sum() for each in parts]
         whole.mul_(2)
         for each, square in zip(parts, squares, strict=True):
-            assert not each._is_view()
+            assert not is_view(each)
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 torch.autograd.grad(square, each)
 

@@ -25,7 +25,6 @@ from actorrpc.cli.commands import main
 from actorrpc.observe import (
     findings,
 )
-from actorrpc.wire import keys
 from tests.actors.e2e.kit import open_gate, pass_gate, until
 
 pytestmark = [pytest.mark.limit(60)]
@@ -342,9 +341,8 @@ def test_commands_about_one_group_fail_if_several_groups_run(
 
 
 @pytest.fixture
-def _no_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
+def _no_group(monkeypatch: pytest.MonkeyPatch, default_parent: Path) -> None:
+    monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(default_parent / "run"))
 
 
 @pytest.mark.usefixtures("_no_group")

@@ -17,6 +17,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.actors.spec.actor_spec import ProcessSpec
 from actorrpc.cluster.driver import serve
+from tests.forks import exit_at_once
 
 _kept: list[Any] = []
 
@@ -55,7 +56,7 @@ def say(*lines: str, to: str = "stdout", end: str = "\n") -> None:
 def leave_with(code: int) -> None:
     """End this process with an exit code, at once."""
     print("about to exit", file=sys.stderr, flush=True)
-    os._exit(code)
+    exit_at_once(code)
 
 
 def crash() -> None:

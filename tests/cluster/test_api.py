@@ -22,6 +22,7 @@ from actorrpc.errors import ConfigError, NotInitializedError, PlacementError, Rp
 from tests.announced import BETWEEN_STEPS
 from tests.cluster import remotes
 from tests.cluster.drive import engine, script, until, workers
+from tests.forks import exit_code, fork
 from tests.layers import rest_is_slow
 from tests.output import check
 from tests.ranks import rpc_group
@@ -352,18 +353,14 @@ def test_with_num_cpus_0_actors_and_tasks_of_default_options_raise_placement_err
 @pytest.mark.slow
 def test_a_forked_child_of_the_driver_has_no_cluster() -> None:
     with init(), workers(1) as (name,):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                assert not rpc.is_initialized()
-                assert current_cluster() is None
-                with pytest.raises(NotInitializedError):
-                    rpc.rpc_sync(name, os.getpid)
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+        def check_child() -> None:
+            assert not rpc.is_initialized()
+            assert current_cluster() is None
+            with pytest.raises(NotInitializedError):
+                rpc.rpc_sync(name, os.getpid)
+
+        assert exit_code(fork(check_child)) == 0
         assert rpc.rpc_sync(name, remotes.names) == ["driver", name]
 
 

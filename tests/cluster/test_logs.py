@@ -27,9 +27,11 @@ class _Printer:
         os.close(self.stderr)
 
 
-def _run(capfd: pytest.CaptureFixture[str], *, show: bool = True, **written: list[bytes]) -> tuple[str, str]:
+def _run(
+    capfd: pytest.CaptureFixture[str], *, show: bool = True, fold_s: float = 1.0, **written: list[bytes]
+) -> tuple[str, str]:
     """Let processes (label and pid in the name, as `A1`) write in turn; return the shown output."""
-    logs = Logs(show)
+    logs = Logs(show, fold_s=fold_s)
     logs.start()
     printers = {name: _Printer(logs, name[0], int(name[1:])) for name in written}
     for index in range(max(map(len, written.values()))):
@@ -95,19 +97,16 @@ def test_a_stream_redirected_after_the_start_gets_no_labels(tmp_path: Path) -> N
         assert file.read() == b"\x1eactorrpc label:A(n=1)\n"
 
 
-def test_only_equal_lines_of_several_processes_are_folded(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("actorrpc.cluster.logs._WINDOW_S", 60.0)
+def test_only_equal_lines_of_several_processes_are_folded(capfd: pytest.CaptureFixture[str]) -> None:
     lines = {f"A{pid}": [b"the same\n", b"own %d\n" % pid] for pid in range(1, 9)}
-    out, _ = _run(capfd, **lines, B9=[b"the same\n"])
+    out, _ = _run(capfd, fold_s=60.0, **lines, B9=[b"the same\n"])
     assert out.count("the same") == 3
     assert "(A pid=1) the same\n" in out
     assert "(A pid=8) the same [repeated 7x across processes]\n" in out
     assert "(B pid=9) the same\n" in out
     assert out.count("own") == 8
     # Repeated lines of one process are not folded.
-    out, _ = _run(capfd, A1=[b"tick\n"] * 5, A2=[b"tick\n"])
+    out, _ = _run(capfd, fold_s=60.0, A1=[b"tick\n"] * 5, A2=[b"tick\n"])
     assert out.count("(A pid=1) tick\n") == 5
     assert out.count("(A pid=2) tick\n") == 1
 

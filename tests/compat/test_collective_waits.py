@@ -28,12 +28,24 @@ def _join(rank: int, world_size: int, store: str, rpc_timeout: float) -> None:
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
 
 
+def _barrier(world_size: int) -> None:
+    """Wait for all ranks as torch's own code does: torch has no public barrier of RPC."""
+    rpc.api._barrier([f"worker{rank}" for rank in range(world_size)])
+
+
+def _all_gather(value: int, timeout: float | None = None) -> dict[str, int]:
+    """Return the values of all ranks, as torch's own code does."""
+    given = {} if timeout is None else {"timeout": timeout}
+    found: dict[str, int] = rpc.api._all_gather(value, **given)
+    return found
+
+
 def _raise_before_a_barrier(rank: int, world_size: int, store: str) -> None:
     _join(rank, world_size, store, 4.0)
     try:
         if rank == 0:
             raise KeyError("the original exception")
-        rpc.api._barrier(["worker0", "worker1"])
+        _barrier(world_size)
     finally:
         rpc.shutdown()
         print("left together")
@@ -71,7 +83,7 @@ def _die_before_a_barrier(rank: int, world_size: int, store: str) -> None:
         until(lambda: _waits_in("_barrier of all 3 workers (round 1)", {"worker0", "worker1"}))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerDiedError, match=r"_barrier of all 3 workers \(round 1\) .*worker2 died before"):
-        rpc.api._barrier(["worker0", "worker1", "worker2"])
+        _barrier(world_size)
     rpc.shutdown(graceful=False)
 
 
@@ -84,13 +96,13 @@ def _give_up(rank: int, world_size: int, store: str) -> None:
     _join(rank, world_size, store, 30.0)
     if rank == 0:
         with pytest.raises(RpcTimeoutError, match=r"\['worker1'\] timed out .*'worker0' has waited for them"):
-            rpc.api._all_gather(0, timeout=0.2)
+            _all_gather(0, timeout=0.2)
         rpc.rpc_sync("worker1", _open_gate)
     else:
         _gate.wait()
         with pytest.raises(RpcTimeoutError, match=r"the others had given up _all_gather of all 2 workers"):
-            rpc.api._all_gather(1)
-    assert rpc.api._all_gather(rank) == {"worker0": 0, "worker1": 1}
+            _all_gather(1)
+    assert _all_gather(rank) == {"worker0": 0, "worker1": 1}
     rpc.shutdown()
 
 
@@ -114,7 +126,7 @@ def _wait_without_a_bound(rank: int, world_size: int, store: str) -> None:
     _join(rank, world_size, store, 1.0)
     try:
         if rank == 0:
-            rpc.api._all_gather(0, timeout=0)
+            _all_gather(0, timeout=0)
     finally:
         rpc.shutdown()
 

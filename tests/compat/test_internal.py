@@ -26,8 +26,8 @@ def test_the_first_registered_reducer_of_a_class_is_used() -> None:
         pass
 
     pickler = internal._InternalRPCPickler()
-    pickler._register_reducer(Odd, lambda _: (complex, (1, 2)))
-    pickler._register_reducer(Odd, lambda _: (complex, (3, 4)))
+    for reducer in (lambda _: (complex, (1, 2)), lambda _: (complex, (3, 4))):
+        pickler._register_reducer(Odd, reducer)
     assert pickler.deserialize(*pickler.serialize([Odd()])) == [1 + 2j]
 
 

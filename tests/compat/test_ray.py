@@ -389,8 +389,9 @@ def test_exceeding_max_pending_calls_raises_rays_error() -> None:
 
 def test_actor_handles_can_be_passed_pickled_and_inspected_like_rays(counter: Any) -> None:
     assert isinstance(counter, ray.ActorHandle)
-    assert repr(counter) == f"Actor(Counter, {counter._actor_id.hex()})"
-    assert counter._ray_actor_id.binary().hex() == counter._actor_id.hex()
+    actor_id = counter._actor_id.hex()
+    assert repr(counter) == f"Actor(Counter, {actor_id})"
+    assert counter._ray_actor_id.binary().hex() == actor_id
     passed = ray.get(counter.echo.remote(counter))
     assert passed == counter
     assert isinstance(passed, ray.ActorHandle)
@@ -425,7 +426,8 @@ def test_an_actor_can_be_made_by_underscore_remote_and_have_a_call_method() -> N
             return self.base + value
 
     made: Any = ray.remote(Callable)
-    for actor in (made._remote(args=[1]), made._remote(kwargs={"base": 1}, num_cpus=0)):
+    for given in ({"args": [1]}, {"kwargs": {"base": 1}, "num_cpus": 0}):
+        actor = made._remote(**given)
         assert ray.get(actor.__call__.remote(1)) == 2
 
 
@@ -700,7 +702,7 @@ def test_the_runtime_context_gives_ids_names_and_resources(counter: Any) -> None
 
     knows = Knows.options(name="knows", num_cpus=1).remote()
     ids, itself, name, resources = ray.get(knows.ids.remote())
-    assert ids["actor_id"] == knows._actor_id.hex()
+    assert repr(knows) == f"Actor(Knows, {ids['actor_id']})"
     assert (itself, name, resources) == (knows, "knows", {"CPU": 1.0})
     assert ids["node_id"] == ray.nodes()[0]["NodeID"] == ray.get_runtime_context().get_node_id()
     own = ray.get_runtime_context()
@@ -732,6 +734,9 @@ class Talker:
         print(f"not {text}", file=sys.stderr, flush=True)
         return os.getpid()
 
+    def actor_id(self) -> str | None:
+        return ray.get_runtime_context().get_actor_id()
+
 
 @pytest.mark.prints("not (one|two|three|four)")
 def test_get_log_returns_the_output_of_a_process_or_actor() -> None:
@@ -740,7 +745,7 @@ def test_get_log_returns_the_output_of_a_process_or_actor() -> None:
     state: Any = ray.util.state
     until(lambda: len(list(state.get_log(pid=pid))) == len(list(state.get_log(pid=pid, suffix="err"))) == 3)
     assert list(state.get_log(pid=pid, tail=2)) == ["two\n", "three\n"]
-    actor_id = talker._actor_id.hex()
+    actor_id = ray.get(talker.actor_id.remote())
     assert next(iter(state.get_log(actor_id=actor_id, suffix="err"))) == "not one\n"
     lines = state.get_log(pid=pid, follow=True)
     assert [next(lines) for _ in range(3)] == ["one\n", "two\n", "three\n"]

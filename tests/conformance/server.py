@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from tests.conformance import runner, suite
+from tests.forks import exit_at_once
 
 _GRACE_S = 5.0  # from the first failure of a rank to the end of the others
 
@@ -40,7 +41,7 @@ def _start(test: str, rank: int, meeting: str, log: str, limit_s: float, spawn: 
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         suite.run_rank(test, rank, meeting, limit_s)
     finally:
-        os._exit(1)
+        exit_at_once(1)
 
 
 def _exit_codes(pids: list[int], limit_s: float) -> dict[int, int]:

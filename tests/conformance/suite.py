@@ -22,6 +22,7 @@ import actorrpc.compat
 from actorrpc.compat import rpc as ours
 from actorrpc.rpc import api as core
 from tests.conformance.runner import NO_GROUP
+from tests.forks import exit_at_once
 
 __all__ = ["TORCHS_AGENT", "case", "has", "names", "run_rank", "world_size"]
 
@@ -35,7 +36,7 @@ _joined = 0
 def _trap(*_: Any) -> NoReturn:
     """Replace the function with which torch starts its own agent."""
     os.write(2, b"torch's own agent was about to be started: this test would not have run on actorrpc\n")
-    os._exit(TORCHS_AGENT)
+    exit_at_once(TORCHS_AGENT)
 
 
 def _count(_worker: Any) -> Any:
@@ -144,7 +145,7 @@ def run_rank(test: str, rank: int, file_name: str, limit_s: float) -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
+        exit_at_once(code)
 
 
 def fresh_file() -> str:

@@ -473,11 +473,6 @@ def _socket(page: ServedPage) -> socket.socket:
     return made
 
 
-@pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server._BoundedProtocol, "patience", 0.1)
-
-
 def _is_closed(made: socket.socket) -> bool:
     try:
         while made.recv(1 << 16):
@@ -490,13 +485,12 @@ def _is_closed(made: socket.socket) -> bool:
 _WHOLE = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
-@pytest.mark.usefixtures("patience")
 @pytest.mark.parametrize(
     ("before", "begin"),
     [(b"", b""), (b"", b"GET / HTTP/1.1\r\nHost: 127"), (_WHOLE, b"GET / HTTP/1.1\r\nHost: 127")],
 )
 def test_a_connection_with_an_incomplete_request_is_closed(before: bytes, begin: bytes) -> None:
-    with served(FakeGroup().feed()) as page, _socket(page) as made:
+    with served(FakeGroup().feed(), patience=0.1) as page, _socket(page) as made:
         if before:
             made.sendall(before)
             assert made.recv(1 << 16).startswith(b"HTTP/1.1 421")
@@ -505,10 +499,9 @@ def test_a_connection_with_an_incomplete_request_is_closed(before: bytes, begin:
         assert page.ask("")[0] == 200  # other requests are still served
 
 
-@pytest.mark.usefixtures("patience")
 def test_the_connection_of_a_client_that_does_not_read_is_closed() -> None:
     rows = [actor_row(n, class_name=f"{n}" * 500) for n in range(60)]
-    with served(FakeGroup(rows).feed(0.001)) as page:
+    with served(FakeGroup(rows).feed(0.001), patience=0.1) as page:
         cookie = page.log_in()
         with socket.socket() as made:
             made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

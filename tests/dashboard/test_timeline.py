@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from actorrpc.cli.dashboard.payloads import timeline
@@ -27,9 +28,7 @@ def executed(
 def _recording(worker: str, records: list[list[Any]], **more: Any) -> Recording:
     recorder = {"on": True, "total": len(records), "now": 0.0, "threads": {}}
     made = Recording.of(worker, 100, {"recorder": recorder, "records": records})
-    for name, value in more.items():
-        setattr(made, name, value)
-    return made
+    return replace(made, **more)
 
 
 def test_a_call_is_linked_to_its_execution_despite_different_clocks() -> None:

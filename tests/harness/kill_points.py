@@ -36,6 +36,7 @@ from actorrpc.testing.message_types import (
 )
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.stream import OPEN
+from tests.forks import exit_at_once
 
 __all__ = ["POINTS", "KillPoint", "KillPointError", "kill_at"]
 
@@ -154,7 +155,7 @@ def kill_at(
 
     def act(reached: str) -> None:
         if action == "exit":
-            os._exit(code)
+            exit_at_once(code)
         elif action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "stop":

@@ -265,7 +265,9 @@ def test_the_key_of_a_cluster_is_in_no_process_listing_and_no_output(
     """The driver creates the key, and sends it to child processes through a pipe."""
     actorrpc.init()
     try:
-        key = rpc.api.group().agent.connector._key
+        secret = rpc.api.group().agent.connector.key
+        assert secret is not None
+        key = secret.reveal()
         forms = [key, key.hex().encode(), base64.b64encode(key).rstrip(b"="), repr(key)[2:-1].encode()]
         actor = actorrpc.remote(_Actor).remote()
         assert actorrpc.get(actor.shown.remote(forms)) == []

@@ -129,7 +129,7 @@ def _start(rank: int, world_size: int, store: str, options: dict[str, Any]) -> d
     try:
         state = rpc.api.group()
         found = {
-            "keyless": not state.agent.connector._key,
+            "keyless": state.agent.connector.key is None,
             "tcp": [host for host, _ in state.agent.record.tcp],
             "sum": rpc.rpc_sync(f"w{(rank + 1) % world_size}", divmod, (7, 2)),
         }

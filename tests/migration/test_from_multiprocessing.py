@@ -19,6 +19,7 @@ from actorrpc import get, testing
 from tests.actors.e2e.kit import Gate, until
 from tests.announced import LAST_WORDS
 from tests.cluster.drive import script
+from tests.forks import exit_at_once
 from tests.migration import test_from_monarch, test_from_ray
 from tests.migration.rows import check, row
 
@@ -175,7 +176,7 @@ def test_arguments_are_copies() -> None:
 
 
 def _exits(_: Any) -> None:
-    os._exit(3)
+    exit_at_once(3)
 
 
 @pytest.mark.slow

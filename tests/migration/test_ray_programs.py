@@ -94,7 +94,7 @@ def test_the_state_api_lists_actors_and_nodes() -> None:
     state: Any = ray.util.state
     (seen,) = state.list_actors(filters=[("class_name", "=", "Counter"), ("state", "!=", "DEAD")])
     assert (seen.name, seen["state"], seen.get("nothing", 1)) == ("seen", "ALIVE", 1)
-    assert seen.actor_id == counter._actor_id.hex()
+    assert repr(counter) == f"Actor(Counter, {seen.actor_id})"
     assert state.get_actor(seen.actor_id) == seen
     assert state.list_actors(limit=0) == []
     (node,) = state.list_nodes()

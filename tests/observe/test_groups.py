@@ -138,9 +138,8 @@ def test_unread_large_messages_are_logged_and_reported() -> None:
 
 
 @pytest.fixture
-def directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
-    monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
+def directory(monkeypatch: pytest.MonkeyPatch, default_parent: Path) -> Path:
+    monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(default_parent / "run"))
     return Path(keys.runtime_directory())
 
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter as Counts
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,7 @@ def _executed(
 def _recording(worker: str, records: list[list[Any]], **more: Any) -> Recording:
     recorder = {"on": True, "total": 1, "now": 0.0, "threads": {11: "MainThread", 22: "actorrpc-actor-12ab"}}
     made = Recording.of(worker, more.pop("pid", 100), {"recorder": recorder, "records": records})
-    for name, value in more.items():
-        setattr(made, name, value)
-    return made
+    return replace(made, **more)
 
 
 def _check(events: list[dict[str, Any]]) -> None:

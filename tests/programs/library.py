@@ -24,6 +24,7 @@ import torch
 
 import actorrpc
 from actorrpc import autograd, rpc
+from tests.forks import exit_at_once
 
 JOURNAL = "ACTORRPC_PROGRAMS_JOURNAL"
 COLLECT = "ACTORRPC_PROGRAMS_COLLECT"
@@ -198,7 +199,7 @@ class _Methods:
         with _noted(call):
             if code < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            os._exit(code)
+            exit_at_once(code)
 
     def curve(self, call: str, x: torch.Tensor) -> torch.Tensor:
         """Return a differentiable function of ``x``."""

@@ -12,6 +12,7 @@ from actorrpc import errors, rpc
 from tests.announced import ODD_TENSORS, OUTSIDE_OF_A_CONTEXT
 from tests.layers import rest_is_slow
 from tests.ranks import rpc_group
+from tests.tensors import is_view
 
 _REAL = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 _COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
@@ -146,7 +147,7 @@ def describe(t: torch.Tensor) -> dict[str, Any]:
         else:
             d["scheme"] = (scheme, t.q_per_channel_scales().tolist(), t.q_per_channel_zero_points().tolist())
         return {**d, "parts": [describe(bare.int_repr())]}
-    if t._is_zerotensor():
+    if is_zero_tensor(t):
         bare = torch.zeros(t.shape, dtype=t.dtype)
     d["elements"] = elements(bare) if t.numel() else b""
     return d
@@ -158,6 +159,11 @@ _PACKED = (
 )
 
 
+def is_zero_tensor(t: torch.Tensor) -> bool:
+    """Return whether autograd made a tensor of zeros without memory."""
+    return t._is_zerotensor()
+
+
 def differences(name: str, sent: torch.Tensor, got: dict[str, Any]) -> list[str]:
     wanted = describe(sent)
     if wanted.get("stride") != got.get("stride"):
@@ -165,7 +171,7 @@ def differences(name: str, sent: torch.Tensor, got: dict[str, Any]) -> list[str]
         if reach > 2 * sent.numel():
             assert got["stride"] == torch.empty(sent.shape).stride(), _PACKED
             got = {**got, "stride": wanted["stride"]}
-    if sent.layout is torch.strided and sent._is_zerotensor():
+    if sent.layout is torch.strided and is_zero_tensor(sent):
         got = {**got, "stride": wanted["stride"]}
     return [
         f"{name}: {key} {got.get(key)!r:.200} against {wanted[key]!r:.200}"
@@ -199,7 +205,7 @@ def _travel(rank: int, world_size: int) -> list[str]:
             seen_alone, returned_alone = alone[name].wait()
             problems += differences(f"{name}, there alone", t, seen_alone[name])
             problems += differences(f"{name}, back alone", t, describe(returned_alone[name]))
-            if not t.is_nested and t.layout is torch.strided and not t.is_meta and returned[name]._is_view():
+            if not t.is_nested and t.layout is torch.strided and not t.is_meta and is_view(returned[name]):
                 problems.append(f"{name} arrived as a view")
     return problems
 

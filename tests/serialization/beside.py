@@ -121,11 +121,10 @@ def registered(*modules: ModuleType) -> Iterator[None]:
 @contextlib.contextmanager
 def in_main(names: dict[str, Any]) -> Iterator[None]:
     """Add objects to the main module of this process until the end."""
-    real = sys.modules["__main__"]
-    for name, value in names.items():
-        setattr(real, name, value)
+    namespace = vars(sys.modules["__main__"])
+    namespace.update(names)
     try:
         yield
     finally:
         for name in names:
-            delattr(real, name)
+            del namespace[name]

@@ -369,8 +369,7 @@ class Diamond(KeyError, OSError):
 
 
 def filled(error: Any, **attributes: Any) -> Any:
-    for name, value in attributes.items():
-        setattr(error, name, value)
+    error.__setstate__(attributes)
     return error
 
 

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from actorrpc.errors import ProtocolError, SerializationError
 from actorrpc.serialization import tensors as tensors_module
 from actorrpc.serialization.codec import DefinitionStore, decode, encode
+from tests.tensors import is_view
 
 
 def trip(obj: Any, *, tensors: list[Any] | None = None, **options: Any) -> Any:
@@ -54,9 +55,18 @@ def bits(a: torch.Tensor, b: torch.Tensor) -> None:
     assert torch.equal(a, b)
 
 
-DTYPES = [
-    dtype for dtype in tensors_module._CODES if tensors_module._CODES[dtype] < tensors_module._QUANTISED
-]
+_NAMES = (
+    *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
+    *("complex32", "complex64", "complex128", "bool", "bfloat16", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    "float4_e2m1fn_x2",
+)
+DTYPES = [getattr(torch, name) for name in _NAMES if hasattr(torch, name)]  # an older torch lacks some dtypes
+
+
+def code_of(dtype: torch.dtype) -> int:
+    """Return the number that is sent for a dtype, for forged metadata."""
+    return tensors_module._CODES[dtype]
 
 
 def filled(nbytes: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -94,7 +104,7 @@ def test_views_of_any_geometry_survive(t: torch.Tensor) -> None:
     same(t, arrived)
     if t.is_contiguous() or t.transpose(0, -1).is_contiguous():
         assert arrived.stride() == t.stride()
-    assert not arrived._is_view()
+    assert not is_view(arrived)
 
 
 def test_decoded_small_tensors_own_their_memory() -> None:
@@ -135,7 +145,7 @@ def test_small_tensors_that_share_memory_share_it_on_arrival(large: bool, first:
         (bytearray(), 6, (0,)),
         (bytearray(12), 6, ()),
         (bytes(12), 6, (3,)),
-        (bytearray(16), tensors_module._QUANTISED, (16,)),
+        (bytearray(16), code_of(torch.qint8), (16,)),
     ],
 )
 def test_malformed_small_tensors_raise_protocol_error(data: Any, code: int, shape: tuple[int, ...]) -> None:
@@ -227,10 +237,12 @@ def test_tensors_that_differ_from_their_stacked_neighbours_survive(kinds: list[s
             assert a.stride() == b.stride()
     for seen in (sent, found):
         stored = [
-            t for t in seen if t.layout is torch.strided and not (t.is_meta or t.is_nested or t.is_quantized)
+            t
+            for t in seen
+            if t.layout is torch.strided and t.numel() and not (t.is_meta or t.is_nested or t.is_quantized)
         ]
         first: dict[int, int] = {}
-        shared = [first.setdefault(t.untyped_storage()._cdata, place) for place, t in enumerate(stored)]
+        shared = [first.setdefault(t.untyped_storage().data_ptr(), place) for place, t in enumerate(stored)]
         if seen is sent:
             expected = shared
         same_object = [next(n for n, t in enumerate(seen) if t is each) for each in seen]
@@ -272,9 +284,8 @@ def test_decoding_within_a_torch_mode_or_transform_gives_plain_tensors() -> None
     torch.func.grad(look)(torch.ones(2))
     for arrived in found:
         assert {type(each) for each in arrived} == {torch.Tensor}
-        assert not any(torch._C._functorch.is_functorch_wrapped_tensor(each) for each in arrived)
         for sent, each in zip(tensors, arrived, strict=True):
-            same(sent, each)
+            same(sent, each)  # reads the storage, which a tensor that a transform has wrapped lacks
 
 
 def test_tensors_with_a_freed_storage_raise_serialization_error() -> None:
@@ -436,11 +447,14 @@ class Decoding:
 
 @pytest.fixture
 def piece() -> Any:
-    yield lambda *args, **kw: setattr(tensors_module.message, "decoding", Decoding(*args, **kw))
+    def begin(size: int, kind: int = 0, low: int = 0) -> None:
+        tensors_module.message.decoding = Decoding(size, kind, low)
+
+    yield begin
     tensors_module.message.decoding = None
 
 
-FLOAT = tensors_module._CODES[torch.float32]
+FLOAT = code_of(torch.float32)
 
 
 @settings(max_examples=150, deadline=None)
@@ -484,7 +498,7 @@ IN_BODY = tensors_module._IN_BODY
         ((0, FLOAT, 1 << 62, 1 << 62), IN_BODY, 0),
         ((0, 99, 4), IN_BODY, 0),
         ((0, -1, 4), IN_BODY, 0),
-        ((0, tensors_module._QUANTISED, 4), IN_BODY, 0),
+        ((0, code_of(torch.qint8), 4), IN_BODY, 0),
         ((1, FLOAT, 4), IN_BODY, 0),
         ((-1, FLOAT, 4), IN_BODY, 0),
         ((0, FLOAT, 4), 0, 0),
@@ -516,7 +530,7 @@ def test_no_byte_of_a_stack_can_be_used_twice(piece: Any) -> None:
 def test_sparse_tensors_with_indices_out_of_range_are_refused(piece: Any) -> None:
     piece(64)
     tensors_module.message.decoding.storages[0][0][:8] = b"\xff" * 7 + b"\x7f"
-    long = tensors_module._CODES[torch.int64]
+    long = code_of(torch.int64)
     with pytest.raises(RuntimeError):
         tensors_module.sparse_coo((0, long, 0, 1, 2, 2, 1), (0, FLOAT, 4, 2, 1), (3,), False, False)
 

@@ -30,6 +30,7 @@ from actorrpc.errors import (
 )
 from actorrpc.rpc import api
 from actorrpc.testing import InProcessCluster
+from tests.forks import exit_code, fork
 
 pytestmark = pytest.mark.limit(60)
 
@@ -383,17 +384,14 @@ def test_a_thread_that_keeps_running_is_named_if_virtual_time_cannot_pass() -> N
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_forked_child_uses_the_real_time_and_is_no_worker() -> None:
     with InProcessCluster(2) as cluster, cluster["worker1"]:
-        pid = os.fork()
-        if not pid:
-            failed = True
-            with contextlib.suppress(BaseException):
-                assert _time.now is time.monotonic
-                assert not rpc.is_initialized()
-                with pytest.raises(RuntimeError, match="closed"):
-                    cluster["worker0"].run(worker_name)
-                failed = False
-            os._exit(failed)
-        assert os.waitpid(pid, 0)[1] == 0
+
+        def check_child() -> None:
+            assert _time.now is time.monotonic
+            assert not rpc.is_initialized()
+            with pytest.raises(RuntimeError, match="closed"):
+                cluster["worker0"].run(worker_name)
+
+        assert exit_code(fork(check_child)) == 0
         assert rpc.rpc_sync("worker0", worker_name) == "worker0"
 
 

@@ -18,6 +18,7 @@ from actorrpc.errors import ConfigError, RpcTimeoutError
 from actorrpc.rpc import api
 from actorrpc.testing import leaks, processes
 from tests.actors.e2e.kit import until
+from tests.forks import exit_code, fork
 from tests.ranks import rpc_group, run_group
 
 DAY = 86_400.0
@@ -314,16 +315,12 @@ def ended(rank: int, world_size: int) -> None:
 def forked(rank: int, world_size: int) -> None:
     """A forked child has no faults, and can start new ones."""
     with testing.drop("call", at_once=True) as lost:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                fault = testing.drop("call")
-                with fault:
-                    code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def drop_none() -> None:
+            with testing.drop("call"):
+                pass
+
+        assert exit_code(fork(drop_none)) == 0
         assert lost.active
 
 

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class Host:
     directory: Path
     clock: Clock = field(default_factory=Clock)
     stores: list[ObjectStore] = field(default_factory=list)
+    reread_s: float = 0.1
 
     def store(self, limit: int = 256 * MIB, spill_dir: Path | None = None) -> ObjectStore:
         """Create the store of another simulated process."""
@@ -45,6 +46,7 @@ class Host:
             limit_bytes=limit,
             spill_dir=None if spill_dir is None else str(spill_dir),
             clock=self.clock,
+            reread_s=self.reread_s,
         )
         self.stores.append(made)
         return made
@@ -96,24 +98,6 @@ def hand_over(stored: StoredRange, store: ObjectStore) -> StoredRange:
     with here, there:
         send(here, stored)
         return receive(there, store)
-
-
-def fork(work: Callable[[], object]) -> int:
-    """Run ``work`` in a forked child. The child exits with 0 if it did not raise."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
-
-
-def exit_code(pid: int) -> int:
-    """Wait for the end of a child."""
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def segments() -> set[int]:

@@ -250,51 +250,47 @@ def test_calling_a_worker_without_descriptors_raises_limit_error_and_works_again
     run_group(_call_one_that_is_full, 2, str(tmp_path))
 
 
-@pytest.mark.limit(15)
-def test_a_refusal_for_lack_of_descriptors_on_the_host_names_fs_file_max(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@contextlib.contextmanager
+def _no_eventfd(number: int, *, dialling: bool) -> Iterator[None]:
+    """Let ``os.eventfd`` fail in the main thread, which dials, or in all other threads, which accept."""
     eventfd = os.eventfd
 
-    def none(*given: Any, **__: Any) -> Any:
-        if threading.current_thread() is threading.main_thread():  # the dialling side has enough descriptors
-            return eventfd(*given)
-        raise OSError(errno.ENFILE, os.strerror(errno.ENFILE))
+    def none(*given: Any, **_: Any) -> int:
+        if (threading.current_thread() is threading.main_thread()) is dialling:
+            raise OSError(number, os.strerror(number))
+        return eventfd(*given)
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "eventfd", none)
+        yield
+
+
+@pytest.mark.limit(15)
+def test_a_refusal_for_lack_of_descriptors_on_the_host_names_fs_file_max() -> None:
     with agents(2) as (first, _):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "eventfd", none)
-            with pytest.raises(
-                LimitError, match=r"'a1' refused worker 'a0': no process of its host.*fs.file-max"
-            ):
-                first.call(first.peer("a1"), os.getpid, (), {}, 60.0)
+        with (
+            _no_eventfd(errno.ENFILE, dialling=False),
+            pytest.raises(LimitError, match=r"'a1' refused worker 'a0': no process of its host.*fs.file-max"),
+        ):
+            first.call(first.peer("a1"), os.getpid, (), {}, 60.0)
         assert first.call_sync(first.peer("a1"), os.getpid, (), {}, 10.0) == os.getpid()
 
 
 def test_a_call_that_cannot_open_a_socket_names_rlimit_nofile(monkeypatch: pytest.MonkeyPatch) -> None:
-    eventfd, make = os.eventfd, socket.socket.__init__
+    make = socket.socket.__init__
 
     def no_socket(*given: Any, **named: Any) -> None:
         if threading.current_thread() is threading.main_thread():
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         make(*given, **named)
 
-    def none(*given: Any, **__: Any) -> Any:
-        if (
-            threading.current_thread() is not threading.main_thread()
-        ):  # the accepting side has enough descriptors
-            return eventfd(*given)
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
     with agents(2) as (first, second):
         with monkeypatch.context() as patch:
             patch.setattr(socket.socket, "__init__", no_socket)
             with pytest.raises(LimitError, match=r"call here: .*'a1'.*nothing was sent.*RLIMIT_NOFILE"):
                 first.call(first.peer("a1"), os.getpid, (), {}, 10.0, label="here")
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "eventfd", none)
-            with pytest.raises(LimitError, match="RLIMIT_NOFILE"):
-                first.call(first.peer("a1"), os.getpid, (), {}, 10.0)
+        with _no_eventfd(errno.EMFILE, dialling=True), pytest.raises(LimitError, match="RLIMIT_NOFILE"):
+            first.call(first.peer("a1"), os.getpid, (), {}, 10.0)
         assert first.peer("a1").state == "alive"
         assert first.call_sync(first.peer("a1"), os.getpid, (), {}, 10.0) == os.getpid()
         assert len(second.peers()) == 1

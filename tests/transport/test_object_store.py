@@ -11,6 +11,8 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,12 @@ from actorrpc.errors import LimitError, ObjectStoreFullError, ProtocolError
 from actorrpc.transport import object_store
 from actorrpc.transport.object_store import OWN_SEGMENT, ObjectStore, StoredRange
 from tests.agent.together import in_threads
+from tests.forks import exit_code, fork
 from tests.transport.object_stores import (
     MIB,
     SUFFIX,
     Host,
     descriptors,
-    exit_code,
-    fork,
     hand_over,
     inode,
     make_host,
@@ -231,26 +232,20 @@ def test_ranges_outside_of_a_segment_are_refused(host: Host) -> None:
 # -- the limit ----------------------------------------------------------------------------------------------------
 
 
-def test_a_process_waiting_for_room_gives_up_its_own_free_memory_and_times_out(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_waiting_for_room_gives_up_its_own_free_memory_and_times_out(host: Host) -> None:
     store, other = host.store(64 * MIB), host.store(64 * MIB)
     kept = fill(other, 28 * MIB)
     fill(store, 33 * MIB)  # of the same size class as the object that is waited for
-    now = [0.0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += 0.5
-        host.pass_time(0.5)
-
-    monkeypatch.setattr(_time, "now", lambda: now[0])
-    monkeypatch.setattr(_time, "sleep", sleep)
-    with pytest.raises(ObjectStoreFullError):
-        store.allocate(40 * MIB, label="a thing", until=5.0)
-    waited = now[0]
+    with ThreadPoolExecutor(1) as thread:
+        waits = thread.submit(store.allocate, 40 * MIB, label="a thing", until=_time.now() + 0.5)
+        while not waits.done():
+            host.pass_time(0.5)
+            futures.wait([waits], 0.02)
+    assert isinstance(waits.exception(), ObjectStoreFullError)
+    begun = _time.now()
     with pytest.raises(ObjectStoreFullError):  # larger than the limit: does not wait
-        store.allocate(65 * MIB, label="a thing", until=waited + 5.0)
-    assert now[0] == waited
+        store.allocate(65 * MIB, label="a thing", until=begun + 60.0)
+    assert _time.now() < begun + 30.0
     more = fill(other, 30 * MIB)
     assert _content(kept) == _content(more) == {len("a thing")}
 
@@ -366,7 +361,7 @@ def test_without_file_leases_released_memory_is_freed_instead_of_reused(
     real = fcntl.fcntl
 
     def refusing(fd: int, command: int, *rest: Any) -> Any:
-        if command == object_store._F_SETLEASE and rest == (fcntl.F_WRLCK,):
+        if command == fcntl.F_SETLEASE and rest == (fcntl.F_WRLCK,):
             raise OSError(22, "Invalid argument") if answer else OSError(11, "Try again")
         return real(fd, command, *rest)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actorrpc.errors import ObjectStoreFullError
-from actorrpc.transport import object_store
 from actorrpc.transport.object_store import Allocation, StoredRange
 from tests.transport.object_stores import (
     MIB,
@@ -27,14 +25,6 @@ from tests.transport.object_stores import (
 _LIMIT = 48 * MIB
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _read_accounts_each_time() -> Iterator[None]:
-    """Read the accounts of other processes at each step; normally they are read at most every 0.1 s."""
-    before, object_store._LOOK_S = object_store._LOOK_S, 0.0  # type: ignore[misc]
-    yield
-    object_store._LOOK_S = before  # type: ignore[misc]
-
-
 _ANY = st.integers(0, 1 << 30)
 _SIZES = st.sampled_from([1, 256 << 10, MIB + 7, 7 * MIB, 8 * MIB, 9 * MIB, 12 * MIB, 20 * MIB])
 
@@ -46,7 +36,7 @@ class Objects(RuleBasedStateMachine):
     def begin(self) -> None:
         self.before = segments()
         self.folder = tempfile.TemporaryDirectory()
-        self.host = Host(Path(self.folder.name))
+        self.host = Host(Path(self.folder.name), reread_s=0.0)
         self.stores = [self.host.store(_LIMIT) for _ in range(3)]
         self.ranges: list[tuple[StoredRange, int, int]] = []  # the range, its store, the byte that fills it
         self.rooms: list[tuple[Allocation, int, int]] = []

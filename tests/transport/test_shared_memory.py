@@ -28,8 +28,8 @@ from actorrpc.errors import LimitError, ProtocolError
 from actorrpc.serialization.tensors import TensorSpan
 from actorrpc.transport import shared_memory
 from actorrpc.transport.buffers import MemoryRange, sealed_memfd
-from actorrpc.transport.shared_memory import Borrower, Lender
-from tests.transport.object_stores import exit_code, fork
+from actorrpc.transport.shared_memory import MOST_SEGMENTS, Borrower, Lender
+from tests.forks import exit_code, fork
 
 KIB = 1 << 10
 SEGMENT = 256 * KIB  # the smallest segment
@@ -62,7 +62,13 @@ class Lane:
 
     @classmethod
     def open(
-        cls, *, limit: int = 64 << 20, threshold: int = 1, kind: int = socket.SOCK_STREAM, sndbuf: int = 0
+        cls,
+        *,
+        limit: int = 64 << 20,
+        threshold: int = 1,
+        kind: int = socket.SOCK_STREAM,
+        sndbuf: int = 0,
+        max_segments: int = MOST_SEGMENTS,
     ) -> Lane:
         ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
         ours.setblocking(False)
@@ -71,7 +77,7 @@ class Lane:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, sndbuf)
         clock = Clock()
         lender = Lender(ours, limit_bytes=limit, threshold=threshold, clock=clock)
-        return cls(lender, Borrower(theirs), ours, theirs, clock)
+        return cls(lender, Borrower(theirs, max_segments=max_segments), ours, theirs, clock)
 
     def send(self, *data: bytes) -> list[memoryview]:
         return self.receive(self.place(*data), *map(len, data))
@@ -396,9 +402,8 @@ def test_announcing_a_shared_memory_segment_twice_is_refused(lane: Lane) -> None
         lane.borrower.views(2, 1, (10,))
 
 
-def test_the_number_of_segments_a_peer_may_lend_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "MOST_SEGMENTS", 2)
-    lane = Lane.open()
+def test_the_number_of_segments_a_peer_may_lend_is_limited() -> None:
+    lane = Lane.open(max_segments=2)
     views = [lane.send(b"a" * 1000) for _ in range(2)]
     with pytest.raises(ProtocolError):
         lane.send(b"a" * 1000)

@@ -31,14 +31,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    assert keys.DEFAULT_PARENT == "/tmp"  # short enough for socket paths
-    monkeypatch.setattr(keys, "DEFAULT_PARENT", str(tmp_path))
-    return tmp_path
-
-
-@pytest.fixture
-def swept_directory(directory: Path, parent: Path) -> Path:
+def swept_directory(directory: Path, default_parent: Path) -> Path:
     """Restrict sweeping to a directory of this test; in the user's directory, files of other programs come and go."""
     return directory
 
@@ -155,20 +148,20 @@ def test_the_runtime_directory_is_created_with_mode_0700(directory: Path) -> Non
 
 
 def test_runtime_directory_prefers_its_variable_then_xdg_then_tmp(
-    parent: Path, monkeypatch: pytest.MonkeyPatch
+    default_parent: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    default = str(parent / f"actorrpc-{os.getuid()}")
-    session = parent / "session"
+    default = str(default_parent / f"actorrpc-{os.getuid()}")
+    session = default_parent / "session"
     assert keys.runtime_directory({}) == default
     assert (
         keys.runtime_directory({"XDG_RUNTIME_DIR": str(session)}) == default
     )  # the directory does not exist
     session.mkdir()
     assert keys.runtime_directory({"XDG_RUNTIME_DIR": str(session)}) == str(session / "actorrpc")
-    monkeypatch.chdir(parent)
+    monkeypatch.chdir(default_parent)
     assert keys.runtime_directory({"XDG_RUNTIME_DIR": "session"}) == default  # not absolute
     given = {"XDG_RUNTIME_DIR": str(session), "ACTORRPC_RUNTIME_DIR": "mine"}
-    assert keys.runtime_directory(given) == str(parent / "mine")
+    assert keys.runtime_directory(given) == str(default_parent / "mine")
 
 
 def _open_to_others(path: Path) -> None:
@@ -208,9 +201,9 @@ def test_a_runtime_directory_that_cannot_be_created_raises_config_error(tmp_path
 # -- sockets and sweeping --------------------------------------------------------------------------------
 
 
-def test_a_directory_too_long_for_socket_paths_is_replaced(parent: Path) -> None:
-    short = parent / f"actorrpc-{os.getuid()}"
-    long = parent / ("x" * 90)
+def test_a_directory_too_long_for_socket_paths_is_replaced(default_parent: Path) -> None:
+    short = default_parent / f"actorrpc-{os.getuid()}"
+    long = default_parent / ("x" * 90)
     long.mkdir(mode=0o700)
     path = keys.socket_path(str(long))
     assert os.path.dirname(path) == str(short)

@@ -34,7 +34,6 @@ from actorrpc.actors.client.pending_call import (
     pack_arguments,
 )
 from actorrpc.actors.client.supervisor_client import Fate, peer_of, query
-from actorrpc.actors.refs.arguments import awaited, pack_arguments
 from actorrpc.actors.spec.actor_spec import ActorDescriptor, HostedActorGoneError, Location
 from actorrpc.agent.calls import Call
 from actorrpc.errors import (

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc._exceptions import is_of_handler
 from actorrpc.actors.host.mailbox import GRACE_S
-from actorrpc.actors.refs.arguments import pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.snapshot import ATOMS, Snapshot, StoredResult
 from actorrpc.actors.refs.wait import cover

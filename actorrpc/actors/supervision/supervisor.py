@@ -72,7 +72,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor", "hand_over"]
 
-_REMEMBERED: Final = 10_000  # dead actors that are kept
 _UNSEEN_S: Final = 30.0  # how long a caller may consider an actor dead that this worker considers alive
 _AGAIN_S: Final = 0.1  # time until another place is requested, if the worker of the chosen place has ended
 _END_S: Final = 5.0  # how many seconds actors may take to end when this process leaves
@@ -83,13 +82,17 @@ class Supervisor:
 
     Args:
         draw: returns random numbers from 0 to 1, which shorten the waits before restarts.
+        remembered: of how many dead actors the record is kept.
 
     Attributes:
         places: the workers and processes where its actors live.
     """
 
-    def __init__(self, runtime: Runtime, draw: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self, runtime: Runtime, draw: Callable[[], float] = random.random, *, remembered: int = 10_000
+    ) -> None:
         self.draw = draw
+        self._remembered = remembered
         self._runtime = runtime
         self._names: Names = runtime.names
         self._routes: Routes = runtime.routes
@@ -480,7 +483,7 @@ class Supervisor:
             watchers, actor.watchers = actor.watchers, []
             self._actors.pop(descriptor.actor_id, None)
             self._dead[descriptor.actor_id] = actor
-            while len(self._dead) > _REMEMBERED:
+            while len(self._dead) > self._remembered:
                 self._dead.popitem(last=False)
         if descriptor.name is not None and not self._agent.closed_down:
             self._names.unregister(descriptor.name, descriptor.namespace, descriptor.actor_id)

@@ -551,6 +551,8 @@ class Dashboard:
         host, port: the address; port 0: any free port.
         names: further host names of the page.
         tls: the files of a certificate and its key; required for addresses that other hosts can reach.
+        patience: how many seconds a request may take to arrive, and a client may take to read the response; then the connection
+            is closed.
         say: called with the one-time link, and with a new link each time a browser has used the last one.
 
     Raises:
@@ -567,6 +569,7 @@ class Dashboard:
         say: Callable[[str], object],
         names: Iterable[str] = (),
         tls: tuple[str, str] | None = None,
+        patience: float = _PATIENCE_S,
     ) -> None:
         if tls is None and not is_loopback(host):
             raise ConfigError(
@@ -582,7 +585,7 @@ class Dashboard:
         app = make_app(feed, self.access, secure=tls is not None, logged_in=self._say_link, ends=self._ends)
         config = uvicorn.Config(
             app,
-            http=_BoundedProtocol,
+            http=type("BoundedProtocol", (_BoundedProtocol,), {"patience": patience}),
             ws="none",
             lifespan="off",
             log_config=None,

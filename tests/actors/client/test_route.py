@@ -138,8 +138,9 @@ def test_calls_end_with_shutdown_error_when_the_supervisor_leaves_its_group(
     future = world.call(other, there, 1)
     monkeypatch.setattr(supervisor_client, "current", lambda: None)
     _settled(world, future)
-    assert future._report is not None
-    assert future._report.seen  # not reported as never retrieved: its caller ends as well
+    report = future._report
+    assert report is not None
+    assert report.seen  # not reported as never retrieved: its caller ends as well
     error = _outcome(future)
     assert isinstance(error, ShutdownError)
     assert "leaves its group, and its actors end with it" in str(error)

@@ -19,6 +19,7 @@ import torch
 import actorrpc
 from actorrpc import rpc
 from tests.actors.e2e.kit import Gate, until
+from tests.forks import exit_code, fork
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(30)]
 
@@ -156,20 +157,19 @@ def test_calls_through_an_rref_run_on_the_actors_thread_from_any_worker() -> Non
 def _in_fork(work: Callable[[], Any]) -> str:
     """Return what ``work`` returns in a fork of this process, or the error that it raises, as text."""
     reads, writes = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def report() -> None:
         try:
-            try:
-                outcome = str(work())
-            except BaseException as error:
-                outcome = f"{type(error).__name__}: {error}"
-            os.write(writes, outcome.encode())
-        finally:
-            os._exit(0)
+            outcome = str(work())
+        except BaseException as error:
+            outcome = f"{type(error).__name__}: {error}"
+        os.write(writes, outcome.encode())
+
+    pid = fork(report)
     os.close(writes)
     with open(reads) as file:
         outcome = file.read()
-    assert os.waitpid(pid, 0)[1] == 0
+    assert exit_code(pid) == 0
     return outcome
 
 

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import LimitError
 from actorrpc.transport.object_store import Segment
 from tests.actors.e2e.kit import alive, open_gate, pass_gate, until
+from tests.forks import exit_code, fork
 
 # Tests kill processes, so each actor has its own.
 pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(60)]
@@ -88,13 +90,7 @@ class Keeper:
         """Fork a child that reads a value after this process has released it."""
         value = self.values[at]
         ours, theirs = os.pipe()
-        child = os.fork()
-        if not child:
-            try:
-                pass_gate(path)
-                os.write(theirs, str(_common_value(value)).encode())
-            finally:
-                os._exit(0)
+        child = fork(partial(_send_common_value, value, path, theirs))
         os.close(theirs)
         self.child = child, ours
         del value
@@ -108,13 +104,18 @@ class Keeper:
             return float(os.read(ours, 100))
         finally:
             os.close(ours)
-            os.waitpid(child, 0)
+            exit_code(child)
 
 
 def _common_value(value: Any) -> float:
     """Return the value of all elements; nan if they differ."""
     array = np.asarray(value)
     return float(array[0]) if (array == array[0]).all() else float("nan")
+
+
+def _send_common_value(value: Any, path: str, to: int) -> None:
+    pass_gate(path)
+    os.write(to, str(_common_value(value)).encode())
 
 
 def _host_bytes() -> int:

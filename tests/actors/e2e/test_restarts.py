@@ -11,6 +11,7 @@ import pytest
 
 import actorrpc
 from tests.actors.e2e.kit import row_of
+from tests.forks import exit_at_once
 
 pytestmark = [pytest.mark.usefixtures("embedded"), pytest.mark.limit(20)]
 
@@ -29,7 +30,7 @@ class Phoenix:
         return os.getpid()
 
     def die(self) -> None:
-        os._exit(3)
+        exit_at_once(3)
 
     def die_with_words(self) -> None:
         os.write(2, b"these are my last words\n")

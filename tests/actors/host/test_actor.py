@@ -60,11 +60,11 @@ def test_an_actor_is_created_if_its_large_request_arrives_after_its_thread_has_p
 
     monkeypatch.setattr(Mailbox, "dequeue", looking)
     with InProcessCluster(2, clock="real"):
-        monkeypatch.setattr(ActorRegistry, "deliver", delivering)
         large = [float(each) for each in range(20_000)]  # it is sent in chunks
-        keeper = Keeper.options(worker="worker1").remote(large)
-        ready = actorrpc.ready(keeper)
-        monkeypatch.setattr(ActorRegistry, "deliver", deliver)
+        with monkeypatch.context() as patch:
+            patch.setattr(ActorRegistry, "deliver", delivering)
+            keeper = Keeper.options(worker="worker1").remote(large)
+            ready = actorrpc.ready(keeper)
         actorrpc.get(ready, timeout=30)
         assert actorrpc.get(keeper.count.remote(), timeout=30) == 20_000
 

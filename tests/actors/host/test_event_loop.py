@@ -14,8 +14,8 @@ import pytest
 
 import actorrpc
 from actorrpc.actors.context import Runtime
-from actorrpc.actors.host import executor
 from actorrpc.errors import LimitError
+from actorrpc.testing import InProcessCluster
 from tests.actors.alone import alone
 from tests.actors.e2e.kit import until
 
@@ -41,7 +41,7 @@ def _messages(caplog: pytest.LogCaptureFixture, text: str, count: int = 1) -> li
 class _Holds:
     """The gate at which methods block the loop, shared with the test."""
 
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
 
 
 @actorrpc.remote(concurrency_groups={"io": 2})
@@ -50,6 +50,7 @@ class Held:
         _Holds.gate.wait(20)
 
     async def coroutine(self) -> None:
+        _Holds.begun.set()
         _Holds.gate.wait(20)
 
     async def coroutine_in_group(self) -> None:
@@ -178,32 +179,29 @@ class Stubborn:
     async def tick(self) -> None: ...
 
 
-@pytest.mark.usefixtures("runtime")
-def test_a_cancelled_coroutine_that_does_not_end_is_given_up_after_the_grace_period(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(executor, "GRACE_S", 0.1)
-    actor, other = Stubborn.remote(), Stubborn.remote()
-    ref = actor.wait.remote(other)
-    actorrpc.get(actor.has_begun.remote())
-    assert actorrpc.cancel(ref)
-    with pytest.raises(actorrpc.CancelledError, match=r"has not ended within 0\.1 s"):
-        actorrpc.get(ref)
-    actorrpc.get(actor.tick.remote())
-    del actor, other, ref
+def test_a_cancelled_coroutine_that_does_not_end_is_given_up_after_the_grace_period() -> None:
+    with InProcessCluster(2, autojump=True):
+        actor, other = (Stubborn.options(worker=f"worker{number}").remote() for number in range(2))
+        ref = actor.wait.remote(other)
+        actorrpc.get(actor.has_begun.remote())
+        assert actorrpc.cancel(ref)
+        with pytest.raises(actorrpc.CancelledError, match="has not ended within 5 s"):
+            actorrpc.get(ref)
+        actorrpc.get(actor.tick.remote())
+        del actor, other, ref
 
 
-@pytest.mark.usefixtures("runtime")
-def test_a_caller_stops_waiting_for_its_cancelled_call_although_the_coroutine_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("actorrpc.actors.client.pending_call.GRACE_S", 0.0)
-    monkeypatch.setattr("actorrpc.actors.client.pending_call._MARGIN_S", 0.1)
+@pytest.mark.prints("has held the event loop")
+def test_a_caller_stops_waiting_for_its_cancelled_call_although_the_coroutine_blocks_its_loop() -> None:
+    _Holds.begun.clear()
     _Holds.gate.clear()
-    actor, other = Stubborn.remote(), Stubborn.remote()
-    ref = actor.wait.remote(other)
-    actorrpc.get(actor.has_begun.remote())
-    assert actorrpc.cancel(ref)
-    with pytest.raises(actorrpc.CancelledError, match="was cancelled by its caller"):
-        actorrpc.get(ref)
-    del actor, other, ref
+    with InProcessCluster(2) as cluster:
+        actor = Held.options(worker="worker1").remote()
+        ref = actor.coroutine.remote()
+        assert _Holds.begun.wait(20)
+        assert actorrpc.cancel(ref)
+        cluster.clock.advance(6.5)
+        with pytest.raises(actorrpc.CancelledError, match="was cancelled by its caller"):
+            actorrpc.get(ref)
+        _Holds.gate.set()
+        del actor, ref

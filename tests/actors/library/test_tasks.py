@@ -25,6 +25,7 @@ from actorrpc.errors import (
 )
 from tests.actors import things
 from tests.actors.alone import alone
+from tests.forks import exit_at_once
 from tests.ranks import rpc_group
 
 Remote: Any = actorrpc.remote
@@ -73,7 +74,7 @@ def _die_once(path: str) -> str:
 
 @Remote
 def _die() -> None:
-    os._exit(7)
+    exit_at_once(7)
 
 
 @Remote

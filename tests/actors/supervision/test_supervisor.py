@@ -166,8 +166,7 @@ def test_dropping_the_last_handle_ends_an_actor_at_every_stage_of_its_life(
 
 
 def test_the_supervisor_remembers_a_limited_number_of_dead_actors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actorrpc.actors.supervision.supervisor._REMEMBERED", 2)
-    world = World(monkeypatch, 1)
+    world = World(monkeypatch, 1, remembered=2)
     driver = world.workers[0]
     routes = [world.create(driver) for _ in range(3)]
     world.settle()

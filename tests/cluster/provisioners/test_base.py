@@ -16,6 +16,7 @@ from actorrpc.actors.spec.actor_spec import DeathReport
 from actorrpc.cluster import LaunchedEngine, LaunchRequest, Node, init
 from actorrpc.errors import ActorDiedError, PlacementError
 from tests.cluster.joiners import CLEAN
+from tests.forks import exit_at_once
 
 _ROOT = Path(__file__).resolve().parents[2]
 _RUN = "import sys; from actorrpc.cluster import join as joining; sys.exit(joining.serve_order())"
@@ -63,7 +64,7 @@ class Place:
         return os.getpid()
 
     def end(self) -> None:
-        os._exit(3)
+        exit_at_once(3)
 
 
 @actorrpc.remote

@@ -48,9 +48,13 @@ def names():
             rpc.constants.UNSET_RPC_TIMEOUT,
             rpc.api.UNSET_RPC_TIMEOUT,
         ],
-        "initialised": rpc._is_current_rpc_agent_set(),
+        "initialised": is_initialised(),
         "classes": [issubclass(RRef, PyRRef), callable(WorkerInfo)],
     }
+
+
+def is_initialised():
+    return rpc._is_current_rpc_agent_set()
 
 
 def refused():
@@ -81,7 +85,7 @@ def inside():
         "infos": sorted(each.name for each in rpc.api._get_current_rpc_agent().get_worker_infos()),
         "equal": [info == rpc.get_worker_info("worker1"), info == rpc.get_worker_info(1)],
         "value": rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)).tolist(),
-        "initialised": rpc._is_current_rpc_agent_set(),
+        "initialised": is_initialised(),
         "timeout": rpc.get_rpc_timeout(),
     }
 
@@ -138,7 +142,7 @@ def work(rank, folder, port):
         done.wait()
     rpc.shutdown(graceful=False)
     if rank == 0:
-        print(json.dumps({"over": rpc._is_current_rpc_agent_set(), "refused": refused()}))
+        print(json.dumps({"over": is_initialised(), "refused": refused()}))
 
 
 if __name__ == "__main__":
