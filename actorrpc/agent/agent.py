@@ -25,7 +25,7 @@ from actorrpc import _stacks, _time
 from actorrpc._exception_text import report
 from actorrpc._limits import memory_limit
 from actorrpc.agent import outbound
-from actorrpc.agent.calls import CURRENT, Call, Execution
+from actorrpc.agent.calls import CURRENT, Call, Execution, MailHeader
 from actorrpc.agent.connector import Connector
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Executor
@@ -39,7 +39,6 @@ from actorrpc.agent.hooks import (
     thread_is_profiled,
 )
 from actorrpc.agent.inbound import Inbox
-from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import MAX_PENDING, SETTLED_S, MessageContext, Peer, PeerTable
 from actorrpc.agent.scheduler import Scheduler
 from actorrpc.agent.threads import Pool
@@ -67,8 +66,7 @@ from actorrpc.transport.object_store import ObjectStore
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
 from actorrpc.wire import frames, keys
-from actorrpc.wire.frames import Frame, pack_frame
-from actorrpc.wire.headers import Header, pack_header
+from actorrpc.wire.frames import Frame, Header, pack_frame, pack_header
 from actorrpc.wire.identity import WorkerRecord
 from actorrpc.wire.keys import Key
 

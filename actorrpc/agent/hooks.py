@@ -38,13 +38,12 @@ import torch
 from actorrpc.wire import frames
 
 if TYPE_CHECKING:
-    from actorrpc.agent.calls import Call, Execution
-    from actorrpc.agent.mail import MailHeader
+    from actorrpc.agent.calls import Call, Execution, MailHeader
     from actorrpc.agent.peers import MessageContext, Peer
     from actorrpc.flight_recorder import FlightRecorder
     from actorrpc.serialization.codec import Encoded
     from actorrpc.transport.connection import Connection
-    from actorrpc.wire.headers import Header
+    from actorrpc.wire.frames import Header
 
 __all__ = [
     "NO_NOTES",

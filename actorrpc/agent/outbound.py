@@ -26,8 +26,7 @@ from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.wire import frames
-from actorrpc.wire.frames import Frame, pack_frame, unpack_position
-from actorrpc.wire.headers import Header, pack_header, unpack_header
+from actorrpc.wire.frames import Frame, Header, pack_frame, pack_header, unpack_header, unpack_position
 
 if TYPE_CHECKING:
     from actorrpc.agent.calls import Execution

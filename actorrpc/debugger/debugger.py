@@ -18,9 +18,8 @@ from typing import Any, Final
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.executor import ActorExecutor
 from actorrpc.actors.host.threads import bears_interruption
-from actorrpc.agent.calls import CURRENT, Execution
+from actorrpc.agent.calls import CURRENT, Execution, MailHeader
 from actorrpc.agent.context import Worker, current_worker
-from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import Peer
 from actorrpc.agent.timers import Tick
 from actorrpc.debugger import entering

@@ -28,9 +28,8 @@ from actorrpc.observe.tracing.trace import compare_clocks
 from actorrpc.transport.failure_detector import process_state
 from actorrpc.transport.tls import AnySocket, Tls, TlsSocket, explain, shake_hands
 from actorrpc.wire import frames
-from actorrpc.wire.frames import Frame, FrameReader, pack_frame
+from actorrpc.wire.frames import Frame, FrameReader, pack_frame, pack_header, unpack_header
 from actorrpc.wire.handshake import Dialler, Session
-from actorrpc.wire.headers import pack_header, unpack_header
 from actorrpc.wire.identity import FIRST_VISITOR, WorkerRecord, host_identity, new_incarnation
 from actorrpc.wire.integrity import SealedReader, Seals
 from actorrpc.wire.keys import Key

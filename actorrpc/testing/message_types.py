@@ -19,7 +19,7 @@ from actorrpc.rpc.refcount.messages import ChildAccept, ForkAck, ForkRequest, Us
 from actorrpc.wire import frames
 
 if TYPE_CHECKING:
-    from actorrpc.agent.mail import MailHeader
+    from actorrpc.agent.calls import MailHeader
     from actorrpc.agent.peers import Peer
 
 __all__ = [

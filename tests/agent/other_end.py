@@ -13,8 +13,7 @@ from typing import Any
 
 from actorrpc.agent import outbound
 from actorrpc.wire import frames
-from actorrpc.wire.frames import Frame, FrameReader, pack_frame
-from actorrpc.wire.headers import unpack_header
+from actorrpc.wire.frames import Frame, FrameReader, pack_frame, unpack_header
 
 __all__ = ["RemoteEnd"]
 

@@ -10,13 +10,11 @@ import torch
 
 from actorrpc.agent import outbound
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.calls import MAILBOX_BIT, Execution
+from actorrpc.agent.calls import MAILBOX_BIT, Execution, MailHeader
 from actorrpc.agent.executor import path_of
-from actorrpc.agent.mail import MailHeader
 from actorrpc.errors import ProtocolError, RpcError
 from actorrpc.futures import Future
-from actorrpc.wire.frames import Frame
-from actorrpc.wire.headers import unpack_header
+from actorrpc.wire.frames import Frame, unpack_header
 from tests.agent.agents import agents
 
 

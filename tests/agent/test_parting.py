@@ -17,8 +17,7 @@ from actorrpc.agent.agent import Agent
 from actorrpc.futures import Future
 from actorrpc.transport.connection import Connection
 from actorrpc.wire import frames
-from actorrpc.wire.frames import pack_frame
-from actorrpc.wire.headers import pack_header
+from actorrpc.wire.frames import pack_frame, pack_header
 from tests.agent.agents import Stranger, agents
 
 

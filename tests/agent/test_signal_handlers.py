@@ -16,8 +16,7 @@ import pytest
 from actorrpc import _time
 from actorrpc.agent.agent import Agent
 from actorrpc.transport import signals
-from actorrpc.transport.connection import Connection
-from actorrpc.transport.reader import ARMED
+from actorrpc.transport.connection import ARMED, Connection
 from tests.agent.agents import agents
 from tests.interruptions import Interrupted, Steps, raising
 

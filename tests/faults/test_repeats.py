@@ -25,7 +25,7 @@ import torch
 from actorrpc import rpc
 from actorrpc.agent import peers
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.mail import MailHeader
+from actorrpc.agent.calls import MailHeader
 from actorrpc.futures import Future
 from actorrpc.testing import processes
 from actorrpc.testing.message_types import ANSWER, CONTROL, MESSAGES, NOTICES

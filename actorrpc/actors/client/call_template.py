@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from actorrpc.agent.mail import MailHeader
+from actorrpc.agent.calls import MailHeader
 from actorrpc.rpc.options import UNSET_RPC_TIMEOUT
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from actorrpc.actors.spec.class_info import Kind, MethodInfo
     from actorrpc.actors.spec.options import CallOptions
     from actorrpc.agent.peers import Peer
-    from actorrpc.wire.headers import Header
+    from actorrpc.wire.frames import Header
 
 __all__ = ["CallTemplate", "Place", "Templated"]
 

@@ -8,8 +8,7 @@ from actorrpc import _time
 from actorrpc.actors.host.mailbox import Entry
 from actorrpc.agent.calls import CALLER_BIT, MAILBOX_BIT, Execution
 from actorrpc.agent.executor import path_of
-from actorrpc.wire.frames import MAIL
-from actorrpc.wire.headers import Header
+from actorrpc.wire.frames import MAIL, Header
 
 if TYPE_CHECKING:
     import asyncio

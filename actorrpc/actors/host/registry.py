@@ -25,8 +25,7 @@ from actorrpc.agent.calls import CALLER_BIT, MAILBOX_BIT
 from actorrpc.agent.executor import Deferred
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future, collect_all
-from actorrpc.wire.frames import MAIL, RESERVED, Frame
-from actorrpc.wire.headers import Header, unpack_header
+from actorrpc.wire.frames import MAIL, RESERVED, Frame, Header, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.actors.context import Runtime
@@ -76,10 +75,10 @@ class ActorRegistry:
         self._agent.inbox.mail_router = self
         self._agent.on_peer_end.append(self._peer_ended)
 
-    # -- the router (agent.mail.MailRouter) ------------------------------------------------------
+    # -- the router (agent.inbound.MailRouter) ------------------------------------------------------
 
     def deliver(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool = True) -> None:
-        """See agent.mail.MailRouter."""
+        """See agent.inbound.MailRouter."""
         header = self._headers.get(frame.extra)
         if header is None:
             header = self._new_header(frame)
@@ -96,12 +95,12 @@ class ActorRegistry:
             peer.on_cancel(frame.id, flags, self._agent.submit)
 
     def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
-        """See agent.mail.MailRouter."""
+        """See agent.inbound.MailRouter."""
         self.deliver(conn, peer, frame, False)
         return frame.id in peer.running
 
     def complete(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
-        """See agent.mail.MailRouter."""
+        """See agent.inbound.MailRouter."""
         entry = peer.running.get(frame.id)
         if frame.flags & RESERVED:
             frame = frame._replace(flags=frame.flags & ~RESERVED)
@@ -112,7 +111,7 @@ class ActorRegistry:
             entry.hosted.receive_rest(entry, conn, frame)
 
     def abandon(self, peer: Peer, id: int) -> None:
-        """See agent.mail.MailRouter."""
+        """See agent.inbound.MailRouter."""
         entry = peer.running.get(id)
         if type(entry) is Envelope:
             self._agent.submit(entry.cancel)

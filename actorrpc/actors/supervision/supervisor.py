@@ -34,8 +34,7 @@ from actorrpc.actors.supervision import deaths
 from actorrpc.actors.supervision.groups import Action, perform
 from actorrpc.actors.supervision.placement import Placements
 from actorrpc.actors.supervision.record import ActorRecord, Incarnation, LifetimeToken, RestartVerdict
-from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.mail import MailHeader
+from actorrpc.agent.calls import CURRENT, MailHeader
 from actorrpc.agent.peers import Peer
 from actorrpc.errors import ActorDiedError, PeerDiedError, RpcError, ShutdownError
 from actorrpc.futures import Future, collect_all

@@ -18,9 +18,8 @@ import msgpack
 
 from actorrpc import _time
 from actorrpc.agent.agent import Agent
-from actorrpc.agent.calls import Call, Execution
+from actorrpc.agent.calls import Call, Execution, MailHeader
 from actorrpc.agent.hooks import RECEIPT, MessageReferences
-from actorrpc.agent.mail import MailHeader
 from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import PeerDiedError, ProtocolError, RemoteError, RpcError, RpcTimeoutError, RRefError
 from actorrpc.futures import Future
@@ -36,7 +35,7 @@ from actorrpc.rpc.refcount.messages import (
 from actorrpc.rpc.refcount.protocol import Effects, Handle, Pending, RRefTable
 from actorrpc.serialization import codec, exceptions
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.wire.headers import Header
+from actorrpc.wire.frames import Header
 from actorrpc.wire.identity import WorkerKey
 
 __all__ = ["References"]
