@@ -59,12 +59,12 @@ from actorrpc.serialization.codec import encode_body
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import BufferPool
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.connection_state import CLOSED, SUSPENDED, Goodbye
 from actorrpc.transport.failure_detector import holds_back
 from actorrpc.transport.object_accounts import ObjectAccounts
 from actorrpc.transport.object_store import ObjectStore
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
+from actorrpc.transport.stream import CLOSED, SUSPENDED, Goodbye
 from actorrpc.wire import frames, keys
 from actorrpc.wire.frames import Frame, Header, pack_frame, pack_header
 from actorrpc.wire.identity import WorkerRecord

@@ -36,9 +36,9 @@ from actorrpc.futures import (
     run_queued_callbacks,
 )
 from actorrpc.serialization.class_cache import empty_before_collection
-from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire.frames import CANCEL, LATE, STOP, Header, pack_frame, pack_header
 
 if TYPE_CHECKING:

@@ -45,11 +45,10 @@ from actorrpc.errors import (
     ShutdownError,
 )
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.connection_state import CLOSED, SUSPENDED
 from actorrpc.transport.failure_detector import process_state, set_up_tcp
 from actorrpc.transport.shared_memory import Borrower, Lender
 from actorrpc.transport.signals import Taken, checkpoint, uninterruptible
-from actorrpc.transport.stream import ReliableStream, SocketStream, Stream
+from actorrpc.transport.stream import CLOSED, SUSPENDED, ReliableStream, SocketStream, Stream
 from actorrpc.transport.tls import AnySocket, Tls, explain, shake_hands
 from actorrpc.wire.frames import GOODBYE, INTRO, pack_frame
 from actorrpc.wire.handshake import Dialler, Purpose, Session

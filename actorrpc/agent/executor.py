@@ -37,7 +37,7 @@ from actorrpc.errors import (
 )
 from actorrpc.futures import QUEUED, run_queued_callbacks
 from actorrpc.serialization import codec, exceptions
-from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire.frames import CAST, FAILURE, REPLY, Frame, Header, pack_frame, unpack_header
 
 if TYPE_CHECKING:

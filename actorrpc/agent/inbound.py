@@ -23,7 +23,7 @@ from actorrpc._limits import explain_memory
 from actorrpc.agent import outbound
 from actorrpc.errors import LimitError, ProtocolError, UnknownWorkerError
 from actorrpc.futures import WAITING
-from actorrpc.transport.connection_state import Goodbye
+from actorrpc.transport.stream import Goodbye
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, pack_frame, unpack_header
 

@@ -23,8 +23,8 @@ from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES
 from actorrpc.serialization import codec, exceptions
-from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import uninterruptible
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, Header, pack_frame, pack_header, unpack_header, unpack_position
 

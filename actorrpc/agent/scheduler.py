@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from actorrpc import _time
 from actorrpc.agent.peers import MembershipEvents
 from actorrpc.agent.timers import Tick
-from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.failure_detector import is_direct, process_state
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
 

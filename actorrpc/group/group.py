@@ -55,7 +55,7 @@ from actorrpc.futures import Future
 from actorrpc.group import device_maps
 from actorrpc.group.rendezvous import Membership, Rendezvous
 from actorrpc.serialization.by_value import note_main
-from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire import keys
 from actorrpc.wire.identity import WorkerRecord, host_identity, main_identity, new_incarnation
 from actorrpc.wire.keys import Key

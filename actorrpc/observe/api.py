@@ -20,8 +20,8 @@ from actorrpc.observe.outside import FoundGroup, GroupLook, look, members_of
 from actorrpc.observe.protocol import all_pages, patience
 from actorrpc.observe.tracing.trace import Recording, TraceSummary, check_path, compare_clocks, write
 from actorrpc.observe.visitor import Target
-from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.failure_detector import process_state
+from actorrpc.transport.stream import CLOSED
 from actorrpc.validation import wait_limit
 from actorrpc.wire.identity import WorkerRecord
 

@@ -38,7 +38,7 @@ from actorrpc.flight_recorder import CALLED, EXECUTED, NOTED, UNDER_WAY
 from actorrpc.futures import Future
 from actorrpc.observe import processes
 from actorrpc.rpc.refcount.tables import Outcome
-from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import CLOSED
 from actorrpc.transport.writer import BlockedSends
 
 __all__ = ["answer", "member_records"]

@@ -46,8 +46,8 @@ from actorrpc.rpc.options import (
 from actorrpc.rpc.refcount.runtime import References
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import torchscript
-from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import checkpoint, defer_during, uninterruptible
+from actorrpc.transport.stream import CLOSED
 from actorrpc.transport.tls import Tls
 from actorrpc.validation import integer
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord

@@ -26,8 +26,8 @@ from actorrpc.serialization import codec, exceptions
 from actorrpc.serialization.tensors import TensorSpan
 from actorrpc.testing.faults import Fault
 from actorrpc.testing.message_types import Message, described, type_of_request
-from actorrpc.transport.connection_state import CLOSED
 from actorrpc.transport.signals import uninterruptible
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire import frames
 
 if TYPE_CHECKING:

@@ -50,10 +50,9 @@ from actorrpc.config import Settings
 from actorrpc.errors import ProtocolError
 from actorrpc.transport import signals
 from actorrpc.transport.buffers import untouched
-from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED, Goodbye, StateMachine
 from actorrpc.transport.shared_memory import Lane
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.transport.stream import ReliableStream, Stream
+from actorrpc.transport.stream import CLOSED, OPEN, SUSPENDED, Goodbye, ReliableStream, StateMachine, Stream
 from actorrpc.transport.writer import Writer
 from actorrpc.wire.frames import ACK, FAILURE, MAIL, OBJECTS, STREAM, Frame, FrameReader, pack_frame
 from actorrpc.wire.integrity import SealedReader, Seals

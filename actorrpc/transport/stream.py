@@ -1,4 +1,4 @@
-"""The byte streams that a connection reads and writes.
+"""The byte streams that a connection reads and writes, and the states of a connection (:class:`ConnectionState`).
 
 :class:`SocketStream` is a plain socket, :class:`actorrpc.transport.tls.TlsSocket` adds TLS, and :class:`ReliableStream` replaces
 a failed socket by another socket:
@@ -13,6 +13,7 @@ Several attempts to resume may run at once. Each attempt gets a number before it
 
 from __future__ import annotations
 
+import enum
 import itertools
 import socket
 from abc import abstractmethod
@@ -22,8 +23,19 @@ from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc.errors import ProtocolError
+from actorrpc.transport.signals import uninterruptible
 
-__all__ = ["ReliableStream", "SocketStream", "Stream"]
+__all__ = [
+    "CLOSED",
+    "OPEN",
+    "SUSPENDED",
+    "ConnectionState",
+    "Goodbye",
+    "ReliableStream",
+    "SocketStream",
+    "StateMachine",
+    "Stream",
+]
 
 _SAY_EVERY: Final = 1 << 20
 _LIMIT: Final = 8 << 20  # more than the bandwidth-delay product of most networks
@@ -335,3 +347,60 @@ class _Ring:
     def free(self, size: int) -> None:
         """Free the oldest ``size`` bytes."""
         self._used -= size
+
+
+# -- the states of a connection --------------------------------------------------------------------
+
+
+class ConnectionState(enum.Enum):
+    OPEN = "open"
+    SUSPENDED = "suspended"
+    """The socket has failed, and another socket is being opened. Only TCP connections can have this state."""
+    CLOSED = "closed"
+    """The connection has ended, for whatever reason, and is never resumed."""
+
+
+class Goodbye(enum.Enum):
+    """The reason that the peer has given in its GOODBYE frame before it closed the connection."""
+
+    LEAVES = "leaves"
+    GIVES_UP = "gives up"
+    """The peer considers this worker dead."""
+
+
+# Not Final: a type checker would narrow the type of ``state`` after a comparison, but another thread may change the state between
+# two comparisons.
+OPEN: ConnectionState = ConnectionState.OPEN
+SUSPENDED: ConnectionState = ConnectionState.SUSPENDED
+CLOSED: ConnectionState = ConnectionState.CLOSED
+
+_NEXT: Final[dict[ConnectionState, tuple[ConnectionState, ...]]] = {
+    OPEN: (SUSPENDED, CLOSED),
+    SUSPENDED: (OPEN, CLOSED),
+    CLOSED: (),
+}
+
+
+class StateMachine:
+    """The state of a connection, which any thread may read without a lock. ``_state_lock`` guards changes, and is a leaf.
+
+    Without this lock: 1. Thread A reads OPEN and is about to suspend the connection. 2. Thread B closes the connection. 3. Thread
+    A writes SUSPENDED. The closed connection would then count as suspended.
+    """
+
+    def __init__(self) -> None:
+        self.state: ConnectionState = OPEN
+        #: how often the connection was suspended: an attempt to resume stores the number, and stops if it has changed
+        self.lapses = 0
+        self._state_lock = _time.Lock()
+
+    @uninterruptible
+    def enter(self, state: ConnectionState) -> bool:
+        """Change the state; return False if the current state does not permit that. Never blocks for long."""
+        with self._state_lock:
+            if state not in _NEXT[self.state]:
+                return False
+            if state is SUSPENDED:
+                self.lapses += 1
+            self.state = state
+        return True

@@ -19,8 +19,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from actorrpc import _time
-from actorrpc.transport.connection_state import CLOSED, OPEN, SUSPENDED
 from actorrpc.transport.signals import checkpoint, pending_here, uninterruptible
+from actorrpc.transport.stream import CLOSED, OPEN, SUSPENDED
 from actorrpc.wire.frames import CHUNK, STREAM_ABORT, pack_frame, pack_position
 from actorrpc.wire.integrity import Seal, chunk_head
 

@@ -41,8 +41,7 @@ from actorrpc.errors import BackpressureError, CancelledError, PeerDiedError, Rp
 from actorrpc.futures import WAITING, Future
 from actorrpc.transport import connection
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.connection_state import CLOSED
-from actorrpc.transport.stream import SocketStream
+from actorrpc.transport.stream import CLOSED, SocketStream
 from actorrpc.wire import frames
 from actorrpc.wire.frames import pack_frame
 from tests.agent.agents import record

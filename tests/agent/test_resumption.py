@@ -23,8 +23,7 @@ from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError, ProtocolError
 from actorrpc.futures import Future
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.connection_state import CLOSED
-from actorrpc.transport.stream import ReliableStream, SocketStream
+from actorrpc.transport.stream import CLOSED, ReliableStream, SocketStream
 from actorrpc.wire import handshake
 from actorrpc.wire.frames import REPLY, Frame, pack_frame
 from actorrpc.wire.identity import WorkerRecord

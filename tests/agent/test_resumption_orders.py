@@ -24,8 +24,7 @@ from actorrpc.agent.connector import Resumption
 from actorrpc.agent.outbound import Assembly
 from actorrpc.config import Settings
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.connection_state import CLOSED
-from actorrpc.transport.stream import ReliableStream, SocketStream
+from actorrpc.transport.stream import CLOSED, ReliableStream, SocketStream
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame
 from actorrpc.wire.integrity import Seals

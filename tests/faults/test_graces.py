@@ -23,7 +23,7 @@ from actorrpc.agent.peers import state_of
 from actorrpc.config import Settings
 from actorrpc.errors import PeerDiedError
 from actorrpc.futures import Future
-from actorrpc.transport.connection_state import SUSPENDED
+from actorrpc.transport.stream import SUSPENDED
 from actorrpc.wire.identity import WorkerInfo, WorkerRecord
 from tests.agent.agents import KEY, record
 from tests.harness.proxy import Disturbance, FaultProxy

@@ -35,7 +35,7 @@ from actorrpc.testing.message_types import (
     type_of_request,
 )
 from actorrpc.transport.connection import Connection
-from actorrpc.transport.connection_state import OPEN
+from actorrpc.transport.stream import OPEN
 
 __all__ = ["POINTS", "KillPoint", "KillPointError", "kill_at"]
 

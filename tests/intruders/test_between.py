@@ -12,7 +12,7 @@ import pytest
 
 from actorrpc.agent.agent import Agent
 from actorrpc.errors import AuthenticationError, ProtocolError
-from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire.handshake import Acceptor, Dialler, Purpose
 from actorrpc.wire.identity import new_incarnation
 from tests.agent.agents import KEY

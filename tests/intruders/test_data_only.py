@@ -41,7 +41,7 @@ from actorrpc.errors import (
 )
 from actorrpc.rpc import Named, allow, exposed
 from actorrpc.serialization import codec, data_only, exceptions
-from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire.frames import FAILURE, REPLY, REQUEST, Frame, pack_frame
 from tests.agent.agents import KEY, Stranger, agents
 from tests.intruders import payloads, service

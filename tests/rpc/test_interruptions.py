@@ -21,7 +21,7 @@ from actorrpc import autograd, rpc
 from actorrpc.agent.calls import CURRENT
 from actorrpc.optim import DistributedOptimizer
 from actorrpc.rpc import api
-from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import CLOSED
 from tests.interruptions import Interrupted, Steps, raising
 from tests.layers import rest_is_slow
 from tests.ranks import rpc_group

@@ -29,7 +29,7 @@ from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.agent.threads import follow_torch
 from actorrpc.agent.timers import Tick
 from actorrpc.futures import WAITING
-from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import CLOSED
 
 if TYPE_CHECKING:
     from actorrpc.actors.host.threads import Runner

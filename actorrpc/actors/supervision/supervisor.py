@@ -41,8 +41,8 @@ from actorrpc.futures import Future, collect_all
 from actorrpc.rpc.rref import RRef
 from actorrpc.serialization import exceptions
 from actorrpc.serialization.by_value import look_again
-from actorrpc.transport.connection_state import OPEN
 from actorrpc.transport.signals import uninterruptible
+from actorrpc.transport.stream import OPEN
 from actorrpc.wire.identity import WorkerKey
 
 if TYPE_CHECKING:

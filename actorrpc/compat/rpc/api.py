@@ -39,7 +39,7 @@ from actorrpc.errors import (
     UnknownWorkerError,
 )
 from actorrpc.rpc import api as core
-from actorrpc.transport.connection_state import CLOSED
+from actorrpc.transport.stream import CLOSED
 from actorrpc.wire.identity import WorkerInfo
 
 __all__ = [
