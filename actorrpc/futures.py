@@ -27,7 +27,7 @@ from typing import Any, Final, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import CAUSE, MEMBERS, MESSAGE, is_a, is_of_handler, report, say, type_name
+from actorrpc._exceptions import CAUSE, MEMBERS, MESSAGE, is_a, is_of_handler, report, say, type_name
 from actorrpc.errors import CancelledError, NotInitializedError, RpcTimeoutError
 from actorrpc.validation import wait_limit
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
 from typing import Any, Final, TypeAlias
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.errors import ConfigError, WrongTypeError
 
 __all__ = [

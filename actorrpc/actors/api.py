@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final, NoReturn, ParamSpec, Protocol, TypeVar, overload
 
 from actorrpc import _time
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.actors.client.actor_class import ActorClass, options_of
 from actorrpc.actors.client.handle import ActorHandle, call, is_alive, kill, monitor, ready
 from actorrpc.actors.client.route import Routes

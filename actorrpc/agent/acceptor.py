@@ -42,7 +42,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc import _limits, _time
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.errors import AuthenticationError, ProtocolError
 from actorrpc.transport.tls import HELLO, AnySocket, Tls, explain
 from actorrpc.wire.handshake import MAX_MESSAGE, Acceptor, Refusal

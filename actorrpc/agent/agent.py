@@ -22,7 +22,7 @@ from types import FrameType, FunctionType
 from typing import Any, Final, NoReturn
 
 from actorrpc import _stacks, _time
-from actorrpc._exception_text import report
+from actorrpc._exceptions import report
 from actorrpc._limits import memory_limit
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, Call, Execution, MailHeader

@@ -33,7 +33,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from actorrpc import _limits, _time
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.agent.acceptor import Admission, AdmittingAgent, PendingConnection, no_room
 from actorrpc.errors import (
     AuthenticationError,

@@ -23,8 +23,7 @@ from types import FrameType
 from typing import Any, Final
 
 from actorrpc import _stacks, _time
-from actorrpc._exception_text import report
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import report, undo_on_error
 from actorrpc.transport import signals
 
 __all__ = ["ACTING", "Daemon"]

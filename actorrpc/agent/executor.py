@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from actorrpc._exception_text import cut_frames, is_a, is_of_handler, let_frames_go, line_of, report, say
+from actorrpc._exceptions import cut_frames, is_a, is_of_handler, let_frames_go, line_of, report, say
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, MAILBOX_BIT, Execution
 from actorrpc.agent.hooks import OutgoingMessage, recorded, run_hooked

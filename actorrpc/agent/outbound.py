@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from actorrpc import _time
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.agent.peers import MessageContext, Peer
 from actorrpc.errors import LimitError, PeerDiedError, ProtocolError, RpcError
 from actorrpc.flight_recorder import COPIED_BYTES

@@ -28,7 +28,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from actorrpc import _time
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.errors import BackpressureError, PeerDiedError, UnknownWorkerError, WrongTypeError
 from actorrpc.serialization import codec
 from actorrpc.serialization.numbered_functions import NumberedFunctions

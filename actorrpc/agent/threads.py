@@ -31,7 +31,7 @@ from typing import Any, Final
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import report
+from actorrpc._exceptions import report
 from actorrpc._limits import NO_THREAD, explain_threads
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.agent.timers import Clock, Tick

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc._exception_text import report
+from actorrpc._exceptions import report
 from actorrpc._limits import start_thread
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.transport.signals import uninterruptible

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import current_worker

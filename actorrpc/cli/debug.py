@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TextIO
 
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.cli.text import span, table
 from actorrpc.debugger.protocol import EVENT, HELD, OVER, REQUEST, RUNS, pack, unpack
 from actorrpc.errors import RpcError

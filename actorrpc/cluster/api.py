@@ -21,8 +21,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc._exception_text import say
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import say, undo_on_error
 from actorrpc.actors import context as context_module
 from actorrpc.actors.spec.death_report import ProcessSpec
 from actorrpc.actors.supervision.migration import hand_over

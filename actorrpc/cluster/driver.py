@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.spec.class_info import TASKS
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec, SharedSlot
 from actorrpc.agent.agent import Agent

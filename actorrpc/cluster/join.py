@@ -36,8 +36,7 @@ from types import FrameType
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc._exception_text import say
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import say, undo_on_error
 from actorrpc.agent.agent import Agent
 from actorrpc.cluster import driver_rpc, user_code
 from actorrpc.cluster.driver import VISITOR

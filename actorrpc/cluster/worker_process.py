@@ -23,7 +23,7 @@ from typing import Any, Final, NoReturn
 
 import torch
 
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.agent.context import Worker
 from actorrpc.agent.peers import Peer

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.autograd import api, context, get_gradients
 from actorrpc.autograd.contexts import Context
 from actorrpc.autograd.recorder import current_context

@@ -13,7 +13,7 @@ import torch
 import torch.jit._builtins
 
 from actorrpc import futures
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.errors import RpcTimeoutError, SerializationError, UnknownWorkerError
 
 __all__ = [

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, Protocol
 
-from actorrpc._exception_text import line_of
+from actorrpc._exceptions import line_of
 
 __all__ = ["Console", "Prompt", "users_frames"]
 

@@ -33,7 +33,7 @@ from typing import Any, Final
 import torch
 
 from actorrpc import _time
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.agent import hooks
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.context import current_worker

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
 from actorrpc.observe.protocol import ACTING, ANSWER, ASK, all_pages, pack, unpack

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import is_of_handler
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import is_of_handler, undo_on_error
 from actorrpc.autograd import recorder
 from actorrpc.errors import RpcError
 from actorrpc.futures import Future

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.rpc.rref import RRef
 
 __all__ = ["Given", "ParamGroup", "StandIn", "check_tensor", "parse"]

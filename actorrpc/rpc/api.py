@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from actorrpc import _time
-from actorrpc._exception_text import is_of_handler, say
+from actorrpc._exceptions import is_of_handler, say
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT, Call, Execution
 from actorrpc.agent.context import (

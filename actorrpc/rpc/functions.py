@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.agent.executor import ASYNC_MARK
 from actorrpc.group import group
 from actorrpc.rpc import rref

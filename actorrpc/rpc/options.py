@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.config import Settings
 from actorrpc.errors import ConfigError, WrongTypeError
 from actorrpc.validation import MOST, checks_of, integer, number, text, wrong

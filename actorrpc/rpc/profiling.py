@@ -31,7 +31,7 @@ from torch._C._profiler import ActiveProfilerType
 from torch.autograd import profiler_legacy as legacy
 from torch.autograd.profiler_util import MEMORY_EVENT_NAME, FunctionEvent
 
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.hooks import CallHooks, add_hooks, is_profiled, profiler, thread_is_profiled
 from actorrpc.flight_recorder import OWN

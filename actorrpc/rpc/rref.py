@@ -15,7 +15,7 @@ from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from actorrpc._exception_text import cut_frames, is_of_handler
+from actorrpc._exceptions import cut_frames, is_of_handler
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.context import current_worker

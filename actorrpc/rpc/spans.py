@@ -24,7 +24,7 @@ from types import FunctionType
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc._exception_text import format_error, say, type_name
+from actorrpc._exceptions import format_error, say, type_name
 from actorrpc.agent.calls import Call, Execution
 from actorrpc.agent.context import Worker
 from actorrpc.agent.hooks import CallHooks

@@ -29,7 +29,7 @@ from typing import Any, Final, NoReturn
 import cloudpickle
 import torch
 
-from actorrpc._exception_text import is_of_handler, line_of
+from actorrpc._exceptions import is_of_handler, line_of
 from actorrpc.errors import ProtocolError, RefusedError, RpcError, SerializationError
 from actorrpc.serialization import by_value, data_only
 from actorrpc.serialization import tensors as tensors_module

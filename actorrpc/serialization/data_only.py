@@ -35,7 +35,7 @@ import msgpack
 import torch
 
 from actorrpc import errors
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.errors import ConfigError, ProtocolError, RefusedError, RpcError, WrongTypeError
 from actorrpc.serialization import exceptions, tensors
 from actorrpc.serialization.tensors import INLINE_BYTES

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.errors import SerializationError
 from actorrpc.serialization.by_value import captured
 

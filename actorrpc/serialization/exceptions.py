@@ -23,9 +23,9 @@ from typing import Any, TypeVar, cast
 
 import msgpack
 
-from actorrpc._exception_text import ARGS as _ARGS
-from actorrpc._exception_text import CAUSE as _CAUSE
-from actorrpc._exception_text import (
+from actorrpc._exceptions import ARGS as _ARGS
+from actorrpc._exceptions import CAUSE as _CAUSE
+from actorrpc._exceptions import (
     MAX_NOTES,
     cut,
     format_error,
@@ -36,10 +36,10 @@ from actorrpc._exception_text import (
     shown,
     type_name,
 )
-from actorrpc._exception_text import MEMBERS as _MEMBERS
-from actorrpc._exception_text import MESSAGE as _MESSAGE
-from actorrpc._exception_text import dict_of as _dict_of
-from actorrpc._exception_text import names_of as _names_of
+from actorrpc._exceptions import MEMBERS as _MEMBERS
+from actorrpc._exceptions import MESSAGE as _MESSAGE
+from actorrpc._exceptions import dict_of as _dict_of
+from actorrpc._exceptions import names_of as _names_of
 from actorrpc.errors import RemoteError, RemoteTraceback, RpcError, SerializationError
 
 __all__ = [

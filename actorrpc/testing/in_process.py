@@ -32,7 +32,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Final, Literal, TypeVar
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.actors import startup as actors
 from actorrpc.agent.context import Worker, add_several, begin_acting, end_acting, end_several
 from actorrpc.agent.peers import Peer

@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from actorrpc import _time
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.transport.signals import uninterruptible
 
 __all__ = [

@@ -44,7 +44,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from actorrpc import _time
-from actorrpc._exception_text import let_frames_go
+from actorrpc._exceptions import let_frames_go
 from actorrpc._limits import explain_memory
 from actorrpc.config import Settings
 from actorrpc.errors import ProtocolError

@@ -33,7 +33,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from actorrpc import _limits, _time
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.errors import LimitError, ObjectStoreFullError, ProtocolError
 from actorrpc.transport.buffers import (
     Loans,

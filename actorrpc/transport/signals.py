@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from actorrpc import _time
-from actorrpc._exception_text import mark_handlers
+from actorrpc._exceptions import mark_handlers
 
 __all__ = [
     "checkpoint",

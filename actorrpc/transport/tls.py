@@ -34,7 +34,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from actorrpc import _time
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ConfigError, ProtocolError, RpcError, VersionError
 from actorrpc.transport.stream import Stream

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.errors import ConfigError, RendezvousError
 from actorrpc.wire.keys import boot_id, file_digest
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Final, NoReturn
 
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.errors import AuthenticationError, ConfigError
 
 __all__ = [

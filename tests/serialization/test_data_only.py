@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from actorrpc._exception_text import mark_handlers
+from actorrpc._exceptions import mark_handlers
 from actorrpc.errors import ProtocolError, RefusedError
 from actorrpc.serialization import data_only
 from actorrpc.serialization.tensors import tensor

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, Union
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.actors.client.handle import ActorHandle
 from actorrpc.actors.client.route import Routes
 from actorrpc.actors.context import runtime

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc._exception_text import is_a, is_of_handler, say
+from actorrpc._exceptions import is_a, is_of_handler, say
 from actorrpc.actors.client.call_template import CallTemplate, Place
 from actorrpc.actors.client.death_errors import Fate
 from actorrpc.actors.client.pending_call import (

@@ -31,7 +31,7 @@ from typing import (
 import torch
 from torch import nn
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.actors.client.route import shaped
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs import pickles

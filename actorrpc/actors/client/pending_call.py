@@ -26,7 +26,7 @@ from contextvars import Context, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.actors.host.envelope import GRACE_S
 from actorrpc.actors.refs.arguments import pack_arguments
 from actorrpc.actors.refs.object_ref import ObjectRef

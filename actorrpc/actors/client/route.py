@@ -18,8 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from actorrpc._exception_text import is_of_handler
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import is_of_handler, undo_on_error
 from actorrpc.actors.client.call_queue import CallQueue
 from actorrpc.actors.client.call_template import CallTemplate
 from actorrpc.actors.client.pending_call import PendingCall, ResultFuture, RpcFuture

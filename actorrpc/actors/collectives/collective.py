@@ -26,8 +26,7 @@ from functools import partial
 from typing import Any, Final, NoReturn
 
 from actorrpc import _time
-from actorrpc._exception_text import is_a
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import is_a, undo_on_error
 from actorrpc.actors.client.actor_base import Actor
 from actorrpc.actors.client.handle import ActorHandle, call, route_of
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.actors.client.handle import ActorHandle, route_to
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.host_copies import place_of

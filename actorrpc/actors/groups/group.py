@@ -30,7 +30,7 @@ from typing import (
     overload,
 )
 
-from actorrpc._exception_text import add_note, is_of_handler, notes_of
+from actorrpc._exceptions import add_note, is_of_handler, notes_of
 from actorrpc.actors.client.actor_class import ActorClass, offer_class, with_internal_options
 from actorrpc.actors.client.handle import gives_one, route_of
 from actorrpc.actors.groups.broadcast import share

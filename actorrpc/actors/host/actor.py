@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from actorrpc import _time
-from actorrpc._exception_text import add_note, line_of, report
+from actorrpc._exceptions import add_note, line_of, report
 from actorrpc._limits import NO_THREAD, explain_threads
 from actorrpc.actors.context import current
 from actorrpc.actors.host.carriers import ActorThreads

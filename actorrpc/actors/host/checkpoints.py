@@ -23,7 +23,7 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc._exception_text import line_of, report
+from actorrpc._exceptions import line_of, report
 from actorrpc.actors.context import current
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.spec.actor_spec import HostedActorGoneError

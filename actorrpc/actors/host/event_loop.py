@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from actorrpc import _stacks
-from actorrpc._exception_text import is_a, report
+from actorrpc._exceptions import is_a, report
 from actorrpc._limits import NO_THREAD
 from actorrpc.actors.host.envelope import Envelope
 from actorrpc.actors.host.mailbox import Entry, GroupQueue

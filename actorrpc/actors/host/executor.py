@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import add_note, cut_frames, is_a, let_frames_go
+from actorrpc._exceptions import add_note, cut_frames, is_a, let_frames_go
 from actorrpc.actors.context import runtime
 from actorrpc.actors.host.checkpoints import Checkpoints
 from actorrpc.actors.host.envelope import GRACE_S, Envelope

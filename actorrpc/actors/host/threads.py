@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from actorrpc import _stacks, _time
-from actorrpc._exception_text import mark_handlers
+from actorrpc._exceptions import mark_handlers
 from actorrpc.actors.host.mailbox import Entry, GroupQueue
 from actorrpc.actors.streams.stalls import Stall, awaited, awaited_by, loop_on
 from actorrpc.agent.calls import Call

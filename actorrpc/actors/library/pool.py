@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.wait import future_of, time_left
 from actorrpc.errors import ActorDiedError, ConfigError, RpcTimeoutError, WrongTypeError

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.client.actor_class import ActorClass
 from actorrpc.actors.client.handle import kill
 from actorrpc.actors.refs.object_ref import ObjectRef

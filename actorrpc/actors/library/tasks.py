@@ -18,8 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
-from actorrpc._exception_text import is_of_handler
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import is_of_handler, undo_on_error
 from actorrpc.actors.client.actor_class import ActorClass, Itself, is_importable, with_internal_options
 from actorrpc.actors.client.handle import ActorHandle, route_of
 from actorrpc.actors.client.pending_call import PendingCall

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Final, NamedTuple
 
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.results import of_promise
 from actorrpc.actors.refs.snapshot import LARGE, Snapshot

@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
 
-from actorrpc._exception_text import shown, type_name
+from actorrpc._exceptions import shown, type_name
 from actorrpc.actors.context import current, runtime
 from actorrpc.actors.refs import pickles
 from actorrpc.actors.refs.host_copies import CopyOnHost, HostCopies

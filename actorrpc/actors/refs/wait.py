@@ -21,7 +21,7 @@ from typing import Any, Final, Generic, TypeVar, overload
 import torch
 
 from actorrpc import _time
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.actors.refs.object_ref import SOLE, ObjectRef
 from actorrpc.actors.refs.progress_bar import progress_bar
 from actorrpc.actors.refs.results import ATOMS, StoredResult

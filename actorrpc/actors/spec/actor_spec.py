@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.errors import RpcError
 from actorrpc.wire.identity import WorkerKey
 

@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar
 
-from actorrpc._exception_text import is_of_handler
+from actorrpc._exceptions import is_of_handler
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.refs.snapshot import Snapshot

@@ -30,7 +30,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from typing import Any, Final, Protocol
 
 from actorrpc import _time
-from actorrpc._exception_text import cut_frames, is_a, let_frames_go, report
+from actorrpc._exceptions import cut_frames, is_a, let_frames_go, report
 from actorrpc.actors.context import runtime
 from actorrpc.actors.refs.snapshot import Snapshot
 from actorrpc.actors.streams.stalls import Stall

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.actors.refs.object_ref import ObjectRef
 from actorrpc.actors.streams.consumer import ObjectRefGenerator
 from actorrpc.errors import ActorError, CancelledError, PeerDiedError, ShutdownError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from actorrpc._exception_text import CAUSE, TRACEBACK, is_a, line_of, notes_of
+from actorrpc._exceptions import CAUSE, TRACEBACK, is_a, line_of, notes_of
 from actorrpc.actors.spec.death_report import IN_RESTORE
 from actorrpc.errors import (
     ActorDiedError,

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from actorrpc._exception_text import is_a
+from actorrpc._exceptions import is_a
 from actorrpc.actors.client import death_errors
 from actorrpc.actors.client.route import Route
 from actorrpc.actors.client.supervisor_client import call_quietly, peer_of, request_detached

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Final, Protocol
 
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.cli.activity import rates
 from actorrpc.cli.dashboard import actions, payloads
 from actorrpc.cli.dashboard.timeline import share, timeline

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.agent.threads import Pool
 from actorrpc.cluster.provisioners.fork_protocol import MessageReader, send
 from actorrpc.transport.signals import uninterruptible

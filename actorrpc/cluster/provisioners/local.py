@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from actorrpc import _limits
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
 from actorrpc.cluster.driver import Reception
 from actorrpc.cluster.gpus import Devices

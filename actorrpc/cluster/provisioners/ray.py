@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc._undo import undo_on_error
+from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.spec.death_report import DeathReport, ProcessSpec
 from actorrpc.agent.agent import Agent
 from actorrpc.agent.peers import Peer

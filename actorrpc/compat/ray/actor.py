@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from actorrpc import actors
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.actors.client.handle import _RemoteCall
 from actorrpc.actors.spec.options import ActorOptions
 from actorrpc.compat.ray.exceptions import rays_words, rays_words_of_actor

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from actorrpc import cluster
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.agent.context import current_worker
 from actorrpc.cluster.join import own_address
 from actorrpc.cluster.resources import (

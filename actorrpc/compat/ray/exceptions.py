@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final, cast
 
 from actorrpc import errors
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.serialization import exceptions
 
 __all__ = [

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from typing import Any, Final, Generic, TypeVar
 
 from actorrpc import actors
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.actors.streams.spread import for_each_item
 from actorrpc.compat.ray.exceptions import in_rays_words, rays_words
 from actorrpc.errors import RpcError, WrongTypeError

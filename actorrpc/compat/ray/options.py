@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.compat.ray import cluster, runtime_env
 from actorrpc.compat.ray.exceptions import ActorUnschedulableError, TaskUnschedulableError
 from actorrpc.compat.ray.placement import VARIABLE as GROUP

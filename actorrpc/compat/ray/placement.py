@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from actorrpc import actors
-from actorrpc._exception_text import say
+from actorrpc._exceptions import say
 from actorrpc.cluster import resources
 from actorrpc.compat.ray import cluster
 from actorrpc.compat.ray.exceptions import ActorPlacementGroupRemoved, GetTimeoutError

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
-from actorrpc._exception_text import line_of
+from actorrpc._exceptions import line_of
 from actorrpc.errors import PeerDiedError, ProtocolError, RRefError, ShutdownError
 from actorrpc.rpc.refcount.messages import (
     ChildAccept,
