@@ -144,10 +144,6 @@ MAX_NOTES = 100
 _MAX_SCAN = 1000
 
 
-def _is_group(error: BaseException) -> bool:
-    return issubclass(type(error), BaseExceptionGroup)
-
-
 def cut(text: str, limit: int) -> str:
     if len(text) <= limit:
         return text
@@ -233,8 +229,8 @@ def format_error(
 
 
 def _format_one(error: BaseException, message: str) -> str:
-    if issubclass(type(error), SyntaxError) or (
-        _is_group(error) and len(MEMBERS.__get__(error)) < _MAX_MEMBERS
+    if is_a(error, SyntaxError) or (
+        is_a(error, BaseExceptionGroup) and len(MEMBERS.__get__(error)) < _MAX_MEMBERS
     ):
         try:
             formatter = tracebacks.TracebackException.from_exception(error, compact=True)

@@ -52,7 +52,15 @@ from actorrpc.transport import signals
 from actorrpc.transport.buffers import untouched
 from actorrpc.transport.shared_memory import Lane
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.transport.stream import CLOSED, OPEN, SUSPENDED, Goodbye, ReliableStream, StateMachine, Stream
+from actorrpc.transport.stream import (
+    CLOSED,
+    OPEN,
+    SUSPENDED,
+    ConnectionState,
+    Goodbye,
+    ReliableStream,
+    Stream,
+)
 from actorrpc.transport.writer import Writer
 from actorrpc.wire.frames import ACK, FAILURE, MAIL, OBJECTS, STREAM, Frame, FrameReader, pack_frame
 from actorrpc.wire.integrity import SealedReader, Seals
@@ -99,6 +107,11 @@ class Events(Protocol):
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _LOOKED_AT: Final = STREAM | MAIL | OBJECTS
 _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll
+_NEXT: Final[dict[ConnectionState, tuple[ConnectionState, ...]]] = {
+    OPEN: (SUSPENDED, CLOSED),
+    SUSPENDED: (OPEN, CLOSED),
+    CLOSED: (),
+}
 _BULK_READS: Final = 64  # the most reads in one call of receive(), while chunks arrive
 _AT_ONCE_S: Final = 4e-6  # a shorter wait counts as having found input at the first poll
 _WEIGHT: Final = 0.0625  # of the latest wait in the averages of Spinning
@@ -154,7 +167,7 @@ class Spinning:
         return self.seconds > 0 and (self.found >= spinner.worth or not self.count & 63)
 
 
-class Connection(StateMachine):
+class Connection:
     """One connected, authenticated stream.
 
     Args:
@@ -191,7 +204,13 @@ class Connection(StateMachine):
         local: bool,
         seals: Seals | None = None,
     ) -> None:
-        super().__init__()
+        #: any thread may read it without a lock; :meth:`enter` changes it
+        self.state: ConnectionState = OPEN
+        #: how often the connection was suspended: an attempt to resume stores the number, and stops if it has changed
+        self.lapses = 0
+        # A leaf that guards changes of the state. Without it: 1. Thread A reads OPEN and is about to suspend the connection.
+        # 2. Thread B closes the connection. 3. Thread A writes SUSPENDED. The closed connection would then count as suspended.
+        self._state_lock = _time.Lock()
         self.stream = stream
         self.session = stream if isinstance(stream, ReliableStream) else None
         self.fd = stream.sock.fileno()
@@ -485,6 +504,17 @@ class Connection(StateMachine):
         return sink
 
     # -- failure and closing -----------------------------------------------------------------------
+
+    @uninterruptible
+    def enter(self, state: ConnectionState) -> bool:
+        """Change the state; return False if the current state does not permit that. Never blocks for long."""
+        with self._state_lock:
+            if state not in _NEXT[self.state]:
+                return False
+            if state is SUSPENDED:
+                self.lapses += 1
+            self.state = state
+        return True
 
     def failed(self, error: BaseException) -> None:
         """Handle the error of a read or write: suspend the connection if it can be resumed, otherwise close it."""

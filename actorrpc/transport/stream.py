@@ -23,7 +23,6 @@ from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc.errors import ProtocolError
-from actorrpc.transport.signals import uninterruptible
 
 __all__ = [
     "CLOSED",
@@ -33,7 +32,6 @@ __all__ = [
     "Goodbye",
     "ReliableStream",
     "SocketStream",
-    "StateMachine",
     "Stream",
 ]
 
@@ -373,34 +371,3 @@ class Goodbye(enum.Enum):
 OPEN: ConnectionState = ConnectionState.OPEN
 SUSPENDED: ConnectionState = ConnectionState.SUSPENDED
 CLOSED: ConnectionState = ConnectionState.CLOSED
-
-_NEXT: Final[dict[ConnectionState, tuple[ConnectionState, ...]]] = {
-    OPEN: (SUSPENDED, CLOSED),
-    SUSPENDED: (OPEN, CLOSED),
-    CLOSED: (),
-}
-
-
-class StateMachine:
-    """The state of a connection, which any thread may read without a lock. ``_state_lock`` guards changes, and is a leaf.
-
-    Without this lock: 1. Thread A reads OPEN and is about to suspend the connection. 2. Thread B closes the connection. 3. Thread
-    A writes SUSPENDED. The closed connection would then count as suspended.
-    """
-
-    def __init__(self) -> None:
-        self.state: ConnectionState = OPEN
-        #: how often the connection was suspended: an attempt to resume stores the number, and stops if it has changed
-        self.lapses = 0
-        self._state_lock = _time.Lock()
-
-    @uninterruptible
-    def enter(self, state: ConnectionState) -> bool:
-        """Change the state; return False if the current state does not permit that. Never blocks for long."""
-        with self._state_lock:
-            if state not in _NEXT[self.state]:
-                return False
-            if state is SUSPENDED:
-                self.lapses += 1
-            self.state = state
-        return True
