@@ -41,10 +41,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from actorrpc import _time
+from actorrpc import _limits, _time
 from actorrpc._exceptions import undo_on_error
 from actorrpc.errors import AuthenticationError, ProtocolError
-from actorrpc.transport import fd_limits
 from actorrpc.transport.tls import HELLO, AnySocket, Tls, explain
 from actorrpc.wire.handshake import MAX_MESSAGE, Acceptor, Refusal
 from actorrpc.wire.keys import remove_file
@@ -156,7 +155,7 @@ class Admission:
     def listen(self, sockets: list[socket.socket]) -> None:
         """Serve these listening sockets from now on."""
         pool = self._agent.pool
-        self._scarce = not fd_limits.make_room(pool.epoll.fileno())
+        self._scarce = not _limits.make_room(pool.epoll.fileno())
         self._held = _open_one()
         for sock in sockets:
             sock.setblocking(False)
@@ -169,7 +168,7 @@ class Admission:
     def _accept(self, listener: socket.socket) -> None:
         while True:
             # One descriptor for the new socket, and one more for it and for each pending connection when the handshake has ended.
-            if self._scarce and not fd_limits.has_room(2 + len(self._pending)):
+            if self._scarce and not _limits.has_room(2 + len(self._pending)):
                 self._rest(listener, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
                 return
             try:
@@ -178,11 +177,11 @@ class Admission:
                 self._short_since.pop(listener, None)
                 return
             except OSError as error:
-                if error.errno in fd_limits.SHORT:
+                if error.errno in _limits.NO_DESCRIPTOR:
                     self._rest(listener, error)
                 return
             self._short_since.pop(listener, None)
-            self._scarce = not fd_limits.make_room(sock.fileno())
+            self._scarce = not _limits.make_room(sock.fileno())
             local = sock.family == socket.AF_UNIX
             sock.setblocking(False)
             self._enter(sock, "local" if local else str(where[0]), local)
@@ -202,7 +201,7 @@ class Admission:
             _log.error(
                 "%r accepts no more connections until some have ended: %s",
                 self._agent.record.name,
-                fd_limits.explain(error),
+                _limits.explain_descriptors(error),
             )
         if in_vain and (self._tls is None or listener.family == socket.AF_UNIX):
             self._send_away(listener, error)
@@ -507,7 +506,7 @@ class Admission:
 
 def no_room(error: OSError) -> bytes:
     """Return the message that refuses a connection because there is no descriptor for it."""
-    return Acceptor.refuse(Refusal.BUSY, fd_limits.say_why(error))
+    return Acceptor.refuse(Refusal.BUSY, _limits.explain_refusal(error))
 
 
 def _open_one() -> int:

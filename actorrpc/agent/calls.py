@@ -39,7 +39,7 @@ from actorrpc.serialization.class_cache import empty_before_collection
 from actorrpc.transport.signals import checkpoint, uninterruptible
 from actorrpc.transport.signals import state as _interrupts
 from actorrpc.transport.stream import CLOSED
-from actorrpc.wire.frames import CANCEL, LATE, STOP, Header, pack_frame
+from actorrpc.wire.frames import CANCEL, LATE, STOP, Header, pack_frame, pack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.hooks import HookSet
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from actorrpc.transport.connection import Connection
     from actorrpc.wire.frames import Frame
 
-__all__ = ["CALLER_BIT", "CURRENT", "MAILBOX_BIT", "Call", "Execution", "Nested", "run_within"]
+__all__ = ["CALLER_BIT", "CURRENT", "MAILBOX_BIT", "Call", "Execution", "MailHeader", "Nested", "run_within"]
 
 T = TypeVar("T")
 
@@ -227,6 +227,23 @@ def run_within(execution: Execution, function: Callable[..., T], *args: Any) -> 
         return function(*args)
 
     return copy_context().run(run)
+
+
+class MailHeader:
+    """The header of all mail of one kind, which is packed once. Immutable.
+
+    Args:
+        interrupts: whether the actor interrupts, if possible, the method of a call whose deadline has passed.
+        late: what the actor does with a call whose deadline has passed, for the text of the error.
+    """
+
+    __slots__ = ("header", "interrupts", "late", "packed")
+
+    def __init__(self, header: Header, *, interrupts: bool = False, late: str = "") -> None:
+        self.header = header
+        self.interrupts = interrupts
+        self.late = late
+        self.packed: bytes = pack_header(header)
 
 
 class Call(Progress):

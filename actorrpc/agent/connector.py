@@ -32,7 +32,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
-from actorrpc import _time
+from actorrpc import _limits, _time
 from actorrpc._exceptions import undo_on_error
 from actorrpc.agent.acceptor import Admission, AdmittingAgent, PendingConnection, no_room
 from actorrpc.errors import (
@@ -44,7 +44,6 @@ from actorrpc.errors import (
     RpcTimeoutError,
     ShutdownError,
 )
-from actorrpc.transport import fd_limits
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.failure_detector import process_state, set_up_tcp
 from actorrpc.transport.shared_memory import Borrower, Lender
@@ -383,7 +382,7 @@ class Connector:
             )
         except OSError as error:
             # Either the peer has reset the connection, or this process has no descriptor left: a Connection opens a second one.
-            if not dialled and error.errno in fd_limits.SHORT:
+            if not dialled and error.errno in _limits.NO_DESCRIPTOR:
                 with contextlib.suppress(OSError):
                     sock.send(no_room(error))
             sock.close()
@@ -524,10 +523,10 @@ class Connector:
             except (TimeoutError, OSError) as error:
                 if isinstance(error, RpcError):
                     raise
-                if error.errno in fd_limits.SHORT:
+                if error.errno in _limits.NO_DESCRIPTOR:
                     raise LimitError(
                         f"cannot call {what}: there is no connection to {peer.name!r}, none can be opened, and nothing was "
-                        f"sent: {fd_limits.explain(error)}"
+                        f"sent: {_limits.explain_descriptors(error)}"
                     ) from error
                 # The peer is busy if the handshake has timed out while its process runs.
                 busy = (
@@ -601,8 +600,8 @@ class Connector:
         sock: AnySocket = plain
         binding, result = b"", None
         try:
-            near = not fd_limits.make_room(plain.fileno())
-            if near and purpose is not Purpose.RESUME and not fd_limits.has_room(1):
+            near = not _limits.make_room(plain.fileno())
+            if near and purpose is not Purpose.RESUME and not _limits.has_room(1):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             plain.settimeout(max(0.05, limit - _time.now()))
             self._dialling.add(plain)

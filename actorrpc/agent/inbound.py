@@ -4,6 +4,9 @@
 ``deliver`` runs after the lock was released: it ends the calls that were answered and queues the requests. On the thread of a
 caller that waits for a reply, it leaves requests to the pool, and the casts to this thread if ``WAITING.casts`` is set.
 
+*Mail* is a request for the mailbox of an actor: a frame with the MAIL flag. Its header names the mailbox, so that mail is queued
+in the order in which it arrives, without being unpickled, while the read lock is held.
+
 A request that arrives a second time is not executed again, and the references in an answer are counted once
 (:class:`~actorrpc.agent.peers.DuplicateFilter`). A connection delivers each byte once, even if it is resumed over another socket,
 so a frame arrives twice only because of a fault in a peer or in the code that resumes connections. As an execution cannot be
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from actorrpc._limits import explain_memory
 from actorrpc.agent import outbound
@@ -26,14 +29,35 @@ from actorrpc.wire.frames import Frame, pack_frame, unpack_header
 
 if TYPE_CHECKING:
     from actorrpc.agent.agent import Agent
-    from actorrpc.agent.calls import Call, MailRouter
+    from actorrpc.agent.calls import Call
     from actorrpc.agent.peers import Peer
     from actorrpc.transport.connection import Connection
 
-__all__ = ["Inbox"]
+__all__ = ["Inbox", "MailRouter"]
 
 _log = logging.getLogger("actorrpc")
 _REPLIES: Final = (frames.REPLY, frames.FAILURE)
+
+
+class MailRouter(Protocol):
+    """Delivers mail to mailboxes. Called under a connection's read lock: quick, runs no user code, never unpickles."""
+
+    def deliver(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
+        """Deliver complete mail.
+
+        Args:
+            conn: None for mail of this worker to itself; then the caller holds no read lock.
+            peer: the sender, which may have cancelled the call already: see ``Peer.cancelled``.
+        """
+
+    def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
+        """Reserve a place in the mailbox for mail whose body follows (:meth:`complete`); return whether a place is reserved."""
+
+    def complete(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
+        """Deliver mail whose place was reserved, unless its call was given up or refused meanwhile."""
+
+    def abandon(self, peer: Peer, id: int) -> None:
+        """Release the place in the mailbox that was reserved for mail whose rest will not arrive."""
 
 
 class Inbox:

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from actorrpc import _limits
 from actorrpc._limits import start_thread
-from actorrpc.transport import fd_limits
 
 __all__ = ["History", "Labels", "Logs", "Output", "pipes"]
 
@@ -52,7 +52,7 @@ def pipes() -> tuple[int, int, int, int]:
         for fd in first:
             os.close(fd)
         raise
-    fd_limits.make_room(second[1])  # raise the limit now: many processes may start before the first connects
+    _limits.make_room(second[1])  # raise the limit now: many processes may start before the first connects
     return *first, *second
 
 

@@ -12,6 +12,15 @@ prevents a hang:
 * Under the lock, bytes are only split into frames, and control frames are handled, which is quick and runs no user code. All
   other frames are handled after the lock was released.
 
+**Spinning.** A thread that waits for input may spin before it sleeps: a caller that waits for its reply, or a thread that has
+executed a call and sent the answer, and so may read the next request before the kernel wakes another thread for it. If both ends
+share a CPU, the other end has run while this thread was sending, and its input is available at the first poll. If they do not
+share a CPU, the input may arrive while the thread spins for the setting ``spin_us``. Spinning is cheaper than sleeping only if
+input arrives within that time. Each connection therefore measures two rates, separately for the two kinds of threads
+(:class:`Spinning`): the rate of waits that found input at the first poll, and the rate of spins that found input later. If the
+first rate is high, threads do not spin. Otherwise, they spin in every wait if the second rate is high enough, and else in one
+wait of 64. Only one thread of a process spins at a time, because spinning threads compete for the GIL.
+
 **Writing.** See :mod:`actorrpc.transport.writer`.
 
 Lock order: ``read_lock`` before the writer's lock. A reader waits for the writer's lock only if the connection is suspended or
@@ -43,12 +52,20 @@ from actorrpc.transport import signals
 from actorrpc.transport.buffers import untouched
 from actorrpc.transport.shared_memory import Lane
 from actorrpc.transport.signals import uninterruptible
-from actorrpc.transport.stream import CLOSED, OPEN, SUSPENDED, Goodbye, ReliableStream, StateMachine, Stream
+from actorrpc.transport.stream import (
+    CLOSED,
+    OPEN,
+    SUSPENDED,
+    ConnectionState,
+    Goodbye,
+    ReliableStream,
+    Stream,
+)
 from actorrpc.transport.writer import Writer
 from actorrpc.wire.frames import ACK, FAILURE, MAIL, OBJECTS, STREAM, Frame, FrameReader, pack_frame
 from actorrpc.wire.integrity import SealedReader, Seals
 
-__all__ = ["Connection", "Events", "ReadWaiter"]
+__all__ = ["ARMED", "Connection", "Events", "ReadWaiter", "Spinner", "spinner"]
 
 
 class ReadWaiter(Protocol):
@@ -90,10 +107,67 @@ class Events(Protocol):
 _DONTWAIT: Final = socket.MSG_DONTWAIT
 _LOOKED_AT: Final = STREAM | MAIL | OBJECTS
 _SLICE_MS: Final = 1000  # an upper bound for one sleep in poll
+_NEXT: Final[dict[ConnectionState, tuple[ConnectionState, ...]]] = {
+    OPEN: (SUSPENDED, CLOSED),
+    SUSPENDED: (OPEN, CLOSED),
+    CLOSED: (),
+}
 _BULK_READS: Final = 64  # the most reads in one call of receive(), while chunks arrive
+_AT_ONCE_S: Final = 4e-6  # a shorter wait counts as having found input at the first poll
+_WEIGHT: Final = 0.0625  # of the latest wait in the averages of Spinning
+ARMED: Final = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
+_DISARMED: Final = select.EPOLLONESHOT
 
 
-class Connection(StateMachine):
+class Spinner:
+    """The right to spin, which one thread of the process has at a time. Tests replace :data:`spinner`, or set its attributes.
+
+    Attributes:
+        shared: the rate of waits with input at the first poll above which both ends are assumed to share a CPU.
+        worth: the rate of successful spins from which on threads spin in every wait.
+        read_again: if more than this part of the answers is followed by a request at once, threads read after each answer.
+    """
+
+    def __init__(self) -> None:
+        self.shared, self.worth, self.read_again = 0.3, 0.25, 0.15
+        self.lock = _time.Lock()
+
+    def acquire(self) -> bool:
+        """Acquire the right to spin; return False if another thread has it."""
+        return self.lock.acquire(False)
+
+    def release(self) -> None:
+        """Give the right back."""
+        self.lock.release()
+
+
+spinner = Spinner()
+
+
+class Spinning:
+    """The measurements of one connection for one kind of waits. Not exact: :meth:`Connection.reply` updates them without a lock.
+
+    Attributes:
+        seconds: how long a thread spins; 0: never.
+        at_once: moving average, 0 to 1: the rate of waits that found input at the first poll.
+        found: moving average, 0 to 1: the rate of spins that found input.
+        count: the number of calls of :meth:`should_spin`; if ``seconds`` is not 0, every 64th call returns True.
+    """
+
+    __slots__ = ("at_once", "count", "found", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.count = 0
+        self.at_once = self.found = 0.0
+
+    def should_spin(self) -> bool:
+        """Return whether to spin in the next wait. Called only if the two ends do not share a CPU."""
+        self.count += 1
+        return self.seconds > 0 and (self.found >= spinner.worth or not self.count & 63)
+
+
+class Connection:
     """One connected, authenticated stream.
 
     Args:
@@ -130,7 +204,13 @@ class Connection(StateMachine):
         local: bool,
         seals: Seals | None = None,
     ) -> None:
-        super().__init__()
+        #: any thread may read it without a lock; :meth:`enter` changes it
+        self.state: ConnectionState = OPEN
+        #: how often the connection was suspended: an attempt to resume stores the number, and stops if it has changed
+        self.lapses = 0
+        # A leaf that guards changes of the state. Without it: 1. Thread A reads OPEN and is about to suspend the connection.
+        # 2. Thread B closes the connection. 3. Thread A writes SUSPENDED. The closed connection would then count as suspended.
+        self._state_lock = _time.Lock()
         self.stream = stream
         self.session = stream if isinstance(stream, ReliableStream) else None
         self.fd = stream.sock.fileno()
@@ -201,7 +281,7 @@ class Connection(StateMachine):
                 self._epoll.modify(self.fd, mask)
             except (OSError, ValueError):
                 pass
-            if self.stream.pending and mask != DISARMED:
+            if self.stream.pending and mask != _DISARMED:
                 self.events.submit(self.turn)  # epoll does not report bytes that the stream buffers
 
     @uninterruptible
@@ -231,7 +311,7 @@ class Connection(StateMachine):
             self.expecting = 0.0
         else:
             try:
-                modify(self.fd, DISARMED)  # otherwise arriving bytes would wake a pool thread as well
+                modify(self.fd, _DISARMED)  # otherwise arriving bytes would wake a pool thread as well
             except (OSError, ValueError):  # the socket or the epoll is closed
                 pass
         try:
@@ -282,7 +362,7 @@ class Connection(StateMachine):
             if came is None:
                 return
             hit = self.reader.received != before
-            spinning.at_once += WEIGHT * (hit - spinning.at_once)
+            spinning.at_once += _WEIGHT * (hit - spinning.at_once)
             if hit or spinning.at_once > spinner.read_again:
                 return
         else:
@@ -300,7 +380,7 @@ class Connection(StateMachine):
         if self.expecting or self.unattended or not self.read_lock.acquire(False):
             return False
         try:
-            self._epoll.modify(self.fd, DISARMED)
+            self._epoll.modify(self.fd, _DISARMED)
         except (OSError, ValueError):  # the socket or the epoll is closed
             pass
         self.expecting = _time.now()
@@ -352,8 +432,8 @@ class Connection(StateMachine):
                         os.eventfd_read(fd)
                     except BlockingIOError:
                         pass
-            spinning.at_once += WEIGHT * (
-                (begun <= self.last_received < begun + AT_ONCE_S) - spinning.at_once
+            spinning.at_once += _WEIGHT * (
+                (begun <= self.last_received < begun + _AT_ONCE_S) - spinning.at_once
             )
         finally:
             waiter.polling = None
@@ -369,9 +449,9 @@ class Connection(StateMachine):
                 came = self.receive(frames)
         finally:
             spinner.release()
-        spinning.at_once += WEIGHT * (first - spinning.at_once)
+        spinning.at_once += _WEIGHT * (first - spinning.at_once)
         if not first:  # if the first read found bytes, the thread did not spin
-            spinning.found += WEIGHT * (came - spinning.found)
+            spinning.found += _WEIGHT * (came - spinning.found)
         return came
 
     def receive(self, frames: list[Frame]) -> bool:
@@ -424,6 +504,17 @@ class Connection(StateMachine):
         return sink
 
     # -- failure and closing -----------------------------------------------------------------------
+
+    @uninterruptible
+    def enter(self, state: ConnectionState) -> bool:
+        """Change the state; return False if the current state does not permit that. Never blocks for long."""
+        with self._state_lock:
+            if state not in _NEXT[self.state]:
+                return False
+            if state is SUSPENDED:
+                self.lapses += 1
+            self.state = state
+        return True
 
     def failed(self, error: BaseException) -> None:
         """Handle the error of a read or write: suspend the connection if it can be resumed, otherwise close it."""

@@ -32,10 +32,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
-from actorrpc import _time
+from actorrpc import _limits, _time
 from actorrpc._exceptions import undo_on_error
 from actorrpc.errors import LimitError, ObjectStoreFullError, ProtocolError
-from actorrpc.transport import fd_limits
 from actorrpc.transport.buffers import (
     Loans,
     MemoryBlock,
@@ -347,7 +346,7 @@ class ObjectStore(Recycler[_Written]):
         """Begin new content in the memory of a segment, with a new id; return the :class:`Segment` for readers."""
         with undo_on_error(partial(self._put, written), partial(self._drop, written)):
             fd = os.open(f"/proc/self/fd/{written.probe}", os.O_RDONLY | os.O_CLOEXEC)
-        fd_limits.make_room(fd)
+        _limits.make_room(fd)
         segment = self._hold(fd, os.urandom(_ID_SIZE), written.size, written.touched, label, site)
         if self._written.pop(written.name, None) is not None:
             self._strike(written.name)
@@ -402,7 +401,7 @@ class ObjectStore(Recycler[_Written]):
             with undo_on_error(partial(os.close, probe)):
                 if self._recycles is None:
                     self._recycles = self._try_leases(probe)
-            fd_limits.make_room(probe)
+            _limits.make_room(probe)
             return _Written(probe, memory, address, size)
         finally:
             os.close(fd)
@@ -422,7 +421,7 @@ class ObjectStore(Recycler[_Written]):
                 os.unlink(path)
                 os.posix_fallocate(fd, 0, size)
             except OSError as error:
-                if error.errno in fd_limits.SHORT:
+                if error.errno in _limits.NO_DESCRIPTOR:
                     raise
                 raise ObjectStoreFullError(
                     f"{label}, of {amount(nbytes)}, finds no room in {directory!r}: {error.strerror}. Nothing was stored: make "
@@ -460,7 +459,7 @@ class ObjectStore(Recycler[_Written]):
                 segment = self._held.get(segment_id)
                 if segment is None:
                     taken = _memory_of(fd, size)
-                    fd_limits.make_room(fd)
+                    _limits.make_room(fd)
                     segment, fd = self._hold(fd, segment_id, size, taken, label, site), -1
                 elif segment.size != size:
                     raise ProtocolError("two segments of shared memory have one name")

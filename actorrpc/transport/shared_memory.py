@@ -3,9 +3,9 @@
 The sender's :class:`Lender` copies the tensors of a message into a free segment (a sealed ``memfd``): a *loan*. The receiver's
 :class:`Borrower` returns views of the segment, and reports the loan as freed when the last view has died. A report names the
 segment and the number of the loan, so a report that arrives twice does not free a segment that was lent again. The descriptor of
-each new segment is sent over a Unix socket of the connection's ``Lane``, before the frame that uses the segment. Frames, reports
-of freed loans and retirements of segments are sent over the main connection. After a segment was mapped, its descriptor is
-closed. A segment has no name, so its memory is freed when both processes have ended, for whatever reason.
+each new segment is sent over a Unix socket of the connection's :class:`Lane`, before the frame that uses the segment. Frames,
+reports of freed loans and retirements of segments are sent over the main connection. After a segment was mapped, its descriptor
+is closed. A segment has no name, so its memory is freed when both processes have ended, for whatever reason.
 
 Everything here is thread-safe except the fork hooks. User code is not called, memory is not copied under a lock, and memory is
 not unmapped while a tensor uses it. If a forked child inherits a loan, the memory keeps its content while the child lives, but
@@ -28,9 +28,8 @@ from operator import attrgetter
 from typing import Any, Final
 
 from actorrpc import _time
-from actorrpc._limits import explain_memory
+from actorrpc._limits import explain_memory, explain_missing
 from actorrpc.errors import LimitError, ProtocolError, RpcError
-from actorrpc.transport import fd_limits
 from actorrpc.transport.buffers import (
     ForkGuard,
     Loans,
@@ -45,8 +44,9 @@ from actorrpc.transport.buffers import (
     size_class,
 )
 from actorrpc.transport.object_store import Segment
+from actorrpc.wire.frames import LANE_FREE, LANE_RETIRE, pack_frame
 
-__all__ = ["Borrower", "Lender", "layout"]
+__all__ = ["Borrower", "Lane", "Lender", "layout"]
 
 _ALIGNMENT = 64
 _MIN_SEGMENT = 256 << 10
@@ -60,6 +60,9 @@ _ANNOUNCEMENT_WAIT = 1.0  # how long to wait for the descriptor of a segment tha
 # Number and size of a segment; for a segment with objects also its id, label and site.
 _ANNOUNCEMENT = struct.Struct("<QQ16s64s64s")
 _NO_OBJECT = bytes(16)
+_FREED = struct.Struct("<QQ")  # the numbers of a segment and of its loan
+_RETIRED = struct.Struct("<Q")
+_AGAIN_S = 10.0  # time between two attempts to open the descriptor socket
 _MAX_SIZE = 1 << 47
 _nbytes = attrgetter("nbytes")
 _ONE_FD = socket.CMSG_LEN(array("i").itemsize)
@@ -525,7 +528,7 @@ class Borrower:
             number, size, segment_id, label, site = _ANNOUNCEMENT.unpack(data)
             short = None
             if is_short:
-                why = fd_limits.missing()
+                why = explain_missing()
                 short = LimitError(f"{size >> 20} MiB of shared memory cannot be taken here: {why}")
                 if segment_id == _NO_OBJECT:
                     raise short
@@ -577,3 +580,85 @@ class Borrower:
 
 def _text(data: bytes) -> str:
     return data.rstrip(b"\0").decode(errors="ignore")
+
+
+class Lane:
+    """The two directions of sharing memory with a peer, each of which is opened when it is first used. Thread-safe.
+
+    Attributes:
+        lender: lends memory to the peer; None until this worker has opened it.
+        borrower: uses the peer's memory; None until the peer has opened it.
+        is_open: whether at least one direction is open; tested before each send.
+        opens_at: the earliest time at which the lender may be opened, after an attempt has failed.
+    """
+
+    __slots__ = ("borrower", "is_open", "lender", "opens_at")
+
+    def __init__(self) -> None:
+        self.lender: Lender | None = None
+        self.borrower: Borrower | None = None
+        self.is_open = False
+        self.opens_at = 0.0
+
+    def lend(self, lender: Lender) -> None:
+        """Lend memory from now on."""
+        self.lender, self.is_open = lender, True
+
+    def cannot_lend(self, passes: bool) -> None:
+        """Record that the lender could not be opened. ``passes``: whether another attempt may succeed later."""
+        self.opens_at = _time.now() + _AGAIN_S if passes else float("inf")
+
+    def borrow(self, borrower: Borrower) -> None:
+        """Use the peer's memory from now on."""
+        self.borrower, self.is_open = borrower, True
+
+    def borrowed(self) -> Borrower:
+        """Return the borrower, for a message with buffers in the peer's memory.
+
+        Raises:
+            ProtocolError: the peer has not opened this direction.
+        """
+        if self.borrower is None:
+            raise ProtocolError("a message names shared memory, but there is no descriptor socket")
+        return self.borrower
+
+    # -- notices about freed memory ------------------------------------------------------------------
+
+    def hand_back(self, outbox: deque[Any]) -> bool:
+        """Put notices about freed loans and retired segments into the outbox; return whether there were any."""
+        borrower, lender = self.borrower, self.lender
+        freed = borrower.drain_freed() if borrower is not None else []
+        if freed:
+            outbox.appendleft(
+                pack_frame(LANE_FREE, body=struct.pack(f"<{2 * len(freed)}Q", *itertools.chain(*freed)))
+            )
+        retired = lender.drain_retired() if lender is not None and lender.retired else []
+        if retired:
+            outbox.append(pack_frame(LANE_RETIRE, body=struct.pack(f"<{len(retired)}Q", *retired)))
+        return bool(freed or retired)
+
+    def heard_freed(self, body: bytes) -> None:
+        """Take back memory that the peer no longer uses."""
+        if self.lender is not None:
+            self.lender.reclaim(_FREED.iter_unpack(body))
+
+    def heard_retired(self, body: bytes) -> None:
+        """Release segments that the peer has retired; if ``body`` is empty, receive the descriptors that the peer has sent."""
+        if self.borrower is not None and body:
+            self.borrower.retire(number for (number,) in _RETIRED.iter_unpack(body))
+        elif self.borrower is not None:
+            self.borrower.gather()
+
+    # -- the end -------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close both sides."""
+        for side in (self.lender, self.borrower):
+            if side is not None:
+                side.close()
+
+    def abandon(self) -> None:
+        """Close both sides in a forked child."""
+        for side in (self.lender, self.borrower):
+            if side is not None:
+                side.abandon()

@@ -1,4 +1,4 @@
-"""Frames, into which the byte stream of a connection is divided. No I/O, no locks, no unpickling.
+"""Frames, into which the byte stream of a connection is divided, and their headers. No I/O, no locks, no unpickling.
 
 Every frame is a fixed prefix of 32 bytes and ``length`` more bytes::
 
@@ -7,8 +7,9 @@ Every frame is a fixed prefix of 32 bytes and ``length`` more bytes::
 
 ``id`` is the number of the call (of the stream, for a chunk). ``remaining`` is the time in seconds until the call times out
 (infinity without a time-out). ``chain`` is the id of the chain of nested calls that the call belongs to. ``extra`` is the size of
-the header (:mod:`actorrpc.wire.frames`), which most frames do not have. Large buffers are not part of a message's frame: they
-are sent through shared memory, or in CHUNK frames of at most ``Settings.chunk`` bytes, between which other frames may be sent.
+the header, which most frames do not have: a msgpack map of the fields (:class:`Header`) that are set. They are read without
+unpickling the body. Large buffers are not part of a message's frame: they are sent through shared memory, or in CHUNK frames of
+at most ``Settings.chunk`` bytes, between which other frames may be sent.
 
 The thread that reads the socket calls :class:`FrameReader` under the connection's read lock. The reader checks each size before
 it allocates memory.
@@ -19,7 +20,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, TypedDict
+
+import msgpack
 
 from actorrpc.errors import LimitError, ProtocolError
 
@@ -52,8 +55,11 @@ __all__ = [
     "UNREAD",
     "Frame",
     "FrameReader",
+    "Header",
     "pack_frame",
+    "pack_header",
     "pack_position",
+    "unpack_header",
     "unpack_position",
 ]
 
@@ -154,6 +160,69 @@ def unpack_position(position: int) -> tuple[int, int]:
     return position >> _OFFSET_BITS, position & _OFFSET_MASK
 
 
+# -- headers -------------------------------------------------------------------------------
+
+
+class Header(TypedDict, total=False):
+    """The fields of a header. A peer may send any values, so code that reads a field checks its value."""
+
+    # -- any message
+
+    sizes: list[int]  # the sizes of the message's buffers, in bytes
+    stream: int  # the number of the stream of chunks that carries the buffers
+    # The numbers of the segment of shared memory that contains the buffers, and of its loan (shared_memory.Lender).
+    placement: tuple[int, int] | list[int]
+    # The numbers of the object segments that the message uses; until the message is sent, the segments themselves.
+    objects: list[Any]
+    references: Any  # the packed RRefs of the message (rpc.refcount.messages.pack_forks)
+    tag: Any  # what the recorder of autograd (hooks.Recorder) has returned for the message's tensors
+    profile: list[Any]  # of a profiled call: number and name of its range, the profiler's settings
+    trace: bytes  # of a call in a sampled trace: 16 bytes trace id, 8 bytes id of the caller's span, 1 byte flags
+
+    # -- notices
+
+    notice: str  # the name of its handler
+
+    # -- requests
+
+    # The ids of the nested actor calls that led to the request, the outermost first; the innermost is the frame's ``chain``.
+    path: tuple[int, ...] | list[int]
+    mailbox: int  # the number of the mailbox that receives the request
+    creates: bool  # the request creates the actor of the mailbox
+    method: str
+    group: str  # the concurrency group, if the caller has chosen another than the method's
+    priority: int
+    window: int  # the most items that a streamed result buffers; 0: only its bytes are limited
+    num_returns: int  # if it is not 1
+    rref: bytes  # with num_returns 0: the packed ids of the RRef whose value is the result (rpc.refcount.runtime)
+    keep: bool  # a large result stays on the worker that computed it until it is fetched
+    unordered: bool  # the request need not wait for earlier requests of the same caller
+    place: int  # of a repeated request: the id of the first attempt, which gives its place in the order
+    unresolved: bool  # the receiver has to fetch arguments before it can run the request
+
+
+_TEXT: Final = frozenset({str})
+pack_header: Final = msgpack.packb
+
+
+def unpack_header(extra: bytes) -> Header:
+    """Return the header of a frame.
+
+    Raises:
+        ProtocolError: ``extra`` is not a msgpack map with text keys.
+    """
+    try:
+        header = msgpack.unpackb(extra)
+    except Exception as error:
+        raise ProtocolError(f"the header of a message cannot be read: {error!r}") from error
+    if type(header) is not dict or not _TEXT.issuperset(map(type, header)):
+        raise ProtocolError("the header of a message is not a map with text keys")
+    return header  # type: ignore[return-value]
+
+
+# -- reading -------------------------------------------------------------------------------
+
+
 class FrameReader:
     """Cuts a stream of bytes into frames, incrementally.
 
@@ -194,6 +263,9 @@ class FrameReader:
         "sink",
     )
 
+    HEAD_SIZE: ClassVar[int] = PREFIX_SIZE
+    """How many bytes precede the bytes of a chunk."""
+
     def __init__(
         self,
         *,
@@ -229,10 +301,10 @@ class FrameReader:
         sink = self.sink
         if sink is None:
             return [self._view[self._end :]] if self._end else self._whole
-        # After a chunk, read no more than the next prefix, so that the bytes of the next chunk can be read directly into
-        # their destination.
+        # After a chunk, read no more than the head of the next chunk, so that its bytes can be read directly into their
+        # destination.
         self._start = self._end = 0
-        return [sink[self._sink_got :], self._view[:PREFIX_SIZE]]
+        return [sink[self._sink_got :], self._view[: self.HEAD_SIZE]]
 
     def fed(self, count: int) -> list[Frame]:
         """Record ``count`` new bytes and return the frames that are now complete.

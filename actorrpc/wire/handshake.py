@@ -25,6 +25,7 @@ import secrets
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Final, NoReturn
 
 from actorrpc.errors import (
     AuthenticationError,
@@ -93,6 +94,15 @@ class Refusal(enum.IntEnum):
     PEER = 3
     BUSY = 4
     PROTOCOL = 5
+
+
+# The dialler's error for the acceptor's reason, and advice. Other reasons are ProtocolErrors.
+_REFUSALS: Final[dict[Refusal, tuple[type[RpcError], str]]] = {
+    Refusal.KEY: (AuthenticationError, f"; {_GIVE_KEY}"),
+    Refusal.VERSION: (VersionError, "; install the same version of actorrpc on both sides"),
+    Refusal.PEER: (AuthenticationError, ""),
+    Refusal.BUSY: (LimitError, ""),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +190,7 @@ class _Side:
             raise ProtocolError("the handshake has not finished")
         return self._result
 
-    def _fail(self, error: RpcError) -> None:
+    def _fail(self, error: RpcError) -> NoReturn:
         self._buffer = b""
         self._failure = error
         raise error
@@ -244,7 +254,6 @@ class _Side:
             return check_name(raw.decode("ascii"))
         except (ValueError, ConfigError):
             self._fail(ProtocolError("the other side of the handshake sent a name that no worker may have"))
-            raise  # not reached
 
     def _decode_flags(self, flags: int) -> bool:
         """Return whether the other side has no key; record whether it requests seals."""
@@ -359,7 +368,7 @@ class Dialler(_Side):
     def _target(self) -> str:
         return f"worker {self._peer_name!r}" if self._peer_name is not None else "the worker that was dialled"
 
-    def _refused(self, message: bytes) -> None:
+    def _refused(self, message: bytes) -> NoReturn:
         code, size = _REFUSE_FIXED.unpack_from(message, _HEAD)
         raw = message[_HEAD + _REFUSE_FIXED.size :]
         if len(raw) != size or not all(32 <= byte < 127 for byte in raw):
@@ -369,15 +378,8 @@ class Dialler(_Side):
         except ValueError:
             self._fail(ProtocolError(f"the other side refused the handshake with an unknown code {code}"))
         text = f"{self._target()} refused worker {self._name!r}: {raw.decode('ascii')}"
-        if self.refused is Refusal.KEY:
-            self._fail(AuthenticationError(f"{text}; {_GIVE_KEY}"))
-        if self.refused is Refusal.VERSION:
-            self._fail(VersionError(f"{text}; install the same version of actorrpc on both sides"))
-        if self.refused is Refusal.PEER:
-            self._fail(AuthenticationError(text))
-        if self.refused is Refusal.BUSY:
-            self._fail(LimitError(text))
-        self._fail(ProtocolError(text))
+        kind, advice = _REFUSALS.get(self.refused, (ProtocolError, ""))
+        self._fail(kind(text + advice))
 
     def _read_challenge(self, message: bytes) -> None:
         body = message[_HEAD:]
@@ -400,9 +402,7 @@ class Dialler(_Side):
                 AuthenticationError(f"worker {self._name!r} reached itself: its messages were reflected")
             )
         if keyless != (not self._key):
-            self._fail(
-                AuthenticationError(_keyless_text(self._name, name, bool(self._key)) + f"; {_GIVE_KEY}")
-            )
+            self._fail(AuthenticationError(_keyless_text(self._name, name, bool(self._key))))
         agreed = _choose(self._versions, (low, high))
         if agreed is None or agreed != chosen:
             self._fail(VersionError(_version_text(self._name, self._versions, name, (low, high))))
@@ -488,7 +488,7 @@ class Acceptor(_Side):
         reason = "".join(char if " " <= char <= "~" else "?" for char in text)[:200].encode("ascii")
         return _message(_REFUSE, _REFUSE_FIXED.pack(code, len(reason)) + reason)
 
-    def _turn_away(self, code: Refusal, text: str, error: RpcError) -> None:
+    def _turn_away(self, code: Refusal, text: str, error: RpcError) -> NoReturn:
         self.refusal = self.refuse(code, text)
         self._fail(error)
 
@@ -503,11 +503,10 @@ class Acceptor(_Side):
             self._turn_away(
                 Refusal.VERSION, f"it speaks versions {_span(self._versions)}", VersionError(text)
             )
-            raise AssertionError  # not reached
         if keyless != (not self._key):
             why = "it needs a key" if self._key else "it runs without a key"
             text = _keyless_text(self._name, name, bool(self._key))
-            self._turn_away(Refusal.KEY, why, AuthenticationError(f"{text}; {_GIVE_KEY}"))
+            self._turn_away(Refusal.KEY, why, AuthenticationError(text))
         if incarnation == self._incarnation:
             self._fail(
                 AuthenticationError(
@@ -585,4 +584,4 @@ def _version_text(own: str, ours: tuple[int, int], peer: str, theirs: tuple[int,
 
 def _keyless_text(own: str, peer: str, own_has_key: bool) -> str:
     with_key, without = (own, peer) if own_has_key else (peer, own)
-    return f"worker {with_key!r} has a key and {without!r} has none"
+    return f"worker {with_key!r} has a key and {without!r} has none; {_GIVE_KEY}"

@@ -118,6 +118,8 @@ class SealedReader(FrameReader):
 
     __slots__ = ("_checked", "_digest", "_over", "_seal")
 
+    HEAD_SIZE = _HEAD_SIZE + TAG_SIZE
+
     def __init__(
         self,
         seal: Seal,
@@ -139,14 +141,6 @@ class SealedReader(FrameReader):
         self._digest = b""
         self._checked = False  # the head of a long frame was checked, and its rest has not arrived
         self._over = False
-
-    def target(self) -> list[memoryview]:
-        """Return the buffers for the next bytes; see :meth:`FrameReader.target`."""
-        sink = self.sink
-        if sink is None:
-            return [self._view[self._end :]] if self._end else self._whole
-        self._start = self._end = 0
-        return [sink[self._sink_got :], self._view[: _HEAD_SIZE + TAG_SIZE]]
 
     def fed(self, count: int) -> list[Frame]:
         """Record ``count`` new bytes and return the frames that are now complete, as :class:`FrameReader` does.

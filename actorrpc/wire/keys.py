@@ -163,18 +163,13 @@ def _variable(environment: Mapping[str, str] | None, name: str) -> str:
 
 
 def _read_given(path: str) -> bytes:
-    # A symbolic link is allowed, because the user has named the path. O_NONBLOCK: opening a named pipe must not block.
+    # A symbolic link is allowed, because the user has named the path.
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        problem, data = _read_private(path, _MAX_FILE + 1)
     except OSError as error:
         raise ConfigError(f"cannot read ACTORRPC_KEY_FILE {path!r}: {error.strerror}") from error
-    try:
-        problem = _unfit(os.fstat(fd))
-        if problem:
-            raise ConfigError(f"ACTORRPC_KEY_FILE {path!r} {problem}; it must be yours alone (chmod 600)")
-        data = os.read(fd, _MAX_FILE + 1)
-    finally:
-        os.close(fd)
+    if problem:
+        raise ConfigError(f"ACTORRPC_KEY_FILE {path!r} {problem}; it must be yours alone (chmod 600)")
     if len(data) > _MAX_FILE:
         del data
         raise ConfigError(f"ACTORRPC_KEY_FILE {path!r} is larger than {_MAX_FILE} bytes: it is no key")
@@ -191,15 +186,21 @@ def check_private_file(path: str, what: str) -> None:
         ConfigError: the file cannot be read, or other users may read it.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        problem, _ = _read_private(path, 0)
     except OSError as error:
         raise ConfigError(f"{what} {path!r} cannot be read: {error.strerror}") from error
-    try:
-        problem = _unfit(os.fstat(fd))
-    finally:
-        os.close(fd)
     if problem:
         raise ConfigError(f"{what} {path!r} {problem}; it must be yours alone (chmod 600)")
+
+
+def _read_private(path: str, most: int, flags: int = 0) -> tuple[str, bytes]:
+    """Read up to ``most`` bytes of a file with a secret; return why it is not private, or "", and the bytes."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)  # a named pipe must not block
+    try:
+        problem = _unfit(os.fstat(fd))
+        return problem, b"" if problem else os.read(fd, most)
+    finally:
+        os.close(fd)
 
 
 def _unfit(found: os.stat_result) -> str:
@@ -265,16 +266,11 @@ def read_key_file(path: str) -> Key:
 
 def _read_made(path: str) -> Key:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        problem, data = _read_private(path, _RAW + 1, os.O_NOFOLLOW)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise AuthenticationError(f"cannot read the group's key file {path!r}: {error.strerror}") from error
-    try:
-        problem = _unfit(os.fstat(fd))
-        data = b"" if problem else os.read(fd, _RAW + 1)
-    finally:
-        os.close(fd)
     if problem or len(data) != _RAW:
         del data
         raise AuthenticationError(f"the group's key file {path!r} {problem or 'is damaged'}")
@@ -360,16 +356,11 @@ def read_group_file(path: str) -> tuple[Key | None, bytes] | None:
         AuthenticationError: other users may have changed or read the file, or it cannot be read or is damaged.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        problem, data = _read_private(path, _MAX_FILE, os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise AuthenticationError(f"cannot read the group file {path!r}: {error.strerror}") from error
-    try:
-        problem = _unfit(os.fstat(fd))
-        data = b"" if problem else os.read(fd, _MAX_FILE)
-    finally:
-        os.close(fd)
     if problem:
         raise AuthenticationError(f"the group file {path!r} {problem}")
     if not data:

@@ -39,7 +39,7 @@ from actorrpc.agent.peers import Peer
 from actorrpc.config import Settings
 from actorrpc.errors import BackpressureError, CancelledError, PeerDiedError, RpcTimeoutError
 from actorrpc.futures import WAITING, Future
-from actorrpc.transport import reader
+from actorrpc.transport import connection
 from actorrpc.transport.connection import Connection
 from actorrpc.transport.stream import CLOSED, SocketStream
 from actorrpc.wire import frames
@@ -93,7 +93,7 @@ _FUNCTIONS = (_plain, _plain, _slow, _nested, _for_the_guest)
 # -- replacements for the spinner and for the thread of an actor -----------------------------------------
 
 
-class _Spinner(reader.Spinner):
+class _Spinner(connection.Spinner):
     """Permits spinning at random."""
 
     def __init__(self, steps: Steps, dice: random.Random) -> None:
@@ -172,7 +172,7 @@ class _World:
         self.ways += [self._called_back, self._shared, self._canceller, self._order_guest]
         self._names = itertools.count(1)
         steps.install(monkeypatch)
-        monkeypatch.setattr(reader, "spinner", _Spinner(steps, dice))
+        monkeypatch.setattr(connection, "spinner", _Spinner(steps, dice))
         mine, theirs = record("me", 0), record("other", 1)
         settings = Settings(
             max_threads=dice.choice((3, 4, 8)),

@@ -25,7 +25,7 @@ from actorrpc.agent.agent import Agent
 from actorrpc.agent.outbound import INLINE, LANE, STREAM
 from actorrpc.errors import LimitError, ProtocolError, RpcError
 from actorrpc.serialization import by_value, codec, data_only
-from actorrpc.wire import frames, handshake, headers
+from actorrpc.wire import frames, handshake
 from actorrpc.wire.frames import FrameReader, pack_frame
 from actorrpc.wire.handshake import Acceptor, Dialler, Refusal
 from actorrpc.wire.identity import WorkerRecord
@@ -62,7 +62,7 @@ def no_unpickling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         *((_pickle, "Unpickler"), (cloudpickle, "loads"), (torch, "load")),
         *((codec, "unpickle"), (outbound, "opened"), (codec, "decode")),
         *((codec, "loads_here"), (codec, "load_here"), (by_value, "loads_here"), (data_only, "loads")),
-        *((msgpack, "unpackb"), (headers, "unpack_header"), (outbound, "begin_stream")),
+        *((msgpack, "unpackb"), (frames, "unpack_header"), (outbound, "begin_stream")),
         *((WorkerRecord, "from_bytes"), (FrameReader, "fed")),
     ):
         monkeypatch.setattr(module, name, refuse(f"{getattr(module, '__name__', module)}.{name}"))

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from actorrpc._limits import SPARE_DESCRIPTORS, make_room
 from actorrpc.agent import acceptor
 from actorrpc.errors import LimitError
-from actorrpc.transport.fd_limits import SPARE, make_room
 from actorrpc.wire.frames import PING, PONG, pack_frame
 from actorrpc.wire.identity import WorkerRecord
 from tests import certificates
@@ -178,7 +178,7 @@ def _connect_beyond_the_limit(rank: int, _size: int, directory: str) -> list[str
         patch.setattr(acceptor, "_PATIENCE_S", float("inf"))
         pair.send("there", agent.record.to_bytes())
         pair.receive("six")
-        limit = _open() + SPARE + 8
+        limit = _open() + SPARE_DESCRIPTORS + 8
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
         agent.connector.admission._scarce = True  # set by hand, because only a test lowers the limit
         pair.send("limited")
@@ -215,7 +215,7 @@ def _call_one_that_is_full(rank: int, _size: int, directory: str) -> int:
         if not rank:
             logging.getLogger("actorrpc.links").addHandler(_Recorder())
             pair.send("there", agent.record.to_bytes())
-            limit = _open() + SPARE + 8
+            limit = _open() + SPARE_DESCRIPTORS + 8
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
             taken = _hog()
             os.close(taken.pop())

@@ -75,10 +75,10 @@ class ActorRegistry:
         self._agent.inbox.mail_router = self
         self._agent.on_peer_end.append(self._peer_ended)
 
-    # -- the router (agent.calls.MailRouter) ------------------------------------------------------
+    # -- the router (agent.inbound.MailRouter) ------------------------------------------------------
 
     def deliver(self, conn: Connection | None, peer: Peer, frame: Frame, whole: bool = True) -> None:
-        """See agent.calls.MailRouter."""
+        """See agent.inbound.MailRouter."""
         header = self._headers.get(frame.extra)
         if header is None:
             header = self._new_header(frame)
@@ -95,12 +95,12 @@ class ActorRegistry:
             peer.on_cancel(frame.id, flags, self._agent.submit)
 
     def announce(self, conn: Connection | None, peer: Peer, frame: Frame) -> bool:
-        """See agent.calls.MailRouter."""
+        """See agent.inbound.MailRouter."""
         self.deliver(conn, peer, frame, False)
         return frame.id in peer.running
 
     def complete(self, conn: Connection | None, peer: Peer, frame: Frame) -> None:
-        """See agent.calls.MailRouter."""
+        """See agent.inbound.MailRouter."""
         entry = peer.running.get(frame.id)
         if frame.flags & RESERVED:
             frame = frame._replace(flags=frame.flags & ~RESERVED)
@@ -111,7 +111,7 @@ class ActorRegistry:
             entry.hosted.receive_rest(entry, conn, frame)
 
     def abandon(self, peer: Peer, id: int) -> None:
-        """See agent.calls.MailRouter."""
+        """See agent.inbound.MailRouter."""
         entry = peer.running.get(id)
         if type(entry) is Envelope:
             self._agent.submit(entry.cancel)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
+from actorrpc import _limits
 from actorrpc._exceptions import undo_on_error
 from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec
 from actorrpc.cluster.driver import Reception
@@ -24,7 +25,6 @@ from actorrpc.cluster.provisioners.base import Engine, LaunchRequest, Node, Star
 from actorrpc.cluster.provisioners.fork_client import ForkServer, arguments, import_path
 from actorrpc.cluster.scheduler import Devices
 from actorrpc.errors import ConfigError, PeerDiedError, PlacementError, RpcError, RpcTimeoutError
-from actorrpc.transport import fd_limits
 from actorrpc.transport.signals import uninterruptible
 from actorrpc.validation import variables
 from actorrpc.wire import keys
@@ -192,7 +192,7 @@ class LocalCluster(Engine):
         try:
             stdout, out, stderr, err = pipes()
         except OSError as error:
-            raise not_started(process, fd_limits.explain(error)) from error
+            raise not_started(process, _limits.explain_descriptors(error)) from error
         process.pipes = (stdout, stderr)
         self._expect(process, _IMPORT_S + _START_S)
         server.fork(message, (out, err))

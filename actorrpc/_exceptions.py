@@ -1,25 +1,27 @@
-"""The text of an exception that is sent to another worker: its traceback, its chain and its notes, limited in size.
+"""Functions for exceptions of any class, above all for the text of an exception that is sent to another worker.
 
-The thread that executed the call makes the text. Any user's class is allowed: a ``str`` that raises or returns 100 MB, a
-chain that is a circle, a recursion a thousand deep. The text has Python's format. Python's formatter takes longer than all other
-steps of a failing call, and is used only for syntax errors and exception groups. The only files that are read are source files.
+The text consists of the exception's traceback, chain and notes, limited in size; the thread that executed the call makes it. Any
+user's class is allowed: a ``str`` that raises or returns 100 MB, a chain that is a circle, a recursion a thousand deep. The text
+has Python's format. Python's formatter takes longer than all other steps of a failing call, and is used only for syntax errors
+and exception groups. The only files that are read are source files.
 
 A user's class may define properties with the names of an exception's attributes or a ``__getattribute__`` that raises, or refuse
 every assignment (as a frozen dataclass does). The attributes are therefore read and set through the descriptors of
 ``BaseException``. Only :func:`say` (``str`` and ``repr``), :func:`type_name` (a metaclass), the search for source lines (a
-module's loader) and Python's formatter can run the user's code. The functions raise nothing, except that :func:`say` passes on
+module's loader) and Python's formatter can run the user's code. These functions raise nothing, except that :func:`say` passes on
 the exception of a signal handler that runs meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import linecache
 import logging
 import sys
 import traceback as tracebacks
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Final, TypeGuard, TypeVar
 
 from actorrpc.errors import RemoteTraceback
@@ -40,6 +42,7 @@ __all__ = [
     "say",
     "shown",
     "type_name",
+    "undo_on_error",
 ]
 
 _E = TypeVar("_E", bound=BaseException)
@@ -68,6 +71,17 @@ def mark_handlers(error: BaseException) -> None:
 def is_of_handler(error: BaseException) -> bool:
     """Say whether :func:`mark_handlers` has marked the exception: the code that it interrupted has not failed then."""
     return _OF_HANDLER in dict_of(error)
+
+
+@contextlib.contextmanager
+def undo_on_error(*undo: Callable[[], object]) -> Generator[None]:
+    """Call the functions in order if the ``with`` block raises an exception, ``KeyboardInterrupt`` included."""
+    try:
+        yield
+    except BaseException:
+        for each in undo:
+            each()
+        raise
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -128,10 +142,6 @@ _MAX_MEMBERS = 200  # larger exception groups are formatted without their member
 _MAX_CHAIN = 64
 MAX_NOTES = 100
 _MAX_SCAN = 1000
-
-
-def _is_group(error: BaseException) -> bool:
-    return issubclass(type(error), BaseExceptionGroup)
 
 
 def cut(text: str, limit: int) -> str:
@@ -219,8 +229,8 @@ def format_error(
 
 
 def _format_one(error: BaseException, message: str) -> str:
-    if issubclass(type(error), SyntaxError) or (
-        _is_group(error) and len(MEMBERS.__get__(error)) < _MAX_MEMBERS
+    if is_a(error, SyntaxError) or (
+        is_a(error, BaseExceptionGroup) and len(MEMBERS.__get__(error)) < _MAX_MEMBERS
     ):
         try:
             formatter = tracebacks.TracebackException.from_exception(error, compact=True)
