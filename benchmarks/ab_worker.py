@@ -74,6 +74,11 @@ def _echo(value: Any) -> Callable[[], object]:
     return lambda: rpc.rpc_sync(CALLEE, echo, (value,))
 
 
+def _put() -> Callable[[], object]:
+    value = torch.zeros(1 << 24)
+    return lambda: actorrpc.put(value)
+
+
 #: name -> (makes a function that runs the operation, operations per run, runs per round)
 OPERATIONS: dict[str, tuple[Callable[[], Callable[[], object]], int, int]] = {
     "sync": (_sync, 1, 2000),
@@ -82,6 +87,8 @@ OPERATIONS: dict[str, tuple[Callable[[], Callable[[], object]], int, int]] = {
     "actor pipelined": (_actor_pipelined, _BATCH, 30),
     "1 KiB": (lambda: _echo(torch.zeros(256)), 1, 1000),
     "1 MiB": (lambda: _echo(torch.zeros(1 << 18)), 1, 200),
+    "64 MiB": (lambda: _echo(torch.zeros(1 << 24)), 1, 10),
+    "put 64 MiB": (_put, 1, 10),
     "200 tensors": (lambda: _echo({f"layer.{n}": torch.zeros(8, 8) for n in range(200)}), 1, 150),
 }
 

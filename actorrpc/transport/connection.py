@@ -178,7 +178,6 @@ class Connection:
         seals: protect the frames against modification; None: frames are not sealed.
 
     Attributes:
-        session: the stream if it is a :class:`ReliableStream`; otherwise None.
         peer: the worker at the other end, once it is known.
         assemblies: the objects that receive chunks, by the number of the stream of chunks.
         undelivered: one entry for each batch of frames that was read and not delivered yet; added under the read lock.
@@ -212,7 +211,6 @@ class Connection:
         # 2. Thread B closes the connection. 3. Thread A writes SUSPENDED. The closed connection would then count as suspended.
         self._state_lock = _time.Lock()
         self.stream = stream
-        self.session = stream if isinstance(stream, ReliableStream) else None
         self.fd = stream.sock.fileno()
         self.local = local
         self.attach = attach
@@ -245,6 +243,11 @@ class Connection:
         self.spinning, self.answering = Spinning(spin_s), Spinning(spin_s)
         self.expecting = 0.0
         self.unattended = 0
+
+    @property
+    def session(self) -> ReliableStream | None:
+        """The stream, if it can be resumed over another socket."""
+        return self.stream if isinstance(self.stream, ReliableStream) else None
 
     # -- reading --------------------------------------------------------------------------------
 
@@ -561,15 +564,16 @@ class Connection:
         Raises:
             ProtocolError: the other side cannot have received that many bytes.
         """
-        assert self.session is not None
+        session = self.session
+        assert session is not None
         with self.read_lock:
-            if self.state is not SUSPENDED or self.session.is_overtaken(attempt):
+            if self.state is not SUSPENDED or session.is_overtaken(attempt):
                 return False
             with self.writer.lock:
-                self.writer.send_first(self.session.rewind(received))
+                self.writer.send_first(session.rewind(received))
                 move()
                 self._poller.unregister(self.fd)
-                self.session.replace(stream)
+                session.replace(stream)
                 self.fd = stream.sock.fileno()
                 self._poller.register(self.fd, select.POLLIN)
                 self.expecting = 0.0

@@ -97,7 +97,7 @@ class ServedPage:
 
     @property
     def place(self) -> str:
-        return f"/{self.dashboard.server.place}/"
+        return f"/{self.dashboard.access.place}/"
 
     @property
     def host(self) -> str:
