@@ -13,6 +13,7 @@ import pickle
 import sys
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from types import AsyncGeneratorType, GeneratorType
@@ -377,16 +378,21 @@ class Executor:
             let_frames_go(error)
             self._send(conn, FAILURE, id, data, None, execution)
         except BaseException as failure:
-            # Memory or descriptors have run out, but a small message may still be sent.
+            # Memory or descriptors have run out, but a small message may still be sent; or a hook has raised.
             self._fail_shortly(conn, id, execution.peer.name, failure)
 
     def _fail_shortly(self, conn: Any, id: int, name: str, failure: BaseException) -> None:
-        """Answer a call whose error cannot be packed or sent."""
+        """Answer a call whose error cannot be packed or sent. Hooks do not see this answer."""
+        data = self._short
+        if not is_a(failure, (MemoryError, OSError, RpcError)):
+            with suppress(Exception):
+                data = pack_error(self._agent, failure, None, self._agent.name)
+        if data is self._short:
+            _log.error("an error cannot be sent to %r: %s", name, line_of(failure))
         if conn is None:
-            self._agent.loop_back(FAILURE, id, self._short, None, _INFINITE, 0)
+            self._agent.loop_back(FAILURE, id, data, None, _INFINITE, 0)
         else:
-            conn.outbox.append(pack_frame(FAILURE, id, self._short))
-        _log.error("an error cannot be sent to %r: %s", name, line_of(failure))
+            conn.outbox.append(pack_frame(FAILURE, id, data))
 
     def refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
         """Answer an unopened request with an error (unless it is a cast), and release the memory and references in it."""
@@ -401,7 +407,7 @@ class Executor:
             dumps = codec.dumper(peer.same_main)
             data = exceptions.dump(error, worker=self._agent.name, dumps=dumps, executed=False)
             self._send(conn, FAILURE, id, data, None)
-        except MemoryError as failure:
+        except BaseException as failure:
             self._fail_shortly(conn, id, peer.name, failure)
         if conn is not None:
             conn.flush()

@@ -125,7 +125,8 @@ def test_an_error_in_a_hook_fails_only_its_call() -> None:
         return type("Fails", (CallHooks,), {moment: refuse})()
 
     with agents(2) as (a, b):
-        for agent, moment in ((a, "on_call"), (a, "before_send"), (b, "on_start"), (b, "on_end")):
+        moments = ((a, "on_call"), (a, "before_send"), (b, "on_start"), (b, "on_end"), (b, "before_send"))
+        for agent, moment in moments:
             bad = failing(moment)
             agent.hooks.add(bad)
             for function, args in ((operator.add, (1, 1)), (operator.add, ([], []))):
