@@ -13,6 +13,8 @@ import torch
 
 import actorrpc.autograd as dist_autograd
 from actorrpc import rpc
+from actorrpc._stacks import top_frames
+from actorrpc.autograd import graph
 from actorrpc.autograd.api import contexts
 from actorrpc.errors import NotInitializedError, RemoteError, RpcTimeoutError
 from actorrpc.futures import WAITING
@@ -549,6 +551,55 @@ def _release() -> None:
 
 def test_a_pass_with_a_blocked_worker_times_out_and_the_error_names_the_worker() -> None:
     rpc_group(_blocked, 2)
+
+
+_leaf = torch.ones(3, dtype=torch.float64, requires_grad=True)
+_held: list[graph.Borrowed] = []
+
+
+def _hold_leaf() -> None:
+    """Use the ``.grad`` of the leaf from now on, and interrupt the main thread when it waits for the leaf."""
+    _held.append(graph.Borrowed([_leaf]))
+    _held[0].__enter__()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def waits() -> bool:
+        frame: Any = top_frames()[main]
+        while frame is not None and frame.f_code is not graph.Borrowed.__enter__.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    def interrupt() -> None:
+        until(waits)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+
+
+def _weighted(x: Tensor) -> Tensor:
+    weight = _parameters["weight"] = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    weight.register_hook(lambda _: rpc.rpc_sync("worker0", _hold_leaf))
+    return x * weight
+
+
+def _weight_grad() -> Tensor | None:
+    return _parameters["weight"].grad
+
+
+def _interrupted_commit(rank: int, _: int) -> None:
+    if rank == 0:
+        with dist_autograd.context() as context:
+            y = (_leaf * rpc.rpc_sync("worker1", _weighted, (torch.ones(3, dtype=torch.float64),))).sum()
+            with pytest.raises(KeyboardInterrupt):
+                dist_autograd.backward(context, [y], accumulate="grad")
+            _held[0].__exit__(None, None, None)
+        assert _leaf.grad is None
+        assert rpc.rpc_sync("worker1", _weight_grad) is None
+
+
+def test_a_pass_interrupted_before_it_may_change_grad_changes_no_grad_on_any_worker() -> None:
+    rpc_group(_interrupted_commit, 2)
 
 
 # -- the thread that waits for a pass --------------------------------------------------------------
