@@ -131,7 +131,7 @@ def group(size: int = 3, may_die: tuple[int, ...] = ()) -> Iterator[None]:
     def others() -> None:
         try:
             run_group(
-                _serve, size - 1, store, timeout=170, may_die=[rank - 1 for rank in may_die], leak_wait=10
+                _serve, size - 1, store, timeout=900, may_die=[rank - 1 for rank in may_die], leak_wait=10
             )
         except BaseException as error:
             failed.append(error)

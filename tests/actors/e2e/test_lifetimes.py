@@ -17,7 +17,7 @@ from actorrpc.errors import (
     PendingCallsLimitExceeded,
     UnknownActorError,
 )
-from tests.actors.e2e.kit import alive, open_gate, pass_gate, until
+from tests.actors.e2e.kit import alive, open_gate, pass_gate, row_of, until
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.limit(20)]
 
@@ -179,6 +179,7 @@ def test_a_cancelled_call_releases_the_handles_in_its_arguments(paths: list[str]
     actorrpc.cancel(cancelled)
     with pytest.raises(actorrpc.CancelledError):
         actorrpc.get(cancelled)
+    until(lambda: row_of(callee).pending_calls == 0)
     open_gate(gate)
     assert actorrpc.get(blocked) == "go"  # no later call makes callee look into its queue
     actorrpc.get(keeper.keep.remote(None))
