@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 MAX_MESSAGE = 256
-VERSIONS = (7, 7)
+VERSIONS = (8, 8)
 """The lowest and the highest version of the protocol that this code supports."""
 
 _MAGIC = b"aRPC"
