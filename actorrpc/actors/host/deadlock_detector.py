@@ -168,9 +168,10 @@ def _awaited_arguments(entry: Envelope) -> Sequence[_Target]:
     """Return the calls and streams that produce the missing arguments of a call; the call itself if its caller waits for them."""
     if entry.reserved:
         return [entry]
-    if entry.ready or not isinstance(entry.opened, tuple):
+    opened = entry.opened  # other threads replace it
+    if entry.ready or not isinstance(opened, tuple):
         return []
-    args, kwargs = entry.opened
+    args, kwargs = opened
     refs = [each for each in (*args, *kwargs.values()) if type(each) is ObjectRef]
     return [found for each in refs for found in awaited(each._fetched or each._future)]
 

@@ -564,7 +564,6 @@ class ActorExecutor:
 
     def refuse(self, entry: Envelope, error: RpcError) -> None:
         """End a call that does not run: answer it with an error, and release its arguments."""
-        entry.opened = None
         if self._claim(entry):
             frame = entry.claim_frame()
             if frame is not None:
@@ -573,6 +572,7 @@ class ActorExecutor:
                 self.agent.executor.refuse_opened(entry.conn, entry.id, error)
             if entry.conn is not None:
                 entry.conn.flush()
+        entry.opened = None
 
     def _claim(self, entry: Envelope) -> bool:
         if self.answered_later:

@@ -16,8 +16,9 @@ runs it nested while it waits. Entries that the runner has not run when the exec
 async queue, descendants start without regard to the limit.
 
 A method after which further entries can run returns :class:`Wakeups`: the runners to wake, and the queues that need a further
-runner, after the lock was released. The lock guards everything here. It is re-entrant, because the garbage collector may run a
-finaliser that calls this very actor at any allocation, and it is a leaf.
+runner, after the lock was released. The lock guards the queues and the state of their entries. It is re-entrant, because the
+garbage collector may run a finaliser that calls this very actor at any allocation, and it is a leaf. Without the lock,
+:class:`Envelope` has what an entry needs to be executed and answered.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ DONE: Final = b""
 Batch = tuple[list[Any], bytes | None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StreamTicket:
     """The result of a streaming call: where its items can be pulled.
 
