@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from actorrpc._exceptions import cut_frames, is_a, is_of_handler, let_frames_go, line_of, report, say
+from actorrpc._limits import NO_DESCRIPTOR
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, MAILBOX_BIT, Execution
 from actorrpc.agent.hooks import OutgoingMessage, recorded, run_hooked
@@ -378,21 +379,25 @@ class Executor:
             let_frames_go(error)
             self._send(conn, FAILURE, id, data, None, execution)
         except BaseException as failure:
-            # Memory or descriptors have run out, but a small message may still be sent; or a hook has raised.
-            self._fail_shortly(conn, id, execution.peer.name, failure)
+            self._fail_shortly(conn, id, execution.peer, failure)
 
-    def _fail_shortly(self, conn: Any, id: int, name: str, failure: BaseException) -> None:
-        """Answer a call whose error cannot be packed or sent. Hooks do not see this answer."""
+    def _fail_shortly(self, conn: Any, id: int, peer: Peer, failure: BaseException) -> None:
+        """Answer a call whose error cannot be packed or sent, or for whose error a hook has raised. Hooks do not see this answer.
+
+        If memory or descriptors have run out, a small message may still be sent.
+        """
         data = self._short
-        if not is_a(failure, (MemoryError, OSError, RpcError)):
+        scarce = is_a(failure, (MemoryError, LimitError)) or (
+            is_a(failure, OSError) and failure.errno in NO_DESCRIPTOR
+        )
+        if not scarce:
             with suppress(Exception):
-                data = pack_error(self._agent, failure, None, self._agent.name)
-        if data is self._short:
-            _log.error("an error cannot be sent to %r: %s", name, line_of(failure))
+                data = pack_error(self._agent, failure, peer.same_main, self._agent.name)
         if conn is None:
             self._agent.loop_back(FAILURE, id, data, None, _INFINITE, 0)
         else:
             conn.outbox.append(pack_frame(FAILURE, id, data))
+        _log.error("an error cannot be sent to %r: %s", peer.name, line_of(failure))
 
     def refuse(self, conn: Any, frame: Frame, error: RpcError) -> None:
         """Answer an unopened request with an error (unless it is a cast), and release the memory and references in it."""
@@ -407,8 +412,11 @@ class Executor:
             dumps = codec.dumper(peer.same_main)
             data = exceptions.dump(error, worker=self._agent.name, dumps=dumps, executed=False)
             self._send(conn, FAILURE, id, data, None)
-        except BaseException as failure:
-            self._fail_shortly(conn, id, peer.name, failure)
+        except MemoryError as failure:
+            self._fail_shortly(conn, id, peer, failure)
+        except Exception as raised:
+            report(_log, raised, "a hook failed for the refusal of a call of %r", peer.name)
+            self._send(conn, FAILURE, id, data, None, offered=True)
         if conn is not None:
             conn.flush()
 
@@ -451,7 +459,7 @@ class Executor:
             if conn.state is CLOSED:
                 return False
             if kind == FAILURE:
-                self._fail_shortly(conn, id, conn.peer.name, error)
+                self._fail_shortly(conn, id, conn.peer, error)
                 return False
             data = exceptions.dump(error, worker=agent.name, dumps=codec.dumper(conn.peer.same_main))
             outbound.send(agent, conn, FAILURE, id, data)

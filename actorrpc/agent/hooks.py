@@ -88,7 +88,8 @@ class CallHooks:
 
     Methods run on the thread that makes, executes or ends the call, on any number of threads at a time, and delay the call. An
     exception from ``on_call`` is raised to the caller, one from ``before_send`` or ``after_send`` to the code that sends the
-    message, one from ``on_start`` or ``on_end`` becomes the answer of the call, and one from ``on_answer`` is logged.
+    message (if the message is an answer, the exception becomes the answer), one from ``on_start`` or ``on_end`` becomes the
+    answer of the call, and one from ``on_answer`` is logged.
 
     A ``call`` is made by this worker, and an ``execution`` executes a call of a worker here. In both, ``peer.name`` is the name
     of the other worker, ``label`` names the function or method, ``fields`` are the header fields of the request, and ``notes`` is

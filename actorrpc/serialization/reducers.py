@@ -1,6 +1,6 @@
 """Reducers for objects that neither pickle nor cloudpickle sends.
 
-All pickles use ``SCRIPT_REDUCERS``, for TorchScript. A script function that the peer can import is sent by the name that it has
+Messages use ``SCRIPT_REDUCERS``, for TorchScript. A script function that the peer can import is sent by the name that it has
 in its module, like other functions. Any other script function is sent as the archive that `torch.jit.save` writes, and arrives as
 a script module with the same arguments. Script modules are always sent as an archive.
 

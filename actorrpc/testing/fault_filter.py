@@ -417,6 +417,3 @@ def start(worker: Worker) -> Callable[[bool], None]:
 
 
 api.on_start.append(start)
-
-
-api.on_start.append(start)

@@ -117,6 +117,7 @@ def test_hooks_share_header_fields_and_notes_during_a_call() -> None:
         assert len(found) == 2
 
 
+@pytest.mark.prints("an error cannot be sent to 'a0': ZeroDivisionError")
 def test_an_error_in_a_hook_fails_only_its_call() -> None:
     def failing(moment: str) -> CallHooks:
         def refuse(*_: Any) -> Any:
