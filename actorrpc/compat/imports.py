@@ -156,7 +156,7 @@ class _Package(importlib.abc.MetaPathFinder):
         if own in sys.modules:
             return importlib.util.spec_from_loader(fullname, _Other(own))
         names = importlib.import_module(f"{self._name}.names")
-        known = [each for each in sys.modules if f"{each}.".startswith(f"{self._other}.")]
+        known = [each for each in list(sys.modules) if f"{each}.".startswith(f"{self._other}.")]
         raise names.no_module(fullname, known)
 
 

@@ -127,6 +127,7 @@ def test_no_fuzzed_input_completes_a_handshake(no_unpickling: list[str]) -> None
             largest = max(largest, tracemalloc.get_traced_memory()[1] - before)
             passed += victim.done
             assert not victim.done or excused, number
+            assert len(victim._buffer) <= handshake.MAX_MESSAGE
     finally:
         tracemalloc.stop()
     assert largest < _MOST, largest

@@ -283,7 +283,7 @@ def _settle() -> None:
 def _import_module(name: str, glance: Callable[[], None]) -> str:
     """Import a module; return the reason why children cannot use it, or an empty text. Calls ``glance()`` before each import."""
     # An import hook that finds no module.
-    between: Any = types.SimpleNamespace(find_spec=lambda _name, _path, _target=None: glance())
+    between: Any = types.SimpleNamespace(find_spec=lambda _name, _path=None, _target=None: glance())
     sys.meta_path.insert(0, between)
     try:
         importlib.import_module(name)
