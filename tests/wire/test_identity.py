@@ -110,6 +110,8 @@ def test_a_record_with_one_random_field_is_read_or_refused(
         {"tcp": (("a", 1),) * 65},
         {"pid": -1},
         {"main": "x" * 65},
+        {"device_maps": (("no name!", "cuda:0", "cuda:0"),)},
+        {"device_maps": (("a", "cuda:0"),)},
         {"data_only": 1},
     ],
 )
