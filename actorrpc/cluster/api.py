@@ -205,7 +205,7 @@ def init(
         engine, engine_options = "ray", {**(engine_options or {}), "address": address}
         address = None
     page = page_address(dashboard)
-    running = api.what()
+    running = api.what(wait=True)
     if running is not None:
         return _found_running(running, ignore_reinit_error)
     if address is not None:

@@ -599,8 +599,15 @@ def add_shutdown_hook(hook: Callable[[bool], None]) -> None:
     _require().shutdown_hooks.append(hook)
 
 
-def what() -> str | None:
-    """Return a description of this process for messages ("a worker of ..."); None if RPC is not initialised."""
+def what(*, wait: bool = False) -> str | None:
+    """Return a description of this process for messages ("a worker of ..."); None if RPC is not initialised.
+
+    Args:
+        wait: if another thread is joining a group, wait until it has finished.
+    """
+    if wait and is_initialized():
+        with _lock:
+            pass
     return _require().what if is_initialized() else None
 
 

@@ -61,8 +61,14 @@ def _warnings() -> list[str]:
 
 def _reported(kind: str) -> str:
     """Wait for a finding of this kind; return its text."""
-    until(lambda: any(each.kind == kind for each in actorrpc.state(30).findings))
-    (reported,) = [each.what for each in actorrpc.state(30).findings if each.kind == kind]
+    found: list[str] = []
+
+    def is_reported() -> bool:
+        found[:] = [each.what for each in actorrpc.state(30).findings if each.kind == kind]
+        return bool(found)
+
+    until(is_reported)
+    (reported,) = found
     return reported
 
 
