@@ -29,7 +29,7 @@ _NAME: Final = "actorrpc-stacks-"
 _LINK: Final = re.compile(r"/memfd:actorrpc-stacks-(\d+) \(deleted\)", re.ASCII)
 _LOOK_S: Final = 0.005
 _QUIET_S: Final = 0.03  # a dump that has not grown for so long is complete
-_DUMP: Final = 1 << 20
+_MAX_DUMP: Final = 1 << 20  # bytes
 _THREAD: Final = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+) .*\(most recent call first\):", re.ASCII)
 _FRAME: Final = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
@@ -191,7 +191,7 @@ def _dump(pid: int, pidfd: int, until: float) -> list[dict[str, Any]] | str:
             if now != size:
                 size, since = now, time.monotonic()
         # faulthandler continues at its old file offset, so after the truncation the file begins with a hole of zeros.
-        data = os.pread(fd, _DUMP, max(0, size - _DUMP)).lstrip(b"\0")
+        data = os.pread(fd, _MAX_DUMP, max(0, size - _MAX_DUMP)).lstrip(b"\0")
         os.ftruncate(fd, 0)
     finally:
         os.close(fd)

@@ -68,7 +68,7 @@ ANSWER: Final = "observed"
 ACTING: Final = "acting-visitor-"
 
 _PAGED: Final = ("actors", "supervised", "holders", "threads", "logs", "records", "profiles")
-_ANSWER: Final = 4 << 20
+_MAX_ANSWER: Final = 4 << 20  # bytes
 _PATIENCE_S: Final = 1.0
 _PAGES: Final = 200
 
@@ -98,7 +98,7 @@ def unpack(body: bytes) -> dict[str, Any]:
         ProtocolError: the bytes are no question and no answer.
     """
     try:
-        if len(body) > _ANSWER:
+        if len(body) > _MAX_ANSWER:
             raise ValueError("too long")
         found = msgpack.unpackb(body, strict_map_key=False, unicode_errors="replace")
         if not isinstance(found, dict) or type(found.get("id")) is not int:

@@ -154,7 +154,7 @@ class Fate:
 
     Attributes:
         death: the reason why the actor is dead; None if the actor is not known to be dead.
-        after: the number of the last incarnation that is known to have ended; -1: none has ended.
+        after: the number of the last incarnation that is known to have ended; -1 before that.
         verdict: the supervisor's answer that it restarts or moves the actor; None before the answer. Kept after the restart.
     """
 
@@ -250,7 +250,7 @@ class Fate:
 def forgotten(actor_id: int, supervisor: str) -> ActorDiedError:
     """Return the error of an actor whose supervisor has no record of it, or has dropped the record."""
     return ActorDiedError(
-        f"actor {actor_id:016x} is dead: worker {supervisor!r} has no record of it any more",
+        f"actor {actor_id:016x} is dead: worker {supervisor!r} no longer has a record of it",
         worker=supervisor,
         actor_id=actor_id,
     )

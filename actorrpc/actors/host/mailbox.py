@@ -50,7 +50,6 @@ __all__ = [
     "GRACE_S",
     "NEW",
     "NOTHING",
-    "OVER",
     "Entry",
     "Envelope",
     "GroupQueue",

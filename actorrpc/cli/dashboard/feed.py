@@ -378,7 +378,7 @@ class _LogLines:
         return payloads.logs(found, matches, len(self._lines), problem)
 
 
-# -- the actions of the page with --allow-actions; the target is looked up first --------------------------------
+# -- the actions of the page with --allow-actions -------------------------------------------------------------
 
 
 def _act(see: See, what: str, whom: str) -> str:

@@ -130,6 +130,7 @@ def group(size: int = 3, may_die: tuple[int, ...] = ()) -> Iterator[None]:
 
     def others() -> None:
         try:
+            # The time limit is for all tests of a module, which have limits of their own.
             run_group(
                 _serve, size - 1, store, timeout=900, may_die=[rank - 1 for rank in may_die], leak_wait=10
             )

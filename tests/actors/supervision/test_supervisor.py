@@ -179,7 +179,7 @@ def test_the_supervisor_remembers_a_limited_number_of_dead_actors(monkeypatch: p
     assert driver.runtime.supervisor.page(0, 1, dead=5) == ([last], True)
     assert driver.runtime.supervisor.page(1, 1, dead=5) == ([before], False)
     causes = [str(route.watch().value()) for route in routes]
-    assert "has no record of it any more" in causes[0]
+    assert "no longer has a record of it" in causes[0]
     assert "it was killed with kill()" in causes[2]
 
 
