@@ -228,9 +228,11 @@ def test_invalid_dialler_arguments_raise_config_error() -> None:
         {"versions": (0, 1)},
         {"versions": (2, 1)},
         {"versions": (1, 256)},
+        {"key": b"x" * 15},
     ):
         with pytest.raises(ConfigError):
             dialler(**wrong)
+    dialler(key=b"x" * 16, versions=(1, 255))
 
 
 def test_the_error_for_another_protocol_says_another_program() -> None:
