@@ -46,7 +46,9 @@ def test_two_sides_with_the_same_key_agree_on_a_session(piece: int, names: tuple
     )
     two = acceptor(name=names[1])
     assert not one.done
+    assert not two.greeted
     run(one, two, piece)
+    assert two.greeted
     assert one.done
     assert two.done
     mine, theirs = one.result, two.result
