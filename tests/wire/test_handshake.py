@@ -211,10 +211,16 @@ def test_the_highest_common_version_is_chosen(ours: Any, theirs: Any, chosen: in
     assert one.result.version == two.result.version == chosen
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [((1, 1), (2, 2)), ((3, 4), (1, 2))])
-def test_without_a_common_version_both_sides_raise_version_error(ours: Any, theirs: Any) -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        ((1, 1), (2, 2), "speaks versions 2 of the protocol and 'alice' speaks 1;"),
+        ((3, 4), (1, 2), "speaks versions 1 to 2 of the protocol and 'alice' speaks 3 to 4;"),
+    ],
+)
+def test_without_a_common_version_both_sides_raise_version_error(ours: Any, theirs: Any, words: str) -> None:
     one, two = dialler(versions=ours, peer_name="bob"), acceptor(versions=theirs)
-    with pytest.raises(VersionError, match="'bob' speaks versions"):
+    with pytest.raises(VersionError, match="worker 'bob' " + words):
         run(one, two)
     with pytest.raises(VersionError, match=r"worker 'bob' refused worker 'alice'.*install the same version"):
         one.feed(two.refusal)
