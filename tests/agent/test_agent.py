@@ -155,6 +155,24 @@ def test_calls_of_different_workers_never_belong_to_the_same_chain(pair: list[Ag
     assert len(set(chains)) == 200
 
 
+_gate = threading.Event()
+
+
+def _wait_at_gate() -> None:
+    _gate.wait()
+
+
+def test_calls_for_which_no_thread_waits_time_out_one_after_another(pair: list[Agent]) -> None:
+    ended: queue.Queue[Any] = queue.Queue()
+    for seconds in (0.05, 0.2, 0.4):
+        future = _call_async(pair[0], "a1", _wait_at_gate, timeout=seconds)
+        future.add_done_callback(lambda done: ended.put(done.exception()))
+    try:
+        assert [type(ended.get(timeout=30)) for _ in range(3)] == [RpcTimeoutError] * 3
+    finally:
+        _gate.set()
+
+
 class _Finalised:
     def __init__(self, agent: Agent, met: list[BaseException]) -> None:
         self.agent, self.met, self.me = agent, met, self
