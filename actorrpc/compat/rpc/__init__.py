@@ -206,5 +206,7 @@ _set_rpc_timeout = set_rpc_timeout
 
 
 def _set_profiler_node_id(node_id: int) -> None:
-    """Set the node id of this worker's events in profiles."""
-    torch._C._distributed_rpc._set_profiler_node_id(node_id)
+    """Set the node id of this worker's events in profiles. Has no effect if torch was built without RPC."""
+    native = getattr(torch._C, "_distributed_rpc", None)
+    if native is not None:
+        native._set_profiler_node_id(node_id)
