@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.layers import rest_is_slow
 from tests.output import check
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -35,13 +36,13 @@ def _run(hide: str, *arguments: object, prints: tuple[str, ...] = ()) -> list[st
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize(("hide", "found"), [("build", "False"), ("modules", _ABSENT)])
+@pytest.mark.parametrize(("hide", "found"), rest_is_slow([("modules", _ABSENT), ("build", "False")]))
 def test_actors_and_gradients_do_not_need_torchs_rpc(hide: str, found: str) -> None:
     assert _run(hide, _PROGRAMS / "actors_without_rpc.py") == [found, "3.0", f"{found} 2.0"]
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("hide", ["build", "modules"])
+@pytest.mark.parametrize("hide", rest_is_slow(["modules", "build"]))
 def test_the_drop_in_provides_the_modules_that_torch_does_not_have(hide: str) -> None:
     lines = _run(hide, "-m", "actorrpc.compat", _PROGRAMS / "names_without_rpc.py", prints=(_SCRIPT,))
     assert lines == ["True True True", "{'actorrpc'}", "4.0 2.0", "True True True"]
