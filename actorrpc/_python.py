@@ -1,8 +1,8 @@
 """Private names of CPython that this package uses: the purpose of each, and the effect if it is missing.
 
-Python may change these names in any release. All of them were found in CPython 3.11, 3.13 and 3.14, and
-``tests/test_private_names.py`` checks them on the running version. Without a name that has neither a fallback nor a comment about
-its absence, ``import actorrpc`` raises an ImportError that shows the name.
+Python may change these names in any release. All of them were found in CPython 3.11, 3.13 and 3.14, except where a comment says
+otherwise, and ``tests/test_private_names.py`` checks them on the running version. Without a name that has neither a fallback nor
+a comment about its absence, ``import actorrpc`` raises an ImportError that shows the name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ signal_module: Final[Any] = find("_signal:")
 # exception that a signal handler raises there is lost. All collections of one type share a code object.
 _collections: Final[tuple[Any, ...]] = (WeakKeyDictionary(), WeakSet(), WeakValueDictionary())
 WEAK_CALLBACKS: Final = frozenset(each._remove.__code__ for each in _collections if hasattr(each, "_remove"))
-# The function of the C API that sets the trace function of any thread. Without it, the debugger cannot enter a running thread.
+# The function of the C API that sets the trace function of any thread, for the debugger on CPython 3.11. From 3.12 on there is
+# ``sys.monitoring``, and 3.13 and 3.14 do not have the function.
 SET_TRACE: Final = "_PyEval_SetTrace"
 
 # Attributes whose names are in other modules of this package, too, by the object that has them.

@@ -65,9 +65,9 @@ MKLDNN: Final = _find("torch:_mkldnn")  # the layout of oneDNN
 untyped: Final = attrgetter("_untyped_storage")  # ``TypedStorage.untyped()`` without its warning
 # A class of torch's compiler whose objects compare a tensor with an example. Without it, small tensors are not sent in stacks.
 TensorGuards: Final = _find("torch._C:_dynamo.guards.TensorGuards", None)
-# The modes and transforms that change the tensors which this thread makes; whether a transform has made a tensor.
-count_dispatch_modes: Final = _find("torch._C:_len_torch_dispatch_stack")
-count_function_modes: Final = _find("torch._C:_len_torch_function_stack")
+# How many modes change the tensors that this thread makes; the innermost transform that does; whether one has made a tensor.
+dispatch_modes: Final = _find("torch._C:_len_torch_dispatch_stack")
+function_modes: Final = _find("torch._C:_len_torch_function_stack")
 innermost_transform: Final = _find("torch._C:_functorch.peek_interpreter_stack")
 is_transformed: Final = _find("torch._C:_functorch.is_functorch_wrapped_tensor")
 # Contexts without ``__torch_function__``: the first ignores modes and methods of subclasses, the second only the methods.
@@ -125,7 +125,7 @@ global_step_hooks: Final = (
     _find("torch.optim.optimizer:_global_optimizer_post_hooks"),
 )
 step_hooks: Final = attrgetter("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-# The module that torch imports when a process makes its first optimizer. If a fork server cannot import it, preloading fails.
+# The module that torch imports when a process makes its first optimizer. Without it, a fork server cannot preload torch.optim.
 LATE_MODULE: Final = "torch._dynamo"
 
 # -- process groups: what ``init_process_group`` calls, for groups without a default group
@@ -139,9 +139,7 @@ DEVICES: Final = "_devices"
 set_default_timeout: Final = attrgetter("_set_default_timeout")
 set_sequence_number: Final = methodcaller("_set_sequence_number_for_group")
 # The methods of a ProcessGroup that set its kind, its backend for a device, its name and its description.
-group_setters: Final = attrgetter(
-    "_set_default_backend", "_register_backend", "_set_group_name", "_set_group_desc"
-)
+setters: Final = attrgetter("_set_default_backend", "_register_backend", "_set_group_name", "_set_group_desc")
 
 # Names that are in other modules of this package, too, by the object that has them.
 IN_PLACE: Final[Mapping[Any, tuple[str, ...]]] = {

@@ -27,18 +27,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from actorrpc import _time
-from actorrpc._torch import (
-    PythonNode,
-    get_local,
-    has_local,
-    input_metadata,
-    leaf_hooks,
-    remove_local,
-    run_backward,
-    set_local,
-    use_count,
-)
+from actorrpc import _time, _torch
+from actorrpc._torch import PythonNode, get_local, has_local, leaf_hooks, run_backward, set_local, use_count
 from actorrpc.autograd.contexts import Node, Receipt
 from actorrpc.autograd.messages import make
 from actorrpc.errors import RpcTimeoutError
@@ -299,10 +289,10 @@ def _silence(on: bool) -> bool:
     """Set whether hooks of leaves are silent in this thread; return whether they were silent before."""
     before = has_local(_SILENCE) and get_local(_SILENCE)
     if before != on:
-        if on or remove_local is None:
+        if on or _torch.remove_local is None:
             set_local(_SILENCE, on)
         else:
-            remove_local(_SILENCE)
+            _torch.remove_local(_SILENCE)
     return before
 
 
@@ -395,7 +385,7 @@ def capture(
 def place(edges: Sequence[GradientEdge], gradients: list[torch.Tensor]) -> None:
     """Move each gradient to the device of its tensor: the message may have moved the tensor from a GPU to a CPU, or back."""
     for index, edge in enumerate(edges):
-        gradients[index] = gradients[index].to(input_metadata(edge.node)[edge.output_nr].device)
+        gradients[index] = gradients[index].to(_torch.input_metadata(edge.node)[edge.output_nr].device)
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------

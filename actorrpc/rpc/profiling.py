@@ -280,11 +280,8 @@ def name_of(function: Any) -> str:
         return function
     if isinstance(function, torch.jit.ScriptFunction):
         return str(function.qualified_name)
-    return (
-        _torch.find_builtin(function)
-        or getattr(function, "__qualname__", None)
-        or type(function).__qualname__
-    )
+    found = _torch.find_builtin(function) or getattr(function, "__qualname__", None)
+    return found or type(function).__qualname__
 
 
 # Calls of functions of these modules have ranges, as calls of users' functions have; other functions of this package have none.

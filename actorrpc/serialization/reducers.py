@@ -143,9 +143,7 @@ def make_operator(name: str, overload: str | None, _custom: Any) -> Any:
 
 
 def _reduce_custom_operator(op: Any) -> _Reduced:
-    name, schema, function, made, fake, vmap, backward, setup_context, dispatchers = (
-        _torch.custom_operator_parts(op)
-    )
+    name, schema, function, made, fake, vmap, backward, setup, by_class = _torch.custom_operator_parts(op)
     kernels = {device: _variable(inspect.unwrap(each), "fn") for device, each in made.items()}
     tags = (getattr(op, _torch.OPERATOR_TAGS),) if hasattr(op, _torch.OPERATOR_TAGS) else ()
     return make_custom_operator, (
@@ -153,8 +151,8 @@ def _reduce_custom_operator(op: Any) -> _Reduced:
         (schema, function, *tags),
         kernels,
         {"register_fake": fake and (fake,), "register_vmap": vmap and (vmap,)},
-        (backward, setup_context),
-        (dispatchers, getattr(op, _torch.OPERATOR_AUTOCAST, {})),
+        (backward, setup),
+        (by_class, getattr(op, _torch.OPERATOR_AUTOCAST, {})),
     )
 
 

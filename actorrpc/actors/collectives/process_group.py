@@ -169,7 +169,7 @@ def make(
         made = parts.ProcessGroupNCCL(PrefixStore("cuda/", outer), rank, size, options)
         kind, devices = kinds.NCCL, ("cuda",)
     _torch.set_sequence_number(made)
-    set_kind, set_backend, set_name, set_description = _torch.group_setters(group)
+    set_kind, set_backend, set_name, set_description = _torch.setters(group)
     set_kind(kind)
     for device in devices:
         set_backend(torch.device(device), kind, made)
