@@ -39,11 +39,12 @@ node_class: Final = attrgetter("_backward_cls")
 # The hooks of the leaf of an AccumulateGrad node, and the devices of the gradients that a node takes.
 leaf_hooks: Final = attrgetter("variable._backward_hooks")
 input_metadata: Final = attrgetter("_input_metadata")
-# Objects of this thread, and of the threads of the engine that work for it: whether there is one, get it, set it, remove it.
+# Objects of this thread, and of the threads of the engine that work for it: whether there is one, get it, set it, and remove it.
+# torch 2.6 cannot remove an object: it stays, and is set to False.
 has_local: Final[Callable[[str], bool]] = _find("torch._C:_is_key_in_tls")
 get_local: Final[Callable[[str], bool]] = _find("torch._C:_get_obj_in_tls")
 set_local: Final = _find("torch._C:_stash_obj_in_tls")
-remove_local: Final = _find("torch._C:_remove_obj_from_tls", None)  # not in torch 2.6: set to False
+remove_local: Final = _find("torch._C:_remove_obj_from_tls", None)
 # How many tensors and storages use memory. Without it, gradients, and large results of actors, are always copied.
 use_count: Final = _find("torch._C:_storage_Use_Count", None)
 # The base class of ``torch.futures.Future``, of which torch's ``then`` and ``collect_all`` return objects, and a method that sets
@@ -65,7 +66,7 @@ MKLDNN: Final = _find("torch:_mkldnn")  # the layout of oneDNN
 untyped: Final = attrgetter("_untyped_storage")  # ``TypedStorage.untyped()`` without its warning
 # A class of torch's compiler whose objects compare a tensor with an example. Without it, small tensors are not sent in stacks.
 TensorGuards: Final = _find("torch._C:_dynamo.guards.TensorGuards", None)
-# How many modes change the tensors that this thread makes; the innermost transform that does; whether one has made a tensor.
+# How many modes change the tensors that this thread makes; the innermost transform that does; whether a transform made a tensor.
 dispatch_modes: Final = _find("torch._C:_len_torch_dispatch_stack")
 function_modes: Final = _find("torch._C:_len_torch_function_stack")
 innermost_transform: Final = _find("torch._C:_functorch.peek_interpreter_stack")
@@ -73,7 +74,7 @@ is_transformed: Final = _find("torch._C:_functorch.is_functorch_wrapped_tensor")
 # Contexts without ``__torch_function__``: the first ignores modes and methods of subclasses, the second only the methods.
 NoFunctionModes: Final = _find("torch._C:DisableTorchFunction")
 NoFunctionMethods: Final = _find("torch._C:DisableTorchFunctionSubclass")
-# The custom operators of this process by name, their class, and the arguments with which an operator was made and changed.
+# The class of custom operators, the operators of this process by name, and the arguments with which an operator was made.
 CustomOpDef: Final = _find("torch._library.custom_ops:CustomOpDef")
 custom_operators: Final = _find("torch._library.custom_ops:OPDEFS")
 custom_operator_parts: Final = attrgetter(
