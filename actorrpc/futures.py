@@ -28,6 +28,7 @@ import torch
 
 from actorrpc import _time
 from actorrpc._exceptions import CAUSE, MEMBERS, MESSAGE, is_a, is_of_handler, report, say, type_name
+from actorrpc._torch import NativeFuture, set_unwrap
 from actorrpc.errors import CancelledError, NotInitializedError, RpcTimeoutError
 from actorrpc.validation import wait_limit
 
@@ -60,10 +61,9 @@ _Lock: Final = type(threading.Lock())
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: clear on classes that were made in C
 _ONCE: Final = "Future can only be marked completed once: it already has a result or an error"
 _NO_DEVICES: Final[list[torch.device]] = []  # of most futures; never changed
-_base_init = torch._C.Future.__init__
-_base_set_result = torch._C.Future.set_result
-_base_wait = torch._C.Future.wait
-_base_set_unwrap = torch._C.Future._set_unwrap_func
+_base_init = NativeFuture.__init__
+_base_set_result = NativeFuture.set_result
+_base_wait = NativeFuture.wait
 
 
 class NestedRunner(Protocol):
@@ -437,7 +437,7 @@ class Future(torch.futures.Future[T], Progress, Generic[T]):
                 report.seen = True
             self.completed = True
             if self.torch_has_outcome:
-                _base_set_unwrap(self, _unwrapping(report))
+                set_unwrap(self, _unwrapping(report))
                 _base_set_result(self, _twin(error))
             else:
                 _base_set_result(self, None)

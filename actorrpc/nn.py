@@ -15,9 +15,9 @@ from typing import Any, Final, NoReturn, Self
 
 import torch
 from torch import nn
-from torch.distributed.remote_device import _remote_device
 from torch.utils.hooks import RemovableHandle
 
+from actorrpc._torch import METADATA, RemoteDevice, parse_to, state_dict_hooks
 from actorrpc.agent.peers import MessageContext
 from actorrpc.errors import ConfigError, RRefError, SerializationError, WrongTypeError
 from actorrpc.futures import Future
@@ -45,7 +45,7 @@ def place_of(remote_device: Any) -> tuple[str | int | None, str]:
         return remote_device.name, "cpu"
     if isinstance(remote_device, int) and not isinstance(remote_device, bool):
         return remote_device, "cpu"
-    if isinstance(remote_device, (torch.device, _remote_device)):
+    if isinstance(remote_device, (torch.device, RemoteDevice)):
         remote_device = str(remote_device)
     if not isinstance(remote_device, str):
         raise WrongTypeError(
@@ -283,7 +283,7 @@ class RemoteModule(nn.Module):
         state = self._on_owner("state_dict", modules.state_of)
         for name, value in state.items():
             destination[prefix + name] = value
-        known, found = getattr(destination, "_metadata", None), getattr(state, "_metadata", None)
+        known, found = getattr(destination, METADATA, None), getattr(state, METADATA, None)
         if known is None or found is None:
             return
         for name, value in found.items():
@@ -301,7 +301,7 @@ class RemoteModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         arguments = (state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        for hook in self._load_state_dict_pre_hooks.values():
+        for hook in state_dict_hooks(self).values():
             hook(*arguments)
         state = {
             name[len(prefix) :]: value.detach() if isinstance(value, torch.Tensor) else value
@@ -311,7 +311,7 @@ class RemoteModule(nn.Module):
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         metadata = local_metadata.get(_PARTS)
         if metadata is None and not prefix:  # the state is of the remote module alone
-            metadata = getattr(state_dict, "_metadata", None)
+            metadata = getattr(state_dict, METADATA, None)
         missing, unexpected, wrong = self._on_owner(
             "load_state_dict", modules.load_state, state, metadata, assign
         )
@@ -352,7 +352,7 @@ class RemoteModule(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move and convert the module, with the arguments of ``nn.Module.to``. A device is a device of the module's worker."""
-        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
         options: dict[str, Any] = {"device": device, "dtype": dtype, "non_blocking": non_blocking}
         if memory_format is not None:
             options["memory_format"] = memory_format

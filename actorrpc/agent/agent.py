@@ -24,20 +24,13 @@ from typing import Any, Final, NoReturn
 from actorrpc import _stacks, _time
 from actorrpc._exceptions import report
 from actorrpc._limits import memory_limit
+from actorrpc._torch import profiler, thread_is_profiled
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, Call, Execution, MailHeader
 from actorrpc.agent.connector import Connector
 from actorrpc.agent.context import current_worker
 from actorrpc.agent.executor import Executor
-from actorrpc.agent.hooks import (
-    HookSet,
-    MessageReferences,
-    OutgoingMessage,
-    Recorder,
-    profiler,
-    recorded,
-    thread_is_profiled,
-)
+from actorrpc.agent.hooks import HookSet, MessageReferences, OutgoingMessage, Recorder, recorded
 from actorrpc.agent.inbound import Inbox
 from actorrpc.agent.peers import MAX_PENDING, SETTLED_S, MessageContext, Peer, PeerTable
 from actorrpc.agent.scheduler import Scheduler

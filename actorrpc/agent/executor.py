@@ -23,6 +23,7 @@ import torch
 
 from actorrpc._exceptions import cut_frames, is_a, is_of_handler, let_frames_go, line_of, report, say
 from actorrpc._limits import NO_DESCRIPTOR
+from actorrpc._torch import NativeFuture
 from actorrpc.agent import outbound
 from actorrpc.agent.calls import CURRENT, MAILBOX_BIT, Execution
 from actorrpc.agent.hooks import OutgoingMessage, recorded, run_hooked
@@ -59,8 +60,6 @@ _OF_GENERATORS: Final[dict[type, str]] = {
 }
 # The attribute that marks functions whose future is the answer; torch's decorator sets it, too.
 ASYNC_MARK: Final = "_wrapped_async_rpc_function"
-# The base of all futures: torch's `then` and `collect_all` return objects of just this class.
-_ANY_FUTURE: Final[type] = torch._C.Future
 
 
 def path_of(header: Header, chain: int) -> tuple[int, ...]:
@@ -92,7 +91,7 @@ def future_of(value: Any, function: Any) -> Any:
     Raises:
         TypeError: ``value`` is not a future.
     """
-    if not isinstance(value, _ANY_FUTURE):
+    if not isinstance(value, NativeFuture):
         raise TypeError(
             "Functions decorated with @rpc.async_function must return a torch.futures.Future object, but got "
             f"{type(value)} from {getattr(function, '__qualname__', function)}"

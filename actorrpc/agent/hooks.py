@@ -33,8 +33,7 @@ from functools import wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
-import torch
-
+from actorrpc._torch import profiler, thread_is_profiled
 from actorrpc.wire import frames
 
 if TYPE_CHECKING:
@@ -56,23 +55,16 @@ __all__ = [
     "Recorder",
     "add_hooks",
     "is_profiled",
-    "profiler",
     "reach",
     "recorded",
     "remove_hooks",
     "run_hooked",
-    "thread_is_profiled",
     "watch",
 ]
 
 _log = logging.getLogger("actorrpc")
 NO_NOTES: Final = cast("dict[Any, Any]", MappingProxyType({}))
 """The notes of calls and executions in which no hooks take part."""
-
-#: The module of torch's profiler. Its ``_is_profiler_enabled`` says whether a profiler is on in any thread.
-profiler: Final[Any] = torch.autograd.profiler
-#: Says whether a profiler of torch is on in this thread.
-thread_is_profiled: Final[Callable[[], bool]] = vars(torch.autograd)["_profiler_enabled"]
 
 RECEIPT: Final = "receipt"
 """The name of the notice by which a worker reports which references have arrived and which it has released."""

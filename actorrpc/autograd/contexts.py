@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from _thread import RLock
 from collections.abc import Callable, Sequence
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch

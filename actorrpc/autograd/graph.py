@@ -25,10 +25,10 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from actorrpc import _time
+from actorrpc import _time, _torch
+from actorrpc._torch import PythonNode, get_local, has_local, leaf_hooks, run_backward, set_local, use_count
 from actorrpc.autograd.contexts import Node, Receipt
 from actorrpc.autograd.messages import make
 from actorrpc.errors import RpcTimeoutError
@@ -156,8 +156,6 @@ class RecvFunction(torch.autograd.Function):
         return None, None
 
 
-_IN_PYTHON: Final[Any] = torch._C._FunctionBase
-
 #: The leaf that is the input of every RecvFunction node. If a walk reaches it, the walk has passed through such a node.
 ANCHOR: Final = torch.empty(0, requires_grad=True)
 # The C function that Function.apply calls after its checks for torch.func, which is never applied to received tensors.
@@ -183,7 +181,7 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     node keeps the Python node alive. Sparse tensors have no views, so this function makes a clone instead.
     """
     node: Any = tensor.grad_fn
-    if node is not None and not isinstance(node, _IN_PYTHON):
+    if node is not None and not isinstance(node, PythonNode):
         return make(GradientEdge, (node, tensor.output_nr, None))
     if tensor.layout is not torch.strided:
         token: Any = tensor.clone().grad_fn
@@ -198,8 +196,6 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
 #: Gradients of some tensors, in order; None for no gradient.
 Tensors = list["torch.Tensor | None"]
 
-# The C++ function that torch.autograd.backward and torch.autograd.grad call, after they have spent half of their time.
-_run: Final[Callable[..., tuple[torch.Tensor | None, ...]]] = Variable._execution_engine.run_backward
 #: The class of the nodes that stand for leaves.
 ACCUMULATE: Final[Any] = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
 
@@ -287,20 +283,16 @@ def nodes(edges: Sequence[GradientEdge], receipts: Mapping[Node, Receipt]) -> se
 # is one of torch's thread-local objects, because the engine copies these to its device threads, which run hooks of leaves outside
 # of the CPU. An unused flag is removed (if torch can do that), because torch frees it too late at a thread's end.
 _SILENCE: Final = "actorrpc.silence"
-_has: Final[Callable[[str], bool]] = torch._C._is_key_in_tls
-_get: Final[Callable[[str], bool]] = torch._C._get_obj_in_tls
-_put: Final[Callable[[str, bool], None]] = torch._C._stash_obj_in_tls
-_remove: Final[Callable[[str], None] | None] = getattr(torch._C, "_remove_obj_from_tls", None)
 
 
 def _silence(on: bool) -> bool:
     """Set whether hooks of leaves are silent in this thread; return whether they were silent before."""
-    before = _has(_SILENCE) and _get(_SILENCE)
+    before = has_local(_SILENCE) and get_local(_SILENCE)
     if before != on:
-        if on or _remove is None:
-            _put(_SILENCE, on)
+        if on or _torch.remove_local is None:
+            set_local(_SILENCE, on)
         else:
-            _remove(_SILENCE)
+            _torch.remove_local(_SILENCE)
     return before
 
 
@@ -314,7 +306,7 @@ class _Hook:
         self.hook = hook
 
     def __call__(self, gradient: torch.Tensor) -> Any:
-        if _has(_SILENCE) and _get(_SILENCE):
+        if has_local(_SILENCE) and get_local(_SILENCE):
             return None
         return self.hook(gradient)
 
@@ -334,7 +326,7 @@ def _itself(hook: Any) -> Any:
 
 def _wrap_hooks(leaves: Sequence[Node]) -> None:
     for node in leaves:
-        hooks = node.variable._backward_hooks
+        hooks = leaf_hooks(node)
         if hooks:
             for key, hook in list(hooks.items()):
                 if type(hook) is not _Hook:
@@ -376,7 +368,7 @@ def capture(
         # Hooks are silent already if a hook of an interior tensor calls this function during another capture.
         before = _silence(True)
     try:
-        captured = _run(
+        captured = run_backward(
             tuple(outputs), tuple(gradients), retain_graph, create_graph, tuple(inputs), True, False
         )
     finally:
@@ -393,7 +385,7 @@ def capture(
 def place(edges: Sequence[GradientEdge], gradients: list[torch.Tensor]) -> None:
     """Move each gradient to the device of its tensor: the message may have moved the tensor from a GPU to a CPU, or back."""
     for index, edge in enumerate(edges):
-        gradients[index] = gradients[index].to(edge.node._input_metadata[edge.output_nr].device)
+        gradients[index] = gradients[index].to(_torch.input_metadata(edge.node)[edge.output_nr].device)
 
 
 # -- sums -------------------------------------------------------------------------------------------------------------
@@ -455,10 +447,10 @@ def run(
         box: Tensors = []
         node.box = box
         boxes.append(box)
-    silent = _silence(False) if _has(_SILENCE) else False
+    silent = _silence(False) if has_local(_SILENCE) else False
     try:
         with Borrowed(leaves, deadline):
-            _run(tuple(outputs), tuple(gradients), retain_graph, False, (), True, True)
+            run_backward(tuple(outputs), tuple(gradients), retain_graph, False, (), True, True)
             found: Tensors = list(map(_grad, leaves))
             _unshare(found)
     finally:
@@ -503,10 +495,9 @@ _feed: Final[Callable[..., torch.Tensor]] = _Feed.apply
 _one: Final = torch.ones(())
 
 
-_use_count: Final[Callable[[int], int]] = torch._C._storage_Use_Count
 _some: Final = torch.empty(1)
 _grad: Final[Callable[[torch.Tensor], torch.Tensor | None]] = attrgetter("grad")
-_ALONE: Final = _use_count(_some.untyped_storage()._cdata)
+_ALONE: Final = 0 if use_count is None else use_count(_some.untyped_storage()._cdata)
 
 
 def _unshare(gradients: Tensors | list[torch.Tensor]) -> None:
@@ -517,7 +508,7 @@ def _unshare(gradients: Tensors | list[torch.Tensor]) -> None:
     """
     for index, gradient in enumerate(gradients):
         if gradient is not None and gradient.layout is torch.strided:
-            if _use_count(gradient.untyped_storage()._cdata) > _ALONE:
+            if use_count is None or use_count(gradient.untyped_storage()._cdata) > _ALONE:
                 gradients[index] = gradient.clone()
 
 
@@ -557,13 +548,13 @@ def finish(
         if create_graph:
             # Do not store these gradients in .grad: because of their history, leaf and gradient would form a reference cycle.
             edges = tuple(get_gradient_edge(leaf) for leaf in leaves)
-            results = _run(edges, tuple(box), True, True, edges, True, False)
+            results = run_backward(edges, tuple(box), True, True, edges, True, False)
             box.clear()
             return [(leaf, each) for leaf, each in zip(leaves, results, strict=True) if each is not None]
         _unshare(box)
         with Borrowed(leaves, deadline):
             root = _root(leaves, box)
-            _run((root,), (_one,), False, False, (), True, True)
+            run_backward((root,), (_one,), False, False, (), True, True)
             return [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
     finally:
         _silence(before)

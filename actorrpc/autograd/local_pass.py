@@ -460,7 +460,7 @@ class LocalPass:
                     if gradient is not None:
                         outputs.append(edge)
                         gradients.append(gradient)
-        if torch.cuda._initialized:
+        if torch.cuda.is_initialized():
             graph.place(outputs, gradients)
         return outputs, gradients
 

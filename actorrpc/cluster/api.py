@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from actorrpc import _time
 from actorrpc._exceptions import say, undo_on_error
+from actorrpc._python import interpreter_options
 from actorrpc.actors import context as context_module
 from actorrpc.agent.context import Worker, on_fork
 from actorrpc.cluster import join as join_module
@@ -348,7 +349,7 @@ def _start_page(where: tuple[str, int]) -> None:
         OSError: the process cannot be started.
     """
     host, port = where
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    flags = interpreter_options()
     own = str(os.getpid())
     process = subprocess.Popen(
         [

@@ -16,7 +16,6 @@ import contextlib
 import faulthandler
 import gc
 import logging
-import multiprocessing.util
 import os
 import random
 import sys
@@ -29,6 +28,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from actorrpc._exceptions import undo_on_error
+from actorrpc._python import clear_exit_functions, end_multiprocessing, run_exit_functions
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.spec.actor_spec import DeathReport, ProcessSpec
 from actorrpc.agent.agent import Agent
@@ -64,9 +64,9 @@ def main(job: dict[str, Any]) -> NoReturn:
         # After a crash in C, the last lines of stderr, which the death report contains, show the Python stack.
         faulthandler.enable(file=2, all_threads=False)
         # Drop exit functions that libraries have registered in the fork server (they take 50 ms), as multiprocessing does.
-        atexit._clear()
+        clear_exit_functions()
         atexit.register(logging.shutdown)
-        atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+        atexit.register(end_multiprocessing)
         HostedActor.on_imported = _freeze
         HostedActor.on_shown = logs.Labels().change
         _work(job)
@@ -142,7 +142,7 @@ def exit_process(code: int) -> NoReturn:
     the whole process.
     """
     try:
-        atexit._run_exitfuncs()
+        run_exit_functions()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()

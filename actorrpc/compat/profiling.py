@@ -29,12 +29,12 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Final
 
-from torch._C._autograd import DeviceType
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
+from actorrpc._torch import build_tree
 from actorrpc.agent.calls import Execution
-from actorrpc.agent.hooks import CallHooks, add_hooks, remove_hooks
+from actorrpc.agent.hooks import CallHooks, add_hooks, is_profiled, remove_hooks
 from actorrpc.autograd.api import participant
 from actorrpc.autograd.local_pass import LocalPass
 from actorrpc.autograd.messages import Gradient
@@ -48,7 +48,6 @@ from actorrpc.rpc.profiling import (
     collected,
     collector,
     modern,
-    profiled,
     unobserve,
 )
 from actorrpc.wire.identity import WorkerKey
@@ -63,7 +62,7 @@ _wanted: Final[dict[int, list[Collector]]] = {}  # context id -> collectors that
 @contextlib.contextmanager
 def profiled_pass(context_id: int) -> Iterator[None]:
     """If this thread has a profile, record in it the backward pass that runs in the ``with`` block."""
-    if not (modern._is_profiler_enabled or profiled()):
+    if not is_profiled():
         yield
         return
     found = collector()
@@ -200,7 +199,6 @@ def _event(row: Row, id: int, offset: int) -> FunctionEvent:
         is_async=row.is_async,
         is_remote=row.is_remote,
         sequence_nr=row.sequence,
-        device_type=DeviceType.CPU,
         is_legacy=True,
         flops=row.flops or None,
     )
@@ -357,7 +355,7 @@ class _server_process_global_profile(profiler_legacy.profile):
         self.function_events = EventList(
             events, profile_memory=self.profile_memory, with_flops=self.with_flops
         )
-        self.function_events._build_tree()
+        build_tree(self.function_events)
         return False
 
     def _settings(self) -> ProfilerSettings:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed
 import torch.futures
 
+from actorrpc._torch import distributed_rpc, node_class
 from actorrpc.autograd.graph import RecvFunction
 from actorrpc.compat import autograd, profiling, remote_module, rpc, translate
 from actorrpc.compat.imports import after_import, alias, forget
@@ -177,7 +178,7 @@ def install() -> None:
         _put(torch.distributed, "rpc", rpc)
         _put(torch.distributed, "autograd", autograd)
         # Give the graph node of a received message the name that torch gives it.
-        _put(RecvFunction._backward_cls, "__name__", "torch::distributed::autograd::RecvRpcBackward")
+        _put(node_class(RecvFunction), "__name__", "torch::distributed::autograd::RecvRpcBackward")
         # With futures of actorrpc, torch's own functions would wait for all futures before they raise the error of one.
         _put(torch.futures, "collect_all", translate.collect_all)
         _put(torch.futures, "wait_all", translate.wait_all)
@@ -187,10 +188,9 @@ def install() -> None:
         _put(data_parallel, "RRef", RRef)
         _put(data_parallel, "RPC_AVAILABLE", True)  # False in builds of torch without RPC
         _bind_annotations()
-        native = getattr(torch._C, "_distributed_rpc", None)
-        if native is not None:
-            _put(native, "_is_current_rpc_agent_set", rpc.api._is_current_rpc_agent_set)
-            _put(native, "PyRRef", RRef)
+        if distributed_rpc is not None:
+            _put(distributed_rpc, "_is_current_rpc_agent_set", rpc.api._is_current_rpc_agent_set)
+            _put(distributed_rpc, "PyRRef", RRef)
         for place, name, value in profiling.patches():
             _put(place, name, value)
         rrefs.set_class(RRef)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
-import torch.jit._builtins
 
 from actorrpc import futures
 from actorrpc._exceptions import is_of_handler
+from actorrpc._torch import find_builtin
 from actorrpc.errors import RpcTimeoutError, SerializationError, UnknownWorkerError
 
 __all__ = [
@@ -32,7 +32,6 @@ _NO_SCHEMA: Final = "Overloaded torch operator invoked from Python failed to mat
 _NO_DEVICE: Final = "only supports CPU tensors by default"
 _NO_FUTURE: Final = "Functions decorated with @rpc.async_function"
 _OF_SCRIPT: Final = "torch.jit.ScriptFunction"
-_find_builtin: Callable[[Any], str | None] = torch.jit._builtins._find_builtin
 
 
 def reword(error: BaseException, function: Any = None) -> None:
@@ -70,7 +69,7 @@ def check_script_call(function: torch.jit.ScriptFunction[Any, Any], args: Sequen
 def is_builtin(function: Any) -> bool:
     """Return whether a function is an operator of torch, such as ``torch.add``."""
     try:
-        return function is not None and _find_builtin(function) is not None
+        return function is not None and find_builtin(function) is not None
     except Exception as error:  # torch cannot look up this callable
         if is_of_handler(error):
             raise

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any, Final
 
 from actorrpc import _stacks
+from actorrpc._python import SET_TRACE
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.executor import ActorExecutor
 from actorrpc.actors.host.threads import bears_interruption
@@ -404,7 +405,7 @@ _next = _declared(
 )  # accumulate() passes two arguments; the function ignores the second
 _frame_of = _declared("PyThreadState_GetFrame", ctypes.c_void_p, ctypes.c_void_p)
 _let_go = _declared("Py_DecRef", None, ctypes.c_void_p)
-_set_trace = _declared("_PyEval_SetTrace", ctypes.c_int, ctypes.c_void_p, _TRACE, ctypes.py_object)
+_set_trace = _declared(SET_TRACE, ctypes.c_int, ctypes.c_void_p, _TRACE, ctypes.py_object)
 
 
 def _event(run: Callable[[FrameType], bool], frame: FrameType, what: int, _argument: Any) -> int:

@@ -20,7 +20,9 @@ from typing import Any, Final
 import torch
 
 from actorrpc import _time
+from actorrpc._python import AWAITED, GatheringFuture
 from actorrpc._stacks import top_frames
+from actorrpc._torch import NoFunctionModes
 from actorrpc.actors.host.actor import HostedActor
 from actorrpc.actors.host.mailbox import Envelope
 from actorrpc.actors.refs.snapshot import Snapshot
@@ -340,7 +342,7 @@ def _text(value: object) -> str:
     return value if len(value) <= _TEXT else f"{value[:_TEXT]} ..."
 
 
-_WAITERS: Final = (asyncio.Future, asyncio.Task, asyncio.tasks._GatheringFuture)  # type: ignore[attr-defined]
+_WAITERS: Final = (asyncio.Future, asyncio.Task, GatheringFuture)
 _FUNCTIONS: Final = (FunctionType, BuiltinFunctionType)
 
 
@@ -497,7 +499,7 @@ def _running(hosted: HostedActor, now: float) -> Iterable[dict[str, Any]]:
 
 def _awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
     """Return the calls and streams that a coroutine awaits; empty if it awaits a user's future, whose methods must not run."""
-    known = type(task) is asyncio.Task and type(getattr(task, "_fut_waiter", None)) in _WAITERS
+    known = type(task) is asyncio.Task and type(getattr(task, AWAITED, None)) in _WAITERS
     return awaited_by(task) if known else []
 
 
@@ -564,7 +566,7 @@ def _holders(worker: Worker, first: int, most: int) -> _Part:
     names = {each.key: each.name for each in (agent.self_peer, *agent.peers())}
     rows: dict[tuple[str, str, str], list[int]] = {}
     values, more = worker.references.table.held_values(first, most)
-    with torch._C.DisableTorchFunction():  # a torch function mode of the user may be active in this thread
+    with NoFunctionModes():  # a torch function mode of the user may be active in this thread
         for outcome, handles, holders in values:
             what, actor, size = _value(outcome)
             counts = Counter(holders)

@@ -13,7 +13,6 @@ the call that this code runs in; no lock is held during the wait.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any, Final
 import torch
 
 from actorrpc import _time
+from actorrpc._torch import global_step_hooks, set_grad_enabled, step_hooks
 from actorrpc.agent.calls import CURRENT
 from actorrpc.autograd import graph
 from actorrpc.autograd.api import contexts, participant
@@ -29,8 +29,6 @@ from actorrpc.optim.parameters import check_tensor
 from actorrpc.rpc.rref import RRef
 
 _NOTHING: Final = (None, None)
-_module: Final[Any] = sys.modules[torch.optim.Optimizer.__module__]
-_global_hooks: Final = (_module._global_optimizer_pre_hooks, _module._global_optimizer_post_hooks)
 
 __all__ = ["Account", "LocalOptimizer", "check_context", "create", "lent", "within"]
 
@@ -216,10 +214,8 @@ class LocalOptimizer:
         """Return whether a step runs only code of torch, which does not wait for other threads."""
         optimizer = self._optimizer
         return not (
-            _global_hooks[0]
-            or _global_hooks[1]
-            or optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
+            any(global_step_hooks)
+            or any(step_hooks(optimizer))
             or "step" in optimizer.__dict__
             or not type(optimizer).__module__.startswith("torch.optim.")
         )
@@ -233,14 +229,14 @@ class LocalOptimizer:
         parameters, deadline = self._parameters, deadline or within()
         found = None if context_id is None else _gradients(context_id, deadline)
         graded = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # cheaper than torch.no_grad(), which is written in Python
+        set_grad_enabled(False)  # cheaper than torch.no_grad(), which is written in Python
         try:
             with graph.Borrowed(parameters, deadline) as in_slots:
                 for parameter, gradient in zip(parameters, in_slots, strict=True):
                     parameter.grad = gradient if found is None else found.get(id(parameter), _NOTHING)[1]
                 self._optimizer.step()
         finally:
-            torch._C._set_grad_enabled(graded)
+            set_grad_enabled(graded)
 
     @torch.no_grad()
     def clear(self, context_id: int | None, set_to_none: bool) -> None:

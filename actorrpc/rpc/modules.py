@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from actorrpc._torch import METADATA, tensor_mapper
 from actorrpc.agent.calls import CURRENT
 from actorrpc.agent.executor import ASYNC_MARK, Deferred, future_of
 from actorrpc.rpc.rref import RRef
@@ -191,7 +192,7 @@ def load_state(
     """
     loaded: Any = OrderedDict(state)
     if metadata is not None:
-        loaded._metadata = OrderedDict(metadata)
+        setattr(loaded, METADATA, OrderedDict(metadata))
     options = {"assign": True} if assign else {}  # a class that overrides the method may lack the argument
     keys: list[Any] = []
     wrong: list[str] = []
@@ -227,4 +228,4 @@ def change_module(
 
 def convert(module: nn.Module, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
     """Convert parameters and buffers whose dtype is a key of ``dtypes`` to the dtype that is its value."""
-    _module(module)._apply(lambda t: t.to(dtypes[t.dtype]) if t.dtype in dtypes else t)
+    tensor_mapper(_module(module))(lambda t: t.to(dtypes[t.dtype]) if t.dtype in dtypes else t)

@@ -27,13 +27,13 @@ from types import FunctionType
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch._C._profiler import ActiveProfilerType
 from torch.autograd import profiler_legacy as legacy
 from torch.autograd.profiler_util import MEMORY_EVENT_NAME, FunctionEvent
 
+from actorrpc import _torch
 from actorrpc._exceptions import is_of_handler
 from actorrpc.agent.calls import Call, Execution
-from actorrpc.agent.hooks import CallHooks, add_hooks, is_profiled, profiler, thread_is_profiled
+from actorrpc.agent.hooks import CallHooks, add_hooks, is_profiled
 from actorrpc.flight_recorder import OWN
 from actorrpc.rpc import rref
 from actorrpc.transport.signals import uninterruptible
@@ -55,17 +55,12 @@ __all__ = [
 
 _Reader = Callable[[list[FunctionEvent]], Any]
 
-_autograd: Final[Any] = torch.autograd
-modern: Final = profiler
-profiled: Final = thread_is_profiled
+modern: Final = _torch.profiler
+profiled: Final = _torch.thread_is_profiled
 
 _log: Final = logging.getLogger("actorrpc")
 _REMOTE: Final = "#remote_op: "
-_enter: Final[Any] = torch.ops.profiler._record_function_enter_new
-_end_with: Final[Any] = torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction
-_find_builtin: Final[Callable[[Any], str | None]] = torch.jit._builtins._find_builtin
-_profiler_type: Final[Callable[[], Any]] = torch._C._autograd._profiler_type
-_STACKS: Final = (ActiveProfilerType.NVTX, ActiveProfilerType.ITT)
+_STACKS: Final = (_torch.ActiveProfilerType.NVTX, _torch.ActiveProfilerType.ITT)
 _numbers: Final = itertools.count(1)
 
 
@@ -236,14 +231,15 @@ class ProfiledSpan:
 def _begin(name: str) -> Any:
     """Begin a range of torch's in the profile of this thread, and return a future; setting its result ends the range.
 
-    None if the profiler keeps ranges on a stack of the thread (NVTX, ITT), where another thread cannot end them.
+    None if the profiler keeps ranges on a stack of the thread (NVTX, ITT), where another thread cannot end them, or if torch
+    lacks the functions.
     """
-    if _profiler_type() in _STACKS:
+    if _torch.begin_range is None or _torch.end_range_with is None or _torch.profiler_type() in _STACKS:
         return None
     _watch_ends()
-    end: Any = torch._C.Future([])
-    with torch._C.DisableTorchFunctionSubclass():
-        _end_with(_enter(name, None), end)
+    end: Any = _torch.NativeFuture([])
+    with _torch.NoFunctionMethods():
+        _torch.end_range_with(_torch.begin_range(name, None), end)
     return end
 
 
@@ -254,7 +250,7 @@ def _watch_ends() -> None:
     does not guard against a range that ends later. (Calls that another thread begins at that moment are not guarded here either.)
     The old profiler is started for each thread separately, and does not show a range that ends after the profile.
     """
-    for module, name in ((modern, "_disable_profiler"), (legacy, "_disable_profiler_legacy")):
+    for module, name in _torch.PROFILE_ENDS:
         original = getattr(module, name)
         if not hasattr(original, "ends_ranges"):
             setattr(module, name, _ending(original, of_all=module is modern))
@@ -283,8 +279,9 @@ def name_of(function: Any) -> str:
     if isinstance(function, str):
         return function
     if isinstance(function, torch.jit.ScriptFunction):
-        return str(torch._jit_internal._qualified_name(function))
-    return _find_builtin(function) or getattr(function, "__qualname__", None) or type(function).__qualname__
+        return str(function.qualified_name)
+    found = _torch.find_builtin(function) or getattr(function, "__qualname__", None)
+    return found or type(function).__qualname__
 
 
 # Calls of functions of these modules have ranges, as calls of users' functions have; other functions of this package have none.
@@ -430,7 +427,7 @@ class Observation:
             with_modules=self._settings.modules,
         )
         try:
-            _autograd._enable_profiler_legacy(profile.config())
+            _torch.enable_legacy(profile.config())
         except Exception as error:
             if is_of_handler(error):
                 raise
@@ -453,7 +450,7 @@ def unobserve() -> None:
         return
     # The call has ended: an error of its profile must not change its result.
     try:
-        events = legacy._parse_legacy_records(_paired(_autograd._disable_profiler_legacy()))
+        events = _torch.parse_legacy(_paired(_torch.disable_legacy()))
         for read in readers:
             read([event for event in events if event.name != MEMORY_EVENT_NAME])
     except Exception as error:

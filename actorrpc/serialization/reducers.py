@@ -32,8 +32,8 @@ from typing import Any, Final, cast
 
 import torch
 from cloudpickle import cloudpickle as _cloudpickle
-from torch._library.custom_ops import OPDEFS, CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket
+
+from actorrpc import _torch
 
 __all__ = [
     "REDUCERS",
@@ -124,15 +124,15 @@ def _names_of(module: ModuleType, is_sent_by_value: Callable[[str], bool]) -> It
                 yield f"{name}:{attribute}"
 
 
-def _reduce_operator(operator: OpOverload | OpOverloadPacket) -> _Reduced:
-    if isinstance(operator, OpOverload):
-        name, overload = operator._schema.name, operator._overloadname
+def _reduce_operator(operator: _torch.OpOverload | _torch.OpOverloadPacket) -> _Reduced:
+    if isinstance(operator, _torch.OpOverload):
+        name, overload = _torch.overload_name(operator)
     else:
-        name, overload = operator._qualified_op_name, None
-    return make_operator, (name, overload, OPDEFS.get(name))
+        name, overload = _torch.packet_name(operator), None
+    return make_operator, (name, overload, _torch.custom_operators.get(name))
 
 
-def make_operator(name: str, overload: str | None, _custom: CustomOpDef | None) -> Any:
+def make_operator(name: str, overload: str | None, _custom: Any) -> Any:
     """Return an operator of ``torch.ops`` (wire format).
 
     ``_custom`` is not used: when it was unpickled before this call, the custom operator was registered in this process.
@@ -142,18 +142,17 @@ def make_operator(name: str, overload: str | None, _custom: CustomOpDef | None) 
     return packet if overload is None else getattr(packet, overload)
 
 
-def _reduce_custom_operator(op: CustomOpDef) -> _Reduced:
-    kernels = {device: _variable(inspect.unwrap(each), "fn") for device, each in op._backend_fns.items()}
+def _reduce_custom_operator(op: Any) -> _Reduced:
+    name, schema, function, made, fake, vmap, backward, setup, by_class = _torch.custom_operator_parts(op)
+    kernels = {device: _variable(inspect.unwrap(each), "fn") for device, each in made.items()}
+    tags = (getattr(op, _torch.OPERATOR_TAGS),) if hasattr(op, _torch.OPERATOR_TAGS) else ()
     return make_custom_operator, (
-        op._qualname,
-        (op._schema, op._init_fn, op._tags),
+        name,
+        (schema, function, *tags),
         kernels,
-        {
-            "register_fake": op._abstract_fn and (op._abstract_fn,),
-            "register_vmap": op._vmap_fn and (op._vmap_fn,),
-        },
-        (op._backward_fn, op._setup_context_fn),
-        (op._torch_dispatch_fns, op._autocast_dtype),
+        {"register_fake": fake and (fake,), "register_vmap": vmap and (vmap,)},
+        (backward, setup),
+        (by_class, getattr(op, _torch.OPERATOR_AUTOCAST, {})),
     )
 
 
@@ -166,11 +165,11 @@ def make_custom_operator(
     by_key: tuple[Mapping[Any, Any], Mapping[Any, Any]],
 ) -> Any:
     """Return the custom operator of this name; register it first if this process does not have it (wire format)."""
-    found = OPDEFS.get(name)
+    found = _torch.custom_operators.get(name)
     if found is not None:
         return found
     namespace, _, short = name.partition("::")
-    made = CustomOpDef(namespace, short, *made_of)
+    made = _torch.CustomOpDef(namespace, short, *made_of)
     for device, kernel in kernels.items():
         made.register_kernel(device)(kernel)
     for method, arguments in registered.items():
@@ -259,9 +258,9 @@ def fill_cached_property(made: Any, state: dict[str, Any]) -> None:
 
 
 REDUCERS: Final[dict[type, Callable[[Any], _Reduced]]] = {
-    CustomOpDef: _reduce_custom_operator,
-    OpOverload: _reduce_operator,
-    OpOverloadPacket: _reduce_operator,
+    _torch.CustomOpDef: _reduce_custom_operator,
+    _torch.OpOverload: _reduce_operator,
+    _torch.OpOverloadPacket: _reduce_operator,
     type(functools.lru_cache(bool)): _reduce_lru_cache,
     typing.NewType: _reduce_new_type,
     typing.ParamSpec: _reduce_type_parameter,
@@ -281,9 +280,9 @@ def reduce_function(function: FunctionType) -> _Reduced | None:
         state = dict(found.registry), found.__wrapped__
         return make_dispatcher, (function.__name__,), state, None, None, fill_dispatcher
     own = function.__dict__
-    if own and own.get("_torchdynamo_wrapper_id") == id(function):
+    if own and own.get(_torch.WRAPPER_ID) == id(function):
         context = _variable(own.get("get_compiler_config", function), "self")
-        return apply_context, (context, own["_torchdynamo_orig_callable"])
+        return apply_context, (context, own[_torch.WRAPPED])
     return None
 
 

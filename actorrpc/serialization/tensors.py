@@ -21,8 +21,9 @@ from operator import attrgetter, methodcaller
 from typing import Any, Final
 
 import torch
-from torch.autograd import forward_ad
 
+from actorrpc import _torch
+from actorrpc._torch import dispatch_keys, dispatch_modes, forward_ad, function_modes, innermost_transform
 from actorrpc.errors import ProtocolError, SerializationError
 from actorrpc.serialization import blocks
 
@@ -466,12 +467,6 @@ def _raw(t: torch.Tensor) -> torch.Tensor:
 
 
 _COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_MKLDNN: Final[torch.layout] = getattr(torch, "_mkldnn")  # noqa: B009 - missing in torch's stubs
-
-_dispatch_keys = torch._C._dispatch_keys
-# torch's compiler compares tensors by these guards, which are not public. If a torch lacks the guards, no tensors are stacked.
-_guards: Final[Any] = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-_TensorGuards: Final[Any] = getattr(_guards, "TensorGuards", None)
 _unbind_copy: Final[Any] = torch.unbind_copy  # torch's stubs declare no return value
 _PLAIN: Final[dict[int, int]] = {}  # dispatch key set -> the flags that all tensors with this set share
 
@@ -480,12 +475,12 @@ def _flags(t: torch.Tensor) -> int:
     """Return, and keep, the flags of all tensors with this dispatch key set; -1 for tensors of :func:`_reduce_special`."""
     plain = (
         t.layout is torch.strided
-        and not (t.is_quantized or t.is_nested or t.is_meta or t._is_zerotensor())
+        and not (t.is_quantized or t.is_nested or t.is_meta or _torch.is_zerotensor(t))
         and not any(getattr(t, "names", ()))
-        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+        and not _torch.is_transformed(t)
     )
     flags = _CONJ * t.is_conj() | _NEG * t.is_neg() | _OFF_CPU * (not t.is_cpu) if plain else -1
-    _PLAIN[_dispatch_keys(t).raw_repr()] = flags
+    _PLAIN[dispatch_keys(t).raw_repr()] = flags
     return flags
 
 
@@ -553,7 +548,7 @@ def _reduce_tensor(t: torch.Tensor) -> tuple[Any, ...]:
                 encoding.tensors.append(t)
                 taken: tuple[Any, ...] = rebuild
                 return taken
-    flags = _PLAIN.get(_dispatch_keys(t).raw_repr())
+    flags = _PLAIN.get(dispatch_keys(t).raw_repr())
     if flags is None:
         flags = _flags(t)
     encoding.tensors.append(t)
@@ -619,7 +614,7 @@ def _begin_stack(encoding: Any, t: torch.Tensor, code: int, shape: torch.Size) -
     """Start a stack with a tensor; return its reduction. None: it cannot be stacked, or too few tensors had its layout."""
     layout = code, shape
     alike = encoding.layouts.get(layout, 0)
-    if alike < _ALIKE or _TensorGuards is None or _is_altered() or torch.is_autocast_enabled("cpu"):
+    if alike < _ALIKE or _torch.TensorGuards is None or _is_altered() or torch.is_autocast_enabled("cpu"):
         encoding.layouts[layout] = alike + 1
         return None
     pieces = _outgoing().pieces
@@ -627,7 +622,7 @@ def _begin_stack(encoding: Any, t: torch.Tensor, code: int, shape: torch.Size) -
     pieces.append([stack, 0, 0, True, None, "", None])
     stack.members.append(t)
     # One call compares all relevant properties: the kind of tensor, dtype, sizes, strides, and whether it requires grad.
-    fits = _TensorGuards(t, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    fits = _torch.TensorGuards(t, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     rebuild = next, (stack,)
     encoding.stacks.setdefault(shape, []).append((fits, stack.members.append, rebuild))
     return rebuild
@@ -635,7 +630,7 @@ def _begin_stack(encoding: Any, t: torch.Tensor, code: int, shape: torch.Size) -
 
 def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
     """Reduce a tensor that is not just a strided view of one storage."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+    if _torch.is_transformed(t):
         raise SerializationError("a tensor inside torch.func (vmap, grad, ...) cannot be sent")
     if not t.is_nested and any(getattr(t, "names", ())):
         raise SerializationError("a tensor with named dimensions cannot be sent: drop its names first")
@@ -644,7 +639,7 @@ def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
     bare = t.detach()
     layout = t.layout
     if layout is torch.sparse_coo:
-        parts = (_part(out, bare._indices()), _part(out, bare._values()))
+        parts = (_part(out, _torch.sparse_indices(bare)), _part(out, _torch.sparse_values(bare)))
         return sparse_coo, (*parts, tuple(t.shape), t.is_coalesced(), grad)
     if layout in _COMPRESSED:
         columns = layout in (torch.sparse_csc, torch.sparse_bsc)
@@ -652,13 +647,13 @@ def _reduce_special(out: Outgoing, t: torch.Tensor) -> tuple[Any, ...]:
         plain = bare.row_indices() if columns else bare.col_indices()
         parts3 = (_part(out, compressed), _part(out, plain), _part(out, bare.values()))
         return sparse_compressed, (_COMPRESSED.index(layout), *parts3, tuple(t.shape), grad)
-    if layout is _MKLDNN:
+    if layout is _torch.MKLDNN:
         return mkldnn, (_part(out, bare.to_dense()), grad)
     if t.is_nested:
         return nested, (tuple([_part(out, each) for each in bare.unbind()]), grad)
     if t.is_meta:
         return meta, (_CODES[t.dtype], tuple(t.shape), t.stride(), t.storage_offset(), grad)
-    if t._is_zerotensor():
+    if _torch.is_zerotensor(t):
         return tensor, _describe(out, torch.zeros(t.shape, dtype=t.dtype), _GRAD * grad)
     # A quantised tensor. torch reduces it to its whole storage, which our reducers put outside of the pickle.
     if t.nbytes < t.untyped_storage().nbytes():
@@ -690,7 +685,7 @@ def _reduce_untyped(storage: torch.UntypedStorage) -> tuple[Any, ...]:
 
 
 def _reduce_typed(storage: torch.TypedStorage) -> tuple[Any, ...]:
-    index, dtype = _reduce_untyped(storage._untyped_storage)[1][0], storage.dtype
+    index, dtype = _reduce_untyped(_torch.untyped(storage))[1][0], storage.dtype
     return typed_storage, (index, _CODES[dtype])
 
 
@@ -865,8 +860,8 @@ def _beside(
     tensor is a view, because torch refuses to change views in place that a custom autograd function has returned.
     """
     base = first.detach()
-    torch._C._set_conj(base, False)
-    torch._C._set_neg(base, False)
+    _torch.set_conj(base, False)
+    _torch.set_neg(base, False)
     if dtype is not base.dtype:
         room = base.untyped_storage().nbytes()
         raw = base.as_strided((room // base.itemsize,), (1,), 0).view(torch.uint8)
@@ -878,9 +873,9 @@ def _marked(t: torch.Tensor, code: int) -> torch.Tensor:
     if code & _CONJ:
         if not t.dtype.is_complex:
             raise ProtocolError(f"a conjugate tensor of {t.dtype}")
-        torch._C._set_conj(t, True)
+        _torch.set_conj(t, True)
     if code & _NEG:
-        torch._C._set_neg(t, True)
+        _torch.set_neg(t, True)
     return t
 
 
@@ -948,11 +943,7 @@ _require_grad: Final = methodcaller("requires_grad_")
 
 def _is_altered() -> bool:
     """Say whether a mode (fake tensors, ...) or a transform (``torch.func.grad``) changes the tensors that this thread makes."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    return bool(dispatch_modes() or function_modes() or innermost_transform() is not None)
 
 
 def _unstack(

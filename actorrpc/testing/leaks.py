@@ -30,6 +30,7 @@ from types import FrameType
 import psutil
 
 from actorrpc import _stacks
+from actorrpc._python import DummyThread
 from actorrpc.agent.agent import Agent
 from actorrpc.autograd.api import contexts
 from actorrpc.rpc import api
@@ -62,12 +63,12 @@ def _threads() -> dict[Hashable, str]:
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, thread in known.items():
         # A dummy stands for a thread that `threading` did not start, and may outlive it: counted below if it has a frame.
-        if not isinstance(thread, threading._DummyThread):
+        if not isinstance(thread, DummyThread):
             found[thread] = (
                 f"thread {thread.name!r}{' (daemon)' if thread.daemon else ''}{_where(frames, ident)}"
             )
     for ident in frames:
-        if ident not in known or isinstance(known[ident], threading._DummyThread):
+        if ident not in known or isinstance(known[ident], DummyThread):
             found[ident] = f"thread {ident} (not started by threading){_where(frames, ident)}"
     return found
 

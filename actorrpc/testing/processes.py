@@ -20,6 +20,8 @@ from typing import Any
 
 import psutil
 
+from actorrpc._python import FORK_SERVER, RESOURCE_TRACKER
+
 __all__ = [
     "begin_session",
     "descendants",
@@ -97,18 +99,17 @@ def _processes(pids: Iterable[int]) -> set[psutil.Process]:
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             found.add(psutil.Process(pid))
-    helpers = (_helper(resource_tracker, "_pid"), _helper(forkserver, "_forkserver_pid"))
+    helpers = (_helper(resource_tracker, RESOURCE_TRACKER, 1), _helper(forkserver, FORK_SERVER, 1))
     return {process for process in found if process.pid not in helpers}
 
 
 def helper_fds() -> set[int]:
     """The descriptors of the pipes to the processes that multiprocessing starts once and keeps for the whole session."""
-    return {_helper(resource_tracker, "_fd"), _helper(forkserver, "_forkserver_alive_fd")}
+    return {_helper(resource_tracker, RESOURCE_TRACKER, 2), _helper(forkserver, FORK_SERVER, 2)}
 
 
-def _helper(module: Any, name: str) -> Any:
-    kept = getattr(module, "_resource_tracker", None) or getattr(module, "_forkserver", None)
-    return getattr(kept, name, None)
+def _helper(module: Any, names: tuple[str, ...], which: int) -> Any:
+    return getattr(getattr(module, names[0], None), names[which], None)
 
 
 def describe(process: psutil.Process) -> str:

@@ -21,10 +21,10 @@ import threading
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Final, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from actorrpc import _time
 from actorrpc._exceptions import mark_handlers
+from actorrpc._python import WEAK_CALLBACKS, signal_module
 
 __all__ = [
     "checkpoint",
@@ -46,15 +46,9 @@ _Handler = Callable[[int, FrameType | None], Any]
 _protected: set[CodeType] = set()
 _main = threading.main_thread().ident
 # ``signal.signal``, which a program may have imported by name, calls ``_signal.signal``, which :func:`install` replaces.
-_native: Final[Any] = sys.modules["_signal"]
-_set_native: Final[Any] = _native.signal
-_get_native: Final[Any] = _native.getsignal
+_set_native: Final[Any] = signal_module.signal
+_get_native: Final[Any] = signal_module.getsignal
 _WAKE_SIGNAL: Final = int(signal.SIGURG)
-_weak_collections: Final[tuple[Any, ...]] = (WeakKeyDictionary(), WeakSet(), WeakValueDictionary())
-# The callbacks with which weak collections remove a dead entry. All collections of one type share a code object.
-_weak_callbacks: Final[frozenset[CodeType]] = frozenset(
-    each._remove.__code__ for each in _weak_collections if hasattr(each, "_remove")
-)
 
 
 class _State:
@@ -115,7 +109,7 @@ def is_protected(frame: FrameType) -> bool:
 
 def loses_exceptions(code: CodeType) -> bool:
     """Return whether the interpreter discards exceptions of this code: a finaliser, or the callback of a weak collection."""
-    return code.co_name == "__del__" or code in _weak_callbacks
+    return code.co_name == "__del__" or code in WEAK_CALLBACKS
 
 
 def _is_within(frame: FrameType | None) -> bool:
@@ -226,7 +220,7 @@ def install(later: Callable[[], None]) -> None:
     _main = threading.main_thread().ident
     try:
         state.laters.append(later)
-        _native.signal, _native.getsignal = _set, _get
+        signal_module.signal, signal_module.getsignal = _set, _get
         # Wrap handlers before _open(): no handler may interrupt _open() between opening and storing the descriptor.
         _replace(_shielded)
         _open()
@@ -277,7 +271,7 @@ def uninstall(later: Callable[[], None]) -> None:
 
 def _give_back() -> None:
     if _replace(lambda _, handler: _own(handler)):
-        _native.signal, _native.getsignal = _set_native, _get_native
+        signal_module.signal, signal_module.getsignal = _set_native, _get_native
 
 
 def _replace(by: Callable[[int, Any], Any]) -> bool:

@@ -13,7 +13,6 @@ re-entrant, because the garbage collector may run a finaliser that calls this ac
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import itertools
 import threading
@@ -23,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from actorrpc._exceptions import is_a, is_of_handler, say
+from actorrpc._python import running_loop
 from actorrpc.actors.client.call_template import CallTemplate, Place
 from actorrpc.actors.client.pending_call import (
     INFINITE,
@@ -283,7 +283,7 @@ class CallQueue:
             future.fail_unsent(self._error_of(template, False))
         elif pending.unwanted:
             pending.cancel()  # the call that makes this call was cancelled before this call was queued
-        elif crowd is not None and asyncio._get_running_loop() is None:
+        elif crowd is not None and running_loop() is None:
             # One thread sends the queue. A caller that queues calls faster must wait for that thread.
             try:
                 crowd.wait(_HOLD_UP_S)

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from actorrpc._exceptions import is_of_handler, undo_on_error
+from actorrpc._torch import profiler, thread_is_profiled
 from actorrpc.actors.client.call_queue import CallQueue
 from actorrpc.actors.client.call_template import CallTemplate
 from actorrpc.actors.client.pending_call import PendingCall, ResultFuture, RpcFuture, pack_arguments
@@ -30,7 +31,6 @@ from actorrpc.actors.spec.options import CallOptions
 from actorrpc.actors.streams.consumer import Again, ObjectRefGenerator
 from actorrpc.actors.streams.spread import spread
 from actorrpc.agent.calls import CURRENT
-from actorrpc.agent.hooks import profiler, thread_is_profiled
 from actorrpc.errors import ActorDiedError, PeerDiedError, PendingCallsLimitExceeded, SerializationError
 from actorrpc.futures import INTERRUPTED, Future, InnerFuture, interruption_point
 from actorrpc.rpc.profiling import ProfiledSpan

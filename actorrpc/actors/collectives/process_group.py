@@ -25,9 +25,10 @@ from typing import Any, Final
 
 import torch
 from torch import distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, _register_process_group
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from actorrpc import _torch
 from actorrpc.errors import ConfigError
 
 __all__ = ["BACKENDS", "CallStore", "check_backend", "connections", "cut", "forget", "make"]
@@ -156,24 +157,24 @@ def make(
     parts: Any = c10d  # many attributes are missing in torch's stubs
     kinds = dist.ProcessGroup.BackendType
     if backend == "gloo":
-        options = parts.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=join_s)
-        options._devices = _devices(address)
+        options = _torch.gloo_options(parts.ProcessGroupGloo)()
+        setattr(options, _torch.TIMEOUT, timedelta(seconds=join_s))
+        setattr(options, _torch.DEVICES, _devices(address))
         made = parts.ProcessGroupGloo(PrefixStore("cpu/", outer), rank, size, options)
-        made._set_default_timeout(timedelta(seconds=timeout_s))
+        _torch.set_default_timeout(made)(timedelta(seconds=timeout_s))
         kind, devices = kinds.GLOO, ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     else:
         options = parts.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
+        setattr(options, _torch.TIMEOUT, timedelta(seconds=timeout_s))
         made = parts.ProcessGroupNCCL(PrefixStore("cuda/", outer), rank, size, options)
         kind, devices = kinds.NCCL, ("cuda",)
-    made._set_sequence_number_for_group()
-    entered: Any = group
-    entered._set_default_backend(kind)
+    _torch.set_sequence_number(made)
+    set_kind, set_backend, set_name, set_description = _torch.setters(group)
+    set_kind(kind)
     for device in devices:
-        entered._register_backend(torch.device(device), kind, made)
-    entered._set_group_name(name)
-    entered._set_group_desc(f"actorrpc collective {name}")
+        set_backend(torch.device(device), kind, made)
+    set_name(name)
+    set_description(f"actorrpc collective {name}")
     _enter(group, name, backend, ",".join(f"{device}:{backend}" for device in devices), outer, size)
     return group
 
@@ -192,7 +193,7 @@ def _devices(address: str) -> list[Any]:
 
 def _enter(group: dist.ProcessGroup, name: str, backend: str, config: str, store: Any, size: int) -> None:
     """Enter a group into the tables of torch.distributed. The members' global ranks, for torch, are their ranks in the group."""
-    world: Any = c10d._world
+    world: Any = _torch.world_of(c10d)
     world.pg_map[group] = (backend, store)
     world.pg_names[group] = name
     world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
@@ -200,8 +201,7 @@ def _enter(group: dist.ProcessGroup, name: str, backend: str, config: str, store
     tag = f"user:{name}"
     world.tags_to_pg.setdefault(tag, []).append(group)
     world.pg_to_tag[group] = tag
-    enter: Any = _register_process_group
-    enter(name, group)
+    _torch.enter_group(name, group)
 
 
 def cut(group: dist.ProcessGroup | None, store: CallStore | None, backend: str) -> int:
@@ -244,7 +244,7 @@ def forget(group: dist.ProcessGroup) -> None:
     """Remove a group from torch's tables. The group's threads end when no object refers to the group."""
     with contextlib.suppress(ValueError, AssertionError, KeyError, RuntimeError):  # it was removed before
         dist.destroy_process_group(group)
-    world: Any = c10d._world
+    world: Any = _torch.world_of(c10d)
     for tag in [tag for tag, groups in world.tags_to_pg.items() if not groups]:
         if tag.startswith("user:"):
             world.tags_to_pg.pop(tag, None)

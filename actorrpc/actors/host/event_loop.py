@@ -29,6 +29,8 @@ import torch
 from actorrpc import _stacks
 from actorrpc._exceptions import is_a, report
 from actorrpc._limits import NO_THREAD
+from actorrpc._python import LOGS_PENDING
+from actorrpc._torch import set_grad_enabled
 from actorrpc.actors.host.mailbox import Entry, Envelope, GroupQueue
 from actorrpc.actors.spec.actor_spec import ActorExit, exit_text
 from actorrpc.actors.streams.stalls import Stall, awaited
@@ -145,7 +147,7 @@ class EventLoop:
             _, stubborn = self._loop.run_until_complete(asyncio.wait(left, timeout=_END_S))
             for task in stubborn:
                 _log.info("%r was cancelled with %s, but has not ended, and is dropped", task, self._title)
-                task._log_destroy_pending = False  # type: ignore[attr-defined]  # else asyncio logs that the task is freed
+                setattr(task, LOGS_PENDING, False)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
 
     def _stop(self) -> None:
@@ -365,11 +367,11 @@ class EventLoop:
         waits, self._waits = self._waits, []
         grad = torch.is_grad_enabled()
         if grad is not self._grad:
-            torch._C._set_grad_enabled(self._grad)
+            set_grad_enabled(self._grad)
         try:
             self._hosted.executor.run_plain(entry, self, within=True)
         finally:
-            torch._C._set_grad_enabled(grad)
+            set_grad_enabled(grad)
             self._waits = waits
 
 

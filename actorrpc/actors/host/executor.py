@@ -19,6 +19,7 @@ import torch
 
 from actorrpc import _time
 from actorrpc._exceptions import add_note, cut_frames, is_a, let_frames_go
+from actorrpc._torch import use_count
 from actorrpc.actors.context import runtime
 from actorrpc.actors.host.checkpoints import Checkpoints
 from actorrpc.actors.host.mailbox import GRACE_S, Envelope, GroupQueue
@@ -52,7 +53,6 @@ _TEXTS: Final = frozenset({str, bytes})
 _FIXED: Final = frozenset({int, float, bool, str, bytes, type(None)})
 _OF_ACTOR: Final = 1 << MAILBOX_BIT
 _NUMBER: Final = (1 << CALLER_BIT) - 1  # mask of the number of an execution
-_use_count: Final = getattr(torch._C, "_storage_Use_Count", None)
 
 
 def died(hosted: HostedActor, why: str) -> HostedActorGoneError:
@@ -639,4 +639,4 @@ def _has_own_memory(tensor: torch.Tensor) -> bool:
         return False
     storage = tensor.untyped_storage()
     # A use count of two: the tensor and ``storage``. Memory from elsewhere (numpy, shared memory) cannot be resized.
-    return storage.resizable() and _use_count is not None and _use_count(storage._cdata) == 2
+    return storage.resizable() and use_count is not None and use_count(storage._cdata) == 2

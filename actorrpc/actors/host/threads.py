@@ -31,6 +31,8 @@ import torch
 
 from actorrpc import _stacks, _time
 from actorrpc._exceptions import mark_handlers
+from actorrpc._python import running_loop, set_running_loop
+from actorrpc._torch import set_grad_enabled
 from actorrpc.actors.host.mailbox import Entry, GroupQueue
 from actorrpc.actors.streams.stalls import Stall, awaited, awaited_by, loop_on
 from actorrpc.agent.calls import Call
@@ -273,7 +275,7 @@ class Runner:
             return  # this thread is the runner's own: it has read the message, and checks the queue next
         if threading.get_ident() == self.ident:
             if not self._wakers:
-                self._serve_on(asyncio._get_running_loop())
+                self._serve_on(running_loop())
             return
         try:
             self._wakers[-1][0]()
@@ -315,7 +317,7 @@ class Runner:
                 begun = _time.now() if threads.ready or len(threads.on) > 1 else 0.0
                 if shared:
                     if torch.is_grad_enabled() is not self._grad:
-                        torch._C._set_grad_enabled(self._grad)
+                        set_grad_enabled(self._grad)
                     self._context.run(run, entry, self)
                     self._grad = torch.is_grad_enabled()
                 else:
@@ -405,17 +407,17 @@ class Runner:
         # Calls that run nested must not wake the outer wait; their own waits add their own wakers.
         self._wakers = []
         # Hide the outer event loop: nested calls may run an event loop of their own.
-        loop = asyncio._get_running_loop()
-        asyncio._set_running_loop(None)
+        loop = running_loop()
+        set_running_loop(None)
         # A `with torch.no_grad():` of the outer call must not apply to nested calls.
         grad = torch.is_grad_enabled()
         if grad is not self._grad:
-            torch._C._set_grad_enabled(self._grad)
+            set_grad_enabled(self._grad)
         try:
             self._hosted.executor.run(entry, self)
         finally:
-            torch._C._set_grad_enabled(grad)
-            asyncio._set_running_loop(loop)
+            set_grad_enabled(grad)
+            set_running_loop(loop)
             self._wakers = wakers
             self.running = outer
 

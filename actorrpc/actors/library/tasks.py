@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
 from actorrpc._exceptions import is_of_handler, undo_on_error
+from actorrpc._python import running_loop
 from actorrpc.actors.client.actor_class import ActorClass, Itself, is_importable, with_internal_options
 from actorrpc.actors.client.handle import ActorHandle, route_of
 from actorrpc.actors.client.pending_call import PendingCall
@@ -522,7 +523,7 @@ class RemoteFunction(Generic[P, Out]):
             task = TaskFuture(self._title, self._method, self._options, self._call, pools)
             given = (self._travels, *args)
             lease = pools.lease(self._options)
-            if lease is not None and asyncio._get_running_loop() is not None:
+            if lease is not None and running_loop() is not None:
                 task.start_after(lease, given, kwargs)
             else:
                 if lease is not None:

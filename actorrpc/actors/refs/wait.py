@@ -19,10 +19,9 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final, Generic, TypeVar, overload
 
-import torch
-
 from actorrpc import _time
 from actorrpc._exceptions import say
+from actorrpc._torch import NativeFuture
 from actorrpc.actors.refs.object_ref import SOLE, ObjectRef
 from actorrpc.actors.refs.snapshot import ATOMS, StoredResult
 from actorrpc.agent.calls import CURRENT, Call
@@ -51,7 +50,6 @@ T = TypeVar("T")
 GetTimeoutError = RpcTimeoutError
 """Ray's name for the error that :func:`get` raises when a result is not available in time."""
 
-_ANY_FUTURE: Final[type] = torch._C.Future
 _INFINITE: Final = float("inf")
 
 
@@ -103,7 +101,7 @@ def _start(item: Any, what: str, final: bool) -> Future[Any]:
         return item
     if isinstance(item, RRef):
         return item._to_future()
-    if isinstance(item, _ANY_FUTURE):
+    if isinstance(item, NativeFuture):
         return _adopted(item)
     if isinstance(item, Arrivals):
         raise TypeError(

@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 from typing import Any, Final
 
 from actorrpc import _stacks, _time
+from actorrpc._python import AWAITED, GATHERED, running_loop
 from actorrpc.agent.calls import CURRENT, Call
 from actorrpc.agent.daemon_threads import Daemon
 from actorrpc.futures import WAITING, Future
@@ -59,15 +60,15 @@ def awaited(what: object) -> list[Call | Stall]:
 def awaited_by(task: asyncio.Task[Any]) -> list[Call | Stall]:
     """Return all calls and streams that a coroutine awaits; empty if they are not known."""
     found: list[Call | Stall] = []
-    left: list[Any] = [getattr(task, "_fut_waiter", None)]
+    left: list[Any] = [getattr(task, AWAITED, None)]
     while left:
         waiter = left.pop()
         if waiter is None or waiter.done():
             continue
         if isinstance(waiter, asyncio.Task):
-            left.append(getattr(waiter, "_fut_waiter", None))
+            left.append(getattr(waiter, AWAITED, None))
         else:
-            left += getattr(waiter, "_children", ())  # for asyncio.gather()
+            left += getattr(waiter, GATHERED, ())  # for asyncio.gather()
             found += awaited(getattr(waiter, "stands_for", None))
     return found
 
@@ -143,7 +144,7 @@ class StreamReader:
     def note(self) -> None:
         """Record that the calling thread or coroutine requests an item."""
         thread, execution = threading.current_thread(), CURRENT.get()
-        loop = asyncio._get_running_loop()
+        loop = running_loop()
         task = None if loop is None else asyncio.current_task(loop)
         self._touched = _time.now()
         self._threads = None

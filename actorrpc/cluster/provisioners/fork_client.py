@@ -30,6 +30,7 @@ from typing import Any, Final
 import msgpack
 
 from actorrpc._exceptions import undo_on_error
+from actorrpc._python import interpreter_options
 from actorrpc.agent.threads import Pool
 from actorrpc.transport.signals import uninterruptible
 
@@ -189,7 +190,7 @@ class ForkServer:
             self.environment = dict(os.environ)
             start = {"path": import_path(), "arguments": arguments(), "preload": self._preload}
             first = json.dumps(start).encode()
-            flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+            flags = interpreter_options()
             self._process = subprocess.Popen(
                 [sys.executable, *flags, "-c", _BOOT, str(theirs.fileno())],
                 env=self.environment,

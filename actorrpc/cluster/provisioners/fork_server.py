@@ -35,6 +35,7 @@ from typing import Any, Final
 import torch
 
 from actorrpc._limits import explain_fork
+from actorrpc._torch import LATE_MODULE
 from actorrpc.cluster import worker_process
 from actorrpc.cluster.provisioners.fork_client import MessageReader, send
 from actorrpc.wire import keys
@@ -46,7 +47,7 @@ _PR_SET_NAME: Final = 15
 _GONE_S: Final = 5.0
 # After this time without a command, the server imports more modules for later children.
 _IDLE_MS: Final = 1000
-_LATER: Final = ("torch._dynamo",)
+_LATER: Final = (LATE_MODULE,)
 _COMES_WITH: Final = {"torch.optim": _LATER}  # torch imports them when a process makes its first optimizer
 
 

@@ -7,9 +7,9 @@ import numbers
 import os
 from typing import Any, Final
 
-import torch
 from torch.distributed.distributed_c10d import Store
 
+from actorrpc._torch import set_profiler_rank
 from actorrpc.compat import autograd as dist_autograd
 from actorrpc.compat.imports import module
 from actorrpc.compat.profiling import _server_process_global_profile
@@ -207,6 +207,4 @@ _set_rpc_timeout = set_rpc_timeout
 
 def _set_profiler_node_id(node_id: int) -> None:
     """Set the node id of this worker's events in profiles. Has no effect if torch was built without RPC."""
-    native = getattr(torch._C, "_distributed_rpc", None)
-    if native is not None:
-        native._set_profiler_node_id(node_id)
+    set_profiler_rank(node_id)

@@ -1,0 +1,75 @@
+"""Private names of CPython that this package uses: the purpose of each, and the effect if it is missing.
+
+Python may change these names in any release. All of them were found in CPython 3.11, 3.13 and 3.14, except where a comment says
+otherwise, and ``tests/test_private_names.py`` checks them on the running version. Without a name that has neither a fallback nor
+a comment about its absence, ``import actorrpc`` raises an ImportError that shows the name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pkgutil
+import platform
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+
+def find(path: str, *fallback: Any, of: str = f"Python {platform.python_version()}") -> Any:
+    """Return the object with the path ``"module:name.name"``; the fallback, if one is given, if the object is missing.
+
+    Raises:
+        ImportError: the object is missing, and there is no fallback. The message says that ``of`` does not have the object.
+    """
+    try:
+        return pkgutil.resolve_name(path)
+    except (ImportError, AttributeError) as error:
+        if fallback:
+            return fallback[0]
+        name = path.replace(":", ".")
+        raise ImportError(f"actorrpc does not work with {of}, which has no {name}") from error
+
+
+# Returns the event loop that this thread runs, or None (``asyncio.get_running_loop`` raises an exception in place of None).
+running_loop: Final[Callable[[], Any]] = find("asyncio:_get_running_loop")
+# Sets that loop: calls that run within a wait may run a loop of their own.
+set_running_loop: Final[Callable[[Any], None]] = find("asyncio:_set_running_loop")
+# The future of ``asyncio.gather``. Without it, the state of a cluster does not show the calls that a ``gather`` awaits.
+GatheringFuture: Final[type] = find("asyncio.tasks:_GatheringFuture", asyncio.Future)
+# Attributes, read with a default: the future that a task awaits, and the futures that a GatheringFuture awaits. Without them, the
+# search for deadlocks and the state of a cluster do not include the calls that coroutines await.
+AWAITED: Final = "_fut_waiter"
+GATHERED: Final = "_children"
+# The attribute of a task that is set to False so that asyncio does not log that it is freed. Without it, asyncio logs that.
+LOGS_PENDING: Final = "_log_destroy_pending"
+
+# Returns the command-line options of this interpreter, such as ``-X dev``. Without it, child processes get no options.
+interpreter_options: Final[Callable[[], list[str]]] = find("subprocess:_args_from_interpreter_flags", list)
+# Drops the functions that ``atexit`` would call. Without it, actors' processes call the functions of the fork server, too.
+clear_exit_functions: Final[Callable[[], None]] = find("atexit:_clear", lambda: None)
+# Calls these functions: actors' processes end with ``os._exit``, which does not.
+run_exit_functions: Final[Callable[[], None]] = find("atexit:_run_exitfuncs")
+# Ends the child processes that ``multiprocessing`` has started. The module registers it with ``atexit`` when it is imported.
+end_multiprocessing: Final[Callable[[], None]] = find("multiprocessing.util:_exit_function")
+# Two modules of ``multiprocessing``: the object for the helper process, and the object's attributes for the pid and a pipe of the
+# helper, read with a default. Without them, the leak check of the tests reports the helper as a leak.
+RESOURCE_TRACKER: Final = ("_resource_tracker", "_pid", "_fd")
+FORK_SERVER: Final = ("_forkserver", "_forkserver_pid", "_forkserver_alive_fd")
+
+# The class of the objects for threads that ``threading`` did not start. Without it, the leak check may report an ended thread.
+DummyThread: Final[Any] = find("threading:_DummyThread", ())
+# The module whose functions ``signal.signal`` and ``signal.getsignal`` call.
+signal_module: Final[Any] = find("_signal:")
+# The callbacks with which weak collections remove a dead entry: the interpreter ignores exceptions in them. Without them, an
+# exception that a signal handler raises there is lost. All collections of one type share a code object.
+_collections: Final[tuple[Any, ...]] = (WeakKeyDictionary(), WeakSet(), WeakValueDictionary())
+WEAK_CALLBACKS: Final = frozenset(each._remove.__code__ for each in _collections if hasattr(each, "_remove"))
+# The function of the C API that sets the trace function of any thread, for the debugger on CPython 3.11. From 3.12 on there is
+# ``sys.monitoring``, and 3.13 and 3.14 do not have the function.
+SET_TRACE: Final = "_PyEval_SetTrace"
+
+# Attributes whose names are in other modules of this package, too, by the object that has them.
+IN_PLACE: Final[Mapping[str, tuple[str, ...]]] = {
+    # ``concurrent.futures`` and ``asyncio.wrap_future`` use them. ConcurrentFuture defines them.
+    "concurrent.futures:Future()": ("_condition", "_state", "_waiters"),
+}
