@@ -33,6 +33,12 @@ if not _is_command():
     _collects = gc.isenabled()
     gc.disable()
     try:
+        from torch.distributed import is_available as _is_distributed_available
+
+        if not _is_distributed_available():
+            raise PlatformError(
+                "actorrpc needs torch.distributed, for its stores; this build of torch does not have it (USE_DISTRIBUTED=0)"
+            )
         from actorrpc import actors, autograd, cluster, errors, nn, optim, rpc, testing
         from actorrpc.actors import (
             Actor,

@@ -443,7 +443,7 @@ class WrongTypeError(ConfigError, TypeError):
 
 
 class PlatformError(RpcError, ImportError):
-    """This platform or Python version is not supported.
+    """This platform, Python version or build of torch is not supported.
 
-    Remedy: use Linux and Python 3.11 or later.
+    Remedy: use Linux, Python 3.11 or later, and a build of torch that has ``torch.distributed``.
     """

@@ -72,6 +72,7 @@ _QUICK = (
     "actors/e2e/test_cancel.py::test_coroutines_that_are_cancelled_at_random_moments_all_end",
     "actors/e2e/test_cancel.py::test_a_coroutine_that_times_out_can_make_calls_while_it_cleans_up",
     "actors/e2e/test_cancel.py::test_a_call_that_times_out_in_the_queue_is_not_started",
+    "actors/e2e/test_cancel.py::test_a_call_whose_time_has_passed_does_not_run",
     "actors/e2e/test_cancel.py::test_a_method_that_times_out_is_interrupted_if_asked_for",
     "actors/e2e/test_cancel.py::test_a_task_that_times_out_is_interrupted_if_its_caller_asks_for_it",
     "actors/e2e/test_cancel.py::test_nested_calls_inherit_the_remaining_time",

@@ -2,7 +2,7 @@
 
 The replacements are modules of this package, under torch's names. torch's own modules may have been imported before. But a name
 that a program has bound before (``from torch.distributed.rpc import RRef``) stays bound to torch's object: call :func:`install`
-first, or use ``python -m actorrpc.compat``.
+first, or use ``python -m actorrpc.compat``. This also works if torch was built without RPC, or has no such modules.
 """
 
 from __future__ import annotations
@@ -129,18 +129,36 @@ def _set(table: MutableMapping[str, T], key: str, value: T | None) -> None:
         table[key] = value
 
 
+def _submodule(package: Any, name: str) -> Any:
+    """Return a module of a package of torch, or an empty module in its place if this version of torch does not have it."""
+    full = f"{package.__name__}.{name}"
+    try:
+        return importlib.import_module(full)
+    except ModuleNotFoundError as error:
+        if error.name != full:
+            raise
+    made = ModuleType(full)
+    _put_in(sys.modules, full, made)
+    _put(package, name, made)
+    return made
+
+
 def _bind_nn(package: Any) -> None:
     _put(package, "RemoteModule", RemoteModule)
-    _put(importlib.import_module("torch.distributed.nn.api"), "remote_module", remote_module)
+    _put(_submodule(package, "api"), "remote_module", remote_module)
 
 
 def _bind_optim(package: Any) -> None:
     _put(package, "DistributedOptimizer", DistributedOptimizer)
-    _put(
-        importlib.import_module("torch.distributed.optim.optimizer"),
-        "DistributedOptimizer",
-        DistributedOptimizer,
-    )
+    _put(_submodule(package, "optimizer"), "DistributedOptimizer", DistributedOptimizer)
+
+
+def _bind_annotations() -> None:
+    """Define names that torch's compiler of scripts uses where RPC is available, and that builds without RPC do not define."""
+    module = importlib.import_module("torch.jit.annotations")
+    for name, value in (("RRef", RRef), ("is_rref", lambda _annotation: False)):
+        if not hasattr(module, name):
+            _put(module, name, value)
 
 
 def install() -> None:
@@ -166,7 +184,10 @@ def install() -> None:
         _put(torch.futures, "wait_all", translate.wait_all)
         # These two modules have imported torch's RRef by name, so the name is replaced there, too.
         _put(importlib.import_module("torch._jit_internal"), "RRef", RRef)
-        _put(importlib.import_module("torch.nn.parallel.distributed"), "RRef", RRef)
+        data_parallel = importlib.import_module("torch.nn.parallel.distributed")
+        _put(data_parallel, "RRef", RRef)
+        _put(data_parallel, "RPC_AVAILABLE", True)  # False in builds of torch without RPC
+        _bind_annotations()
         if distributed_rpc is not None:
             _put(distributed_rpc, "_is_current_rpc_agent_set", rpc.api._is_current_rpc_agent_set)
             _put(distributed_rpc, "PyRRef", RRef)

@@ -33,6 +33,7 @@ from actorrpc.errors import (
 from actorrpc.futures import WAITING, Future
 from actorrpc.testing import InProcessCluster
 from actorrpc.transport.connection import Connection
+from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame
 from tests import certificates
 from tests.agent.agents import agents
@@ -113,6 +114,63 @@ def test_an_error_that_cannot_be_shortened_to_max_message_becomes_a_limit_error(
         pytest.raises(LimitError, match="max_message"),
     ):
         _sync(made[0], "a1", _fail_at_length, 6 << 20, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "words", "may_have_run"),
+    [
+        (
+            len,
+            b"x" * 2000,
+            "not executed: there is no memory for its arguments, of 2... bytes, in worker 'a1'",
+            False,
+        ),
+        (bytes, 2000, "no memory for the result of .*, of 2... bytes, in worker 'a0'", True),
+    ],
+)
+def test_a_call_without_memory_for_its_arguments_or_result_fails_alone(
+    pair: list[Agent],
+    monkeypatch: pytest.MonkeyPatch,
+    function: Any,
+    argument: Any,
+    words: str,
+    may_have_run: bool,
+) -> None:
+    def no_large_bytes(view: memoryview) -> bytes:
+        if len(view) > 1900:
+            raise MemoryError
+        return bytes(view)
+
+    assert _sync(pair[0], "a1", operator.add, 1, 2) == 3
+    monkeypatch.setattr(frames, "bytes", no_large_bytes, raising=False)
+    with pytest.raises(LimitError, match=words) as caught:
+        _sync(pair[0], "a1", function, argument)
+    assert caught.value.maybe_executed is may_have_run
+    assert _sync(pair[0], "a1", operator.add, 1, 2) == 3
+
+
+def test_calls_of_different_workers_never_belong_to_the_same_chain(pair: list[Agent]) -> None:
+    """An actor lets a call of the same chain run within the call that it waits for."""
+    chains = [agent.next_chain() for agent in pair for _ in range(100)]
+    assert len(set(chains)) == 200
+
+
+_gate = threading.Event()
+
+
+def _wait_at_gate() -> None:
+    _gate.wait()
+
+
+def test_calls_for_which_no_thread_waits_time_out_one_after_another(pair: list[Agent]) -> None:
+    ended: queue.Queue[Any] = queue.Queue()
+    for seconds in (0.05, 0.2, 0.4):
+        future = _call_async(pair[0], "a1", _wait_at_gate, timeout=seconds)
+        future.add_done_callback(lambda done: ended.put(done.exception()))
+    try:
+        assert [type(ended.get(timeout=30)) for _ in range(3)] == [RpcTimeoutError] * 3
+    finally:
+        _gate.set()
 
 
 class _Finalised:

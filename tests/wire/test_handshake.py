@@ -46,7 +46,9 @@ def test_two_sides_with_the_same_key_agree_on_a_session(piece: int, names: tuple
     )
     two = acceptor(name=names[1])
     assert not one.done
+    assert not two.greeted
     run(one, two, piece)
+    assert two.greeted
     assert one.done
     assert two.done
     mine, theirs = one.result, two.result
@@ -209,10 +211,16 @@ def test_the_highest_common_version_is_chosen(ours: Any, theirs: Any, chosen: in
     assert one.result.version == two.result.version == chosen
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [((1, 1), (2, 2)), ((3, 4), (1, 2))])
-def test_without_a_common_version_both_sides_raise_version_error(ours: Any, theirs: Any) -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        ((1, 1), (2, 2), "speaks versions 2 of the protocol and 'alice' speaks 1;"),
+        ((3, 4), (1, 2), "speaks versions 1 to 2 of the protocol and 'alice' speaks 3 to 4;"),
+    ],
+)
+def test_without_a_common_version_both_sides_raise_version_error(ours: Any, theirs: Any, words: str) -> None:
     one, two = dialler(versions=ours, peer_name="bob"), acceptor(versions=theirs)
-    with pytest.raises(VersionError, match="'bob' speaks versions"):
+    with pytest.raises(VersionError, match="worker 'bob' " + words):
         run(one, two)
     with pytest.raises(VersionError, match=r"worker 'bob' refused worker 'alice'.*install the same version"):
         one.feed(two.refusal)
@@ -228,9 +236,11 @@ def test_invalid_dialler_arguments_raise_config_error() -> None:
         {"versions": (0, 1)},
         {"versions": (2, 1)},
         {"versions": (1, 256)},
+        {"key": b"x" * 15},
     ):
         with pytest.raises(ConfigError):
             dialler(**wrong)
+    dialler(key=b"x" * 16, versions=(1, 255))
 
 
 def test_the_error_for_another_protocol_says_another_program() -> None:

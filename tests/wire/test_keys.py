@@ -83,6 +83,7 @@ def test_a_key_that_is_short_or_no_bytes_is_refused(secret: bytes) -> None:
     assert TEXT not in str(caught.value)
     with pytest.raises(ConfigError, match="a revealed key has 32 bytes"):
         Key.revealed(secret)
+    Key(b"x" * 16)
 
 
 # -- given keys --------------------------------------------------------------------------------------
@@ -234,6 +235,20 @@ def test_sweep_removes_only_files_of_dead_processes(swept_directory: Path, dead_
     assert keys.sweep() == 0
     assert [keys.is_stale(str(path)) for path in stale] == [True] * 3
     assert not any(keys.is_stale(str(path)) for path in kept)
+
+
+def test_the_files_of_a_process_that_its_parent_has_not_reaped_yet_are_stale(swept_directory: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    start = keys.process_start(child.pid)
+    assert start is not None
+    path = Path(keys.runtime_directory()) / _name_of(child.pid, start, "0123abcd.sock")
+    try:
+        assert not keys.is_stale(str(path))
+    finally:
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert keys.is_stale(str(path))
+    child.communicate()
 
 
 # -- key files -------------------------------------------------------------------------------------------

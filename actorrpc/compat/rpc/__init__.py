@@ -206,5 +206,5 @@ _set_rpc_timeout = set_rpc_timeout
 
 
 def _set_profiler_node_id(node_id: int) -> None:
-    """Set the node id of this worker's events in profiles."""
+    """Set the node id of this worker's events in profiles. Has no effect if torch was built without RPC."""
     set_profiler_rank(node_id)

@@ -256,6 +256,7 @@ def test_handles_of_the_same_actor_are_equal(counter: Handle) -> None:
     assert counter != 3
     assert len({counter, other, counter.options(timeout=1)}) == 2
     assert repr(counter) == f"<ActorHandle of Counter {counter.actor_id:016x}>"
+    assert repr(counter.add) == f"<remote method Counter.add of Counter#{counter.actor_id % 0x10000:04x}>"
     assert copy.copy(counter) is counter
     assert copy.deepcopy([counter])[0] is counter
 

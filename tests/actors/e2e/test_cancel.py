@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import selectors
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 import actorrpc
@@ -673,3 +675,58 @@ def test_a_task_that_times_out_is_interrupted_if_its_caller_asks_for_it() -> Non
     with pytest.raises(actorrpc.RpcTimeoutError):
         actorrpc.get(spin_task.options(timeout=0.3, interrupt=True).remote())
     assert actorrpc.get([quick_task.remote() for _ in range(8)]) == ["quick"] * 8
+
+
+@actorrpc.remote(concurrency_groups={"aside": 1})
+class Recorder:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def hold(self, gate: str) -> None:
+        pass_gate(gate)
+
+    def note(self, what: str) -> None:
+        self.notes.append(what)
+
+    def noted(self) -> list[str]:
+        return self.notes
+
+    @actorrpc.method(concurrency_group="aside")
+    def answer(self) -> None:
+        """Answer while another method runs."""
+
+
+@actorrpc.remote
+class Stopping:
+    def pid(self) -> int:
+        return os.getpid()
+
+    def call_and_stop(self, recorder: Any, seconds: float) -> str:
+        """Make a call that waits in the mailbox, and stop this process before it can cancel the call."""
+        late = recorder.note.options(timeout=seconds).remote("late")
+        actorrpc.get(recorder.answer.remote())  # the call has arrived
+        os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            actorrpc.get(late)
+        except actorrpc.RpcTimeoutError:
+            return "timed out"
+        return "ran"
+
+
+@pytest.mark.parametrize("place", ["embedded"], indirect=True)
+def test_a_call_whose_time_has_passed_does_not_run_although_its_caller_is_stopped(gate: Path) -> None:
+    recorder, stopping = Recorder.remote(), Stopping.remote()
+    pid = actorrpc.get(stopping.pid.remote())
+    held = recorder.hold.remote(str(gate))
+    end = time.monotonic() + 0.5
+    called = stopping.call_and_stop.remote(recorder, 0.5)
+    try:
+        until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        until(lambda: time.monotonic() > end + 0.5)
+        open_gate(gate)
+        actorrpc.get(held)
+        assert actorrpc.get(recorder.noted.remote()) == []
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert actorrpc.get(called) == "timed out"
+    assert actorrpc.get(recorder.noted.remote()) == []
