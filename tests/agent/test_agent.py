@@ -33,7 +33,6 @@ from actorrpc.errors import (
 from actorrpc.futures import WAITING, Future
 from actorrpc.testing import InProcessCluster
 from actorrpc.transport.connection import Connection
-from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame
 from tests import certificates
 from tests.agent.agents import agents
@@ -114,39 +113,6 @@ def test_an_error_that_cannot_be_shortened_to_max_message_becomes_a_limit_error(
         pytest.raises(LimitError, match="max_message"),
     ):
         _sync(made[0], "a1", _fail_at_length, 6 << 20, timeout=60)
-
-
-@pytest.mark.parametrize(
-    ("function", "argument", "words", "may_have_run"),
-    [
-        (
-            len,
-            b"x" * 2000,
-            "not executed: there is no memory for its arguments, of 2... bytes, in worker 'a1'",
-            False,
-        ),
-        (bytes, 2000, "no memory for the result of .*, of 2... bytes, in worker 'a0'", True),
-    ],
-)
-def test_a_call_without_memory_for_its_arguments_or_result_fails_alone(
-    pair: list[Agent],
-    monkeypatch: pytest.MonkeyPatch,
-    function: Any,
-    argument: Any,
-    words: str,
-    may_have_run: bool,
-) -> None:
-    def no_large_bytes(view: memoryview) -> bytes:
-        if len(view) > 1900:
-            raise MemoryError
-        return bytes(view)
-
-    assert _sync(pair[0], "a1", operator.add, 1, 2) == 3
-    monkeypatch.setattr(frames, "bytes", no_large_bytes, raising=False)
-    with pytest.raises(LimitError, match=words) as caught:
-        _sync(pair[0], "a1", function, argument)
-    assert caught.value.maybe_executed is may_have_run
-    assert _sync(pair[0], "a1", operator.add, 1, 2) == 3
 
 
 def test_calls_of_different_workers_never_belong_to_the_same_chain(pair: list[Agent]) -> None:
