@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,9 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actorrpc.serialization.tensors import TensorSpan
 from actorrpc.transport.buffers import (
     SMALL,
     BufferPool,
+    copy,
     size_class,
 )
 
@@ -210,3 +214,30 @@ def test_memory_in_use_stays_intact_and_free_memory_stays_bounded(steps: list[tu
         assert pool.stats().free_bytes <= 1 << 20
         del large
     pool.close()
+
+
+def test_a_large_copy_releases_the_gil() -> None:
+    size = 32 << 20
+    source, target = bytearray(size), bytearray(size)
+    span, address = TensorSpan.of(source), address_of(memoryview(target))
+    events: list[str] = []
+
+    def work() -> None:
+        events.append("begin")
+        copy(address, span)
+        events.append("end")
+
+    interval, seen = sys.getswitchinterval(), False
+    try:
+        sys.setswitchinterval(60.0)  # this thread gets the GIL only if the copy releases it
+        for _ in range(100):
+            events.clear()
+            thread = threading.Thread(target=work)
+            thread.start()
+            seen = events == ["begin"]
+            thread.join(30)
+            if seen:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen

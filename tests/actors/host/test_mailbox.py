@@ -260,6 +260,10 @@ def test_a_ready_call_releases_the_later_calls_up_to_the_next_pending_one() -> N
     for entry in (first, behind, second, Call("a", "a4")):
         mailbox.put(entry, queue)
     assert _run_all(mailbox, queue) == []
+    assert (queue.waiting, queue.has_ready) == (
+        4,
+        False,
+    )  # otherwise a runner would poll the queue again and again
     assert queue.held_behind(behind) is first
     mailbox.ready(first)
     assert queue.held_behind(behind) is None
