@@ -923,6 +923,17 @@ class ConcurrentFuture(Future[T], concurrent.futures.Future):  # type: ignore[ty
         """Say whether the future is not complete yet. Unlike in ``concurrent.futures``, it can still be cancelled."""
         return not self.completed
 
+    def _get_snapshot(self) -> tuple[bool, bool, T | None, BaseException | None]:
+        """Return whether the future is done, whether it was cancelled, its value, and its error.
+
+        ``asyncio.wrap_future`` of some releases of Python 3.14 calls this. The method of the base class reads attributes that a
+        Future does not have.
+        """
+        if not self.completed or self.cancelled():
+            return self.completed, self.completed, None, None
+        error = self.exception()
+        return True, False, self.wait() if error is None else None, error
+
 
 def collect_all(futures: Iterable[torch.futures.Future[Any]]) -> Future[list[Any]]:
     """Return a future that completes, with the list of the given futures, when all of them are complete.

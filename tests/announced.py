@@ -13,8 +13,9 @@ TORCH_RPC: Final = (
     r"On WorkerInfo\(id=\d+, name=\w+\):$",
     r"^\w+\(.*Traceback .*/torch/distributed/rpc/internal\.py\", line \d+, in _run_function",
 )
-# torch's profiler prints this whenever it starts or stops.
-PROFILER: Final = r"^USDT:.* profiler_(start|stop)$"
+# torch's profiler prints the first line whenever it starts or stops. If torch was built with CUDA and the host has no GPU, the
+# profiler also prints the second line, when it first stops in a process.
+PROFILER: Final = r"^USDT:.* profiler_(start|stop)$|^ERROR:.* gpuGetDeviceCount failed with code \d+$"
 OUTSIDE_OF_A_CONTEXT: Final = (
     r"a tensor that requires grad was sent outside of a distributed autograd context.*\(Logged once\.\)$"
 )

@@ -23,7 +23,9 @@ __all__ = ["Interrupted", "Steps", "raising"]
 
 _OURS = (os.path.dirname(actorrpc.__file__), threading.__file__)
 _SIGNAL_CHECKS = frozenset(
-    code for name, code in dis.opmap.items() if name.startswith(("CALL", "JUMP_BACKWARD", "RESUME"))
+    code
+    for name, code in dis.opmap.items()
+    if name.startswith(("CALL", "JUMP_BACKWARD", "RESUME")) and not name.startswith("CALL_INTRINSIC")
 )
 _NEVER = sys.maxsize
 _tracers: list[Any] = []
@@ -66,7 +68,7 @@ class Steps:
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(_OURS):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        frame.f_trace_lines = False
         checks = True  # whether the last opcode of this frame made the interpreter check for signals
         self._returned = False
         code = frame.f_code.co_code
@@ -89,6 +91,8 @@ class Steps:
                 checks = False
             return trace
 
+        # Python 3.13 ignores f_trace_opcodes of a frame that has no trace function.
+        frame.f_trace, frame.f_trace_opcodes = trace, True
         return trace
 
     def run(self, work: Callable[[], Any], at: int = _NEVER) -> Any:

@@ -156,8 +156,8 @@ def test_every_option_of_rpc_backend_options_is_a_documented_setting_or_the_key(
         if each.kind is each.KEYWORD_ONLY
     ]
     assert set(names) - {"key"} <= set(_FIELDS)
-    described, _, _ = (actorrpc.RpcBackendOptions.__doc__ or "").partition("Raises:")
-    described = ", ".join(re.findall(r"^ {8}(\w[\w, ]*): ", described, re.MULTILINE))
+    described, _, _ = (inspect.getdoc(actorrpc.RpcBackendOptions) or "").partition("Raises:")
+    described = ", ".join(re.findall(r"^ {4}(\w[\w, ]*): ", described, re.MULTILINE))
     assert described.split(", ") == ["rpc_timeout", "init_method", *names]
     variables = {f"ACTORRPC_{name.removeprefix('frame_').upper()}" for name in names}
     assert variables <= ENVIRONMENT.keys()

@@ -735,3 +735,9 @@ def test_concurrent_futures_wait_accepts_a_concurrent_future(waits_first: bool) 
     assert isinstance(work[1].exception(), LookupError)
     assert [future.cancelled() for future in work] == [False, False, True]
     assert not work[0].running()
+    assert [future._get_snapshot() for future in (*work, ConcurrentFuture())] == [
+        (True, False, 7, None),
+        (True, False, None, work[1].exception()),
+        (True, True, None, None),
+        (False, False, None, None),
+    ]

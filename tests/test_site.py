@@ -115,7 +115,7 @@ def test_every_option_has_a_row_with_its_meaning(target: str, option: str) -> No
 def test_every_error_has_a_remedy() -> None:
     named = {name for name, kind in vars(errors).items() if isinstance(kind, type) and name in errors.__all__}
     assert named == set(errors.__all__)
-    assert not [name for name in named if "\n    Remedy: " not in (getattr(errors, name).__doc__ or "")]
+    assert not [name for name in named if "\nRemedy: " not in (inspect.getdoc(getattr(errors, name)) or "")]
 
 
 def test_llms_txt_lists_the_pages() -> None:

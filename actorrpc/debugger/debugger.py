@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final
 
 from actorrpc import _stacks
@@ -33,7 +33,7 @@ from actorrpc.agent.context import Worker, current_worker, workers_here
 from actorrpc.agent.peers import Peer
 from actorrpc.agent.timers import Tick
 from actorrpc.debugger import EVENT, PUT_OFF, REQUEST, RUNS, pack, unpack
-from actorrpc.debugger.prompt import users_frames
+from actorrpc.debugger.prompt import is_outside, users_frames
 from actorrpc.debugger.session import DebugSession
 from actorrpc.errors import ProtocolError
 from actorrpc.futures import Future
@@ -284,6 +284,7 @@ class Debugger:
     def _try_to_enter(self, entry: _Entry) -> None:
         """Enter an actor's running method, or call an idle actor. Repeated, as the method may end before it is entered."""
         if self._entering.get(entry.peer) is not entry or self._agent.closed_down:
+            _MONITOR.remove(entry.at_line)
             return
         if entry.begin():
             again = partial(self._agent.submit, partial(self._try_to_enter, entry))
@@ -384,6 +385,72 @@ def look_around(instance: Any) -> None:
 
 # -- entering a running thread ------------------------------------------------------------------------------------
 
+_monitoring: Final[Any] = getattr(sys, "monitoring", None)  # Python 3.12 and later have it
+_TOOL_IDS: Final = (0, 3, 4)  # the id for debuggers, and two ids that are reserved for no kind of tool
+
+
+class _Monitor:
+    """Calls functions at the next line or jump of other threads, by ``sys.monitoring``; each thread runs its own function.
+
+    Only the code on the stack of such a thread is monitored, because events of all code would slow down all threads.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # re-entrant: a finaliser that runs under it may be monitored
+        self._tool: int | None = None
+        self._runs: dict[int, Callable[[FrameType], bool]] = {}
+        self._codes: set[CodeType] = set()
+
+    def add(self, thread: int, run: Callable[[FrameType], bool]) -> bool:
+        """See enter()."""
+        frame = _stacks.top_frame(thread)
+        with self._lock:
+            if frame is None or not self._has_tool():
+                return False
+            self._runs[thread] = run
+            while frame is not None:
+                if not is_outside(frame):
+                    self._codes.add(frame.f_code)
+                frame = frame.f_back
+            self._set(self._codes, _monitoring.events.LINE | _monitoring.events.JUMP)
+        return True
+
+    def remove(self, run: Callable[[FrameType], bool]) -> None:
+        """Do not call ``run`` again."""
+        with self._lock:
+            self._runs = {thread: each for thread, each in self._runs.items() if each != run}
+            if self._tool is not None and not self._runs:
+                self._set(self._codes, 0)
+                self._codes.clear()
+                self._register(None)
+                _monitoring.free_tool_id(self._tool)
+                self._tool = None
+
+    def _has_tool(self) -> bool:
+        for id in _TOOL_IDS:
+            if self._tool is None and _monitoring.get_tool(id) is None:
+                _monitoring.use_tool_id(id, __name__)
+                self._tool = id
+                self._register(self._at)
+        return self._tool is not None
+
+    def _register(self, callback: Callable[..., None] | None) -> None:
+        for event in (_monitoring.events.LINE, _monitoring.events.JUMP):
+            _monitoring.register_callback(self._tool, event, callback)
+
+    def _set(self, codes: set[CodeType], events: int) -> None:
+        for code in codes:
+            _monitoring.set_local_events(self._tool, code, events)
+
+    def _at(self, *_: object) -> None:
+        run = self._runs.get(threading.get_ident())
+        if run is not None and run(sys._getframe(1)):
+            self.remove(run)
+
+
+_MONITOR: Final = _Monitor()
+
+# Python 3.11:
 _LINE: Final = 2  # PyTrace_LINE
 _api: Final = ctypes.pythonapi
 _TRACE: Final = ctypes.PYFUNCTYPE(
@@ -421,15 +488,18 @@ _EVENT: Final = _TRACE(_event)
 
 
 def enter(thread: int, run: Callable[[FrameType], bool]) -> bool:
-    """Make a thread call ``run(frame)`` at each line of Python code, until ``run`` returns True.
+    """Make a thread call ``run(frame)`` at each line of the user's functions that it executes now, until ``run`` returns True.
 
-    CPython 3.11 has no API for this. Internal functions of CPython set a trace function for the other thread, which the
-    interpreter calls on that thread at each new line, call or return of Python code. A thread that runs C code is traced only
-    after the return to Python code, which may be never.
+    A thread that runs C code calls it only after the return to Python code, which may be never. ``run`` must not raise. It may
+    set a trace function. Returns False if the thread was not found, because it has ended or, in Python 3.11, its innermost frame
+    has changed meanwhile.
 
-    Returns False if the thread was not found, because it has ended or its innermost frame has changed meanwhile. ``run`` must not
-    raise. It may set another trace function. The thread's own trace function, if it has one, is replaced.
+    CPython 3.11 has no API for this. There, internal functions of CPython set a trace function for the other thread, which the
+    interpreter calls on that thread at each new line, call or return of any Python code. It replaces the thread's own trace
+    function.
     """
+    if _monitoring is not None:
+        return _MONITOR.add(thread, run)
     frame = _stacks.top_frame(thread)
     if frame is None:
         return False

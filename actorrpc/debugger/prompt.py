@@ -23,14 +23,15 @@ from actorrpc._exceptions import line_of
 if TYPE_CHECKING:
     from actorrpc.debugger.session import DebugSession
 
-__all__ = ["Prompt", "users_frames"]
+__all__ = ["Prompt", "is_outside", "users_frames"]
 
 _PACKAGE: Final = __name__.partition(".")[0]
 _OUTSIDE: Final = (_PACKAGE, "asyncio", "threading")
-_YIELDS: Final = dis.opmap["YIELD_VALUE"]
+# The instruction of a suspended frame: YIELD_VALUE, or in Python 3.12 and 3.13 the instruction after it.
+_YIELDS: Final = frozenset({dis.opmap["YIELD_VALUE"], dis.opmap["RESUME"]})
 
 
-def _is_outside(frame: FrameType) -> bool:
+def is_outside(frame: FrameType) -> bool:
     """Return whether a frame belongs to code that calls the user's code: this package, an event loop, or threading."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OUTSIDE
 
@@ -40,10 +41,10 @@ def users_frames(frame: FrameType | None) -> list[FrameType]:
 
     Skips the innermost frames of this package, event loops and threading; the list ends before the next such frame.
     """
-    while frame is not None and _is_outside(frame):
+    while frame is not None and is_outside(frame):
         frame = frame.f_back
     found = []
-    while frame is not None and not _is_outside(frame):
+    while frame is not None and not is_outside(frame):
         found.append(frame)
         frame = frame.f_back
     return found
@@ -89,7 +90,7 @@ class Prompt(pdb.Pdb):
     def examine(self, error: BaseException) -> None:
         """Stop in the frame in which an exception was raised that has ended the call; the call cannot be resumed there."""
         trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None and _is_outside(trace.tb_frame):
+        while trace is not None and trace.tb_next is not None and is_outside(trace.tb_frame):
             trace = trace.tb_next
         self.reset()
         self.botframe = trace.tb_frame if trace is not None else None
@@ -215,7 +216,7 @@ class Prompt(pdb.Pdb):
 
 def _is_suspended(frame: FrameType) -> bool:
     """Return whether a frame has not returned but is suspended: a coroutine that awaits, or a generator that has yielded."""
-    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _YIELDS
+    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] in _YIELDS
 
 
 # -- the output of commands ----------------------------------------------------------------------------------------

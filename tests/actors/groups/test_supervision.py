@@ -279,7 +279,7 @@ def test_end_stops_all_children_in_reverse_order_and_is_no_failure(monkeypatch: 
             scene.kill(1)
             for _ in range(seed):
                 scene.world.step()
-        monkeypatch.setattr(Supervision, "monitor", partial(_settles, scene.world))
+        monkeypatch.setattr(Supervision, "monitor", staticmethod(partial(_settles, scene.world)))
         scene.world.on(scene.driver)
         with group:
             pass

@@ -402,8 +402,9 @@ def test_as_completed_raises_at_its_timeout_and_can_continue() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_monitor_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disable tqdm's monitor thread, which lives as long as the process."""
+    """Disable tqdm's monitor thread, and its lock for processes: the thread and the lock's file exist until the process ends."""
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+    monkeypatch.setattr(tqdm.tqdm, "_lock", threading.RLock(), raising=False)
 
 
 def _refs(count: int) -> tuple[list[Future[Any]], list[ObjectRef[Any]]]:

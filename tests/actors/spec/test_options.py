@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import re
 from dataclasses import fields
@@ -18,8 +19,8 @@ _KINDS = [ActorOptions(), CallOptions(), TaskOptions()]
 
 @pytest.mark.parametrize("cls", [ActorOptions, CallOptions, TaskOptions])
 def test_the_docstring_describes_every_option(cls: type[Any]) -> None:
-    _, _, rows = (cls.__doc__ or "").partition("Attributes:")
-    described = ", ".join(re.findall(r"^ {8}(\w[\w, ]*): ", rows, re.MULTILINE))
+    _, _, rows = (inspect.getdoc(cls) or "").partition("Attributes:")
+    described = ", ".join(re.findall(r"^ {4}(\w[\w, ]*): ", rows, re.MULTILINE))
     assert sorted(described.split(", ")) == sorted(each.name for each in fields(cls))
 
 
