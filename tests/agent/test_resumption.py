@@ -306,6 +306,21 @@ def test_resuming_at_a_position_that_was_never_sent_or_already_dropped_is_refuse
             stream.rewind(count)
 
 
+def test_bytes_to_resend_are_unchanged_after_many_acknowledged_small_messages() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        stream = ReliableStream(SocketStream(here), limit=1000, large=100)
+        first, second = b"1" * 1500, b"2" * 1500
+        stream.sendmsg([memoryview(bytes(100))])  # copied like the large messages below
+        for _ in range(30):
+            stream.send(bytes(50))
+        stream.acknowledged(stream.sent)
+        acknowledged = stream.sent
+        for content in (first, second):
+            stream.sendmsg([memoryview(content)])
+        assert b"".join(stream.rewind(acknowledged)) == first + second
+
+
 def test_an_agent_can_close_while_its_connection_is_broken() -> None:
     with behind() as ((a0, _), proxies):
         assert call(a0, note, 0, 1) == 1

@@ -250,6 +250,13 @@ def test_a_process_waiting_for_room_gives_up_its_own_free_memory_and_times_out(h
     assert _content(kept) == _content(more) == {len("a thing")}
 
 
+def test_small_objects_fit_into_the_memory_of_a_larger_object_that_was_released(host: Host) -> None:
+    store = host.store(4 * _SMALL)
+    fill(store, 4 * _SMALL)
+    kept = [fill(store, _SMALL) for _ in range(4)]
+    assert set().union(*map(_content, kept)) == {len("a thing")}
+
+
 def test_a_wait_for_room_can_be_interrupted_by_ctrl_c(host: Host) -> None:
     store = host.store(16 * MIB)
     kept = fill(store, OWN_SEGMENT)

@@ -497,6 +497,7 @@ def test_memory_inherited_by_a_child_is_not_reused_while_the_child_lives(lane: L
     def child() -> None:
         lane.lender.abandon()
         lane.borrower.abandon()
+        assert lane.theirs.fileno() == -1  # the child cannot take the descriptors that the parent waits for
         near.close()
         far.recv(1)
         assert bool((held[0] == 97).all())

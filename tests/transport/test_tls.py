@@ -169,6 +169,26 @@ def test_operations_on_a_closed_tls_socket_raise_os_error(pair: tuple[TlsSocket,
                 attempt()
 
 
+def test_a_tls_socket_may_have_descriptor_0() -> None:
+    """A process without a standard input may get this descriptor for a connection."""
+    loaded = Tls.load(Settings(**files().options))
+    assert loaded is not None
+    kept = os.dup(0)
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            socket.create_connection(listener.getsockname()),
+        ):
+            os.close(0)
+            accepted = loaded.accept(listener.accept()[0])
+            assert accepted.fileno() == 0
+            assert not accepted.handshake()  # the other side has sent nothing yet
+            accepted.close()
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+
+
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9])
 def test_a_connection_cut_during_the_handshake_is_not_reported_as_a_certificate_error(part: float) -> None:
     """The dialling side retries after a ConnectionResetError."""
