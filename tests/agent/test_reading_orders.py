@@ -348,9 +348,12 @@ class _World:
 
     def settle(self) -> None:
         """Run all threads until they wait, without the remote end, and check that no wake-up was lost."""
-        # A pool at its maximum number of threads polls repeatedly.
-        self.steps.run_out(self.steps.now + _FAR)
-        wrong = self.lost_wakeups()
+        # A pool at its maximum number of threads polls repeatedly, and its queued tasks wait for the next tick of the clock.
+        for _ in range(4):
+            self.steps.run_out(self.steps.now + _FAR)
+            wrong = self.lost_wakeups()
+            if not wrong or not self.pool.queue:
+                break
         assert not wrong, f"{wrong}\n{self.steps.where()}"
 
     def lost_wakeups(self) -> list[str]:
