@@ -17,7 +17,7 @@ import torch.distributed.rpc
 from torch.autograd import profiler_legacy
 from torch.profiler import record_function
 
-from actorrpc import compat
+from actorrpc import _torch, compat
 from actorrpc.compat.translate import Future
 from actorrpc.rpc import profiling
 from actorrpc.rpc.functions import async_execution
@@ -144,6 +144,8 @@ def summed_up() -> torch.Tensor:
     torch.distributed.all_reduce(x)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     model(x).sum().backward()
+    # DDP must not be the last user of the group: it would free the group with the GIL, for which gloo's thread may wait.
+    del model
     torch.distributed.destroy_process_group()
     return x
 
@@ -154,7 +156,7 @@ def break_the_reader() -> None:
     def refuse(*_: Any) -> Any:
         raise AssertionError("unexpected")
 
-    setattr(profiler_legacy, "_parse_legacy_records", refuse)  # noqa: B010
+    setattr(_torch, "parse_legacy", refuse)  # noqa: B010
     logging.getLogger("actorrpc").addHandler(logging.NullHandler())
     logging.getLogger("actorrpc").propagate = False
 
