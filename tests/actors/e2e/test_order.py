@@ -358,6 +358,14 @@ def test_an_async_actor_runs_thousands_of_coroutines_at_a_time() -> None:
     assert len(set(actorrpc.get(refs))) == 1
 
 
+def test_all_calls_behind_a_pending_argument_start_when_it_is_ready(gate: Path) -> None:
+    actor = Async.options(max_concurrency=100, allow_out_of_order_execution=False).remote()
+    refs = [actor.gather.remote(later.remote(str(gate), 100)), *(actor.gather.remote(100) for _ in range(99))]
+    until(lambda: row_of(actor).state == "ALIVE" and row_of(actor).pending_calls == 100)
+    open_gate(gate)
+    assert len(set(actorrpc.get(refs))) == 1
+
+
 # -- calls with pending arguments ----------------------------------------------------------------------------
 
 

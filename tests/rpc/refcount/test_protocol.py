@@ -247,7 +247,14 @@ def test_fetching_a_released_value_gives_an_error_instead_of_waiting() -> None:
     group.assert_empty()
 
 
-@pytest.mark.parametrize("order", ["overtakes", "dropped before", "runs"])
+def test_a_creation_on_an_earlier_incarnation_of_this_worker_fails_as_not_executed() -> None:
+    table = RRefTable(WorkerKey(A.rank, "restarted"))
+    error = table.failure(table.create_user(A))
+    assert isinstance(error, PeerDiedError)
+    assert not error.maybe_executed
+
+
+@pytest.mark.parametrize("order", ["overtakes", "dropped", "runs", "dropped, runs"])
 def test_a_creation_that_fails_before_it_runs_fails_its_waiters(order: str) -> None:
     group = Group(A, B)
     handle = group[A].create_user(B)
@@ -257,10 +264,10 @@ def test_a_creation_that_fails_before_it_runs_fails_its_waiters(order: str) -> N
     seen: list[Any] = []
     assert group[B].fetch(handle.rref_id, seen.append) is None
     group.run(A, group[A].creation_failed(handle, error))
-    runs = order == "runs" and group[B].creation_arrived(*ids, A)
-    if order == "dropped before":
+    if order.startswith("dropped"):
         group.drop(A, handle)
         group.carry()
+    runs = order.endswith("runs") and group[B].creation_arrived(*ids, A)
     group.run(B, group[B].creation_given_up(*ids, A, error))
     if runs:  # the outcome of the function counts
         assert not seen
