@@ -43,7 +43,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Final, TypeVar
 
@@ -54,9 +54,10 @@ from actorrpc import _stacks
 from actorrpc.errors import ProtocolError
 from actorrpc.serialization.class_cache import ClassCache
 from actorrpc.serialization.reducers import (
+    DESCRIPTORS,
     REDUCERS,
     complete_model,
-    reduce_cached_property,
+    reduce_descriptor,
     reduce_function,
     reduce_module,
 )
@@ -709,8 +710,8 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return NotImplemented if self._has_name(obj) else reduce(obj)
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
             return reduce_module(obj, lambda name: name in MAIN or is_by_value(name))
-        if isinstance(obj, cached_property):
-            return reduce_cached_property(obj)
+        if isinstance(obj, DESCRIPTORS):
+            return reduce_descriptor(obj)
         return NotImplemented
 
     def _dynamic_function_reduce(self, func: FunctionType) -> tuple[Any, ...]:

@@ -9,9 +9,10 @@ registered for pickling by value:
 
 * instances of subclasses of ``ModuleType`` (``torch.ops``, ``torch.backends``, configuration modules) are sent by name, after
   checking that the name gives the same object; torch's operators are sent by name;
-* ``NewType``, ``ParamSpec``, ``TypeVarTuple``, ``lru_cache``, ``cached_property``, ``singledispatch``, functions that
-  ``torch.compile`` or ``torch.compiler.disable`` wrapped, and custom operators are sent as the arguments from
-  which they were made, and the receiver makes them again. The contents of caches and compiled code are not sent.
+* ``NewType``, ``ParamSpec``, ``TypeVarTuple``, ``lru_cache``, ``cached_property``, ``singledispatch``,
+  ``singledispatchmethod``, functions that ``torch.compile`` or ``torch.compiler.disable`` wrapped, and custom operators are sent
+  as the arguments from which they were made, and the receiver makes them again. The contents of caches and compiled code are not
+  sent.
 
 Functions whose docstring ends with "(wire format)" are named in pickles. This module has no state and no lock of its own;
 cloudpickle has a table of the ``NewType`` and similar objects that were sent or made, and torch registers custom operators.
@@ -36,10 +37,11 @@ from cloudpickle import cloudpickle as _cloudpickle
 from actorrpc import _torch
 
 __all__ = [
+    "DESCRIPTORS",
     "REDUCERS",
     "SCRIPT_REDUCERS",
     "complete_model",
-    "reduce_cached_property",
+    "reduce_descriptor",
     "reduce_function",
     "reduce_module",
 ]
@@ -241,21 +243,29 @@ def make_lru_cache(function: Callable[..., Any], maxsize: int | None, typed: boo
     return functools.lru_cache(maxsize, typed)(function)
 
 
-def reduce_cached_property(found: functools.cached_property[Any]) -> _Reduced:
-    """Reduce a cached property to its class and its attributes, without the lock that it has in Python 3.11."""
-    state = {name: value for name, value in vars(found).items() if name != "lock"}
-    return make_cached_property, (type(found),), state, None, None, fill_cached_property
+def reduce_descriptor(found: Any) -> _Reduced:
+    """Reduce a ``cached_property`` or a ``singledispatchmethod`` to its class and its attributes."""
+    base = next(base for base in DESCRIPTORS if isinstance(found, base))
+    state = {name: value for name, value in vars(found).items() if name not in _NOT_SENT}
+    return make_descriptor, (type(found), base), state, None, None, fill_descriptor
 
 
-def make_cached_property(kind: Any) -> Any:
-    """Make an empty cached property (wire format)."""
-    return kind.__new__(kind)
+def make_descriptor(kind: Any, base: Any) -> Any:
+    """Make a descriptor with the attributes that are not sent (wire format)."""
+    made = kind.__new__(kind)
+    vars(made).update(vars(base(bool)))
+    return made
 
 
-def fill_cached_property(made: Any, state: dict[str, Any]) -> None:
-    """Set the attributes of a cached property, and in Python 3.11 a new lock (wire format)."""
-    vars(made).update(vars(functools.cached_property(bool)) | state)
+def fill_descriptor(made: Any, state: dict[str, Any]) -> None:
+    """Set the attributes of a descriptor (wire format)."""
+    vars(made).update(state)
 
+
+# A lock in Python 3.11, and a cache of functions in Python 3.12 and 3.13.
+_NOT_SENT: Final = ("lock", "_method_cache")
+DESCRIPTORS: Final[Any] = (functools.cached_property, functools.singledispatchmethod)
+"""Classes whose instances, and instances of their subclasses, :func:`reduce_descriptor` reduces."""
 
 REDUCERS: Final[dict[type, Callable[[Any], _Reduced]]] = {
     _torch.CustomOpDef: _reduce_custom_operator,

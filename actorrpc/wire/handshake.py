@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 MAX_MESSAGE = 256
-VERSIONS = (8, 8)
+VERSIONS = (9, 9)
 """The lowest and the highest version of the protocol that this code supports."""
 
 _MAGIC = b"aRPC"
