@@ -111,7 +111,9 @@ def test_every_module_has_a_docstring_and_all(path: str) -> None:
         for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
         if isinstance(target, ast.Name)
     }
-    assert "__all__" in targets or path == "__main__.py", f"actorrpc/{path} has no __all__"
+    # A program, and two tables in which every name is for other modules, need none.
+    need_none = ("__main__.py", "_python.py", "_torch.py")
+    assert "__all__" in targets or path in need_none, f"actorrpc/{path} has no __all__"
 
 
 def test_the_package_exports_no_other_modules_than_its_public_subpackages() -> None:
