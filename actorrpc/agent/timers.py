@@ -121,8 +121,9 @@ class Clock:
         return self.at(self.now() + delay, run)
 
     def call_soon(self, run: Callable[[], Any]) -> None:
-        """Run ``run()`` now, on the clock's thread."""
-        self.at(self.now(), run)
+        """Run ``run()`` now, on the clock's thread. No effect after :meth:`close`: finalisers may call it still later."""
+        if not self._closed:
+            self.at(self.now(), run)
 
     def close(self) -> None:
         """End the thread. Timers that are not due yet never run."""
