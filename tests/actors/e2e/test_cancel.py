@@ -718,11 +718,11 @@ def test_a_call_whose_time_has_passed_does_not_run_although_its_caller_is_stoppe
     recorder, stopping = Recorder.remote(), Stopping.remote()
     pid = actorrpc.get(stopping.pid.remote())
     held = recorder.hold.remote(str(gate))
-    end = time.monotonic() + 0.5
     called = stopping.call_and_stop.remote(recorder, 0.5)
     try:
         until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-        until(lambda: time.monotonic() > end + 0.5)
+        stopped = time.monotonic()  # the call was made before
+        until(lambda: time.monotonic() > stopped + 0.6)
         open_gate(gate)
         actorrpc.get(held)
         assert actorrpc.get(recorder.noted.remote()) == []
