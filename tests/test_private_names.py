@@ -125,7 +125,6 @@ _CHECKS: dict[str, Callable[[], Any]] = {
     "TIMEOUT": lambda: hasattr(_options, _torch.TIMEOUT),
     "DEVICES": lambda: hasattr(_options, _torch.DEVICES),
     "set_default_timeout": lambda: _torch.set_default_timeout(c10d.ProcessGroupGloo),
-    "set_sequence_number": lambda: hasattr(c10d.ProcessGroupGloo, "_set_sequence_number_for_group"),
     "setters": lambda: all(_torch.setters(dist.ProcessGroup)),
     "IN_PLACE": lambda: (
         all(_has(_future, *names) for names in _python.IN_PLACE.values())
