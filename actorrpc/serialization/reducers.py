@@ -65,9 +65,7 @@ def _reduce_script_function(function: Any) -> _Reduced:
 
 
 def _reduce_script_module(module: Any) -> _Reduced:
-    archive = io.BytesIO()
-    torch.jit.save(module, archive)
-    return _load_script, (archive.getvalue(),)
+    return _load_script, (bytes(module.save_to_buffer()),)
 
 
 #: The reducer of each class of TorchScript.
