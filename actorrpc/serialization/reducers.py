@@ -9,7 +9,7 @@ registered for pickling by value:
 
 * instances of subclasses of ``ModuleType`` (``torch.ops``, ``torch.backends``, configuration modules) are sent by name, after
   checking that the name gives the same object; torch's operators are sent by name;
-* ``NewType``, ``ParamSpec``, ``TypeVarTuple``, ``lru_cache``, ``cached_property``, ``singledispatch``,
+* ``NewType``, ``ParamSpec``, ``TypeVarTuple``, ``lru_cache``, ``cached_property``, ``partialmethod``, ``singledispatch``,
   ``singledispatchmethod``, functions that ``torch.compile`` or ``torch.compiler.disable`` wrapped, and custom operators are sent
   as the arguments from which they were made, and the receiver makes them again. The contents of caches and compiled code are not
   sent.
@@ -242,7 +242,7 @@ def make_lru_cache(function: Callable[..., Any], maxsize: int | None, typed: boo
 
 
 def reduce_descriptor(found: Any) -> _Reduced:
-    """Reduce a ``cached_property`` or a ``singledispatchmethod`` to its class and its attributes."""
+    """Reduce an instance of one of ``DESCRIPTORS`` to its class and its attributes."""
     base = next(base for base in DESCRIPTORS if isinstance(found, base))
     state = {name: value for name, value in vars(found).items() if name not in _NOT_SENT}
     return make_descriptor, (type(found), base), state, None, None, fill_descriptor
@@ -250,7 +250,7 @@ def reduce_descriptor(found: Any) -> _Reduced:
 
 def make_descriptor(kind: Any, base: Any) -> Any:
     """Make a descriptor with the attributes that are not sent (wire format)."""
-    made = kind.__new__(kind)
+    made = object.__new__(kind)
     vars(made).update(vars(base(bool)))
     return made
 
@@ -262,7 +262,7 @@ def fill_descriptor(made: Any, state: dict[str, Any]) -> None:
 
 # A lock in Python 3.11, and a cache of functions in Python 3.12 and 3.13.
 _NOT_SENT: Final = ("lock", "_method_cache")
-DESCRIPTORS: Final[Any] = (functools.cached_property, functools.singledispatchmethod)
+DESCRIPTORS: Final[Any] = (functools.cached_property, functools.partialmethod, functools.singledispatchmethod)
 """Classes whose instances, and instances of their subclasses, :func:`reduce_descriptor` reduces."""
 
 REDUCERS: Final[dict[type, Callable[[Any], _Reduced]]] = {
