@@ -1,4 +1,6 @@
-"""Private names of CPython that this package uses: the purpose of each, and the effect if it is missing.
+"""Annotations in all versions of Python, and private names of CPython that this package uses.
+
+The comment of a private name says its purpose, and the effect if it is missing.
 
 Python may change these names in any release. All of them were found in CPython 3.11, 3.13 and 3.14, except where a comment says
 otherwise, and ``tests/test_private_names.py`` checks them on the running version. Without a name that has neither a fallback nor
@@ -8,11 +10,40 @@ a comment about its absence, ``import actorrpc`` raises an ImportError that show
 from __future__ import annotations
 
 import asyncio
+import inspect
 import pkgutil
 import platform
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+if sys.version_info >= (3, 14):
+    import annotationlib
+
+    _LENIENT: Final[dict[str, Any]] = {"annotation_format": annotationlib.Format.FORWARDREF}
+else:
+    _LENIENT: Final[dict[str, Any]] = {}
+
+
+def signature_of(function: Callable[..., Any], **options: Any) -> inspect.Signature:
+    """Return ``inspect.signature(function, **options)``, with a ``ForwardRef`` for each name in annotations that is missing.
+
+    Python 3.14 evaluates annotations when code reads them, and earlier versions at the definition. A name may be missing because
+    it is imported for type checkers only.
+    """
+    return inspect.signature(function, **_LENIENT, **options)
+
+
+def annotations_of(obj: Any) -> dict[str, Any]:
+    """Return the annotations of a function or class; as strings, if names in them are missing (see :func:`signature_of`)."""
+    try:
+        found: dict[str, Any] = obj.__annotations__
+    except Exception:
+        if sys.version_info >= (3, 14):
+            return annotationlib.get_annotations(obj, format=annotationlib.Format.STRING)
+        raise
+    return found
 
 
 def find(path: str, *fallback: Any, of: str = f"Python {platform.python_version()}") -> Any:
