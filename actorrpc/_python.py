@@ -65,6 +65,10 @@ def find(path: str, *fallback: Any, of: str = f"Python {platform.python_version(
 running_loop: Final[Callable[[], Any]] = find("asyncio:_get_running_loop")
 # Sets that loop: calls that run within a wait may run a loop of their own.
 set_running_loop: Final[Callable[[Any], None]] = find("asyncio:_set_running_loop")
+# End and begin the current task of a loop, which must be the loop that this thread runs. In Python 3.14, a thread has one current
+# task; in earlier versions, each loop has one.
+leave_task: Final[Callable[[Any, Any], None]] = find("asyncio:_leave_task")
+enter_task: Final[Callable[[Any, Any], None]] = find("asyncio:_enter_task")
 # The future of ``asyncio.gather``. Without it, the state of a cluster does not show the calls that a ``gather`` awaits.
 GatheringFuture: Final[type] = find("asyncio.tasks:_GatheringFuture", asyncio.Future)
 # Attributes, read with a default: the future that a task awaits, and the futures that a GatheringFuture awaits. Without them, the

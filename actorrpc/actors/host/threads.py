@@ -31,7 +31,7 @@ import torch
 
 from actorrpc import _stacks, _time
 from actorrpc._exceptions import mark_handlers
-from actorrpc._python import running_loop, set_running_loop
+from actorrpc._python import enter_task, leave_task, running_loop, set_running_loop
 from actorrpc._torch import set_grad_enabled
 from actorrpc.actors.host.mailbox import Entry, GroupQueue
 from actorrpc.actors.streams.stalls import Stall, awaited, awaited_by, loop_on
@@ -406,8 +406,11 @@ class Runner:
         outer, wakers = self.running, self._wakers
         # Calls that run nested must not wake the outer wait; their own waits add their own wakers.
         self._wakers = []
-        # Hide the outer event loop: nested calls may run an event loop of their own.
+        # Hide the outer event loop and its task: nested calls may run an event loop of their own.
         loop = running_loop()
+        task = None if loop is None else asyncio.current_task(loop)
+        if task is not None:
+            leave_task(loop, task)
         set_running_loop(None)
         # A `with torch.no_grad():` of the outer call must not apply to nested calls.
         grad = torch.is_grad_enabled()
@@ -418,6 +421,8 @@ class Runner:
         finally:
             set_grad_enabled(grad)
             set_running_loop(loop)
+            if task is not None:
+                enter_task(loop, task)
             self._wakers = wakers
             self.running = outer
 
