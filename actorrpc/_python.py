@@ -75,6 +75,11 @@ GatheringFuture: Final[type] = find("asyncio.tasks:_GatheringFuture", asyncio.Fu
 # search for deadlocks and the state of a cluster do not include the calls that coroutines await.
 AWAITED: Final = "_fut_waiter"
 GATHERED: Final = "_children"
+# The code of the methods with which ``run_forever`` begins and ends, in Python 3.13 and later.
+LOOP_STEPS: Final = (
+    find("asyncio:BaseEventLoop._run_forever_setup.__code__", None),
+    find("asyncio:BaseEventLoop._run_forever_cleanup.__code__", None),
+)
 # The attribute of a task that is set to False so that asyncio does not log that it is freed. Without it, asyncio logs that.
 LOGS_PENDING: Final = "_log_destroy_pending"
 

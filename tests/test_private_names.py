@@ -29,6 +29,8 @@ if torch.__version__.startswith("2.6."):
     _ABSENT |= {"torch._C:_remove_obj_from_tls", "OPERATOR_TAGS", "OPERATOR_AUTOCAST", "WRAPPER_ID"}
 if sys.version_info >= (3, 12):
     _ABSENT.add("SET_TRACE")
+if sys.version_info < (3, 13):
+    _ABSENT |= {f"asyncio:BaseEventLoop._run_forever_{name}.__code__" for name in ("setup", "cleanup")}
 
 
 def _constants(module: Any) -> Iterator[tuple[str, ast.expr]]:

@@ -31,7 +31,7 @@ import torch
 
 from actorrpc import _stacks, _time
 from actorrpc._exceptions import mark_handlers
-from actorrpc._python import enter_task, leave_task, running_loop, set_running_loop
+from actorrpc._python import LOOP_STEPS, enter_task, leave_task, running_loop, set_running_loop
 from actorrpc._torch import set_grad_enabled
 from actorrpc.actors.host.mailbox import Entry, GroupQueue
 from actorrpc.actors.streams.stalls import Stall, awaited, awaited_by, loop_on
@@ -100,6 +100,7 @@ def bears_interruption(frame: FrameType | None) -> bool:
       method would continue.
     * ``Thread.start`` runs: until a new thread runs, CPython 3.11 gives its state the id of the thread that starts it. An
       exception that is set for this id meanwhile would end the new thread before its first line.
+    * An event loop begins or ends to run: it could not be closed afterwards.
     * asyncio holds a coroutine that no task runs yet, as at the end of ``asyncio.run``. The coroutine would never be awaited, and
       the interpreter would print a warning.
     """
@@ -113,6 +114,7 @@ def bears_interruption(frame: FrameType | None) -> bool:
         runs = runs or (code is _RUN_FOREVER and _has_begun(loop_on(frame)[1]))
         if (
             code is threading.Thread.start.__code__
+            or code in LOOP_STEPS
             or loses_exceptions(code)
             or code.co_filename.startswith(_IMPORT)
             or (code in _STARTS_LOOP and not runs)
