@@ -75,7 +75,7 @@ def switch_on() -> None:
 
 
 def temporary_certificates(
-    directory: Path, *, name: str = "worker", days: float = 7.0, authority: Certificates | None = None
+    directory: Path, *, name: str = "worker", days: float = 90.0, authority: Certificates | None = None
 ) -> Certificates:
     """Make a CA and a worker's certificate; return the paths of the files.
 

@@ -17,7 +17,6 @@ this user can read; on several hosts, each rank must be given the key.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -27,7 +26,6 @@ import re
 import secrets
 import signal
 import socket
-import ssl
 import sys
 import threading
 from collections.abc import Mapping
@@ -59,7 +57,7 @@ from actorrpc.group.group import is_loopback
 from actorrpc.group.launchers import VARIABLES, Launch, of_environment
 from actorrpc.group.store import StoreMeeting, addresses_towards, poll, some, wait_until
 from actorrpc.rpc import api
-from actorrpc.transport.tls import AnySocket, Tls, explain, shake_hands
+from actorrpc.transport.tls import Tls, authenticate
 from actorrpc.validation import amounts, check_fields, number, option, words
 from actorrpc.wire import keys
 from actorrpc.wire.handshake import Dialler
@@ -345,7 +343,7 @@ _NOT_IN_NAMES: Final = re.compile(r"[^A-Za-z0-9_:-]+", re.ASCII)
 #: Settings that a worker decides itself, whatever the driver's settings are.
 _OWN: Final = (
     *("transport", "bind", "advertise", "port", "insecure"),
-    *("tls_cert", "tls_key", "tls_ca", "tls_min_version", "frame_integrity"),
+    *("tls", "tls_cert", "tls_key", "tls_ca", "tls_min_version"),
 )
 
 
@@ -413,17 +411,9 @@ def _greet(
     plain = socket.create_connection((host, port), max(0.05, min(5.0, deadline - _time.now())))
     own = str(plain.getsockname()[0])
     limit = min(deadline, _time.now() + settings.handshake_timeout)
-    secured = None if tls is None else tls.dial(plain, limit)
-    sock: AnySocket = plain if secured is None else secured
-    with contextlib.closing(sock):
-        dialler = Dialler(
-            name=VISITOR + secrets.token_hex(4),
-            incarnation=new_incarnation(),
-            key=key.reveal(),
-            binding=b"" if secured is None else secured.binding,
-            seals=settings.frame_integrity and tls is None,
-        )
-        found = shake_hands(sock, dialler, limit)
+    dialler = Dialler(name=VISITOR + secrets.token_hex(4), incarnation=new_incarnation(), key=key.reveal())
+    sock, found = authenticate(plain, tls, dialler, limit, f"the driver at {show(host, port)}")
+    sock.close()
     tcp = ((host, port),)
     name, incarnation = found.peer_name, found.peer_incarnation
     return WorkerRecord(name=name, rank=0, incarnation=incarnation, host="unknown", tcp=tcp), own
@@ -447,8 +437,6 @@ def _knock(host: str, port: int, key: Key, settings: Settings, deadline: float) 
     def once() -> bool:
         try:
             found.append(_greet(host, port, key, settings, tls, deadline))
-        except ssl.SSLError as error:
-            raise explain(error, f"the driver at {where}") from error
         except OSError as error:
             if isinstance(error, RpcError):
                 raise

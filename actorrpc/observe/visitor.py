@@ -26,7 +26,6 @@ import os
 import secrets
 import select
 import socket
-import ssl
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -41,12 +40,11 @@ from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
 from actorrpc.observe.trace import compare_clocks
 from actorrpc.transport.failure_detector import process_state
-from actorrpc.transport.tls import AnySocket, Tls, TlsSocket, explain, shake_hands
+from actorrpc.transport.tls import AnySocket, Tls, TlsSocket, authenticate
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame, pack_header, unpack_header
 from actorrpc.wire.handshake import Dialler, Session
 from actorrpc.wire.identity import FIRST_VISITOR, WorkerRecord, host_identity, new_incarnation
-from actorrpc.wire.integrity import SealedReader, Seals
 from actorrpc.wire.keys import Key
 
 __all__ = [
@@ -146,7 +144,7 @@ class Target:
         record: the worker's record; None if only its address is known.
         addresses: where the worker listens: paths of Unix sockets, or ``(host, port)``.
         key: the key of the group; None if the group has none.
-        settings: the settings of TLS and of frame integrity.
+        settings: the settings of TLS.
     """
 
     record: WorkerRecord | None
@@ -226,13 +224,7 @@ class Visit:
             raise problem
         self.name = result.peer_name
         self.incarnation = result.peer_incarnation
-        seals = Seals.of(result.key, dialled=True) if result.sealed else None
-        self._seal = None if seals is None else seals.outgoing
-        self._reader: FrameReader = (
-            FrameReader(max_frame=_MAX_FRAME, max_chunk=_MAX_FRAME)
-            if seals is None
-            else SealedReader(seals.incoming, max_frame=_MAX_FRAME, max_chunk=_MAX_FRAME)
-        )
+        self._reader = FrameReader(max_frame=_MAX_FRAME, max_chunk=_MAX_FRAME)
         own = WorkerRecord(
             name=self._own,
             rank=FIRST_VISITOR + secrets.randbits(29),
@@ -247,45 +239,33 @@ class Visit:
         target = self._target
         self._own = f"{ACTING if self._acts else 'visitor-'}{secrets.token_hex(6)}"
         self._incarnation = new_incarnation()
-        unix = isinstance(address, str)
-        tls = None if unix else Tls.load(target.settings)
-        sock: AnySocket
+        tls = None
         if isinstance(address, str):
             plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             with undo_on_error(plain.close):
                 plain.settimeout(_remaining(until))
                 plain.connect(address)
         else:
+            tls = Tls.load(target.settings)
             plain = socket.create_connection(address, _remaining(until))
-        sock = plain
+        record = target.record
+        dialler = Dialler(
+            name=self._own,
+            incarnation=self._incarnation,
+            key=b"" if target.key is None else target.key.reveal(),
+            peer_name=None if record is None else record.name,
+            peer_incarnation=None if record is None else record.incarnation,
+            insecure=target.key is None,
+        )
         try:
-            if tls is not None:
-                sock = tls.dial(plain, until)
-            record = target.record
-            dialler = Dialler(
-                name=self._own,
-                incarnation=self._incarnation,
-                key=b"" if target.key is None else target.key.reveal(),
-                peer_name=None if record is None else record.name,
-                peer_incarnation=None if record is None else record.incarnation,
-                insecure=target.key is None,
-                binding=getattr(sock, "binding", b""),
-                seals=target.settings.frame_integrity and tls is None and not unix,
-            )
-            try:
-                return sock, shake_hands(sock, dialler, until, partial(self._wait, sock, until))
-            except AuthenticationError as error:
-                if dialler.replaced:  # another run of the worker has the address; the key is right
-                    raise ConnectionRefusedError(str(error)) from error
-                raise
-        except ssl.SSLError as error:
-            sock.close()
-            raise explain(error, f"the worker at {address}") from error
-        except BaseException:
-            sock.close()
+            wait = partial(self._wait, until)
+            return authenticate(plain, tls, dialler, until, f"the worker at {address}", wait)
+        except AuthenticationError as error:
+            if dialler.replaced:  # another run of the worker has the address; the key is right
+                raise ConnectionRefusedError(str(error)) from error
             raise
 
-    def _wait(self, sock: AnySocket, until: float) -> None:
+    def _wait(self, until: float, sock: AnySocket) -> None:
         """Wait until the socket is readable.
 
         Raises:
@@ -303,7 +283,7 @@ class Visit:
 
     def _send(self, frame: bytes) -> None:
         self._sock.settimeout(1.0)
-        self._sock.sendall(frame if self._seal is None else self._seal.sealed(frame))
+        self._sock.sendall(frame)
 
     # -- questions ---------------------------------------------------------------------------------------------
 
@@ -364,7 +344,7 @@ class Visit:
     def _frames(self, until: float) -> list[Frame]:
         """Wait for frames and return them, after answering pings and acknowledging what was received."""
         while True:
-            self._wait(self._sock, until)
+            self._wait(until, self._sock)
             try:
                 count = self._sock.recvmsg_into(self._reader.target(), 0, socket.MSG_DONTWAIT)[0]
             except BlockingIOError:

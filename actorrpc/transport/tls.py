@@ -1,9 +1,14 @@
-"""TLS between workers: loads and checks certificates, and provides a socket with TLS that has the interface of a plain socket.
+"""TLS between workers: makes or loads certificates, and provides a socket with TLS that has the interface of a plain socket.
 
-If certificates are configured, TCP connections use TLS 1.3 (or 1.2, if allowed) with certificates on both sides; a side without
-certificates is refused. The handshake that proves the group's key runs inside the TLS connection. Its proofs cover a digest of
-the TLS handshake (:attr:`TlsSocket.binding`). An attacker between two TLS connections can therefore not forward the proofs, even
-with a valid certificate. Unix sockets and shared memory do not use TLS, because they do not leave the host.
+TCP connections use TLS 1.3. The handshake that proves the group's key runs inside the TLS connection, and its proofs cover a
+digest of the TLS handshake (:attr:`TlsSocket.binding`): the certificates, and a message that depends on the keys of this
+connection. An attacker between two TLS connections can therefore not forward the proofs. So the key alone authenticates both
+sides, and a certificate proves nothing: the accepting side shows a self-signed certificate that its process has made, and the
+dialler does not verify it.
+
+If certificates of a CA are configured, both sides show and verify them in addition (with TLS 1.3, or 1.2 if allowed). With
+``ACTORRPC_TLS=off``, TCP connections are not encrypted. Two workers with different settings do not connect. Unix sockets and
+shared memory do not use TLS, because they do not leave the host.
 
 OpenSSL may have decrypted bytes that were not read yet. A poll of the socket does not report these bytes;
 :attr:`TlsSocket.pending` says whether there are any.
@@ -24,12 +29,15 @@ import errno
 import fcntl
 import functools
 import hashlib
+import importlib
+import logging
 import os
 import select
 import signal
 import socket
 import ssl
 import termios
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
@@ -38,10 +46,10 @@ from actorrpc._exceptions import undo_on_error
 from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ConfigError, ProtocolError, RpcError, VersionError
 from actorrpc.transport.stream import Stream
-from actorrpc.wire.handshake import Dialler, Session
+from actorrpc.wire.handshake import MAX_MESSAGE, Dialler, Session
 from actorrpc.wire.keys import check_private_file
 
-__all__ = ["HELLO", "AnySocket", "Tls", "TlsSocket", "explain", "shake_hands"]
+__all__ = ["HELLO", "AnySocket", "Tls", "TlsSocket", "authenticate", "describe"]
 
 HELLO: Final = b"\x16"
 """The first byte of a TLS connection. Connections without TLS begin with another byte."""
@@ -54,8 +62,15 @@ _FILES: Final = (
     ("tls_ca", "ACTORRPC_TLS_CA"),
 )
 _NAMES: Final = ", ".join(variable for _, variable in _FILES)
-_ALL_OR_NONE: Final = f"start all workers with certificates of one CA ({_NAMES}), or all without"
+_ALERT: Final = b"\x15"  # the first byte of a TLS message that reports an error
+_SAME: Final = "give all workers the same settings of TLS"
+_EXPIRES_S: Final = 14 * 86400  # a certificate that expires sooner is reported
+_SELF_SIGNED: Final = (
+    18,
+    19,
+)  # OpenSSL's codes for certificates without a CA, and with an unknown CA at the end of their chain
 _EXPIRED: Final = (9, 10)  # OpenSSL's codes for certificates that are not yet valid, and that have expired
+_log = logging.getLogger("actorrpc.links")
 _CLOSE_S: Final = 1.0  # how long close() waits for another thread's read or write, which is shorter
 _SIGPIPE: Final = signal.SIGPIPE
 # signal.getsignal without the conversion of its result to an enum, which takes most of the time.
@@ -151,13 +166,14 @@ class TlsSocket(Stream):
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
             # Not an SSLError, because the connection was closed, and the caller may try again.
             raise ConnectionResetError(errno.ECONNRESET, "closed during the handshake of TLS") from None
-        theirs = self._ssl.getpeercert(True)
-        if theirs is None:  # impossible with CERT_REQUIRED, which the contexts set
-            raise ssl.SSLError("the other side has shown no certificate")
-        # The digest covers the certificates of both sides, and the "finished" message, which depends on the session's keys.
-        parts = [_digest(theirs), self._own] if self._ssl.server_side else [self._own, _digest(theirs)]
-        parts.append(self._ssl.get_channel_binding("tls-unique") or b"")
-        self.binding = hashlib.sha256(b"actorrpc tls 1\0" + b"".join(parts)).digest()
+        # The digest covers the certificates of both sides, and the "finished" message, which depends on the session's keys. A
+        # side that showed no certificate counts as the empty certificate.
+        theirs = _digest(self._ssl.getpeercert(True) or b"")
+        parts = [theirs, self._own] if self._ssl.server_side else [self._own, theirs]
+        finished = self._ssl.get_channel_binding("tls-unique")
+        if not finished:
+            raise ssl.SSLError("this version of OpenSSL does not identify the connection (tls-unique)")
+        self.binding = hashlib.sha256(b"actorrpc tls 2\0" + b"".join(parts) + finished).digest()
         self.secured = True
         return True
 
@@ -167,10 +183,15 @@ class TlsSocket(Stream):
         Raises:
             TimeoutError: the handshake has not finished in time.
             ssl.SSLError, OSError: the handshake has failed.
+            _PlainTextError: the other side has answered without TLS.
         """
+        first = not self._ssl.server_side
         while not self.handshake():
             # Wait for reading only: all messages of a handshake fit into the socket's send buffer, so writing never blocks.
             _wait(self._ssl.fileno(), select.POLLIN, limit - _time.now())
+            if first and socket.socket.recv(self._ssl, 1, socket.MSG_PEEK) not in (HELLO, _ALERT, b""):
+                raise _PlainTextError(socket.socket.recv(self._ssl, MAX_MESSAGE))
+            first = False
 
     # -- reading -------------------------------------------------------------------------------------
 
@@ -352,20 +373,63 @@ AnySocket = socket.socket | TlsSocket
 """A socket on which a handshake runs."""
 
 
-def shake_hands(
-    sock: AnySocket, dialler: Dialler, limit: float, wait: Callable[[], None] | None = None
-) -> Session:
-    """Run the dialler's side of a handshake; return the session. Reads no bytes that follow the handshake.
+def authenticate(
+    sock: socket.socket,
+    tls: Tls | None,
+    dialler: Dialler,
+    limit: float,
+    whom: str,
+    wait: Callable[[AnySocket], None] | None = None,
+) -> tuple[AnySocket, Session]:
+    """Run the dialler's side of the handshakes on a connected socket; return the socket for the session, and the session.
+
+    Reads no bytes that follow the handshake. If it raises, the socket is closed.
 
     Args:
+        tls: None for a connection without TLS, for example to a Unix socket.
         limit: the time at which the handshake must have finished.
-        wait: called before each read; it may wait until bytes arrive.
+        whom: describes the other side, for the errors.
+        wait: called before each read of the second handshake; it may wait until bytes arrive.
 
     Raises:
         OSError: the connection has ended (TimeoutError: the handshake has not finished in time).
         RpcError: the handshake has failed.
     """
-    data = dialler.start()
+    used: AnySocket = sock
+    try:
+        if tls is None:
+            return sock, _shake_hands(sock, dialler, b"", limit, wait)
+        used = secured = tls.dial(sock, limit)
+        return used, _shake_hands(used, dialler, secured.binding, limit, wait)
+    except BaseException as error:
+        used.close()
+        if tls is not None and isinstance(
+            error, ssl.SSLError
+        ):  # also an OSError, but the connection has not ended
+            raise tls.explain(error, whom) from error
+        if isinstance(error, _PlainTextError):
+            # The bytes may say why the other side refuses the connection. Nothing is sent without TLS.
+            dialler.start()
+            dialler.feed(error.data)
+            raise ProtocolError(f"{whom} does not speak TLS; {describe(tls)} here: {_SAME}") from None
+        raise
+
+
+class _PlainTextError(Exception):
+    """The other side has answered ``data`` without TLS."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+def _shake_hands(
+    sock: AnySocket,
+    dialler: Dialler,
+    binding: bytes,
+    limit: float,
+    wait: Callable[[AnySocket], None] | None,
+) -> Session:
+    data = dialler.start(binding)
     while True:
         sock.settimeout(max(0.05, limit - _time.now()))
         if data:
@@ -374,7 +438,7 @@ def shake_hands(
             return dialler.result
         data = b""
         if wait is not None:
-            wait()
+            wait(sock)
         sock.settimeout(max(0.05, _time.patience(limit - _time.now())))
         try:
             received = sock.recv(dialler.wanted)
@@ -435,43 +499,65 @@ def _digest(certificate: bytes) -> bytes:
 
 
 class Tls:
-    """The certificates of a worker, loaded and checked. Immutable."""
+    """The settings of TLS of a worker, and its certificates. Thread-safe.
 
-    __slots__ = ("_client", "_own", "_server")
+    Attributes:
+        has_certificates: whether the sides show certificates of a CA; otherwise, only the group's key authenticates them.
+    """
 
-    def __init__(self, client: ssl.SSLContext, server: ssl.SSLContext, own: bytes) -> None:
-        self._client, self._server, self._own = client, server, own
+    __slots__ = ("_client", "_own", "_server", "_shown", "has_certificates")
+
+    def __init__(self, settings: Settings) -> None:
+        self.has_certificates = bool(settings.tls_cert)
+        self._client = _context(ssl.PROTOCOL_TLS_CLIENT, settings)
+        self._server = _context(ssl.PROTOCOL_TLS_SERVER, settings)
+        self._own, self._shown = (
+            _digest(b""),
+            b"",
+        )  # of the certificates that this worker shows as client, and as server
+        if self.has_certificates:
+            _try_out(self._client, self._server, settings)
+            self._own = self._shown = _digest(_first_certificate(str(settings.tls_cert)))
 
     @classmethod
     def load(cls, settings: Settings) -> Tls | None:
-        """Load the certificates in the settings; None if no certificates are set, or if only Unix sockets are used.
+        """Return the settings of TLS, with the certificates that they name; None if connections are not encrypted.
 
         Raises:
             ConfigError: a file is missing, cannot be used or does not match the others, or a certificate is not valid now.
         """
         given = [(name, variable, getattr(settings, name)) for name, variable in _FILES]
         missing = [variable for _, variable, path in given if not path]
-        if len(missing) == len(given):
-            return None
-        if missing:
+        if missing and len(missing) < len(given):
             raise ConfigError(
                 f"TLS needs a certificate, its key and a CA; {' and '.join(missing)} is not set: set all of {_NAMES}, or none"
             )
-        if settings.transport == "unix":
+        if not missing and not settings.tls:
+            raise ConfigError(
+                f"TLS is off (tls, ACTORRPC_TLS), but there are certificates: unset one of {_NAMES}"
+            )
+        if settings.transport == "unix" or not settings.tls:
             return None
-        for name, variable, path in given:
-            _check_file(path, f"{name} ({variable})", private=name == "tls_key")
-        client = _context(ssl.PROTOCOL_TLS_CLIENT, settings)
-        server = _context(ssl.PROTOCOL_TLS_SERVER, settings)
-        _try_out(client, server, settings)
-        return cls(client, server, _digest(_first_certificate(str(settings.tls_cert))))
+        if not missing:
+            for name, variable, path in given:
+                _check_file(path, f"{name} ({variable})", private=name == "tls_key")
+        return cls(settings)
+
+    def serve(self) -> None:
+        """Prepare :meth:`accept`: make the certificate that the accepting side shows, unless there is one of a CA.
+
+        Raises:
+            ConfigError: the package ``cryptography`` is missing.
+        """
+        if not self._shown:
+            self._shown = _load_temporary(self._server)
 
     def dial(self, sock: socket.socket, limit: float) -> TlsSocket:
         """Perform the client's TLS handshake on a connected socket. The returned object owns the socket; on errors it is closed.
 
         Raises:
             TimeoutError: the handshake has not finished at the time ``limit``.
-            ssl.SSLError: see :func:`explain`.
+            ssl.SSLError: see :meth:`explain`.
             OSError: the connection broke.
         """
         made = TlsSocket(sock, self._client, self._own, False)
@@ -481,7 +567,63 @@ class Tls:
 
     def accept(self, sock: socket.socket) -> TlsSocket:
         """Return the server's end on an accepted socket. The caller performs the handshake by :meth:`TlsSocket.handshake`."""
-        return TlsSocket(sock, self._server, self._own, True)
+        return TlsSocket(sock, self._server, self._shown, True)
+
+    def explain(self, error: ssl.SSLError, whom: str) -> RpcError:
+        """Return an error of this package that explains a TLS error.
+
+        Args:
+            whom: describes the other side, for the message.
+
+        Returns:
+            AuthenticationError for certificates, VersionError if there is no common version, otherwise ProtocolError.
+        """
+        own = f"this worker has {describe(self)}: {_SAME}"
+        if isinstance(error, ssl.SSLCertVerificationError):
+            why = error.verify_message
+            if error.verify_code in _EXPIRED:
+                advice = "renew it, or set the clocks right"
+            elif error.verify_code in _SELF_SIGNED:
+                advice = f"it has another CA, or no certificates; {own}"
+            else:
+                advice = own
+            return AuthenticationError(f"the certificate of {whom} is refused: {why}; {advice}")
+        reason = (error.reason or str(error) or type(error).__name__).replace("_", " ").lower()
+        if "certificate" in reason or "unknown ca" in reason or "decrypt error" in reason:
+            return AuthenticationError(
+                f"{whom} refuses the certificate of this worker, or one side has no certificate: {reason}; {own}"
+            )
+        if "protocol version" in reason or "unsupported protocol" in reason:
+            return VersionError(
+                f"{whom} and this worker speak no common version of TLS: {reason}; give all the same tls_min_version "
+                "(ACTORRPC_TLS_MIN_VERSION)"
+            )
+        return ProtocolError(f"the TLS handshake with {whom} failed: {reason}; {own}")
+
+
+def describe(tls: Tls | None) -> str:
+    """Return the settings of TLS of a worker, for messages: ``ACTORRPC_TLS=on``."""
+    if tls is None:
+        return "ACTORRPC_TLS=off"
+    return f"certificates ({_FILES[0][1]})" if tls.has_certificates else "ACTORRPC_TLS=on, no certificates"
+
+
+def _load_temporary(context: ssl.SSLContext) -> bytes:
+    """Make a self-signed certificate for this process, load it into a context, and return its digest."""
+    try:
+        der, pem = importlib.import_module("actorrpc.transport.certificate").make()
+    except ImportError as error:
+        raise ConfigError(
+            "TCP connections are encrypted, which needs the package cryptography: pip install cryptography. On a network whose "
+            f"traffic nobody else can read or change, ACTORRPC_TLS=off is possible ({error})"
+        ) from error
+    with open(
+        os.memfd_create("actorrpc", os.MFD_CLOEXEC), "wb"
+    ) as file:  # the private key is not written to a disk
+        file.write(pem)
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+    return _digest(der)
 
 
 def _close_half_made(error: OSError) -> None:
@@ -496,38 +638,6 @@ def _close_half_made(error: OSError) -> None:
         if isinstance(made, ssl.SSLSocket):
             made.close()
         trace = trace.tb_next
-
-
-def explain(error: ssl.SSLError, whom: str) -> RpcError:
-    """Return an error of this package that explains a TLS error.
-
-    Args:
-        whom: describes the other side, for the message.
-
-    Returns:
-        AuthenticationError for certificates, VersionError if there is no common version, otherwise ProtocolError.
-    """
-    if isinstance(error, ssl.SSLCertVerificationError):
-        if error.verify_code in _EXPIRED:
-            return AuthenticationError(
-                f"the certificate of {whom} is refused: {error.verify_message}; renew it, or set the clocks right"
-            )
-        return AuthenticationError(
-            f"the certificate of {whom} is refused: {error.verify_message}; {_ALL_OR_NONE}"
-        )
-    reason = (error.reason or str(error) or type(error).__name__).replace("_", " ").lower()
-    if "certificate" in reason or "unknown ca" in reason or "decrypt error" in reason:
-        return AuthenticationError(
-            f"{whom} refuses the certificate of this worker, or shows none: {reason}; {_ALL_OR_NONE}"
-        )
-    if "protocol version" in reason or "unsupported protocol" in reason:
-        return VersionError(
-            f"{whom} and this worker speak no common version of TLS: {reason}; give all the same tls_min_version "
-            "(ACTORRPC_TLS_MIN_VERSION)"
-        )
-    return ProtocolError(
-        f"{whom} does not speak TLS, or the TLS handshake with it failed: {reason}; {_ALL_OR_NONE}"
-    )
 
 
 def _check_file(path: str, what: str, private: bool) -> None:
@@ -549,8 +659,8 @@ def _context(protocol: int, settings: Settings) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     # Workers may move between hosts, so a worker is identified by the CA and the group's key, and not by a host name.
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.minimum_version = _VERSIONS[settings.tls_min_version]
+    context.verify_mode = ssl.CERT_REQUIRED if settings.tls_cert else ssl.CERT_NONE
+    context.minimum_version = _VERSIONS[settings.tls_min_version if settings.tls_cert else "1.3"]
     # Accept an end of file without close_notify, as plain sockets do: the frame reader notices a truncated frame.
     context.options |= (
         ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET | ssl.OP_IGNORE_UNEXPECTED_EOF
@@ -558,6 +668,8 @@ def _context(protocol: int, settings: Settings) -> ssl.SSLContext:
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # no session resumption: each connection makes a full handshake
     context.set_ciphers(_SUITES)
+    if not settings.tls_cert:
+        return context
     try:
         context.load_verify_locations(cafile=settings.tls_ca)
     except OSError as error:
@@ -575,7 +687,10 @@ def _context(protocol: int, settings: Settings) -> ssl.SSLContext:
 
 
 def _try_out(client: ssl.SSLContext, server: ssl.SSLContext, settings: Settings) -> None:
-    """Perform a TLS handshake in memory between both contexts: other workers would refuse a certificate that fails here."""
+    """Perform a TLS handshake in memory between both contexts: other workers would refuse a certificate that fails here.
+
+    Logs a warning if the certificate expires soon.
+    """
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True)]
     for _ in range(4):
@@ -591,6 +706,13 @@ def _try_out(client: ssl.SSLContext, server: ssl.SSLContext, settings: Settings)
                         f"{settings.tls_ca!r}: {_reason(error)}. It must be valid now, be signed by that CA, and be meant for "
                         "servers and clients"
                     ) from None
+    shown = ends[0].getpeercert()
+    assert shown is not None
+    until = str(shown["notAfter"])
+    if ssl.cert_time_to_seconds(until) - time.time() < _EXPIRES_S:
+        _log.warning(
+            "the certificate %r expires on %s: renew it, and restart the workers", settings.tls_cert, until
+        )
 
 
 def _reason(error: OSError) -> str:
