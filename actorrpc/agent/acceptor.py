@@ -43,7 +43,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from actorrpc import _limits, _time
 from actorrpc._exceptions import undo_on_error
 from actorrpc.errors import AuthenticationError, ProtocolError
-from actorrpc.transport.tls import HELLO, AnySocket, Tls, describe
+from actorrpc.transport.tls import AnySocket, Tls, describe
+from actorrpc.transport.tls_socket import HELLO
 from actorrpc.wire.handshake import MAX_MESSAGE, Acceptor, Refusal
 from actorrpc.wire.keys import remove_file
 

@@ -40,7 +40,8 @@ from actorrpc.config import Settings
 from actorrpc.errors import AuthenticationError, ProtocolError, RpcError
 from actorrpc.observe.trace import compare_clocks
 from actorrpc.transport.failure_detector import process_state
-from actorrpc.transport.tls import AnySocket, Tls, TlsSocket, authenticate
+from actorrpc.transport.tls import AnySocket, Tls, authenticate
+from actorrpc.transport.tls_socket import TlsSocket
 from actorrpc.wire import frames
 from actorrpc.wire.frames import Frame, FrameReader, pack_frame, pack_header, unpack_header
 from actorrpc.wire.handshake import Dialler, Session
