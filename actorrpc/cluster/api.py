@@ -51,7 +51,7 @@ from actorrpc.rpc.options import DEFAULT_RPC_TIMEOUT_SEC, check_timeout
 from actorrpc.validation import checks_of, text
 from actorrpc.wire import keys
 from actorrpc.wire.identity import check_name
-from actorrpc.wire.keys import Key
+from actorrpc.wire.keys import MAKE_ONE, Key
 
 __all__ = ["ClusterContext", "init", "page_address"]
 
@@ -575,8 +575,7 @@ def _given_secret(listen: str, is_embedded: bool) -> str:
     if not secret and is_embedded and not group.is_loopback(host):
         raise ConfigError(
             f"listen={listen!r} can be reached from other hosts, and there is no key: give the driver and every worker "
-            "the same one (ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read); make one with: "
-            "python -c 'import secrets; print(secrets.token_hex(32))'"
+            f"the same one (ACTORRPC_KEY, or ACTORRPC_KEY_FILE with a file that only you can read); {MAKE_ONE}"
         )
     return secret
 
