@@ -492,8 +492,9 @@ class _Doors:
             return
         if not has_key and settings.insecure:  # warn for loopback, too: other users of this host can reach it
             _log.warning(
-                "listening on %s WITHOUT a key: every process that reaches this port can run code as this user",
+                "listening on %s WITHOUT a key: every process that reaches this port can run code as this user (%s)",
                 host,
+                "connections are encrypted, but not authenticated" if settings.tls else "nothing is encrypted",
             )
         sock = _listen_tcp(host, settings.port)
         self.sockets.append(sock)
