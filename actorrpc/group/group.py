@@ -494,7 +494,9 @@ class _Doors:
             _log.warning(
                 "listening on %s WITHOUT a key: every process that reaches this port can run code as this user (%s)",
                 host,
-                "connections are encrypted, but not authenticated" if settings.tls else "nothing is encrypted",
+                "connections are encrypted, but not authenticated"
+                if settings.tls
+                else "nothing is encrypted",
             )
         sock = _listen_tcp(host, settings.port)
         self.sockets.append(sock)

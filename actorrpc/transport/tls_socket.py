@@ -56,6 +56,9 @@ class TlsSocket(Stream):
         binding: a digest of the TLS handshake, which differs for every connection; empty until :attr:`secured`.
     """
 
+    # RFC 8446, section 5.5: the keys of a connection should encrypt at most 2^24.5 full records with AES-GCM.
+    capacity = float(_RECORD << 24)
+
     __slots__ = (
         "_encrypted",
         "_error",
