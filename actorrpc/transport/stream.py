@@ -1,7 +1,7 @@
 """The byte streams that a connection reads and writes, and the states of a connection (:class:`ConnectionState`).
 
-:class:`SocketStream` is a plain socket, :class:`actorrpc.transport.tls.TlsSocket` adds TLS, and :class:`ReliableStream` replaces
-a failed socket by another socket:
+:class:`SocketStream` is a plain socket, :class:`actorrpc.transport.tls_socket.TlsSocket` adds TLS, and :class:`ReliableStream`
+replaces a failed socket by another socket:
 
 Each direction of a connection is a stream of bytes, counted from the first byte after the handshake. The reader counts the bytes
 that it has received and acknowledges them now and then; the writer keeps sent bytes until they are acknowledged. When the socket
