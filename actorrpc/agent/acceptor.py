@@ -45,7 +45,7 @@ from actorrpc._exceptions import undo_on_error
 from actorrpc.errors import AuthenticationError, ProtocolError
 from actorrpc.transport.tls import AnySocket, Tls, describe
 from actorrpc.transport.tls_socket import HELLO
-from actorrpc.wire.handshake import MAX_MESSAGE, Acceptor, Refusal
+from actorrpc.wire.handshake import Acceptor, Refusal
 from actorrpc.wire.keys import remove_file
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class Admission:
                     sock.setblocking(False)
                     sock.send(no_room(error))
                     sock.shutdown(socket.SHUT_WR)
-                    sock.recv(MAX_MESSAGE)  # closing with an unread HELLO would discard the reason
+                    sock.recv(_READ)  # closing with unread bytes would discard the reason
         except OSError:  # the backlog is empty, or another thread has opened the released descriptor
             pass
         held = _open_one()

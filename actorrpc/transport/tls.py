@@ -45,8 +45,9 @@ _FILES: Final = (
 _NAMES: Final = ", ".join(variable for _, variable in _FILES)
 _SAME: Final = "give all workers the same settings of TLS"
 _EXPIRES_S: Final = 14 * 86400  # a certificate that expires sooner is reported
-# OpenSSL's codes for certificates that no known CA has signed, and for certificates that are not yet valid or have expired.
-_SELF_SIGNED: Final = (18, 19)
+# OpenSSL's codes for certificates without a CA, of an unknown CA, and for certificates that are not yet valid or have expired.
+_SELF_SIGNED: Final = 18
+_OTHER_CA: Final = (19, 20)
 _EXPIRED: Final = (9, 10)
 _log = logging.getLogger("actorrpc.links")
 
@@ -211,16 +212,20 @@ class Tls:
             why = error.verify_message
             if error.verify_code in _EXPIRED:
                 advice = "renew it, or set the clocks right"
-            elif error.verify_code in _SELF_SIGNED:
-                advice = f"it has another CA, or no certificates; {own}"
+            elif error.verify_code == _SELF_SIGNED:
+                advice = f"it has no certificates of a CA; {own}"
+            elif error.verify_code in _OTHER_CA:
+                advice = f"it has another CA than tls_ca (ACTORRPC_TLS_CA); {own}"
             else:
                 advice = own
             return AuthenticationError(f"the certificate of {whom} is refused: {why}; {advice}")
         reason = (error.reason or str(error) or type(error).__name__).replace("_", " ").lower()
+        if not self.has_certificates and ("certificate required" in reason or "unknown ca" in reason):
+            return AuthenticationError(f"{whom} has certificates of a CA: {reason}; {own}")
+        if "did not return a certificate" in reason:
+            return AuthenticationError(f"{whom} has no certificates: {reason}; {own}")
         if "certificate" in reason or "unknown ca" in reason or "decrypt error" in reason:
-            return AuthenticationError(
-                f"{whom} refuses the certificate of this worker, or one side has no certificate: {reason}; {own}"
-            )
+            return AuthenticationError(f"{whom} refuses the certificate of this worker: {reason}; {own}")
         if "protocol version" in reason or "unsupported protocol" in reason:
             return VersionError(
                 f"{whom} and this worker speak no common version of TLS: {reason}; give all the same tls_min_version "

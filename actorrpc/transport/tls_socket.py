@@ -141,7 +141,7 @@ class TlsSocket(Stream):
             ssl.SSLError, OSError, PlainTextError: the handshake has failed.
         """
         while not self.handshake():
-            _wait(self.sock, select.POLLIN, limit - _time.now())
+            _wait(self.sock, select.POLLIN, limit)
 
     # -- reading -------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class TlsSocket(Stream):
     def _wait(self, events: int, limit: float | None) -> None:
         if self._timeout == 0:
             raise BlockingIOError
-        _wait(self.sock, events, None if limit is None else limit - _time.now())
+        _wait(self.sock, events, limit)
 
     def fileno(self) -> int:
         """Return the socket's descriptor; -1 if it is closed."""
@@ -337,13 +337,17 @@ def _batches(parts: Sequence[memoryview], skip: int) -> Iterator[list[Any]]:
         yield batch
 
 
-def _wait(sock: socket.socket, events: int, seconds: float | None) -> None:
+def _wait(sock: socket.socket, events: int, limit: float | None) -> None:
     """Wait for a socket.
 
     Raises:
-        TimeoutError: nothing happened in time.
+        TimeoutError: nothing has happened at the time ``limit``.
     """
     poller = _time.poll()
     poller.register(sock.fileno(), events)
-    if (seconds is not None and seconds <= 0) or not poller.poll(None if seconds is None else seconds * 1e3):
-        raise TimeoutError("timed out")
+    while True:
+        remaining = None if limit is None else limit - _time.now()
+        if remaining is not None and remaining <= 0:
+            raise TimeoutError("timed out")
+        if poller.poll(None if remaining is None else 1e3 * _time.patience(remaining)):
+            return

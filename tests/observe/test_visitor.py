@@ -48,17 +48,18 @@ def _alone(**settings: Any) -> Iterator[FoundGroup]:
         rpc.shutdown()
 
 
-@pytest.fixture(params=["plain", "sealed", "tls"])
+@pytest.fixture(params=["plain", "tls", "certificates"])
 def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """TCP address of a worker; its key and certificates are in the environment."""
-    if certificates.OVER_TLS and request.param != "tls":
-        pytest.skip("the whole suite runs over TLS")
+    if certificates.OVER_TLS and request.param != "certificates":
+        pytest.skip("the whole suite runs with certificates")
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
-    settings: dict[str, Any] = {"transport": "tcp", "frame_integrity": request.param == "sealed"}
-    if request.param == "tls":
+    if request.param == "plain":
+        monkeypatch.setenv("ACTORRPC_TLS", "off")
+    elif request.param == "certificates":
         for name, value in certificates.files().environment.items():
             monkeypatch.setenv(name, value)
-    with _alone(**settings):
+    with _alone(transport="tcp"):
         host, port = _agent().record.tcp[0]
         yield f"tcp://{host}:{port}"
 
