@@ -19,7 +19,7 @@ __all__ = ["ENVIRONMENT", "Settings", "host_and_port"]
 
 # Environment variables and their meanings. ACTORRPC_PORT sets Settings.port; a few, like ACTORRPC_KEY, set no field of Settings.
 ENVIRONMENT: dict[str, str] = {
-    "ACTORRPC_KEY": "the group's shared key (any text); several hosts need this, ACTORRPC_KEY_FILE or ACTORRPC_INSECURE",
+    "ACTORRPC_KEY": "the text of the group's shared key; several hosts need this, ACTORRPC_KEY_FILE or ACTORRPC_INSECURE",
     "ACTORRPC_KEY_FILE": "a file, readable by its owner only, that holds the key",
     "ACTORRPC_TRANSPORT": "auto (Unix sockets on one host, TCP between hosts), unix, or tcp",
     "ACTORRPC_BIND": "the address to listen on for TCP (default: this host's address in the connection to the rendezvous)",

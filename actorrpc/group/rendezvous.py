@@ -301,7 +301,7 @@ class Rendezvous(Membership):
         if announcement[2] != host:
             raise AuthenticationError(
                 "the group's key lies in a file on another host (or in another container, of another user): "
-                "set ACTORRPC_KEY to the same text of 16 or more characters for every worker"
+                "make a key with `actorrpc key FILE`, and set ACTORRPC_KEY_FILE for every worker"
             )
         return keys.read_key_file(announcement[1])
 
