@@ -1,4 +1,6 @@
-"""Private names of CPython that this package uses: the purpose of each, and the effect if it is missing.
+"""Annotations in all versions of Python, and private names of CPython that this package uses.
+
+The comment of a private name says its purpose, and the effect if it is missing.
 
 Python may change these names in any release. All of them were found in CPython 3.11, 3.13 and 3.14, except where a comment says
 otherwise, and ``tests/test_private_names.py`` checks them on the running version. Without a name that has neither a fallback nor
@@ -8,11 +10,40 @@ a comment about its absence, ``import actorrpc`` raises an ImportError that show
 from __future__ import annotations
 
 import asyncio
+import inspect
 import pkgutil
 import platform
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+if sys.version_info >= (3, 14):
+    import annotationlib
+
+    _LENIENT: Final[dict[str, Any]] = {"annotation_format": annotationlib.Format.FORWARDREF}
+else:
+    _LENIENT: Final[dict[str, Any]] = {}
+
+
+def signature_of(function: Callable[..., Any], **options: Any) -> inspect.Signature:
+    """Return ``inspect.signature(function, **options)``, with a ``ForwardRef`` for each name in annotations that is missing.
+
+    Python 3.14 evaluates annotations when code reads them, and earlier versions at the definition. A name may be missing because
+    it is imported for type checkers only.
+    """
+    return inspect.signature(function, **_LENIENT, **options)
+
+
+def annotations_of(obj: Any) -> dict[str, Any]:
+    """Return the annotations of a function or class; as strings, if names in them are missing (see :func:`signature_of`)."""
+    try:
+        found: dict[str, Any] = obj.__annotations__
+    except Exception:
+        if sys.version_info >= (3, 14):
+            return annotationlib.get_annotations(obj, format=annotationlib.Format.STRING)
+        raise
+    return found
 
 
 def find(path: str, *fallback: Any, of: str = f"Python {platform.python_version()}") -> Any:
@@ -34,12 +65,21 @@ def find(path: str, *fallback: Any, of: str = f"Python {platform.python_version(
 running_loop: Final[Callable[[], Any]] = find("asyncio:_get_running_loop")
 # Sets that loop: calls that run within a wait may run a loop of their own.
 set_running_loop: Final[Callable[[Any], None]] = find("asyncio:_set_running_loop")
+# End and begin the current task of a loop, which must be the loop that this thread runs. In Python 3.14, a thread has one current
+# task; in earlier versions, each loop has one.
+leave_task: Final[Callable[[Any, Any], None]] = find("asyncio:_leave_task")
+enter_task: Final[Callable[[Any, Any], None]] = find("asyncio:_enter_task")
 # The future of ``asyncio.gather``. Without it, the state of a cluster does not show the calls that a ``gather`` awaits.
 GatheringFuture: Final[type] = find("asyncio.tasks:_GatheringFuture", asyncio.Future)
 # Attributes, read with a default: the future that a task awaits, and the futures that a GatheringFuture awaits. Without them, the
 # search for deadlocks and the state of a cluster do not include the calls that coroutines await.
 AWAITED: Final = "_fut_waiter"
 GATHERED: Final = "_children"
+# The code of the methods with which ``run_forever`` begins and ends, in Python 3.13 and later.
+LOOP_STEPS: Final = (
+    find("asyncio:BaseEventLoop._run_forever_setup.__code__", None),
+    find("asyncio:BaseEventLoop._run_forever_cleanup.__code__", None),
+)
 # The attribute of a task that is set to False so that asyncio does not log that it is freed. Without it, asyncio logs that.
 LOGS_PENDING: Final = "_log_destroy_pending"
 

@@ -138,7 +138,6 @@ gloo_options: Final = attrgetter("_Options")
 TIMEOUT: Final = "_timeout"
 DEVICES: Final = "_devices"
 set_default_timeout: Final = attrgetter("_set_default_timeout")
-set_sequence_number: Final = methodcaller("_set_sequence_number_for_group")
 # The methods of a ProcessGroup that set its kind, its backend for a device, its name and its description.
 setters: Final = attrgetter("_set_default_backend", "_register_backend", "_set_group_name", "_set_group_desc")
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["BETWEEN_STEPS", "LAST_WORDS", "ODD_TENSORS", "OUTSIDE_OF_A_CONTEXT", "PROFILER", "TORCH_RPC"]
+__all__ = [
+    "BETWEEN_STEPS",
+    "LAST_WORDS",
+    "ODD_TENSORS",
+    "OUTSIDE_OF_A_CONTEXT",
+    "PROFILER",
+    "TORCHSCRIPT",
+    "TORCH_RPC",
+]
 
 # torch.distributed.rpc prints a line and a traceback for each remote function that raises.
 TORCH_RPC: Final = (
@@ -16,6 +24,8 @@ TORCH_RPC: Final = (
 # torch's profiler prints the first line whenever it starts or stops. If torch was built with CUDA and the host has no GPU, the
 # profiler also prints the second line, when it first stops in a process.
 PROFILER: Final = r"^USDT:.* profiler_(start|stop)$|^ERROR:.* gpuGetDeviceCount failed with code \d+$"
+# torch 2.14 and later warn once in each process.
+TORCHSCRIPT: Final = r"FutureWarning: `torch\.jit\.\w+` is (deprecated|not supported)"
 OUTSIDE_OF_A_CONTEXT: Final = (
     r"a tensor that requires grad was sent outside of a distributed autograd context.*\(Logged once\.\)$"
 )

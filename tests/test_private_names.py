@@ -29,6 +29,8 @@ if torch.__version__.startswith("2.6."):
     _ABSENT |= {"torch._C:_remove_obj_from_tls", "OPERATOR_TAGS", "OPERATOR_AUTOCAST", "WRAPPER_ID"}
 if sys.version_info >= (3, 12):
     _ABSENT.add("SET_TRACE")
+if sys.version_info < (3, 13):
+    _ABSENT |= {f"asyncio:BaseEventLoop._run_forever_{name}.__code__" for name in ("setup", "cleanup")}
 
 
 def _constants(module: Any) -> Iterator[tuple[str, ast.expr]]:
@@ -125,7 +127,6 @@ _CHECKS: dict[str, Callable[[], Any]] = {
     "TIMEOUT": lambda: hasattr(_options, _torch.TIMEOUT),
     "DEVICES": lambda: hasattr(_options, _torch.DEVICES),
     "set_default_timeout": lambda: _torch.set_default_timeout(c10d.ProcessGroupGloo),
-    "set_sequence_number": lambda: hasattr(c10d.ProcessGroupGloo, "_set_sequence_number_for_group"),
     "setters": lambda: all(_torch.setters(dist.ProcessGroup)),
     "IN_PLACE": lambda: (
         all(_has(_future, *names) for names in _python.IN_PLACE.values())

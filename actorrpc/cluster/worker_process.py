@@ -62,7 +62,10 @@ def main(job: dict[str, Any]) -> NoReturn:
     code = 1
     try:
         # After a crash in C, the last lines of stderr, which the death report contains, show the Python stack.
-        faulthandler.enable(file=2, all_threads=False)
+        if sys.version_info >= (3, 14):
+            faulthandler.enable(file=2, all_threads=False, c_stack=False)  # the stack in C would come last
+        else:
+            faulthandler.enable(file=2, all_threads=False)
         # Drop exit functions that libraries have registered in the fork server (they take 50 ms), as multiprocessing does.
         clear_exit_functions()
         atexit.register(logging.shutdown)

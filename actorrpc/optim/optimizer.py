@@ -16,7 +16,6 @@ some workers have not received.
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ import torch
 
 from actorrpc import _time
 from actorrpc._exceptions import is_of_handler, undo_on_error
+from actorrpc._python import signature_of
 from actorrpc.autograd import recorder
 from actorrpc.errors import RpcError
 from actorrpc.futures import Future
@@ -594,7 +594,7 @@ def _check_class(optimizer_class: Any) -> None:
         )
     needed = [
         name
-        for name, parameter in list(inspect.signature(optimizer_class.step).parameters.items())[1:]
+        for name, parameter in list(signature_of(optimizer_class.step).parameters.items())[1:]
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
@@ -696,7 +696,7 @@ class DistributedLRScheduler:
 def _takes_optimizer_first(scheduler_class: Callable[..., Any]) -> bool:
     """Return whether the optimizer is the first argument, as in all of torch's classes except ChainedScheduler."""
     try:
-        names = list(inspect.signature(scheduler_class).parameters)
+        names = list(signature_of(scheduler_class).parameters)
     except (TypeError, ValueError):
         return True
     return "optimizer" not in names or names[0] == "optimizer"

@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import dis
 import hashlib
-import inspect
 import io
 import pickle
 import re
@@ -51,6 +50,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as _cloudpickle
 
 from actorrpc import _stacks
+from actorrpc._python import annotations_of
 from actorrpc.errors import ProtocolError
 from actorrpc.serialization.class_cache import ClassCache
 from actorrpc.serialization.reducers import (
@@ -524,7 +524,7 @@ def captured(function: types.FunctionType) -> Iterable[tuple[str, Any]]:
 
 @lru_cache(maxsize=_MAX_CACHED)
 def _names_in_classes(code: types.CodeType) -> tuple[str, ...]:
-    """Return the names that the bodies of classes in a function may read from the function's globals.
+    """Return the names that the bodies of classes in a function, and their annotations, may read from the function's globals.
 
     A class body reads a name with instructions of its own (``_LOADS_OF_CLASSES``), which search the class's attributes first.
     cloudpickle does not examine these instructions. Names that the body has assigned before are left out.
@@ -533,12 +533,11 @@ def _names_in_classes(code: types.CodeType) -> tuple[str, ...]:
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             assigned = {"__name__"}  # read by every class body, and sent with every function
-            if not inner.co_flags & inspect.CO_OPTIMIZED:
-                for each in dis.get_instructions(inner):
-                    if each.opname == "STORE_NAME":
-                        assigned.add(each.argval)
-                    elif each.opname in _LOADS_OF_CLASSES and each.argval not in assigned:
-                        found[each.argval] = None
+            for each in dis.get_instructions(inner):
+                if each.opname == "STORE_NAME":
+                    assigned.add(each.argval)
+                elif each.opname in _LOADS_OF_CLASSES and each.argval not in assigned:
+                    found[each.argval] = None
             found.update(dict.fromkeys(_names_in_classes(inner)))
     return tuple(found)
 
@@ -606,7 +605,7 @@ def _function_key(function: types.FunctionType, remote_main: bool) -> Any:
     if _rebinds(function.__code__):
         raise _MutableError
     state = [_state_key(value, {id(function): function}, pure) for _, value in captured(function)]
-    if not pure[0] or function.__annotations__ or function.__doc__ is not None or function.__dict__:
+    if not pure[0] or annotations_of(function) or function.__doc__ is not None or function.__dict__:
         return None
     names = (function.__module__, function.__name__, function.__qualname__)
     return (remote_main, function.__code__, function.__code__.co_filename, names, tuple(state))
@@ -650,6 +649,20 @@ class _NotADefinitionError(Exception):
 def refuse(obj: Any) -> Any:
     """Raise an error: this is the reducer of tensors, RRefs and other objects of a message while a definition is pickled."""
     raise _NotADefinitionError(type(obj).__name__)
+
+
+def _evaluated(function: FunctionType) -> FunctionType:
+    """Return the function; if its annotations cannot be evaluated, a copy whose annotations are strings."""
+    try:
+        _ = function.__annotations__
+    except Exception:
+        parts = (function.__name__, function.__defaults__, function.__closure__)
+        copy = FunctionType(function.__code__, function.__globals__, *parts)
+        for name in ("__dict__", "__doc__", "__kwdefaults__", "__module__", "__qualname__"):
+            setattr(copy, name, getattr(function, name))
+        copy.__annotations__ = annotations_of(function)
+        return copy
+    return function
 
 
 class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -715,7 +728,7 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return NotImplemented
 
     def _dynamic_function_reduce(self, func: FunctionType) -> tuple[Any, ...]:
-        reduced: tuple[Any, ...] = super()._dynamic_function_reduce(func)
+        reduced: tuple[Any, ...] = super()._dynamic_function_reduce(_evaluated(func))
         space, captured_globals = func.__globals__, reduced[2][1]["__globals__"]
         for name in _names_in_classes(func.__code__):
             if name in space:
@@ -746,6 +759,10 @@ class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             if found is not None:
                 return self._name(cls, *found)
         reduced = _cloudpickle._dynamic_class_reduce(cls)
+        if sys.version_info >= (3, 14):  # cloudpickle sends only annotations that were evaluated
+            reduced[2][0].pop("__annotations_cache__", None)
+            if annotations := annotations_of(cls):
+                reduced[2][0]["__annotations__"] = annotations
         return self._inline(cls, (*reduced[:5], fill_class))
 
     def define_class(self, cls: type) -> tuple[bytes, bytes] | None:

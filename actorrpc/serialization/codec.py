@@ -744,7 +744,7 @@ def not_rebuilt(error: BaseException, what: str = "a message") -> RpcError:
     """Return the exception to raise because unpickling has raised ``error``; the caller sets ``error`` as its cause."""
     if isinstance(error, pickle.UnpicklingError):  # any other error may have been raised by a user's class
         return ProtocolError(f"{what} cannot be unpickled: {error}")
-    if isinstance(error, AttributeError) and "on <module '__main__'" in str(error):
+    if isinstance(error, AttributeError) and "module '__main__'" in str(error):
         return SerializationError(
             f"{error}. The sender wrote the name of an object of its main module, and the main module of this process does "
             "not have the name. The RPC pickler does not serialize function code that can be imported where it is called: "

@@ -9,10 +9,10 @@ registered for pickling by value:
 
 * instances of subclasses of ``ModuleType`` (``torch.ops``, ``torch.backends``, configuration modules) are sent by name, after
   checking that the name gives the same object; torch's operators are sent by name;
-* ``NewType``, ``ParamSpec``, ``TypeVarTuple``, ``lru_cache``, ``cached_property``, ``singledispatch``,
-  ``singledispatchmethod``, functions that ``torch.compile`` or ``torch.compiler.disable`` wrapped, and custom operators are sent
-  as the arguments from which they were made, and the receiver makes them again. The contents of caches and compiled code are not
-  sent.
+* ``NewType``, ``ParamSpec``, ``TypeVarTuple``, ``ForwardRef``, ``lru_cache``, ``cached_property``, ``partialmethod``,
+  ``singledispatch``, ``singledispatchmethod``, functions that ``torch.compile`` or ``torch.compiler.disable`` wrapped, and custom
+  operators are sent as the arguments from which they were made, and the receiver makes them again. The contents of caches and
+  compiled code, and the variables that a ``ForwardRef`` of Python 3.14 refers to, are not sent.
 
 Functions whose docstring ends with "(wire format)" are named in pickles. This module has no state and no lock of its own;
 cloudpickle has a table of the ``NewType`` and similar objects that were sent or made, and torch registers custom operators.
@@ -65,9 +65,7 @@ def _reduce_script_function(function: Any) -> _Reduced:
 
 
 def _reduce_script_module(module: Any) -> _Reduced:
-    archive = io.BytesIO()
-    torch.jit.save(module, archive)
-    return _load_script, (archive.getvalue(),)
+    return _load_script, (bytes(module.save_to_buffer()),)
 
 
 #: The reducer of each class of TorchScript.
@@ -216,6 +214,12 @@ def _reduce_new_type(found: Any) -> _Reduced:
     return _tracked(found, typing.NewType, (found.__qualname__, found.__supertype__), {})
 
 
+def _reduce_forward_reference(found: Any) -> _Reduced:
+    name = getattr(found, "__resolved_str__", found.__forward_arg__)
+    options = {key: getattr(found, f"__forward_{key}__") for key in ("module", "is_argument", "is_class")}
+    return functools.partial(typing.ForwardRef, name, **options), ()
+
+
 def _tracked(obj: Any, make: type, args: tuple[Any, ...], options: dict[str, Any]) -> _Reduced:
     return make_tracked, (_cloudpickle._get_or_create_tracker_id(obj), make, args, options, obj.__module__)
 
@@ -244,7 +248,7 @@ def make_lru_cache(function: Callable[..., Any], maxsize: int | None, typed: boo
 
 
 def reduce_descriptor(found: Any) -> _Reduced:
-    """Reduce a ``cached_property`` or a ``singledispatchmethod`` to its class and its attributes."""
+    """Reduce an instance of one of ``DESCRIPTORS`` to its class and its attributes."""
     base = next(base for base in DESCRIPTORS if isinstance(found, base))
     state = {name: value for name, value in vars(found).items() if name not in _NOT_SENT}
     return make_descriptor, (type(found), base), state, None, None, fill_descriptor
@@ -252,7 +256,7 @@ def reduce_descriptor(found: Any) -> _Reduced:
 
 def make_descriptor(kind: Any, base: Any) -> Any:
     """Make a descriptor with the attributes that are not sent (wire format)."""
-    made = kind.__new__(kind)
+    made = object.__new__(kind)
     vars(made).update(vars(base(bool)))
     return made
 
@@ -264,7 +268,7 @@ def fill_descriptor(made: Any, state: dict[str, Any]) -> None:
 
 # A lock in Python 3.11, and a cache of functions in Python 3.12 and 3.13.
 _NOT_SENT: Final = ("lock", "_method_cache")
-DESCRIPTORS: Final[Any] = (functools.cached_property, functools.singledispatchmethod)
+DESCRIPTORS: Final[Any] = (functools.cached_property, functools.partialmethod, functools.singledispatchmethod)
 """Classes whose instances, and instances of their subclasses, :func:`reduce_descriptor` reduces."""
 
 REDUCERS: Final[dict[type, Callable[[Any], _Reduced]]] = {
@@ -272,6 +276,7 @@ REDUCERS: Final[dict[type, Callable[[Any], _Reduced]]] = {
     _torch.OpOverload: _reduce_operator,
     _torch.OpOverloadPacket: _reduce_operator,
     type(functools.lru_cache(bool)): _reduce_lru_cache,
+    typing.ForwardRef: _reduce_forward_reference,
     typing.NewType: _reduce_new_type,
     typing.ParamSpec: _reduce_type_parameter,
     typing.TypeVarTuple: _reduce_type_parameter,

@@ -196,10 +196,13 @@ class _Loan(ctypes.Array[ctypes.c_ubyte]):
 
     def __del__(self) -> None:
         home = self.home
-        if home.pid == os.getpid():
-            home.returned.append(self.tag)
-            if home.on_return is not None:
-                home.on_return()
+        try:
+            if home.pid == os.getpid():
+                home.returned.append(self.tag)
+                if home.on_return is not None:
+                    home.on_return()
+        except AttributeError:  # the interpreter is shutting down
+            pass
 
 
 # ctypes never frees its array types, so there is one type for each size class and not for each size.

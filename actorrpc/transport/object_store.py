@@ -92,10 +92,13 @@ class _Use:
             os.close(fd)
 
     def __del__(self) -> None:
-        self.close()
-        if self.pid == os.getpid():
-            self.store.ended.append(self.segment_id)
-            self.store.request_trim()
+        try:
+            self.close()
+            if self.pid == os.getpid():
+                self.store.ended.append(self.segment_id)
+                self.store.request_trim()
+        except AttributeError:  # the interpreter is shutting down
+            pass
 
 
 class Segment:

@@ -14,22 +14,27 @@ import pytest
 # The first test runs the script, several of whose processes import torch._dynamo at the same time.
 pytestmark = pytest.mark.limit(240)
 
-_PROGRAM = Path(__file__).parent / "programs" / "main_script.py"
+_PROGRAMS = Path(__file__).parent / "programs"
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """Return the result of each function of the script in a worker, by name."""
+def _run(program: str, *arguments: str) -> str:
+    """Run a script, and return its output."""
     done = subprocess.run(
-        [sys.executable, str(_PROGRAM), "--size", "3"],
-        env={**os.environ, "PYTHONPATH": str(_PROGRAM.parents[3])},
+        [sys.executable, str(_PROGRAMS / program), *arguments],
+        env={**os.environ, "PYTHONPATH": str(_PROGRAMS.parents[2])},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=230,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    results: dict[str, Any] = json.loads(done.stdout)
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """Return the result of each function of the script in a worker, by name."""
+    results: dict[str, Any] = json.loads(_run("main_script.py", "--size", "3"))
     return results
 
 
@@ -78,4 +83,8 @@ def test_an_argument_is_sent_with_its_class_as_of_the_call(found: dict[str, Any]
 
 
 def test_workers_have_the_command_line_of_the_script(found: dict[str, Any]) -> None:
-    assert found["arguments"] == [str(_PROGRAM), "--size", "3"]
+    assert found["arguments"] == [str(_PROGRAMS / "main_script.py"), "--size", "3"]
+
+
+def test_code_is_sent_although_its_annotations_have_names_for_type_checkers_only() -> None:
+    assert _run("lazy_annotations.py") == "sent\n"

@@ -13,7 +13,7 @@ _PROGRAM = """
 import sys, threading
 from actorrpc.debugger.debugger import enter
 
-turns, entered, done = 0, 0, threading.Event()
+turns, entered, done = 0, threading.Event(), threading.Event()
 
 def spin():
     global turns
@@ -26,9 +26,8 @@ def start_and_end_threads():
         thread.start()
         thread.join()
 
-def count_entry(frame):
-    global entered
-    entered += 1
+def on_entry(frame):
+    entered.set()
     return True
 
 sys.setswitchinterval(1e-6)
@@ -37,11 +36,12 @@ others = [threading.Thread(target=start_and_end_threads) for _ in range(4)]
 for each in (spinner, *others):
     each.start()
 for _ in range(600):
-    enter(spinner.ident, count_entry)
+    enter(spinner.ident, on_entry)
+was_entered = entered.wait(60)  # the spinner may not have run meanwhile
 done.set()
 for each in (spinner, *others):
     each.join()
-assert entered, turns
+assert was_entered, turns
 print("entered")
 """
 

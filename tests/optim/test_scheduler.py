@@ -15,6 +15,9 @@ import actorrpc.autograd as dist_autograd
 from actorrpc.optim import DistributedLRScheduler, DistributedOptimizer
 from tests.optim.things import Twins
 
+# SequentialLR of torch 2.6 calls the schedulers in it as this warning forbids.
+pytestmark = pytest.mark.filterwarnings(r"ignore:The epoch parameter in `scheduler\.step\(\)`")
+
 SGD = torch.optim.SGD
 _STEPS = 9
 

@@ -22,7 +22,10 @@ import torch
 import torch.distributed.rpc as torch_rpc
 
 from actorrpc import errors, rpc
+from tests.announced import TORCHSCRIPT
 from tests.ranks import rpc_group, run_group, unused_path
+
+pytestmark = pytest.mark.prints(TORCHSCRIPT)
 
 _TINY = 0.05  # a time-out that must expire
 

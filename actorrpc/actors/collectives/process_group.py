@@ -168,7 +168,6 @@ def make(
         setattr(options, _torch.TIMEOUT, timedelta(seconds=timeout_s))
         made = parts.ProcessGroupNCCL(PrefixStore("cuda/", outer), rank, size, options)
         kind, devices = kinds.NCCL, ("cuda",)
-    _torch.set_sequence_number(made)
     set_kind, set_backend, set_name, set_description = _torch.setters(group)
     set_kind(kind)
     for device in devices:

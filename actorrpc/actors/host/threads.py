@@ -31,7 +31,7 @@ import torch
 
 from actorrpc import _stacks, _time
 from actorrpc._exceptions import mark_handlers
-from actorrpc._python import running_loop, set_running_loop
+from actorrpc._python import LOOP_STEPS, enter_task, leave_task, running_loop, set_running_loop
 from actorrpc._torch import set_grad_enabled
 from actorrpc.actors.host.mailbox import Entry, GroupQueue
 from actorrpc.actors.streams.stalls import Stall, awaited, awaited_by, loop_on
@@ -100,6 +100,7 @@ def bears_interruption(frame: FrameType | None) -> bool:
       method would continue.
     * ``Thread.start`` runs: until a new thread runs, CPython 3.11 gives its state the id of the thread that starts it. An
       exception that is set for this id meanwhile would end the new thread before its first line.
+    * An event loop begins or ends to run: it could not be closed afterwards.
     * asyncio holds a coroutine that no task runs yet, as at the end of ``asyncio.run``. The coroutine would never be awaited, and
       the interpreter would print a warning.
     """
@@ -113,6 +114,7 @@ def bears_interruption(frame: FrameType | None) -> bool:
         runs = runs or (code is _RUN_FOREVER and _has_begun(loop_on(frame)[1]))
         if (
             code is threading.Thread.start.__code__
+            or code in LOOP_STEPS
             or loses_exceptions(code)
             or code.co_filename.startswith(_IMPORT)
             or (code in _STARTS_LOOP and not runs)
@@ -406,8 +408,11 @@ class Runner:
         outer, wakers = self.running, self._wakers
         # Calls that run nested must not wake the outer wait; their own waits add their own wakers.
         self._wakers = []
-        # Hide the outer event loop: nested calls may run an event loop of their own.
+        # Hide the outer event loop and its task: nested calls may run an event loop of their own.
         loop = running_loop()
+        task = None if loop is None else asyncio.current_task(loop)
+        if task is not None:
+            leave_task(loop, task)
         set_running_loop(None)
         # A `with torch.no_grad():` of the outer call must not apply to nested calls.
         grad = torch.is_grad_enabled()
@@ -418,6 +423,8 @@ class Runner:
         finally:
             set_grad_enabled(grad)
             set_running_loop(loop)
+            if task is not None:
+                enter_task(loop, task)
             self._wakers = wakers
             self.running = outer
 

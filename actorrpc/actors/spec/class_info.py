@@ -21,6 +21,7 @@ from typing import Any, Final, Literal
 
 from torch import nn
 
+from actorrpc._python import signature_of
 from actorrpc.actors.spec.options import CallOptions
 from actorrpc.errors import ConfigError, SerializationError
 from actorrpc.serialization.class_cache import ClassCache
@@ -125,7 +126,7 @@ class Signature:
         if type(function) is types.FunctionType and not hasattr(function, "__signature__"):
             return cls._of_code(function, title, bound)
         try:
-            parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
+            parameters = list(signature_of(function, follow_wrapped=False).parameters.values())
         except (TypeError, ValueError):  # a C function without a signature
             return cls.anything(title)
         by_position = [each for each in parameters if each.kind in _POSITIONAL]
@@ -283,7 +284,7 @@ class MethodInfo:
     def shown(self, function: Any) -> inspect.Signature:
         """Return the signature for display: with defaults and annotations, if the function itself is known here."""
         try:
-            known = inspect.signature(function)
+            known = signature_of(function)
         except (TypeError, ValueError):
             return self.signature.shown()
         parameters = list(known.parameters.values())

@@ -681,8 +681,10 @@ def test_a_task_that_times_out_is_interrupted_if_its_caller_asks_for_it() -> Non
 class Recorder:
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.holding = threading.Event()
 
     def hold(self, gate: str) -> None:
+        self.holding.set()
         pass_gate(gate)
 
     def note(self, what: str) -> None:
@@ -693,7 +695,8 @@ class Recorder:
 
     @actorrpc.method(concurrency_group="aside")
     def answer(self) -> None:
-        """Answer while another method runs."""
+        """Answer while ``hold`` runs."""
+        self.holding.wait(30)
 
 
 @actorrpc.remote
@@ -718,6 +721,7 @@ def test_a_call_whose_time_has_passed_does_not_run_although_its_caller_is_stoppe
     recorder, stopping = Recorder.remote(), Stopping.remote()
     pid = actorrpc.get(stopping.pid.remote())
     held = recorder.hold.remote(str(gate))
+    actorrpc.get(recorder.answer.remote())
     called = stopping.call_and_stop.remote(recorder, 0.5)
     try:
         until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
