@@ -104,8 +104,12 @@ def bears_interruption(frame: FrameType | None) -> bool:
     * asyncio holds a coroutine that no task runs yet, as at the end of ``asyncio.run``. The coroutine would never be awaited, and
       the interpreter would print a warning.
     """
-    while frame is not None and _module(frame).startswith("namedtuple_"):
-        frame = frame.f_back  # the generated constructor of a namedtuple counts as code of its caller
+    # Weak collections, and the generated constructors of namedtuples, count as code of their caller. Python 3.13 and later may
+    # raise the exception only after the return to the caller. In Python 3.14, a ``with`` there would then not release its lock.
+    while frame is not None and _module(frame).startswith(("namedtuple_", "weakref")):
+        if loses_exceptions(frame.f_code):
+            return False
+        frame = frame.f_back
     if frame is None or _module(frame).startswith(_PACKAGE):
         return False
     runs = False  # True: an inner frame runs an event loop, whose task has begun

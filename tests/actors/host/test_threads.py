@@ -319,6 +319,26 @@ def test_an_import_and_the_start_of_a_thread_are_not_interrupted(
     assert interruptible[0] is False
 
 
+def test_a_weak_collection_is_interrupted_only_in_code_of_users() -> None:
+    table: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+    found = []
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if frame.f_code is weakref.WeakValueDictionary.get.__code__ and event == "call":
+            found.append(bears_interruption(frame))
+
+    before = sys.getprofile()
+    for module in ("actorrpc.package", "program"):
+        space: dict[str, Any] = {"__name__": module}
+        exec("def get(table): table.get(1)", space)
+        sys.setprofile(look)
+        try:
+            space["get"](table)
+        finally:
+            sys.setprofile(before)
+    assert found == [False, True]
+
+
 class _InterruptAtStep:
     """Raises Interrupted at the n-th step at which ``asyncio.run`` may be interrupted before or after its coroutine."""
 
