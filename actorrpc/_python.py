@@ -1,4 +1,4 @@
-"""Annotations in all versions of Python, and private names of CPython that this package uses.
+"""Functions that read annotations in all versions of Python, and the private names of CPython that this package uses.
 
 The comment of a private name says its purpose, and the effect if it is missing.
 
@@ -80,7 +80,7 @@ LOOP_STEPS: Final = (
     find("asyncio:BaseEventLoop._run_forever_setup.__code__", None),
     find("asyncio:BaseEventLoop._run_forever_cleanup.__code__", None),
 )
-# The attribute of a task that is set to False so that asyncio does not log that it is freed. Without it, asyncio logs that.
+# Set to False on a task so that asyncio does not log an error if the task is freed while it is pending.
 LOGS_PENDING: Final = "_log_destroy_pending"
 
 # Returns the command-line options of this interpreter, such as ``-X dev``. Without it, child processes get no options.

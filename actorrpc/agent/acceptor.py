@@ -83,7 +83,7 @@ class PendingConnection:
         self._gone = False
 
     def close(self) -> None:
-        """Close the socket: now, or when the thread that runs a step of the handshake has finished the step.
+        """Close the socket: now, or, if another thread runs a step of the handshake, when that thread has finished the step.
 
         During a step, TLS may replace ``sock`` by another object. And if the descriptor were closed during a step, its number
         could be reused while the step still uses the number.
@@ -92,7 +92,7 @@ class PendingConnection:
         self.sweep()
 
     def sweep(self) -> None:
-        """Close the socket if :meth:`close` was called and no thread runs a step. Called after each release of ``turn``, too."""
+        """Close the socket if :meth:`close` was called and no other thread runs a step. Also called after each step."""
         if self._gone and self.turn.acquire(blocking=False):
             try:
                 self.sock.close()
@@ -326,7 +326,7 @@ class Admission:
             if not data:
                 self._dismiss(pending)
                 return None
-            if data.startswith(HELLO) and not pending.acceptor.greeted:
+            if data.startswith(HELLO) and not pending.local and not pending.acceptor.greeted:
                 self._turn_away(pending, "TLS")
             answer = pending.acceptor.feed(data)
             if pending.acceptor.done:
@@ -413,7 +413,7 @@ class Admission:
         self._dismiss(pending)
 
     def _tell(self, text: str, address: str) -> None:
-        """Log a refusal at once, and the refusals of the following minute in one line, so that floods do not fill the disk."""
+        """Log the first refusal at once, and count the further refusals: while they continue, one line a minute reports them."""
         now = _time.now()
         with self._lock:
             quiet = now - self._refused_since < _MINUTE_S

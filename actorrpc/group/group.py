@@ -491,12 +491,16 @@ class _Doors:
         if is_loopback(host) and settings.transport != "tcp" and settings.bind is None:
             return
         if not has_key and settings.insecure:  # warn for loopback, too: other users of this host can reach it
+            who, how = "every process", "not encrypted"
+            if settings.tls_cert:
+                who, how = "every process with a certificate of the CA", "encrypted"
+            elif settings.tls:
+                how = "encrypted, but not authenticated"
             _log.warning(
-                "listening on %s WITHOUT a key: every process that reaches this port can run code as this user (%s)",
+                "listening on %s WITHOUT a key: %s that reaches this port can run code as this user; connections are %s",
                 host,
-                "connections are encrypted, but not authenticated"
-                if settings.tls
-                else "nothing is encrypted",
+                who,
+                how,
             )
         sock = _listen_tcp(host, settings.port)
         self.sockets.append(sock)

@@ -91,7 +91,7 @@ class Stream:
 
     @abstractmethod
     def close(self) -> None:
-        """Close the descriptors."""
+        """Close the socket."""
 
 
 class SocketStream(Stream):
@@ -301,7 +301,7 @@ class ReliableStream(Stream):
             count: how many bytes the other side has received.
 
         Raises:
-            ProtocolError: the other side cannot have received that many bytes.
+            ProtocolError: the other side cannot have received that number of bytes.
         """
         if not self._base <= count <= self.sent:
             raise ProtocolError(

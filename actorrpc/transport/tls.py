@@ -7,8 +7,8 @@ sides, and a certificate proves nothing: the accepting side shows a self-signed 
 dialler does not verify it.
 
 If certificates of a CA are configured, both sides show and verify them in addition (with TLS 1.3, or 1.2 if allowed). With
-``ACTORRPC_TLS=off``, TCP connections are not encrypted. Two workers with different settings do not connect. Unix sockets and
-shared memory do not use TLS, because they do not leave the host.
+``ACTORRPC_TLS=off``, TCP connections are not encrypted. A TCP connection fails if only one side uses TLS, or only one
+side has certificates. Unix sockets and shared memory do not use TLS, because they do not leave the host.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def authenticate(
         try:
             secured = tls.dial(sock, limit)
             return secured, _shake_hands(secured, dialler, secured.binding, limit, wait)
-        except ssl.SSLError as error:  # also an OSError, but the other side is there
+        except ssl.SSLError as error:
+            # SSLError is an OSError, and callers dial again after an OSError. But this peer has answered: raise an RpcError.
             raise tls.explain(error, whom) from error
         except PlainTextError as error:
             # The bytes may say why the other side refuses the connection. Nothing is sent without TLS.
@@ -129,7 +130,7 @@ def _digest(certificate: bytes) -> bytes:
 
 
 class Tls:
-    """The settings of TLS of a worker, and its certificates. Thread-safe.
+    """The TLS settings and certificates of a worker. Thread-safe, except :meth:`serve`, which one thread calls once.
 
     Attributes:
         has_certificates: whether the sides show certificates of a CA; otherwise, only the group's key authenticates them.
@@ -235,7 +236,7 @@ class Tls:
 
 
 def describe(tls: Tls | None) -> str:
-    """Return the settings of TLS of a worker, for messages: ``ACTORRPC_TLS=on``."""
+    """Return a worker's TLS settings for messages, for example ``ACTORRPC_TLS=on, no certificates``."""
     if tls is None:
         return "ACTORRPC_TLS=off"
     return f"certificates ({_FILES[0][1]})" if tls.has_certificates else "ACTORRPC_TLS=on, no certificates"

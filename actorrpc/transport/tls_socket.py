@@ -27,8 +27,8 @@ HELLO: Final = b"\x16"
 """The first byte of a TLS connection. Connections without TLS begin with another byte."""
 _ALERT: Final = b"\x15"  # the first byte of a TLS message that reports an error
 _RECORD: Final = 16 << 10  # the most bytes of data in one TLS record
-_BATCH: Final = 4 * _RECORD  # bytes that are encrypted before they are sent
-_READ: Final = 64 << 10  # bytes that are received before they are decrypted
+_BATCH: Final = 4 * _RECORD  # the most bytes of data that are encrypted for one system call
+_READ: Final = 64 << 10  # the most bytes that one system call receives
 _NO_SIGNAL: Final = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 
 
@@ -45,8 +45,8 @@ class TlsSocket(Stream):
 
     ``recv_into``, ``recvmsg_into``, ``send`` and ``sendmsg`` never block, whatever flags are passed; ``recv`` and ``sendall``
     wait for at most the time-out. All raise the exceptions of sockets: BlockingIOError, and OSError (``ssl.SSLError`` is a
-    subclass) when the connection has failed. If a method that writes has written only a part of its data, the next write must
-    begin with the rest.
+    subclass) when the connection has failed. If a write raises BlockingIOError, the next write
+    must begin with the same bytes; if it writes only a part of its data, the next write must begin with the rest.
 
     Args:
         own: the digest of the certificate that this side shows, or of no bytes.
@@ -305,7 +305,7 @@ class TlsSocket(Stream):
             return True
 
     def close(self) -> None:
-        """Close the descriptor. Sends nothing to the other side, so that a forked child can call it."""
+        """Close the descriptor, without sending close_notify of TLS, so that a forked child can call it."""
         self.sock.close()
 
 

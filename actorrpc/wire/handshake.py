@@ -55,9 +55,9 @@ VERSIONS = (10, 10)
 _MAGIC = b"aRPC"
 _HEAD = len(_MAGIC) + 2  # magic, kind, length of the body
 _HELLO, _CHALLENGE, _AUTH, _WELCOME, _REFUSE = 1, 2, 3, 4, 5
-# dialler: lowest and highest version, purpose, flags, nonce, attach token, incarnation, name
+# dialler: lowest and highest version, purpose, flags, nonce, attach token, incarnation, length of the name
 _HELLO_FIXED = struct.Struct("!BBBB32s16s16sB")
-# acceptor: lowest, highest and chosen version, flags, nonce, incarnation, name
+# acceptor: lowest, highest and chosen version, flags, nonce, incarnation, length of the name
 _CHALLENGE_FIXED = struct.Struct("!BBBB32s16sB")
 _REFUSE_FIXED = struct.Struct("!BB")
 _SIZES = {
@@ -119,7 +119,10 @@ class Session:
 
 
 class _Side:
-    """The base class of both sides: checks the key, and reads messages. After a failure, each read raises an equal error."""
+    """The base class of both sides: checks the constructor's arguments, and parses messages.
+
+    After the handshake has failed, each further call of ``feed`` raises an error of the same type with the same text.
+    """
 
     __slots__ = (
         "_binding",
