@@ -54,9 +54,8 @@ def address(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if certificates.OVER_TLS and request.param != "certificates":
         pytest.skip("the whole suite runs with certificates")
     monkeypatch.setenv("ACTORRPC_KEY", _KEY)
-    if request.param == "plain":
-        monkeypatch.setenv("ACTORRPC_TLS", "off")
-    elif request.param == "certificates":
+    monkeypatch.setenv("ACTORRPC_TLS", "off" if request.param == "plain" else "on")
+    if request.param == "certificates":
         for name, value in certificates.files().environment.items():
             monkeypatch.setenv(name, value)
     with _alone(transport="tcp"):

@@ -379,7 +379,7 @@ certificates although TLS is off
 def test_wrong_tls_options_are_refused_before_a_store_is_opened(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in files().environment:
+    for variable in ("ACTORRPC_TLS", *files().environment):
         monkeypatch.delenv(variable, raising=False)
     change, words = _wrong(tmp_path)[case]
     given = {**files().options, **change}
