@@ -187,7 +187,8 @@ def _ends(table: str, local: int, remote: int) -> list[str]:
     ends = f":{local:04X}", f":{remote:04X}"
     try:
         with open(table, encoding="ascii") as file:
-            rows = [line.split() for line in file]
+            # The test of the line is quick: a busy host has many thousands of lines.
+            rows = [line.split() for line in file if f"{ends[0]} " in line and f"{ends[1]} " in line]
     except OSError:  # the file does not exist, for example without IPv6
         return []
-    return [row[9] for row in rows[1:] if row[1].endswith(ends[0]) and row[2].endswith(ends[1])]
+    return [row[9] for row in rows if row[1].endswith(ends[0]) and row[2].endswith(ends[1])]
