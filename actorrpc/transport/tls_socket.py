@@ -10,6 +10,7 @@ for one attempt to read or write, which does not block, and takes no other lock 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import select
@@ -125,13 +126,18 @@ class TlsSocket(Stream):
             return True
 
     def _continue(self) -> bool:
+        done = False
         try:
             self._ssl.do_handshake()
+            done = True
         except ssl.SSLWantReadError:
-            return False
-        finally:
-            self._flush()  # all messages of a handshake fit into the socket's send buffer
-        return True
+            pass
+        except ssl.SSLError:
+            with contextlib.suppress(OSError):  # the alert; the error of the handshake says more
+                self._flush()
+            raise
+        self._flush()  # all messages of a handshake fit into the socket's send buffer
+        return done
 
     def handshake_until(self, limit: float) -> None:
         """Finish the TLS handshake before the time ``limit``.
