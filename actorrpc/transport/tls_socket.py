@@ -179,11 +179,16 @@ class TlsSocket(Stream):
             raise self._error
         got, size, read, incoming = 0, len(buffer), self._ssl.read, self._in
         is_last = False  # whether the kernel had fewer bytes than were asked for
+        before = -1  # ``got`` before the last bytes were received
         try:
             while True:
                 if not self.pending:
-                    if got and is_last:
+                    # Messages of TLS without data (new keys, tickets) may arrive without end; the caller may have a time limit.
+                    if is_last or got == before:
+                        if not got:
+                            raise BlockingIOError
                         return got
+                    before = got
                     data = self.sock.recv(_READ)
                     is_last = len(data) < _READ
                     if data:

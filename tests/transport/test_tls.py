@@ -209,6 +209,22 @@ def test_bytes_before_a_damaged_record_are_delivered(pair: tuple[TlsSocket, TlsS
         other.recv(100_000)
 
 
+def test_a_read_ends_although_the_other_side_sends_more_and_more_without_data() -> None:
+    """A peer that has not proved the key could otherwise keep a thread, by sending new keys or tickets all the time."""
+    context = _server(files())
+    context.num_tickets = 2_000
+    with _ends(_tls(), partial(TlsSocket, context=context, own=b"", server=True)) as (one, other):
+        other.sendall(b"data")
+        reads = 0
+        while True:
+            reads += 1
+            assert _readable(one, 30_000)
+            with contextlib.suppress(BlockingIOError):
+                assert one.recv_into(memoryview(bytearray(100))) == 4
+                break
+        assert reads > 2
+
+
 def test_operations_on_a_closed_tls_socket_raise_os_error(pair: tuple[TlsSocket, TlsSocket]) -> None:
     """A thread may use the socket just after another thread closed it, as when a guest's time has run out."""
     for sock in pair:
