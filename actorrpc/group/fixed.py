@@ -68,6 +68,7 @@ _GRACE_S: Final = 2.0  # how long to wait until the others have read an error, o
 _STALE_S: Final = (
     2.0  # how long a problem with a value has to last: an earlier group in this store may have left the value
 )
+_LOOK_S: Final = 1.0  # how often rank 0 checks that no other rank 0 has replaced its address
 _ATTEMPT_S: Final = 2.0  # the time limit of one attempt to connect, which Ctrl-C does not interrupt
 _PART: Final = 1 << 20  # bytes of records in one notice
 
@@ -158,11 +159,21 @@ class FixedRendezvous(Rendezvous):
             record.unix_path if has_path else None,
         )
         mac = b"" if self._key is None else self._key.sign(self._purpose(), body)
-        self._store_op("set", _LEADER, pack(body, mac))
+        value = pack(body, mac)
+        self._store_op("set", _LEADER, value)
+        look_at = _time.now() + _LOOK_S
         while (found := self._close_when_all_are_here()) is None:
             self._changed.wait(min(0.1, max(0.0, self._deadline - _time.now())))
             self._changed.clear()
             checkpoint()
+            if _time.now() >= look_at:
+                look_at = _time.now() + _LOOK_S
+                if self._store_op("get", _LEADER) != value:
+                    self._send(pack(_OVER))
+                    raise RendezvousError(
+                        "another rank 0 has come to the store: give every worker a rank of its own, and every group its own port "
+                        "or file"
+                    )
         records = [record, *found]
         try:
             self._judge(records)
