@@ -311,7 +311,7 @@ class FixedRendezvous(Rendezvous):
             return met[0]
         if isinstance(problem, ProtocolError):
             raise problem
-        why = "" if problem is None else f"; the address of rank 0 in the store does not help: {problem}"
+        why = "" if problem is None else f"; the last attempt to reach it failed: {problem}"
         raise RendezvousError(f"rank 0 did not come within {self.timeout:g} s (the workers meet there){why}")
 
     def _check(
@@ -338,7 +338,7 @@ class FixedRendezvous(Rendezvous):
         if leader.kind == FILE and leader.host == host:
             path = leader.key_file
             if keys.is_stale(path) or not os.path.lexists(path):
-                raise ConnectionRefusedError("it is of a run that has ended")
+                raise ConnectionRefusedError("the store has the address of a run that has ended")
         key = self._accept(leader.kind, leader.key_file, leader.host, own_key, host)
         if not key.has_signed(self._purpose(), body, mac):
             raise AuthenticationError(
