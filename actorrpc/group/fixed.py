@@ -66,7 +66,7 @@ _TABLE, _ERROR, _OVER = "table", "error", "over"
 _ERRORS: Final = {each.__name__: each for each in (RendezvousError, ConfigError)}
 _GRACE_S: Final = 2.0  # how long to wait until the others have read an error, or until rank 0 has sent it
 _STALE_S: Final = (
-    2.0  # how long a problem with a value has to last: an earlier group in this store may have left the value
+    2.0  # how long a problem with a value must last: an earlier group in this store may have left the value
 )
 _LOOK_S: Final = 1.0  # how often rank 0 checks that no other rank 0 has replaced its address
 _ATTEMPT_S: Final = 2.0  # the time limit of one attempt to connect, which Ctrl-C does not interrupt
@@ -88,8 +88,6 @@ class FixedRendezvous(Rendezvous):
         self._size = size
         self._deadline = 0.0
         self._table: dict[str | int, WorkerRecord] = {}  # by name and by rank
-        self._key: Key | None = None
-        self._kind = ""
         self._lock = _time.Lock()
         # On rank 0: the visitors by the incarnations of their workers, and their records.
         self._here: dict[str, tuple[Peer, WorkerRecord]] = {}
@@ -121,13 +119,7 @@ class FixedRendezvous(Rendezvous):
         self.key_is_given = own_key is not None
         if record.rank:
             return self._follow(record, own_key, settings)
-        if own_key is not None:
-            self._kind, self._key = GIVEN, own_key
-        elif settings.insecure:
-            self._kind = _NONE
-        else:
-            self._kind, self._key = FILE, self._make_key()
-        return self._key
+        return self._make_key() if own_key is None and not settings.insecure else own_key
 
     def _purpose(self) -> str:
         return f"the address of rank 0 in {self._prefix}"
@@ -148,18 +140,17 @@ class FixedRendezvous(Rendezvous):
         agent.inbox.prompt.add(_MEET)
         agent.on_peer_end.append(self._ended)
         agent.start(sockets)
-        record = agent.record
-        has_path = self._kind == FILE or not record.tcp
+        record, key = agent.record, agent.connector.key
+        has_path = self._key_file is not None or not record.tcp
         body = pack(
-            self._kind,
+            GIVEN if self.key_is_given else _NONE if key is None else FILE,
             self._key_file or "",
             record.host if has_path else "",
             record.incarnation,
             record.tcp,
             record.unix_path if has_path else None,
         )
-        mac = b"" if self._key is None else self._key.sign(self._purpose(), body)
-        value = pack(body, mac)
+        value = pack(body, b"" if key is None else key.sign(self._purpose(), body))
         self._store_op("set", _LEADER, value)
         look_at = _time.now() + _LOOK_S
         while (found := self._close_when_all_are_here()) is None:

@@ -112,8 +112,7 @@ class Rendezvous(Membership):
 
     def _make_key(self) -> Key:
         """Make a key, and write it to a file that only this user can read."""
-        if self._key_file is None:
-            self._key_file = keys.create_key_file()
+        self._key_file = keys.create_key_file()
         return keys.read_key_file(self._key_file)
 
     def _forget_key_file(self) -> None:
