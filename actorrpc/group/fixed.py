@@ -180,11 +180,12 @@ class FixedRendezvous(Rendezvous):
         packed, late = unpack(body)
         record = WorkerRecord.from_bytes(packed)
         with self._lock:
-            over = self._over
-            if not over:
+            if not self._over:
                 self._here[record.incarnation] = peer, record
                 self._late = self._late or late
-        if over:
+            # A worker that times out while rank 0 starts will get the table.
+            comes_late = self._here.get(record.incarnation, (None,))[0] is not peer
+        if comes_late:
             _send_notice(peer, _packed_notice(pack(_OVER)))
         self._changed.set()
 
@@ -240,8 +241,10 @@ class FixedRendezvous(Rendezvous):
         rows = [each.to_bytes() for each in self.members()]
         while rows:
             part: list[bytes] = []
-            while rows and sum(map(len, part)) < _PART:
+            size = 0
+            while rows and size < _PART:
                 part.append(rows.pop())
+                size += len(part[-1])
             self._send(pack(_TABLE, part))
         self._here = {}
 
