@@ -221,7 +221,7 @@ def real(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:
 
     with (
         mock.patch.object(fixed, "poll", poll),
-        mock.patch.object(FixedRendezvous, "_check", return_value=key),
+        mock.patch.object(FixedRendezvous, "_find_key", return_value=None),
         mock.patch.object(FixedRendezvous, "_visit", visit),
     ):
         stage.run([body(worker) for worker in range(workers)], _comes_at(seed, workers))
@@ -266,7 +266,7 @@ def _dynamic(worker: int) -> _Steps:
 
 
 _KEY_BYTES: Final = 41  # "given" and an HMAC, in msgpack
-_ADDRESS: Final = pack(pack("given", "", "", "0" * 32, (("10.123.123.123", 43210),), None), bytes(32))
+_ADDRESS: Final = pack(pack("given", "", made_up(0).to_bytes()), bytes(32))
 
 
 def model(workers: int, seed: int, *, dynamic: bool = False) -> Meeting:

@@ -173,7 +173,7 @@ class DynamicRendezvous(Rendezvous):
         return key, pack(FILE, self._key_file, host)
 
     def _read(self, announcement: list[Any], own_key: Key | None, host: str) -> Key:
-        kind, rest = announcement[0], announcement[1:]
+        kind, *rest = announcement
         if kind == GIVEN and [type(each) for each in rest] == [bytes]:
             key = self._accept(GIVEN, "", "", own_key, host)
             if not key.has_signed(_PURPOSE, b"", rest[0]):

@@ -23,7 +23,7 @@ import socket
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from actorrpc import _time
 from actorrpc.agent.agent import Agent
@@ -141,15 +141,13 @@ class FixedRendezvous(Rendezvous):
         agent.on_peer_end.append(self._ended)
         agent.start(sockets)
         record, key = agent.record, agent.connector.key
-        has_path = self._key_file is not None or not record.tcp
-        body = pack(
-            GIVEN if self.key_is_given else _NONE if key is None else FILE,
-            self._key_file or "",
-            record.host if has_path else "",
-            record.incarnation,
-            record.tcp,
-            record.unix_path if has_path else None,
+        shown = WorkerRecord(
+            name="rank0", rank=0, incarnation=record.incarnation, host="unknown", tcp=record.tcp
         )
+        if self._key_file is not None or not record.tcp:
+            shown = replace(shown, host=record.host, unix_path=record.unix_path)
+        kind = GIVEN if self.key_is_given else _NONE if key is None else FILE
+        body = pack(kind, self._key_file or "", shown.to_bytes())
         value = pack(body, b"" if key is None else key.sign(self._purpose(), body))
         self._store_op("set", _LEADER, value)
         look_at = _time.now() + _LOOK_S
@@ -274,10 +272,16 @@ class FixedRendezvous(Rendezvous):
             value = self._find(_LEADER)
             if value is None or value == over:
                 return False
-            body, mac = _parts(unpack(value), bytes, bytes)
-            leader = _Leader(unpack(body))
+            body, mac = unpack(value, bytes, bytes)
+            kind, path, packed = unpack(body, str, str, bytes)
+            leader = WorkerRecord.from_bytes(packed)
             try:
-                key = self._check(leader, body, mac, own_key, record.host, settings)
+                key = self._find_key(kind, path, leader.host, own_key, record.host, settings)
+                if key is not None and not key.has_signed(self._purpose(), body, mac):
+                    raise AuthenticationError(
+                        "the address of rank 0 in the store was not written with this worker's key: give all workers the same "
+                        f"ACTORRPC_KEY. If they have it, {OTHERS}"
+                    )
                 answer = self._visit(leader, key, record, settings)
             except (ProtocolError, RendezvousError) as error:
                 if value != refused:
@@ -308,41 +312,27 @@ class FixedRendezvous(Rendezvous):
         why = "" if problem is None else f"; the last attempt to reach it failed: {problem}"
         raise RendezvousError(f"rank 0 did not come within {self.timeout:g} s (the workers meet there){why}")
 
-    def _check(
-        self,
-        leader: _Leader,
-        body: bytes,
-        mac: bytes,
-        own_key: Key | None,
-        host: str,
-        settings: Settings,
+    def _find_key(
+        self, kind: str, path: str, there: str, own_key: Key | None, host: str, settings: Settings
     ) -> Key | None:
-        """Return the group's key, after checking that rank 0 has made the value with it.
+        """Return the group's key, as rank 0 has announced it; None if it has none.
 
         Raises:
             OSError: the run of the group that has written the value has ended.
             AuthenticationError: the workers do not share a key.
         """
-        if leader.kind == _NONE:
+        if kind == _NONE:
             if own_key is None and settings.insecure:
                 return None
             raise AuthenticationError(
                 "rank 0 has no key, because it was started with insecure=True: give all workers the same settings and key"
             )
-        if leader.kind == FILE and leader.host == host:
-            path = leader.key_file
-            if keys.is_stale(path) or not os.path.lexists(path):
-                raise ConnectionRefusedError("the store has the address of a run that has ended")
-        key = self._accept(leader.kind, leader.key_file, leader.host, own_key, host)
-        if not key.has_signed(self._purpose(), body, mac):
-            raise AuthenticationError(
-                "the address of rank 0 in the store was not written with this worker's key: give all workers the same "
-                f"ACTORRPC_KEY. If they have it, {OTHERS}"
-            )
-        return key
+        if kind == FILE and there == host and (keys.is_stale(path) or not os.path.lexists(path)):
+            raise ConnectionRefusedError("the store has the address of a run that has ended")
+        return self._accept(kind, path, there, own_key, host)
 
     def _visit(
-        self, leader: _Leader, key: Key | None, record: WorkerRecord, settings: Settings
+        self, leader: WorkerRecord, key: Key | None, record: WorkerRecord, settings: Settings
     ) -> list[WorkerRecord] | RpcError | None:
         """Send the record to rank 0, and wait for its answer: the table, an error, or None if rank 0 has met its group before.
 
@@ -352,20 +342,13 @@ class FixedRendezvous(Rendezvous):
             LimitError: rank 0 has no descriptor left.
             RendezvousError: rank 0 has no address here, or has not answered in time.
         """
-        addresses: list[str | tuple[str, int]] = list(leader.tcp)
-        if leader.unix_path is not None and leader.host == record.host:
-            addresses = [leader.unix_path]
-        if not addresses:
+        target = Target.of(leader, key, replace(settings, transport="auto"))
+        target.record, target.incarnation = None, leader.incarnation  # the name is not known
+        if not target.addresses:
             raise RendezvousError(
                 "rank 0 is on another host (or in a container, or of another user) and listens on no address that this worker "
                 "can reach: give rank 0 an address (ACTORRPC_BIND)"
             )
-        target = Target(
-            incarnation=leader.incarnation,
-            addresses=addresses,
-            key=key,
-            settings=replace(settings, transport="auto"),
-        )
         limit = self._deadline
         rows: list[WorkerRecord] = []
         with contextlib.closing(Visitor(target, min(limit, _time.now() + _ATTEMPT_S))) as visitor:
@@ -387,37 +370,6 @@ class FixedRendezvous(Rendezvous):
                     # Rank 0 knows which workers are missing, and tells all.
                     visitor.tell(_MEET, pack(record.to_bytes(), self.timeout))
                     limit += _GRACE_S
-
-
-class _Leader:
-    """The value in the store: the address of rank 0.
-
-    Attributes:
-        kind: how the workers get the group's key.
-        key_file: the path of the file with the key, or an empty string.
-        host: the identity of rank 0's host, if the key is in a file or rank 0 has no TCP address; otherwise empty.
-        incarnation, tcp, unix_path: as in :class:`WorkerRecord`.
-
-    Raises:
-        RendezvousError: the value cannot be read.
-    """
-
-    def __init__(self, row: list[Any]) -> None:
-        self.kind, self.key_file, self.host, self.incarnation, tcp, path = _parts(
-            row, str, str, str, str, list, (str, type(None))
-        )
-        self.tcp = [tuple(_parts(each, str, int)) for each in tcp]
-        self.unix_path = path
-
-
-def _parts(row: Any, *types: Any) -> list[Any]:
-    if (
-        isinstance(row, list)
-        and len(row) == len(types)
-        and all(isinstance(each, kind) for each, kind in zip(row, types, strict=True))
-    ):
-        return row
-    raise RendezvousError(f"the address of rank 0 in the store cannot be read; {OTHERS}")
 
 
 def _is_connected(peer: Peer) -> bool:

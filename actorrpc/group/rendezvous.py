@@ -181,17 +181,20 @@ def pack(*parts: Any) -> bytes:
     return packed
 
 
-def unpack(data: bytes) -> list[Any]:
+def unpack(data: bytes, *types: type) -> list[Any]:
     """Unpack values.
 
+    Args:
+        types: the types of the values; none: any values, at least one.
+
     Raises:
-        RendezvousError: the bytes are not a packed list.
+        RendezvousError: the bytes are not packed values of these types.
     """
     try:
         found = msgpack.unpackb(data, raw=False)
     except (ValueError, msgpack.UnpackException):
         found = None
-    if not isinstance(found, list) or not found:
+    if not isinstance(found, list) or not found or (types and tuple(map(type, found)) != types):
         raise RendezvousError(f"the store's data about the group cannot be read; {OTHERS}")
     return found
 

@@ -439,10 +439,9 @@ def test_a_changed_address_of_rank_0_raises_authentication_error(store: HashStor
         listener.listen()
         listener.settimeout(0.0)
         body, mac = msgpack.unpackb(value)
-        fields = msgpack.unpackb(body)
-        (place,) = [n for n, each in enumerate(fields) if isinstance(each, list)]
-        fields[place] = [list(listener.getsockname())]
-        store.set(name, msgpack.packb([msgpack.packb(fields), mac]))
+        *fields, leader = msgpack.unpackb(body)
+        changed = replace(WorkerRecord.from_bytes(leader), tcp=(listener.getsockname(),))
+        store.set(name, msgpack.packb([msgpack.packb([*fields, changed.to_bytes()]), mac]))
         with pytest.raises(AuthenticationError, match="not written with this worker's key"):
             join(store, 1, 2, key=KEY, transport="tcp")
         with pytest.raises(BlockingIOError):  # the worker has not connected
@@ -452,9 +451,8 @@ def test_a_changed_address_of_rank_0_raises_authentication_error(store: HashStor
 def test_a_replayed_address_of_rank_0_does_no_harm(store: HashStore) -> None:
     """A program without the key listens at the address of an earlier rank 0."""
     name, value = leader_of(store, 2, key=KEY, transport="tcp")
-    fields = msgpack.unpackb(msgpack.unpackb(value)[0])
-    ((address,),) = [each for each in fields if isinstance(each, list)]
-    with socket.create_server(tuple(address)) as listener:
+    leader = WorkerRecord.from_bytes(msgpack.unpackb(msgpack.unpackb(value)[0])[-1])
+    with socket.create_server(leader.tcp[0]) as listener:
         store.set(name, value)
         accepted: list[socket.socket] = []
 
