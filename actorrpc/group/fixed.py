@@ -294,7 +294,7 @@ class FixedRendezvous(Rendezvous):
                 problem = error
                 return False
             if answer is None:
-                over = value
+                over, problem = value, RendezvousError("rank 0 has met other workers already")
                 return False
             if isinstance(answer, RpcError):
                 raise answer
