@@ -146,7 +146,7 @@ def test_a_dialler_sends_no_proof_to_another_worker_than_the_dialled_one(
     challenge = two.feed(one.start())
     with pytest.raises(AuthenticationError, match=says):
         one.feed(challenge)
-    assert one.replaced is (wanted.get("peer_name") == "bob")
+    assert one.replaced is (wanted.get("peer_name") != "carol")
 
 
 def test_an_acceptor_may_refuse_an_authenticated_worker() -> None:
