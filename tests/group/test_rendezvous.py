@@ -29,6 +29,7 @@ from actorrpc.group import group as groups
 from actorrpc.group.dynamic import DynamicRendezvous
 from actorrpc.group.fixed import FixedRendezvous
 from actorrpc.group.store import StoreMeeting, open_store
+from actorrpc.transport import signals
 from actorrpc.wire.identity import WorkerRecord, host_identity, new_incarnation
 from actorrpc.wire.keys import Key
 from tests.ports import free_port
@@ -40,10 +41,18 @@ LONG = 30.0
 
 
 @pytest.fixture(autouse=True)
-def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ACTORRPC_RUNTIME_DIR", str(tmp_path / "run"))
     for name in ("ACTORRPC_KEY", "ACTORRPC_KEY_FILE", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    # The tests start agents on several threads at once. Only one thread at a time may wrap signal handlers, so wrap them before.
+    signals.install(_do_nothing)
+    yield
+    signals.uninstall(_do_nothing)
+
+
+def _do_nothing() -> None:
+    """Stand in for the function that makes the main thread run deferred handlers."""
 
 
 @pytest.fixture(params=["hash", "file", "tcp"])
