@@ -89,7 +89,7 @@ class Rendezvous(Membership):
         self._forget_key_file()
         try:
             self.leave()
-        except RendezvousError:
+        except RpcError:
             pass
         # The socket of the store closes with the last reference to it, and this object may be part of a cycle.
         self._store = _Released()
