@@ -249,7 +249,7 @@ def _fixed(worker: int, workers: int) -> _Steps:
     if worker == 0:
         yield "set", "leader", 0
     else:
-        yield from _poll(min(0.5, max(0.05, workers / 2000)), "leader")
+        yield from _poll(min(0.5, max(0.02, workers / 2000)), "leader")
         yield "get", "leader", len(_ADDRESS)
 
 

@@ -305,7 +305,7 @@ class FixedRendezvous(Rendezvous):
             return True
 
         # Poll less often in large groups, because all workers ask one server.
-        if poll(has_met, self._deadline, slowest=min(0.5, max(0.05, self._size / 2000))):
+        if poll(has_met, self._deadline, slowest=min(0.5, max(0.02, self._size / 2000))):
             return met[0]
         if isinstance(problem, ProtocolError):
             raise problem
