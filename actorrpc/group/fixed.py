@@ -1,6 +1,6 @@
 """How the workers of a fixed group (``world_size`` given) meet: at rank 0, over encrypted connections.
 
-1. Rank 0 starts its agent and then writes one value into the store: its address, with an HMAC of the group's key.
+1. Rank 0 listens and writes one value into the store: its address, with an HMAC of the group's key. Then it starts its agent.
 2. Each other worker reads the value, connects to rank 0 as a visitor, and sends its record.
 3. When all records have come, rank 0 checks them. It answers with an error at once, or with the table of all workers when it is
    ready to serve calls, because members may call rank 0 as soon as they have the table.
@@ -87,6 +87,7 @@ class FixedRendezvous(Rendezvous):
         super().__init__(store, f"fixed/{size}/{restarts}/", timeout)
         self._size = size
         self._deadline = 0.0
+        self._value = b""  # the value in the store that rank 0 has written
         self._table: dict[str | int, WorkerRecord] = {}  # by name and by rank
         self._lock = _time.Lock()
         # On rank 0: the visitors by the incarnations of their workers, and their records.
@@ -106,6 +107,8 @@ class FixedRendezvous(Rendezvous):
     def enter(self, record: WorkerRecord, own_key: Key | None, settings: Settings) -> Key | None:
         """Agree on the group's key, and return it; None if the group has none. Except on rank 0, also meet the other workers.
 
+        Rank 0 publishes its address, so its sockets must listen already; connections then wait until its agent has started.
+
         Workers that were given a key use it. Otherwise rank 0 makes a file that only this user can read, and the others on its
         host read it.
 
@@ -119,7 +122,17 @@ class FixedRendezvous(Rendezvous):
         self.key_is_given = own_key is not None
         if record.rank:
             return self._follow(record, own_key, settings)
-        return self._make_key() if own_key is None and not settings.insecure else own_key
+        key = self._make_key() if own_key is None and not settings.insecure else own_key
+        shown = WorkerRecord(
+            name="rank0", rank=0, incarnation=record.incarnation, host="unknown", tcp=record.tcp
+        )
+        if self._key_file is not None or not record.tcp:
+            shown = replace(shown, host=record.host, unix_path=record.unix_path)
+        kind = GIVEN if self.key_is_given else _NONE if key is None else FILE
+        body = pack(kind, self._key_file or "", shown.to_bytes())
+        self._value = pack(body, b"" if key is None else key.sign(self._purpose(), body))
+        self._store_op("set", _LEADER, self._value)
+        return key
 
     def _purpose(self) -> str:
         return f"the address of rank 0 in {self._prefix}"
@@ -131,7 +144,7 @@ class FixedRendezvous(Rendezvous):
     # -- rank 0 ----------------------------------------------------------------------------------------
 
     def gather(self, agent: Agent, sockets: list[socket.socket]) -> None:
-        """Start rank 0's agent, publish its address, and collect the records of all workers.
+        """Start rank 0's agent, and collect the records of all workers.
 
         Raises:
             RendezvousError, ConfigError: as :meth:`enter`; all workers that have come raise the same error.
@@ -140,16 +153,6 @@ class FixedRendezvous(Rendezvous):
         agent.inbox.prompt.add(_MEET)
         agent.on_peer_end.append(self._ended)
         agent.start(sockets)
-        record, key = agent.record, agent.connector.key
-        shown = WorkerRecord(
-            name="rank0", rank=0, incarnation=record.incarnation, host="unknown", tcp=record.tcp
-        )
-        if self._key_file is not None or not record.tcp:
-            shown = replace(shown, host=record.host, unix_path=record.unix_path)
-        kind = GIVEN if self.key_is_given else _NONE if key is None else FILE
-        body = pack(kind, self._key_file or "", shown.to_bytes())
-        value = pack(body, b"" if key is None else key.sign(self._purpose(), body))
-        self._store_op("set", _LEADER, value)
         look_at = _time.now() + _LOOK_S
         while (found := self._close_when_all_are_here()) is None:
             self._changed.wait(min(0.1, max(0.0, self._deadline - _time.now())))
@@ -157,13 +160,13 @@ class FixedRendezvous(Rendezvous):
             checkpoint()
             if _time.now() >= look_at:
                 look_at = _time.now() + _LOOK_S
-                if self._store_op("get", _LEADER) != value:
+                if self._store_op("get", _LEADER) != self._value:
                     self._send(pack(_OVER))
                     raise RendezvousError(
                         "another rank 0 has come to the store: give every worker a rank of its own, and every group its own port "
                         "or file"
                     )
-        records = [record, *found]
+        records = [agent.record, *found]
         try:
             self._judge(records)
         except (RendezvousError, ConfigError) as error:
