@@ -18,6 +18,7 @@ this user can read; on several hosts, each rank must be given the key.
 from __future__ import annotations
 
 import dataclasses
+import hmac
 import itertools
 import logging
 import math
@@ -195,6 +196,7 @@ def find_key(host: str, port: int) -> Key:
 
 
 _AGAIN_S: Final = 1.0
+_RANK: Final = re.compile(r"(?:^rank|-)([0-9]+)$", re.ASCII)  # at the end of the name of a rank's worker
 
 
 class LaunchMeeting:
@@ -264,47 +266,67 @@ class LaunchMeeting:
             return file.read()
 
     def announce(self, address: str) -> None:
-        """Publish the address of rank 0."""
-        self._store.set(self._prefix + "address", address)
+        """Publish the address of rank 0, with an HMAC of the key."""
+        self._store.set(self._prefix + "address", f"{self._mac(address)} {address}")
+
+    def _mac(self, address: str) -> str:
+        return Key.from_text(self.secret).sign(f"address in {self._prefix}", address.encode()).hex()
 
     def address(self) -> str:
-        """Return the address of rank 0."""
-        return self._get("address", "its address")
+        """Return the address of rank 0.
+
+        Raises:
+            AuthenticationError: the address in the store was not written with the key of this rank.
+            RendezvousError: there is no address in time.
+        """
+        mac, _, address = self._get("address", "its address").partition(" ")
+        if not hmac.compare_digest(mac, self._mac(address)):
+            raise AuthenticationError(
+                f"the address of rank 0 in the store was not written with the key of rank {self._launch.rank}: give all ranks "
+                "the same ACTORRPC_KEY, and let no other program write to the store"
+            )
+        return address
 
     def renew(self, stale: str, deadline: float) -> None:
         """Wait at most 1 s until rank 0 has published another address than ``stale``; read the key again.
 
-        Called after joining at ``stale`` has failed.
+        Called after joining at ``stale`` (empty: there was no valid address) has failed.
         """
         self._deadline = deadline
-        poll(lambda: self.address() != stale, min(deadline, _time.now() + _AGAIN_S))
         self.secret = self._agree()
 
-    def report_arrival(self, address: str) -> None:
-        """Record in the store that this rank has joined the driver at an address."""
-        self._store.set(f"{self._prefix}arrived/{address}/{self._launch.rank}", "1")
-        self._store.add(f"{self._prefix}arrived/{address}", 1)
+        def is_new() -> bool:
+            try:
+                return self.address() != stale
+            except AuthenticationError:
+                return False
 
-    def wait_for(self, address: str, timeout: float) -> None:
+        poll(is_new, min(deadline, _time.now() + _AGAIN_S))
+
+    def wait_for(self, joined: set[str], timeout: float) -> None:
         """Wait until all other ranks have joined, then remove the key file.
+
+        Args:
+            joined: the names of the workers that have joined, which end with their ranks.
 
         Raises:
             RendezvousError: some ranks have not joined in time.
         """
-        key, count = f"{self._prefix}arrived/{address}", self._launch.size - 1
-        deadline = _time.now() + timeout
+        size, deadline = self._launch.size, _time.now() + timeout
 
-        def absent() -> str:
-            ranks = [each for each in range(1, count + 1) if not self._store.check([f"{key}/{each}"])]
-            return f"{len(ranks)} of {count + 1} ranks to join: {some(ranks)}"
+        def absent() -> list[int]:
+            found = {int(match[1]) for match in map(_RANK.search, joined.copy()) if match}
+            return sorted(set(range(1, size)) - found)
+
+        def what() -> str:
+            return f"{len(absent())} of {size} ranks to join: {some(absent())}"
 
         try:
-            if not wait_until(
-                lambda: bool(self._store.add(key, 0) >= count), deadline, "init() on rank 0", absent
-            ):
+            if not wait_until(lambda: not absent(), deadline, "init() on rank 0", what):
+                missing = absent()
                 raise RendezvousError(
-                    f"only {self._store.add(key, 0) + 1} of {count + 1} ranks have joined within {timeout:g} s: have all called "
-                    "actorrpc.init()?"
+                    f"only {size - len(missing)} of {size} ranks have joined within {timeout:g} s (missing: {some(missing)}): "
+                    "have all called actorrpc.init()?"
                 )
         finally:
             self.close()

@@ -379,7 +379,7 @@ class Dialler(_Side):
         if (self._peer_name is not None and name != self._peer_name) or (
             self._wanted is not None and incarnation != self._wanted
         ):
-            self.replaced = name == self._peer_name
+            self.replaced = self._peer_name in (None, name)
             was = name if not self.replaced else f"{name} (another run of it)"
             self._fail(
                 AuthenticationError(

@@ -127,6 +127,14 @@ class Key:
         """Return 8 characters that are equal for equal keys, and from which the key cannot be derived."""
         return hashlib.sha256(b"actorrpc group tag\0" + self._secret).hexdigest()[:8]
 
+    def sign(self, purpose: str, data: bytes) -> bytes:
+        """Return an HMAC-SHA256 of ``data``. It differs for each purpose, so that no other value can replace the data."""
+        return hmac.digest(self._secret, b"\0".join((b"actorrpc value 1", purpose.encode(), data)), "sha256")
+
+    def has_signed(self, purpose: str, data: bytes, mac: bytes) -> bool:
+        """Say whether :meth:`sign` has returned ``mac`` for this purpose and these data."""
+        return hmac.compare_digest(self.sign(purpose, data), mac)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Key) and hmac.compare_digest(self._secret, other._secret)
 
