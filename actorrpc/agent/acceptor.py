@@ -3,7 +3,7 @@
 Pool threads serve the listening sockets. A pending connection has a short time limit and may send the handshake's fixed messages
 only; its bytes are not passed to the frame reader. The number of pending connections is limited: each has one of
 ``max_unauthenticated`` places. If all places are taken, a new connection replaces a pending connection that is probably not a
-member's: of the address with the most pending connections, the oldest that has not sent HELLO, or else the oldest. A member needs
+member's: of the address with the most pending connections, the oldest that is silent, or else the oldest. A member needs
 its place for a few round trips only, and dials again if it lost the place. Therefore silent connections and floods of connections
 do not keep members out, even if they come from a member's address.
 
@@ -81,6 +81,11 @@ class PendingConnection:
         self.timer: Any = None
         self.turn = _time.RLock()
         self._gone = False
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the other end has begun neither the TLS handshake nor sent HELLO."""
+        return isinstance(self.sock, socket.socket) and not self.acceptor.greeted
 
     def close(self) -> None:
         """Close the socket: now, or, if another thread runs a step of the handshake, when that thread has finished the step.
@@ -294,7 +299,7 @@ class Admission:
         counts = Counter(pending.address for pending in self._pending.values())
         most = max(counts.values())
         crowd = [pending for pending in self._pending.values() if counts[pending.address] == most]
-        return next((pending for pending in crowd if not pending.acceptor.greeted), crowd[0])
+        return next((pending for pending in crowd if pending.is_silent), crowd[0])
 
     # -- the handshake ---------------------------------------------------------------------------------
 
