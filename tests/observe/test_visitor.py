@@ -143,6 +143,22 @@ def test_a_wrong_key_is_refused(worker: FoundGroup) -> None:
     assert "network" not in finding.remedy
 
 
+@pytest.mark.prints("ACTORRPC_TLS=off, or is no worker")
+def test_other_settings_of_tls_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if certificates.OVER_TLS:
+        pytest.skip("the whole suite runs with certificates")
+    monkeypatch.setenv("ACTORRPC_KEY", _KEY)
+    with _alone(transport="tcp"):
+        host, port = _agent().record.tcp[0]
+        monkeypatch.setenv("ACTORRPC_TLS", "off")
+        assert main(["status", "--connect", f"tcp://{host}:{port}", "--timeout", "30"]) == 1
+    shown = capsys.readouterr().out
+    assert " is refused: " in shown
+    assert "its settings of TLS" in shown
+
+
 def test_inspecting_a_group_with_a_given_key_requires_that_key(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
