@@ -89,7 +89,10 @@ def authenticate(
         except PlainTextError as error:
             # The bytes may say why the other side refuses the connection. Nothing is sent without TLS.
             dialler.start()
-            dialler.feed(error.data)
+            try:
+                dialler.feed(error.data)
+            except RpcError as reason:
+                raise reason from None
             raise ProtocolError(f"{whom} does not speak TLS; {describe(tls)} here: {_SAME}") from None
 
 
@@ -159,7 +162,7 @@ class Tls:
         missing = [variable for _, variable, path in given if not path]
         if missing and len(missing) < len(given):
             raise ConfigError(
-                f"TLS needs a certificate, its key and a CA; {' and '.join(missing)} is not set: set all of {_NAMES}, or none"
+                f"TLS needs a certificate, its key and a CA: set all of {_NAMES}, or none (not set: {', '.join(missing)})"
             )
         if not missing and not settings.tls:
             raise ConfigError(

@@ -362,11 +362,11 @@ def _wrong(tmp_path: Path) -> dict[str, tuple[dict[str, Any], str]]:
     open_key.write_bytes(Path(files().key).read_bytes())
     open_key.chmod(0o640)
     return {
-        "no key": ({"tls_key": None}, "ACTORRPC_TLS_KEY is not set"),
-        "no certificate": ({"tls_cert": ""}, "ACTORRPC_TLS_CERT is not set"),
+        "no key": ({"tls_key": None}, "not set: ACTORRPC_TLS_KEY"),
+        "no certificate": ({"tls_cert": ""}, "not set: ACTORRPC_TLS_CERT"),
         "only a CA": (
             {"tls_cert": None, "tls_key": None},
-            "ACTORRPC_TLS_CERT and ACTORRPC_TLS_KEY is not set",
+            "not set: ACTORRPC_TLS_CERT, ACTORRPC_TLS_KEY",
         ),
         "no such certificate": ({"tls_cert": "/nowhere/at.pem"}, "ACTORRPC_TLS_CERT.*No such file"),
         "no such key": ({"tls_key": "/nowhere/at.key"}, "ACTORRPC_TLS_KEY.*No such file"),
@@ -419,7 +419,7 @@ def test_tls_options_are_checked_for_their_types_and_completeness() -> None:
         rpc.RpcBackendOptions(tls_cert=3)  # type: ignore[arg-type]
     # With transport="unix", the files are not read.
     assert Tls.load(Settings(transport="unix", tls_cert="a", tls_key="b", tls_ca="c")) is None
-    with pytest.raises(ConfigError, match="is not set"):
+    with pytest.raises(ConfigError, match="not set: "):
         Tls.load(Settings(transport="unix", tls_cert="a"))
 
 

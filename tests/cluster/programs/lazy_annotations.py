@@ -1,4 +1,4 @@
-"""A script without ``from __future__ import annotations``. Its annotations have an alias, and an import for type checkers only."""
+"""A script without ``from __future__ import annotations``. Its annotations name an alias and an import for type checkers."""
 
 import dataclasses
 import functools
