@@ -65,9 +65,8 @@ _MEET, _MET = "meet", "met"  # the notices of a visitor and of rank 0
 _TABLE, _ERROR, _OVER = "table", "error", "over"
 _ERRORS: Final = {each.__name__: each for each in (RendezvousError, ConfigError)}
 _GRACE_S: Final = 2.0  # how long to wait until the others have read an error, or until rank 0 has sent it
-_STALE_S: Final = (
-    2.0  # how long a problem with a value must last: an earlier group in this store may have left the value
-)
+# How long a problem with a value must last before it is raised: an earlier group in this store may have left the value.
+_STALE_S: Final = 2.0
 _LOOK_S: Final = 1.0  # how often rank 0 checks that no other rank 0 has replaced its address
 _ATTEMPT_S: Final = 2.0  # the time limit of one attempt to connect, which Ctrl-C does not interrupt
 _PART: Final = 1 << 20  # bytes of records in one notice
@@ -231,8 +230,8 @@ class FixedRendezvous(Rendezvous):
         if mute and len(records) > 1:
             raise RendezvousError(
                 f"the workers are on {len(hosts)} hosts (or in containers, or of different users) and these "
-                f"listen on no address that the others can reach: {listed(mute)}. Set ACTORRPC_KEY to the "
-                "same text for every worker; then they listen on TCP (ACTORRPC_BIND says on which address)"
+                f"listen on no address that the others can reach: {listed(mute)}. Give every worker the same key "
+                "(ACTORRPC_KEY_FILE); then they listen on TCP (ACTORRPC_BIND says on which address)"
             )
         by_name = {each.name: each for each in records}
         check_device_maps(records, by_name.get, fixed=True)
