@@ -3,8 +3,8 @@
 The comment of a private name says its purpose, and the effect if it is missing.
 
 Python may change these names in any release. All of them were found in CPython 3.11, 3.13 and 3.14, except where a comment says
-otherwise, and ``tests/test_private_names.py`` checks them on the running version. Without a name that has neither a fallback nor
-a comment about its absence, ``import actorrpc`` raises an ImportError that shows the name.
+otherwise, and ``tests/test_private_names.py`` checks them on the running version. If :func:`find` does not find a name and was
+given no fallback, ``import actorrpc`` raises an ImportError that shows the name.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ LOGS_PENDING: Final = "_log_destroy_pending"
 interpreter_options: Final[Callable[[], list[str]]] = find("subprocess:_args_from_interpreter_flags", list)
 # Drops the functions that ``atexit`` would call. Without it, actors' processes call the functions of the fork server, too.
 clear_exit_functions: Final[Callable[[], None]] = find("atexit:_clear", lambda: None)
-# Calls these functions: actors' processes end with ``os._exit``, which does not.
+# Calls the functions registered with ``atexit``. Actors' processes use it because they end with ``os._exit``, which skips them.
 run_exit_functions: Final[Callable[[], None]] = find("atexit:_run_exitfuncs")
 # Ends the child processes that ``multiprocessing`` has started. The module registers it with ``atexit`` when it is imported.
 end_multiprocessing: Final[Callable[[], None]] = find("multiprocessing.util:_exit_function")

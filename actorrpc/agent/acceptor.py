@@ -84,7 +84,7 @@ class PendingConnection:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the other end has begun neither the TLS handshake nor sent HELLO."""
+        """Whether the other end has sent neither a first TLS message nor the HELLO message of this package's handshake."""
         return isinstance(self.sock, socket.socket) and not self.acceptor.greeted
 
     def close(self) -> None:
@@ -183,7 +183,8 @@ class Admission:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            # One descriptor for the new socket, and one more for it and for each pending connection when the handshake has ended.
+            # A connection has two descriptors: its socket, and an eventfd that is opened after the handshake. The new connection
+            # needs both, and each pending connection still needs its eventfd.
             if self._scarce and not _limits.has_room(2 + len(self._pending)):
                 self._rest(listener, OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
                 return

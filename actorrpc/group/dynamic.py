@@ -1,8 +1,8 @@
 """How workers join and leave a dynamic group, whose list of workers is in the store.
 
 The store has a value for each name and for each rank, and a log of the names. A worker that joins claims its name and its rank;
-lookups read the store. If the workers were given a key, a :class:`SealedStore` encrypts all values with it; a member that was not
-given a key can read them all.
+lookups read the store. If the workers were given a key, a :class:`SealedStore` encrypts all values with it, except counters and
+the announcement of the key, which has no secret. If no key was given, nothing in the store is encrypted.
 
 One thread at a time may join; lookups are thread-safe.
 """
@@ -31,7 +31,7 @@ _PURPOSE: Final = "a dynamic group"
 
 
 class SealedStore:
-    """A store whose names and values nobody can read who lacks the key.
+    """A store whose names and values can be read only with the key.
 
     The encryption (AES-SIV) is deterministic, so that ``compare_set`` works. A value is bound to its name in the store. Counters
     are not encrypted. An attacker can replace a value by an earlier value of the same name.
@@ -120,7 +120,8 @@ class DynamicRendezvous(Rendezvous):
 
         Raises:
             AuthenticationError: the workers do not share a key, or a value in the store was not written with it.
-            RendezvousError: the name or the rank is taken, or the store failed.
+            RendezvousError: the name or the rank is taken, no free rank was found in time, or the store failed.
+            ConfigError: the package ``cryptography`` is missing, or the key file cannot be written.
         """
         deadline = _time.now() + self.timeout
         self.key_is_given = own_key is not None
@@ -194,8 +195,8 @@ class DynamicRendezvous(Rendezvous):
                 try:
                     key = self._read(announcement, own_key, host)
                 except AuthenticationError:
-                    # The file may belong to an earlier group in this store whose workers have all ended. The workers of a group
-                    # that was given a key cannot be read.
+                    # The file may belong to an earlier group in this store whose workers have all ended. If that group was given
+                    # a key, its list of workers is encrypted, so this worker cannot check whether they have ended.
                     if announcement[0] == GIVEN or _time.now() > deadline:
                         raise
                     if any(not _is_dead(each, host) for each in self.members()):

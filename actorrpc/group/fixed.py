@@ -11,8 +11,9 @@ one after the other: each group's rank 0 overwrites the value. A worker that rea
 there, or a rank 0 that has met its group already; it polls the store for the next value.
 
 The store does not protect the value, so an attacker can replace it by an earlier one; the handshake with the worker at that
-address then fails. On rank 0, pool threads receive the records; all other work is done by the thread that joins. ``_lock``
-guards ``_here``, ``_late`` and ``_over``; no other code runs under it.
+address then fails. On rank 0, pool threads receive the records, and drop the records of visitors whose connection has ended; the
+thread that joins does all other work. ``_lock`` guards ``_here``, ``_late`` and ``_over``; no other code runs under it. Once no
+visitor is admitted, the joining thread reads and replaces ``_here`` without the lock.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ class FixedRendezvous(Rendezvous):
         with self._lock:
             if not self._late and _time.now() >= self._deadline:
                 self._late = self.timeout
-            # A visitor does not resume its connection, so a suspended connection is a visitor's that has died.
+            # Visitors never resume a broken connection, so drop each visitor whose connection is suspended.
             here = {name: each for name, each in self._here.items() if _is_connected(each[0])}
             if len(here) + 1 < self._size and not self._late:
                 return None

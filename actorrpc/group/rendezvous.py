@@ -4,7 +4,8 @@ In a *fixed* group (``world_size`` given, :mod:`actorrpc.group.fixed`), the stor
 workers meet over connections to rank 0. A *dynamic* group, which workers join and leave at any time
 (:mod:`actorrpc.group.dynamic`), keeps its list of workers in the store.
 
-The caller's thread does all the work. Waits poll in short slices, so that Ctrl-C works, and are bounded. Other processes can
+The thread that joins does all the work, except that pool threads of rank 0 receive the records of a fixed group. Waits have a
+time limit and poll in short slices, so that Ctrl-C works. Other processes can
 write to a store: values read from it are checked, no secret is written to it, and nothing is unpickled.
 """
 
@@ -221,7 +222,7 @@ def check_device_maps(
     Raises:
         ConfigError: devices are listed twice, do not exist or are not allowed by the options; or a map names an unknown worker.
     """
-    # Sorted by rank, so that all workers report the same error if there are several errors.
+    # Sorted by rank, so that the reported error does not depend on the order in which the workers came.
     for record in sorted(records, key=lambda each: each.rank):
         where = f"Node {record.name} has"
         if len(set(record.devices)) != len(record.devices):

@@ -15,7 +15,8 @@ registered for pickling by value:
   makes them again. The contents of caches and compiled code, and the variables that a ``ForwardRef`` of Python 3.14 refers to,
   are not sent.
 
-Functions whose docstring ends with "(wire format)" are named in pickles. This module has no state and no lock of its own;
+Functions whose docstring ends with "(wire format)" are named in pickles. This module has no lock. Its only state is ``_values``,
+which has an entry for each ``type`` alias while the alias is being unpickled;
 cloudpickle has a table of the ``NewType`` and similar objects that were sent or made, and torch registers custom operators.
 """
 

@@ -43,7 +43,7 @@ class Target:
 
     Attributes:
         record: the worker's record; None if only its address is known.
-        incarnation: the worker's incarnation; None if it is not known.
+        incarnation: the expected incarnation (run) of the worker; None: any. Ignored if ``record`` is given, which contains it.
         addresses: where the worker listens: paths of Unix sockets, or ``(host, port)``.
         key: the key of the group; None if the group has none.
         settings: the settings of TLS.
@@ -85,6 +85,8 @@ class Visitor:
     Raises:
         OSError: there is no connection (TimeoutError: not in time).
         AuthenticationError, VersionError, ProtocolError: the handshake has failed.
+        LimitError: the worker has no descriptor for the connection.
+        ConfigError: the certificates in the settings of TLS cannot be used.
     """
 
     def __init__(
@@ -177,7 +179,9 @@ class Visitor:
         self._send(pack_frame(frames.NOTICE, body=body, extra=pack_header({"notice": notice})))
 
     def hear(self, notice: str, until: float) -> list[bytes]:
-        """Wait for frames; return the bodies of the notices with this name among them, which may be none.
+        """Wait until frames arrive, and return the bodies of those that are notices with this name.
+
+        The list is empty if only other frames arrived, or if no frame arrived before ``until`` or within ``silence`` seconds.
 
         Raises:
             OSError: the connection has ended.

@@ -128,7 +128,7 @@ class Key:
         return hashlib.sha256(b"actorrpc group tag\0" + self._secret).hexdigest()[:8]
 
     def sign(self, purpose: str, data: bytes) -> bytes:
-        """Return an HMAC-SHA256 of ``data``. It differs for each purpose, so that no other value can replace the data."""
+        """Return an HMAC-SHA256 of ``data`` and ``purpose``, so that it is not valid for a value with another purpose."""
         return hmac.digest(self._secret, b"\0".join((b"actorrpc value 1", purpose.encode(), data)), "sha256")
 
     def has_signed(self, purpose: str, data: bytes, mac: bytes) -> bool:
